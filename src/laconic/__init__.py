@@ -1,0 +1,10 @@
+"""Data-parallel training for PyTorch that says little on the wire."""
+
+from laconic.cluster import Cluster, init_mesh
+from laconic.shard.api import ShardedModule, fully_shard
+from laconic.shard.cache import Cache
+from laconic.shard.tensor import RaggedTensor
+
+__version__ = "0.1.0"
+
+__all__ = ["Cache", "Cluster", "RaggedTensor", "ShardedModule", "fully_shard", "init_mesh"]

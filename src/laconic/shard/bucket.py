@@ -1,0 +1,269 @@
+"""One flat buffer of a unit: chunk, slice, full, and the parameters that are views of them.
+
+[Note: A bucket's order]
+A bucket of N x L chunks is owned so that rank (n, l) has chunk l * N + n. Then the gather across the nodes, over ranks
+(0, l) ... (N - 1, l), yields chunks l * N ... l * N + N - 1, which is slice l, contiguous; and the gather inside a node, over
+slices 0 ... L - 1, yields the bucket in order. Both land in place, so parameters are permanent views and nothing is copied in
+or out. Reduction mirrors it: inside the node first, which leaves slice l summed over the node, then across the nodes, which
+leaves the chunk. (papers/fcdp.md, section 3; owning chunk n * L + l, as MiCS does, needs a strided copy between the levels.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from laconic.cluster import Cluster
+from laconic.shard.cache import RestingSlice
+from laconic.shard.layout import BucketLayout
+from laconic.shard.ledger import FlatBuffer, Ledger
+from laconic.shard.planner import plan_bucket
+from laconic.shard.tensor import RaggedSpec, RaggedTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Managed:
+    """A parameter of a unit before it is sharded, and every place in the module tree that shows it (tied weights)."""
+
+    name: str
+    """Fully qualified within the unit: its first place."""
+    parameter: nn.Parameter
+    block: int
+    places: tuple[tuple[nn.Module, str], ...]
+
+
+class Bucket:
+    """Parameters of one unit that share dtype and trainability."""
+
+    def __init__(
+        self,
+        managed: list[Managed],
+        *,
+        cluster: Cluster,
+        compute_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+    ) -> None:
+        dtype = managed[0].parameter.dtype
+        self.cluster = cluster
+        self.dtype = dtype
+        self.compute_dtype = compute_dtype if compute_dtype is not None and dtype.is_floating_point else dtype
+        self.reduce_dtype = reduce_dtype or self.compute_dtype
+        smallest = min(dtype.itemsize, self.compute_dtype.itemsize, self.reduce_dtype.itemsize)
+        self.layout: BucketLayout = plan_bucket(
+            [item.name for item in managed],
+            [tuple(item.parameter.shape) for item in managed],
+            [item.block for item in managed],
+            num_chunks=cluster.size,
+            itemsize=smallest,
+        )
+        self.divide_by: float = cluster.size
+        """What summed gradients are divided by."""
+        self.ledger: Ledger | None = None
+        self.resting: RestingSlice | None = None
+        self._places = [item.places for item in managed]
+        self._full: FlatBuffer | None = None
+        self._gathered: list[nn.Parameter] = []
+        self._full_version = 0
+        self._on_grad: Callable[[int, nn.Parameter], None] | None = None
+        self._epoch = 0
+        self.is_chunk_dropped = False
+        self.chunk = self._cut([item.parameter for item in managed])
+        self._device = self.chunk.device
+        self.sharded = [
+            nn.Parameter(self._ragged(index), requires_grad=item.parameter.requires_grad)
+            for index, item in enumerate(managed)
+        ]
+        self.show(self.sharded)
+
+    # -- the chunk, and the sharded parameters that are views of it ----------------------------------------------------
+
+    def _cut(self, parameters: list[nn.Parameter]) -> Tensor:
+        """This rank's chunk of the given whole parameters."""
+        chunk = torch.zeros(self.layout.chunk_numel, dtype=self.dtype, device=parameters[0].device)
+        if not chunk.is_meta:
+            for index, parameter in enumerate(parameters):
+                extent = self.layout.extent(index, self.cluster.chunk_index)
+                if extent is not None:
+                    begin = self.layout.offset_in_chunk(index, self.cluster.chunk_index)
+                    part = parameter.detach().view(-1)[extent.start : extent.stop]
+                    chunk[begin : begin + extent.numel].copy_(part)
+        return chunk
+
+    def local_view(self, chunk: Tensor, index: int) -> Tensor:
+        """Tensor `index`'s part of `chunk`, flat, possibly empty."""
+        extent = self.layout.extent(index, self.cluster.chunk_index)
+        begin = self.layout.offset_in_chunk(index, self.cluster.chunk_index)
+        return chunk[begin : begin + (extent.numel if extent else 0)]
+
+    def _ragged(self, index: int) -> RaggedTensor:
+        spec = RaggedSpec(cluster=self.cluster, layout=self.layout, index=index)
+        return RaggedTensor(self.local_view(self.chunk, index), spec, device=self._device, bump=self._bump)
+
+    def _bump(self) -> None:
+        torch.autograd.graph.increment_version(self.chunk)
+
+    @property
+    def version(self) -> int:
+        """Counts every change of the parameters: [Note: Versions] in shard/tensor.py."""
+        return self._epoch + self.chunk._version
+
+    def convert(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Apply `function`, such as a move from the meta device, to the chunk; parameters keep their identity.
+
+        Raises:
+            ValueError: `function` changes the dtype, which buffers and plans were made for.
+        """
+        chunk = function(self.chunk)
+        if chunk is self.chunk:
+            return
+        if chunk.dtype != self.dtype:
+            raise ValueError(
+                f"cannot change sharded parameters from {self.dtype} to {chunk.dtype}: call .to(dtype) before "
+                "fully_shard, or compute in another dtype with MixedPrecisionPolicy(param_dtype=...)"
+            )
+        self.free_full()
+        self._full = None
+        self._device = chunk.device
+        self._move_chunk(chunk.detach(), self.version + 1)
+
+    def account(self, ledger: Ledger) -> None:
+        """Keep `ledger` from now on."""
+        self.ledger = ledger
+        ledger.hold(self.chunk.nbytes)
+
+    def _move_chunk(self, chunk: Tensor, version: int) -> None:
+        self.chunk = chunk
+        self._epoch = version - chunk._version
+        for index, old in enumerate(self.sharded):
+            new = nn.Parameter(self._ragged(index), requires_grad=old.requires_grad)
+            if old.device == new.device:
+                old._local = new._local  # type: ignore[attr-defined]
+            else:
+                torch.utils.swap_tensors(old, new)
+
+    # -- trainability --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_frozen(self) -> bool:
+        """True if no parameter of the bucket wants a gradient now."""
+        return not any(parameter.requires_grad for parameter in self.sharded)
+
+    def drop_chunk(self) -> None:
+        """Let a frozen chunk live inside the resting slice, which contains it, and give its own memory back.
+
+        Only without mixed precision: a slice in the compute dtype could not give the parameter's own bits back.
+        """
+        if self.resting is None or self.compute_dtype != self.dtype or self.is_chunk_dropped:
+            return
+        assert self.ledger is not None
+        self.ledger.hold(-self.chunk.nbytes)
+        # `.data`: an alias with a version counter of its own, as gathers into the slice are no edits.
+        self._move_chunk(self.own_part(self.resting.buffer()).data, self.version)
+        self.is_chunk_dropped = True
+
+    def restore_chunk(self) -> None:
+        """Give the chunk memory of its own again: its parameters train from now on."""
+        if self.is_chunk_dropped:
+            assert self.ledger is not None
+            self._move_chunk(self.chunk.to(self._device, copy=True), self.version)
+            self.ledger.hold(self.chunk.nbytes)
+            self.is_chunk_dropped = False
+
+    def own_part(self, slice_: Tensor) -> Tensor:
+        """This rank's chunk within its slice: [Note: A bucket's order]."""
+        size = self.layout.chunk_numel
+        return slice_[self.cluster.node_rank * size : (self.cluster.node_rank + 1) * size]
+
+    # -- full, and the gathered parameters that are views of it --------------------------------------------------------
+
+    @property
+    def slice_numel(self) -> int:
+        """Elements of a slice: N chunks."""
+        return self.layout.chunk_numel * self.cluster.num_nodes
+
+    def allocate_full(self) -> Tensor:
+        """Memory for the whole bucket, (L * N * C,), in the compute dtype."""
+        if self._full is None:
+            assert self.ledger is not None
+            self._full = FlatBuffer(self.layout.numel, self.compute_dtype, self._device, self.ledger)
+            self._gathered = [self._gathered_parameter(index) for index in range(len(self.sharded))]
+        return self._full.allocate()
+
+    def slice_of_full(self) -> Tensor:
+        """This rank's slice within the full buffer."""
+        begin = self.cluster.local_rank * self.slice_numel
+        return self.allocate_full()[begin : begin + self.slice_numel]
+
+    def free_full(self) -> None:
+        """Give the full buffer's memory back."""
+        if self._full is not None:
+            self._full.free()
+
+    def _gathered_parameter(self, index: int) -> nn.Parameter:
+        assert self._full is not None
+        slot = self.layout.slots[index]
+        view = self._full.tensor[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        parameter = nn.Parameter(view)
+        parameter.register_post_accumulate_grad_hook(lambda tensor: self._grad_arrived(index, tensor))
+        return parameter.requires_grad_(self.sharded[index].requires_grad)
+
+    def _grad_arrived(self, index: int, parameter: nn.Parameter) -> None:
+        assert self._on_grad is not None
+        self._on_grad(index, parameter)
+
+    def on_grad(self, callback: Callable[[int, nn.Parameter], None]) -> None:
+        """Call `callback(index, gathered parameter)` whenever backward has put a gradient on a gathered parameter."""
+        self._on_grad = callback
+
+    def show_gathered(self) -> None:
+        """Let the modules see the gathered parameters.
+
+        Raises:
+            RuntimeError: somebody replaced a sharded parameter in a module, and would lose it now.
+        """
+        assert self._full is not None
+        for places, sharded, gathered, slot in zip(
+            self._places, self.sharded, self._gathered, self.layout.slots, strict=True
+        ):
+            if gathered.requires_grad != sharded.requires_grad:
+                gathered.requires_grad_(sharded.requires_grad)
+            for module, name in places:
+                if module._parameters.get(name) is not sharded:
+                    raise RuntimeError(
+                        f"parameter {slot.name} is no longer the one fully_shard made: it was replaced, for instance by "
+                        "load_state_dict(assign=True). Copy into it instead (load_state_dict without assign, or "
+                        "param.copy_(value) under torch.no_grad())"
+                    )
+        self.show(self._gathered)
+        self._full_version = self._full.tensor._version
+
+    def show_sharded(self) -> None:
+        """Let the modules see the sharded parameters again.
+
+        Raises:
+            RuntimeError: a gathered parameter was edited in place; the edit would be lost.
+        """
+        self.show(self.sharded)
+        if self._full is not None and self._full.tensor._version != self._full_version:
+            self._full_version = self._full.tensor._version
+            names = ", ".join(slot.name for slot in self.layout.slots)
+            raise RuntimeError(
+                f"one of the gathered parameters {names} was edited in place, which does not change the parameter that is "
+                "trained. Edit the sharded parameter under torch.no_grad() while the module is resharded"
+            )
+
+    def show(self, parameters: list[nn.Parameter]) -> None:
+        """Put `parameters` in the modules' places."""
+        for places, parameter in zip(self._places, parameters, strict=True):
+            for module, name in places:
+                module._parameters[name] = parameter
+
+    def hide(self) -> None:
+        """Take the parameters out of the module tree, for the time of an `nn.Module._apply` that must not see them."""
+        for places in self._places:
+            for module, name in places:
+                module._parameters[name] = None
+

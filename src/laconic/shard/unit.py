@@ -1,0 +1,400 @@
+"""A sharded module: its life through forward and backward, hooked onto the module it shards.
+
+[Note: When a unit is done with backward]
+A unit may free its weights, and reduce its gradients, when every operation of its forward has run backward. That is when
+gradients arrive at its inputs: autograd runs ready nodes youngest first, so the identity put on the inputs at the beginning
+of forward comes after all nodes made in it. The moment depends on the graph alone, not on which parameters got gradients, so
+all ranks issue the reductions in one order. A unit whose inputs need no gradient has no such moment; it is finished, with
+everything else that is left, by a callback at the end of backward, in the reverse order of the module tree.
+
+[Note: Recomputed forwards]
+Activation checkpointing runs a unit's forward again inside backward. The non-reentrant kind does so after gradients have
+reached the unit's outputs, so the weights are there already, and the recomputed graph is thrown away: it gets no hooks. The
+reentrant kind ran the first forward without a graph, so nothing is known of the unit yet and the recomputed forward is
+treated as the real one. Either way the weights stay until the backward that follows is done with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from laconic import _compat
+from laconic.cluster import Cluster
+from laconic.shard.bucket import Bucket
+from laconic.shard.cache import Cache, RestingSlice, choose_device_slices, make_slab
+from laconic.shard.collectives import Level
+from laconic.shard.gather import BucketGather, GatherQueue, UnitGather
+from laconic.shard.lanes import Lanes
+from laconic.shard.ledger import Ledger
+from laconic.shard.reduce import BucketGradients, Reduction, ReductionQueue
+
+
+class State(Enum):
+    """Where a unit stands in its step."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+    """From the gradients' arrival at its outputs until it is done with backward."""
+
+
+class Unit:
+    """The engine's side of one sharded module."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        buckets: list[Bucket],
+        *,
+        cluster: Cluster,
+        cache: Cache,
+        precision: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self.module, self.name, self.buckets = module, name, buckets
+        self.cluster, self.cache, self.precision = cluster, cache, precision
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.requires_gradient_sync = True
+        self.forward_prefetch: list[Unit] | None = None
+        self.backward_prefetch: list[Unit] | None = None
+        self.state = State.IDLE
+        self.context: Context | None = None
+        self.gradients: list[BucketGradients] = []
+        self._gather: UnitGather | None = None
+        self._is_shown = False
+        self._awaited_backwards = 0  # forwards whose outputs have not got gradients yet
+        self._awaited_inputs = 0  # forwards whose inputs have not got gradients yet
+        module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._post_forward)
+        module.register_state_dict_pre_hook(lambda *_: self.reshard())
+
+    def join(self, context: Context) -> None:
+        """Become part of a root's context: now that all units are known, transfers can be set up."""
+        self.context = context
+        node, local = Level(self.cluster, "node"), Level(self.cluster, "local")
+        gathers = [BucketGather(bucket, node, local, context.lanes) for bucket in self.buckets]
+        self._gather = UnitGather(gathers, context.gathers)
+        self.gradients = [
+            BucketGradients(bucket, node, local, context.lanes, context.ledger) for bucket in self.buckets
+        ]
+        for bucket in self.buckets:
+            bucket.account(context.ledger)
+
+    @property
+    def gather(self) -> UnitGather:
+        """The gather of the unit's buckets; the unit must have joined a context."""
+        if self._gather is None:
+            Context(self)
+        assert self._gather is not None
+        return self._gather
+
+    @property
+    def is_root(self) -> bool:
+        """True for the outermost unit."""
+        return self.context is not None and self.context.root is self
+
+    # -- gathered or not -----------------------------------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Gather the parameters and show them to the module."""
+        self.gather.finish()
+        if not self._is_shown:
+            for bucket in self.buckets:
+                bucket.show_gathered()
+            self._is_shown = True
+
+    def reshard(self) -> None:
+        """Show the sharded parameters to the module and give the gathered ones' memory back."""
+        if self._gather is None:
+            return
+        try:
+            if self._is_shown:
+                self._is_shown = False
+                for bucket in self.buckets:
+                    bucket.show_sharded()
+        finally:
+            self._gather.release()
+
+    def apply(self, function: Callable[[Tensor], Tensor], super_apply: Callable[[], None]) -> None:
+        """Do `nn.Module._apply`: the chunk is converted instead of the parameters that are views of it."""
+        self.reshard()
+        for bucket in self.buckets:
+            bucket.hide()
+        try:
+            super_apply()
+        finally:
+            for bucket in self.buckets:
+                bucket.show(bucket.sharded)
+        for bucket in self.buckets:
+            bucket.convert(function)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.precision.cast_forward_inputs and self.precision.param_dtype is not None:
+            args, kwargs = _cast((args, kwargs), self.precision.param_dtype)
+        if self._is_recomputed():
+            self.unshard()
+            return args, kwargs
+        if self.context is None:
+            Context(self)
+        assert self.context is not None
+        self.state = State.FORWARD
+        for bucket in self.buckets:
+            if bucket.is_chunk_dropped and not bucket.is_frozen:
+                bucket.restore_chunk()
+        self.context.entering_forward(self)
+        if torch.is_grad_enabled():
+            args, kwargs = self._watch_inputs(args, kwargs)
+        return args, kwargs
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.precision.output_dtype is not None:
+            output = _cast(output, self.precision.output_dtype)
+        if self._is_recomputed():
+            return output
+        assert self.context is not None
+        self.state = State.IDLE
+        if torch.is_grad_enabled():
+            self._watch_outputs(output)
+        keeps = self.reshard_after_forward is False or (self.reshard_after_forward is None and self.is_root)
+        if not _compat.in_backward() and not (keeps and torch.is_grad_enabled()):
+            self.reshard()
+        self.context.left_forward(self)
+        return output
+
+    def _is_recomputed(self) -> bool:
+        """[Note: Recomputed forwards]: True in a forward whose graph will be thrown away."""
+        return _compat.in_backward() and (self.state is State.BACKWARD or self._awaited_backwards > 0)
+
+    def _watch_inputs(self, args: Any, kwargs: Any) -> Any:
+        leaves, tree = tree_flatten((args, kwargs))
+        watched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not watched:
+            return args, kwargs
+        self._awaited_inputs += 1
+        for index, tensor in zip(watched, _InputGradients.apply(self, *(leaves[i] for i in watched)), strict=True):
+            leaves[index] = tensor
+        return tree_unflatten(leaves, tree)
+
+    def _watch_outputs(self, output: Any) -> None:
+        tensors = [leaf for leaf in _tensors(output) if leaf.requires_grad]
+        for tensor in tensors:
+            tensor.register_hook(self._pre_backward)
+        self._awaited_backwards += bool(tensors)
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def _pre_backward(self, gradient: Tensor) -> Tensor:
+        assert self.context is not None
+        self.context.entering_backward(self)
+        return gradient
+
+    def begin_backward(self) -> None:
+        """Gradients have reached an output: have the weights."""
+        if self.state is not State.BACKWARD:
+            self.state = State.BACKWARD
+            self._awaited_backwards = max(0, self._awaited_backwards - 1)
+            self.unshard()
+
+    def inputs_have_gradients(self) -> None:
+        """One of this unit's forwards has run backward whole: [Note: When a unit is done with backward]."""
+        self._awaited_inputs = max(0, self._awaited_inputs - 1)
+        if self._awaited_inputs == 0:
+            self.end_backward()
+        elif self._awaited_backwards:
+            self.state = State.IDLE  # another forward's backward follows, and announces itself
+
+    def end_backward(self) -> None:
+        """Free the weights, send the gradients on their way."""
+        assert self.context is not None
+        if self.reshard_after_backward:
+            self.reshard()
+        self.state = State.IDLE
+        for gradients in self.gradients:
+            if gradients.are_waiting:
+                full = gradients.take_full()
+                self.context.reductions.add(Reduction(gradients, full, across_nodes=self.requires_gradient_sync))
+
+    def settle(self) -> None:
+        """The end of a backward: nothing of this one is awaited any more, and no sum stays behind when syncing."""
+        assert self.context is not None
+        if self.state is State.BACKWARD or any(gradients.are_waiting for gradients in self.gradients):
+            self.end_backward()
+        self._awaited_inputs = 0
+        if not self.requires_gradient_sync:
+            return
+        for gradients in self.gradients:
+            if gradients.partial is not None and not self.context.reductions.has(gradients):
+                self.context.reductions.add(Reduction(gradients, None, across_nodes=True))
+            resting = gradients.bucket.resting
+            if resting is not None and not gradients.bucket.is_frozen and self.reshard_after_backward:
+                resting.drop()  # the optimizer is about to make it stale
+
+
+class Context:
+    """What the units under one root share: order of execution, queues, lanes, the account and the host slab."""
+
+    def __init__(self, root: Unit) -> None:
+        """Take over all units below `root`.
+
+        Raises:
+            RuntimeError: one of them has run on its own before, outside its root.
+        """
+        self.root = root
+        self.units = [unit for module in root.module.modules() if (unit := unit_of(module)) is not None]
+        device = root.cluster.device
+        self.ledger = Ledger()
+        self.lanes = Lanes(device)
+        self.gathers = GatherQueue()
+        self.reductions = ReductionQueue()
+        self._forward: list[Unit] = []  # the last complete forward, for prefetching the next unit
+        self._entered: list[Unit] = []  # this forward so far
+        self._left: list[Unit] = []  # finished forwards of this step, which backward visits in reverse
+        self._in_backward = False
+        for unit in self.units:
+            if unit.context is not None:
+                raise RuntimeError(
+                    f"{unit.name} ran before {root.name or 'the root module'}, which contains it; run the outermost sharded "
+                    "module first, and call fully_shard on all modules before the first forward"
+                )
+            unit.join(self)
+        self._place_slices(device)
+
+    def _place_slices(self, device: torch.device) -> None:
+        """Give every bucket whose unit caches a place for its slice."""
+        slab_users: list[RestingSlice] = []
+        budget = max((unit.cache.device_budget_bytes for unit in self.units), default=0)
+        cached = [unit for unit in self.units if unit.cache.where != "none" and unit.cluster.num_nodes > 1]
+        for unit in cached:  # on one node nothing crosses a wire, and the slice is the chunk
+            for bucket in unit.buckets:
+                bucket.resting = RestingSlice(
+                    bucket.slice_numel, bucket.compute_dtype, device, self.ledger, self.lanes
+                )
+        hosted = [unit for unit in cached if unit.cache.where == "host"]
+        sizes = [sum(_resting(bucket).nbytes for bucket in unit.buckets) for unit in hosted]
+        on_device = choose_device_slices(sizes, budget)
+        for index, unit in enumerate(hosted):
+            if index not in on_device:
+                slab_users += [_resting(bucket) for bucket in unit.buckets]
+        if slab_users:
+            slab = make_slab(sum(resting.nbytes for resting in slab_users), device)
+            self.ledger.host_bytes = slab.nbytes
+            for resting, part in zip(slab_users, slab.split([resting.nbytes for resting in slab_users]), strict=True):
+                resting.rest_in(part)
+
+    # -- the order of execution ----------------------------------------------------------------------------------------
+
+    def entering_forward(self, unit: Unit) -> None:
+        """Have `unit`'s weights, and start on the next one's."""
+        if unit is self.root:
+            self._entered = []
+            if torch.is_grad_enabled() and not self._in_backward:
+                self._left = []
+        self._entered.append(unit)
+        unit.gather.begin()
+        if unit.forward_prefetch is not None:
+            following = unit.forward_prefetch
+        else:
+            position = len(self._entered)
+            on_track = self._forward[position - 1 : position] == [unit]
+            following = self._forward[position : position + 1] if on_track else []
+        self._gather_with_prefetch(unit, following)
+
+    def left_forward(self, unit: Unit) -> None:
+        """Record the order; without a graph nothing may stay behind a forward."""
+        self._left.append(unit)
+        self.gathers.advance()
+        if unit is self.root:
+            self._forward = self._entered
+            if not torch.is_grad_enabled() and not _compat.in_backward():
+                for other in self.units:
+                    other.reshard()
+
+    def entering_backward(self, unit: Unit) -> None:
+        """Have `unit`'s weights, and start on those of the one before it."""
+        if not self._in_backward:
+            self._in_backward = True
+            _compat.after_this_backward(self._settle)
+        if unit.state is State.BACKWARD:
+            return
+        unit.gather.begin()
+        if unit.backward_prefetch is not None:
+            following = unit.backward_prefetch
+        else:
+            position = next((i for i in reversed(range(len(self._left))) if self._left[i] is unit), 0)
+            following = self._left[max(0, position - 1) : position]
+            del self._left[position:]
+        self._gather_with_prefetch(unit, following, unit.begin_backward)
+
+    def _gather_with_prefetch(
+        self, unit: Unit, following: Iterable[Unit], finish: Callable[[], None] | None = None
+    ) -> None:
+        # The next unit's gather across nodes goes out when this one's has come in, so that the wire has one at a time and is
+        # never idle; then this unit's gather inside the node runs beside it.
+        self.gathers.start_local_until(unit.gather)
+        for other in following:
+            other.gather.begin()
+        (finish or unit.unshard)()
+        self.advance()
+
+    def advance(self) -> None:
+        """Move transfers on as far as they go without blocking: called wherever the engine has control."""
+        self.gathers.advance()
+        self.reductions.advance()
+
+    def _settle(self) -> None:
+        """The end of backward: finish what is left, in an order that is the same on all ranks."""
+        for unit in reversed(self.units):
+            unit.settle()
+        self.reductions.finish()
+        for unit in self.units:
+            if unit.reshard_after_backward:
+                unit.reshard()
+        self._left = []
+        self._in_backward = False
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that `module` was made, if it was given to fully_shard."""
+    return getattr(module, "_laconic_unit", None)
+
+
+class _InputGradients(torch.autograd.Function):
+    """The identity; its backward tells the unit that gradients have reached its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.unit = unit
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.unit.inputs_have_gradients()
+        return (None, *gradients)
+
+
+def _resting(bucket: Bucket) -> RestingSlice:
+    assert bucket.resting is not None
+    return bucket.resting
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    return tree_map(
+        lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, tree
+    )
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
