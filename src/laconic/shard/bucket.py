@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from laconic.cluster import Cluster
 from laconic.shard.cache import RestingSlice
 from laconic.shard.layout import BucketLayout
-from laconic.shard.ledger import FlatBuffer, Ledger
+from laconic.shard.ledger import AliasBuffer, FlatBuffer, Ledger
 from laconic.shard.planner import plan_bucket
 from laconic.shard.tensor import RaggedSpec, RaggedTensor
 
@@ -64,7 +64,7 @@ class Bucket:
         self.ledger: Ledger | None = None
         self.resting: RestingSlice | None = None
         self._places = [item.places for item in managed]
-        self._full: FlatBuffer | None = None
+        self._full: FlatBuffer | AliasBuffer | None = None
         self._gathered: list[nn.Parameter] = []
         self._full_version = 0
         self._on_grad: Callable[[int, nn.Parameter], None] | None = None
@@ -188,8 +188,12 @@ class Bucket:
         """Memory for the whole bucket, (L * N * C,), in the compute dtype."""
         if self._full is None:
             assert self.ledger is not None
-            self._full = FlatBuffer(self.layout.numel, self.compute_dtype, self._device, self.ledger)
-            self._gathered = [self._gathered_parameter(index) for index in range(len(self.sharded))]
+            if self.cluster.size == 1 and self.compute_dtype == self.dtype:
+                self._full = AliasBuffer(self.chunk)  # the chunk is the bucket: nothing to gather, nothing to free
+            else:
+                self._full = FlatBuffer(self.layout.numel, self.compute_dtype, self._device, self.ledger)
+            with torch.inference_mode(False), torch.enable_grad():
+                self._gathered = [self._gathered_parameter(index) for index in range(len(self.sharded))]
         return self._full.allocate()
 
     def slice_of_full(self) -> Tensor:

@@ -103,7 +103,8 @@ class RestingSlice:
     def buffer(self) -> Tensor:
         """The resting memory, (numel,)."""
         if self._buffer is None:
-            self._buffer = torch.empty(self.numel, dtype=self._dtype, device=self._device)
+            with torch.inference_mode(False):  # a frozen chunk may come to live here, and chunks have versions
+                self._buffer = torch.empty(self.numel, dtype=self._dtype, device=self._device)
             self._ledger.hold(self.nbytes)
         return self._buffer
 

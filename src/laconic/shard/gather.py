@@ -46,6 +46,11 @@ class BucketGather:
         """True if the parameters have changed since the gather began."""
         return self._version != self.bucket.version
 
+    @property
+    def needs_staging(self) -> bool:
+        """True if the slice comes together in the full buffer."""
+        return self.bucket.resting is None or not self.bucket.resting.is_direct
+
     def start_node(self) -> None:
         """Issue the gather across nodes, unless the slice rests here in the right version."""
         bucket, resting = self.bucket, self.bucket.resting
@@ -112,6 +117,11 @@ class UnitGather:
         self.stage = Stage.IDLE
         self._marks: list[Mark] = []
 
+    @property
+    def needs_staging(self) -> bool:
+        """True if the slice of a bucket comes together in the full buffer, which beginning then allocates."""
+        return any(gather.needs_staging for gather in self._gathers)
+
     def begin(self) -> None:
         """Start, if nothing is under way: a fixed point of the program ([Note: The same order on every rank]).
 
@@ -161,19 +171,19 @@ class GatherQueue:
 
     def __init__(self) -> None:
         self._waiting: deque[UnitGather] = deque()
+        self._ahead: UnitGather | None = None
 
     def add(self, gather: UnitGather) -> None:
         """Enter a gather that has just begun."""
         self._waiting.append(gather)
 
     def advance(self) -> None:
-        """Start what can start without blocking."""
-        while self._waiting:
+        """Start the first one, if it can without blocking: one unit ahead of compute, which bounds memory."""
+        if self._waiting and (self._ahead is None or self._ahead.stage is not Stage.LOCAL):
             first = self._waiting[0]
             first.try_start_local()
-            if first.stage is Stage.NODE:
-                return
-            self._waiting.popleft()
+            if first.stage is not Stage.NODE:
+                self._ahead = self._waiting.popleft()
 
     def start_local_until(self, gather: UnitGather) -> None:
         """Start everything up to and including `gather`."""

@@ -58,7 +58,8 @@ class FlatBuffer:
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, ledger: Ledger) -> None:
-        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # an inference tensor has no versions, and could not be trained with later
+            self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self.raw = self.tensor.data
         self._ledger = ledger
         self._nbytes = self.tensor.nbytes
@@ -80,3 +81,18 @@ class FlatBuffer:
             self._storage.resize_(0)
             self._ledger.hold(-self._nbytes)
             self.is_allocated = False
+
+
+class AliasBuffer:
+    """A buffer that is memory of somebody else's under another version counter; it neither comes nor goes."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.tensor = memory.data
+        self.raw = memory.data
+
+    def allocate(self) -> Tensor:
+        """The memory."""
+        return self.raw
+
+    def free(self) -> None:
+        """Nothing to do: the owner frees it."""

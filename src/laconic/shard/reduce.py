@@ -89,9 +89,18 @@ class BucketGradients:
         self._written.clear()
         return full
 
+    def discard(self) -> None:
+        """Forget what a failed backward has written."""
+        if self._full is not None:
+            self._ledger.hold(-self._full.nbytes)
+            self._full = None
+        self._written.clear()
+
     def accumulate(self, chunk: Tensor) -> None:
         """Add a finished sum to the sharded parameters' `.grad`: (C,), the sum over all ranks and micro-batches."""
-        chunk = chunk.div_(self.bucket.divide_by).to(self.bucket.dtype)
+        if self.bucket.divide_by != 1:
+            chunk.div_(self.bucket.divide_by)
+        chunk = chunk.to(self.bucket.dtype)
         self._ledger.hold(chunk.nbytes)
         weakref.finalize(chunk, self._ledger.hold, -chunk.nbytes)
         for index, parameter in enumerate(self.bucket.sharded):

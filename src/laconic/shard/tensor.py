@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from laconic.cluster import Cluster
 from laconic.shard.collectives import Level
-from laconic.shard.layout import BucketLayout, Extent
+from laconic.shard.layout import BucketLayout, Extent, Slot
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -143,6 +143,28 @@ class RaggedTensor(torch.Tensor):
     def like(self, local: Tensor) -> RaggedTensor:
         """Another tensor with this one's layout."""
         return RaggedTensor(local, self._spec, device=local.device if local.device != self._local.device else self.device)
+
+    def rows(self, start: int, stop: int, *, keep_dim: bool) -> RaggedTensor:
+        """A view of rows [start, stop) of dim 0: the same borders between ranks, a shorter tensor; edits count as this one's."""
+        slot = self._spec.layout.slots[self._spec.index]
+        inner = math.prod(slot.shape[1:])
+        shape = (stop - start, *slot.shape[1:]) if keep_dim else slot.shape[1:]
+        rows = Slot(name=slot.name, shape=shape, block=slot.block, offset=slot.offset + start * inner)
+        spec = RaggedSpec(cluster=self._spec.cluster, layout=replace(self._spec.layout, slots=(rows,)), index=0)
+        whole, part = self.extent or Extent(0, 0), spec.extent or Extent(0, 0)
+        begin = part.start + start * inner - whole.start if part.numel else 0
+        return RaggedTensor(
+            self._local[begin : begin + part.numel], spec, device=self.device, bump=self._bump
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedTensor:
+        # A tensor of its own, cut alike: not one with a process group of its own.
+        copied = RaggedTensor(self._local.clone(), self._spec, device=self.device)
+        copied.requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            copied._is_param = True  # type: ignore[attr-defined]  # what torch calls a Parameter
+        memo[id(self)] = copied
+        return copied
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return (

@@ -90,9 +90,9 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     local_args, local_kwargs = _localize((args, kwargs), specs)
     result = func(*local_args, **local_kwargs)
     changed = _bump_changed(func, args, kwargs)
-    if changed is not None:
-        return changed
-    return _wrap(result, args, specs)
+    if changed:  # in place: as the schema says, the changed argument itself or, for lists, nothing
+        return changed[0] if func._schema.returns else None
+    return _wrap(result, specs)
 
 
 def _specs_by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RaggedSpec]:
@@ -149,22 +149,19 @@ def _localize(tree: Any, specs: list[RaggedSpec]) -> Any:
     return visit(tree)
 
 
-def _bump_changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Record changes ([Note: Versions]) and return what an in-place operation returns; None for functional ones."""
-    positions = _mutated(func)
-    if not positions:
-        return None
+def _bump_changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Record changes ([Note: Versions]); returns the arguments that `func` changes."""
     changed = [
         args[position] if isinstance(position, int) and position < len(args) else kwargs.get(str(position))
-        for position in positions
+        for position in _mutated(func)
     ]
     for tensor in tree_leaves(changed):
         if isinstance(tensor, RaggedTensor) and tensor._bump is not None:
             tensor._bump()
-    return changed[0]
+    return changed
 
 
-def _wrap(result: Any, args: tuple[Any, ...], specs: list[RaggedSpec]) -> Any:
+def _wrap(result: Any, specs: list[RaggedSpec]) -> Any:
     if isinstance(result, Tensor):
         return RaggedTensor(result, specs[0])
     if isinstance(result, (list, tuple)):
@@ -199,6 +196,31 @@ def _random_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ra
     target._local.copy_(target._spec.part_of(whole))
     _bump_changed(func, args, kwargs)
     return target
+
+
+def _any_or_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    # trunc_normal_ asks this of the values it draws; every rank must draw as often.
+    source: RaggedTensor = args[0]
+    answer = func(source._local).to(torch.uint8)
+    op = dist.ReduceOp.MAX if func is aten.any.default else dist.ReduceOp.MIN
+    return reduce_over_mesh(source._spec, answer, op).to(torch.bool)
+
+
+def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
+    source, dim, index = args
+    if dim % source.dim() != 0:
+        raise NotImplementedError(f"only whole rows of a RaggedTensor can be selected (dim 0), not dim {dim}")
+    index %= source.shape[0]
+    return source.rows(index, index + 1, keep_dim=False)
+
+
+def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
+    source, dim, start, stop, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    size = source.shape[0]
+    if dim != 0 or step != 1:
+        raise NotImplementedError(f"only whole rows of a RaggedTensor can be sliced (dim 0, step 1), not dim {dim}, step {step}")
+    begin, end, _ = slice(start, stop).indices(size)
+    return source.rows(begin, max(begin, end), keep_dim=True)
 
 
 def _sized_allocation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -245,6 +267,10 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: _copy_,
     aten.linalg_vector_norm.default: _scaled_norm,
     aten.norm.Scalar: _norm_scalar,
+    aten.any.default: _any_or_all,
+    aten.all.default: _any_or_all,
+    aten.select.int: _select,
+    aten.slice.Tensor: _slice,
     aten._foreach_norm.Scalar: _foreach_norm,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale_,
     **dict.fromkeys(_RANDOM_FILLS, _random_fill),
@@ -277,8 +303,12 @@ class PartialNorm(torch.Tensor):
         """The partial norms of `tensors`, one each."""
         if order <= 0:
             raise NotImplementedError(f"a RaggedTensor has norms of positive order, got {order}")
+        # In fp32 at least: the square of a norm of 256 is beyond fp16, and bf16 would add squares with 8 bits.
+        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
         norms = [
-            torch.linalg.vector_norm(tensor._local, order) if tensor._local.numel() else tensor._local.new_zeros(())
+            torch.linalg.vector_norm(tensor._local, order, dtype=dtype)
+            if tensor._local.numel()
+            else tensor._local.new_zeros((), dtype=dtype)
             for tensor in tensors
         ]
         powers = torch.stack(norms)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,10 @@ from laconic.shard.gather import BucketGather, GatherQueue, UnitGather
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
 from laconic.shard.reduce import BucketGradients, Reduction, ReductionQueue
+
+
+PREFETCH = 2
+"""How many units ahead gathers across nodes begin; the second only if its slice lands where it rests."""
 
 
 class State(Enum):
@@ -71,8 +76,9 @@ class Unit:
         self.gradients: list[BucketGradients] = []
         self._gather: UnitGather | None = None
         self._is_shown = False
-        self._awaited_backwards = 0  # forwards whose outputs have not got gradients yet
-        self._awaited_inputs = 0  # forwards whose inputs have not got gradients yet
+        # What backward will still reach, by things that die with their graph: a forward nobody runs backward leaves no trace.
+        self._awaited_outputs: WeakSet[_OutputGradients] = WeakSet()
+        self._awaited_inputs: WeakSet[Any] = WeakSet()
         module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._post_forward)
         module.register_state_dict_pre_hook(lambda *_: self.reshard())
@@ -176,44 +182,44 @@ class Unit:
 
     def _is_recomputed(self) -> bool:
         """[Note: Recomputed forwards]: True in a forward whose graph will be thrown away."""
-        return _compat.in_backward() and (self.state is State.BACKWARD or self._awaited_backwards > 0)
+        return _compat.in_backward() and (self.state is State.BACKWARD or len(self._awaited_outputs) > 0)
 
     def _watch_inputs(self, args: Any, kwargs: Any) -> Any:
         leaves, tree = tree_flatten((args, kwargs))
         watched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not watched:
             return args, kwargs
-        self._awaited_inputs += 1
         for index, tensor in zip(watched, _InputGradients.apply(self, *(leaves[i] for i in watched)), strict=True):
             leaves[index] = tensor
         return tree_unflatten(leaves, tree)
 
     def _watch_outputs(self, output: Any) -> None:
         tensors = [leaf for leaf in _tensors(output) if leaf.requires_grad]
-        for tensor in tensors:
-            tensor.register_hook(self._pre_backward)
-        self._awaited_backwards += bool(tensors)
+        if tensors:
+            hook = _OutputGradients(self)
+            self._awaited_outputs.add(hook)
+            for tensor in tensors:
+                tensor.register_hook(hook)
+
+    def await_inputs(self, node: Any) -> None:
+        """Expect `node`, on the inputs of a forward, to report that its backward is over."""
+        self._awaited_inputs.add(node)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def _pre_backward(self, gradient: Tensor) -> Tensor:
+    def outputs_have_gradients(self, hook: _OutputGradients) -> None:
+        """Backward begins with one of this unit's forwards: have the weights."""
         assert self.context is not None
+        self._awaited_outputs.discard(hook)
         self.context.entering_backward(self)
-        return gradient
+        self.state = State.BACKWARD
 
-    def begin_backward(self) -> None:
-        """Gradients have reached an output: have the weights."""
-        if self.state is not State.BACKWARD:
-            self.state = State.BACKWARD
-            self._awaited_backwards = max(0, self._awaited_backwards - 1)
-            self.unshard()
-
-    def inputs_have_gradients(self) -> None:
-        """One of this unit's forwards has run backward whole: [Note: When a unit is done with backward]."""
-        self._awaited_inputs = max(0, self._awaited_inputs - 1)
-        if self._awaited_inputs == 0:
+    def inputs_have_gradients(self, node: Any) -> None:
+        """Backward is over with one of this unit's forwards: [Note: When a unit is done with backward]."""
+        self._awaited_inputs.discard(node)
+        if not self._awaited_inputs:
             self.end_backward()
-        elif self._awaited_backwards:
+        elif self._awaited_outputs:
             self.state = State.IDLE  # another forward's backward follows, and announces itself
 
     def end_backward(self) -> None:
@@ -227,12 +233,20 @@ class Unit:
                 full = gradients.take_full()
                 self.context.reductions.add(Reduction(gradients, full, across_nodes=self.requires_gradient_sync))
 
+    def abandon_backward(self) -> None:
+        """Forget a backward that raised: its gradients are incomplete."""
+        self.state = State.IDLE
+        self._awaited_outputs.clear()
+        self._awaited_inputs.clear()
+        for gradients in self.gradients:
+            gradients.discard()
+        self.reshard()
+
     def settle(self) -> None:
         """The end of a backward: nothing of this one is awaited any more, and no sum stays behind when syncing."""
         assert self.context is not None
         if self.state is State.BACKWARD or any(gradients.are_waiting for gradients in self.gradients):
             self.end_backward()
-        self._awaited_inputs = 0
         if not self.requires_gradient_sync:
             return
         for gradients in self.gradients:
@@ -270,6 +284,9 @@ class Context:
                     "module first, and call fully_shard on all modules before the first forward"
                 )
             unit.join(self)
+        names = {module: name for name, module in root.module.named_modules()}
+        for unit in self.units:
+            unit.name = names[unit.module] or unit.name
         self._place_slices(device)
 
     def _place_slices(self, device: torch.device) -> None:
@@ -298,26 +315,30 @@ class Context:
 
     def entering_forward(self, unit: Unit) -> None:
         """Have `unit`'s weights, and start on the next one's."""
-        if unit is self.root:
+        if unit is self.root and not _compat.in_backward():
+            if self._in_backward:
+                self._abandon_backward()
             self._entered = []
-            if torch.is_grad_enabled() and not self._in_backward:
+            if torch.is_grad_enabled():
                 self._left = []
-        self._entered.append(unit)
         unit.gather.begin()
+        following: list[Unit] = []
+        if self.root.state is State.FORWARD:  # a unit that runs outside its root's forward follows no recorded order
+            self._entered.append(unit)
+            position = len(self._entered)
+            if self._forward[position - 1 : position] == [unit]:
+                following = self._forward[position : position + PREFETCH]
         if unit.forward_prefetch is not None:
             following = unit.forward_prefetch
-        else:
-            position = len(self._entered)
-            on_track = self._forward[position - 1 : position] == [unit]
-            following = self._forward[position : position + 1] if on_track else []
         self._gather_with_prefetch(unit, following)
 
     def left_forward(self, unit: Unit) -> None:
         """Record the order; without a graph nothing may stay behind a forward."""
-        self._left.append(unit)
+        if torch.is_grad_enabled():
+            self._left.append(unit)
         self.gathers.advance()
         if unit is self.root:
-            self._forward = self._entered
+            self._forward, self._entered = self._entered, []
             if not torch.is_grad_enabled() and not _compat.in_backward():
                 for other in self.units:
                     other.reshard()
@@ -334,25 +355,30 @@ class Context:
             following = unit.backward_prefetch
         else:
             position = next((i for i in reversed(range(len(self._left))) if self._left[i] is unit), 0)
-            following = self._left[max(0, position - 1) : position]
+            following = list(reversed(self._left[max(0, position - PREFETCH) : position]))
             del self._left[position:]
-        self._gather_with_prefetch(unit, following, unit.begin_backward)
+        self._gather_with_prefetch(unit, following)
 
-    def _gather_with_prefetch(
-        self, unit: Unit, following: Iterable[Unit], finish: Callable[[], None] | None = None
-    ) -> None:
-        # The next unit's gather across nodes goes out when this one's has come in, so that the wire has one at a time and is
-        # never idle; then this unit's gather inside the node runs beside it.
+    def _gather_with_prefetch(self, unit: Unit, following: Iterable[Unit]) -> None:
+        # The next unit's gather across nodes goes out when this one's has come in, and this unit's gather inside the node
+        # runs beside it. A second one keeps the wire busy in between, where it costs no memory.
         self.gathers.start_local_until(unit.gather)
-        for other in following:
-            other.gather.begin()
-        (finish or unit.unshard)()
+        for distance, other in enumerate(following):
+            if distance == 0 or not other.gather.needs_staging:
+                other.gather.begin()
+        unit.unshard()
         self.advance()
 
     def advance(self) -> None:
         """Move transfers on as far as they go without blocking: called wherever the engine has control."""
         self.gathers.advance()
         self.reductions.advance()
+
+    def _abandon_backward(self) -> None:
+        self.reductions.finish()
+        for unit in self.units:
+            unit.abandon_backward()
+        self._in_backward = False
 
     def _settle(self) -> None:
         """The end of backward: finish what is left, in an order that is the same on all ranks."""
@@ -371,17 +397,28 @@ def unit_of(module: nn.Module) -> Unit | None:
     return getattr(module, "_laconic_unit", None)
 
 
+class _OutputGradients:
+    """A hook on the outputs of one forward: the first gradient to arrive tells the unit. Lives as long as the graph."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def __call__(self, gradient: Tensor) -> None:
+        self._unit.outputs_have_gradients(self)
+
+
 class _InputGradients(torch.autograd.Function):
     """The identity; its backward tells the unit that gradients have reached its inputs."""
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.unit = unit
+        unit.await_inputs(ctx)
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.unit.inputs_have_gradients()
+        ctx.unit.inputs_have_gradients(ctx)
         return (None, *gradients)
 
 
