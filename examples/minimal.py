@@ -1,7 +1,7 @@
 """The library alone: a small residual network under `laconic.fully_shard`.
 
-    torchrun --nproc-per-node 4 examples/minimal.py
-    laconic lab --nodes 2 --local 2 --rate 200mbit -- examples/minimal.py
+torchrun --nproc-per-node 4 examples/minimal.py
+laconic lab --nodes 2 --local 2 --rate 200mbit -- examples/minimal.py
 """
 
 import torch

@@ -12,7 +12,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.fsdp", "transformers", "laconic"])
+# What ranks import; torch._dynamo is what any torch optimizer imports, seconds of it.
+_context.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "laconic"]
+)
 
 
 def free_port() -> int:
@@ -27,8 +30,8 @@ def run_ranks(
 ) -> list[Any]:
     """Run `fn(*args)` on `world_size` ranks, `local` per node (default: all on one), and return their results by rank.
 
-    `fn` is a top-level function; Gloo is initialised and torchrun's variables are set when it is called. The first rank that
-    fails ends the others and its traceback is raised.
+    `fn` is a top-level function; Gloo is initialised and torchrun's variables are set when it is called. The first rank
+    that fails ends the others and its traceback is raised.
     """
     local = local or world_size
     port = free_port()

@@ -1,6 +1,9 @@
-"""Differences between the torch releases laconic runs on (2.11 to 2.15), and the private names it needs, in one place."""
+"""Differences between the torch releases laconic runs on (2.11 to 2.15), and the private names it needs, in one
+place."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -29,6 +32,6 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def after_this_backward(callback: object) -> None:
+def after_this_backward(callback: Callable[[], None]) -> None:
     """Run `callback()` on this thread when the current autograd graph task has finished, before `backward` returns."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -16,9 +16,7 @@ from laconic.traffic import Traffic
 AXES = ("island", "node", "local")
 
 
-def init_mesh(
-    device_type: str, *, islands: int = 1, nodes: int | None = None, local: int | None = None
-) -> DeviceMesh:
+def init_mesh(device_type: str, *, islands: int = 1, nodes: int | None = None, local: int | None = None) -> DeviceMesh:
     """Build the mesh (island, node, local) from torchrun's environment, starting the default process group if needed.
 
     Args:
@@ -39,8 +37,8 @@ def init_mesh(
         nodes = max(1, world // (islands * local))
     if islands * nodes * local != world:
         raise ValueError(
-            f"{islands} islands x {nodes} nodes x {local} local ranks make {islands * nodes * local} ranks, but the job "
-            f"has {world}; start every node with the same --nproc-per-node, or give sizes whose product is {world}"
+            f"{islands} islands x {nodes} nodes x {local} local ranks make {islands * nodes * local} ranks, but the "
+            f"job has {world}; start every node with the same --nproc-per-node, or give sizes whose product is {world}"
         )
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", dist.get_rank() % local)) % torch.cuda.device_count())
@@ -70,8 +68,8 @@ def _local_world_size(world: int) -> int:
     by_rank = [int(size) for size in sizes]
     if len(set(by_rank)) > 1:
         raise ValueError(
-            f"nodes of unequal size: ranks per node, rank by rank, are {by_rank}; laconic needs the same number of ranks "
-            "on every node"
+            f"nodes of unequal size: ranks per node, rank by rank, are {by_rank}; laconic needs the same number of "
+            "ranks on every node"
         )
     return mine
 

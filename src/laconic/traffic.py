@@ -1,7 +1,7 @@
 """Bytes by level, purpose and direction, counted where they are sent.
 
 Every collective of the engine reports here what it puts on its level, so that a run's traffic is a sum of facts, not an
-estimate. In the lab the sum over a node's ranks is held to the kernel's interface counters (design.md, invariant 2).
+estimate. In the lab the sum over a node's ranks is held to the kernel's interface counters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Snapshot:
     sizes: Mapping[tuple[Level, Purpose, Direction], int] = field(default_factory=dict)
     """Bytes by (level, purpose, direction)."""
     waits: Mapping[Level, float] = field(default_factory=dict)
-    """Seconds this rank's thread stood still for a level. On CUDA waiting happens on the device and is not seen here."""
+    """Seconds this rank's thread stood still for a level. On CUDA waiting happens on the device and is not seen
+    here."""
 
     def __sub__(self, earlier: Snapshot) -> Snapshot:
         return Snapshot(

@@ -37,17 +37,17 @@ def fully_shard(
 ) -> nn.Module:
     """Shard `module`'s parameters over the mesh, in place; it becomes one unit, gathered and freed as one.
 
-    Call it bottom up: on each block first, on the whole model last. Parameters that an inner call has taken are left to it.
-    The module's class becomes a `ShardedModule`; parameter names stay; parameters become `RaggedTensor`s.
+    Call it bottom up: on each block first, on the whole model last. Parameters that an inner call has taken are left to
+    it. The module's class becomes a `ShardedModule`; parameter names stay; parameters become `RaggedTensor`s.
 
     Args:
         module: the module to shard; may be on the meta device (then `to_empty` and initialise it afterwards).
         mesh: (island, node, local), (node, local), or one axis, which is one level. Default: `init_mesh` for the device
             of the parameters. Pass the same object to every call.
-        cache: where the unit's slice rests between forward and backward, and between steps while its parameters stay the
-            same: "none", "host", "device", or a `Cache`.
-        reshard_after_forward: False keeps the unit gathered until its backward. None means True, but False for the root,
-            which backward needs first. FSDP2's integer is `cache="device"`.
+        cache: where the unit's slice rests between forward and backward, and between steps while its parameters stay
+            the same: "none", "host", "device", or a `Cache`.
+        reshard_after_forward: False keeps the unit gathered until its backward. None means True, but False for the
+            root, which backward needs first. FSDP2's integer is `cache="device"`.
         mp_policy: torch's own. Without `reduce_dtype`, gradients are reduced in `param_dtype`, on every torch release.
         granularity: elements per block of a parameter; default: one row.
         ignored_params: parameters to leave alone.
@@ -56,18 +56,18 @@ def fully_shard(
         `module`.
 
     Raises:
-        ValueError: the module is sharded already; a parameter is not contiguous, or on another device than the mesh, or tied to
-            a parameter of another unit; a bad mesh or cache.
+        ValueError: the module is sharded already; a parameter is not contiguous, or on another device than the mesh, or
+            tied to a parameter of another unit; a bad mesh or cache.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(
-            f"fully_shard takes one module, got {type(module).__name__}; put modules that shall be gathered together under "
-            "a parent module, or shard each"
+            f"fully_shard takes one module, got {type(module).__name__}; put modules that shall be gathered together "
+            "under a parent module, or shard each"
         )
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         raise ValueError(
-            f"reshard_after_forward={reshard_after_forward}: laconic takes True, False or None; FSDP2's integer, which keeps "
-            "a slice on the device, is cache='device' (and cache='host' keeps it in host memory instead)"
+            f"reshard_after_forward={reshard_after_forward}: laconic takes True, False or None; FSDP2's integer, which "
+            "keeps a slice on the device, is cache='device' (and cache='host' keeps it in host memory instead)"
         )
     if unit_of(module) is not None:
         raise ValueError(f"{type(module).__name__} is sharded already; call fully_shard once per module")
@@ -99,12 +99,10 @@ def fully_shard(
 
 
 def _rows(name: str, parameter: nn.Parameter) -> int:
-    return row_block(parameter.shape)
+    return min(row_block(parameter.shape), max(1, parameter.numel()))
 
 
-def _managed_parameters(
-    module: nn.Module, ignored: set[nn.Parameter], granularity: Granularity
-) -> list[Managed]:
+def _managed_parameters(module: nn.Module, ignored: set[nn.Parameter], granularity: Granularity) -> list[Managed]:
     """The parameters below `module` that no inner unit has, each once, with all the places that show it."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
     for prefix, child in module.named_modules():
@@ -115,8 +113,9 @@ def _managed_parameters(
             home = getattr(parameter, "_laconic_home", None)
             if home is not None:
                 raise ValueError(
-                    f"{full_name} is tied to {home}, which an inner unit shards already. Tied weights must be in one unit: do "
-                    "not call fully_shard on the module that holds the other one, so that this call takes both, or untie them"
+                    f"{full_name} is tied to {home}, which an inner unit shards already. Tied weights must be in one "
+                    "unit: do not call fully_shard on the module that holds the other one, so that this call takes "
+                    "both, or untie them"
                 )
             places.setdefault(parameter, []).append((child, name, full_name))
     managed = []
@@ -136,8 +135,8 @@ def _check(managed: list[Managed], cluster: Cluster) -> None:
         parameter = item.parameter
         if not parameter.is_contiguous():
             raise ValueError(
-                f"{item.name} of shape {tuple(parameter.shape)} is not contiguous (strides {parameter.stride()}); set it to "
-                "nn.Parameter(param.contiguous()) before fully_shard"
+                f"{item.name} of shape {tuple(parameter.shape)} is not contiguous (strides {parameter.stride()}); set "
+                "it to nn.Parameter(param.contiguous()) before fully_shard"
             )
         if parameter.is_complex():
             raise ValueError(f"{item.name} is complex ({parameter.dtype}); laconic shards real parameters")
@@ -220,14 +219,15 @@ class ShardedModule(nn.Module):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """With False, backward sums gradients inside the node only; the next one with True sends the sums across nodes.
 
-        Set it to False for all micro-batches of an optimizer step but the last. Costs one slice of the gradients, in the
-        reduce dtype, between the micro-batches.
+        Set it to False for all micro-batches of an optimizer step but the last. Costs one slice of the gradients, in
+        the reduce dtype, between the micro-batches.
         """
         for unit in self._units(recurse):
             unit.requires_gradient_sync = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
-        """With False, keep units gathered between forward and backward: no second gather, at the cost of their memory."""
+        """With False, keep units gathered between forward and backward: no second gather, at the cost of their
+        memory."""
         for unit in self._units(recurse):
             unit.reshard_after_forward = reshard_after_forward
 

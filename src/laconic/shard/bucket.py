@@ -2,10 +2,11 @@
 
 [Note: A bucket's order]
 A bucket of N x L chunks is owned so that rank (n, l) has chunk l * N + n. Then the gather across the nodes, over ranks
-(0, l) ... (N - 1, l), yields chunks l * N ... l * N + N - 1, which is slice l, contiguous; and the gather inside a node, over
-slices 0 ... L - 1, yields the bucket in order. Both land in place, so parameters are permanent views and nothing is copied in
-or out. Reduction mirrors it: inside the node first, which leaves slice l summed over the node, then across the nodes, which
-leaves the chunk. (papers/fcdp.md, section 3; owning chunk n * L + l, as MiCS does, needs a strided copy between the levels.)
+(0, l) ... (N - 1, l), yields chunks l * N ... l * N + N - 1, which is slice l, contiguous; and the gather inside a
+node, over slices 0 ... L - 1, yields the bucket in order. Both land in place, so parameters are permanent views and
+nothing is copied in or out. Reduction mirrors it: inside the node first, which leaves slice l summed over the node,
+then across the nodes, which leaves the chunk. (Owning chunk n * L + l, as MiCS does, needs a
+strided copy between the levels.)
 """
 
 from __future__ import annotations
@@ -212,7 +213,8 @@ class Bucket:
         view = self._full.tensor[slot.offset : slot.offset + slot.numel].view(slot.shape)
         parameter = nn.Parameter(view)
         parameter.register_post_accumulate_grad_hook(lambda tensor: self._grad_arrived(index, tensor))
-        return parameter.requires_grad_(self.sharded[index].requires_grad)
+        parameter.requires_grad_(self.sharded[index].requires_grad)
+        return parameter
 
     def _grad_arrived(self, index: int, parameter: nn.Parameter) -> None:
         assert self._on_grad is not None
@@ -237,8 +239,8 @@ class Bucket:
             for module, name in places:
                 if module._parameters.get(name) is not sharded:
                     raise RuntimeError(
-                        f"parameter {slot.name} is no longer the one fully_shard made: it was replaced, for instance by "
-                        "load_state_dict(assign=True). Copy into it instead (load_state_dict without assign, or "
+                        f"parameter {slot.name} is no longer the one fully_shard made: it was replaced, for instance "
+                        "by load_state_dict(assign=True). Copy into it instead (load_state_dict without assign, or "
                         "param.copy_(value) under torch.no_grad())"
                     )
         self.show(self._gathered)
@@ -255,8 +257,8 @@ class Bucket:
             self._full_version = self._full.tensor._version
             names = ", ".join(slot.name for slot in self.layout.slots)
             raise RuntimeError(
-                f"one of the gathered parameters {names} was edited in place, which does not change the parameter that is "
-                "trained. Edit the sharded parameter under torch.no_grad() while the module is resharded"
+                f"one of the gathered parameters {names} was edited in place, which does not change the parameter that "
+                "is trained. Edit the sharded parameter under torch.no_grad() while the module is resharded"
             )
 
     def show(self, parameters: list[nn.Parameter]) -> None:
@@ -270,4 +272,3 @@ class Bucket:
         for places in self._places:
             for module, name in places:
                 module._parameters[name] = None
-

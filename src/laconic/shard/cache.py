@@ -1,7 +1,7 @@
 """Where a gathered slice rests between its uses: nowhere, in host memory, on the device.
 
-The cache is FCDP's (arXiv 2602.06499; papers/fcdp.md), held by versions instead of a dirty bit: a slice is good for as long
-as the parameters it was made from have not changed, however many micro-batches, evaluations or skipped steps pass.
+The cache is FCDP's (arXiv 2602.06499), held by versions instead of a dirty bit: a slice is good for as
+long as the parameters it was made from have not changed, however many micro-batches, evaluations or skipped steps pass.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ class Cache:
     """Where a gathered slice rests between its uses."""
 
     where: Where = "none"
-    """`none` frees it after each use (ZeRO-3); `host` keeps it in pinned host memory (FCDP), 1 / (local ranks) of the unit per
-    rank; `device` keeps it there, as much again in device memory (ZeRO++ hpZ)."""
+    """`none` frees it after each use (ZeRO-3); `host` keeps it in pinned host memory (FCDP), 1 / (local ranks) of the
+    unit per rank; `device` keeps it there, as much again in device memory (ZeRO++ hpZ)."""
     device_budget_bytes: int = 0
-    """Per rank, with `host` only: the last units, which backward wants first, rest on the device until this is spent."""
+    """Per rank, with `host` only: the last units, which backward wants first, rest on the device until this is
+    spent."""
 
     def __post_init__(self) -> None:
         if self.where not in get_args(Where):
@@ -49,15 +50,16 @@ class Cache:
         return cache if isinstance(cache, Cache) else cls(where=cache)
 
     def node_gathers_per_step(self, *, num_micro_batches: int) -> int:
-        """Times a trainable bucket's weights cross the wire per optimizer step (papers/fcdp.md, section 4)."""
+        """Times a trainable bucket's weights cross the wire per optimizer step (arXiv 2602.06499)."""
         return 2 * num_micro_batches if self.where == "none" else 1
 
 
 class RestingSlice:
     """One bucket's slice between uses, with the version of the parameters it was made from.
 
-    *Direct* memory can be gathered from and into as it is: the device's own, and host memory when the device is the CPU.
-    Otherwise the slice is staged in the bucket's full buffer, where it is gathered, and copied out and back on lanes.
+    *Direct* memory can be gathered from and into as it is: the device's own, and host memory when the device is the
+    CPU. Otherwise the slice is staged in the bucket's full buffer, where it is gathered, and copied out and back on
+    lanes.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, ledger: Ledger, lanes: Lanes) -> None:
@@ -139,7 +141,7 @@ def choose_device_slices(sizes: Sequence[int], budget_bytes: int) -> set[int]:
     """Which of the slices, given in the order of forward, stay on the device: the last ones that fit the budget.
 
     Backward begins at the end, so the last layers' slices are wanted soonest; the paper keeps the first ones, which are
-    wanted last (papers/fcdp.md, section 2.2).
+    wanted last (arXiv 2602.06499, FCDP-Cache).
     """
     chosen = set()
     for index in reversed(range(len(sizes))):
@@ -153,14 +155,14 @@ def choose_device_slices(sizes: Sequence[int], budget_bytes: int) -> set[int]:
 def make_slab(nbytes: int, device: torch.device) -> Tensor:
     """Host memory of exactly `nbytes`, uint8, page-locked if the device is a GPU.
 
-    torch's pinned allocator rounds to powers of two (pytorch #95823), up to twice the bytes; an anonymous map does not. It
-    is never unmapped before the process ends, as transfers may still be reading.
+    torch's pinned allocator rounds to powers of two (pytorch #95823), up to twice the bytes; an anonymous map does not.
+    It is never unmapped before the process ends, as transfers may still be reading.
     """
     available = _available_bytes()
     if nbytes > available:
         warnings.warn(
-            f"the host cache needs {nbytes / 1e9:.2f} GB, but the machine has {available / 1e9:.2f} GB available: it may "
-            "swap, and then every use of a layer waits for the disk. Use cache='none', or more nodes",
+            f"the host cache needs {nbytes / 1e9:.2f} GB, but the machine has {available / 1e9:.2f} GB available: it "
+            "may swap, and then every use of a layer waits for the disk. Use cache='none', or more nodes",
             stacklevel=2,
         )
     slab = torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
@@ -175,9 +177,9 @@ def _page_lock(slab: Tensor) -> None:
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 1e6:.1f} MB"
         warnings.warn(
-            f"could not page-lock the host cache of {slab.nbytes / 1e9:.2f} GB (CUDA error {error}; `ulimit -l` is {limit}); "
-            "using pageable memory: copies to and from it are several times slower and do not overlap with compute. Raise "
-            "the limit with `ulimit -l unlimited`",
+            f"could not page-lock the host cache of {slab.nbytes / 1e9:.2f} GB (CUDA error {error}; `ulimit -l` is "
+            f"{limit}); using pageable memory: copies to and from it are several times slower and do not overlap with "
+            "compute. Raise the limit with `ulimit -l unlimited`",
             stacklevel=3,
         )
 

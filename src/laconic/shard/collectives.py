@@ -43,14 +43,14 @@ class Level:
         self._gather_group = cluster.gather_groups[name]
         self._reduce_group = cluster.reduce_groups[name]
         self.is_stream_ordered = self._gather_group is not None and dist.get_backend(self._gather_group) == "nccl"
-        # Gloo's reduce-scatter is an all-reduce in disguise: twice the bytes (papers/fcdp.md, section 6).
+        # Gloo's reduce-scatter is an all-reduce in disguise: twice the bytes (benchmarks/wire.py shows it).
         self._scatters_truly = self._reduce_group is not None and dist.get_backend(self._reduce_group) != "gloo"
 
     def all_gather(self, whole: Tensor, piece: Tensor, purpose: Purpose = "weights") -> Pending | None:
         """Fill `whole` with every rank's `piece`, in rank order. None where this level has one rank.
 
-        Shapes: R ranks; piece (C,) -> whole (R * C,), flat, contiguous, one dtype. `piece` may be this rank's part of `whole`
-        already; then nothing is copied.
+        Shapes: R ranks; piece (C,) -> whole (R * C,), flat, contiguous, one dtype. `piece` may be this rank's part of
+        `whole` already; then nothing is copied.
         Cost: (R - 1) * C * itemsize bytes out of and into this rank.
         """
         if self._gather_group is None:
@@ -64,8 +64,9 @@ class Level:
     def start_reduce_scatter(self, whole: Tensor, purpose: Purpose = "gradients") -> ReduceScatter:
         """Begin summing `whole` over the ranks, of which this rank will keep its own part.
 
-        Shapes: R ranks; whole (R * C,), flat and contiguous -> the sum of all ranks' part `rank`, (C,), by `ReduceScatter.finish`.
-        Cost: (R - 1) * C * itemsize bytes out of and into this rank; up to one more buffer like `whole` until finished.
+        Shapes: R ranks; whole (R * C,), flat and contiguous -> the sum of all ranks' part `rank`, (C,), by
+        `ReduceScatter.finish`. Cost: (R - 1) * C * itemsize bytes out of and into this rank; up to one more buffer like
+        `whole` until finished.
         """
         return ReduceScatter(self, whole, purpose)
 
@@ -80,7 +81,8 @@ class Level:
 
 
 class ReduceScatter:
-    """A sum on its way: an all-to-all of parts and a local sum in rank order, or the backend's own if it is a true one."""
+    """A sum on its way: an all-to-all of parts and a local sum in rank order, or the backend's own if it is a true
+    one."""
 
     def __init__(self, level: Level, whole: Tensor, purpose: Purpose) -> None:
         self._level = level

@@ -1,17 +1,16 @@
 """How a unit's weights come together: across the nodes, then inside the node.
 
 [Note: The same order on every rank]
-Process groups match collectives by their order, so every rank must issue the same ones in the same order on each group. Gathers
-are therefore begun only at fixed points of the program (hooks), which is when the collective across the nodes is issued; the
-one inside the node may start whenever the slice turns out to be there, which differs between ranks, but always first begun,
-first started (`GatherQueue`).
+Process groups match collectives by their order, so every rank must issue the same ones in the same order on each group.
+Gathers are therefore begun only at fixed points of the program (hooks), which is when the collective across the nodes
+is issued; the one inside the node may start whenever the slice turns out to be there, which differs between ranks, but
+always first begun, first started (`GatherQueue`).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from enum import Enum, auto
-
 
 from laconic.shard.bucket import Bucket
 from laconic.shard.collectives import Level, Pending
@@ -194,5 +193,3 @@ class GatherQueue:
 def _wait(pending: Pending | None) -> None:
     if pending is not None:
         pending.wait()
-
-

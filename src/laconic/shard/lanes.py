@@ -1,10 +1,11 @@
 """One CUDA stream per kind of transfer; on CPU the backend's asynchronous work plays that part and a lane is nothing.
 
 [Note: Who may free a transfer buffer]
-Every buffer that a lane shares with compute is allocated and freed on the compute stream. A lane begins each job behind the
-compute stream's position at that moment, so memory that compute has just freed is safe to write; and compute waits for the
-lane's mark before it uses, or frees, what the lane has touched. Buffers that only one lane sees are allocated inside it.
-Hence no `record_stream`, and memory is bounded by what has been issued, not by when the host learns that it is done.
+Every buffer that a lane shares with compute is allocated and freed on the compute stream. A lane begins each job behind
+the compute stream's position at that moment, so memory that compute has just freed is safe to write; and compute waits
+for the lane's mark before it uses, or frees, what the lane has touched. Buffers that only one lane sees are allocated
+inside it. Hence no `record_stream`, and memory is bounded by what has been issued, not by when the host learns that it
+is done.
 """
 
 from __future__ import annotations

@@ -83,8 +83,9 @@ def row_block(shape: Sequence[int]) -> int:
 def boxes(shape: tuple[int, ...], extent: Extent) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Cut an extent of a tensor into axis-aligned boxes, as (offsets, sizes), in flattened order.
 
-    A k-dimensional tensor needs at most 2 (k - 1) + 1 of them: partial row, partial plane, ..., whole planes, ..., partial
-    row. This is how a flat range becomes chunks of a torch.distributed.checkpoint (papers/ragged-shard.md, section 6).
+    A k-dimensional tensor needs at most 2 (k - 1) + 1 of them: partial row, partial plane, ..., whole planes, ...,
+    partial row. This is how a flat range becomes chunks of torch.distributed.checkpoint (veScale-FSDP, arXiv
+    2602.22437).
     """
     if extent.numel == 0:
         return []

@@ -51,10 +51,11 @@ class FlatBuffer:
     """A flat device buffer that comes and goes while views of it stay.
 
     [Note: Views that outlive their memory]
-    Modules and autograd keep views of a bucket across the time when its memory is given back, so freeing empties the storage
-    in place and allocating fills it again; the views never change. Autograd also remembers the version of what it saved, and
-    a refill with the same values must not look like an edit. The engine therefore writes through `raw`, an alias with a
-    version counter of its own; `tensor`, from which all parameter views are made, counts only what a user changes.
+    Modules and autograd keep views of a bucket across the time when its memory is given back, so freeing empties the
+    storage in place and allocating fills it again; the views never change. Autograd also remembers the version of what
+    it saved, and a refill with the same values must not look like an edit. The engine therefore writes through `raw`,
+    an alias with a version counter of its own; `tensor`, from which all parameter views are made, counts only what a
+    user changes.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, ledger: Ledger) -> None:

@@ -1,12 +1,13 @@
 """Packs tensors into equal chunks without cutting blocks. A pure function of shapes and blocks.
 
 [Note: Exact placement for a given order and chunk size]
-Tensor t (e elements, block g) must start where every chunk border inside it falls on one of its block edges. Whether a start
-is legal depends on that start alone, and order only asks that a tensor begin where the previous one ended or later. So the
-write pointer is the whole state, the earliest legal start is monotone in it, and greedy placement is exact: if any layout of
-this order and chunk size fits, greedy fits. Feasibility is *not* monotone in the chunk size S (e = 6, g = 2 on 3 chunks: 2
-works, 3 does not, 4 does), so S is searched upward, skipping sizes that a long tensor (e >= 2 S) rules out: such a tensor
-has two borders S apart inside it and therefore needs S to be a multiple of g. (papers/ragged-shard.md, sections 3.2 and 3.3.)
+Tensor t (e elements, block g) must start where every chunk border inside it falls on one of its block edges. Whether a
+start is legal depends on that start alone, and order only asks that a tensor begin where the previous one ended or
+later. So the write pointer is the whole state, the earliest legal start is monotone in it, and greedy placement is
+exact: if any layout of this order and chunk size fits, greedy fits. Feasibility is *not* monotone in the chunk size S
+(e = 6, g = 2 on 3 chunks: 2 works, 3 does not, 4 does), so S is searched upward, skipping sizes that a long tensor (e
+>= 2 S) rules out: such a tensor has two borders S apart inside it and therefore needs S to be a multiple of g.
+The problem is veScale-FSDP's (arXiv 2602.22437), which solves it by a heuristic.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from functools import lru_cache
 from laconic.shard.layout import BucketLayout, Slot
 
 CHUNK_ALIGNMENT_BYTES = 16
-"""Chunks start on 16-byte borders, or NCCL falls onto a slow path (papers/ragged-shard.md, section 3.4)."""
+"""Chunks start on 16-byte borders, or NCCL falls onto a slow path (pytorch #195450, NCCL #413)."""
 
 
 def plan_bucket(
@@ -48,9 +49,7 @@ def plan_bucket(
 
 
 @lru_cache(maxsize=256)  # the layers of a model share one plan
-def _smallest_chunk(
-    tensors: tuple[tuple[int, int], ...], num_chunks: int, quantum: int
-) -> tuple[int, tuple[int, ...]]:
+def _smallest_chunk(tensors: tuple[tuple[int, int], ...], num_chunks: int, quantum: int) -> tuple[int, tuple[int, ...]]:
     """The smallest feasible chunk size, and the tensors' offsets under it."""
     total = sum(numel for numel, _ in tensors)
     top = _round_up(max(total, 1), quantum)  # everything on the first rank is always feasible
@@ -83,7 +82,7 @@ def place(tensors: Sequence[tuple[int, int]], num_chunks: int, chunk_numel: int)
 def earliest(pointer: int, numel: int, block: int, chunk_numel: int) -> int | None:
     """The smallest start >= pointer at which no chunk border cuts a block of the tensor; None if there is none.
 
-    Source: papers/ragged-shard.md, section 3.2, whose symbols are p, e, g, S.
+    Reference: tests/reference/planner.py. Source: [Note: Exact placement for a given order and chunk size].
     """
     border = (pointer // chunk_numel + 1) * chunk_numel  # first border after the pointer
     if pointer + numel <= border:

@@ -1,11 +1,12 @@
 """How a unit's gradients come together: written into the bucket, summed inside the node, then across the nodes.
 
-Inside the node every micro-batch, across nodes once per optimizer step (papers/fcdp.md, section 2.2): between the two a rank
-holds one slice of partial sums. Sums are in the reduce dtype and are divided once, at the end.
+Inside the node every micro-batch, across nodes once per optimizer step : between the two a
+rank holds one slice of partial sums. Sums are in the reduce dtype and are divided once, at the end.
 
 [Note: Gradients that do not come]
-A parameter that got no gradient on this rank adds zero, since other ranks may have one; only where a whole bucket got none
-does `.grad` stay None. An optimizer therefore sees a zero, not None, for an unused parameter of a unit that was used.
+A parameter that got no gradient on this rank adds zero, since other ranks may have one; only where a whole bucket got
+none does `.grad` stay None. An optimizer therefore sees a zero, not None, for an unused parameter of a unit that was
+used.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class BucketGradients:
         assert gradient is not None
         if gradient.is_sparse:
             raise ValueError(
-                f"{self.bucket.layout.slots[index].name} got a sparse gradient, which cannot be reduced in a flat bucket; "
-                "build the embedding with sparse=False"
+                f"{self.bucket.layout.slots[index].name} got a sparse gradient, which cannot be reduced in a flat "
+                "bucket; build the embedding with sparse=False"
             )
         if self._full is None:
             size = self.bucket.layout.numel
@@ -236,7 +237,8 @@ class ReductionQueue:
         self._forget_done()
 
     def _forget_done(self, keep: int = MAX_IN_FLIGHT) -> None:
-        # On CUDA a reduction is DONE for the host as soon as it is issued; the youngest few keep their buckets meanwhile.
+        # On CUDA a reduction is DONE for the host as soon as it is issued; the youngest few keep their buckets
+        # meanwhile.
         while self._under_way and self._under_way[0].stage is Stage.DONE:
             if self._under_way[0].holds_bucket and len(self._under_way) <= keep:
                 return

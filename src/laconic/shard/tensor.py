@@ -1,16 +1,17 @@
 """RaggedTensor: what `model.parameters()` shows between uses.
 
 [Note: Kinds of tensor]
-A parameter exists in two forms. *Sharded*: a `RaggedTensor` of the global shape whose local part is a view of this rank's
-chunk; the optimizer, checkpoints and the user see this one. *Gathered*: a plain `torch.nn.Parameter`, a view of the full
-bucket, which a module's forward and backward use (shard/bucket.py). A RaggedTensor never takes part in autograd: gradients
-arrive on it, ready-made.
+A parameter exists in two forms. *Sharded*: a `RaggedTensor` of the global shape whose local part is a view of this
+rank's chunk; the optimizer, checkpoints and the user see this one. *Gathered*: a plain `torch.nn.Parameter`, a view of
+the full bucket, which a module's forward and backward use (shard/bucket.py). A RaggedTensor never takes part in
+autograd: gradients arrive on it, ready-made.
 
 [Note: Versions]
 A gathered slice is valid as long as the chunk it was made from has not changed. Every change bumps the chunk's autograd
-version counter: torch does it for in-place operations on views of the chunk (`to_local()`), and `__torch_dispatch__` does it
-for operations on the RaggedTensor itself, on every rank, also where the local part is empty, because all ranks must agree on
-whether to gather. For the same reason a checkpoint load counts as a change when it asks which part to fill.
+version counter: torch does it for in-place operations on views of the chunk (`to_local()`), and `__torch_dispatch__`
+does it for operations on the RaggedTensor itself, on every rank, also where the local part is empty, because all ranks
+must agree on whether to gather. For the same reason a checkpoint load counts as a change when it asks which part to
+fill.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class RaggedTensor(torch.Tensor):
     """A tensor of which each rank holds one run of whole blocks, possibly none.
 
     `.shape` is the global shape. Element-wise operations, foreach and fused ones included, run on the local part; norms
-    reduce over the mesh; in-place random fills draw the global tensor and keep this rank's part, so that equal seeds give the
-    unsharded values; `copy_` also takes a plain tensor of the global shape. Anything else raises.
+    reduce over the mesh; in-place random fills draw the global tensor and keep this rank's part, so that equal seeds
+    give the unsharded values; `copy_` also takes a plain tensor of the global shape. Anything else raises.
     """
 
     _local: Tensor
@@ -94,7 +95,7 @@ class RaggedTensor(torch.Tensor):
             device: where the tensor claims to be, if not where `local` rests (a frozen chunk may rest in host memory).
             bump: called after every change made through this tensor; parameters bump their chunk's version.
         """
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = torch.Tensor._make_wrapper_subclass(
             cls, spec.shape, dtype=local.dtype, device=device or local.device
         )
         self._local, self._spec, self._bump = local, spec, bump
@@ -132,7 +133,7 @@ class RaggedTensor(torch.Tensor):
         piece = torch.zeros(longest, dtype=self.dtype, device=self.device)
         piece[: self._local.numel()] = self._local
         for name in ("node", "local"):  # [Note: A bucket's order]: chunks come out in order
-            level = Level(spec.cluster, name)  # type: ignore[arg-type]
+            level = Level(spec.cluster, name)
             whole = piece.new_empty(piece.numel() * level.size)
             if pending := level.all_gather(whole, piece, "control"):
                 pending.wait()
@@ -142,10 +143,13 @@ class RaggedTensor(torch.Tensor):
 
     def like(self, local: Tensor) -> RaggedTensor:
         """Another tensor with this one's layout."""
-        return RaggedTensor(local, self._spec, device=local.device if local.device != self._local.device else self.device)
+        return RaggedTensor(
+            local, self._spec, device=local.device if local.device != self._local.device else self.device
+        )
 
     def rows(self, start: int, stop: int, *, keep_dim: bool) -> RaggedTensor:
-        """A view of rows [start, stop) of dim 0: the same borders between ranks, a shorter tensor; edits count as this one's."""
+        """A view of rows [start, stop) of dim 0: the same borders between ranks, a shorter tensor; edits count as this
+        one's."""
         slot = self._spec.layout.slots[self._spec.index]
         inner = math.prod(slot.shape[1:])
         shape = (stop - start, *slot.shape[1:]) if keep_dim else slot.shape[1:]
@@ -153,16 +157,14 @@ class RaggedTensor(torch.Tensor):
         spec = RaggedSpec(cluster=self._spec.cluster, layout=replace(self._spec.layout, slots=(rows,)), index=0)
         whole, part = self.extent or Extent(0, 0), spec.extent or Extent(0, 0)
         begin = part.start + start * inner - whole.start if part.numel else 0
-        return RaggedTensor(
-            self._local[begin : begin + part.numel], spec, device=self.device, bump=self._bump
-        )
+        return RaggedTensor(self._local[begin : begin + part.numel], spec, device=self.device, bump=self._bump)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedTensor:
         # A tensor of its own, cut alike: not one with a process group of its own.
         copied = RaggedTensor(self._local.clone(), self._spec, device=self.device)
         copied.requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
-            copied._is_param = True  # type: ignore[attr-defined]  # what torch calls a Parameter
+            copied._is_param = True  # what torch calls a Parameter
         memo[id(self)] = copied
         return copied
 
@@ -179,7 +181,7 @@ class RaggedTensor(torch.Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # `kwargs` may be None, whatever the stub says
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         from laconic.shard.tensor_ops import dispatch  # it wraps results in this class
@@ -240,5 +242,5 @@ def same_layout(tensors: Sequence[RaggedTensor]) -> bool:
 def reduce_over_mesh(spec: RaggedSpec, value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce a small plain tensor over the ranks that share the spec's layout, in place."""
     for name in ("local", "node"):
-        Level(spec.cluster, name).all_reduce(value, op)  # type: ignore[arg-type]
+        Level(spec.cluster, name).all_reduce(value, op)
     return value

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-
 from laconic.shard.tensor import RaggedSpec, RaggedTensor, reduce_over_mesh
 
 aten = torch.ops.aten
@@ -60,8 +59,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _is_elementwise(func):
         return _elementwise(func, args, kwargs)
     raise NotImplementedError(
-        f"{func} is not defined on a RaggedTensor, of which this rank holds only a part. Use .to_local() for this rank's "
-        "elements, .full_tensor() for all of them, or call the sharded module, which gathers its parameters"
+        f"{func} is not defined on a RaggedTensor, of which this rank holds only a part. Use .to_local() for this "
+        "rank's elements, .full_tensor() for all of them, or call the sharded module, which gathers its parameters"
     )
 
 
@@ -99,20 +98,25 @@ def _specs_by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ra
     """The layouts of the operands: one, or one per list position of a foreach operation."""
     lists = [value for value in (*args, *kwargs.values()) if _is_tensor_list(value)]
     if lists:
-        columns: Iterable[tuple[Any, ...]] = zip(*(entry for entry in lists if len(entry) == len(lists[0])), strict=True)
+        columns: Iterable[tuple[Any, ...]] = zip(
+            *(entry for entry in lists if len(entry) == len(lists[0])), strict=True
+        )
     else:
         columns = [tuple(tree_leaves((args, kwargs)))]
     specs = []
     for column in columns:
         ragged = [value for value in column if isinstance(value, RaggedTensor)]
         if not ragged:
-            raise ValueError("an element-wise list operation got a position without a RaggedTensor; split the list first")
+            raise ValueError(
+                "an element-wise list operation got a position without a RaggedTensor; split the list first"
+            )
         spec = ragged[0]._spec
         for other in ragged[1:]:
             if other._spec is not spec and other._spec != spec:
                 raise ValueError(
-                    f"element-wise operation on RaggedTensors that are cut differently: {spec.shape} as slot {spec.index} "
-                    f"and {other._spec.shape} as slot {other._spec.index} of different layouts; gather one with .full_tensor()"
+                    f"element-wise operation on RaggedTensors that are cut differently: {spec.shape} as slot "
+                    f"{spec.index} and {other._spec.shape} as slot {other._spec.index} of different layouts; gather "
+                    "one with .full_tensor()"
                 )
         specs.append(spec)
     return specs
@@ -135,6 +139,8 @@ def _localize(tree: Any, specs: list[RaggedSpec]) -> Any:
                     f"{tuple(value.shape)}: shapes must be equal, broadcasting over a cut tensor is not supported"
                 )
             return spec.part_of(value)
+        if isinstance(value, Tensor) and value.dim() > 0:
+            return value.reshape(1)  # broadcasts over the flat local part, whatever the global shape
         return value
 
     def visit(value: Any) -> Any:
@@ -215,10 +221,14 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedT
 
 
 def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
-    source, dim, start, stop, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    source: RaggedTensor = args[0]
+    defaults = (0, None, None, 1)
+    dim, start, stop, step = args[1:] + defaults[len(args) - 1 :]
     size = source.shape[0]
     if dim != 0 or step != 1:
-        raise NotImplementedError(f"only whole rows of a RaggedTensor can be sliced (dim 0, step 1), not dim {dim}, step {step}")
+        raise NotImplementedError(
+            f"only whole rows of a RaggedTensor can be sliced (dim 0, step 1), not dim {dim}, step {step}"
+        )
     begin, end, _ = slice(start, stop).indices(size)
     return source.rows(begin, max(begin, end), keep_dim=True)
 
@@ -281,8 +291,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 class PartialNorm(torch.Tensor):
     """Norms of which this rank knows only its own part; reduced over the mesh when somebody looks.
 
-    `clip_grad_norm_` takes the norm of each gradient, stacks them and takes the norm of the stack. Reducing at the end makes
-    that one message instead of one per parameter.
+    `clip_grad_norm_` takes the norm of each gradient, stacks them and takes the norm of the stack. Reducing at the end
+    makes that one message instead of one per parameter.
     """
 
     _powers: Tensor
@@ -292,7 +302,7 @@ class PartialNorm(torch.Tensor):
     @staticmethod
     def __new__(cls, powers: Tensor, order: float, spec: RaggedSpec) -> PartialNorm:
         """`powers`: this rank's sums of |x| ** order, or maxima for the infinite order."""
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = torch.Tensor._make_wrapper_subclass(
             cls, powers.shape, dtype=powers.dtype, device=powers.device
         )
         self._powers, self._order, self._spec = powers, order, spec
@@ -332,7 +342,7 @@ class PartialNorm(torch.Tensor):
         return torch.linalg.vector_norm(self.reduced(), order)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # `kwargs` may be None, whatever the stub says
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -348,6 +358,3 @@ class PartialNorm(torch.Tensor):
                 return PartialNorm(torch.stack([norm._powers for norm in args[0]]), first._order, first._spec)
         args, kwargs = tree_map(lambda leaf: leaf.reduced() if isinstance(leaf, PartialNorm) else leaf, (args, kwargs))
         return func(*args, **kwargs)
-
-
-

@@ -1,17 +1,18 @@
 """A sharded module: its life through forward and backward, hooked onto the module it shards.
 
 [Note: When a unit is done with backward]
-A unit may free its weights, and reduce its gradients, when every operation of its forward has run backward. That is when
-gradients arrive at its inputs: autograd runs ready nodes youngest first, so the identity put on the inputs at the beginning
-of forward comes after all nodes made in it. The moment depends on the graph alone, not on which parameters got gradients, so
-all ranks issue the reductions in one order. A unit whose inputs need no gradient has no such moment; it is finished, with
-everything else that is left, by a callback at the end of backward, in the reverse order of the module tree.
+A unit may free its weights, and reduce its gradients, when every operation of its forward has run backward. That is
+when gradients arrive at its inputs: autograd runs ready nodes youngest first, so the identity put on the inputs at the
+beginning of forward comes after all nodes made in it. The moment depends on the graph alone, not on which parameters
+got gradients, so all ranks issue the reductions in one order. A unit whose inputs need no gradient has no such moment;
+it is finished, with everything else that is left, by a callback at the end of backward, in the reverse order of the
+module tree.
 
 [Note: Recomputed forwards]
-Activation checkpointing runs a unit's forward again inside backward. The non-reentrant kind does so after gradients have
-reached the unit's outputs, so the weights are there already, and the recomputed graph is thrown away: it gets no hooks. The
-reentrant kind ran the first forward without a graph, so nothing is known of the unit yet and the recomputed forward is
-treated as the real one. Either way the weights stay until the backward that follows is done with them.
+Activation checkpointing runs a unit's forward again inside backward. The non-reentrant kind does so after gradients
+have reached the unit's outputs, so the weights are there already, and the recomputed graph is thrown away: it gets no
+hooks. The reentrant kind ran the first forward without a graph, so nothing is known of the unit yet and the recomputed
+forward is treated as the real one. Either way the weights stay until the backward that follows is done with them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from laconic.shard.gather import BucketGather, GatherQueue, UnitGather
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
 from laconic.shard.reduce import BucketGradients, Reduction, ReductionQueue
-
 
 PREFETCH = 2
 """How many units ahead gathers across nodes begin; the second only if its slice lands where it rests."""
@@ -76,7 +76,8 @@ class Unit:
         self.gradients: list[BucketGradients] = []
         self._gather: UnitGather | None = None
         self._is_shown = False
-        # What backward will still reach, by things that die with their graph: a forward nobody runs backward leaves no trace.
+        # What backward will still reach, by things that die with their graph: a forward nobody runs backward leaves no
+        # trace.
         self._awaited_outputs: WeakSet[_OutputGradients] = WeakSet()
         self._awaited_inputs: WeakSet[Any] = WeakSet()
         module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
@@ -280,8 +281,8 @@ class Context:
         for unit in self.units:
             if unit.context is not None:
                 raise RuntimeError(
-                    f"{unit.name} ran before {root.name or 'the root module'}, which contains it; run the outermost sharded "
-                    "module first, and call fully_shard on all modules before the first forward"
+                    f"{unit.name} ran before {root.name or 'the root module'}, which contains it; run the outermost "
+                    "sharded module first, and call fully_shard on all modules before the first forward"
                 )
             unit.join(self)
         names = {module: name for name, module in root.module.named_modules()}
@@ -296,9 +297,7 @@ class Context:
         cached = [unit for unit in self.units if unit.cache.where != "none" and unit.cluster.num_nodes > 1]
         for unit in cached:  # on one node nothing crosses a wire, and the slice is the chunk
             for bucket in unit.buckets:
-                bucket.resting = RestingSlice(
-                    bucket.slice_numel, bucket.compute_dtype, device, self.ledger, self.lanes
-                )
+                bucket.resting = RestingSlice(bucket.slice_numel, bucket.compute_dtype, device, self.ledger, self.lanes)
         hosted = [unit for unit in cached if unit.cache.where == "host"]
         sizes = [sum(_resting(bucket).nbytes for bucket in unit.buckets) for unit in hosted]
         on_device = choose_device_slices(sizes, budget)
@@ -360,8 +359,8 @@ class Context:
         self._gather_with_prefetch(unit, following)
 
     def _gather_with_prefetch(self, unit: Unit, following: Iterable[Unit]) -> None:
-        # The next unit's gather across nodes goes out when this one's has come in, and this unit's gather inside the node
-        # runs beside it. A second one keeps the wire busy in between, where it costs no memory.
+        # The next unit's gather across nodes goes out when this one's has come in, and this unit's gather inside the
+        # node runs beside it. A second one keeps the wire busy in between, where it costs no memory.
         self.gathers.start_local_until(unit.gather)
         for distance, other in enumerate(following):
             if distance == 0 or not other.gather.needs_staging:
