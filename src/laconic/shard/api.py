@@ -252,6 +252,12 @@ class ShardedModule(nn.Module):
             for bucket in unit.buckets:
                 bucket.divide_by = factor
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} cannot be deep-copied, as its units and process groups exist once; copy the model "
+            "before fully_shard, or keep copies of the parameters (copy.deepcopy(param) works)"
+        )
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self._laconic_unit.apply(fn, partial(super()._apply, fn, recurse))
         return self

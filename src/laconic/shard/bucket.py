@@ -79,6 +79,11 @@ class Bucket:
         ]
         self.show(self.sharded)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Bucket:
+        return (
+            self  # copies of its tensors still belong to it: asynchronous checkpoints copy them with their attributes
+        )
+
     # -- the chunk, and the sharded parameters that are views of it ----------------------------------------------------
 
     def _cut(self, parameters: list[nn.Parameter]) -> Tensor:

@@ -52,6 +52,9 @@ class RaggedSpec:
     def __hash__(self) -> int:
         return hash((id(self.cluster), self.index, self.layout))
 
+    def __deepcopy__(self, memo: dict[int, object]) -> RaggedSpec:
+        return self  # a place, not a thing: asynchronous checkpoints copy tensors with their attributes
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Global shape."""
@@ -95,9 +98,7 @@ class RaggedTensor(torch.Tensor):
             device: where the tensor claims to be, if not where `local` rests (a frozen chunk may rest in host memory).
             bump: called after every change made through this tensor; parameters bump their chunk's version.
         """
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, spec.shape, dtype=local.dtype, device=device or local.device
-        )
+        self = torch.Tensor._make_wrapper_subclass(cls, spec.shape, dtype=local.dtype, device=device or local.device)
         self._local, self._spec, self._bump = local, spec, bump
         return self
 

@@ -302,9 +302,7 @@ class PartialNorm(torch.Tensor):
     @staticmethod
     def __new__(cls, powers: Tensor, order: float, spec: RaggedSpec) -> PartialNorm:
         """`powers`: this rank's sums of |x| ** order, or maxima for the infinite order."""
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, powers.shape, dtype=powers.dtype, device=powers.device
-        )
+        self = torch.Tensor._make_wrapper_subclass(cls, powers.shape, dtype=powers.dtype, device=powers.device)
         self._powers, self._order, self._spec = powers, order, spec
         return self
 
