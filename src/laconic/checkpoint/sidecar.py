@@ -1,0 +1,90 @@
+"""What is not sharded: a tree of plain values and small tensors as JSON, never pickle; and the random number states."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from laconic.checkpoint import commit
+
+_TENSOR = "__tensor__"
+
+
+def name(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def write(path: Path, tree: dict[str, Any]) -> None:
+    """Raises: ValueError, naming the place, if the tree holds anything but dicts with string keys, lists, tuples (read
+    back as lists), str, int, float, bool, None and tensors."""
+    commit.write_durably(path, json.dumps(_encode(tree, "extra")))
+
+
+def read(path: Path) -> dict[str, Any]:
+    return _decode(json.loads(path.read_text()))
+
+
+def rng_state() -> dict[str, Any]:
+    """This rank's random number states (torch on CPU and on the current CUDA device, Python, numpy if it is in use)."""
+    kind, words, gauss = random.getstate()
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [kind, list(words), gauss]}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if "numpy" in sys.modules:
+        name, key, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [name, key.tolist(), position, has_gauss, cached]
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put back what `rng_state` returned, so that what is drawn next is what would have been drawn next."""
+    torch.set_rng_state(state["torch"])
+    kind, words, gauss = state["python"]
+    random.setstate((kind, tuple(words), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state and "numpy" in sys.modules:
+        name, key, position, has_gauss, cached = state["numpy"]
+        numpy = sys.modules["numpy"]
+        numpy.random.set_state((name, numpy.array(key, dtype=numpy.uint32), position, has_gauss, cached))
+
+
+def _encode(value: Any, place: str) -> Any:
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        data = base64.b64encode(bytes(flat.view(torch.uint8).tolist())).decode() if flat.numel() else ""
+        return {_TENSOR: data, "dtype": str(flat.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value) or _TENSOR in value:
+            raise ValueError(
+                f"{place} is a dict with keys that are not strings, which JSON cannot hold; use string keys"
+            )
+        return {key: _encode(item, f"{place}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_encode(item, f"{place}[{index}]") for index, item in enumerate(value)]
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    raise ValueError(
+        f"{place} is a {type(value).__name__}, expected dicts, lists, strings, numbers and tensors: a checkpoint holds "
+        "no pickled objects; convert it, for example with its state_dict()"
+    )
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TENSOR not in value:
+        return {key: _decode(item) for key, item in value.items()}
+    dtype, shape = getattr(torch, value["dtype"]), value["shape"]
+    if not math.prod(shape):
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(base64.b64decode(value[_TENSOR])), dtype=dtype).reshape(shape).clone()
