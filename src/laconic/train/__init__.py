@@ -1,0 +1,1 @@
+"""`laconic train`: any transformers causal LM, from one configuration file, under laconic or a PyTorch baseline."""

@@ -1,0 +1,144 @@
+"""`laconic train CONFIG.toml [--section.key value ...]`, under torchrun or alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tomllib
+from dataclasses import replace
+from typing import Any, get_type_hints
+
+import tyro
+from torch.distributed.elastic.multiprocessing.errors import record
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from laconic.train.config import Config, ConfigError, JobError, ModelConfig, load
+
+_USAGE = """laconic train CONFIG.toml [--section.key value ...]
+
+Trains the model that CONFIG.toml describes; options override it. One rank alone, or under torchrun:
+  torchrun --nproc-per-node 2 --no-python laconic train CONFIG.toml --train.steps 100
+A key of an inline model table is reached as --model.config.KEY VALUE."""
+
+_TABLE_PREFIX = "--model.config."
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; returns the exit code: 2 for what the user can mend."""
+    return _recorded(argv) or 0
+
+
+@record  # so that torchrun shows the first failing rank's traceback; a JobError is not one of ours and gets none
+def _recorded(argv: list[str]) -> int:
+    try:
+        config = parse(argv)
+        from laconic.train.loop import run  # late: a wrong key should not have to wait for transformers
+
+        run(config)
+    except JobError as error:
+        if _is_main():
+            print(f"laconic train: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+def parse(argv: list[str]) -> Config:
+    """The configuration of a command line: defaults, then the file, then the options.
+
+    Raises: ConfigError for the file, SystemExit(2) with tyro's message for an option, SystemExit(0) for --help.
+    """
+    config = Config()
+    if argv and not argv[0].startswith("-"):
+        config, argv = load(argv[0]), argv[1:]
+    table, argv = _table_options(argv)
+    if table:
+        given = config.model.config
+        if isinstance(given, str):
+            raise ConfigError(f"{_TABLE_PREFIX}{next(iter(table))} needs model.config to be a table, it is {given!r}")
+        config = replace(config, model=replace(config.model, config={**(given or {}), **table}))
+    with _registry():
+        return tyro.cli(
+            Config,
+            args=argv,
+            default=config,
+            description=_USAGE,
+            prog="laconic train",
+            use_underscores=True,
+            console_outputs=_is_main(),  # otherwise every rank draws the same box
+            config=(tyro.conf.FlagConversionOff,),
+        )
+
+
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _table_options(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Take `--model.config.KEY VALUE` out of the options: its keys are transformers', which tyro cannot know."""
+    table: dict[str, Any] = {}
+    rest: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if not word.startswith(_TABLE_PREFIX):
+            rest.append(word)
+            continue
+        key, equals, value = word.removeprefix(_TABLE_PREFIX).partition("=")
+        if not equals:
+            given = next(words, None)
+            if given is None:
+                raise ConfigError(f"{word} needs a value")
+            value = given
+        table[key] = _toml_value(value)
+    return table, rest
+
+
+def _toml_value(text: str) -> Any:
+    """A number, boolean, list or table as TOML writes it; anything else is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _registry() -> ConstructorRegistry:
+    """Teach tyro TOML's booleans and the model table."""
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def boolean(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[bool] | None:
+        if info.type is not bool:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="true|false",
+            instance_from_str=_boolean,
+            is_instance=lambda value: isinstance(value, bool),
+            str_from_instance=lambda value: [str(value).lower()],
+        )
+
+    table_type = get_type_hints(ModelConfig)["config"]
+
+    @registry.primitive_rule
+    def model_table(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        if info.type != table_type:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="PATH|TABLE",
+            instance_from_str=lambda words: _toml_value(words[0]) if words[0].lstrip().startswith("{") else words[0],
+            is_instance=lambda value: value is None or isinstance(value, str | dict),
+            str_from_instance=lambda value: [json.dumps(value)],
+        )
+
+    return registry
+
+
+def _boolean(words: list[str]) -> bool:
+    if words[0].lower() not in ("true", "false"):
+        raise ValueError(f"expected true or false, got {words[0]!r}")
+    return words[0].lower() == "true"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,436 @@
+"""The job description: one frozen dataclass per TOML section.
+
+`load` reads a file strictly: an unknown key or a wrong type is a `ConfigError` that names the nearest valid key.
+The same object, written back by `to_toml`, is the artefact that fully describes a run and is saved beside its
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import re
+import tomllib
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Strategy = Literal["laconic", "fsdp2", "fsdp2-hpz", "hsdp", "ddp"]
+
+_T = TypeVar("_T")
+
+
+class JobError(ValueError):
+    """Something a user can mend: shown as one message without a traceback, exit code 2."""
+
+
+class ConfigError(JobError):
+    """The configuration is wrong; the message says which key and what it should be."""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how it is held."""
+
+    config: dict[str, Any] | str | None = None
+    """A transformers configuration: an inline table whose `model_type` picks the class, or the path of a `config.json`.
+    The weights are then drawn at random from `init_seed`. A table without `vocab_size` gets the tokenizer's."""
+    path: str | None = None
+    """A local folder with `config.json` and safetensors weights; each rank reads only its own part."""
+    dtype: Dtype = "float32"
+    """The type parameters and optimizer states are kept in."""
+    init_seed: int = 0
+    """Seed of the random initialisation (`config`, and LoRA adapters)."""
+    activation_checkpointing: bool = False
+    """Recompute each decoder layer in backward: less memory, one more forward."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.config is None or self.path is None,
+            "model.config and model.path are both set: `config` starts from random weights, `path` from a folder's; "
+            "keep one",
+        )
+        if isinstance(self.config, dict):
+            _require(
+                "model_type" in self.config,
+                f"model.config has no `model_type` (keys: {', '.join(sorted(self.config)) or 'none'}); "
+                "it picks the transformers class, for example model_type = 'llama'",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters by peft: the model's own weights are frozen."""
+
+    enabled: bool = False
+    """Freeze the model and train adapters only."""
+    rank: int = 8
+    """Rank of each adapter."""
+    alpha: float = 16.0
+    """Scale: an adapter's output is multiplied by alpha / rank."""
+    dropout: float = 0.0
+    """Dropout on the adapters' input."""
+    targets: tuple[str, ...] = ()
+    """Names of the linear layers that get an adapter, for example "q_proj"; empty: all but the output layer."""
+
+    def __post_init__(self) -> None:
+        _require(self.rank >= 1, f"lora.rank = {self.rank} must be at least 1")
+        _require(0 <= self.dropout < 1, f"lora.dropout = {self.dropout} must lie in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where tokens come from."""
+
+    kind: Literal["text", "jsonl", "datasets", "python-stdlib"] = "python-stdlib"
+    """`text`: a file or a folder of text files; `jsonl`: one JSON object a line; `datasets`: a folder written by
+    Hugging Face `save_to_disk`; `python-stdlib`: the running Python's own library sources, which need no download."""
+    path: str | None = None
+    """The file or folder; not used by `python-stdlib`."""
+    text_field: str = "text"
+    """The field that holds the text, for `jsonl` and `datasets`."""
+    tokenizer: str = "bytes"
+    """`bytes` (256 tokens, no file needed) or a local folder with a Hugging Face tokenizer."""
+    sequence_length: int = 256
+    """Tokens per row of a batch."""
+    eval_fraction: float = 0.02
+    """Share of the documents held out for evaluation (of the tokens, where there are too few documents)."""
+    seed: int = 0
+    """Seed of the sampler: which rows each step sees is a function of (seed, step) alone."""
+    cache: str | None = None
+    """Folder for the tokenised corpus, made once per node; default: `tokens` in the output folder."""
+
+    def __post_init__(self) -> None:
+        _require(self.sequence_length >= 2, f"data.sequence_length = {self.sequence_length} must be at least 2")
+        _require(0 <= self.eval_fraction < 1, f"data.eval_fraction = {self.eval_fraction} must lie in [0, 1)")
+        _require(
+            self.kind == "python-stdlib" or self.path is not None,
+            f"data.kind = {self.kind!r} needs data.path, the file or folder to read",
+        )
+        _require(
+            self.kind != "python-stdlib" or self.path is None,
+            f"data.path = {self.path!r} is not used by data.kind = 'python-stdlib'; "
+            "set data.kind to 'text', 'jsonl' or 'datasets'",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its learning rate."""
+
+    name: Literal["adamw"] = "adamw"
+    """The optimizer."""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of the two moments."""
+    eps: float = 1e-8
+    """Added to the square root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices; parameters of fewer than two dimensions (norms, biases) are never decayed."""
+    max_grad_norm: float = 1.0
+    """Clip the global gradient norm to this; 0 only measures it."""
+    lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After the warm-up: `cosine` falls to lr * min_lr_ratio, `wsd` stays and falls linearly at the end, `constant`."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    decay_steps: int | None = None
+    """Length of the decay. Default: all steps after the warm-up for `cosine` (which starts it right after the warm-up),
+    a fifth of all steps for `wsd` (which ends it with the last step)."""
+    min_lr_ratio: float = 0.1
+    """The decay ends at lr * min_lr_ratio."""
+    fused: bool = True
+    """Use torch's fused AdamW, on CPU too; false: one tensor at a time."""
+
+    def __post_init__(self) -> None:
+        _require(self.lr > 0 and math.isfinite(self.lr), f"optimizer.lr = {self.lr} must be a positive number")
+        _require(
+            all(0 <= beta < 1 for beta in self.betas), f"optimizer.betas = {list(self.betas)} must both lie in [0, 1)"
+        )
+        _require(self.eps > 0, f"optimizer.eps = {self.eps} must be positive")
+        _require(self.weight_decay >= 0, f"optimizer.weight_decay = {self.weight_decay} must not be negative")
+        _require(
+            self.max_grad_norm >= 0,
+            f"optimizer.max_grad_norm = {self.max_grad_norm} must not be negative (0: do not clip)",
+        )
+        _require(self.warmup_steps >= 0, f"optimizer.warmup_steps = {self.warmup_steps} must not be negative")
+        _require(
+            self.decay_steps is None or self.decay_steps >= 1,
+            f"optimizer.decay_steps = {self.decay_steps} must be at least 1",
+        )
+        _require(0 <= self.min_lr_ratio <= 1, f"optimizer.min_lr_ratio = {self.min_lr_ratio} must lie in [0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardConfig:
+    """How the model is spread over the ranks."""
+
+    strategy: Strategy = "laconic"
+    """`laconic`, or a PyTorch baseline on the very same job: `fsdp2` (ZeRO-3), `fsdp2-hpz` (its slice stays in the node
+    between forward and backward), `hsdp` (sharded inside a node, replicated between nodes), `ddp`. Sizes are never
+    configured, torchrun knows them: what other trainers call dp_shard is nodes x local ranks here, and dp_replicate is
+    the number of islands."""
+    cache: Literal["none", "host", "device"] = "host"
+    """Where `laconic` keeps a gathered slice between its uses: freed, in host memory, or on the device."""
+    device_budget_bytes: int = 0
+    """With cache = "host": the last layers' slices stay on the device until this many bytes per rank are spent."""
+    param_dtype: Dtype | None = None
+    """Cast parameters to this for forward and backward, and on the wire; default: model.dtype."""
+    reduce_dtype: Dtype | None = None
+    """Reduce gradients in this; default: param_dtype, on every release of torch."""
+    reshard_after_forward: bool | None = None
+    """Free gathered parameters after forward and gather them again in backward; default: yes, the root too."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.device_budget_bytes >= 0,
+            f"shard.device_budget_bytes = {self.device_budget_bytes} must not be negative",
+        )
+        _require(
+            not self.device_budget_bytes or self.cache == "host",
+            f"shard.device_budget_bytes = {self.device_budget_bytes} needs shard.cache = 'host', got {self.cache!r}",
+        )
+        _require(
+            self.strategy != "ddp" or (self.param_dtype is None and self.reduce_dtype is None),
+            "shard.strategy = 'ddp' has no mixed precision: leave shard.param_dtype and shard.reduce_dtype out "
+            "and set model.dtype",
+        )
+        _require(
+            self.strategy != "fsdp2-hpz" or self.reshard_after_forward is None,
+            "shard.strategy = 'fsdp2-hpz' is reshard_after_forward = <ranks per node>: leave it out",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long, how much at once, and where to."""
+
+    steps: int = 100
+    """Optimizer steps of the whole run."""
+    micro_batch_size: int = 4
+    """Rows per rank and micro-batch."""
+    accumulation: int = 1
+    """Micro-batches per optimizer step."""
+    seed: int = 0
+    """Seed of dropout; each step of each rank draws its own from it, so that a resumed run draws the same."""
+    device: Literal["cpu", "cuda", "auto"] = "auto"
+    """`auto` takes a GPU where there is one."""
+    eval_every: int = 0
+    """Evaluate every so many steps and after the last; 0: never."""
+    eval_batches: int = 8
+    """Micro-batches per rank in one evaluation."""
+    save_every: int = 0
+    """Checkpoint every so many steps; 0: only after the last; -1: never."""
+    keep: int = 2
+    """Complete checkpoints kept; at least two, so that a damaged newest one has one to fall back to."""
+    log_every: int = 10
+    """Steps between two lines."""
+    resume: bool = False
+    """Go on from the newest complete checkpoint in `output`, or start where there is none."""
+    output: str = "runs/laconic"
+    """Folder for checkpoints, logs, the effective configuration and `summary.json`."""
+    timeout_s: float = 600.0
+    """A collective that takes longer than this ends the run."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "micro_batch_size", "accumulation", "eval_batches", "log_every"):
+            _require(getattr(self, name) >= 1, f"train.{name} = {getattr(self, name)} must be at least 1")
+        for name, least in {"eval_every": 0, "save_every": -1, "keep": 2}.items():
+            _require(getattr(self, name) >= least, f"train.{name} = {getattr(self, name)} must be at least {least}")
+        _require(self.timeout_s > 0, f"train.timeout_s = {self.timeout_s} must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """Who is told."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events to `tensorboard` in the output folder."""
+    jsonl: bool = True
+    """Write one JSON object per step to `metrics.jsonl` in the output folder."""
+    progress: bool = True
+    """A progress bar where rank 0 has a terminal; plain lines elsewhere."""
+    memory_step: int = 0
+    """On CPU: watch the allocator during this step (the first is 1) for the summary's `step_peak_bytes`, which slows
+    the step down; 0: never. A GPU's allocator keeps a peak by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A training job."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    shard: ShardConfig = field(default_factory=ShardConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+# --------------------------------------------------------------------------------------------- reading
+
+_HINTS = {
+    "dp_shard": "dp_shard is nodes x local ranks and comes from torchrun",
+    "dp_shard_size": "dp_shard is nodes x local ranks and comes from torchrun",
+    "dp_replicate": "dp_replicate is the number of islands and comes from the launch",
+    "dp_replicate_size": "dp_replicate is the number of islands and comes from the launch",
+}
+
+
+def load(path: str | Path) -> Config:
+    """Read a TOML file; raises `ConfigError` naming the file and the key."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration {str(path)!r}: {error}") from error
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    try:
+        return from_dict(Config, table)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def from_dict(cls: type[_T], table: Mapping[str, Any], prefix: str = "") -> _T:
+    """Build the dataclass `cls` from plain values, strictly."""
+    hints = get_type_hints(cls)
+    values = {}
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        if key not in hints:
+            raise ConfigError(_unknown(cls, key, name, prefix))
+        values[key] = _convert(hints[key], value, name)
+    return cls(**values)
+
+
+def _unknown(cls: type, key: str, name: str, prefix: str) -> str:
+    if key in _HINTS:
+        return f"unknown key `{name}`: {_HINTS[key]}"
+    keys = [f"{prefix}{k}" for k in get_type_hints(cls)]
+    near = [full for full in all_keys() if full.split(".")[-1] == key]  # perhaps right, but in another section
+    near = near or difflib.get_close_matches(name, keys, n=1, cutoff=0.0)
+    kind = "key" if prefix else "section"
+    return f"unknown {kind} `{name}`; the nearest valid key is `{near[0]}` (valid here: {', '.join(keys)})"
+
+
+def all_keys() -> list[str]:
+    """Every `section.key` of the configuration."""
+    return [f"{section}.{key}" for section, cls in get_type_hints(Config).items() for key in get_type_hints(cls)]
+
+
+def _convert(hint: Any, value: Any, name: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"`{name}` is a section ([{name}]), got {_show(value)}")
+        return from_dict(cast(type, hint), value, prefix=f"{name}.")
+    if not _fits(hint, value):
+        raise ConfigError(f"`{name}` must be {describe(hint)}, got {_show(value)}")
+    return _coerce(hint, value)
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(arg, value) for arg in args)
+    if origin is Literal:
+        return value in args and isinstance(value, type(args[0]))
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            return False
+        if args[-1] is Ellipsis:
+            return all(_fits(args[0], item) for item in value)
+        return len(value) == len(args) and all(_fits(arg, item) for arg, item in zip(args, value, strict=True))
+    if origin is dict:
+        return isinstance(value, Mapping)
+    if hint is type(None):
+        return value is None
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _coerce(hint: Any, value: Any) -> Any:
+    """Lists to tuples and integers to floats, where the field says so."""
+    if hint is float:
+        return float(value)
+    if get_origin(hint) is tuple:
+        inner = get_args(hint)[0]
+        return tuple(_coerce(inner, item) for item in value)
+    return value
+
+
+def describe(hint: Any) -> str:
+    """A type as a user writes it in TOML."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(arg) for arg in args if arg is not type(None))
+    if origin is Literal:
+        return "one of " + ", ".join(json.dumps(arg) for arg in args)
+    if origin is tuple:
+        count = "a list" if args[-1] is Ellipsis else f"a list of {len(args)}"
+        return f"{count} of {describe(args[0])} values"
+    if origin is dict:
+        return "a table"
+    return {bool: "true or false", int: "an integer", float: "a number", str: "a string"}.get(hint, str(hint))
+
+
+def _show(value: Any) -> str:
+    kind = {bool: "boolean", int: "integer", float: "number", str: "string", list: "list", dict: "table"}
+    return f"{value!r} ({kind.get(type(value), type(value).__name__)})"
+
+
+# --------------------------------------------------------------------------------------------- writing
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Plain JSON values; unset (None) fields are left out, since TOML has no null."""
+    table: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            table[item.name] = to_dict(value)
+        elif value is not None:
+            table[item.name] = list(value) if isinstance(value, tuple) else value
+    return table
+
+
+def to_toml(config: Config) -> str:
+    """The effective configuration as TOML that `load` reads back to an equal object."""
+    blocks = []
+    for section, table in to_dict(config).items():
+        blocks.append("\n".join([f"[{section}]", *(f"{_key(key)} = {_value(value)}" for key, value in table.items())]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _value(key)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        items = ((k, v) for k, v in value.items() if v is not None)  # a null of a config.json means "not set"
+        return "{" + ", ".join(f"{_key(str(k))} = {_value(v)}" for k, v in items) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_value(item) for item in value) + "]"
+    raise TypeError(f"{value!r} has no TOML form")

@@ -1,0 +1,399 @@
+"""The training job, from a configuration to a summary."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor, nn
+
+import laconic.checkpoint
+from laconic.train import data
+from laconic.train.config import Config, JobError, to_dict, to_toml
+from laconic.train.launch import Ranks, agree, failing_together, pick_device, process_group
+from laconic.train.memory import local_nbytes, measured_peak, state_nbytes
+from laconic.train.metrics import JsonlLogger, Logger, Loggers, Step, StepRecord, TensorBoardLogger, reduce_records
+from laconic.train.prepare import (
+    CHECKPOINTS,
+    as_job_error,
+    build_checked,
+    differences,
+    make_optimizer,
+    open_output,
+    require_model,
+    with_vocabulary,
+)
+from laconic.train.progress import BarLogger, LineLogger
+from laconic.train.sampler import Sampler
+from laconic.train.schedules import lr_at
+from laconic.train.strategies import Spread, spread
+from laconic.train.tokenizer import Tokenizer, load_tokenizer
+
+_COLLECT_EVERY = 50
+_FLUSH_AT_MOST = 100
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Train; returns the summary that rank 0 also writes to `summary.json` in the output folder.
+
+    Every rank of a torchrun job calls this with the same configuration; without torchrun it is a job of one rank.
+    Raises: JobError (on every rank) for what a user can mend, before the first step wherever it can be known then.
+    """
+    require_model(config)
+    ranks = Ranks.from_environment()
+    device = pick_device(config.train.device, ranks)
+    with process_group(ranks, device, config.train.timeout_s) as group, failing_together(ranks):
+        trainer = Trainer(config, ranks, device, group)
+        try:
+            return trainer.train()
+        finally:
+            trainer.logger.close()
+
+
+class Trainer:
+    """One rank of one job. Making it does everything that can be refused; `train` takes the steps."""
+
+    def __init__(self, config: Config, ranks: Ranks, device: torch.device, group: dist.ProcessGroup) -> None:
+        self.ranks, self.device, self.group = ranks, device, group
+        self.logger: Logger = Logger()
+        self.output = Path(config.train.output)
+        agree(lambda: open_output(config), group, only=ranks.is_first_on_node)
+        tokenizer = _require(agree(lambda: load_tokenizer(config.data.tokenizer), group))
+        self.config = config = with_vocabulary(config, tokenizer)
+        self.console = Console(stderr=False, quiet=not ranks.is_main)
+        self._tell_configuration()
+        model = _require(agree(lambda: build_checked(config, tokenizer), group))  # shapes only, before the slow parts
+        self.tokens = self._open_tokens(tokenizer)
+        self.sampler = Sampler(
+            seed=config.data.seed,
+            num_tokens=len(self.tokens.train),
+            sequence_length=config.data.sequence_length,
+            micro_batch_size=config.train.micro_batch_size,
+            accumulation=config.train.accumulation,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
+        with as_job_error():
+            self.spread: Spread = spread(model, config, ranks, device)
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = make_optimizer(model, config)
+        self.start_step = self._resume() if config.train.resume else 0
+        self.history: list[Step] = []
+        self.evaluations: list[dict[str, float]] = []
+        self.measured: dict[str, int | None] = {"step_peak_bytes": None, "resting_bytes": None}
+        """Set by log.memory_step: the fullest rank's, measured by the allocator."""
+        self._pending: list[StepRecord] = []
+        # Read where the step before ended, at its last collective: by the time this rank begins a step, another rank of
+        # its node may already be sending. None after something else has been on the wire.
+        self._interface_before: tuple[int, int] | None = None
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of the global batch."""
+        return self.sampler.rows_per_step * self.config.data.sequence_length
+
+    # ------------------------------------------------------------------------------------ before the steps
+
+    def _tell_configuration(self) -> None:
+        text, ranks = to_toml(self.config), self.ranks
+        launch = f"{ranks.num_nodes} nodes x {ranks.num_local} ranks, {self.device.type}"
+        self.console.print(f"{text}\n{launch}", markup=False, highlight=False, soft_wrap=True)
+        if ranks.is_main:
+            (self.output / "config.toml").write_text(text, encoding="utf-8")
+
+    def _open_tokens(self, tokenizer: Tokenizer) -> data.TokenFiles:
+        config = self.config.data
+        folder = Path(config.cache) if config.cache else self.output / "tokens"
+        first = self.ranks.is_first_on_node
+        agree(lambda: data.prepare(config, tokenizer, folder), self.group, only=first)
+        tokens = _require(agree(lambda: data.open_tokens(data.prepare(config, tokenizer, folder), config), self.group))
+        if self.config.train.eval_every and not len(tokens.evaluation):
+            raise JobError("train.eval_every is set, but data.eval_fraction = 0 holds nothing out; set one of the two")
+        self.console.print(
+            f"corpus: {tokens.num_documents:,} documents, {len(tokens.train):,} tokens to train on, "
+            f"{len(tokens.evaluation):,} held out",
+            highlight=False,
+        )
+        return tokens
+
+    def _resume(self) -> int:
+        with as_job_error():
+            extra = laconic.checkpoint.load_checkpoint(
+                self.output / CHECKPOINTS, model=self.spread.module, optimizer=self.optimizer
+            )
+        if extra is None:
+            self.console.print("nothing to resume: starting from step 0")
+            return 0
+        changed = differences(extra["config"], to_dict(self.config))
+        if changed:
+            self.console.print(f"resuming with a changed configuration: {'; '.join(changed)}", markup=False)
+        self.console.print(f"resuming after step {extra['step']}", highlight=False)
+        return int(extra["step"])
+
+    def _open_logger(self) -> Logger:
+        log, train = self.config.log, self.config.train
+        if not self.ranks.is_main:
+            return Logger()
+        loggers: list[Logger] = []
+        if log.jsonl:
+            loggers.append(JsonlLogger(self.output / "metrics.jsonl", after_step=self.start_step))
+        if log.tensorboard:
+            loggers.append(TensorBoardLogger(self.output / "tensorboard", after_step=self.start_step))
+        if log.progress and self.console.is_terminal:
+            loggers.append(BarLogger(self.console, total=train.steps, every=train.log_every, start=self.start_step))
+        else:
+            loggers.append(LineLogger(self.console, total=train.steps, every=train.log_every))
+        return Loggers(loggers)
+
+    # ------------------------------------------------------------------------------------ the steps
+
+    def train(self) -> dict[str, Any]:
+        """Take the steps that are left."""
+        train = self.config.train
+        watched = self.config.log.memory_step if self.device.type == "cpu" else 0
+        self.logger = self._open_logger()
+        with _manual_garbage_collection() as collect:
+            for step in range(self.start_step, train.steps):
+                self._pending.append(self._watched_step(step) if step + 1 == watched else self._step(step))
+                done = step + 1
+                self.logger.tick(done, self._pending[-1].loss)
+                last = done == train.steps
+                first = step == self.start_step  # seen at once, a first line says that it works
+                if first or last or done % train.log_every == 0 or len(self._pending) >= _FLUSH_AT_MOST:
+                    self._flush()
+                if train.eval_every and (last or done % train.eval_every == 0):
+                    self._flush()
+                    self._evaluate(done)
+                    self._interface_before = None
+                if train.save_every >= 0 and (last or (train.save_every and done % train.save_every == 0)):
+                    self._flush()
+                    self._save(done)
+                    self._interface_before = None
+                if done % _COLLECT_EVERY == 0:
+                    collect()
+        summary = self._summary()
+        if self.ranks.is_main:
+            _write_json(self.output / "summary.json", summary)
+        return summary
+
+    def _watched_step(self, step: int) -> StepRecord:
+        with measured_peak() as peak:
+            record = self._step(step)
+        memory = self.spread.memory()
+        weights = memory.device_bytes if memory else local_nbytes(self.spread.module.parameters())
+        most = torch.tensor([peak.nbytes or 0, weights + state_nbytes(self.optimizer)])
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+        self.measured = dict(zip(("step_peak_bytes", "resting_bytes"), most.tolist(), strict=True))
+        return record
+
+    def _step(self, step: int) -> StepRecord:
+        config = self.config
+        began_s = time.perf_counter()
+        batch = self._batch(self.tokens.train, self.sampler.offsets(step))
+        lr = lr_at(step, config.optimizer, total_steps=config.train.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        torch.manual_seed(_step_seed(config.train.seed, step, self.ranks.rank))
+        self.spread.module.train()
+        self.spread.reset_peak_memory()
+        self._synchronize()
+        interface = self._interface_before or self._interface_bytes()
+        traffic, start_s = self.spread.traffic(), time.perf_counter()
+
+        losses = []
+        for micro_batch in range(config.train.accumulation):
+            self.spread.set_sync(micro_batch == config.train.accumulation - 1)
+            loss = self._loss(batch[micro_batch]) / config.train.accumulation
+            loss.backward()
+            losses.append(loss.detach())
+        grad_norm = self._clip()
+        mean_loss = float(sum(losses))
+        if not math.isfinite(grad_norm) or not math.isfinite(mean_loss):
+            self._refuse_to_go_on(step + 1, mean_loss, grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._synchronize()
+
+        step_s = time.perf_counter() - start_s
+        after = self._interface_before = self._interface_bytes()
+        moved = self.spread.traffic()
+        return StepRecord(
+            step=step + 1,
+            loss=mean_loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            step_s=step_s,
+            data_s=start_s - began_s,
+            traffic=moved - traffic if moved is not None and traffic is not None else None,
+            interface_sent_bytes=after[0] - interface[0] if after and interface else None,
+            interface_received_bytes=after[1] - interface[1] if after and interface else None,
+            memory=self.spread.memory(),
+        )
+
+    def _batch(self, tokens: np.ndarray, offsets: np.ndarray) -> Tensor:
+        rows = torch.from_numpy(data.rows_at(tokens, offsets, self.config.data.sequence_length))
+        return rows.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else rows
+
+    def _loss(self, rows: Tensor) -> Tensor:
+        """Mean next-token loss; the model shifts the labels and adds losses of its own (a router's, say)."""
+        return self.spread.forward_module(input_ids=rows, labels=rows, use_cache=False).loss
+
+    def _clip(self) -> float:
+        """Global norm of the gradients before clipping: one number, the same on every rank."""
+        limit = self.config.optimizer.max_grad_norm or math.inf  # an infinite limit only measures
+        norm = nn.utils.clip_grad_norm_(self.parameters, limit)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def _refuse_to_go_on(self, step: int, loss: float, grad_norm: float) -> None:
+        """[Note: Non-finite losses] A loss that is not finite on one rank makes the gradients, and so the norm, not
+        finite on all: no rank needs to be asked, and none takes the optimizer's step."""
+        if not math.isfinite(grad_norm):
+            self._flush()
+        raise JobError(
+            f"training stopped before the optimizer of step {step}: loss {loss} on rank {self.ranks.rank}, "
+            f"gradient norm {grad_norm}. The weights are as after step {step - 1}. Try a lower optimizer.lr, more "
+            "optimizer.warmup_steps, a smaller optimizer.max_grad_norm or another dtype; checkpoints, if any, are in "
+            f"{self.output / CHECKPOINTS}"
+        )
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _interface_bytes(self) -> tuple[int, int] | None:
+        """(sent, received) by this node so far, where the lab counts them; asked by one rank per node."""
+        if not self.ranks.is_first_on_node:
+            return None
+        try:
+            from laconic.lab.counters import interface_bytes
+        except ImportError:  # the library without the lab
+            return None
+        counted = interface_bytes()
+        return (counted.sent, counted.received) if counted else None
+
+    # ------------------------------------------------------------------------------------ between the steps
+
+    def _flush(self) -> None:
+        """Put the pending records of all ranks together and tell them. Collective."""
+        steps = reduce_records(self._pending, self.ranks, self.group, tokens_per_step=self.tokens_per_step)
+        self._pending.clear()
+        self.history.extend(steps)
+        for step in steps:
+            self.logger.step(step)
+
+    def _evaluate(self, step: int) -> None:
+        """Mean loss over the first rows of the held-out tokens, the same rows every time."""
+        length, rows_each = self.config.data.sequence_length, self.config.train.micro_batch_size
+        num_rows = len(self.tokens.evaluation) // length
+        rows_at_once = rows_each * self.ranks.world_size
+        num_batches = min(self.config.train.eval_batches, -(-num_rows // rows_at_once))
+        self.spread.module.eval()
+        total = 0.0
+        with torch.no_grad():
+            for index in range(num_batches):
+                first = index * rows_at_once + self.ranks.rank * rows_each
+                rows = (first + np.arange(rows_each)) % num_rows  # the last batch wraps around
+                total += float(self._loss(self._batch(self.tokens.evaluation, rows * length)))
+        mean = torch.tensor([total / num_batches], dtype=torch.float64)
+        dist.all_reduce(mean, group=self.group)
+        values = {"eval_loss": float(mean) / self.ranks.world_size}
+        self.evaluations.append({"step": step, **values})
+        self.logger.evaluation(step, values)
+
+    def _save(self, step: int) -> None:
+        laconic.checkpoint.save_checkpoint(
+            self.output / CHECKPOINTS,
+            step,
+            model=self.spread.module,
+            optimizer=self.optimizer,
+            extra={"tokens": step * self.tokens_per_step, "config": to_dict(self.config)},
+            keep=self.config.train.keep,
+        )
+
+    def _summary(self) -> dict[str, Any]:
+        config, steps = self.config, self.history
+        parameters = list(self.spread.module.parameters())
+        return {
+            "strategy": config.shard.strategy,
+            "cache": config.shard.cache if config.shard.strategy == "laconic" else None,
+            "lora": config.lora.enabled,
+            "num_nodes": self.ranks.num_nodes,
+            "num_local": self.ranks.num_local,
+            "device": self.device.type,
+            "num_parameters": sum(parameter.numel() for parameter in parameters),
+            "num_trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            "start_step": self.start_step,
+            "tokens_per_step": self.tokens_per_step,
+            "losses": [step.loss for step in steps],
+            "grad_norms": [step.grad_norm for step in steps],
+            "step_s": [step.step_s for step in steps],
+            "wait_s": [step.wait_s for step in steps],
+            "wire_bytes": [step.wire_bytes for step in steps],
+            "traffic_bytes": [step.traffic_bytes for step in steps],
+            "interface_sent_bytes": [step.interface_sent_bytes for step in steps],
+            "interface_received_bytes": [step.interface_received_bytes for step in steps],
+            "device_peak_bytes": _most(step.device_peak_bytes for step in steps),
+            "host_bytes_per_node": _most(step.host_bytes_per_node for step in steps),
+            "allocated_peak_bytes": _most(step.allocated_peak_bytes for step in steps),
+            **self.measured,
+            "resident_bytes": _most(step.resident_bytes for step in steps),
+            "evaluations": self.evaluations,
+            "output": str(self.output),
+            "versions": _versions(),
+            "config": to_dict(config),
+        }
+
+
+def _require(value: Any) -> Any:
+    assert value is not None
+    return value
+
+
+@contextlib.contextmanager
+def _manual_garbage_collection() -> Iterator[Any]:
+    """Collect between steps only: otherwise ranks pause at different moments and all wait for each pause."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield gc.collect
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def _step_seed(seed: int, step: int, rank: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % 2**63
+
+
+def _most(values: Any) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("laconic", "torch", "transformers", "peft"):
+        with contextlib.suppress(PackageNotFoundError):  # laconic run from a source tree
+            found[name] = version(name)
+    return found
+
+
+def _write_json(path: Path, value: Any) -> None:
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)

@@ -1,0 +1,74 @@
+"""What a person sees while the job runs: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from laconic.train.metrics import Logger, Step
+
+
+def describe(step: Step, total: int) -> str:
+    """One line about a step."""
+    width = len(str(total))
+    parts = [
+        f"step {step.step:>{width}}/{total}",
+        f"loss {step.loss:.4f}",
+        f"grad norm {step.grad_norm:.3f}",
+        f"lr {step.lr:.2e}",
+        f"{step.step_s:.3f} s/step",
+        f"{step.tokens_per_s:,.0f} tokens/s",
+    ]
+    wire = step.interface_sent_bytes if step.interface_sent_bytes is not None else step.wire_bytes
+    if wire is not None:
+        parts.append(f"wire {wire / 1e6:.2f} MB")
+    if step.wait_s is not None:
+        parts.append(f"waited {step.wait_s:.3f} s")
+    return " | ".join(parts)
+
+
+class LineLogger(Logger):
+    """A line every `every` steps and after the last."""
+
+    def __init__(self, console: Console, *, total: int, every: int) -> None:
+        self._console = console
+        self._total = total
+        self._every = every
+
+    def step(self, step: Step) -> None:
+        if step.step % self._every == 0 or step.step in (1, self._total):
+            self._say(describe(step, self._total))
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        shown = " | ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
+        self._say(f"step {step:>{len(str(self._total))}}/{self._total} | {shown}")
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+class BarLogger(LineLogger):
+    """The lines, above a bar that moves with every step."""
+
+    def __init__(self, console: Console, *, total: int, every: int, start: int) -> None:
+        super().__init__(console, total=total, every=every)
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.4f}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._progress.add_task("train", total=total, completed=start, loss=math.nan)
+        self._progress.start()
+
+    def tick(self, done: int, loss: float) -> None:
+        self._progress.update(self._task, completed=done, loss=loss)
+
+    def close(self) -> None:
+        self._progress.stop()

@@ -1,0 +1,82 @@
+"""A small training job for the tests of the trainer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from laconic.train.config import Config, JobError, from_dict
+
+TEXT = "".join(f"{n} bottles of beer on the wall, take one down, pass it around: {n - 1}.\n" for n in range(300, 0, -1))
+
+
+def corpus(folder: Path) -> Path:
+    """A text file of some 20 kB."""
+    path = folder / "corpus.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def table(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A job in plain values: two small layers, four steps, output in `folder`/out; `sections` are laid over it."""
+    job: dict[str, Any] = {
+        "model": {
+            "config": {
+                "model_type": "llama",
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "max_position_embeddings": 32,
+                "tie_word_embeddings": False,
+            }
+        },
+        "data": {
+            "kind": "text",
+            "path": str(folder / "corpus.txt"),
+            "sequence_length": 16,
+            "eval_fraction": 0.1,
+            "cache": str(folder / "tokens"),
+        },
+        "optimizer": {"lr": 0.01, "lr_schedule": "constant"},
+        "train": {"steps": 4, "micro_batch_size": 2, "device": "cpu", "output": str(folder / "out"), "save_every": -1},
+        "log": {"tensorboard": False},
+    }
+    for section, values in sections.items():
+        job[section] = {**job.get(section, {}), **values}
+    return job
+
+
+def job(folder: Path, **sections: dict[str, Any]) -> Config:
+    """The same as a `Config`, with its corpus written."""
+    if not (folder / "corpus.txt").exists():
+        corpus(folder)
+    return from_dict(Config, table(folder, **sections))
+
+
+def train(config: Config) -> dict[str, Any]:
+    """Run on this rank; top-level, so that `run_ranks` can send it."""
+    from laconic.train.loop import run
+
+    return run(config)
+
+
+def train_all(configs: list[Config]) -> list[dict[str, Any]]:
+    """Run several jobs one after the other in the same processes, which start slowly."""
+    return [train(config) for config in configs]
+
+
+def refusal(config: Config) -> str:
+    """The message with which this rank refuses the job."""
+    try:
+        train(config)
+    except JobError as error:
+        return str(error)
+    return ""
+
+
+def command(*arguments: str) -> list[str]:
+    """A command line of `laconic train`."""
+    return [sys.executable, "-m", "laconic.train.cli", *arguments]

@@ -1,0 +1,188 @@
+"""Whole jobs: the same numbers under every strategy, exact resume, and refusals before the first step."""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from laconic.train.cli import main
+from laconic.train.config import Config, load, to_toml
+from laconic.train.prepare import differences, make_optimizer
+from tests.ranks import run_ranks
+from tests.train.jobs import job, refusal, train, train_all
+
+STRATEGIES: list[dict[str, Any]] = [
+    {"strategy": "ddp"},
+    {"strategy": "fsdp2"},
+    {"strategy": "fsdp2-hpz"},
+    {"strategy": "hsdp"},
+    {"strategy": "laconic", "cache": "none"},
+    {"strategy": "laconic", "cache": "host"},
+    {"strategy": "laconic", "cache": "device"},
+]
+
+
+@pytest.mark.timeout(300)
+def test_every_strategy_trains_the_same_model(tmp_path: Path) -> None:
+    """2 nodes x 2 ranks, two micro-batches; and one rank alone with the same global batch."""
+    configs = [
+        job(tmp_path, shard=shard, train={"steps": 3, "accumulation": 2, "output": str(tmp_path / str(index))})
+        for index, shard in enumerate(STRATEGIES)
+    ]
+    alone = train(job(tmp_path, train={"steps": 3, "accumulation": 8}, shard={"strategy": "ddp"}))
+    together = run_ranks(train_all, 4, configs, local=2)[0]
+    for shard, summary in zip(STRATEGIES, together, strict=True):
+        assert summary["losses"] == pytest.approx(alone["losses"], rel=1e-5), shard
+        assert summary["grad_norms"] == pytest.approx(alone["grad_norms"], rel=1e-4), shard
+    assert alone["losses"][-1] < alone["losses"][0]
+    none, host, device = (summary["wire_bytes"] for summary in together[-3:])
+    assert none[1] > host[1] == device[1] > 0
+    assert all(summary["wire_bytes"] == [None] * 3 for summary in together[:4])
+
+
+def test_a_resumed_run_repeats_the_unbroken_one(tmp_path: Path) -> None:
+    """Losses bit for bit under each strategy, with LoRA, dropout, a schedule and the metrics file carried on."""
+    configs = []
+    for strategy in ("laconic", "fsdp2"):
+        settings: dict[str, Any] = {
+            "lora": {"enabled": True, "rank": 2, "dropout": 0.3},
+            "optimizer": {"lr_schedule": "cosine", "decay_steps": 4, "warmup_steps": 1},
+            "shard": {"strategy": strategy},
+        }
+        whole, broken = str(tmp_path / f"{strategy}-whole"), str(tmp_path / strategy)
+        configs += [
+            job(tmp_path, **settings, train={"output": whole}),
+            job(tmp_path, **settings, train={"steps": 2, "output": broken, "save_every": 0}),
+            job(tmp_path, **settings, train={"output": broken, "resume": True}),
+        ]
+    summaries = run_ranks(train_all, 2, configs, local=1)[0]
+    for strategy, (unbroken, start, rest) in {"laconic": summaries[:3], "fsdp2": summaries[3:]}.items():
+        assert rest["start_step"] == 2
+        assert start["losses"] + rest["losses"] == unbroken["losses"]
+        assert start["grad_norms"] + rest["grad_norms"] == unbroken["grad_norms"]
+        rows = [json.loads(line) for line in (tmp_path / strategy / "metrics.jsonl").read_text().splitlines()]
+        assert [row["loss"] for row in rows] == unbroken["losses"]
+        assert [row["tokens"] for row in rows] == [64, 128, 192, 256]
+    laconic, fsdp2 = summaries[0], summaries[3]
+    assert laconic["losses"] == pytest.approx(fsdp2["losses"], rel=1e-5)
+    assert laconic["num_trainable"] < laconic["num_parameters"] / 4
+    assert laconic["wire_bytes"][1] < laconic["wire_bytes"][0]  # the frozen weights crossed in the first step
+
+
+def test_a_run_leaves_its_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = job(
+        tmp_path,
+        train={"eval_every": 2, "save_every": 2, "log_every": 2},
+        log={"tensorboard": True, "memory_step": 3},
+        model={"activation_checkpointing": True},
+    )
+    summary = train(config)
+    out = tmp_path / "out"
+    effective = load(out / "config.toml")
+    assert effective.model.config == {**config.model.config, "vocab_size": 256}  # type: ignore[dict-item]
+    assert effective.train == config.train
+    printed = capsys.readouterr().out
+    assert to_toml(effective) in printed
+    assert [line.split(" |")[0] for line in printed.splitlines() if line.startswith("step ")] == [
+        *("step 1/4", "step 2/4", "step 2/4"),
+        *("step 4/4", "step 4/4"),
+    ]
+    assert json.loads((out / "summary.json").read_text()) == summary
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows if "loss" in row] == summary["losses"]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4]
+    assert summary["evaluations"][1]["eval_loss"] < summary["evaluations"][0]["eval_loss"] < math.log(256) + 0.5
+    assert sorted(path.name for path in (out / "checkpoints").glob("step-*")) == ["step-2", "step-4"]
+    assert list((out / "tensorboard").glob("events.*"))
+    assert len(summary["step_s"]) == len(summary["traffic_bytes"]) == 4
+    assert summary["step_peak_bytes"] > 0
+    assert summary["resting_bytes"] > 2 * 4 * summary["num_parameters"]  # two moments, and the weights
+    assert summary["versions"]["torch"] == version("torch")
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"model": {"config": None}}, "set model.config"),
+        ({"train": {"output": "/dev/null/out"}}, "train.output = '/dev/null/out' cannot be written"),
+        ({"data": {"sequence_length": 30_000}}, "shorter than one sequence"),
+        ({"data": {"tokenizer": "nowhere"}}, "neither 'bytes' nor a folder"),
+        ({"data": {"eval_fraction": 0.0}, "train": {"eval_every": 1}}, "holds nothing out"),
+        ({"model": {"config": {"model_type": "llama", "vocab_size": 100}}}, "vocabulary has 100"),
+        ({"model": {"config": {"model_type": "lama"}}}, "llama"),
+        ({"shard": {"strategy": "fsdp2-hpz"}}, "at least 2 ranks per node"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_first_step(
+    tmp_path: Path, settings: dict[str, Any], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert part in refusal(job(tmp_path, **settings))
+    assert "step 1/4" not in capsys.readouterr().out
+
+
+def test_every_rank_refuses_what_one_rank_finds(tmp_path: Path) -> None:
+    """The corpus is read by one rank per node, the message reaches all of them."""
+    (tmp_path / "corpus.txt").write_bytes(b"GIF8\0")
+    messages = run_ranks(refusal, 3, job(tmp_path), local=3)
+    assert len(set(messages)) == 1
+    assert "is binary" in messages[0]
+
+
+def test_another_runs_checkpoints_are_not_overwritten(tmp_path: Path) -> None:
+    config = job(tmp_path, train={"steps": 1, "save_every": 0})
+    train(config)
+    assert "already holds checkpoints" in refusal(config)
+    wider = job(
+        tmp_path,
+        train={"resume": True},
+        model={"config": {**config.model.config, "hidden_size": 32}},  # type: ignore[dict-item]
+    )
+    assert "layers" in refusal(wider)  # names the tensors that differ
+
+
+def test_resume_starts_where_there_is_nothing(tmp_path: Path) -> None:
+    assert train(job(tmp_path, train={"resume": True, "steps": 1}))["start_step"] == 0
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks(tmp_path: Path) -> None:
+    """And the steps before it are on record."""
+    messages = run_ranks(refusal, 2, job(tmp_path, optimizer={"lr": 1e30, "max_grad_norm": 0.0}), local=1)
+    assert all("training stopped before the optimizer of step" in message for message in messages)
+    rows = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(rows[0])["step"] == 1
+
+
+def test_matrices_decay_and_vectors_do_not(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 1))
+    model[2].requires_grad_(False)
+    optimizer = make_optimizer(model, job(tmp_path, optimizer={"weight_decay": 0.3}))
+    shapes = {group["weight_decay"]: [tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups}
+    assert shapes == {0.3: [(3, 2)], 0.0: [(3,), (3,), (3,)]}
+
+
+def test_differences_between_configurations() -> None:
+    saved = {"train": {"steps": 4, "resume": False}, "data": {"path": "a"}}
+    current = {"train": {"steps": 5, "resume": True}, "data": {"path": "a", "cache": "b"}}
+    assert differences(saved, current) == ["data.cache: None -> b", "train.steps: 4 -> 5"]
+
+
+def test_the_command_ends_with_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(to_toml(job(tmp_path)))
+    assert main([str(path), "--train.steps", "2"]) == 0
+    assert "step 2/2" in capsys.readouterr().out
+    assert main([str(path), "--data.path", str(tmp_path / "nowhere")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("laconic train: data.path = ")
+    assert err.count("\n") == 1
+
+
+def test_the_default_job_is_complete_but_for_the_model() -> None:
+    assert Config().data.kind == "python-stdlib"
+    assert Config().model.config is None

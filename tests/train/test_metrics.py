@@ -1,0 +1,172 @@
+"""Records put together over ranks, and the loggers."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from laconic.traffic import Snapshot
+from laconic.train.launch import Ranks
+from laconic.train.memory import measured_peak
+from laconic.train.metrics import JsonlLogger, Loggers, Step, StepRecord, TensorBoardLogger, reduce_records
+from laconic.train.progress import BarLogger, LineLogger
+from laconic.train.strategies import Memory
+from tests.ranks import run_ranks
+
+
+def record(step: int, rank: int, *, counted: bool) -> StepRecord:
+    sizes: Any = {
+        ("node", "weights", "sent"): 10 + rank,
+        ("local", "weights", "sent"): 5,
+        ("node", "weights", "received"): 7,
+    }
+    return StepRecord(
+        step=step,
+        loss=1.0 + rank,
+        grad_norm=0.5,
+        lr=0.1,
+        step_s=2.0,
+        data_s=0.0,
+        traffic=Snapshot(sizes=sizes, waits={"node": 0.25, "local": 9.0}) if counted else None,
+        interface_sent_bytes=100 if counted and rank % 2 == 0 else None,
+        interface_received_bytes=50 if counted and rank % 2 == 0 else None,
+        memory=Memory(device_bytes=3, device_peak_bytes=4 + rank, host_bytes=6) if counted else None,
+    )
+
+
+def reduced(counted: bool) -> list[Step]:
+    rank = dist.get_rank()
+    ranks = Ranks(rank=rank, world_size=4, local_rank=rank % 2, num_local=2, num_nodes=2)
+    group = dist.group.WORLD
+    assert group is not None
+    return reduce_records([record(step, rank, counted=counted) for step in (3, 4)], ranks, group, tokens_per_step=8)
+
+
+def test_records_of_all_ranks_make_one_step() -> None:
+    results = run_ranks(reduced, 4, True, local=2)
+    first, second = results[0]
+    assert all(result[0].loss == 2.5 for result in results)
+    assert (first.step, second.step, second.tokens, first.tokens_per_s) == (3, 4, 32, 4.0)
+    assert first.wire_bytes == 10 + 11 + 12 + 13
+    assert first.traffic_bytes == {"node/weights": 46, "local/weights": 20}
+    assert first.wait_s == 0.25
+    assert (first.interface_sent_bytes, first.interface_received_bytes) == (200, 100)
+    assert (first.device_bytes, first.device_peak_bytes, first.host_bytes_per_node) == (3, 7, 12)
+
+
+def test_what_nobody_counts_is_absent() -> None:
+    step = run_ranks(reduced, 4, False, local=2)[0][0]
+    assert not {"wire_bytes", "wait_s", "traffic_bytes", "interface_sent_bytes", "device_bytes"} & set(step.to_dict())
+    assert step.loss == 2.5
+
+
+def step_at(number: int) -> Step:
+    return Step(
+        step=number,
+        tokens=8 * number,
+        loss=1.0 / number,
+        grad_norm=0.5,
+        lr=0.1,
+        step_s=2.0,
+        data_s=0.0,
+        tokens_per_s=4.0,
+        wait_s=0.25,
+        wire_bytes=3_000_000,
+        traffic_bytes={"node/weights": 3_000_000},
+        device_bytes=5,
+    )
+
+
+def test_jsonl_continues_where_the_run_does(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    logger = JsonlLogger(path, after_step=0)
+    for number in (1, 2, 3):
+        logger.step(step_at(number))
+    logger.evaluation(2, {"eval_loss": 0.5})
+    logger.close()
+    with path.open("a") as file:
+        file.write('{"step": 4, "lo')  # killed while writing
+    resumed = JsonlLogger(path, after_step=2)
+    resumed.step(step_at(3))
+    resumed.close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["step"], row.get("loss")) for row in rows] == [(1, 1.0), (2, 0.5), (2, None), (3, 1.0 / 3)]
+    assert rows[0]["traffic_bytes"] == {"node/weights": 3_000_000}
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = Loggers([TensorBoardLogger(tmp_path, after_step=0)])
+    logger.step(step_at(1))
+    logger.step(step_at(2))
+    logger.evaluation(2, {"eval_loss": 0.5})
+    logger.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 0.5)]
+    assert set(events.Tags()["scalars"]) == {
+        "train/loss",
+        "train/grad_norm",
+        "train/lr",
+        "train/tokens",
+        "speed/step_s",
+        "speed/data_s",
+        "speed/tokens_per_s",
+        "wire/wait_s",
+        "wire/wire_bytes",
+        "traffic_bytes/node/weights",
+        "memory/device_bytes",
+        "memory/resident_bytes",
+        "eval/eval_loss",
+    }
+
+
+def test_plain_lines() -> None:
+    stream = io.StringIO()
+    logger = LineLogger(Console(file=stream, width=40), total=12, every=5)
+    for number in range(1, 13):
+        logger.step(step_at(number))
+    logger.evaluation(12, {"eval_loss": 0.5})
+    lines = stream.getvalue().splitlines()
+    assert [line.split(" |")[0] for line in lines] == [
+        "step  1/12",
+        "step  5/12",
+        "step 10/12",
+        "step 12/12",
+        "step 12/12",
+    ]
+    assert "loss 0.2000 | grad norm 0.500" in lines[1]
+    assert "wire 3.00 MB | waited 0.250 s" in lines[1]
+    assert lines[-1].endswith("eval loss 0.5000")
+
+
+def test_the_bar_moves_and_lines_stand_above_it() -> None:
+    stream = io.StringIO()
+    logger = BarLogger(Console(file=stream, force_terminal=True, width=120), total=10, every=5, start=2)
+    for number in range(3, 6):
+        logger.tick(number, 1.0 / number)
+        logger.step(step_at(number))
+    logger.close()
+    shown = stream.getvalue()
+    assert "5/10" in shown
+    assert "loss 0.2000 | grad norm" in shown
+
+
+@pytest.mark.parametrize("kept", [1, 3])
+def test_measured_peak_is_what_lives_at_once(kept: int) -> None:
+    before = torch.empty(5_000_000)
+    with measured_peak() as peak:
+        held = []
+        for _ in range(6):
+            held.append(torch.empty(250_000))
+            held = held[-kept:]
+    assert peak.nbytes == pytest.approx((kept + 1) * 1_000_000, rel=0.01)  # the new one comes before the oldest goes
+    assert len(before) == 5_000_000
