@@ -1,0 +1,57 @@
+"""The `laconic` command: finds the command and hands over, importing nothing that it does not need."""
+
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "train": ("laconic.train.cli:main", "train a model from a config file (started by torchrun, or alone)"),
+    "export": ("laconic.train.export:main", "turn a checkpoint into a Hugging Face safetensors folder"),
+    "compare": ("laconic.compare.cli:main", "run one job under several strategies in the lab, side by side"),
+    "lab": ("laconic.lab.cli:main", "run a script under torchrun on an emulated cluster with a slow wire"),
+}
+"""Name -> (module:function, what it does). The function takes the arguments after the name, returns the exit code."""
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = ["usage: laconic <command> [arguments]", "", "commands:"]
+    lines += [f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
+    lines += ["", "laconic <command> --help says more; laconic --version prints the version."]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 1 for a failed run, 2 for a mistake in the arguments."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] in (["--help"], ["-h"], ["help"]):
+        print(_usage())
+        return 0
+    if arguments[:1] == ["--version"]:
+        print(f"laconic {importlib.metadata.version('laconic')}")
+        return 0
+    if not arguments:
+        print(_usage(), file=sys.stderr)
+        return 2
+    if arguments[0] not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        print(f"laconic: there is no command {arguments[0]!r}; there are {known}. See laconic --help", file=sys.stderr)
+        return 2
+    module, _, function = COMMANDS[arguments[0]][0].partition(":")
+    try:
+        command = getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "laconic":
+            raise
+        print(
+            f"laconic {arguments[0]} needs the package {error.name!r}; pip install 'laconic[train]' "
+            "('laconic[bench]' for pictures)",
+            file=sys.stderr,
+        )
+        return 2
+    return int(command(arguments[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

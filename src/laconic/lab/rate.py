@@ -1,0 +1,48 @@
+"""Rates as people write them: `200mbit`, `1gbit`, `none`."""
+
+import re
+
+_UNITS_BITS_PER_S = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+
+MIN_RATE_BITS_PER_S = 1e6
+"""Below this one packet takes so long (72 ms for a jumbo frame at 1 Mbit/s) that TCP itself becomes the experiment."""
+
+MAX_RATE_BITS_PER_S = 34e9
+"""The kernel's token-bucket filter keeps bytes per second in 32 bits."""
+
+
+def parse_rate(text: str) -> float | None:
+    """Bits per second of `text`, or None for `none`, an unshaped wire.
+
+    Raises: ValueError if `text` is not a number with one of the units bit, kbit, mbit, gbit, or is out of range.
+    """
+    cleaned = text.strip().lower()
+    if cleaned == "none":
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(bit|kbit|mbit|gbit)", cleaned)
+    if match is None:
+        raise ValueError(f"rate {text!r} is not a rate; write a number and a unit, as in 200mbit or 1.5gbit, or none")
+    return check_rate(float(match[1]) * _UNITS_BITS_PER_S[match[2]])
+
+
+def check_rate(bits_per_s: float | None) -> float | None:
+    """The same rate, if the lab can shape to it.
+
+    Raises: ValueError if it is out of range.
+    """
+    if bits_per_s is not None and not MIN_RATE_BITS_PER_S <= bits_per_s <= MAX_RATE_BITS_PER_S:
+        raise ValueError(
+            f"rate {format_rate(bits_per_s)} is out of range; choose one from {format_rate(MIN_RATE_BITS_PER_S)} to "
+            f"{format_rate(MAX_RATE_BITS_PER_S)}, or none for an unshaped wire"
+        )
+    return bits_per_s
+
+
+def format_rate(bits_per_s: float | None) -> str:
+    """The shortest text that `parse_rate` reads back as this rate."""
+    if bits_per_s is None:
+        return "none"
+    for unit in ("gbit", "mbit", "kbit"):
+        if abs(bits_per_s) >= _UNITS_BITS_PER_S[unit]:
+            return f"{bits_per_s / _UNITS_BITS_PER_S[unit]:.12g}{unit}"
+    return f"{bits_per_s:.12g}bit"

@@ -1,0 +1,182 @@
+"""The lab itself: its wire, its nodes and what it says about them. Plain commands instead of torchrun, to be quick."""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from laconic.lab import Lab, RunResult
+
+_TRANSFER = """
+import os, socket, sys, time
+num_bytes, num_senders = int(sys.argv[1]), int(sys.argv[2])
+if os.environ["LACONIC_LAB_NODE"] == "0":
+    server = socket.create_server(("", 5000))
+    connections = [server.accept()[0] for _ in range(num_senders)]
+    for connection in connections:
+        connection.sendall(b"g")
+    start = time.perf_counter()
+    for connection in connections:
+        left = num_bytes
+        while left:
+            left -= len(connection.recv(min(left, 1 << 20)))
+    print(time.perf_counter() - start)
+else:
+    while True:
+        try:
+            connection = socket.create_connection(("10.77.0.1", 5000))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+    connection.recv(1)
+    connection.sendall(bytes(num_bytes))
+    connection.shutdown(socket.SHUT_WR)
+    connection.recv(1)
+"""
+
+
+def python(lab: Lab, code: str, *arguments: str, timeout_s: float = 60.0, **keywords: object) -> RunResult:
+    """Run `code` on every node, quietly."""
+    commands = [[sys.executable, "-c", code, *arguments]] * lab.nodes
+    return lab.execute(commands, timeout_s=timeout_s, show=False, **keywords)  # type: ignore[arg-type]
+
+
+def transfer(lab: Lab, num_bytes: int) -> RunResult:
+    """Send `num_bytes` from every other node to node 0, which prints the seconds it took."""
+    return python(lab, _TRANSFER, str(num_bytes), str(lab.nodes - 1))
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with Lab(nodes=2) as lab:
+        yield lab
+
+
+@pytest.mark.parametrize(("rate_bits_per_s", "num_bytes"), [(20e6, 1_000_000), (500e6, 20_000_000), (None, 20_000_000)])
+def test_interfaces_count_the_bytes_that_were_sent(lab: Lab, rate_bits_per_s: float | None, num_bytes: int) -> None:
+    lab.set_rate(rate_bits_per_s)
+    result = transfer(lab, num_bytes)
+    assert result.exit_code == 0, result
+    receiver, sender = result.nodes
+    assert sender.sent_bytes == pytest.approx(num_bytes, rel=0.02)
+    assert receiver.received_bytes == pytest.approx(num_bytes, rel=0.02)
+    assert receiver.sent_bytes is not None
+    assert receiver.sent_bytes < 0.02 * num_bytes, "acknowledgements alone"
+
+
+@pytest.mark.parametrize("rate_bits_per_s", [20e6, 200e6, 1e9])
+def test_no_more_passes_than_the_rate_allows(lab: Lab, rate_bits_per_s: float) -> None:
+    """The other half, that no less passes, depends on who else uses the cores."""
+    lab.set_rate(rate_bits_per_s)
+    assert lab.rate_bits_per_s == rate_bits_per_s
+    num_bytes = int(rate_bits_per_s / 8)
+    seconds = float(transfer(lab, num_bytes).nodes[0].output)
+    assert num_bytes * 8 / seconds < 1.05 * rate_bits_per_s
+    lab.set_rate(None)
+    unshaped_seconds = float(transfer(lab, num_bytes).nodes[0].output)
+    assert unshaped_seconds < seconds
+
+
+def test_many_nodes_share_the_link_of_the_one_they_send_to() -> None:
+    with Lab(nodes=3, rate_bits_per_s=100e6) as lab:
+        result = transfer(lab, 5_000_000)
+    assert 2 * 5e6 * 8 / float(result.nodes[0].output) < 1.05 * 100e6
+    assert result.nodes[0].received_bytes == pytest.approx(1e7, rel=0.02)
+
+
+def test_an_idle_wire_is_silent(lab: Lab) -> None:
+    result = python(lab, "import time; time.sleep(0.3)")
+    assert [node.sent_bytes for node in result.nodes] == [0, 0]
+
+
+def test_a_node_sees_its_own_interface_and_nothing_of_the_host(lab: Lab) -> None:
+    result = python(lab, "import socket; print(sorted(name for _, name in socket.if_nameindex()))")
+    assert [node.output for node in result.nodes] == ["['lo', 'wire0']\n"] * 2
+
+
+def test_addresses_have_names(lab: Lab) -> None:
+    """Without names torch asks an unreachable name server about every connection, and complains."""
+    result = python(lab, "import socket; print(socket.getnameinfo(('::ffff:10.77.0.2', 1), socket.NI_NAMEREQD)[0])")
+    assert [node.output for node in result.nodes] == ["node1\n"] * 2
+
+
+def test_processes_know_their_own_number(lab: Lab) -> None:
+    """/proc shows the PID namespace of the lab, or psutil would measure somebody else."""
+    result = python(lab, "import os; print(os.readlink('/proc/self') == str(os.getpid()))")
+    assert [node.output for node in result.nodes] == ["True\n"] * 2
+
+
+def test_environment(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FROM_OUTSIDE", "a")
+    code = "import os; print(*map(os.environ.get, ['LACONIC_LAB_NODE', 'GLOO_SOCKET_IFNAME', 'FROM_OUTSIDE', 'GIVEN']))"
+    result = python(lab, code, env={"GIVEN": "b"})
+    assert [node.output for node in result.nodes] == ["0 wire0 a b\n", "1 wire0 a b\n"]
+
+
+def test_output_of_other_nodes_is_prefixed(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
+    code = "import sys; print('to stdout'); print('to stderr', file=sys.stderr)"
+    result = lab.execute([[sys.executable, "-c", code]] * 2, timeout_s=60)
+    shown = capfd.readouterr()
+    assert sorted(shown.out.splitlines()) == ["[node 1] to stdout", "to stdout"]
+    assert sorted(shown.err.splitlines()) == ["[node 1] to stderr", "to stderr"]
+    assert result.nodes[0].output == ""
+    assert sorted(result.nodes[1].output.splitlines()) == ["to stderr", "to stdout"]
+
+
+def test_one_failing_node_ends_the_others(lab: Lab) -> None:
+    code = "import os, sys, time; sys.exit(5) if os.environ['LACONIC_LAB_NODE'] == '1' else time.sleep(600)"
+    result = python(lab, code)
+    assert not result.timed_out
+    assert [node.exit_code for node in result.nodes] == [None, 5]
+    assert result.exit_code == 5
+
+
+def test_a_command_that_does_not_exist_fails(lab: Lab) -> None:
+    result = lab.execute([["/no/such/program"]] * 2, timeout_s=60, show=False)
+    assert result.exit_code == 127
+    assert "/no/such/program" in result.nodes[0].output
+
+
+def test_timeout_ends_what_ignores_sigterm(lab: Lab) -> None:
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    result = python(lab, code, timeout_s=0.5, grace_s=0.2)
+    assert result.timed_out
+    assert result.exit_code == 124
+    assert python(lab, "pass").exit_code == 0, "the lab can be used again"
+
+
+def test_without_a_wire_nothing_is_measured() -> None:
+    with Lab(nodes=2, wire=False) as lab:
+        result = python(lab, "import os; print(os.environ['GLOO_SOCKET_IFNAME'])")
+        assert [node.output for node in result.nodes] == ["lo\n"] * 2
+        assert {node.sent_bytes for node in result.nodes} == {None}
+        assert python(lab, "import os; print([os.environ['LACONIC_LAB_INTERFACE']])").nodes[0].output == "['']\n"
+        with pytest.raises(ValueError, match="wire=True"):
+            lab.set_rate(1e9)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"nodes": 0}, "nodes=0"),
+        ({"nodes": 101}, "nodes=101"),
+        ({"rate_bits_per_s": 200}, "200bit is out of range"),
+        ({"rate_bits_per_s": 1e9, "wire": False}, "needs a wire"),
+    ],
+)
+def test_refuses_impossible_labs(keywords: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Lab(**keywords)  # type: ignore[arg-type]
+
+
+def test_refuses_impossible_runs(lab: Lab) -> None:
+    with pytest.raises(ValueError, match="local=0"):
+        lab.run(["x.py"], local=0)
+    with pytest.raises(ValueError, match="names none"):
+        lab.run(["-m"])
+    with pytest.raises(ValueError, match="one per node"):
+        lab.execute([["true"]])
+    with pytest.raises(ValueError, match="`with` block"):
+        Lab().run(["x.py"])
+    with pytest.raises(ValueError, match="out of range"):
+        lab.set_rate(1e12)

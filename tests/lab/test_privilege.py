@@ -1,0 +1,78 @@
+"""The lab as root, as a user, in a container, and where nothing is allowed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_REPORT = """
+import json, os, sys, types
+package = types.ModuleType("laconic")  # without torch, whose import takes seconds
+package.__path__ = [sys.argv[1]]
+sys.modules["laconic"] = package
+from laconic.lab import Lab, LabUnavailable
+node = "import os; print(os.getpid(), os.readlink('/proc/self'), os.stat('/proc/self/ns/net').st_ino)"
+try:
+    with Lab(nodes=2, rate_bits_per_s=1e9 if sys.argv[2] == "wire" else None, wire=sys.argv[2] == "wire") as lab:
+        result = lab.execute([[sys.executable, "-c", node]] * 2, show=False)
+        print(json.dumps({"exit_code": result.exit_code, "output": [node.output.split() for node in result.nodes],
+                          "sent_bytes": result.nodes[0].sent_bytes}))
+except LabUnavailable as error:
+    print(json.dumps({"unavailable": str(error)}))
+"""
+
+
+def report(how: str, wire: str, folder: Path) -> dict[str, object]:
+    """What a lab finds when it is made with the privileges `how`."""
+    package = str(Path(__file__).parents[2] / "src/laconic")
+    command = [sys.executable, "-c", _REPORT, package, wire]
+    if how != "root":
+        command = [sys.executable, str(Path(__file__).with_name("unprivileged.py")), how, *command]
+    done = subprocess.run(
+        command, env=os.environ | {"TMPDIR": str(folder)}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(folder.iterdir()) == []
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("how", ["root", "user", "masked-proc"])
+def test_makes_a_wire(how: str, tmp_path: Path) -> None:
+    found = report(how, "wire", tmp_path)
+    assert found["exit_code"] == 0
+    assert found["sent_bytes"] == 0
+    output = found["output"]
+    assert isinstance(output, list)
+    here = str(os.stat("/proc/self/ns/net").st_ino)
+    assert len({here, output[0][2], output[1][2]}) == 3, "three network namespaces"
+    for pid, pid_in_proc, _ in output:
+        assert pid == pid_in_proc
+        assert (int(pid) < 50) == (how != "masked-proc"), "PIDs of its own unless /proc cannot show them"
+
+
+def test_refusal_says_what_to_do(tmp_path: Path) -> None:
+    message = str(report("nothing", "wire", tmp_path)["unavailable"])
+    assert "run as root" in message
+    assert "user.max_user_namespaces" in message
+    assert "--no-wire" in message
+
+
+def test_needs_no_privilege_without_a_wire(tmp_path: Path) -> None:
+    found = report("nothing", "no-wire", tmp_path)
+    assert found["exit_code"] == 0
+    assert found["sent_bytes"] is None
+
+
+def test_command_line_refuses_with_one_message(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('not reached')")
+    command = [sys.executable, str(Path(__file__).with_name("unprivileged.py")), "nothing"]
+    command += [sys.executable, "-m", "laconic.cli", "lab", "--", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("laconic lab: this machine does not let you make an emulated wire (unshare")
+    assert "Traceback" not in done.stderr

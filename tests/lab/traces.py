@@ -1,0 +1,58 @@
+"""What a lab could leave behind, looked for from outside."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+MARKER = "LACONIC_TEST_MARKER"
+
+
+def wait_until(condition: Callable[[], bool], *, at_most_s: float = 60.0) -> bool:
+    """Whether `condition` came true; for what the kernel or another process does in its own time."""
+    deadline = time.monotonic() + at_most_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _processes() -> Iterator[Path]:
+    return (entry for entry in Path("/proc").iterdir() if entry.name.isdigit())
+
+
+def processes_with_marker(marker: str) -> set[int]:
+    """PIDs of the living processes that were started with MARKER=marker in their environment."""
+    found = set()
+    for process in _processes():
+        try:
+            if f"{MARKER}={marker}\0".encode() in (process / "environ").read_bytes():
+                found.add(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def network_namespace_is_held(inode: int) -> bool:
+    """Whether some process is in the namespace, holds its descriptor, or has it mounted."""
+    name = f"net:[{inode}]"
+    for process in _processes():
+        try:
+            links = [process / "ns/net", *(process / "fd").iterdir()]
+            if name in (process / "mountinfo").read_text():
+                return True
+        except OSError:
+            continue
+        for link in links:
+            try:
+                if os.readlink(link) == name:
+                    return True
+            except OSError:
+                continue
+    return False
+
+
+def interfaces() -> set[str]:
+    """Names of the interfaces in our own network namespace."""
+    return {line.partition(":")[0].strip() for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]}
