@@ -23,8 +23,10 @@ from laconic.shard.collectives import Level, ReduceScatter
 from laconic.shard.lanes import Lanes, Mark, wait_for
 from laconic.shard.ledger import Ledger
 
-MAX_IN_FLIGHT = 2
-"""Reductions under way at once: enough to keep the wire busy while the next unit computes, and a bound on memory."""
+MAX_IN_FLIGHT = 1
+"""Reductions that may still be under way when the next one starts inside the node. One is enough to keep the wire busy: the
+next is summed inside the node while it finishes. It bounds memory, as FSDP2 does, to one reduction beside the bucket that
+backward is writing."""
 
 
 class Stage(Enum):
@@ -228,11 +230,8 @@ class ReductionQueue:
             self._forget_done(keep=0)
 
     def _advance_first(self) -> None:
-        for reduction in list(self._under_way):  # keep the wire busy: every sum inside the node goes out as it is ready
-            if reduction.stage is Stage.LOCAL:
-                reduction.advance()
         first = self._under_way[0]
-        if first.stage is Stage.NODE:
+        if first.stage is not Stage.DONE:
             first.advance()
         self._forget_done()
 
