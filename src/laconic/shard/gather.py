@@ -1,15 +1,14 @@
 """How a unit's weights come together: across the nodes, then inside the node.
 
 [Note: The same order on every rank]
-Process groups match collectives by their order, so every rank must issue the same ones in the same order on each group.
-Gathers are therefore begun only at fixed points of the program (hooks), which is when the collective across the nodes
-is issued; the one inside the node may start whenever the slice turns out to be there, which differs between ranks, but
-always first begun, first started (`GatherQueue`).
+Process groups match transfers by their order, so every rank must issue the same ones in the same order on each group.
+All of them are therefore issued at fixed points of the program, never when something turns out to have arrived: a
+gather across nodes when it begins, the one inside the node when the weights are wanted (under NCCL, whose waiting does
+not block, at once).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from enum import Enum, auto
 
 from laconic.shard.bucket import Bucket
@@ -23,7 +22,7 @@ class Stage(Enum):
     IDLE = auto()
     """Nothing is gathered and nothing is under way."""
     NODE = auto()
-    """The slice is on its way across the wire, or from the host."""
+    """The slice is on its way across the wire, or rests here already."""
     LOCAL = auto()
     """The slice is here, the bucket is coming together inside the node."""
     FULL = auto()
@@ -47,7 +46,7 @@ class BucketGather:
 
     @property
     def needs_staging(self) -> bool:
-        """True if the slice comes together in the full buffer."""
+        """True if the slice comes together in the full buffer, which beginning then allocates."""
         return self.bucket.resting is None or not self.bucket.resting.is_direct
 
     def start_node(self) -> None:
@@ -67,10 +66,6 @@ class BucketGather:
                 own.copy_(bucket.chunk, non_blocking=True)
             self._pending = self._node.all_gather(landing, own)
         self._slice = landing
-
-    def node_is_done(self) -> bool:
-        """True if `start_local` would not block."""
-        return self._pending is None or self._pending.is_done()
 
     def start_local(self) -> None:
         """Finish the slice and issue the gather inside the node."""
@@ -110,16 +105,16 @@ class BucketGather:
 class UnitGather:
     """A unit's buckets, gathered together."""
 
-    def __init__(self, gathers: list[BucketGather], queue: GatherQueue) -> None:
-        self._gathers = gathers
-        self._queue = queue
-        self.stage = Stage.IDLE
+    def __init__(self, buckets: list[Bucket], node: Level, local: Level, lanes: Lanes) -> None:
+        self._gathers = [BucketGather(bucket, node, local, lanes) for bucket in buckets]
+        self._is_stream_ordered = node.is_stream_ordered or local.is_stream_ordered
         self._marks: list[Mark] = []
+        self.stage = Stage.IDLE
 
     @property
-    def needs_staging(self) -> bool:
-        """True if the slice of a bucket comes together in the full buffer, which beginning then allocates."""
-        return any(gather.needs_staging for gather in self._gathers)
+    def begins_for_free(self) -> bool:
+        """True if beginning allocates nothing that would not be held anyway."""
+        return not self._is_stream_ordered and not any(gather.needs_staging for gather in self._gathers)
 
     def begin(self) -> None:
         """Start, if nothing is under way: a fixed point of the program ([Note: The same order on every rank]).
@@ -132,12 +127,9 @@ class UnitGather:
             for gather in self._gathers:
                 gather.start_node()
             self.stage = Stage.NODE
-            self._queue.add(self)
-
-    def try_start_local(self) -> None:
-        """Start the gather inside the node if that would not block."""
-        if self.stage is Stage.NODE and all(gather.node_is_done() for gather in self._gathers):
-            self.start_local()
+            if self._is_stream_ordered:
+                self.start_local()
+                self._marks = [gather.finish() for gather in self._gathers]
 
     def start_local(self) -> None:
         """Start the gather inside the node, waiting for the slice if need be."""
@@ -149,45 +141,25 @@ class UnitGather:
     def finish(self) -> None:
         """Return with the full buffers ready for compute."""
         self.begin()
-        if self.stage is not Stage.FULL:
-            self._queue.start_local_until(self)
-            for gather in self._gathers:
-                wait_for(gather.finish())
-            self.stage = Stage.FULL
+        self._complete()
+
+    def _complete(self) -> None:
+        if self.stage is Stage.FULL:
+            return
+        self.start_local()
+        for mark in self._marks or [gather.finish() for gather in self._gathers]:
+            wait_for(mark)
+        self._marks = []
+        self.stage = Stage.FULL
 
     def release(self) -> None:
         """Give the full buffers back; a gather under way is finished first."""
         if self.stage is Stage.IDLE:
             return
-        self.finish()
+        self._complete()
         for gather in self._gathers:
             gather.release()
         self.stage = Stage.IDLE
-
-
-class GatherQueue:
-    """Gathers that have begun and not started inside the node, first begun, first started."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[UnitGather] = deque()
-        self._ahead: UnitGather | None = None
-
-    def add(self, gather: UnitGather) -> None:
-        """Enter a gather that has just begun."""
-        self._waiting.append(gather)
-
-    def advance(self) -> None:
-        """Start the first one, if it can without blocking: one unit ahead of compute, which bounds memory."""
-        if self._waiting and (self._ahead is None or self._ahead.stage is not Stage.LOCAL):
-            first = self._waiting[0]
-            first.try_start_local()
-            if first.stage is not Stage.NODE:
-                self._ahead = self._waiting.popleft()
-
-    def start_local_until(self, gather: UnitGather) -> None:
-        """Start everything up to and including `gather`."""
-        while gather.stage is Stage.NODE:
-            self._waiting.popleft().start_local()
 
 
 def _wait(pending: Pending | None) -> None:

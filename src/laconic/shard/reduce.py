@@ -23,11 +23,6 @@ from laconic.shard.collectives import Level, ReduceScatter
 from laconic.shard.lanes import Lanes, Mark, wait_for
 from laconic.shard.ledger import Ledger
 
-MAX_IN_FLIGHT = 1
-"""Reductions that may still be under way when the next one starts inside the node. One is enough to keep the wire busy: the
-next is summed inside the node while it finishes. It bounds memory, as FSDP2 does, to one reduction beside the bucket that
-backward is writing."""
-
 
 class Stage(Enum):
     """Where a reduction stands."""
@@ -44,7 +39,7 @@ class BucketGradients:
 
     def __init__(self, bucket: Bucket, node: Level, local: Level, lanes: Lanes, ledger: Ledger) -> None:
         self.bucket = bucket
-        self._node, self._local, self._lanes, self._ledger = node, local, lanes, ledger
+        self.node, self.local, self.lanes, self.ledger = node, local, lanes, ledger
         self._full: Tensor | None = None
         self._written: set[int] = set()
         self.partial: Tensor | None = None
@@ -68,7 +63,7 @@ class BucketGradients:
         if self._full is None:
             size = self.bucket.layout.numel
             self._full = torch.empty(size, dtype=self.bucket.reduce_dtype, device=gradient.device)
-            self._ledger.hold(self._full.nbytes)
+            self.ledger.hold(self._full.nbytes)
         view = self._view(index)
         if index in self._written:
             view.add_(gradient)
@@ -95,7 +90,7 @@ class BucketGradients:
     def discard(self) -> None:
         """Forget what a failed backward has written."""
         if self._full is not None:
-            self._ledger.hold(-self._full.nbytes)
+            self.ledger.hold(-self._full.nbytes)
             self._full = None
         self._written.clear()
 
@@ -104,8 +99,8 @@ class BucketGradients:
         if self.bucket.divide_by != 1:
             chunk.div_(self.bucket.divide_by)
         chunk = chunk.to(self.bucket.dtype)
-        self._ledger.hold(chunk.nbytes)
-        weakref.finalize(chunk, self._ledger.hold, -chunk.nbytes)
+        self.ledger.hold(chunk.nbytes)
+        weakref.finalize(chunk, self.ledger.hold, -chunk.nbytes)
         for index, parameter in enumerate(self.bucket.sharded):
             if not parameter.requires_grad:
                 continue
@@ -124,70 +119,62 @@ class Reduction:
     def __init__(self, gradients: BucketGradients, full: Tensor | None, *, across_nodes: bool) -> None:
         self.gradients = gradients
         self._across_nodes = across_nodes
-        self._ledger, self._lanes = gradients._ledger, gradients._lanes
+        self._ledger, self._lanes = gradients.ledger, gradients.lanes
         self._full = full
         self._transfer: ReduceScatter | None = None
         self._mark: Mark = None
         self.stage = Stage.LOCAL
         if full is not None:
             with self._lanes.reduce.running():
-                self._transfer = gradients._local.start_reduce_scatter(full)
+                self._transfer = gradients.local.start_reduce_scatter(full)
             self._ledger.hold(self._transfer.nbytes)
 
-    def is_ready(self) -> bool:
-        """True if `advance` would not block."""
-        return self._transfer is None or self._transfer.is_done()
-
-    def advance(self) -> None:
-        """Go one stage further, waiting if need be."""
+    def finish_local(self) -> None:
+        """Finish the sum inside the node and, at the end of an optimizer step, send it across the nodes."""
+        if self.stage is not Stage.LOCAL:
+            return
         with self._lanes.reduce.running():
-            if self.stage is Stage.LOCAL:
-                self._finish_local()
-            elif self.stage is Stage.NODE:
-                self._finish_node()
-            self._mark = self._lanes.reduce.mark()
+            gradients = self.gradients
+            total, gradients.partial = gradients.partial, None
+            if self._transfer is not None:
+                fresh = self._finish_transfer()
+                if total is None:
+                    total = fresh
+                    self._ledger.hold(total.nbytes)
+                else:
+                    total.add_(fresh)
+            assert total is not None
+            if self._across_nodes:
+                self._slice = total
+                self._transfer = gradients.node.start_reduce_scatter(total)
+                self._ledger.hold(self._transfer.nbytes)
+                self.stage = Stage.NODE
+            else:
+                gradients.partial = total
+                self.stage = Stage.DONE
+        self._mark = self._lanes.reduce.mark()
         if self._mark is None:  # no lane still reads the bucket
-            self.release()
+            self._release()
 
-    @property
-    def holds_bucket(self) -> bool:
-        """True if this micro-batch's gradient bucket is still in memory."""
-        return self._full is not None
+    def finish(self) -> None:
+        """Return with the sum in `.grad`, or among the partial sums, for whatever compute does next."""
+        self.finish_local()
+        if self.stage is Stage.NODE:
+            with self._lanes.reduce.running():
+                chunk = self._finish_transfer()
+                self._ledger.hold(-self._slice.nbytes)
+                del self._slice
+                self.gradients.accumulate(chunk)
+            self.stage = Stage.DONE
+            self._mark = self._lanes.reduce.mark()
+        wait_for(self._mark)
+        self._release()
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """Give this micro-batch's gradient bucket back ([Note: Who may free a transfer buffer] in shard/lanes.py)."""
         if self._full is not None:
-            wait_for(self._mark)
             self._ledger.hold(-self._full.nbytes)
             self._full = None
-
-    def _finish_local(self) -> None:
-        gradients = self.gradients
-        total = gradients.partial
-        gradients.partial = None
-        if self._transfer is not None:
-            fresh = self._finish_transfer()
-            if total is None:
-                total = fresh
-                self._ledger.hold(total.nbytes)
-            else:
-                total.add_(fresh)
-        assert total is not None
-        if not self._across_nodes:
-            gradients.partial = total
-            self.stage = Stage.DONE
-            return
-        self._slice = total
-        self._transfer = gradients._node.start_reduce_scatter(total)
-        self._ledger.hold(self._transfer.nbytes)
-        self.stage = Stage.NODE
-
-    def _finish_node(self) -> None:
-        chunk = self._finish_transfer()
-        self._ledger.hold(-self._slice.nbytes)
-        del self._slice
-        self.gradients.accumulate(chunk)
-        self.stage = Stage.DONE
 
     def _finish_transfer(self) -> Tensor:
         assert self._transfer is not None
@@ -198,7 +185,7 @@ class Reduction:
 
 
 class ReductionQueue:
-    """Reductions under way, advanced in the order in which they began ([Note: The same order on every rank])."""
+    """Reductions under way, first come, first finished ([Note: The same order on every rank] in shard/gather.py)."""
 
     def __init__(self) -> None:
         self._under_way: deque[Reduction] = deque()
@@ -208,37 +195,17 @@ class ReductionQueue:
         return any(reduction.gradients is gradients for reduction in self._under_way)
 
     def add(self, reduction: Reduction) -> None:
-        """Enter a reduction; waits for the oldest while too many are under way."""
-        self._under_way.append(reduction)
-        while len(self._under_way) > MAX_IN_FLIGHT:
-            self._advance_first()
-        self.advance()
+        """Enter a reduction, which is being summed inside the node: finish the one before, then send the sum on its
+        way.
 
-    def advance(self) -> None:
-        """Move every reduction on as far as it goes without blocking, none past its elder."""
-        furthest = Stage.DONE.value
-        for reduction in list(self._under_way):
-            while reduction.stage.value < furthest and reduction.stage is not Stage.DONE and reduction.is_ready():
-                reduction.advance()
-            furthest = reduction.stage.value
-        self._forget_done()
+        So the wire has always one, and while backward computes the next bucket there is nothing else in memory.
+        """
+        while self._under_way:
+            self._under_way.popleft().finish()
+        reduction.finish_local()
+        self._under_way.append(reduction)
 
     def finish(self) -> None:
         """Wait for all of them."""
         while self._under_way:
-            self._advance_first()
-            self._forget_done(keep=0)
-
-    def _advance_first(self) -> None:
-        first = self._under_way[0]
-        if first.stage is not Stage.DONE:
-            first.advance()
-        self._forget_done()
-
-    def _forget_done(self, keep: int = MAX_IN_FLIGHT) -> None:
-        # On CUDA a reduction is DONE for the host as soon as it is issued; the youngest few keep their buckets
-        # meanwhile.
-        while self._under_way and self._under_way[0].stage is Stage.DONE:
-            if self._under_way[0].holds_bucket and len(self._under_way) <= keep:
-                return
-            self._under_way.popleft().release()
+            self._under_way.popleft().finish()

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from laconic.cluster import Cluster
@@ -232,16 +231,3 @@ class RaggedTensor(torch.Tensor):
                 return self._local[begin - extent.start : begin - extent.start + numel].view(chunk.sizes)
             begin += numel
         raise ValueError(f"{index} is not a part this rank holds; it holds {self._checkpoint_chunks()}")
-
-
-def same_layout(tensors: Sequence[RaggedTensor]) -> bool:
-    """True if the tensors are cut alike, so that their local parts correspond element by element."""
-    first = tensors[0]._spec
-    return all(tensor._spec is first or tensor._spec == first for tensor in tensors)
-
-
-def reduce_over_mesh(spec: RaggedSpec, value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce a small plain tensor over the ranks that share the spec's layout, in place."""
-    for name in ("local", "node"):
-        Level(spec.cluster, name).all_reduce(value, op)
-    return value

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from laconic.shard.tensor import RaggedSpec, RaggedTensor, reduce_over_mesh
+from laconic.shard.collectives import all_reduce
+from laconic.shard.tensor import RaggedSpec, RaggedTensor
 
 aten = torch.ops.aten
 
@@ -209,7 +210,7 @@ def _any_or_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     source: RaggedTensor = args[0]
     answer = func(source._local).to(torch.uint8)
     op = dist.ReduceOp.MAX if func is aten.any.default else dist.ReduceOp.MIN
-    return reduce_over_mesh(source._spec, answer, op).to(torch.bool)
+    return all_reduce(source._spec.cluster, answer, op).to(torch.bool)
 
 
 def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
@@ -268,7 +269,7 @@ def _unscale_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # GradScaler: every rank must skip the step that any rank must skip.
     tensors, found_inf, scale = args
     func([tensor._local for tensor in tensors], found_inf, scale)
-    reduce_over_mesh(tensors[0]._spec, found_inf, dist.ReduceOp.MAX)
+    all_reduce(tensors[0]._spec.cluster, found_inf, dist.ReduceOp.MAX)
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
@@ -330,7 +331,7 @@ class PartialNorm(torch.Tensor):
         powers = self._powers.clone()
         if combine:
             powers = powers.amax() if infinite else powers.sum()
-        reduce_over_mesh(self._spec, powers, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
+        all_reduce(self._spec.cluster, powers, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
         return powers if infinite else powers.pow(1.0 / self._order)
 
     def combine(self, order: float) -> Tensor:

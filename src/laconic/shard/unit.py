@@ -32,7 +32,7 @@ from laconic.cluster import Cluster
 from laconic.shard.bucket import Bucket
 from laconic.shard.cache import Cache, RestingSlice, choose_device_slices, make_slab
 from laconic.shard.collectives import Level
-from laconic.shard.gather import BucketGather, GatherQueue, UnitGather
+from laconic.shard.gather import UnitGather
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
 from laconic.shard.reduce import BucketGradients, Reduction, ReductionQueue
@@ -88,8 +88,7 @@ class Unit:
         """Become part of a root's context: now that all units are known, transfers can be set up."""
         self.context = context
         node, local = Level(self.cluster, "node"), Level(self.cluster, "local")
-        gathers = [BucketGather(bucket, node, local, context.lanes) for bucket in self.buckets]
-        self._gather = UnitGather(gathers, context.gathers)
+        self._gather = UnitGather(self.buckets, node, local, context.lanes)
         self.gradients = [
             BucketGradients(bucket, node, local, context.lanes, context.ledger) for bucket in self.buckets
         ]
@@ -272,7 +271,6 @@ class Context:
         device = root.cluster.device
         self.ledger = Ledger()
         self.lanes = Lanes(device)
-        self.gathers = GatherQueue()
         self.reductions = ReductionQueue()
         self._forward: list[Unit] = []  # the last complete forward, for prefetching the next unit
         self._entered: list[Unit] = []  # this forward so far
@@ -335,7 +333,6 @@ class Context:
         """Record the order; without a graph nothing may stay behind a forward."""
         if torch.is_grad_enabled():
             self._left.append(unit)
-        self.gathers.advance()
         if unit is self.root:
             self._forward, self._entered = self._entered, []
             if not torch.is_grad_enabled() and not _compat.in_backward():
@@ -361,17 +358,11 @@ class Context:
     def _gather_with_prefetch(self, unit: Unit, following: Iterable[Unit]) -> None:
         # The next unit's gather across nodes goes out when this one's has come in, and this unit's gather inside the
         # node runs beside it. A second one keeps the wire busy in between, where it costs no memory.
-        self.gathers.start_local_until(unit.gather)
+        unit.gather.start_local()
         for distance, other in enumerate(following):
-            if distance == 0 or not other.gather.needs_staging:
+            if distance == 0 or other.gather.begins_for_free:
                 other.gather.begin()
         unit.unshard()
-        self.advance()
-
-    def advance(self) -> None:
-        """Move transfers on as far as they go without blocking: called wherever the engine has control."""
-        self.gathers.advance()
-        self.reductions.advance()
 
     def _abandon_backward(self) -> None:
         self.reductions.finish()
