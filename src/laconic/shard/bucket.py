@@ -216,6 +216,8 @@ class Bucket:
         assert self._full is not None
         slot = self.layout.slots[index]
         view = self._full.tensor[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        if not view.is_floating_point():  # a quantised table, say: it can never train
+            return nn.Parameter(view, requires_grad=False)
         parameter = nn.Parameter(view)
         parameter.register_post_accumulate_grad_hook(lambda tensor: self._grad_arrived(index, tensor))
         parameter.requires_grad_(self.sharded[index].requires_grad)
