@@ -252,6 +252,15 @@ class ShardedModule(nn.Module):
             for bucket in unit.buckets:
                 bucket.divide_by = factor
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `nn.Module.zero_grad`; also while units are kept gathered, when `parameters()` are not the trained ones."""
+        super().zero_grad(set_to_none)
+        for parameter in (sharded for unit in self._units() for bucket in unit.buckets for sharded in bucket.sharded):
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(
             f"{type(self).__name__} cannot be deep-copied, as its units and process groups exist once; copy the model "

@@ -88,10 +88,13 @@ class BucketGradients:
         return full
 
     def discard(self) -> None:
-        """Forget what a failed backward has written."""
+        """Forget what a failed backward has written, and the partial sums it may be part of."""
         if self._full is not None:
             self.ledger.hold(-self._full.nbytes)
             self._full = None
+        if self.partial is not None:
+            self.ledger.hold(-self.partial.nbytes)
+            self.partial = None
         self._written.clear()
 
     def accumulate(self, chunk: Tensor) -> None:
@@ -170,6 +173,17 @@ class Reduction:
         wait_for(self._mark)
         self._release()
 
+    def abandon(self) -> None:
+        """Finish what is under way and throw the sum away."""
+        if self._transfer is not None:
+            with self._lanes.reduce.running():
+                self._finish_transfer()
+        if self.stage is Stage.NODE:
+            self._ledger.hold(-self._slice.nbytes)
+        self.stage = Stage.DONE
+        wait_for(self._lanes.reduce.mark())
+        self._release()
+
     def _release(self) -> None:
         """Give this micro-batch's gradient bucket back ([Note: Who may free a transfer buffer] in shard/lanes.py)."""
         if self._full is not None:
@@ -209,3 +223,8 @@ class ReductionQueue:
         """Wait for all of them."""
         while self._under_way:
             self._under_way.popleft().finish()
+
+    def abandon(self) -> None:
+        """Wait for all of them and keep nothing."""
+        while self._under_way:
+            self._under_way.popleft().abandon()

@@ -324,7 +324,7 @@ class Context:
             self._entered.append(unit)
             position = len(self._entered)
             if self._forward[position - 1 : position] == [unit]:
-                following = self._forward[position : position + PREFETCH]
+                following = _worth_beginning(self._forward[position : position + PREFETCH])
         if unit.forward_prefetch is not None:
             following = unit.forward_prefetch
         self._gather_with_prefetch(unit, following)
@@ -351,7 +351,7 @@ class Context:
             following = unit.backward_prefetch
         else:
             position = next((i for i in reversed(range(len(self._left))) if self._left[i] is unit), 0)
-            following = list(reversed(self._left[max(0, position - PREFETCH) : position]))
+            following = _worth_beginning(self._left[max(0, position - PREFETCH) : position][::-1])
             del self._left[position:]
         self._gather_with_prefetch(unit, following)
 
@@ -359,13 +359,12 @@ class Context:
         # The next unit's gather across nodes goes out when this one's has come in, and this unit's gather inside the
         # node runs beside it. A second one keeps the wire busy in between, where it costs no memory.
         unit.gather.start_local()
-        for distance, other in enumerate(following):
-            if distance == 0 or other.gather.begins_for_free:
-                other.gather.begin()
+        for other in following:
+            other.gather.begin()
         unit.unshard()
 
     def _abandon_backward(self) -> None:
-        self.reductions.finish()
+        self.reductions.abandon()
         for unit in self.units:
             unit.abandon_backward()
         self._in_backward = False
@@ -380,6 +379,10 @@ class Context:
                 unit.reshard()
         self._left = []
         self._in_backward = False
+
+
+def _worth_beginning(following: list[Unit]) -> list[Unit]:
+    return [unit for distance, unit in enumerate(following) if distance == 0 or unit.gather.begins_for_free]
 
 
 def unit_of(module: nn.Module) -> Unit | None:
