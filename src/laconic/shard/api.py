@@ -158,7 +158,9 @@ def _by_kind(managed: list[Managed]) -> list[list[Managed]]:
 
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     if cls not in _SHARDED_CLASSES:
-        _SHARDED_CLASSES[cls] = type(f"Sharded{cls.__name__}", (ShardedModule, cls), {})
+        # The module's name too: transformers tells its own models from custom ones by it, and initialises them differently.
+        names = {"__module__": cls.__module__}
+        _SHARDED_CLASSES[cls] = type(f"Sharded{cls.__name__}", (ShardedModule, cls), names)
     return _SHARDED_CLASSES[cls]
 
 
@@ -253,7 +255,7 @@ class ShardedModule(nn.Module):
                 bucket.divide_by = factor
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `nn.Module.zero_grad`; also while units are kept gathered, when `parameters()` are not the trained ones."""
+        """As `nn.Module.zero_grad`, also while units are kept gathered and `parameters()` are not the trained ones."""
         super().zero_grad(set_to_none)
         for parameter in (sharded for unit in self._units() for bucket in unit.buckets for sharded in bucket.sharded):
             if set_to_none:
