@@ -158,7 +158,7 @@ def _by_kind(managed: list[Managed]) -> list[list[Managed]]:
 
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     if cls not in _SHARDED_CLASSES:
-        # The module's name too: transformers tells its own models from custom ones by it, and initialises them differently.
+        # The module's name too: transformers knows its own models by it, and initialises custom ones differently.
         names = {"__module__": cls.__module__}
         _SHARDED_CLASSES[cls] = type(f"Sharded{cls.__name__}", (ShardedModule, cls), names)
     return _SHARDED_CLASSES[cls]
