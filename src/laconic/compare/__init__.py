@@ -1,0 +1,10 @@
+"""One training job under several strategies, side by side in the lab: the `laconic compare` command.
+
+`Comparison` runs cases and is what benchmarks/wire.py is made of, too.
+"""
+
+from laconic.compare.case import STRATEGIES, Case, ComparisonError
+from laconic.compare.result import Result
+from laconic.compare.runner import Comparison
+
+__all__ = ["STRATEGIES", "Case", "Comparison", "ComparisonError", "Result"]

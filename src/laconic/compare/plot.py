@@ -1,0 +1,79 @@
+"""The picture a comparison ends with: seconds and megabytes per step, grouped by rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from laconic.compare.case import JOBS, STRATEGIES
+from laconic.compare.result import Result
+from laconic.compare.table import moved_bytes
+from laconic.lab import format_rate
+
+# Baselines are greys to blues, laconic's own warm; told apart by lightness too.
+_COLORS = {
+    "fsdp2": "#4d4d4d", "fsdp2-hpz": "#7f7f7f", "hsdp": "#4a78a8", "ddp": "#a3c1da",
+    "none": "#f2c879", "host": "#d95f02", "device": "#8c3b00",
+}  # fmt: skip
+
+_METRICS: tuple[tuple[str, Callable[[Result], float | None]], ...] = (
+    ("seconds per step", lambda result: result.step_s),
+    ("MB on the wire per node and step", lambda result: _megabytes(moved_bytes(result))),
+)
+
+
+def save_plot(results: Sequence[Result], path: Path, *, title: str) -> None:
+    """Write a PNG: a row of axes per measure, a column per job, a group of bars per rate.
+
+    Raises: ModuleNotFoundError without matplotlib.
+    """
+    from matplotlib.figure import Figure  # no pyplot: it would look for a display
+
+    jobs = list(dict.fromkeys(result.job for result in results))
+    figure = Figure(figsize=(max(5.0, 4.6 * len(jobs)), 6.4), layout="constrained", dpi=150)
+    figure.suptitle(title, fontsize=10)
+    axes = figure.subplots(len(_METRICS), len(jobs), squeeze=False)
+    for column, job in enumerate(jobs):
+        of_job = [result for result in results if result.job == job]
+        for row, (label, value) in enumerate(_METRICS):
+            _bars(axes[row, column], of_job, value)
+            if column == 0:
+                axes[row, column].set_ylabel(label, fontsize=9)
+            if row == 0:
+                axes[row, column].set_title(JOBS[job], fontsize=10)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize=8, frameon=False)
+    figure.savefig(path)
+
+
+def _bars(axes: Any, results: Sequence[Result], value: Callable[[Result], float | None]) -> None:
+    rates = list(dict.fromkeys(result.rate_bits_per_s for result in results))
+    strategies = [name for name in STRATEGIES if any(result.strategy == name for result in results)]
+    width = 0.8 / len(strategies)
+    for index, strategy in enumerate(strategies):
+        points = [
+            (rates.index(result.rate_bits_per_s) + (index - (len(strategies) - 1) / 2) * width, value(result))
+            for result in results
+            if result.strategy == strategy
+        ]
+        known = [(x, height) for x, height in points if height is not None]
+        bars = axes.bar(
+            [x for x, _ in known], [height for _, height in known],
+            0.92 * width, color=_COLORS[strategy], label=STRATEGIES[strategy][0],
+        )  # fmt: skip
+        axes.bar_label(bars, fmt="{:.3g}", fontsize=7, padding=1)
+    axes.set_xticks(range(len(rates)), [_rate_label(rate) for rate in rates], fontsize=8)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.margins(y=0.14)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(rates) == 1:
+        axes.set_xlim(-0.75, 0.75)
+
+
+def _rate_label(rate_bits_per_s: float | None) -> str:
+    return "unshaped wire" if rate_bits_per_s is None else f"{format_rate(rate_bits_per_s)}/s"
+
+
+def _megabytes(nbytes: float | None) -> float | None:
+    return None if nbytes is None else nbytes / 1e6

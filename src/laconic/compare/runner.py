@@ -1,0 +1,111 @@
+"""Runs cases in one lab, and tells somebody how it goes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from laconic.compare.case import Case, ComparisonError, config_of
+from laconic.compare.progress import Reporter
+from laconic.compare.result import Result, read_result
+from laconic.lab import Lab, RunResult
+from laconic.train.config import Config, to_toml
+
+_POLL_INTERVAL_S = 0.25
+_SHOWN_LINES = 30
+
+
+class Comparison:
+    """A lab that is open for as long as the `with` block lasts, and runs one case after the other.
+
+    Raises: laconic.lab.LabUnavailable on entry, if the machine cannot make a wire; ComparisonError from `run`.
+    """
+
+    def __init__(
+        self, base: Config, out: Path, *, nodes: int = 2, local: int = 2, wire: bool = True,
+        timeout_s: float = 1800.0, reporter: Reporter | None = None,
+    ) -> None:  # fmt: skip
+        """`out` gets the tokens, a folder per run, and what else the caller writes there."""
+        self.base, self.out, self.local = base, out.absolute(), local
+        self.lab = Lab(nodes=nodes, wire=wire)
+        self.timeout_s = timeout_s
+        self.reporter = reporter or Reporter()
+
+    def __enter__(self) -> Self:
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.lab.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.lab.__exit__(kind, error, trace)
+
+    def run(self, case: Case) -> Result:
+        """Run one case from the beginning to the end."""
+        config = config_of(self.base, case, self.out)
+        folder = Path(config.train.output)
+        shutil.rmtree(folder, ignore_errors=True)  # an earlier comparison's
+        folder.mkdir(parents=True)
+        job = folder / "job.toml"
+        job.write_text(to_toml(config), encoding="utf-8")
+        with self.reporter.running(case), self._following(folder / "metrics.jsonl"):
+            outcome = self.run_ranks(["-m", "laconic.train.cli", str(job)], case.rate_bits_per_s)
+        (folder / "output.txt").write_text("".join(node.output for node in outcome.nodes), encoding="utf-8")
+        if outcome.exit_code:
+            raise ComparisonError(f"{case.label} failed: {why(outcome)}")
+        result = read_result(case, folder, wall_s=outcome.wall_s)
+        self.reporter.finished(case, result)
+        return result
+
+    def run_ranks(self, command: list[str], rate_bits_per_s: float | None) -> RunResult:
+        """Run any script on the lab's ranks at a rate."""
+        if self.lab.wire:
+            self.lab.set_rate(rate_bits_per_s)
+        return self.lab.run(command, local=self.local, timeout_s=self.timeout_s, show=False)
+
+    @contextmanager
+    def _following(self, metrics: Path) -> Iterator[None]:
+        """Pass the lines that rank 0 writes on to the reporter while the run lasts."""
+        done = threading.Event()
+        follower = threading.Thread(target=self._follow, args=(metrics, done), daemon=True)
+        follower.start()
+        try:
+            yield
+        finally:
+            done.set()
+            follower.join()
+
+    def _follow(self, metrics: Path, done: threading.Event) -> None:
+        told = 0
+        while True:
+            last = done.wait(_POLL_INTERVAL_S)
+            lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+            for line in lines[told:]:
+                try:
+                    row = json.loads(line)
+                except ValueError:  # half written
+                    break
+                self.reporter.step(row["step"], row["loss"], row["step_s"])
+                told += 1
+            if last:
+                return
+
+
+def why(outcome: RunResult) -> str:
+    """In words, for a person: what the trainer refused, the first traceback, or the last lines."""
+    if outcome.timed_out:
+        return f"ended at its timeout after {outcome.wall_s:.0f} s"
+    lines = [line for node in outcome.nodes for line in node.output.splitlines()]
+    refused = [line.removeprefix("laconic train: ") for line in lines if line.startswith("laconic train: ")]
+    if refused:
+        return refused[0]
+    if outcome.failure is not None:
+        return f"rank {outcome.failure.rank} failed first:\n{outcome.failure.error.rstrip()}"
+    return "\n".join(["its last lines are", *lines[-_SHOWN_LINES:]])

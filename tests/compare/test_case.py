@@ -1,0 +1,67 @@
+"""Cases, and the training jobs they amount to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from laconic.compare import STRATEGIES, Case
+from laconic.compare.case import config_of
+from laconic.train.config import Config, ConfigError, ModelConfig, ShardConfig, from_dict
+
+BASE = Config(model=ModelConfig(config={"model_type": "llama"}))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_case_changes_the_strategy_and_nothing_of_the_mathematics(strategy: str) -> None:
+    config = config_of(BASE, Case(strategy=strategy, steps=7), Path("out"))
+    keys = STRATEGIES[strategy][1]
+    assert config.shard.strategy == keys["strategy"]
+    assert "cache" not in keys or config.shard.cache == keys["cache"]
+    assert (config.model, config.optimizer) == (BASE.model, BASE.optimizer)
+    assert config.data.seed == BASE.data.seed
+    assert config.train.steps == 7
+    assert not config.lora.enabled
+
+
+def test_runs_of_a_comparison_share_their_tokens_but_not_their_folders() -> None:
+    cases = [
+        Case(strategy=strategy, job=job, rate_bits_per_s=rate, repeat=repeat)
+        for strategy in ("host", "none") for job in ("full", "lora") for rate in (None, 1e9) for repeat in (0, 1)
+    ]  # fmt: skip
+    configs = [config_of(BASE, case, Path("out")) for case in cases]
+    assert len({config.train.output for config in configs}) == len(cases)
+    assert {config.data.cache for config in configs} == {"out/tokens"}
+
+
+def test_lora_is_a_job_of_its_own() -> None:
+    assert config_of(BASE, Case(strategy="host", job="lora"), Path("out")).lora.enabled
+
+
+def test_a_run_that_saves_ends_with_its_only_checkpoint() -> None:
+    assert config_of(BASE, Case(strategy="host", save=True), Path("out")).train.save_every == 0
+    assert config_of(BASE, Case(strategy="host"), Path("out")).train.save_every == -1
+
+
+def test_a_budget_stays_with_the_cache_that_has_one() -> None:
+    base = Config(model=BASE.model, shard=ShardConfig(cache="host", device_budget_bytes=10))
+    assert config_of(base, Case(strategy="host"), Path("out")).shard.device_budget_bytes == 10
+    assert config_of(base, Case(strategy="device"), Path("out")).shard.device_budget_bytes == 0
+
+
+def test_a_strategy_that_cannot_run_the_job_is_named() -> None:
+    base = from_dict(Config, {"model": {"config": {"model_type": "llama"}}, "shard": {"param_dtype": "bfloat16"}})
+    with pytest.raises(ConfigError, match=r"DDP cannot run this job.*no mixed precision"):
+        config_of(base, Case(strategy="ddp"), Path("out"))
+
+
+def test_steps_that_leave_nothing_to_time_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 3"):
+        Case(strategy="host", steps=2)
+    assert Case(strategy="host", steps=2, measure_memory=False).warmup_steps == 1
+
+
+def test_an_unknown_strategy_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="'zero3' is not known; there are fsdp2, "):
+        Case(strategy="zero3")

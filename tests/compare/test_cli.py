@@ -1,0 +1,74 @@
+"""The command line, up to the first run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from laconic.compare import cli
+from laconic.train.config import load
+from tests.compare.conftest import TINY
+
+
+def cases(*argv: str) -> list[tuple[str, str, float | None]]:
+    options = cli._parse(list(argv))
+    made = cli.make_cases(load(options.config), options)
+    return [(case.job, case.strategy, case.rate_bits_per_s) for case in made]
+
+
+def test_every_strategy_runs_at_every_rate(job: Path) -> None:
+    assert cases(str(job), "--strategies", "fsdp2,none", "--rates", "1gbit,none") == [
+        ("full", "fsdp2", 1e9), ("full", "none", 1e9), ("full", "fsdp2", None), ("full", "none", None),
+    ]  # fmt: skip
+
+
+def test_lora_comes_after_full_training(job: Path) -> None:
+    assert cases(str(job), "--lora", "--strategies", "host") == [("full", "host", 200e6), ("lora", "host", 200e6)]
+
+
+def test_a_lora_job_is_compared_as_lora(job: Path) -> None:
+    job.write_text(TINY.replace("[lora]", "[lora]\nenabled = true"))
+    assert cases(str(job), "--strategies", "host") == [("lora", "host", 200e6)]
+
+
+def test_the_demo_trains_fully_and_by_lora_and_saves_laconics_models() -> None:
+    options = cli._parse(["--demo"])
+    made = cli.make_cases(load(options.config), options)
+    assert [(case.job, case.strategy, case.save) for case in made] == [
+        ("full", "fsdp2", False), ("full", "host", True), ("lora", "fsdp2", False), ("lora", "host", True),
+    ]  # fmt: skip
+    assert {case.rate_bits_per_s for case in made} == {200e6}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "give a CONFIG.toml, or --demo"),
+        (["job.toml", "--demo"], "give a CONFIG.toml, or --demo"),
+        (["job.toml", "--strategies", "zero"], "'zero' is not a strategy; there are fsdp2, fsdp2-hpz, hsdp, ddp, none"),
+        (["job.toml", "--rates", "fast"], "rate 'fast' is not a rate"),
+    ],
+)
+def test_mistakes_in_the_arguments_exit_with_2(
+    argv: list[str], message: str, job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(argv)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["missing.toml"], "cannot read the configuration 'missing.toml'"),
+        (["job.toml", "--steps", "2"], "2 steps leave nothing to time"),
+        (["job.toml", "--nodes", "0"], "nodes=0 is not possible"),
+    ],
+)
+def test_mistakes_in_the_job_exit_with_2_before_anything_runs(
+    argv: list[str], message: str, job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,40 @@
+"""What a person sees while a comparison runs."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from laconic.compare import Case
+from laconic.compare.progress import Reporter, make_reporter
+from tests.compare.canned import canned_host
+
+CASE = Case(strategy="host", rate_bits_per_s=200e6, steps=4)
+
+
+def shown(*, terminal: bool) -> str:
+    text = io.StringIO()
+    reporter: Reporter = make_reporter(
+        num_runs=2, console=Console(file=text, force_terminal=terminal, width=120, color_system=None)
+    )
+    with reporter.running(CASE):
+        for step in (1, 2):
+            reporter.step(step, 2.5, 0.75)
+    reporter.step(3, 2.5, 0.75)  # told late: there is no bar any more
+    reporter.finished(CASE, canned_host())
+    return text.getvalue()
+
+
+def test_without_a_terminal_there_is_a_line_before_and_after() -> None:
+    assert shown(terminal=False).splitlines() == [
+        "[1/2] full training, laconic host, 200mbit: 4 steps ...",
+        "[1/2] full training, laconic host, 200mbit: 2.800 s per step, 100.00 MB on the wire per node and step, "
+        "loss 2.5000 (40 s in all)",
+    ]
+
+
+def test_on_a_terminal_a_bar_moves() -> None:
+    text = shown(terminal=True)
+    assert "2/4 loss 2.500, 0.75 s per step" in text
+    assert "2.800 s per step, 100.00 MB" in text

@@ -1,0 +1,66 @@
+"""What is read from a run's folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laconic.compare import Case, Result
+from laconic.compare.result import read_result
+from tests.compare.canned import canned_host
+
+SUMMARY: dict[str, Any] = {
+    "num_nodes": 2, "num_parameters": 100, "num_trainable": 10,
+    "step_s": [9.0, 8.0, 1.0, 3.0, 2.0], "losses": [5.0, 4.0, 3.0, 2.0, 1.0], "wait_s": [1.0, 1.0, 0.1, 0.3, 0.2],
+    "wire_bytes": [1000, 200, 200, 200, 200], "interface_sent_bytes": [1100, 204, 206, 204, 206],
+    "traffic_bytes": [{"node/weights": 900}, *[{"node/weights": 40, "node/gradients": 160}] * 4],
+    "device_peak_bytes": 70, "host_bytes_per_node": 50, "allocated_peak_bytes": None,
+    "step_peak_bytes": 300, "resting_bytes": 11,
+}  # fmt: skip
+
+
+def read(tmp_path: Path, case: Case, **changes: Any) -> Result:
+    (tmp_path / "summary.json").write_text(json.dumps({**SUMMARY, **changes}))
+    return read_result(case, tmp_path, wall_s=12.0)
+
+
+def test_times_leave_out_the_first_step_and_the_watched_one(tmp_path: Path) -> None:
+    result = read(tmp_path, Case(strategy="host", steps=5))
+    assert result.step_times_s == (1.0, 3.0, 2.0)
+    assert result.step_s == 2.0
+    assert result.wait_s == 0.2
+    assert read(tmp_path, Case(strategy="host", steps=5, measure_memory=False)).step_times_s == (8.0, 1.0, 3.0, 2.0)
+
+
+def test_bytes_are_per_node_from_the_second_step_on(tmp_path: Path) -> None:
+    result = read(tmp_path, Case(strategy="host", steps=5))
+    assert result.wire_bytes == 102.5
+    assert result.counted_bytes == 100
+    assert result.traffic_bytes == {"node/gradients": 80, "node/weights": 20}
+
+
+def test_without_a_wire_or_a_count_there_are_no_bytes(tmp_path: Path) -> None:
+    nothing = {"wire_bytes": [None] * 5, "interface_sent_bytes": [None] * 5, "traffic_bytes": [{}] * 5}
+    result = read(tmp_path, Case(strategy="ddp", steps=5), **nothing, wait_s=[None] * 5, host_bytes_per_node=None)
+    assert result.wire_bytes is result.counted_bytes is result.wait_s is None
+    assert result.host_bytes_per_node == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 311),  # what rests, and what the watched step took on top
+        ({"step_peak_bytes": None, "resting_bytes": None}, None),
+        ({"allocated_peak_bytes": 999}, 999),  # a GPU's own account
+    ],
+)
+def test_device_memory_is_torchs_figure(tmp_path: Path, changes: dict[str, Any], expected: int | None) -> None:
+    assert read(tmp_path, Case(strategy="host", steps=5), **changes).allocated_peak_bytes == expected
+
+
+def test_json_gives_an_equal_result_back() -> None:
+    result = canned_host()
+    assert Result.from_dict(json.loads(json.dumps(result.to_dict()))) == result

@@ -1,0 +1,54 @@
+"""A whole comparison: real ranks, real sockets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from laconic.compare import Result, cli
+
+
+@pytest.mark.timeout(300)  # two starts of two ranks, on a machine that may be busy
+def test_two_strategies_side_by_side(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """laconic moves a third of FSDP2's bytes, to the same losses, and everything promised lies where it is said to."""
+    out = job.parent / "out"
+    argv = [str(job), "--strategies", "fsdp2,host", "--rates", "1gbit", "--local", "1", "--steps", "3", "--save"]
+    assert cli.main([*argv, "--out", str(out)]) == 0
+    told = capsys.readouterr().out
+    report = json.loads((out / "compare.json").read_text())
+    fsdp2, host = map(Result.from_dict, report["results"])
+    assert host.losses == pytest.approx(fsdp2.losses, rel=1e-5)
+    assert len(host.losses) == 3
+    assert host.counted_bytes is not None
+    assert host.wire_bytes is not None
+    assert fsdp2.wire_bytes is not None
+    # two ranks, tiny messages: weights W/2 and gradients W/2, against W/2, W/2 and an all-reduce
+    assert host.counted_bytes < host.wire_bytes < 0.8 * fsdp2.wire_bytes
+    assert host.counted_bytes == pytest.approx(host.num_parameters * 4, rel=0.05)
+    assert host.host_bytes_per_node == pytest.approx(host.num_parameters * 4, rel=0.05)
+    assert fsdp2.host_bytes_per_node == 0
+    assert fsdp2.allocated_peak_bytes
+    assert host.allocated_peak_bytes
+    assert report["machine"]["torch"]
+    assert (out / "compare.png").exists()
+    assert (out / "runs/full-1gbit-host/checkpoints/step-3").is_dir()
+    for promised in (
+        "| full training | 1gbit | laconic host |",
+        "out/compare.png",
+        "full-1gbit-host/checkpoints/step-3",
+    ):
+        assert promised in told
+
+
+@pytest.mark.timeout(300)
+def test_a_refused_job_says_why_and_ends_with_1(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the trainer refuses on its ranks is told in one message, without a traceback."""
+    (job.parent / "corpus.txt").write_text("short")
+    argv = [str(job), "--strategies", "host", "--no-wire", "--nodes", "1", "--local", "1"]
+    assert cli.main([*argv, "--out", "out"]) == 1
+    told = capsys.readouterr().err
+    assert "full training, laconic host, unshaped failed: the corpus" in told
+    assert "shorter than one sequence" in told
+    assert "Traceback" not in told

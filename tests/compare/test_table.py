@@ -1,0 +1,52 @@
+"""The table and the picture, of canned results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from laconic.compare.plot import save_plot
+from laconic.compare.table import render
+from tests.compare.canned import canned, canned_host
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_each_row_is_compared_with_fsdp2_of_its_own_job_and_rate() -> None:
+    results = [
+        canned(), canned_host(), canned_host(rate_bits_per_s=None),
+        canned(job="lora", step_s=4.0, wire_bytes=150e6), canned_host(job="lora", step_s=0.1, wire_bytes=300e3),
+    ]  # fmt: skip
+    header, _, *rows = render(results).splitlines()
+    assert cells(header)[:4] == ["job", "wire", "strategy", "s / step"]
+    fsdp2, host, alone, _, lora = map(cells, rows)
+    assert fsdp2 == ["full training", "200mbit", "FSDP2", "8.000", "1.00", "300.0", "1.000", "50.0", "0.0", "2.5000"]
+    assert host == [
+        "full training", "200mbit", "laconic host", "2.800", "0.35", "100.0", "0.333", "50.0", "100.0", "2.5000",
+    ]  # fmt: skip
+    assert alone[1] == "unshaped"
+    assert (alone[4], alone[6]) == ("-", "-")
+    assert lora[0] == "LoRA"
+    assert lora[3:7] == ["0.100", "0.03", "0.300", "0.002"]
+
+
+def test_lines_are_equally_long() -> None:
+    assert len({len(line) for line in render([canned(), canned_host(step_s=1234.5)]).splitlines()}) == 1
+
+
+def test_without_a_wire_the_engines_count_is_shown() -> None:
+    rows = render([canned(wire_bytes=None), canned_host(wire_bytes=None)]).splitlines()[2:]
+    assert cells(rows[0])[5:7] == ["-", "-"]
+    assert cells(rows[1])[5:7] == ["99.0", "-"]
+
+
+@pytest.mark.parametrize("rates", [(200e6,), (None, 1e9, 20e6)])
+def test_the_picture_is_a_png(tmp_path: Path, rates: tuple[float | None, ...]) -> None:
+    results = [make(job=job, rate_bits_per_s=rate) for job in ("full", "lora") for rate in rates
+               for make in (canned, canned_host)]  # fmt: skip
+    path = tmp_path / "compare.png"
+    save_plot([*results, canned(strategy="ddp", wire_bytes=None)], path, title="a title")
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
