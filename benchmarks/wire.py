@@ -162,7 +162,7 @@ def counted(bench: Bench) -> Row:
 
 
 def _formula_bytes(run: Result) -> float:
-    """papers/fcdp.md, section 4: (N - 1) / N of the weights per gather across nodes, and of the gradients once."""
+    """(N - 1) / N of the weights per gather across nodes, and of the gradients once."""
     crossings = 2 if run.strategy == "none" else 1
     frozen = run.num_parameters - run.num_trainable if run.strategy == "none" else 0
     elements = run.num_trainable * (crossings + 1) + frozen * crossings

@@ -195,6 +195,8 @@ class RaggedTensor(torch.Tensor):
 
         from laconic.shard.layout import boxes
 
+        if self.numel() == 0 and self._spec.cluster.chunk_index == 0:  # somebody must say that there is nothing
+            return [ChunkStorageMetadata(offsets=torch.Size([0] * self.dim()), sizes=self.shape)]
         extent = self.extent or Extent(0, 0)
         return [
             ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
@@ -222,6 +224,8 @@ class RaggedTensor(torch.Tensor):
         ]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
+        if self.numel() == 0:
+            return self._local.view(self.shape)
         extent = self.extent
         assert extent is not None, f"{index} asks for a part of a tensor of which this rank holds nothing"
         begin = extent.start
