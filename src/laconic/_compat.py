@@ -27,6 +27,24 @@ def reduce_scatter_flat(output: Tensor, input: Tensor, group: dist.ProcessGroup)
     return _reduce_scatter_flat(output, input, group=group, async_op=True)
 
 
+def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
+    """The backend that carries a group's tensors on a device: "nccl", "gloo", ...
+
+    `dist.get_backend` says "undefined" or "cpu:gloo,cuda:nccl" for a group with one backend per device.
+    """
+    return group._get_backend(torch.device(device_type)).name().lower()
+
+
+def let_optimizers_batch(tensor_type: type[torch.Tensor]) -> None:
+    """Have optimizers and `clip_grad_norm_` choose their list implementations for this type, as for plain tensors."""
+    from torch.optim.optimizer import _foreach_supported_types as of_optimizers
+    from torch.utils._foreach_utils import _foreach_supported_types as of_utils
+
+    for types in (of_optimizers, of_utils):
+        if tensor_type not in types:
+            types.append(tensor_type)
+
+
 def in_backward() -> bool:
     """True while the autograd engine runs a graph on this thread: also inside a recomputed forward."""
     return torch._C._current_graph_task_id() != -1

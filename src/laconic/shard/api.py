@@ -145,6 +145,11 @@ def _check(managed: list[Managed], cluster: Cluster) -> None:
                 f"{item.name} is on {parameter.device}, but the mesh is for {cluster.device_type}: move the model with "
                 f".to({cluster.device_type!r}), or build it on the meta device"
             )
+        if parameter.is_cuda and parameter.device != cluster.device:
+            raise ValueError(
+                f"{item.name} is on {parameter.device}, but this rank computes on {cluster.device}: call init_mesh, "
+                "which chooses the device, before building the model, or build it on the meta device"
+            )
 
 
 def _by_kind(managed: list[Managed]) -> list[list[Managed]]:

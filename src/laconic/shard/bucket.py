@@ -157,18 +157,19 @@ class Bucket:
         """True if no parameter of the bucket wants a gradient now."""
         return not any(parameter.requires_grad for parameter in self.sharded)
 
-    def drop_chunk(self) -> None:
+    def drop_chunk(self) -> bool:
         """Let a frozen chunk live inside the resting slice, which contains it, and give its own memory back.
 
         Only without mixed precision: a slice in the compute dtype could not give the parameter's own bits back.
         """
         if self.resting is None or self.compute_dtype != self.dtype or self.is_chunk_dropped:
-            return
+            return False
         assert self.ledger is not None
         self.ledger.hold(-self.chunk.nbytes)
         # `.data`: an alias with a version counter of its own, as gathers into the slice are no edits.
         self._move_chunk(self.own_part(self.resting.buffer()).data, self.version)
         self.is_chunk_dropped = True
+        return True
 
     def restore_chunk(self) -> None:
         """Give the chunk memory of its own again: its parameters train from now on."""

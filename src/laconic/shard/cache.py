@@ -6,6 +6,7 @@ long as the parameters it was made from have not changed, however many micro-bat
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import resource
 import warnings
@@ -156,7 +157,7 @@ def make_slab(nbytes: int, device: torch.device) -> Tensor:
     """Host memory of exactly `nbytes`, uint8, page-locked if the device is a GPU.
 
     torch's pinned allocator rounds to powers of two (pytorch #95823), up to twice the bytes; an anonymous map does not.
-    It is never unmapped before the process ends, as transfers may still be reading.
+    Whoever lets the last view of it go must call `free_slab` first.
     """
     available = _available_bytes()
     if nbytes > available:
@@ -174,6 +175,9 @@ def make_slab(nbytes: int, device: torch.device) -> Tensor:
 def _page_lock(slab: Tensor) -> None:
     error = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, 0))
     if error:
+        if torch.cuda.is_initialized():
+            with contextlib.suppress(RuntimeError):  # the runtime keeps the error for torch's check of its next kernel
+                torch.cuda._sleep(0)
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 1e6:.1f} MB"
         warnings.warn(
@@ -182,6 +186,16 @@ def _page_lock(slab: Tensor) -> None:
             "compute. Raise the limit with `ulimit -l unlimited`",
             stacklevel=3,
         )
+
+
+def free_slab(slab: Tensor) -> None:
+    """End the page-locking of a slab from `make_slab`, when no transfer uses it any more.
+
+    Memory that is unmapped while the driver has it locked makes locking fail for what is mapped there next.
+    """
+    if slab.nbytes and torch.cuda.is_initialized() and slab.is_pinned():
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
 
 
 def _available_bytes() -> int:

@@ -49,7 +49,8 @@ class Level:
         self.traffic: Traffic = cluster.traffic
         self._gather_group = cluster.gather_groups[name]
         self._reduce_group = cluster.reduce_groups[name]
-        backend = dist.get_backend(self._gather_group) if self._gather_group is not None else None
+        group = self._gather_group
+        backend = _compat.backend_of(group, cluster.device_type) if group is not None else None
         self._sends = backend == "gloo" and cluster.device_type == "cpu"
         self._scatters_truly = backend != "gloo"
         self.is_stream_ordered = cluster.device_type == "cuda" and backend != "gloo"

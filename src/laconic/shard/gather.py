@@ -36,7 +36,8 @@ class BucketGather:
         self.bucket, self._node, self._local, self._lanes = bucket, node, local, lanes
         self._pending: Pending | None = None
         self._version = 0
-        self._fetched = False
+        self._arrived: Mark = None
+        self._lands = False
         self._releases: list[Mark] = []
 
     @property
@@ -53,8 +54,10 @@ class BucketGather:
         """Issue the gather across nodes, unless the slice rests here in the right version."""
         bucket, resting = self.bucket, self.bucket.resting
         self._version = bucket.version
-        self._fetched = resting is not None and resting.holds(self._version)
-        if self._fetched:
+        self._lands = resting is None or not resting.holds(self._version)
+        if not self._lands:
+            assert resting is not None
+            self._slice, self._arrived = resting.fetch(None if resting.is_direct else bucket.slice_of_full())
             return
         if resting is None:
             landing = bucket.slice_of_full()
@@ -69,37 +72,31 @@ class BucketGather:
 
     def start_local(self) -> None:
         """Finish the slice and issue the gather inside the node."""
-        bucket, resting = self.bucket, self.bucket.resting
-        full = bucket.allocate_full()
-        arrived: Mark = None
-        if self._fetched:
-            assert resting is not None
-            slice_, arrived = resting.fetch(None if resting.is_direct else bucket.slice_of_full())
-        else:
-            slice_ = self._slice
-            del self._slice
-        with self._lanes.gather.running(arrived):
+        full = self.bucket.allocate_full()
+        with self._lanes.gather.running(self._arrived):
             _wait(self._pending)
-        if resting is not None and not self._fetched:
-            self._releases.append(resting.keep(slice_, self._version))
-        with self._lanes.gather.running():
-            self._pending = self._local.all_gather(full, slice_)
+            self._pending = self._local.all_gather(full, self._slice)
 
     def finish(self) -> Mark:
         """Finish the gather; returns the mark behind which the full buffer may be used."""
         with self._lanes.gather.running():
             _wait(self._pending)
-        self._pending = None
-        return self._lanes.gather.mark()
+        self._pending = self._arrived = None
+        mark = self._lanes.gather.mark()
+        if self.bucket.resting is not None and self._lands:  # now, so that the copy runs beside what compute does next
+            self._releases.append(self.bucket.resting.keep(self._slice, self._version))
+        del self._slice
+        return mark
 
     def release(self) -> None:
         """Give the full buffer back, once copies from it are done."""
-        for mark in self._releases:
+        marks = [mark for mark in self._releases if mark is not None]
+        for mark in marks:
             wait_for(mark)
         self._releases.clear()
         self.bucket.free_full()
-        if self.bucket.is_frozen and not self.is_stale:
-            self.bucket.drop_chunk()
+        if self.bucket.is_frozen and not self.is_stale and self.bucket.drop_chunk() and marks:
+            marks[-1].synchronize()  # once in a run: from now on the host reads the parameter where the copy puts it
 
 
 class UnitGather:
@@ -107,7 +104,7 @@ class UnitGather:
 
     def __init__(self, buckets: list[Bucket], node: Level, local: Level, lanes: Lanes) -> None:
         self._gathers = [BucketGather(bucket, node, local, lanes) for bucket in buckets]
-        self._is_stream_ordered = node.is_stream_ordered or local.is_stream_ordered
+        self._is_stream_ordered = node.is_stream_ordered and local.is_stream_ordered
         self._marks: list[Mark] = []
         self.stage = Stage.IDLE
 

@@ -23,8 +23,9 @@ Mark = Any
 class Lane:
     """A place in time: jobs of one lane run in order, beside the compute stream."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, *, urgent: bool = False) -> None:
+        """With `urgent`, kernels of the lane go before compute's on a busy device."""
+        self._stream = torch.cuda.Stream(device, priority=-1 if urgent else 0) if device.type == "cuda" else None
 
     @contextmanager
     def running(self, *after: Mark) -> Iterator[None]:
@@ -32,7 +33,7 @@ class Lane:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         for mark in after:
             if mark is not None:
                 self._stream.wait_event(mark)
@@ -48,11 +49,11 @@ class Lanes:
     """All lanes of a root module."""
 
     def __init__(self, device: torch.device) -> None:
-        self.gather, self.reduce = Lane(device), Lane(device)
+        self.gather, self.reduce = Lane(device, urgent=True), Lane(device, urgent=True)
         self.to_host, self.to_device = Lane(device), Lane(device)
 
 
 def wait_for(mark: Mark) -> None:
     """Order the compute stream behind `mark`."""
     if mark is not None:
-        torch.cuda.current_stream().wait_event(mark)
+        torch.cuda.current_stream(mark.device).wait_event(mark)

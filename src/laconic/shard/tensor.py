@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from laconic import _compat
 from laconic.cluster import Cluster
 from laconic.shard.collectives import Level
 from laconic.shard.layout import BucketLayout, Extent, Slot
@@ -235,3 +236,6 @@ class RaggedTensor(torch.Tensor):
                 return self._local[begin - extent.start : begin - extent.start + numel].view(chunk.sizes)
             begin += numel
         raise ValueError(f"{index} is not a part this rank holds; it holds {self._checkpoint_chunks()}")
+
+
+_compat.let_optimizers_batch(RaggedTensor)

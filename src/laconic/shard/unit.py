@@ -17,6 +17,7 @@ forward is treated as the real one. Either way the weights stay until the backwa
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from typing import Any
@@ -30,7 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from laconic import _compat
 from laconic.cluster import Cluster
 from laconic.shard.bucket import Bucket
-from laconic.shard.cache import Cache, RestingSlice, choose_device_slices, make_slab
+from laconic.shard.cache import Cache, RestingSlice, choose_device_slices, free_slab, make_slab
 from laconic.shard.collectives import Level
 from laconic.shard.gather import UnitGather
 from laconic.shard.lanes import Lanes
@@ -254,6 +255,7 @@ class Unit:
                 self.context.reductions.add(Reduction(gradients, None, across_nodes=True))
             resting = gradients.bucket.resting
             if resting is not None and not gradients.bucket.is_frozen and self.reshard_after_backward:
+                self.reshard()  # a gather under way may still be writing into the slice
                 resting.drop()  # the optimizer is about to make it stale
 
 
@@ -305,6 +307,8 @@ class Context:
         if slab_users:
             slab = make_slab(sum(resting.nbytes for resting in slab_users), device)
             self.ledger.host_bytes = slab.nbytes
+            if device.type == "cuda":
+                weakref.finalize(self, free_slab, slab).atexit = False  # keeps the slab until then
             for resting, part in zip(slab_users, slab.split([resting.nbytes for resting in slab_users]), strict=True):
                 resting.rest_in(part)
 
