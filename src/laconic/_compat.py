@@ -4,10 +4,13 @@ place."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 # 2.13 renamed the flat collective and made the old name warn.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -43,6 +46,11 @@ def let_optimizers_batch(tensor_type: type[torch.Tensor]) -> None:
     for types in (of_optimizers, of_utils):
         if tensor_type not in types:
             types.append(tensor_type)
+
+
+def outside_compilation(function: _F) -> _F:
+    """Decorate what torch.compile must call, not trace. Unlike `torch.compiler.disable` it imports dynamo at first use."""
+    return cast(_F, torch._disable_dynamo(function))
 
 
 def in_backward() -> bool:

@@ -18,7 +18,7 @@ from laconic.shard.cache import Cache, Where
 from laconic.shard.layout import row_block
 from laconic.shard.ledger import MemoryReport
 from laconic.shard.tensor import RaggedTensor
-from laconic.shard.unit import Unit, unit_of
+from laconic.shard.unit import Unit, unit_of, units_below
 from laconic.traffic import Traffic
 
 Granularity = Callable[[str, nn.Parameter], int]
@@ -63,6 +63,11 @@ def fully_shard(
         raise ValueError(
             f"fully_shard takes one module, got {type(module).__name__}; put modules that shall be gathered together "
             "under a parent module, or shard each"
+        )
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise ValueError(
+            f"{type(module).__name__} has no forward, so nothing would ever gather it; call fully_shard on the modules "
+            "in it"
         )
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         raise ValueError(
@@ -209,7 +214,7 @@ class ShardedModule(nn.Module):
     def _units(self, recurse: bool = True) -> list[Unit]:
         if not recurse:
             return [self._laconic_unit]
-        return [unit for module in self.modules() if (unit := unit_of(module)) is not None]
+        return units_below(self)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters, and with `async_op` return at once a handle to wait on. Collective."""

@@ -1,12 +1,12 @@
 """How a unit's gradients come together: written into the bucket, summed inside the node, then across the nodes.
 
-Inside the node every micro-batch, across nodes once per optimizer step : between the two a
-rank holds one slice of partial sums. Sums are in the reduce dtype and are divided once, at the end.
+Inside the node every micro-batch, across nodes once per optimizer step: between the two a rank holds one slice of
+partial sums. Sums are in the reduce dtype and are divided once, at the end.
 
 [Note: Gradients that do not come]
-A parameter that got no gradient on this rank adds zero, since other ranks may have one; only where a whole bucket got
-none does `.grad` stay None. An optimizer therefore sees a zero, not None, for an unused parameter of a unit that was
-used.
+A parameter that got no gradient on this rank adds zero, since other ranks may have one (experts to which no token was
+routed, say). All ranks must reduce the same buckets: those of every unit whose outputs got gradients. An optimizer
+therefore sees a zero, not None, for an unused parameter of a unit that was used.
 """
 
 from __future__ import annotations
@@ -60,10 +60,7 @@ class BucketGradients:
                 f"{self.bucket.layout.slots[index].name} got a sparse gradient, which cannot be reduced in a flat "
                 "bucket; build the embedding with sparse=False"
             )
-        if self._full is None:
-            size = self.bucket.layout.numel
-            self._full = torch.empty(size, dtype=self.bucket.reduce_dtype, device=gradient.device)
-            self.ledger.hold(self._full.nbytes)
+        self._allocate()
         view = self._view(index)
         if index in self._written:
             view.add_(gradient)
@@ -71,15 +68,21 @@ class BucketGradients:
             view.copy_(gradient)
             self._written.add(index)
 
+    def _allocate(self) -> None:
+        if self._full is None:
+            device = self.bucket.cluster.device
+            self._full = torch.empty(self.bucket.layout.numel, dtype=self.bucket.reduce_dtype, device=device)
+            self.ledger.hold(self._full.nbytes)
+
     def _view(self, index: int) -> Tensor:
         assert self._full is not None
         slot = self.bucket.layout.slots[index]
         return self._full[slot.offset : slot.offset + slot.numel].view(slot.shape)
 
-    def take_full(self) -> Tensor | None:
-        """The bucket of this backward's gradients, complete; None if there are none."""
-        if self._full is None:
-            return None
+    def take_full(self) -> Tensor:
+        """The bucket of this backward's gradients, complete: [Note: Gradients that do not come]."""
+        self._allocate()
+        assert self._full is not None
         for index in range(len(self.bucket.sharded)):
             if index not in self._written:
                 self._view(index).zero_()

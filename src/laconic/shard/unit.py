@@ -146,6 +146,7 @@ class Unit:
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
+    @_compat.outside_compilation
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -166,6 +167,7 @@ class Unit:
             args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
 
+    @_compat.outside_compilation
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.precision.output_dtype is not None:
             output = _cast(output, self.precision.output_dtype)
@@ -201,6 +203,18 @@ class Unit:
             self._awaited_outputs.add(hook)
             for tensor in tensors:
                 tensor.register_hook(hook)
+        elif self._awaited_inputs or any(not bucket.is_frozen for bucket in self.buckets):
+            self._refuse_hidden(output)
+
+    def _refuse_hidden(self, output: Any) -> None:
+        """A unit must see the tensors it returns, or backward would find its weights gone."""
+        for leaf in tree_flatten(output)[0]:
+            if not isinstance(leaf, Tensor | str | bytes | int | float | complex | bool | None):
+                raise ValueError(
+                    f"{self.name} returns a {type(leaf).__name__}, in which its tensors cannot be found, and nothing "
+                    "else that needs a gradient; return tensors, or lists, tuples, dicts or dataclasses of them, or "
+                    "register the type with torch.utils._pytree.register_pytree_node"
+                )
 
     def await_inputs(self, node: Any) -> None:
         """Expect `node`, on the inputs of a forward, to report that its backward is over."""
@@ -229,10 +243,12 @@ class Unit:
         if self.reshard_after_backward:
             self.reshard()
         self.state = State.IDLE
+        # All its trainable buckets, whether or not gradients came on this rank: others may have some ([Note: Gradients
+        # that do not come] in shard/reduce.py).
         for gradients in self.gradients:
-            if gradients.are_waiting:
-                full = gradients.take_full()
-                self.context.reductions.add(Reduction(gradients, full, across_nodes=self.requires_gradient_sync))
+            if not gradients.bucket.is_frozen:
+                reduction = Reduction(gradients, gradients.take_full(), across_nodes=self.requires_gradient_sync)
+                self.context.reductions.add(reduction)
 
     def abandon_backward(self) -> None:
         """Forget a backward that raised: its gradients are incomplete."""
@@ -269,7 +285,7 @@ class Context:
             RuntimeError: one of them has run on its own before, outside its root.
         """
         self.root = root
-        self.units = [unit for module in root.module.modules() if (unit := unit_of(module)) is not None]
+        self.units = units_below(root.module)
         device = root.cluster.device
         self.ledger = Ledger()
         self.lanes = Lanes(device)
@@ -387,6 +403,11 @@ class Context:
 
 def _worth_beginning(following: list[Unit]) -> list[Unit]:
     return [unit for distance, unit in enumerate(following) if distance == 0 or unit.gather.begins_for_free]
+
+
+def units_below(module: nn.Module) -> list[Unit]:
+    """The units of `module` and all modules below, outermost first, each once (wrappers may show a module twice)."""
+    return list(dict.fromkeys(unit for child in module.modules() if (unit := unit_of(child)) is not None))
 
 
 def unit_of(module: nn.Module) -> Unit | None:
