@@ -49,7 +49,7 @@ def let_optimizers_batch(tensor_type: type[torch.Tensor]) -> None:
 
 
 def outside_compilation(function: _F) -> _F:
-    """Decorate what torch.compile must call, not trace. Unlike `torch.compiler.disable` it imports dynamo at first use."""
+    """Decorate what torch.compile must call, not trace. Unlike `torch.compiler.disable` it imports dynamo when used."""
     return cast(_F, torch._disable_dynamo(function))
 
 
