@@ -1,0 +1,42 @@
+"""Two-level gather and reduce as one process would do them. A rank is (node, local); C elements per chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+Rank = tuple[int, int]
+
+
+def chunk_of(rank: Rank, num_nodes: int) -> int:
+    """The chunk that rank (n, l) owns."""
+    node, local = rank
+    return local * num_nodes + node
+
+
+def gather(chunks: Mapping[Rank, Tensor]) -> Tensor:
+    """The bucket: every rank's chunk, in order of chunks."""
+    num_nodes = 1 + max(node for node, _ in chunks)
+    return torch.cat([chunks[rank] for rank in sorted(chunks, key=lambda rank: chunk_of(rank, num_nodes))])
+
+
+def slice_of(bucket: Tensor, local: int, num_local: int) -> Tensor:
+    """What rank (any, local) holds after the gather across nodes."""
+    return bucket.chunk(num_local)[local]
+
+
+def sum_over_ranks(buckets: Mapping[Rank, Tensor]) -> Tensor:
+    """The sum of all ranks' buckets, in the order that defines its rounding: over a node's ranks, then over nodes."""
+    num_nodes, num_local = (1 + max(place) for place in zip(*buckets, strict=True))
+    per_node = [reduce(torch.add, [buckets[node, local] for local in range(num_local)]) for node in range(num_nodes)]
+    return reduce(torch.add, per_node)
+
+
+def reduce_scatter(buckets: Mapping[Rank, Tensor]) -> dict[Rank, Tensor]:
+    """Every rank's chunk of the sum."""
+    num_nodes = 1 + max(node for node, _ in buckets)
+    chunks = sum_over_ranks(buckets).chunk(len(buckets))
+    return {rank: chunks[chunk_of(rank, num_nodes)] for rank in buckets}

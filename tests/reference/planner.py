@@ -1,0 +1,41 @@
+"""What the planner must find, by trying everything. Symbols as in the planner: tensors are (numel, block)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def is_legal(start: int, numel: int, block: int, chunk_numel: int) -> bool:
+    """True if no border of chunks that lies strictly inside [start, start + numel) cuts a block."""
+    return all(
+        (border - start) % block == 0
+        for border in range(0, start + numel, chunk_numel)
+        if start < border < start + numel
+    )
+
+
+def earliest(pointer: int, numel: int, block: int, chunk_numel: int) -> int | None:
+    """The first legal start >= pointer. Legality repeats with the chunks, so one chunk's worth of starts settles it."""
+    candidates = range(pointer, pointer + 2 * chunk_numel)
+    return next((start for start in candidates if is_legal(start, numel, block, chunk_numel)), None)
+
+
+def fits(tensors: Sequence[tuple[int, int]], num_chunks: int, chunk_numel: int) -> bool:
+    """True if there is any placement in the given order: every start is tried, not only the earliest."""
+    pointers = {0}
+    for numel, block in tensors:
+        pointers = {
+            start + numel
+            for pointer in pointers
+            for start in range(pointer, num_chunks * chunk_numel - numel + 1)
+            if is_legal(start, numel, block, chunk_numel)
+        }
+    return bool(pointers)
+
+
+def smallest_chunk(tensors: Sequence[tuple[int, int]], num_chunks: int, quantum: int) -> int:
+    """The smallest multiple of `quantum` that fits, by a linear scan."""
+    size = quantum
+    while not fits(tensors, num_chunks, size):
+        size += quantum
+    return size

@@ -1,0 +1,109 @@
+"""A training step over N x L ranks as one process would do it: the meaning of `fully_shard`, in the open.
+
+Weights are rounded to the compute dtype; every rank's gradient is rounded to the reduce dtype; gradients are summed
+over a node's ranks for each micro-batch, then over micro-batches, then over nodes, and divided once by the number of
+ranks. Clipping and AdamW act on the whole. Nothing here is sharded, cached, overlapped or clever.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Loss = Callable[[nn.Module, Any], Tensor]
+"""From a model and one rank's micro-batch to the loss to differentiate."""
+
+
+class Oracle:
+    """A whole model in one process, trained as the ranks of a cluster train theirs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        *,
+        num_nodes: int,
+        num_local: int,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.model, self.loss = copy.deepcopy(model), loss
+        self.num_nodes, self.num_local = num_nodes, num_local
+        self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype or param_dtype
+        self.moments: dict[str, tuple[Tensor, Tensor]] = {}
+        self.num_steps = 0
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The master weights by name; tied ones once."""
+        return dict(self.model.named_parameters())
+
+    def one_rank(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """One rank's loss and gradients for one micro-batch, in the compute dtype."""
+        worker = copy.deepcopy(self.model)
+        for parameter in worker.parameters():
+            parameter.grad = None
+            if self.param_dtype is not None:
+                parameter.data = parameter.data.to(self.param_dtype)
+        loss = self.loss(worker, batch)
+        loss.backward()
+        gradients = {name: p.grad for name, p in worker.named_parameters() if p.grad is not None}
+        return loss.detach(), gradients
+
+    def gradients(self, micro_batches: Sequence[Sequence[Any]]) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
+        """Losses and averaged gradients of `micro_batches[a][rank]`. Sets nothing."""
+        losses: list[list[Tensor]] = []
+        nodes: list[dict[str, Tensor]] = [{} for _ in range(self.num_nodes)]
+        for batches in micro_batches:
+            results = [self.one_rank(batch) for batch in batches]
+            losses.append([loss for loss, _ in results])
+            for node, total in enumerate(nodes):
+                ranks = range(node * self.num_local, (node + 1) * self.num_local)
+                for name, value in _sum([self._rounded(results[rank][1]) for rank in ranks]).items():
+                    total[name] = total[name] + value if name in total else value
+        averaged = {name: value / (self.num_nodes * self.num_local) for name, value in _sum(nodes).items()}
+        masters = self.parameters()
+        return losses, {name: value.to(masters[name].dtype) for name, value in averaged.items()}
+
+    def _rounded(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: g if self.reduce_dtype is None else g.to(self.reduce_dtype) for name, g in gradients.items()}
+
+    def adamw(
+        self,
+        gradients: dict[str, Tensor],
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        max_norm: float | None = None,
+    ) -> Tensor:
+        """Clip to `max_norm`, then one AdamW step; returns the norm before clipping."""
+        norm = torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt()
+        if max_norm is not None:
+            scale = min(1.0, max_norm / (float(norm) + 1e-6))
+            gradients = {name: g * scale for name, g in gradients.items()}
+        self.num_steps += 1
+        for name, parameter in self.parameters().items():
+            if name not in gradients:
+                continue
+            g = gradients[name]
+            m, v = self.moments.get(name, (torch.zeros_like(g), torch.zeros_like(g)))
+            m, v = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g * g
+            self.moments[name] = m, v
+            m_hat, v_hat = m / (1 - betas[0] ** self.num_steps), v / (1 - betas[1] ** self.num_steps)
+            with torch.no_grad():
+                parameter.copy_(parameter * (1 - lr * weight_decay) - lr * m_hat / (v_hat.sqrt() + eps))
+        return norm
+
+
+def _sum(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Add dicts name by name, in the order given; a rank without a gradient adds zero."""
+    total: dict[str, Tensor] = {}
+    for row in rows:
+        for name, value in row.items():
+            total[name] = total[name] + value if name in total else value.clone()
+    return total

@@ -1,0 +1,243 @@
+"""What the engine's tests share: small models, a cluster that is only a position, and byte formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import laconic
+from laconic.shard.bucket import Bucket
+from laconic.shard.gather import Stage
+from laconic.shard.ledger import FlatBuffer, Ledger
+from laconic.shard.planner import plan_bucket
+from laconic.shard.tensor import RaggedSpec, RaggedTensor
+from laconic.shard.unit import State, unit_of
+from laconic.traffic import Level, Purpose, Snapshot
+from tests.reference.step import Oracle
+
+MESHES = [(1, 1), (1, 3), (3, 1), (2, 2), (3, 2), (2, 3)]
+"""(nodes, local ranks): one rank, one level each way, both levels, more nodes than ranks and fewer."""
+
+
+@dataclass(eq=False)
+class Place:
+    """A rank of a cluster that nobody else is in: enough for everything but communication."""
+
+    num_nodes: int = 1
+    num_local: int = 1
+    node_rank: int = 0
+    local_rank: int = 0
+    mesh: str = "the mesh"
+
+    @property
+    def size(self) -> int:
+        return self.num_nodes * self.num_local
+
+    @property
+    def chunk_index(self) -> int:
+        return self.local_rank * self.num_nodes + self.node_rank
+
+
+def places(num_nodes: int, num_local: int) -> list[Place]:
+    """All ranks, in the order of the chunks they own."""
+    ranks = [Place(num_nodes, num_local, n, i) for n in range(num_nodes) for i in range(num_local)]
+    return sorted(ranks, key=lambda place: place.chunk_index)
+
+
+def ragged(
+    value: Tensor, num_chunks: int, *, block: int = 1, bump: Callable[[], None] | None = None
+) -> list[RaggedTensor]:
+    """`value` cut over as many ranks as one node has chunks: one RaggedTensor per rank."""
+    layout = plan_bucket(["t"], [tuple(value.shape)], [block], num_chunks=num_chunks, itemsize=16)
+    specs = [RaggedSpec(cluster=place, layout=layout, index=0) for place in places(1, num_chunks)]  # type: ignore[arg-type]
+    return [RaggedTensor(spec.part_of(value).clone(), spec, bump=bump) for spec in specs]
+
+
+def whole(parts: list[RaggedTensor]) -> Tensor:
+    """The tensor that `ragged` cut."""
+    return torch.cat([part.to_local() for part in parts]).view(parts[0].shape)
+
+
+class Block(nn.Module):
+    """A residual MLP whose sizes divide nothing."""
+
+    def __init__(self, d: int = 17, h: int = 29) -> None:
+        super().__init__()
+        self.up = nn.Linear(d, h)
+        self.down = nn.Linear(h, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    """Input layer, blocks, output layer: the blocks are units, the rest is the root's."""
+
+    def __init__(self, num_blocks: int = 3, d: int = 17, h: int = 29) -> None:
+        super().__init__()
+        self.inp = nn.Linear(5, d)
+        self.blocks = nn.ModuleList(Block(d, h) for _ in range(num_blocks))
+        self.out = nn.Linear(d, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+def build(make: Callable[[], nn.Module] = Net, *, seed: int = 0) -> nn.Module:
+    """A model with the same values on every rank and in every process."""
+    torch.manual_seed(seed)
+    return make()
+
+
+def shard(model: nn.Module, units: list[nn.Module] | None = None, **policies: Any) -> Any:
+    """`fully_shard` the units (default: `model.blocks`), then the model, over torchrun's mesh."""
+    mesh = policies.pop("mesh", None) or laconic.init_mesh("cpu")
+    for unit in units if units is not None else list(model.blocks):  # type: ignore[arg-type]
+        laconic.fully_shard(unit, mesh=mesh, **policies)
+    return laconic.fully_shard(model, mesh=mesh, **policies)
+
+
+def inputs(seed: int, rank: int, rows: int = 4, width: int = 5) -> tuple[Tensor, Tensor]:
+    """A rank's regression batch for `Net`."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn(rows, width, generator=generator), torch.randn(rows, 3, generator=generator)
+
+
+def squared_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    return (model(x) - y).square().mean()
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, seed: int = 0) -> Tensor:
+    """One step of `Net` on this rank's batch, ending without gradients."""
+    loss = squared_error(model, inputs(seed, dist.get_rank()))
+    loss.backward()
+    if optimizer is not None:
+        optimizer.step()
+    model.zero_grad()
+    return loss.detach()
+
+
+def full_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter's whole gradient. Collective."""
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}  # type: ignore[union-attr]
+
+
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter, whole. Collective."""
+    return {name: p.full_tensor() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+
+
+def buckets(*modules: nn.Module) -> list[Bucket]:
+    """The buckets of all units below the modules."""
+    units = [unit for module in modules for child in module.modules() if (unit := unit_of(child)) is not None]
+    return [bucket for unit in units for bucket in unit.buckets]
+
+
+def account(bucket: Bucket) -> Ledger:
+    """Give a bucket that stands alone a ledger."""
+    ledger = Ledger()
+    bucket.account(ledger)
+    return ledger
+
+
+def gather_bytes(level: Level, which: list[Bucket]) -> int:
+    """What one rank sends on `level` when the buckets are gathered once: (R - 1) pieces, each a chunk or a slice."""
+    total = 0
+    for bucket in which:
+        n, loc, c = bucket.cluster.num_nodes, bucket.cluster.num_local, bucket.layout.chunk_numel
+        piece = {"node": (n - 1) * c, "local": (loc - 1) * n * c}[level]
+        total += piece * bucket.compute_dtype.itemsize
+    return total
+
+
+def reduce_bytes(level: Level, which: list[Bucket]) -> int:
+    """What one rank sends on `level` when the trainable buckets' gradients are reduced once."""
+    total = 0
+    for bucket in which:
+        if bucket.is_frozen:
+            continue
+        n, loc, c = bucket.cluster.num_nodes, bucket.cluster.num_local, bucket.layout.chunk_numel
+        piece = {"node": (n - 1) * c, "local": (loc - 1) * n * c}[level]
+        total += piece * bucket.reduce_dtype.itemsize
+    return total
+
+
+class Moved:
+    """Bytes one rank sent while a `moved` block ran."""
+
+    snapshot: Snapshot
+
+    def sent(self, level: Level, purpose: Purpose) -> int:
+        sent = self.snapshot.total(level, purpose, "sent")
+        assert sent == self.snapshot.total(level, purpose, "received")
+        return sent
+
+    @property
+    def weights(self) -> int:
+        return self.sent("node", "weights")
+
+    @property
+    def gradients(self) -> int:
+        return self.sent("node", "gradients")
+
+
+@contextmanager
+def moved(model: Any) -> Iterator[Moved]:
+    """Count what this rank sends in the body."""
+    result, before = Moved(), model.traffic.snapshot()
+    yield result
+    result.snapshot = model.traffic.snapshot() - before
+
+
+# -- against the oracle, and between steps -----------------------------------------------------------------------------
+
+Batches = list[list[tuple[Tensor, Tensor]]]
+
+
+def micro_batches(num: int, seed: int = 0) -> Batches:
+    """`[a][rank]`"""
+    return [[inputs(100 * seed + a, rank) for rank in range(dist.get_world_size())] for a in range(num)]
+
+
+def oracle_of(model: Any, make: Callable[[], nn.Module] = Net, loss: Any = squared_error) -> Oracle:
+    cluster = model._laconic_unit.cluster
+    return Oracle(build(make), loss, num_nodes=cluster.num_nodes, num_local=cluster.num_local)
+
+
+def assert_gradients(model: Any, oracle: Oracle, batches: Any, **tolerance: float) -> None:
+    """The model's gradients are the oracle's, for `batches[a][rank]`."""
+    _, want = oracle.gradients(batches)
+    got = full_gradients(model)
+    for name, parameter in oracle.parameters().items():
+        if parameter.requires_grad:
+            expected = want.get(name, torch.zeros_like(parameter))
+            torch.testing.assert_close(got[name], expected, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+
+
+def assert_nothing_gathered(model: Any) -> None:
+    """Every unit is resharded, shows its sharded parameters and holds no memory of the engine's."""
+    for module in model.modules():
+        unit = unit_of(module)
+        if unit is not None:
+            assert unit.gather.stage is Stage.IDLE, unit.name
+            assert unit.state is State.IDLE, unit.name
+            for bucket in unit.buckets:
+                assert not (isinstance(bucket._full, FlatBuffer) and bucket._full.is_allocated), unit.name
+    assert all(isinstance(p, laconic.RaggedTensor) for p in model.parameters())
+
+
+def held_bytes(model: Any) -> int:
+    """What a model holds between steps: its chunks, and slices that rest on the device."""
+    chunks = sum(bucket.chunk.nbytes for bucket in buckets(model) if not bucket.is_chunk_dropped)
+    resting = [b.resting for b in buckets(model) if b.resting is not None and not b.resting.is_in_slab]
+    return chunks + sum(r.nbytes for r in resting if r._buffer is not None)

@@ -1,0 +1,230 @@
+"""What `fully_shard` gives a module: names, setters, unsharding by hand; and what it refuses later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import laconic
+from laconic.shard.gather import Stage
+from tests.ranks import run_ranks
+from tests.shard.helpers import (
+    Block,
+    Net,
+    assert_nothing_gathered,
+    buckets,
+    build,
+    full_gradients,
+    full_parameters,
+    gather_bytes,
+    inputs,
+    micro_batches,
+    moved,
+    oracle_of,
+    shard,
+    squared_error,
+    train_step,
+)
+
+# -- setters ----------------------------------------------------------------------------------------------------------
+
+
+def job_keep_gathered() -> None:
+    model = shard(build(), cache="none", reshard_after_forward=False)
+    everything = gather_bytes("node", buckets(model))
+    batch = inputs(0, dist.get_rank())
+    with moved(model) as m:
+        loss = squared_error(model, batch)
+        assert all(unit.gather.stage is Stage.FULL for unit in model._units())
+        loss.backward()
+    assert m.weights == everything, "kept from forward to backward"
+    assert_nothing_gathered(model)
+    with torch.no_grad():
+        model(batch[0])
+    assert_nothing_gathered(model)  # forward alone leaves nothing, whatever the setting
+
+    model.set_reshard_after_forward(True)
+    with moved(model) as m:
+        train_step(model)
+    assert m.weights == 2 * everything, "the root too, once told so"
+    model.set_reshard_after_forward(False, recurse=False)
+    with moved(model) as m:
+        train_step(model)
+    assert m.weights == 2 * gather_bytes("node", buckets(model.blocks)) + gather_bytes(
+        "node", model._laconic_unit.buckets
+    )
+
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(False)
+    with moved(model) as m:
+        for _ in range(3):
+            train_step(model)
+    assert m.weights == everything, "kept from one micro-batch to the next"
+    optimizer = torch.optim.SGD([p for u in model._units() for b in u.buckets for p in b.sharded], lr=0.1)
+    squared_error(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    plain = build()
+    squared_error_all = sum(squared_error(plain, b) for b in micro_batches(1)[0]) / dist.get_world_size()
+    squared_error_all.backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    with moved(model) as m:
+        torch.testing.assert_close(model(batch[0]), plain(batch[0]))
+    assert m.weights == everything, "gathered anew after a step"
+    model.set_reshard_after_backward(True)
+    model(batch[0]).sum().backward()
+    assert_nothing_gathered(model)
+
+
+def test_units_stay_gathered_as_long_as_they_are_told() -> None:
+    run_ranks(job_keep_gathered, 4, local=2)
+
+
+def job_divide() -> None:
+    model = shard(build(), cache="none")
+    oracle = oracle_of(model)
+    batches = micro_batches(1)
+    model.set_gradient_divide_factor(1.0)
+    squared_error(model, batches[0][dist.get_rank()]).backward()
+    _, want = oracle.gradients(batches)
+    for name, got in full_gradients(model).items():
+        torch.testing.assert_close(got, want[name] * dist.get_world_size(), msg=name)
+    for factor in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="must be a positive number"):
+            model.set_gradient_divide_factor(factor)
+
+
+def test_the_divide_factor_can_be_set() -> None:
+    run_ranks(job_divide, 3, local=1)
+
+
+def job_manual_unshard() -> None:
+    model = shard(build(), cache="none")
+    plain = dict(build().named_parameters())
+    with moved(model) as m:
+        handle = model.unshard(async_op=True)
+        assert handle is not None
+        assert isinstance(model.inp.weight, laconic.RaggedTensor), "not before it is waited for"
+        handle.wait()
+        assert type(model.inp.weight) is nn.Parameter
+        assert torch.equal(model.inp.weight, plain["inp.weight"])
+        assert model.unshard() is None
+        model.reshard()
+        model.reshard()
+    assert isinstance(model.inp.weight, laconic.RaggedTensor)
+    assert m.weights == gather_bytes("node", model._laconic_unit.buckets)
+    model.blocks[1].unshard()
+    assert torch.equal(model.blocks[1].up.weight, plain["blocks.1.up.weight"])
+    with moved(model) as m:
+        model.unshard()
+        torch.testing.assert_close(model(inputs(0, 0)[0]), build()(inputs(0, 0)[0]))
+    untouched = [b for i in (0, 2) for b in buckets(model.blocks[i])]
+    assert m.weights == gather_bytes("node", untouched + model._laconic_unit.buckets), "block 1 was there already"
+
+
+def test_unshard_and_reshard_by_hand() -> None:
+    run_ranks(job_manual_unshard, 4, local=2)
+
+
+def job_names() -> None:
+    plain, model = build(), shard(build(), cache="none")
+    assert type(model).__name__ == "ShardedNet"
+    assert isinstance(model, laconic.ShardedModule)
+    assert isinstance(model, Net)
+    assert isinstance(model.blocks[0], Block)
+    assert list(dict(model.named_parameters())) == list(dict(plain.named_parameters()))
+    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
+    identities = [id(p) for p in model.parameters()]
+    train_step(model, torch.optim.AdamW(model.parameters()))
+    assert [id(p) for p in model.parameters()] == identities, "the optimizer's parameters are the model's"
+    model.load_state_dict(plain.state_dict())
+    assert list(model.state_dict()) == list(plain.state_dict())
+    for name, value in full_parameters(model).items():
+        assert torch.equal(value, plain.get_parameter(name)), name
+    squared_error(model, inputs(0, 0))  # the root stays gathered, yet a state dict is of sharded parameters
+    assert all(isinstance(value, laconic.RaggedTensor) for value in model.state_dict().values())
+
+
+def test_names_classes_and_identities_stay() -> None:
+    run_ranks(job_names, 3, local=1)
+
+
+# -- edits of gathered parameters -------------------------------------------------------------------------------------
+
+
+class Edits(Net):
+    """Edits a gathered parameter in its own forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.inp.weight.mul_(0.5)
+        return super().forward(x)
+
+
+def job_edit_gathered() -> None:
+    for make in (Edits, Net):
+        model = shard(build(make), cache="host")
+        if make is Edits:
+            with (
+                pytest.raises(
+                    RuntimeError, match=r"inp.weight.*edited in place.*sharded parameter under torch.no_grad"
+                ),
+                torch.no_grad(),
+            ):
+                model(inputs(0, 0)[0])
+        else:
+            model.unshard()
+            with torch.no_grad():
+                model.out.bias.fill_(1)
+            with pytest.raises(RuntimeError, match=r"out.bias.*edited in place"):
+                model.reshard()
+        assert all(isinstance(p, laconic.RaggedTensor) for p in model.parameters())
+
+
+def test_editing_a_gathered_parameter_is_refused() -> None:
+    run_ranks(job_edit_gathered, 2, local=1)
+
+
+def job_replaced() -> None:
+    model = shard(build(), cache="none")
+    model.blocks[1].up.weight = nn.Parameter(torch.zeros(29, 17))
+    with pytest.raises(
+        RuntimeError, match=r"up.weight is no longer the one fully_shard made.*load_state_dict\(assign=True\)"
+    ):
+        model(inputs(0, 0)[0])
+
+
+def test_a_replaced_parameter_is_refused_when_it_would_be_lost() -> None:
+    run_ranks(job_replaced, 2, local=1)
+
+
+def job_compiled() -> None:
+    """Blocks compiled before they are sharded, in place or wrapped, and a compiled root."""
+    batch = inputs(0, dist.get_rank())
+    _, want = oracle_of(shard(build())).gradients(micro_batches(1))
+
+    def check(run: Any, model: Any) -> None:
+        squared_error(run, batch).backward()
+        got = {name.replace("_orig_mod.", ""): value for name, value in full_gradients(model).items()}
+        assert set(got) == set(want)
+        for name, value in want.items():
+            torch.testing.assert_close(got[name], value, msg=name)
+
+    in_place: Any = build()
+    for block in in_place.blocks:
+        block.compile(backend="eager")
+    check(shard(in_place), in_place)
+    wrapped: Any = build()
+    for index, block in enumerate(wrapped.blocks):
+        wrapped.blocks[index] = torch.compile(block, backend="eager")
+    check(shard(wrapped), wrapped)
+    root = shard(build())
+    check(torch.compile(root, backend="eager"), root)
+
+
+def test_compiled_modules_train_alike() -> None:
+    run_ranks(job_compiled, 2, local=1)

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from laconic.shard.bucket import Bucket, Managed
+from laconic.shard.cache import RestingSlice
+from laconic.shard.lanes import Lanes
+from laconic.shard.layout import row_block
+from laconic.shard.ledger import Ledger
+from tests.reference import gather as reference
+from tests.shard.helpers import Block, Place, account, build, places
+
+
+def bucket_of(module: nn.Module, place: Place, **options: Any) -> Bucket:
+    managed = [
+        Managed(
+            name=name,
+            parameter=parameter,
+            block=row_block(parameter.shape),
+            places=((module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]),),
+        )
+        for name, parameter in module.named_parameters()
+    ]
+    options = {"compute_dtype": None, "reduce_dtype": None, **options}
+    return Bucket(managed, cluster=place, **options)  # type: ignore[arg-type]
+
+
+def fill_full(bucket: Bucket, chunks: list[Tensor]) -> None:
+    bucket.allocate_full().copy_(torch.cat(chunks))
+
+
+@pytest.mark.parametrize(("num_nodes", "num_local"), [(1, 1), (3, 1), (1, 3), (3, 2), (2, 3)])
+def test_chunks_in_order_are_the_bucket_and_the_gathered_parameters_its_views(num_nodes: int, num_local: int) -> None:
+    want = dict(build(Block).named_parameters())
+    ranks = places(num_nodes, num_local)
+    modules = [build(Block) for _ in ranks]
+    made = [bucket_of(module, place) for module, place in zip(modules, ranks, strict=True)]
+    chunks = {(b.cluster.node_rank, b.cluster.local_rank): b.chunk for b in made}
+    account(made[0])
+    made[0].allocate_full().copy_(reference.gather(chunks))
+    made[0].show_gathered()
+    full = made[0].allocate_full()
+    for name, parameter in modules[0].named_parameters():
+        assert type(parameter) is nn.Parameter
+        assert torch.equal(parameter, want[name])
+        assert parameter.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+    for bucket in made:  # this rank's slice is where the gather across nodes lands, its chunk is inside
+        account(bucket)
+        fill_full(bucket, [b.chunk for b in made])
+        node_slice = bucket.slice_of_full()
+        assert torch.equal(node_slice, reference.slice_of(full, bucket.cluster.local_rank, num_local))
+        assert torch.equal(bucket.own_part(node_slice), bucket.chunk)
+        assert node_slice.numel() == bucket.slice_numel
+
+
+def test_chunks_start_on_sixteen_bytes_in_the_smallest_dtype() -> None:
+    bucket = bucket_of(build(Block), Place(3, 1), compute_dtype=torch.bfloat16)
+    assert bucket.layout.chunk_numel * 2 % 16 == 0
+    assert bucket.chunk.dtype == torch.float32
+    assert bucket.compute_dtype == bucket.reduce_dtype == torch.bfloat16
+
+
+def test_sharded_parameters_are_views_of_the_chunk() -> None:
+    bucket = bucket_of(build(Block), Place(2, 1))
+    bucket.chunk.fill_(7)
+    for parameter in bucket.sharded:
+        assert parameter.to_local().eq(7).all()  # type: ignore[attr-defined]
+
+
+def test_every_kind_of_edit_changes_the_version() -> None:
+    bucket = bucket_of(build(Block), Place(2, 1))
+    parameter: Any = bucket.sharded[0]
+    edits = [
+        lambda: parameter.mul_(2),
+        lambda: parameter.data.add_(1),
+        lambda: parameter.detach().zero_(),
+        lambda: parameter.to_local().fill_(3),
+        lambda: parameter.copy_(torch.ones(parameter.shape)),
+        lambda: parameter.normal_(),
+        lambda: torch._foreach_add_([parameter], 1.0),
+        lambda: bucket.chunk.add_(1),
+    ]
+    with torch.no_grad():
+        for edit in edits:
+            before = bucket.version
+            edit()
+            assert bucket.version != before
+        before = bucket.version
+        _ = parameter + 1, parameter.detach(), parameter.clone(), parameter.to_local().sum()
+        assert bucket.version == before
+
+
+def test_an_edit_of_an_empty_part_changes_the_version() -> None:
+    """All ranks must agree on what is stale, also those that hold nothing of a tensor."""
+    bucket = bucket_of(nn.Linear(3, 1), Place(4, 1, node_rank=3))
+    parameter: Any = bucket.sharded[0]
+    assert parameter.extent is None
+    for edit in (parameter.detach().zero_, parameter.to_local().zero_):
+        before = bucket.version
+        edit()
+        assert bucket.version != before
+
+
+def test_filling_the_full_buffer_is_no_edit_and_editing_it_is_refused() -> None:
+    module = build(Block)
+    bucket = bucket_of(module, Place())
+    account(bucket)
+    fill_full(bucket, [bucket.chunk])
+    bucket.show_gathered()
+    fill_full(bucket, [bucket.chunk])
+    bucket.show_sharded()
+    bucket.show_gathered()
+    with torch.no_grad():
+        module.up.weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"up.weight.* edited in place"):
+        bucket.show_sharded()
+    assert module.up.weight is bucket.sharded[0]
+
+
+def test_views_survive_freeing_and_come_back() -> None:
+    modules = [build(Block), build(Block)]
+    made = [bucket_of(module, place) for module, place in zip(modules, places(2, 1), strict=True)]
+    bucket, chunks = made[0], [b.chunk for b in made]
+    ledger = account(bucket)
+    fill_full(bucket, chunks)
+    bucket.show_gathered()
+    view = modules[0].up.weight
+    full_bytes = 4 * bucket.layout.numel
+    assert ledger.device_bytes == bucket.chunk.nbytes + full_bytes
+    bucket.free_full()
+    bucket.free_full()
+    assert ledger.device_bytes == bucket.chunk.nbytes
+    assert view.untyped_storage().nbytes() == 0
+    fill_full(bucket, chunks)
+    assert torch.equal(view, build(Block).up.weight)
+    assert ledger.device_peak_bytes == bucket.chunk.nbytes + full_bytes
+
+
+def test_on_one_rank_the_chunk_is_the_bucket() -> None:
+    module = build(Block)
+    bucket = bucket_of(module, Place())
+    ledger = account(bucket)
+    bucket.allocate_full()
+    bucket.show_gathered()
+    assert ledger.device_peak_bytes == bucket.chunk.nbytes
+    assert module.up.weight.data_ptr() == bucket.chunk.data_ptr()
+    bucket.free_full()
+    bucket.show_sharded()
+    assert torch.equal(module.up.weight.to_local(), build(Block).up.weight.flatten())
+
+
+def test_a_replaced_parameter_is_refused() -> None:
+    module = build(Block)
+    bucket = bucket_of(module, Place())
+    account(bucket)
+    fill_full(bucket, [bucket.chunk])
+    module.up.weight = nn.Parameter(torch.zeros(29, 17))
+    with pytest.raises(RuntimeError, match=r"up.weight is no longer the one fully_shard made.*param.copy_"):
+        bucket.show_gathered()
+
+
+def test_gathered_parameters_follow_requires_grad() -> None:
+    module = build(Block)
+    bucket = bucket_of(module, Place())
+    account(bucket)
+    fill_full(bucket, [bucket.chunk])
+    bucket.sharded[0].requires_grad_(False)
+    bucket.show_gathered()
+    assert [p.requires_grad for p in module.parameters()] == [False, True, True, True]
+    assert not bucket.is_frozen
+    for parameter in bucket.sharded:
+        parameter.requires_grad_(False)
+    assert bucket.is_frozen
+
+
+def test_a_move_keeps_parameters_and_a_change_of_dtype_is_refused() -> None:
+    module = build(Block)
+    bucket = bucket_of(module, Place(2, 1))
+    account(bucket)
+    parameter, before = bucket.sharded[0], bucket.version
+    bucket.convert(lambda tensor: tensor.clone())
+    assert bucket.sharded[0] is parameter
+    assert bucket.version != before
+    assert parameter.to_local().untyped_storage().data_ptr() == bucket.chunk.untyped_storage().data_ptr()  # type: ignore[attr-defined]
+    before = bucket.version
+    bucket.convert(lambda tensor: tensor)
+    assert bucket.version == before
+    with pytest.raises(ValueError, match=r"from torch.float32 to torch.float16: call .to\(dtype\) before"):
+        bucket.convert(lambda tensor: tensor.half())
+
+
+def test_meta_parameters_become_real_ones() -> None:
+    with torch.device("meta"):
+        module = Block()
+    bucket = bucket_of(module, Place(2, 1))
+    parameter = bucket.sharded[0]
+    assert parameter.is_meta
+    bucket.convert(lambda tensor: torch.empty_like(tensor, device="cpu"))
+    assert module.up.weight is bucket.sharded[0] is parameter
+    assert parameter.device.type == "cpu"
+    assert parameter.to_local().device.type == "cpu"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("in_slab", [False, True])
+def test_a_frozen_chunk_lives_in_its_slice_and_comes_out_to_train(in_slab: bool) -> None:
+    module = build(Block).requires_grad_(False)
+    bucket = bucket_of(module, Place(2, 1, node_rank=1))
+    ledger = account(bucket)
+    bucket.resting = RestingSlice(
+        bucket.slice_numel, torch.float32, torch.device("cpu"), ledger, Lanes(torch.device("cpu"))
+    )
+    if in_slab:
+        bucket.resting.rest_in(torch.zeros(bucket.resting.nbytes, dtype=torch.uint8))
+    bucket.own_part(bucket.resting.buffer()).copy_(bucket.chunk)
+    want, parameter, version = bucket.chunk.clone(), bucket.sharded[0], bucket.version
+    rest_bytes = 0 if in_slab else bucket.resting.nbytes
+    bucket.drop_chunk()
+    bucket.drop_chunk()
+    assert bucket.is_chunk_dropped
+    assert ledger.device_bytes == rest_bytes
+    assert bucket.version == version
+    assert torch.equal(bucket.chunk, want)
+    assert bucket.chunk.untyped_storage().data_ptr() == bucket.resting.buffer().untyped_storage().data_ptr()
+    assert bucket.sharded[0] is parameter
+    with torch.no_grad():
+        parameter.add_(1)
+    assert bucket.version != version
+    bucket.restore_chunk()
+    assert ledger.device_bytes == rest_bytes + bucket.chunk.nbytes
+    assert torch.equal(parameter.to_local(), want[: parameter.to_local().numel()] + 1)  # type: ignore[attr-defined]
+    assert bucket.chunk.untyped_storage().data_ptr() != bucket.resting.buffer().untyped_storage().data_ptr()
+
+
+def test_a_chunk_is_not_dropped_into_a_slice_of_another_dtype() -> None:
+    bucket = bucket_of(build(Block).requires_grad_(False), Place(2, 1), compute_dtype=torch.bfloat16)
+    ledger = account(bucket)
+    bucket.resting = RestingSlice(
+        bucket.slice_numel, torch.bfloat16, torch.device("cpu"), ledger, Lanes(torch.device("cpu"))
+    )
+    bucket.drop_chunk()
+    assert not bucket.is_chunk_dropped
+
+
+def test_a_ledger_keeps_the_peak_until_it_is_reset() -> None:
+    ledger = Ledger()
+    ledger.hold(10)
+    ledger.hold(30)
+    ledger.hold(-25)
+    assert (ledger.report().device_bytes, ledger.report().device_peak_bytes) == (15, 40)
+    ledger.reset_peak()
+    assert ledger.report().device_peak_bytes == 15

@@ -1,0 +1,442 @@
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import laconic
+from laconic.shard import cache as cache_module
+from laconic.shard.cache import Cache, RestingSlice, choose_device_slices, make_slab
+from laconic.shard.lanes import Lanes
+from laconic.shard.ledger import Ledger
+from laconic.shard.unit import unit_of
+from tests.ranks import run_ranks
+from tests.shard.helpers import (
+    Block,
+    Net,
+    buckets,
+    build,
+    full_parameters,
+    gather_bytes,
+    inputs,
+    moved,
+    shard,
+    squared_error,
+    train_step,
+)
+
+CPU = torch.device("cpu")
+
+# -- the policy --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"where": "disk"}, "cache='disk' is not known; use one of 'none', 'host', 'device'"),
+        ({"where": "host", "device_budget_bytes": -1}, "device_budget_bytes=-1 must not be negative"),
+        ({"where": "device", "device_budget_bytes": 5}, "device_budget_bytes=5 needs cache='host'.*got cache='device'"),
+        ({"device_budget_bytes": 5}, "device_budget_bytes=5 needs cache='host'.*got cache='none'"),
+    ],
+)
+def test_a_policy_that_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Cache(**options)
+
+
+def test_a_policy_is_frozen_and_made_from_a_word() -> None:
+    assert Cache.of("host") == Cache(where="host")
+    policy = Cache(where="host", device_budget_bytes=7)
+    assert Cache.of(policy) is policy
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.where = "none"  # type: ignore[misc]
+    with pytest.raises(ValueError, match="not known"):
+        Cache.of("gpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("where", "crossings"), [("none", 8), ("host", 1), ("device", 1)])
+def test_a_policy_knows_its_cost(where: Any, crossings: int) -> None:
+    assert Cache(where=where).node_gathers_per_step(num_micro_batches=4) == crossings
+
+
+@pytest.mark.parametrize(
+    ("budget", "chosen"),
+    [(0, set()), (3, set()), (4, {3}), (9, {3}), (10, {3, 2}), (12, {3, 2, 1}), (99, {0, 1, 2, 3})],
+)
+def test_a_budget_keeps_the_last_slices(budget: int, chosen: set[int]) -> None:
+    assert choose_device_slices([5, 2, 6, 4], budget) == chosen
+
+
+# -- host memory -------------------------------------------------------------------------------------------------------
+
+
+def test_a_slab_has_exactly_the_bytes_asked_for() -> None:
+    slab = make_slab(1_000_003, CPU)
+    assert (slab.nbytes, slab.dtype) == (1_000_003, torch.uint8)
+    assert make_slab(0, CPU).numel() == 0
+
+
+def test_too_little_host_memory_warns_once_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "_available_bytes", lambda: 1_000)
+    with pytest.warns(UserWarning, match=r"needs 0.01 GB, but the machine has 0.00 GB.*Use cache='none'") as caught:
+        make_slab(10_000_000, CPU)
+    assert len(caught) == 1
+
+
+def page_lock_returning(error: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    calls: list[tuple[int, ...]] = []
+
+    def register(*args: int) -> int:
+        calls.append(args)
+        return error
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    return calls
+
+
+def test_a_slab_for_a_gpu_is_page_locked(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+    calls = page_lock_returning(0, monkeypatch)
+    slab = make_slab(4096, torch.device("cuda"))
+    assert calls == [(slab.data_ptr(), 4096, 0)]
+    assert not recwarn.list
+
+
+def test_a_tight_memlock_limit_falls_back_to_pageable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    page_lock_returning(2, monkeypatch)
+    monkeypatch.setattr(cache_module.resource, "getrlimit", lambda _: (8_000_000, 8_000_000))
+    with pytest.warns(UserWarning, match=r"CUDA error 2; `ulimit -l` is 8.0 MB.*slower.*ulimit -l unlimited") as caught:
+        slab = make_slab(4096, torch.device("cuda"))
+    assert len(caught) == 1
+    assert slab.fill_(3).sum() == 3 * 4096
+
+
+def test_the_machine_says_how_much_memory_it_has() -> None:
+    assert 1e6 < cache_module._available_bytes() < 1e15
+
+
+# -- one slice ---------------------------------------------------------------------------------------------------------
+
+
+def resting(ledger: Ledger) -> RestingSlice:
+    return RestingSlice(8, torch.float32, CPU, ledger, Lanes(CPU))
+
+
+def test_a_slice_on_the_device_is_accounted_and_given_back() -> None:
+    ledger = Ledger()
+    slice_ = resting(ledger)
+    assert not slice_.holds(0)
+    landing = slice_.landing(None)
+    assert (ledger.device_bytes, slice_.nbytes) == (32, 32)
+    landing.fill_(5)
+    slice_.keep(landing, version=3)
+    assert slice_.holds(3)
+    assert not slice_.holds(4)
+    assert slice_.fetch(None)[0].data_ptr() == landing.data_ptr(), "no copy where none is needed"
+    slice_.drop()
+    assert ledger.device_bytes == 0
+    assert not slice_.holds(3)
+
+
+def test_a_slice_in_the_slab_costs_no_device_memory_and_stays() -> None:
+    ledger = Ledger()
+    slice_ = resting(ledger)
+    slab = torch.zeros(32, dtype=torch.uint8)
+    slice_.rest_in(slab)
+    slice_.landing(None).fill_(1)
+    slice_.keep(slice_.buffer(), version=1)
+    slice_.drop()
+    assert slice_.holds(1)
+    assert ledger.device_bytes == 0
+    assert slab.view(torch.float32).eq(1).all()
+
+
+def test_a_slice_under_way_is_not_valid() -> None:
+    slice_ = resting(Ledger())
+    slice_.keep(slice_.landing(None), version=1)
+    slice_.landing(None)
+    assert not slice_.holds(1)
+
+
+# -- in a model --------------------------------------------------------------------------------------------------------
+
+CACHES: list[Any] = ["host", "device", Cache(where="host", device_budget_bytes=4000)]
+
+
+def forward_bytes(model: Any) -> int:
+    """Weights this rank sends across nodes in one forward without gradients, which must leave the cache as it is."""
+    with moved(model) as m, torch.no_grad():
+        model(inputs(0, dist.get_rank())[0])
+    return m.weights
+
+
+def job_staleness(cache: Any) -> None:
+    model = shard(build(), cache=cache)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    everything = gather_bytes("node", buckets(model))
+    ema = [p.detach().clone() for p in model.parameters()]
+    weight = model.blocks[1].up.weight
+    block = gather_bytes("node", buckets(model.blocks[1]))
+    plain_state = {name: torch.randn(p.shape) for name, p in build().named_parameters()}
+
+    def swap() -> None:
+        for p, average in zip(model.parameters(), ema, strict=True):
+            saved = p.detach().clone()
+            p.copy_(average)
+            average.copy_(saved)
+
+    def scaler_skips() -> None:
+        scaler = torch.amp.GradScaler("cpu")
+        squared_error(model, inputs(0, dist.get_rank())).backward()
+        scaler.scale(torch.zeros(()))
+        weight.grad.to_local().fill_(float("inf"))
+        scaler.step(optimizer)
+        model.zero_grad()
+
+    keep_valid: dict[str, Any] = {
+        "evaluation": lambda: model(inputs(5, dist.get_rank())[0]),
+        "a backward without a step": lambda: train_step(model),
+        "a step skipped for overflow": scaler_skips,
+        "reading": lambda: (full_parameters(model), [p.detach().clone().add_(1) for p in model.parameters()]),
+        "a state dict": lambda: model.state_dict(),
+        "train and eval mode": lambda: model.eval().train(),
+        "an average of the weights": lambda: torch._foreach_lerp_(ema, [p.detach() for p in model.parameters()], 0.5),
+        "no change of device or dtype": lambda: model.to("cpu", torch.float32),
+        "clipping": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    }
+    make_stale: dict[str, tuple[Any, int]] = {
+        "an optimizer step": (lambda: train_step(model, optimizer), everything),
+        "a load": (lambda: model.load_state_dict(plain_state), everything),
+        "a load of another sharded state": (lambda: model.load_state_dict(model.state_dict()), everything),
+        "an edit": (lambda: weight.mul_(1.5), block),
+        "an edit of .data": (lambda: weight.data.mul_(1.5), block),
+        "an edit of the local part": (lambda: weight.to_local().add_(1), block),
+        "an edit of a row": (lambda: weight.detach()[2].zero_(), block),
+        "initialisation": (lambda: nn.init.normal_(weight), block),
+        "a swap of averages": (swap, everything),
+        "a merge of low rank": (lambda: weight.add_(torch.outer(torch.ones(29), torch.ones(17))), block),
+    }
+    forward_bytes(model)
+    for name, event in keep_valid.items():
+        with torch.enable_grad() if name.startswith(("a backward", "a step")) else torch.no_grad():
+            event()
+        if cache != "host" and name.startswith(("a backward", "a step")):
+            forward_bytes(model)  # slices on the device are given back after backward, as a step is to follow
+        assert forward_bytes(model) == 0, name
+    for name, (event, stale_bytes) in make_stale.items():
+        with torch.enable_grad() if name == "an optimizer step" else torch.no_grad():
+            event()
+        want = model_output(model)
+        assert forward_bytes(model) == stale_bytes, name
+        assert forward_bytes(model) == 0, name
+        with torch.no_grad():
+            torch.testing.assert_close(model(inputs(0, dist.get_rank())[0]), want, msg=name)
+
+
+def model_output(model: Any) -> torch.Tensor:
+    """What a plain model with these parameters computes."""
+    plain = build()
+    plain.load_state_dict(full_parameters(model))
+    with torch.no_grad():
+        return plain(inputs(0, dist.get_rank())[0])
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=["host", "device", "budget"])
+def test_slices_become_stale_exactly_when_parameters_change(cache: Any) -> None:
+    run_ranks(job_staleness, 3 if cache == "host" else 2, cache, local=1)
+
+
+def job_host_bytes(param_dtype: torch.dtype | None) -> int:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    model = build(lambda: Net(4, d=128, h=384))
+    shard(model, cache="host", mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
+    assert model.memory().host_bytes == 0, "allocated when first used"
+    train_step(model)
+    assert model.memory().host_bytes == sum(
+        bucket.slice_numel * bucket.compute_dtype.itemsize for bucket in buckets(model)
+    )
+    return model.memory().host_bytes
+
+
+@pytest.mark.parametrize(("world_size", "local"), [(2, 1), (4, 2), (6, 3)])
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_a_nodes_host_memory_is_one_copy_of_the_weights(
+    world_size: int, local: int, param_dtype: torch.dtype | None
+) -> None:
+    one_copy = sum(p.numel() for p in Net(4, d=128, h=384).parameters()) * (param_dtype or torch.float32).itemsize
+    by_rank = run_ranks(job_host_bytes, world_size, param_dtype, local=local)
+    for node in range(world_size // local):
+        assert one_copy <= sum(by_rank[node * local : (node + 1) * local]) <= 1.01 * one_copy
+
+
+def job_budget() -> None:
+    model = build(lambda: Net(4))
+    units = [*model.blocks]
+    unit_bytes = 4 * 2 * 516  # two nodes: a slice is the whole bucket of a block, 1032 elements
+    shard(model, cache=Cache(where="host", device_budget_bytes=2 * unit_bytes + 100))
+    train_step(model)
+    on_device = [not bucket.resting.is_in_slab for unit in units for bucket in buckets(unit)]  # type: ignore[union-attr]
+    sizes = [bucket.resting.nbytes for unit in units for bucket in buckets(unit)]  # type: ignore[union-attr]
+    assert sizes == [unit_bytes] * 4
+    assert on_device == [False, False, True, True]
+    assert all(bucket.resting.is_in_slab for bucket in unit_of(model).buckets)  # type: ignore[union-attr]
+    assert model.memory().host_bytes == sum(b.resting.nbytes for b in buckets(model) if b.resting.is_in_slab)  # type: ignore[union-attr]
+    with torch.no_grad():
+        model(inputs(0, 0)[0])
+    held = model.memory().device_bytes
+    assert held == 4 * sum(bucket.layout.chunk_numel for bucket in buckets(model)) + 2 * unit_bytes
+
+
+def test_a_budget_keeps_the_last_layers_on_the_device() -> None:
+    run_ranks(job_budget, 2, local=1)
+
+
+def job_one_node() -> None:
+    model = shard(build(), cache="host")
+    with moved(model) as m:
+        train_step(model)
+    assert m.weights == m.gradients == 0
+    assert model.memory().host_bytes == 0
+    assert all(bucket.resting is None for bucket in buckets(model))
+
+
+def test_on_one_node_there_is_nothing_to_cache() -> None:
+    run_ranks(job_one_node, 2, local=2)
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer and a low-rank correction that trains."""
+
+    def __init__(self, d: int = 64, rank: int = 2) -> None:
+        super().__init__()
+        self.base = nn.Linear(d, d).requires_grad_(False)
+        self.down = nn.Linear(d, rank, bias=False)
+        self.up = nn.Linear(rank, d, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+def adapted() -> nn.Module:
+    return nn.Sequential(*(Adapted() for _ in range(3)))
+
+
+def job_frozen(cache: Any, caches_frozen: bool) -> None:
+    model = build(adapted)
+    mesh = laconic.init_mesh("cpu")
+    shard(model, list(model), mesh=mesh, cache=cache)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    frozen = [bucket for bucket in buckets(model) if bucket.is_frozen]
+    trained = [bucket for bucket in buckets(model) if not bucket.is_frozen]
+    assert (len(frozen), len(trained)) == (3, 3)
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    chunk_bytes = 4 * sum(bucket.layout.chunk_numel for bucket in buckets(model))
+    assert model.memory().device_bytes == chunk_bytes
+    expected = build(adapted)
+    for step in range(4):
+        with moved(model) as m:
+            for sync in (False, True):
+                model.set_requires_gradient_sync(sync)
+                model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        per_step = gather_bytes("node", trained)
+        if not caches_frozen:
+            assert m.weights == 4 * (per_step + gather_bytes("node", frozen))
+        else:
+            assert m.weights == per_step + (gather_bytes("node", frozen) if step == 0 else 0)
+            assert all(bucket.is_chunk_dropped for bucket in frozen)
+        assert m.gradients == sum(bucket.layout.chunk_numel * 4 for bucket in trained) * (
+            frozen[0].cluster.num_nodes - 1
+        )
+    frozen_bytes = 4 * sum(bucket.layout.chunk_numel for bucket in frozen)
+    resting = sum(b.resting.nbytes for b in frozen if b.resting and not b.resting.is_in_slab)
+    if caches_frozen:
+        assert model.memory().device_bytes == chunk_bytes - frozen_bytes + resting
+    for name, parameter in expected.named_parameters():
+        if "base" in name:
+            assert torch.equal(model.get_parameter(name).full_tensor(), parameter), name  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("cache", ["none", *CACHES[:2]])
+def test_frozen_weights_cross_once_in_the_run_and_leave_the_device(cache: Any) -> None:
+    run_ranks(job_frozen, 4, cache, cache != "none", local=2)
+
+
+def job_unfreeze(cache: Any) -> None:
+    """Frozen, used, edited, loaded, unfrozen, trained: always the values a plain model would have."""
+    plain, model = build(adapted), build(adapted)
+    shard(model, list(model), cache=cache)
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))  # the same on all ranks
+
+    def step(net: Any) -> torch.Tensor:
+        output = net(x)
+        output.square().mean().backward()
+        torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.5).step()
+        net.zero_grad()
+        return output.detach()
+
+    def both(event: Any) -> None:
+        for net in (plain, model):
+            with torch.no_grad():
+                event(net)
+
+    def same() -> None:
+        torch.testing.assert_close(step(model), step(plain))
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name).full_tensor(), parameter.detach(), msg=name)  # type: ignore[operator]
+
+    same()
+    same()
+    merge = torch.randn(64, 64, generator=torch.Generator().manual_seed(2))
+    both(lambda net: net[1].base.weight.add_(merge, alpha=0.01))  # a merge into a dropped chunk
+    same()
+    state = {name: torch.randn(p.shape) * 0.1 for name, p in plain.named_parameters()}
+    both(lambda net: net.load_state_dict(state))
+    same()
+    frozen = [bucket for bucket in buckets(model) if bucket.is_frozen]
+    assert all(bucket.is_chunk_dropped for bucket in frozen)
+    for net in (plain, model):
+        net[0].base.weight.requires_grad_(True)
+        net[2].base.requires_grad_(True)
+    both(lambda net: net[2].base.weight.mul_(0.9))  # edited after unfreezing, before the next use
+    same()
+    same()
+    assert [bucket.is_chunk_dropped for bucket in frozen] == [False, True, False]
+    for net in (plain, model):
+        net.requires_grad_(False)
+        net[1].up.requires_grad_(True)
+    same()
+    same()
+
+
+@pytest.mark.parametrize("cache", CACHES[:2])
+def test_unfreezing_loading_and_merging_into_frozen_weights(cache: Any) -> None:
+    run_ranks(job_unfreeze, 4, cache, local=2)
+
+
+def job_bf16_frozen() -> None:
+    """A slice in the compute dtype cannot give fp32 weights back, so the chunk stays."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    model = build(lambda: nn.Sequential(Block(), Block())).requires_grad_(False)
+    shard(model, list(model), cache="host", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    x = torch.randn(2, 17)
+    with torch.no_grad(), moved(model) as first:
+        model(x)
+    with torch.no_grad(), moved(model) as second:
+        model(x)
+    assert first.weights == gather_bytes("node", buckets(model)) > 0
+    assert second.weights == 0
+    assert not any(bucket.is_chunk_dropped for bucket in buckets(model))
+    for name, parameter in build(lambda: nn.Sequential(Block(), Block())).named_parameters():
+        assert torch.equal(model.get_parameter(name).full_tensor(), parameter)  # type: ignore[operator]
+
+
+def test_frozen_weights_keep_their_bits_under_mixed_precision() -> None:
+    run_ranks(job_bf16_frozen, 2, local=1)

@@ -1,0 +1,362 @@
+"""The same engine on a GPU: streams, events, page-locked memory, and hooks that run on autograd's device thread.
+
+One GPU is enough, but NCCL refuses two ranks on it. Two stand-ins cover what that leaves out. Gloo carries CUDA tensors
+between real processes on one GPU. And one process plays rank 0 of a cluster whose collectives are stream-ordered and
+late, as NCCL's are: they return at once, run on streams of their own, and only `wait` orders other streams behind them.
+There nothing hides a missing event, and every byte that is given back too early is overwritten at once. The oracle is
+the same run with the device synchronised around every transfer: equal, bit for bit.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import laconic
+from laconic import _compat
+from laconic.shard import cache as cache_module
+from laconic.shard import lanes, unit
+from laconic.shard.cache import make_slab
+from laconic.shard.unit import unit_of
+from tests.ranks import run_ranks
+from tests.shard.helpers import Net, buckets, build, full_parameters, inputs, shard, squared_error
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+LATE = 4_000_000
+"""Clock cycles by which a late transfer is late: some 2 ms, in which the host issues whole layers."""
+
+
+# -- one process as rank 0 of a cluster with late collectives ----------------------------------------------------------
+
+
+class LateWork:
+    """A collective in the manner of NCCL: issued now, run late beside all else, its tensors kept until waited for."""
+
+    def __init__(self, run: Callable[[], object], *tensors: Tensor, delay: int) -> None:
+        self._tensors = tensors
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(delay)
+            run()
+        self._done = stream.record_event()
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._done)
+        self._tensors = ()
+
+
+def play_rank_0(num_nodes: int, num_local: int, device_type: str = "cuda") -> Any:
+    """Replace this process's group by a cluster nobody else is in; every other rank holds what rank 0 does."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=num_nodes * num_local)
+    return laconic.init_mesh(device_type, nodes=num_nodes, local=num_local)
+
+
+@contextmanager
+def transfers(*, late: int, synchronous: bool) -> Iterator[None]:
+    """Make collectives and lanes late, or safe by brute force, and overwrite what the engine has just given back."""
+    running_as_it_is, unshard_as_it_is, reshard_as_it_is = lanes.Lane.running, unit.Unit.unshard, unit.Unit.reshard
+    originals = _compat.all_gather_flat, _compat.reduce_scatter_flat
+
+    def all_gather(output: Tensor, input: Tensor, group: Any) -> Any:
+        def run() -> None:
+            for part in output.view(dist.get_world_size(group), -1):
+                if part.data_ptr() != input.data_ptr():
+                    part.copy_(input)
+
+        return LateWork(run, output, input, delay=late)
+
+    def reduce_scatter(output: Tensor, input: Tensor, group: Any) -> Any:
+        world = dist.get_world_size(group)
+        return LateWork(lambda: torch.mul(input.view(world, -1)[0], world, out=output), output, input, delay=late)
+
+    @contextmanager
+    def running(self: Any, *after: Any) -> Iterator[None]:
+        if synchronous:
+            torch.cuda.synchronize()
+        with running_as_it_is(self, *after):
+            torch.cuda._sleep(late)
+            yield
+        if synchronous:
+            torch.cuda.synchronize()
+
+    def unshard(self: unit.Unit) -> None:
+        unshard_as_it_is(self)
+        overwrite_free_memory(self)
+
+    def reshard(self: unit.Unit) -> None:
+        reshard_as_it_is(self)
+        overwrite_free_memory(self)
+
+    lanes.Lane.running, unit.Unit.unshard, unit.Unit.reshard = running, unshard, reshard  # type: ignore[method-assign]
+    _compat.all_gather_flat, _compat.reduce_scatter_flat = all_gather, reduce_scatter
+    try:
+        yield
+    finally:
+        lanes.Lane.running = running_as_it_is  # type: ignore[method-assign]
+        unit.Unit.unshard, unit.Unit.reshard = unshard_as_it_is, reshard_as_it_is  # type: ignore[method-assign]
+        _compat.all_gather_flat, _compat.reduce_scatter_flat = originals
+
+
+def overwrite_free_memory(owner: unit.Unit) -> None:
+    """Take what compute may take now, in the sizes the engine uses, and fill it with NaN."""
+    held = []
+    for bucket in owner.buckets:
+        for numel in (bucket.layout.numel, bucket.slice_numel, bucket.layout.chunk_numel):
+            held += [torch.full((numel,), torch.nan, device=bucket.chunk.device) for _ in range(2)]
+
+
+class Slow(torch.autograd.Function):
+    """The identity, late in both directions: compute lags behind the host and behind the lanes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, delay: int) -> Tensor:
+        ctx.delay = delay
+        torch.cuda._sleep(delay)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        torch.cuda._sleep(ctx.delay)
+        return gradients[0].clone(), None
+
+
+class SlowNet(nn.Module):
+    """Blocks of which one can be skipped: then a unit has sums of earlier micro-batches and no gradients of its own.
+
+    The output layer is frozen, so that the skipped first block's sums are the last thing to be reduced.
+    """
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.out = nn.Linear(width, 3).requires_grad_(False)
+        self.delay = 0
+
+    def forward(self, x: Tensor, skip: int | None = None) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if index != skip:
+                x = x + torch.tanh(Slow.apply(block(x), self.delay))
+        return self.out(x)
+
+
+def trained(mesh: Any, cache: str, device: torch.device, *, compute_late: int, side_stream: bool) -> list[Tensor]:
+    """This rank's parameters after 3 optimizer steps of 2 micro-batches, the second of which skips a block."""
+    model = build(SlowNet)
+    model.delay = compute_late
+    model = shard(model.to(device), mesh=mesh, cache=cache)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(8, 64, generator=generator).to(device) for _ in range(6)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()) if side_stream else nullcontext():
+        for step in range(3):
+            for micro in range(2):
+                model.set_requires_gradient_sync(micro == 1)
+                model(batches[2 * step + micro], skip=0 if micro == 1 else None).square().mean().backward()
+                overwrite_free_memory(unit_of(model.blocks[0]))
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.cuda.synchronize()
+    return [parameter.to_local().detach().clone().cpu() for parameter in model.parameters()]
+
+
+def race(num_nodes: int, num_local: int, device_type: str = "cuda") -> list[str]:
+    """The combinations whose result depends on how late things are."""
+    mesh = play_rank_0(num_nodes, num_local, device_type)
+    device = torch.device(device_type)
+    wrong = []
+    for cache in ("none", "host", "device"):
+        with transfers(late=0, synchronous=True):
+            expected = trained(mesh, cache, device, compute_late=0, side_stream=False)
+        assert all(value.isfinite().all() for value in expected)
+        for late, compute_late, side_stream in ((LATE, 0, False), (0, LATE, False), (LATE, 0, True)):
+            with transfers(late=late, synchronous=False):
+                result = trained(mesh, cache, device, compute_late=compute_late, side_stream=side_stream)
+            if not all(map(torch.equal, expected, result)):
+                wrong.append(f"{cache=} {late=} {compute_late=} {side_stream=}")
+    return wrong
+
+
+@pytest.mark.parametrize(("num_nodes", "num_local"), [(2, 1), (1, 2), (2, 2)])
+def test_nothing_depends_on_how_late_transfers_are(num_nodes: int, num_local: int) -> None:
+    assert run_ranks(race, 1, num_nodes, num_local)[0] == []
+
+
+class Wide(nn.Module):
+    """Blocks that outweigh their activations by far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def peaks(device_type: str = "cuda") -> tuple[dict[str, int], int]:
+    """torch's peak allocated bytes of a warm step by cache, and the bytes of the weights."""
+    mesh = play_rank_0(2, 2, device_type)
+    measured = {}
+    for cache in ("none", "host", "device"):
+        model = shard(build(Wide).to(device_type), mesh=mesh, cache=cache)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            if step == 2:
+                torch.cuda.reset_peak_memory_stats()
+                model.reset_peak_memory()
+            model(torch.ones(4, 1024, device=device_type)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        measured[cache] = torch.cuda.max_memory_allocated() or model.memory().device_peak_bytes
+        num_bytes = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+        del model, optimizer
+        gc.collect()
+    return measured, num_bytes
+
+
+def test_peak_allocated_memory_by_cache() -> None:
+    measured, weight_bytes = run_ranks(peaks, 1)[0]
+    assert measured["host"] == pytest.approx(measured["none"], rel=0.02)
+    assert measured["device"] == pytest.approx(measured["none"] + weight_bytes / 2, rel=0.05)
+
+
+# -- real ranks --------------------------------------------------------------------------------------------------------
+
+
+def against_unsharded(cache: str, accumulation: int, device_type: str = "cuda") -> None:
+    """Three AdamW steps equal those of one process with everybody's batches."""
+    reference = build(Net).to(device_type)
+    model = shard(build(Net).to(device_type), mesh=laconic.init_mesh(device_type), cache=cache)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(3):
+        for micro in range(accumulation):
+            seed = step * accumulation + micro
+            batches = [tuple(part.to(device_type) for part in inputs(seed, r)) for r in range(world)]
+            sum(squared_error(reference, batch) / world for batch in batches).backward()  # type: ignore[arg-type, union-attr]
+            model.set_requires_gradient_sync(micro == accumulation - 1)
+            squared_error(model, batches[rank]).backward()
+        norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (reference, model)]
+        torch.testing.assert_close(norms[1], norms[0], rtol=1e-4, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = full_parameters(model)
+    for name, expected in reference.named_parameters():
+        assert whole[name].device.type == device_type
+        torch.testing.assert_close(whole[name], expected.detach(), rtol=1e-4, atol=1e-5)
+
+
+def over_nccl(cache: str, accumulation: int) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    against_unsharded(cache, accumulation)
+
+
+def test_one_rank_on_nccl_equals_unsharded() -> None:
+    run_ranks(over_nccl, 1, "host", 2)
+
+
+@pytest.mark.parametrize(("cache", "accumulation"), list(itertools.product(("none", "host", "device"), (1, 2))))
+def test_two_by_two_ranks_on_one_gpu_over_gloo_equal_unsharded(cache: str, accumulation: int) -> None:
+    run_ranks(against_unsharded, 4, cache, accumulation, local=2)
+
+
+def choice_of_implementation() -> list[bool]:
+    """Whether optimizers choose their list implementation by themselves, as they do for plain parameters on a GPU."""
+    from torch.optim.optimizer import _default_to_fused_or_foreach
+
+    model = shard(build(Net).cuda(), mesh=laconic.init_mesh("cuda"))
+    plain = build(Net).cuda()
+    return [_default_to_fused_or_foreach(list(m.parameters()), False, use_fused=False)[1] for m in (plain, model)]
+
+
+def test_optimizers_take_lists_of_ragged_tensors_by_default() -> None:
+    assert run_ranks(choice_of_implementation, 1)[0] == [True, True]
+
+
+def lora_like(device_type: str = "cuda") -> None:
+    """Frozen weights come to rest in host memory, are read back right from there, and can train again."""
+    reference = build(Net).to(device_type)
+    model = build(Net).to(device_type)
+    for m in (reference, model):
+        m.blocks.requires_grad_(False)
+    model = shard(model, mesh=laconic.init_mesh(device_type), cache="host")
+    for _ in range(2):
+        for m in (reference, model):
+            squared_error(m, tuple(part.to(device_type) for part in inputs(0, 0))).backward()  # type: ignore[arg-type]
+    frozen = buckets(*model.blocks)
+    assert all(bucket.is_chunk_dropped and bucket.chunk.device.type == "cpu" for bucket in frozen)
+    whole = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        extent = parameter.extent  # type: ignore[attr-defined]
+        if name.startswith("blocks") and extent is not None:  # read by the host, which no stream orders
+            expected = whole[name].detach().cpu().view(-1)[extent.start : extent.stop]
+            torch.testing.assert_close(parameter.to_local(), expected)  # type: ignore[attr-defined]
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad.full_tensor(), whole[name].grad)  # type: ignore[attr-defined]
+    model.blocks.requires_grad_(True)
+    squared_error(model, tuple(part.to(device_type) for part in inputs(0, 0))).backward()  # type: ignore[arg-type]
+    assert all(bucket.chunk.device.type == device_type for bucket in frozen)
+
+
+def test_frozen_weights_rest_in_host_memory() -> None:
+    run_ranks(lora_like, 2, local=1)
+
+
+# -- page-locked memory ------------------------------------------------------------------------------------------------
+
+
+def page_locked_twice() -> list[bool]:
+    """Whether the slabs of two models, one after the other in one process, are page-locked."""
+    found = []
+    for _ in range(2):
+        mesh = laconic.init_mesh("cuda")
+        model = shard(build(Net).cuda(), mesh=mesh, cache="host")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            squared_error(model, tuple(part.cuda() for part in inputs(0, 0))).backward()  # type: ignore[arg-type]
+        found += [bucket.resting.buffer().is_pinned() for bucket in buckets(model) if bucket.resting is not None]
+        del model
+        gc.collect()
+    return found
+
+
+def test_host_slab_is_page_locked_for_every_model_of_a_process() -> None:
+    for found in run_ranks(page_locked_twice, 2, local=1):
+        assert len(found) >= 8
+        assert all(found)
+
+
+def refused() -> str:
+    """The warning when the driver refuses to page-lock; the device must be usable afterwards."""
+    slab = make_slab(1 << 20, torch.device("cuda", 0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cache_module._page_lock(slab)  # it is locked already, which is an error to the driver
+    assert (torch.ones(4, device="cuda") + 1).sum().item() == 8
+    return "; ".join(str(each.message) for each in caught)
+
+
+def test_pageable_memory_will_do() -> None:
+    assert "page-lock" in run_ranks(refused, 1)[0]

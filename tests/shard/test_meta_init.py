@@ -1,0 +1,148 @@
+"""A model built on the meta device, sharded and initialised has the values of one that never was sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import laconic
+from tests.ranks import run_ranks
+from tests.shard import test_models
+from tests.shard.helpers import Net, buckets, full_parameters, inputs, train_step
+
+
+def reset_all(model: nn.Module) -> None:
+    """Initialise as module constructors do."""
+    for module in model.modules():
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if reset is not None:
+            reset()
+
+
+def custom(model: nn.Module) -> None:
+    """Initialise as training scripts do."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2:
+            nn.init.constant_(parameter, 0.5)
+        elif "up" in name:
+            nn.init.trunc_normal_(parameter, std=0.02, a=-0.03, b=0.03)
+        elif "down" in name:
+            nn.init.kaiming_normal_(parameter, nonlinearity="relu")
+        else:
+            nn.init.xavier_uniform_(parameter)
+            with torch.no_grad():
+                parameter.mul_(0.5).add_(1e-3)
+
+
+class Layers(nn.Module):
+    """Modules whose own `reset_parameters` do unlike things: rows set to zero, bounds from fan-in, in-projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(13, 8, padding_idx=0)
+        self.last = nn.Embedding(5, 8, padding_idx=-1)
+        self.conv = nn.Conv1d(8, 6, 3)
+        self.linear = nn.Linear(7, 9)
+        self.norm = nn.LayerNorm(8)
+        self.batch = nn.BatchNorm1d(6)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.lstm = nn.LSTM(3, 4)
+        self.bilinear = nn.Bilinear(2, 3, 4)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
+    "layers": (Layers, reset_all),
+    "net": (Net, reset_all),
+    "custom": (Net, custom),
+    "llama": (test_models.llama, lambda model: model.init_weights()),
+    "gpt2": (test_models.gpt2, lambda model: model.init_weights()),
+    "vit": (test_models.vit, lambda model: model.init_weights()),
+    "t5": (test_models.t5, lambda model: model.init_weights()),
+    "mixtral": (test_models.mixtral, lambda model: model.init_weights()),
+}
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def initialise(model: nn.Module, init: Callable[[nn.Module], Any]) -> None:
+    model.to_empty(device="cpu")
+    if isinstance(model, transformers.PreTrainedModel):
+        model.tie_weights()  # which `to_empty` breaks in a plain model, and keeps in a sharded one
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(77)  # what must not remain
+    torch.manual_seed(11)
+    init(model)
+
+
+def job_init() -> None:
+    mesh = laconic.init_mesh("cpu")
+    for name, (make, init) in CASES.items():
+        plain, model = on_meta(make), on_meta(make)
+        units = test_models.units_of(model) if name != "layers" else [model.attention, model.lstm]  # type: ignore[list-item]
+        for unit in units:
+            laconic.fully_shard(unit, mesh=mesh)
+        laconic.fully_shard(model, mesh=mesh)
+        assert all(parameter.is_meta for parameter in model.parameters())
+        identities = [id(parameter) for parameter in model.parameters()]
+        for net in (plain, model):
+            initialise(net, init)
+        assert [id(parameter) for parameter in model.parameters()] == identities, name
+        got = full_parameters(model)
+        for key, want in plain.named_parameters():
+            assert torch.equal(got[key], want), f"{name}: {key}"
+            assert not want.eq(77).all()
+        for key, want in plain.named_buffers():
+            assert torch.equal(model.get_buffer(key), want) or not want.is_floating_point(), f"{name}: {key}"
+
+
+@pytest.mark.parametrize(("world_size", "local"), [(1, 1), (3, 1), (4, 2)])
+def test_initialising_parts_draws_the_same_numbers(world_size: int, local: int) -> None:
+    run_ranks(job_init, world_size, local=local)
+
+
+def job_trains() -> None:
+    """No rank ever holds more than its chunk before the first forward; then the model trains as any other."""
+    mesh = laconic.init_mesh("cpu")
+    model: Any = on_meta(Net)
+    for block in model.blocks:
+        laconic.fully_shard(block, mesh=mesh, cache="host")
+    laconic.fully_shard(model, mesh=mesh, cache="host")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # made before there is memory
+    initialise(model, reset_all)
+    assert model.memory().device_peak_bytes == sum(bucket.chunk.nbytes for bucket in buckets(model))
+    plain = on_meta(Net)
+    initialise(plain, reset_all)
+    with torch.no_grad():
+        torch.testing.assert_close(model(inputs(0, 0)[0]), plain(inputs(0, 0)[0]))
+    before = full_parameters(model)
+    train_step(model, optimizer)
+    after = full_parameters(model)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_model_from_meta_trains() -> None:
+    run_ranks(job_trains, 4, local=2)
+
+
+def job_tied() -> None:
+    """Ties made before sharding hold after it."""
+    model: Any = on_meta(test_models.gpt2)
+    laconic.fully_shard(model, mesh=laconic.init_mesh("cpu"))
+    initialise(model, lambda m: m.init_weights())
+    assert isinstance(model, transformers.GPT2LMHeadModel)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    model.lm_head.weight.detach().fill_(0.25)
+    assert model.transformer.wte.weight.full_tensor().eq(0.25).all()
+
+
+def test_tied_parameters_stay_tied() -> None:
+    run_ranks(job_tied, 2, local=1)

@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import laconic
+from tests.ranks import run_ranks
+from tests.reference.step import Oracle
+from tests.shard.helpers import (
+    Net,
+    buckets,
+    build,
+    full_gradients,
+    full_parameters,
+    gather_bytes,
+    inputs,
+    moved,
+    reduce_bytes,
+    shard,
+)
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The loss a rank of the reference computes: it casts what `cast_forward_inputs` casts."""
+    x, y = batch
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    return (model(x.to(dtype)).float() - y).square().mean()
+
+
+def job_training(cache: str, reduce_dtype: torch.dtype | None) -> None:
+    """Three steps with fp32 masters and bf16 compute, accumulated over two micro-batches."""
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype)
+    model: Any = build()
+    mesh = laconic.init_mesh("cpu")
+    for block in model.blocks:
+        laconic.fully_shard(block, mesh=mesh, cache=cache, mp_policy=policy)  # type: ignore[arg-type]
+    laconic.fully_shard(model, mesh=mesh, cache=cache, mp_policy=replace(policy, output_dtype=FP32))  # type: ignore[arg-type]
+    cluster = model._laconic_unit.cluster
+    oracle = Oracle(
+        build(),
+        error,
+        num_nodes=cluster.num_nodes,
+        num_local=cluster.num_local,
+        param_dtype=BF16,
+        reduce_dtype=reduce_dtype,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    for step in range(3):
+        batches = [[inputs(10 * step + a, rank) for rank in range(cluster.size)] for a in range(2)]
+        with moved(model) as m:
+            for a in range(2):
+                model.set_requires_gradient_sync(a == 1)
+                x, y = batches[a][dist.get_rank()]
+                (model(x) - y).square().mean().backward()
+        root, blocks = model._laconic_unit.buckets, buckets(model.blocks)
+        wire = {"none": 4 * gather_bytes("node", blocks) + 2 * gather_bytes("node", root)}
+        assert m.weights == wire.get(cache, gather_bytes("node", buckets(model)))
+        assert m.gradients == reduce_bytes("node", buckets(model))
+        itemsize = (reduce_dtype or BF16).itemsize
+        assert m.gradients == (cluster.num_nodes - 1) * itemsize * sum(b.layout.chunk_numel for b in buckets(model))
+        _, want = oracle.gradients(batches)
+        for name, got in full_gradients(model).items():
+            assert got.dtype == FP32
+            torch.testing.assert_close(
+                got, want[name], rtol=0.05, atol=4e-3, msg=lambda text, name=name: f"{name}: {text}"
+            )
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.testing.assert_close(norm, oracle.adamw(want, lr=1e-2, eps=1e-3, max_norm=1.0).float(), rtol=0.02, atol=0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in optimizer.state.values():
+        assert state["exp_avg"].dtype == FP32
+    masters = oracle.parameters()
+    for name, got in full_parameters(model).items():
+        assert got.dtype == FP32
+        torch.testing.assert_close(
+            got, masters[name].detach(), rtol=0, atol=3e-3, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "local", "cache", "reduce_dtype"),
+    [(4, 2, "host", FP32), (4, 2, "none", None), (3, 1, "device", FP32), (1, 1, "none", FP32), (2, 2, "none", BF16)],
+)
+def test_bf16_compute_trains_fp32_masters(
+    world_size: int, local: int, cache: str, reduce_dtype: torch.dtype | None
+) -> None:
+    run_ranks(job_training, world_size, cache, reduce_dtype, local=local)
+
+
+class Weighted(nn.Module):
+    """Its gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w * x).sum()
+
+
+def job_rounding(param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> float:
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    model: Any = laconic.fully_shard(Weighted(), mesh=laconic.init_mesh("cpu"), mp_policy=policy)
+    model.set_gradient_divide_factor(1.0)
+    model(torch.full((4,), 256.0 if dist.get_rank() == 0 else 1.0)).backward()
+    return float(model.w.grad.full_tensor()[0])
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "reduce_dtype", "total"),
+    [
+        (None, None, 257.0),
+        (BF16, FP32, 257.0),
+        (BF16, None, 256.0),  # 256 + 1 in bf16; the same rule on every torch release
+        (BF16, BF16, 256.0),
+        (None, BF16, 256.0),
+    ],
+)
+def test_gradients_are_summed_in_the_reduce_dtype(
+    param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, total: float
+) -> None:
+    assert run_ranks(job_rounding, 2, param_dtype, reduce_dtype, local=1) == [total, total]
+
+
+def job_partial_sums(local: int) -> float:
+    """Micro-batches add up in the reduce dtype too, not in the compute dtype."""
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    model: Any = laconic.fully_shard(Weighted(), mesh=laconic.init_mesh("cpu"), mp_policy=policy)
+    model.set_gradient_divide_factor(1.0)
+    for number in range(4):
+        model.set_requires_gradient_sync(number == 3)
+        model(torch.full((4,), 256.0 if number == 0 else 1.0)).backward()
+    return float(model.w.grad.full_tensor()[0])
+
+
+@pytest.mark.parametrize("local", [1, 2])
+def test_micro_batches_are_summed_in_the_reduce_dtype(local: int) -> None:
+    assert run_ranks(job_partial_sums, 2, local, local=local) == [518.0, 518.0]
+
+
+class Probe(nn.Module):
+    """Records the dtypes it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.register_buffer("table", torch.ones(5))
+        self.seen: dict[str, Any] = {}
+
+    def forward(self, x: Tensor, ids: Tensor, *, extra: dict[str, Tensor]) -> dict[str, Tensor]:
+        self.seen = {
+            "x": x.dtype,
+            "ids": ids.dtype,
+            "extra": extra["e"].dtype,
+            "weight": self.linear.weight.dtype,
+            "table": self.table.dtype,
+        }
+        return {"y": self.linear(x.to(self.linear.weight.dtype)), "ids": ids}
+
+
+def seen(policy: MixedPrecisionPolicy) -> dict[str, Any]:
+    model: Any = laconic.fully_shard(Probe(), mesh=laconic.init_mesh("cpu"), mp_policy=policy)
+    output = model(torch.ones(2, 5), torch.ones(2, dtype=torch.long), extra={"e": torch.ones(1)})
+    assert output["ids"].dtype == torch.long
+    output["y"].sum().backward()
+    assert model.linear.weight.dtype == model.linear.weight.grad.dtype == FP32
+    return model.seen | {"y": output["y"].dtype}
+
+
+def job_dtypes() -> None:
+    everything_fp32 = {"x": FP32, "ids": torch.long, "extra": FP32, "weight": FP32, "table": FP32, "y": FP32}
+    assert seen(MixedPrecisionPolicy()) == everything_fp32
+    compute = {"x": BF16, "extra": BF16, "weight": BF16, "y": BF16}
+    assert seen(MixedPrecisionPolicy(param_dtype=BF16)) == everything_fp32 | compute, "buffers and integers stay"
+    assert seen(MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP32)) == everything_fp32 | compute | {"y": FP32}
+    kept = seen(MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False))
+    assert kept == everything_fp32 | {"weight": BF16, "y": BF16}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_cast_and_what_is_not(world_size: int) -> None:
+    run_ranks(job_dtypes, world_size, local=1)
+
+
+class Mixed(nn.Module):
+    """A frozen bf16 base, fp32 and fp64 parameters that train, and a frozen table of integers, in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 6, dtype=BF16).requires_grad_(False)
+        self.adapter = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.full((3,), 2.0, dtype=torch.float64))
+        self.table = nn.Parameter(torch.randint(0, 100, (7, 3)), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x.to(BF16)).float() + self.adapter(x)
+        return y * self.scale.sum().float() + self.table.sum()
+
+
+def job_mix_of_dtypes(cache: str) -> None:
+    plain = build(Mixed)
+    model: Any = laconic.fully_shard(build(Mixed), mesh=laconic.init_mesh("cpu"), cache=cache)  # type: ignore[arg-type]
+    assert sorted(str(bucket.dtype) for bucket in buckets(model)) == [
+        "torch.bfloat16", "torch.float32", "torch.float64", "torch.int64",
+    ]  # fmt: skip
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        for net in (plain, model):
+            net(x).square().mean().backward()
+            torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=1e-6).step()
+    for name, parameter in plain.named_parameters():
+        got = model.get_parameter(name)
+        assert got.dtype == parameter.dtype
+        torch.testing.assert_close(got.full_tensor(), parameter.detach(), msg=name)
+        if parameter.requires_grad:
+            torch.testing.assert_close(got.grad.full_tensor(), parameter.grad, msg=name)
+    model_output, plain_output = model(x), plain(x)
+    torch.testing.assert_close(model_output, plain_output)
+
+
+@pytest.mark.parametrize("cache", ["none", "host"])
+def test_a_unit_may_mix_dtypes(cache: str) -> None:
+    run_ranks(job_mix_of_dtypes, 4, cache, local=2)
+
+
+def job_integers_under_a_policy() -> None:
+    """`param_dtype` is for floating-point parameters."""
+    policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
+    model: Any = laconic.fully_shard(build(Mixed), mesh=laconic.init_mesh("cpu"), mp_policy=policy)
+    model.unshard()
+    assert model.table.dtype == torch.int64
+    assert model.adapter.weight.dtype == BF16
+    assert torch.equal(model.table, build(Mixed).table)
+    assert torch.equal(model.adapter.weight, build(Mixed).adapter.weight.to(BF16))
+
+
+def test_integers_are_never_cast() -> None:
+    run_ranks(job_integers_under_a_policy, 2, local=1)
+
+
+def job_off_is_off(local: int) -> list[Tensor]:
+    """An empty policy and no policy give the same bits."""
+    results = []
+    for policy in (
+        None,
+        MixedPrecisionPolicy(),
+        MixedPrecisionPolicy(param_dtype=FP32, reduce_dtype=FP32, output_dtype=FP32),
+    ):
+        model = shard(build(Net), mp_policy=policy)
+        x, y = inputs(0, dist.get_rank())
+        (model(x) - y).square().mean().backward()
+        results.append(torch.cat([gradient.flatten() for gradient in full_gradients(model).values()]))
+    return results
+
+
+def test_an_empty_policy_changes_no_bit() -> None:
+    for results in run_ranks(job_off_is_off, 2, 1, local=1):
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])

@@ -1,0 +1,246 @@
+"""Real architectures on every kind of mesh: forward, gradients and three clipped AdamW steps equal one process's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+
+import laconic
+from tests.ranks import run_ranks
+from tests.reference.step import Oracle
+from tests.shard.helpers import Block, build, full_gradients, full_parameters, moved, reduce_bytes
+
+VOCAB, LENGTH, ROWS = 37, 6, 2
+TEXT = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+DECODER = TEXT | {
+    "hidden_size": 16,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 16,
+    "tie_word_embeddings": False,
+}
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER))
+
+
+def qwen2() -> nn.Module:
+    """Grouped queries, biases on them, tied embeddings."""
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**DECODER | {"tie_word_embeddings": True}))
+
+
+def qwen3() -> nn.Module:
+    """Norms of queries and keys."""
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**DECODER))
+
+
+def gpt2() -> nn.Module:
+    """Embeddings tied to the head; matrices stored the other way round."""
+    config = transformers.GPT2Config(
+        **TEXT, n_embd=20, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def mixtral() -> nn.Module:
+    """A mixture of experts, of which a small batch misses some."""
+    options = DECODER | {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 12}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**options))
+
+
+def t5() -> nn.Module:
+    """Encoder and decoder; a position bias made in the first block goes through all of them."""
+    config = transformers.T5Config(
+        vocab_size=VOCAB,
+        d_model=16,
+        d_kv=4,
+        d_ff=28,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def vit() -> nn.Module:
+    config = transformers.ViTConfig(
+        hidden_size=20, num_hidden_layers=2, num_attention_heads=2, intermediate_size=36, image_size=8, patch_size=4,
+        num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(config)
+
+
+class OddMLP(nn.Module):
+    """Sizes that divide nothing, a scalar, an empty parameter and one layer smaller than most meshes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(11, 23), Block(11, 1), nn.Linear(11, 11)])
+        self.scale = nn.Parameter(torch.tensor(1.1))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.out = nn.Linear(11, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        logits = self.out(x * self.scale) + self.empty.sum()
+        return transformers.modeling_outputs.SequenceClassifierOutput(
+            loss=nn.functional.cross_entropy(logits, labels), logits=logits
+        )
+
+
+def adapted_llama() -> nn.Module:
+    """A frozen base; what low-rank adapters, norms and biases would be trains."""
+    model = llama()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.ndim == 1 or "q_proj" in name)
+    return model
+
+
+def text_batch(generator: torch.Generator) -> dict[str, Tensor]:
+    ids = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def image_batch(generator: torch.Generator) -> dict[str, Tensor]:
+    return {
+        "pixel_values": torch.randn(ROWS, 3, 8, 8, generator=generator),
+        "labels": torch.randint(0, 5, (ROWS,), generator=generator),
+    }
+
+
+def vector_batch(generator: torch.Generator) -> dict[str, Tensor]:
+    return {
+        "x": torch.randn(ROWS, 11, generator=generator),
+        "labels": torch.randint(0, 3, (ROWS,), generator=generator),
+    }
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], dict[str, Tensor]]]] = {
+    "llama": (llama, text_batch),
+    "qwen2": (qwen2, text_batch),
+    "qwen3": (qwen3, text_batch),
+    "gpt2": (gpt2, text_batch),
+    "mixtral": (mixtral, text_batch),
+    "t5": (t5, text_batch),
+    "vit": (vit, image_batch),
+    "odd": (OddMLP, vector_batch),
+    "adapted": (adapted_llama, text_batch),
+}
+COVER = {
+    (1, 1): "llama:none qwen2:host qwen3:device gpt2:none mixtral:host t5:device vit:none odd:host adapted:device",
+    (2, 1): "llama:host odd:none mixtral:device t5:none qwen3:host",
+    (1, 2): "gpt2:none vit:host qwen2:none adapted:device",
+    (3, 1): "gpt2:host vit:none qwen2:device adapted:host t5:device",
+    (1, 3): "llama:none odd:host mixtral:none qwen3:none",
+    (2, 2): "llama:device gpt2:none t5:host mixtral:host adapted:device",
+    (4, 1): "vit:host odd:host",
+    (1, 4): "qwen2:none qwen3:device",
+    (3, 2): "gpt2:device mixtral:none qwen3:device adapted:host",
+    (2, 3): "llama:none vit:device qwen2:host",
+    (6, 1): "odd:device",
+    (1, 6): "t5:none",
+}
+"""What runs on which mesh (nodes, local ranks), with which cache: every model on every number of ranks."""
+
+
+def runs_on(mesh: tuple[int, int]) -> list[tuple[str, str]]:
+    """(model, cache)"""
+    return [(name, cache) for name, cache in (entry.split(":") for entry in COVER[mesh].split())]
+
+
+def units_of(model: nn.Module) -> list[nn.Module]:
+    """Blocks, as users wrap them: what transformers would not split."""
+    names = getattr(model, "_no_split_modules", None) or []
+    found = [module for module in model.modules() if type(module).__name__ in names]
+    return found or list(model.blocks)  # type: ignore[arg-type]
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(**batch).loss
+
+
+def close(got: Tensor, want: Tensor, what: str) -> None:
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5, msg=lambda text: f"{what}: {text}")
+
+
+def job(runs: list[tuple[str, str]]) -> None:
+    mesh = laconic.init_mesh("cpu")
+    cluster = laconic.Cluster.of(mesh)
+    rank, size = dist.get_rank(), cluster.size
+    for number, (name, cache) in enumerate(runs):
+        make, batch_of = MODELS[name]
+        what = f"{name}, cache={cache}"
+        model: Any = build(make).train()
+        units = units_of(model)
+        assert len(units) >= 2, what
+        for unit in units:
+            laconic.fully_shard(unit, mesh=mesh, cache=cache)  # type: ignore[arg-type]
+        laconic.fully_shard(model, mesh=mesh, cache=cache)  # type: ignore[arg-type]
+        oracle = None
+        if rank == 0:
+            oracle = Oracle(build(make).train(), loss_of, num_nodes=cluster.num_nodes, num_local=cluster.num_local)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
+        accumulation = 1 + (number + size) % 2
+        for step in range(3):
+            batches = [
+                [batch_of(torch.Generator().manual_seed(1000 * step + 10 * a + r)) for r in range(size)]
+                for a in range(accumulation)
+            ]
+            losses = []
+            with moved(model) as m:
+                for a in range(accumulation):
+                    model.set_requires_gradient_sync(a == accumulation - 1)
+                    loss = loss_of(model, batches[a][rank])
+                    loss.backward()
+                    losses.append(loss.detach())
+            trained = [bucket for unit in model._units() for bucket in unit.buckets]
+            assert m.gradients == reduce_bytes("node", trained), what
+            gradients = full_gradients(model)
+            norm = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            parameters = full_parameters(model)
+            if oracle is not None:
+                want_losses, want = oracle.gradients(batches)
+                for a, loss in enumerate(losses):
+                    close(loss, want_losses[a][0], f"{what}: loss of step {step}")
+                for key, parameter in oracle.parameters().items():
+                    if parameter.requires_grad:
+                        close(gradients[key], want.get(key, torch.zeros_like(parameter)), f"{what}: d {key} in {step}")
+                    else:
+                        assert key not in gradients
+                close(norm, oracle.adamw(want, lr=1e-2, eps=1e-3, max_norm=0.5).float(), f"{what}: norm")
+                for key, parameter in oracle.parameters().items():
+                    close(parameters[key], parameter.detach(), f"{what}: {key} after {step}")
+        batch = batch_of(torch.Generator().manual_seed(7))
+        with torch.no_grad():
+            logits = model.eval()(**batch).logits
+            if oracle is not None:
+                close(logits, oracle.model.eval()(**batch).logits, f"{what}: logits")
+
+
+@pytest.mark.parametrize("mesh", COVER, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
+def test_models_train_as_in_one_process(mesh: tuple[int, int]) -> None:
+    num_nodes, num_local = mesh
+    run_ranks(job, num_nodes * num_local, runs_on(mesh), local=num_local)
+
+
+def test_every_model_runs_on_every_number_of_ranks_and_with_several_caches() -> None:
+    for size in (1, 2, 3, 4, 6):
+        meshes = [mesh for mesh in COVER if mesh[0] * mesh[1] == size]
+        assert sorted(name for mesh in meshes for name, _ in runs_on(mesh)) == sorted(MODELS)
+    for model in MODELS:
+        across = {cache for mesh in COVER if mesh[0] > 1 for name, cache in runs_on(mesh) if name == model}
+        assert len(across) >= 2, model

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laconic.shard import planner
+from laconic.shard.layout import BucketLayout, row_block
+from tests.reference import planner as reference
+
+TENSOR = st.tuples(st.integers(0, 24), st.integers(1, 9))
+"""(numel, block); the last block may be partial, the tensor empty."""
+
+
+def plan(tensors: list[tuple[int, int]], num_chunks: int, itemsize: int = 16) -> BucketLayout:
+    """Plan flat tensors; with 16-byte elements the alignment is one element."""
+    names = [f"t{i}" for i in range(len(tensors))]
+    shapes = [(numel,) for numel, _ in tensors]
+    return planner.plan_bucket(names, shapes, [block for _, block in tensors], num_chunks=num_chunks, itemsize=itemsize)
+
+
+def assert_sound(layout: BucketLayout, itemsize: int) -> None:
+    """Tensors lie in order without overlap, inside the bucket; no border cuts a block; chunks start on 16 bytes."""
+    pointer = 0
+    for slot in layout.slots:
+        assert slot.offset >= pointer
+        pointer = slot.offset + slot.numel
+        first = slot.offset // layout.chunk_numel + 1
+        for border in range(first * layout.chunk_numel, pointer, layout.chunk_numel):
+            assert (border - slot.offset) % slot.block == 0, f"{slot} is cut at {border}"
+    assert pointer <= layout.numel
+    assert layout.chunk_numel * itemsize % planner.CHUNK_ALIGNMENT_BYTES == 0
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 12), st.integers(1, 15))
+def test_earliest_is_the_first_legal_start(pointer: int, numel: int, block: int, chunk_numel: int) -> None:
+    expected = reference.earliest(pointer, numel, block, chunk_numel)
+    assert planner.earliest(pointer, numel, block, chunk_numel) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(TENSOR, min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 16))
+def test_place_finds_a_layout_whenever_there_is_one(
+    tensors: list[tuple[int, int]], num_chunks: int, chunk_numel: int
+) -> None:
+    offsets = planner.place(tensors, num_chunks, chunk_numel)
+    assert (offsets is not None) == reference.fits(tensors, num_chunks, chunk_numel)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(TENSOR, min_size=1, max_size=4), st.integers(1, 5), st.sampled_from([16, 8, 4, 2]))
+def test_plan_takes_the_smallest_chunk_of_a_linear_scan(
+    tensors: list[tuple[int, int]], num_chunks: int, itemsize: int
+) -> None:
+    layout = plan(tensors, num_chunks, itemsize)
+    assert_sound(layout, itemsize)
+    assert layout.chunk_numel == reference.smallest_chunk(tensors, num_chunks, 16 // itemsize)
+
+
+def test_feasibility_is_not_monotone_in_the_chunk_size() -> None:
+    tensor = [(6, 2)]
+    assert [planner.place(tensor, 3, size) is not None for size in (1, 2, 3, 4, 5)] == [False, True, False, True, True]
+    assert plan(tensor, 3).chunk_numel == 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), min_size=1, max_size=6),
+    st.integers(1, 8),
+    st.sampled_from([1, 2, 4, 8]),
+)
+def test_rows_of_matrices_stay_whole(shapes: list[tuple[int, int]], num_chunks: int, itemsize: int) -> None:
+    blocks = [row_block(shape) for shape in shapes]
+    names = [str(i) for i in range(len(shapes))]
+    layout = planner.plan_bucket(names, shapes, blocks, num_chunks=num_chunks, itemsize=itemsize)
+    assert_sound(layout, itemsize)
+    assert [slot.name for slot in layout.slots] == names
+    assert layout.padding == layout.numel - sum(math.prod(shape) for shape in shapes)
+
+
+def test_one_tensor_smaller_than_the_number_of_ranks() -> None:
+    layout = plan([(3, 1)], 8, itemsize=4)
+    assert (layout.chunk_numel, layout.numel, layout.padding) == (4, 32, 29)
+    assert [layout.extent(0, chunk) is None for chunk in range(8)] == [False] + [True] * 7
+
+
+def test_a_bucket_of_empty_tensors_still_has_chunks() -> None:
+    layout = plan([(0, 1), (0, 1)], 4, itemsize=4)
+    assert layout.chunk_numel == 4
+    assert all(layout.extent(index, chunk) is None for index in (0, 1) for chunk in range(4))
+
+
+def test_a_block_as_large_as_the_tensor_keeps_it_on_one_rank() -> None:
+    layout = plan([(12, 12), (20, 20), (7, 7)], 4)
+    holders = [[chunk for chunk in range(4) if layout.extent(index, chunk)] for index in range(3)]
+    assert [len(chunks) for chunks in holders] == [1, 1, 1]
+    assert layout.chunk_numel == 20
+
+
+def test_a_block_of_no_elements_is_refused() -> None:
+    with pytest.raises(ValueError, match="weight: a block needs at least one element, got 0"):
+        planner.plan_bucket(["weight"], [(4,)], [0], num_chunks=2, itemsize=4)
+
+
+LLAMA_70B = [(8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192), (28672, 8192), (28672, 8192), (8192, 28672)]
+LLAMA_70B += [(8192,)] * 2
+GPT_OSS_120B = [(4096, 2880), (512, 2880), (512, 2880), (2880, 4096), (4096,), (512,), (512,), (2880,), (64,)]
+GPT_OSS_120B += [(2880,), (2880,), (128, 2880), (128,), (128, 2880, 5760), (128, 5760), (128, 2880, 2880), (128, 2880)]
+DEEPSEEK_V3 = [(1536, 7168), (1536,), (24576, 1536), (576, 7168), (512,), (32768, 512), (7168, 16384)]
+DEEPSEEK_V3 += [(7168,), (7168,), (256, 7168), (256,)] + [(2048, 7168), (2048, 7168), (7168, 2048)] * 257
+
+
+@pytest.mark.parametrize(
+    ("shapes", "num_chunks", "padding_percent"),
+    [
+        (LLAMA_70B, 64, 0.37),
+        (LLAMA_70B, 100, 0.53),
+        (LLAMA_70B, 256, 1.22),
+        (LLAMA_70B, 1024, 2.94),
+        (GPT_OSS_120B, 64, 0.01),
+        (GPT_OSS_120B, 384, 0.09),
+        (GPT_OSS_120B, 1024, 5.74),
+        (DEEPSEEK_V3, 128, 0.02),
+        (DEEPSEEK_V3, 512, 0.16),
+        (DEEPSEEK_V3, 1024, 1.04),
+    ],
+    ids=lambda value: value if isinstance(value, (int, float)) else f"{len(value)}-tensors",
+)
+def test_padding_of_whole_layers_with_rows_as_blocks(
+    shapes: list[tuple[int, ...]], num_chunks: int, padding_percent: float
+) -> None:
+    """The paddings published for one bucket per layer. They align chunks to 64 elements; bytes reach 16: `abs`."""
+    names = [str(i) for i in range(len(shapes))]
+    layout = planner.plan_bucket(
+        names, shapes, [row_block(shape) for shape in shapes], num_chunks=num_chunks, itemsize=1
+    )
+    assert_sound(layout, 1)
+    total = sum(math.prod(shape) for shape in shapes)
+    assert 100 * layout.padding / total == pytest.approx(padding_percent, abs=0.006)
+
+
+def test_layers_of_one_shape_share_a_plan() -> None:
+    planner._smallest_chunk.cache_clear()
+    for layer in range(3):
+        planner.plan_bucket([f"{layer}.w"], [(37, 11)], [11], num_chunks=5, itemsize=4)
+    assert planner._smallest_chunk.cache_info().misses == 1

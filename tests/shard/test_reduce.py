@@ -1,0 +1,220 @@
+"""Gradients: what is sent when over micro-batches, and that the sums are the oracle's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import laconic
+from tests.ranks import run_ranks
+from tests.shard.helpers import (
+    assert_gradients,
+    assert_nothing_gathered,
+    buckets,
+    build,
+    full_gradients,
+    gather_bytes,
+    inputs,
+    micro_batches,
+    moved,
+    oracle_of,
+    reduce_bytes,
+    shard,
+    squared_error,
+)
+
+
+def job_accumulation(cache: Any, num_micro_batches: int) -> None:
+    model = shard(build(), cache=cache)
+    oracle = oracle_of(model)
+    root, blocks = model._laconic_unit.buckets, buckets(model.blocks)
+    gathers = laconic.Cache.of(cache).node_gathers_per_step(num_micro_batches=num_micro_batches)
+    for seed in range(2):
+        batches = micro_batches(num_micro_batches, seed)
+        with moved(model) as m:
+            for number, batch in enumerate(batches):
+                model.set_requires_gradient_sync(number == num_micro_batches - 1)
+                squared_error(model, batch[dist.get_rank()]).backward()
+                if number < num_micro_batches - 1:
+                    assert all(p.grad is None for p in model.parameters())
+                assert_nothing_gathered(model)
+        # The root stays gathered between its forward and its backward: one gather per micro-batch without a cache.
+        root_gathers = num_micro_batches if cache == "none" else 1
+        assert m.weights == gathers * gather_bytes("node", blocks) + root_gathers * gather_bytes("node", root)
+        assert m.gradients == reduce_bytes("node", buckets(model))
+        assert m.sent("local", "weights") == num_micro_batches * (
+            2 * gather_bytes("local", blocks) + gather_bytes("local", root)
+        )
+        assert m.sent("local", "gradients") == num_micro_batches * reduce_bytes("local", buckets(model))
+        assert_gradients(model, oracle, batches)
+        with torch.no_grad():  # "an optimizer step"
+            for parameter in model.parameters():
+                parameter.add_(0)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize("cache", ["none", "host", "device"])
+def test_weights_cross_once_per_optimizer_step_and_gradients_once(cache: str, num_micro_batches: int) -> None:
+    run_ranks(job_accumulation, 4, cache, num_micro_batches, local=2)
+
+
+@pytest.mark.parametrize(("world_size", "local"), [(1, 1), (3, 1), (3, 3), (6, 2)])
+def test_accumulation_on_other_meshes(world_size: int, local: int) -> None:
+    run_ranks(job_accumulation, world_size, "host" if local < 3 else "none", 2, local=local)
+
+
+class Line(nn.Module):
+    """Linear layers of small integers without bias: sums of products are exact in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(7, 7, bias=False) for _ in range(2))
+        self.out = nn.Linear(7, 3, bias=False)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randint(-2, 3, p.shape).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return self.out(x)
+
+
+def integer_batch(seed: int, rank: int) -> Tensor:
+    return torch.randint(-3, 4, (4, 7), generator=torch.Generator().manual_seed(100 * seed + rank)).float()
+
+
+def job_exact(cache: Any) -> None:
+    model = shard(build(Line), cache=cache)
+    size = dist.get_world_size()
+
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        return net(x).sum()
+
+    oracle = oracle_of(model, Line, loss)
+    batches = [[integer_batch(a, rank) for rank in range(size)] for a in range(2)]
+    for number, batch in enumerate(batches):
+        model.set_requires_gradient_sync(number == 1)
+        loss(model, batch[dist.get_rank()]).backward()
+    assert_gradients(model, oracle, batches, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("world_size", "local", "cache"), [(4, 2, "host"), (6, 3, "none"), (3, 1, "device")])
+def test_gradients_of_integers_are_exact(world_size: int, local: int, cache: str) -> None:
+    run_ranks(job_exact, world_size, cache, local=local)
+
+
+def job_sync_of_partial_sums() -> None:
+    """The last micro-batch does not use a block: the sums of the earlier ones must still be sent."""
+    model = shard(build(), cache="host")
+    batches = micro_batches(2)
+    model.set_requires_gradient_sync(False)
+    squared_error(model, batches[0][dist.get_rank()]).backward()
+    model.set_requires_gradient_sync(True)
+
+    def without_last(net: Any, batch: Any) -> Tensor:
+        hidden = net.inp(batch[0])
+        for block in list(net.blocks)[:2]:
+            hidden = block(hidden)
+        return (net.out(hidden) - batch[1]).square().mean()
+
+    class Skip(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    last = model.blocks[2]
+    model.blocks[2] = Skip()
+    squared_error(model, batches[1][dist.get_rank()]).backward()
+    model.blocks[2] = last
+    oracle = oracle_of(model)
+    _, first = oracle.gradients(batches[:1])
+    oracle.loss = without_last
+    _, second = oracle.gradients(batches[1:])
+    got = full_gradients(model)
+    assert set(got) == set(first)
+    assert set(second) == {name for name in first if "blocks.2" not in name}
+    for name, value in first.items():
+        torch.testing.assert_close(got[name], value + second.get(name, 0), msg=name)
+
+
+def test_partial_sums_of_a_unit_the_last_micro_batch_skips_are_sent() -> None:
+    run_ranks(job_sync_of_partial_sums, 4, local=2)
+
+
+def job_two_backwards_with_sync() -> None:
+    """Without turning synchronisation off, gradients add up as well, at the cost of sending each time."""
+    model = shard(build(), cache="host")
+    batches = micro_batches(2)
+    with moved(model) as m:
+        for batch in batches:
+            squared_error(model, batch[dist.get_rank()]).backward()
+    assert m.gradients == 2 * reduce_bytes("node", buckets(model))
+    assert m.weights == gather_bytes("node", buckets(model))
+    assert_gradients(model, oracle_of(model), batches)
+
+
+def test_accumulating_with_synchronisation_on_is_right_too() -> None:
+    run_ranks(job_two_backwards_with_sync, 4, local=2)
+
+
+class Routed(nn.Module):
+    """A block of two dtypes, hence two buckets, of which all ranks use one and some ranks the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(5, 5)
+        self.sometimes = nn.Linear(5, 5, dtype=torch.float64)
+
+    def forward(self, x: Tensor, chosen: bool) -> Tensor:
+        y = self.always(x)
+        return y + self.sometimes(x.double()).float() if chosen else y
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Routed() for _ in range(3))
+
+    def forward(self, x: Tensor, chosen: bool) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x, chosen))
+        return x
+
+
+def routed_error(model: nn.Module, batch: tuple[Tensor, bool]) -> Tensor:
+    return model(*batch).square().mean()
+
+
+def job_routed(cache: str) -> None:
+    model = shard(build(Router), cache=cache)
+    oracle = oracle_of(model, Router, routed_error)
+    for chosen in ({0}, {1, 3}, {0, 1, 2, 3}):
+        batches = [[(inputs(0, rank)[0], rank in chosen) for rank in range(dist.get_world_size())]]
+        routed_error(model, batches[0][dist.get_rank()]).backward()
+        assert_gradients(model, oracle, batches)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("cache", ["none", "host"])
+def test_a_bucket_that_only_some_ranks_use(cache: str) -> None:
+    run_ranks(job_routed, 4, cache, local=2, timeout_s=60)
+
+
+def job_zeroed_in_place() -> None:
+    """`zero_grad(set_to_none=False)`: the next gradients are added to the zeros."""
+    model = shard(build(), cache="host")
+    oracle, batches = oracle_of(model), micro_batches(1)
+    for _ in range(2):
+        squared_error(model, batches[0][dist.get_rank()]).backward()
+        assert_gradients(model, oracle, batches)
+        model.zero_grad(set_to_none=False)
+        assert all(p.grad.to_local().eq(0).all() for p in model.parameters())
+
+
+def test_gradients_zeroed_in_place() -> None:
+    run_ranks(job_zeroed_in_place, 4, local=2)
