@@ -14,7 +14,14 @@ from typing import Any
 _context = multiprocessing.get_context("forkserver")
 # What ranks import; torch._dynamo is what any torch optimizer imports, seconds of it.
 _context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "laconic"]
+    [
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+        "transformers.models.llama.modeling_llama",
+        "laconic",
+    ]
 )
 
 
