@@ -21,6 +21,7 @@ from tests.shard.helpers import (
     full_gradients,
     full_parameters,
     gather_bytes,
+    held_bytes,
     inputs,
     micro_batches,
     moved,
@@ -128,6 +129,32 @@ def job_manual_unshard() -> None:
 
 def test_unshard_and_reshard_by_hand() -> None:
     run_ranks(job_manual_unshard, 4, local=2)
+
+
+def job_unshard_ahead() -> None:
+    batch, plain = inputs(0, 0), build()
+    model = shard(build(), cache="host")
+    for block in model.blocks:
+        block.unshard()  # before the root has been seen: FSDP2 allows it
+    torch.testing.assert_close(model(batch[0]), plain(batch[0]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        train_step(model, optimizer)
+    assert model.memory().device_bytes == held_bytes(model), "one account holds all"
+    assert_nothing_gathered(model)
+
+    handle = model.unshard(async_op=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+        for parameter in plain.parameters():
+            parameter.fill_(0.5)
+    handle.wait()
+    torch.testing.assert_close(model(batch[0]), plain(batch[0]), msg="what was under way is stale, and gathered anew")
+
+
+def test_unshard_ahead_of_the_first_forward_and_of_an_edit() -> None:
+    run_ranks(job_unshard_ahead, 4, local=2)
 
 
 def job_names() -> None:

@@ -86,6 +86,8 @@ def test_too_little_host_memory_warns_once_with_the_numbers(monkeypatch: pytest.
     with pytest.warns(UserWarning, match=r"needs 0.01 GB, but the machine has 0.00 GB.*Use cache='none'") as caught:
         make_slab(10_000_000, CPU)
     assert len(caught) == 1
+    with pytest.warns(UserWarning, match=r"needs 0.03 GB"):
+        make_slab(10_000_000, CPU, num_local=3)
 
 
 def page_lock_returning(error: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:

@@ -122,6 +122,7 @@ class Bucket:
         Raises:
             ValueError: `function` changes the dtype, which buffers and plans were made for.
         """
+        self.restore_chunk()
         chunk = function(self.chunk)
         if chunk is self.chunk:
             return
@@ -139,6 +140,12 @@ class Bucket:
         """Keep `ledger` from now on."""
         self.ledger = ledger
         ledger.hold(self.chunk.nbytes)
+
+    def close_account(self) -> None:
+        """Forget the ledger, and all memory but the chunk."""
+        self.free_full()
+        self.restore_chunk()
+        self._full = self.resting = self.ledger = None
 
     def _move_chunk(self, chunk: Tensor, version: int) -> None:
         self.chunk = chunk

@@ -153,17 +153,17 @@ def choose_device_slices(sizes: Sequence[int], budget_bytes: int) -> set[int]:
     return chosen
 
 
-def make_slab(nbytes: int, device: torch.device) -> Tensor:
-    """Host memory of exactly `nbytes`, uint8, page-locked if the device is a GPU.
+def make_slab(nbytes: int, device: torch.device, *, num_local: int = 1) -> Tensor:
+    """Host memory of exactly `nbytes`, uint8, page-locked if the device is a GPU. One of `num_local` on this machine.
 
     torch's pinned allocator rounds to powers of two (pytorch #95823), up to twice the bytes; an anonymous map does not.
     Whoever lets the last view of it go must call `free_slab` first.
     """
     available = _available_bytes()
-    if nbytes > available:
+    if nbytes * num_local > available:
         warnings.warn(
-            f"the host cache needs {nbytes / 1e9:.2f} GB, but the machine has {available / 1e9:.2f} GB available: it "
-            "may swap, and then every use of a layer waits for the disk. Use cache='none', or more nodes",
+            f"the host cache needs {nbytes * num_local / 1e9:.2f} GB, but the machine has {available / 1e9:.2f} GB "
+            "available: it may swap, and then every use of a layer waits for the disk. Use cache='none', or more nodes",
             stacklevel=2,
         )
     slab = torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]

@@ -116,9 +116,9 @@ class UnitGather:
     def begin(self) -> None:
         """Start, if nothing is under way: a fixed point of the program ([Note: The same order on every rank]).
 
-        A full bucket whose parameters have changed since is gathered anew.
+        Buckets whose parameters have changed since their gather began are gathered anew.
         """
-        if self.stage is Stage.FULL and any(gather.is_stale for gather in self._gathers):
+        if self.stage is not Stage.IDLE and any(gather.is_stale for gather in self._gathers):
             self.release()
         if self.stage is Stage.IDLE:
             for gather in self._gathers:

@@ -96,6 +96,12 @@ class Unit:
         for bucket in self.buckets:
             bucket.account(context.ledger)
 
+    def leave(self) -> None:
+        """End the membership of a context in which nothing has run, for that of a root further out."""
+        self.reshard()
+        for bucket in self.buckets:
+            bucket.close_account()
+
     @property
     def gather(self) -> UnitGather:
         """The gather of the unit's buckets; the unit must have joined a context."""
@@ -279,7 +285,7 @@ class Context:
     """What the units under one root share: order of execution, queues, lanes, the account and the host slab."""
 
     def __init__(self, root: Unit) -> None:
-        """Take over all units below `root`.
+        """Take over all units below `root`, also those that were unsharded by hand before.
 
         Raises:
             RuntimeError: one of them has run on its own before, outside its root.
@@ -296,10 +302,12 @@ class Context:
         self._in_backward = False
         for unit in self.units:
             if unit.context is not None:
-                raise RuntimeError(
-                    f"{unit.name} ran before {root.name or 'the root module'}, which contains it; run the outermost "
-                    "sharded module first, and call fully_shard on all modules before the first forward"
-                )
+                if unit.context.has_run:
+                    raise RuntimeError(
+                        f"{unit.name} ran before {root.name or 'the root module'}, which contains it; run the "
+                        "outermost sharded module first, and call fully_shard on all modules before the first forward"
+                    )
+                unit.leave()
             unit.join(self)
         names = {module: name for name, module in root.module.named_modules()}
         for unit in self.units:
@@ -321,12 +329,18 @@ class Context:
             if index not in on_device:
                 slab_users += [_resting(bucket) for bucket in unit.buckets]
         if slab_users:
-            slab = make_slab(sum(resting.nbytes for resting in slab_users), device)
+            nbytes = sum(resting.nbytes for resting in slab_users)
+            slab = make_slab(nbytes, device, num_local=self.root.cluster.num_local)
             self.ledger.host_bytes = slab.nbytes
             if device.type == "cuda":
                 weakref.finalize(self, free_slab, slab).atexit = False  # keeps the slab until then
             for resting, part in zip(slab_users, slab.split([resting.nbytes for resting in slab_users]), strict=True):
                 resting.rest_in(part)
+
+    @property
+    def has_run(self) -> bool:
+        """True once the root has begun a forward."""
+        return bool(self._forward or self._entered)
 
     # -- the order of execution ----------------------------------------------------------------------------------------
 
