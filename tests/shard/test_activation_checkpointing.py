@@ -1,0 +1,112 @@
+"""Activation checkpointing: recomputed forwards move and hold nothing more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from laconic.shard.unit import State, unit_of
+from tests.ranks import run_ranks
+from tests.shard.helpers import (
+    Block,
+    Net,
+    assert_gradients,
+    assert_nothing_gathered,
+    build,
+    micro_batches,
+    moved,
+    oracle_of,
+    shard,
+    squared_error,
+    train_step,
+)
+
+
+class Checkpointed(Net):
+    """Blocks are recomputed: each in a checkpoint, or two in one, or the inside of a block."""
+
+    def __init__(self, kind: str, reentrant: bool) -> None:
+        super().__init__()
+        self.kind, self.reentrant = kind, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        if self.kind == "pair":
+
+            def pair(h: Tensor) -> Tensor:
+                return self.blocks[1](self.blocks[0](h))
+
+            x = checkpoint(pair, x, use_reentrant=self.reentrant)
+            x = self.blocks[2](x)
+        else:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.out(x)
+
+
+class InnerCheckpoint(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(lambda h: self.down(torch.relu(self.up(h))), x, use_reentrant=False)
+
+
+def make_checkpointed(kind: str, reentrant: bool) -> nn.Module:
+    if kind != "inner":
+        return Checkpointed(kind, reentrant)
+    model = Net()
+    for block in model.blocks:
+        block.__class__ = InnerCheckpoint
+    return model
+
+
+def job_checkpointing(cache: str, kind: str, reentrant: bool) -> None:
+    model = shard(build(lambda: make_checkpointed(kind, reentrant)), cache=cache)
+    reference, oracle = shard(build(), cache=cache), oracle_of(model)
+    for seed in range(2):
+        batches = micro_batches(2, seed)
+        measured, peaks = [], []
+        for net in (reference, model):
+            net.reset_peak_memory()
+            with moved(net) as m:
+                for number, batch in enumerate(batches):
+                    net.set_requires_gradient_sync(number == 1)
+                    squared_error(net, batch[dist.get_rank()]).backward()
+            measured.append((m.weights, m.gradients, m.sent("local", "weights"), m.sent("local", "gradients")))
+            peaks.append(net.memory().device_peak_bytes)
+            assert_nothing_gathered(net)
+        assert measured[0] == measured[1], "recomputing moves not a byte more"
+        assert peaks[1] <= peaks[0], "nor holds one more"
+        assert_gradients(model, oracle, batches)
+        for net in (reference, model):
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.add_(0)
+            net.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reentrant"), [("each", False), ("each", True), ("pair", False), ("pair", True), ("inner", False)]
+)
+def test_activation_checkpointing_gathers_nothing_more(kind: str, reentrant: bool) -> None:
+    cache = {"each": "host", "pair": "none", "inner": "device"}[kind]
+    run_ranks(job_checkpointing, 4, cache, kind, reentrant, local=2)
+
+
+def job_states() -> None:
+    model = shard(build(lambda: Checkpointed("each", False)), cache="none")
+    units = [unit_of(block) for block in model.blocks]
+    states: list[State] = []
+    for unit in units:
+        assert unit is not None
+        unit.module.up.register_full_backward_hook(lambda *_, unit=unit: states.append(unit.state))  # type: ignore[union-attr, misc]
+    for _ in range(2):
+        states.clear()
+        train_step(model)
+        assert states == [State.BACKWARD] * len(units), "a recomputed forward does not take a unit out of its backward"
+        assert_nothing_gathered(model)
+
+
+def test_a_recomputed_forward_is_part_of_backward() -> None:
+    run_ranks(job_states, 2, local=1)
