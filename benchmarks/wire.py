@@ -393,6 +393,7 @@ def _tiny(base: Config) -> Config:
 
 def _record(rows: list[Row], results: list[Result]) -> None:
     """Into wire.json, beside rows and runs measured before; and from there into RESULTS.md and the picture."""
+    results = [dataclasses.replace(result, output=Path(result.output).name) for result in results]
     machine = describe_machine()
     known = json.loads(_JSON.read_text()) if _JSON.exists() else {"rows": {}, "results": []}
     by_key = {**known["rows"], **{row.key: dataclasses.asdict(row) | {"date": machine["date"]} for row in rows}}
