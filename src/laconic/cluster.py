@@ -87,6 +87,7 @@ class Cluster:
         self.device_type = mesh.device_type
         sharding = _sharding_ranks(mesh)  # (N, L), global ranks
         self.num_nodes, self.num_local = sharding.shape
+        self._ranks: list[list[int]] = sharding.tolist()
         position = (sharding == dist.get_rank()).nonzero()
         if len(position) != 1:
             raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh}")
@@ -118,6 +119,14 @@ class Cluster:
     def chunk_index(self) -> int:
         """Rank (n, l) owns chunk l * N + n: see [Note: A bucket's order] in shard/bucket.py."""
         return self.chunk_index_of(self.node_rank, self.local_rank)
+
+    def node_of(self, chunk: int) -> int:
+        """The node of the rank that owns `chunk`."""
+        return chunk % self.num_nodes
+
+    def global_rank(self, chunk: int) -> int:
+        """The rank, in the whole job, that owns `chunk`."""
+        return self._ranks[self.node_of(chunk)][chunk // self.num_nodes]
 
     def chunk_index_of(self, node_rank: int, local_rank: int) -> int:
         """The chunk that rank (node_rank, local_rank) owns."""

@@ -69,6 +69,13 @@ class BucketLayout:
         high = min(slot.offset + slot.numel, (chunk + 1) * self.chunk_numel)
         return Extent(low - slot.offset, high - slot.offset) if low < high else None
 
+    def holders(self, index: int) -> range:
+        """The chunks that hold something of tensor `index`, and perhaps one that does not."""
+        slot = self.slots[index]
+        return range(
+            slot.offset // self.chunk_numel, min(-(-(slot.offset + slot.numel) // self.chunk_numel), self.num_chunks)
+        )
+
     def offset_in_chunk(self, index: int, chunk: int) -> int:
         """Where the extent begins inside its chunk; 0 for an empty one."""
         extent = self.extent(index, chunk)

@@ -32,6 +32,8 @@ from laconic.shard.layout import BucketLayout, Extent, Slot
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from laconic.shard.redistribute import Redistribution
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RaggedSpec:
@@ -141,6 +143,18 @@ class RaggedTensor(torch.Tensor):
             piece = whole
         rows = piece.view(layout.num_chunks, longest)
         return torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)]).view(spec.shape)
+
+    def redistribute(
+        self, target: RaggedSpec | None, *, async_op: bool = False
+    ) -> RaggedTensor | Tensor | Redistribution:
+        """This tensor cut as `target` says, or whole on every rank for None. Collective; see `shard.redistribute`.
+
+        With `async_op` a `Redistribution`, whose `wait()` gives a list of one.
+        """
+        from laconic.shard.redistribute import redistribute  # it makes tensors of this class
+
+        under_way = redistribute([self], [target])
+        return under_way if async_op else under_way.wait()[0]
 
     def like(self, local: Tensor) -> RaggedTensor:
         """Another tensor with this one's layout."""
