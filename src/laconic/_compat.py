@@ -53,6 +53,11 @@ def outside_compilation(function: _F) -> _F:
     return cast(_F, torch._disable_dynamo(function))
 
 
+def is_transforming() -> bool:
+    """True under torch.compile's tracing or a torch.func transform, which cannot look into an autograd function."""
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def in_backward() -> bool:
     """True while the autograd engine runs a graph on this thread: also inside a recomputed forward."""
     return torch._C._current_graph_task_id() != -1

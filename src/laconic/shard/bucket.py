@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from laconic.cluster import Cluster
 from laconic.shard.cache import RestingSlice
 from laconic.shard.layout import BucketLayout
 from laconic.shard.ledger import AliasBuffer, FlatBuffer, Ledger
+from laconic.shard.linear import GradientSink, mark, write_gradient_in_place
 from laconic.shard.planner import plan_bucket
 from laconic.shard.tensor import RaggedSpec, RaggedTensor
 
@@ -68,7 +70,7 @@ class Bucket:
         self._full: FlatBuffer | AliasBuffer | None = None
         self._gathered: list[nn.Parameter] = []
         self._full_version = 0
-        self._on_grad: Callable[[int, nn.Parameter], None] | None = None
+        self._sink: GradientSink | None = None
         self._epoch = 0
         self.is_chunk_dropped = False
         self.chunk = self._cut([item.parameter for item in managed])
@@ -227,17 +229,19 @@ class Bucket:
         if not view.is_floating_point():  # a quantised table, say: it can never train
             return nn.Parameter(view, requires_grad=False)
         parameter = nn.Parameter(view)
-        parameter.register_post_accumulate_grad_hook(lambda tensor: self._grad_arrived(index, tensor))
+        if self._sink is not None:
+            mark(parameter, self._sink, index)
+            parameter.register_post_accumulate_grad_hook(partial(self._sink.collect, index))
         parameter.requires_grad_(self.sharded[index].requires_grad)
         return parameter
 
-    def _grad_arrived(self, index: int, parameter: nn.Parameter) -> None:
-        assert self._on_grad is not None
-        self._on_grad(index, parameter)
-
-    def on_grad(self, callback: Callable[[int, nn.Parameter], None]) -> None:
-        """Call `callback(index, gathered parameter)` whenever backward has put a gradient on a gathered parameter."""
-        self._on_grad = callback
+    def send_gradients_to(self, sink: GradientSink) -> None:
+        """Let `sink` have the gradients of the gathered parameters."""
+        self._sink = sink
+        for places in self._places:
+            for module, name in places:
+                if name == "weight":
+                    write_gradient_in_place(module)
 
     def show_gathered(self) -> None:
         """Let the modules see the gathered parameters.

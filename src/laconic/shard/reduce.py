@@ -44,7 +44,7 @@ class BucketGradients:
         self._written: set[int] = set()
         self.partial: Tensor | None = None
         """Sums of earlier micro-batches inside this node, (N * C,), not yet sent across nodes."""
-        bucket.on_grad(self.collect)
+        bucket.send_gradients_to(self)
 
     @property
     def are_waiting(self) -> bool:
@@ -54,7 +54,8 @@ class BucketGradients:
     def collect(self, index: int, parameter: nn.Parameter) -> None:
         """Move a gathered parameter's gradient into the bucket, in the reduce dtype."""
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
+        if gradient is None:  # written in place already
+            return
         if gradient.is_sparse:
             raise ValueError(
                 f"{self.bucket.layout.slots[index].name} got a sparse gradient, which cannot be reduced in a flat "
@@ -66,6 +67,20 @@ class BucketGradients:
             view.add_(gradient)
         else:
             view.copy_(gradient)
+            self._written.add(index)
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """True if gradients of `dtype` need no cast."""
+        return dtype == self.bucket.reduce_dtype
+
+    def add_product(self, index: int, left: Tensor, right: Tensor) -> None:
+        """Add left @ right to a gradient, in the bucket: [Note: Gradients written in place] in shard/linear.py."""
+        self._allocate()
+        view = self._view(index)
+        if index in self._written:
+            view.addmm_(left, right)
+        else:
+            torch.mm(left, right, out=view)
             self._written.add(index)
 
     def _allocate(self) -> None:
@@ -83,8 +98,10 @@ class BucketGradients:
         """The bucket of this backward's gradients, complete: [Note: Gradients that do not come]."""
         self._allocate()
         assert self._full is not None
-        for index in range(len(self.bucket.sharded)):
-            if index not in self._written:
+        if not self._written:
+            self._full.zero_()
+        else:
+            for index in set(range(len(self.bucket.sharded))) - self._written:
                 self._view(index).zero_()
         full, self._full = self._full, None
         self._written.clear()
@@ -105,11 +122,14 @@ class BucketGradients:
         if self.bucket.divide_by != 1:
             chunk.div_(self.bucket.divide_by)
         chunk = chunk.to(self.bucket.dtype)
+        trainable = [(i, parameter) for i, parameter in enumerate(self.bucket.sharded) if parameter.requires_grad]
+        base = getattr(trainable[0][1].grad, "base", None)
+        if base is not None and all(getattr(parameter.grad, "base", None) is base for _, parameter in trainable):
+            base.add_(chunk)  # all of them at once
+            return
         self.ledger.hold(chunk.nbytes)
         weakref.finalize(chunk, self.ledger.hold, -chunk.nbytes)
-        for index, parameter in enumerate(self.bucket.sharded):
-            if not parameter.requires_grad:
-                continue
+        for index, parameter in trainable:
             local = self.bucket.local_view(chunk, index)
             if parameter.grad is None:
                 gradient = parameter.like(local)  # type: ignore[attr-defined]

@@ -1,0 +1,194 @@
+"""Gathers land where kernels read, gradients are computed where they are reduced: what is allocated and copied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from laconic.shard import linear
+from tests.ranks import run_ranks
+from tests.shard.helpers import (
+    Net,
+    assert_gradients,
+    buckets,
+    build,
+    inputs,
+    micro_batches,
+    oracle_of,
+    shard,
+    squared_error,
+)
+
+_COPIES = (
+    "copy_",
+    "cat",
+    "clone",
+    "_to_copy",
+    "stack",
+    "split_with_sizes_copy",
+    "contiguous",
+    "add_",
+    "_foreach_copy_",
+)
+
+
+class Watch(TorchDispatchMode):
+    """Every operation's new memory and copied bytes, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated: list[tuple[str, int]] = []
+        self.copied: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        known = {leaf.untyped_storage().data_ptr() for leaf in _plain((args, kwargs))}
+        for leaf in _plain(result):
+            if leaf.untyped_storage().data_ptr() not in known:
+                self.allocated.append((name, leaf.nbytes))
+            if name in _COPIES:
+                self.copied.append((name, leaf.nbytes))
+        return result
+
+
+def _plain(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if type(leaf) in (Tensor, nn.Parameter)]
+
+
+def job_watch(cache: str) -> None:
+    model = shard(build(lambda: Net(2, 64, 96)), cache=cache)
+    optimizer = torch.optim.AdamW(model.parameters())
+    watches = []
+    for _ in range(4):
+        watch = Watch()
+        with watch:
+            squared_error(model, inputs(0, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        watches.append(watch)
+    assert watches[2].allocated == watches[3].allocated, "the pattern is steady"
+    assert watches[2].copied == watches[3].copied
+
+    all_buckets = buckets(model)
+    sizes = [bucket.layout.numel * 4 for bucket in buckets(model.blocks)]
+    big = [entry for entry in watches[3].allocated if entry[1] > min(sizes) / 2]
+    assert big == [("empty", size) for size in sizes], (
+        f"one gradient bucket each, and nothing else above half of one: {big}"
+    )
+
+    vectors = sum(slot.numel * 4 for bucket in all_buckets for slot in bucket.layout.slots if len(slot.shape) == 1)
+    chunks = sum(bucket.chunk.nbytes for bucket in all_buckets)
+    assert max(nbytes for _, nbytes in watches[3].copied) <= min(sizes) / 2
+    # A chunk goes out of its place; a slice from the host cache goes to the device. Never a bucket.
+    slices = sum(bucket.slice_numel * 4 for bucket in all_buckets)
+    gathers = {"none": 2 * chunks, "host": chunks + 2 * slices}[cache]
+    assert sum(nbytes for _, nbytes in watches[3].copied) <= gathers + vectors, watches[3].copied
+
+
+@pytest.mark.parametrize("cache", ["none", "host"])
+def test_nothing_as_large_as_a_bucket_is_allocated_or_copied(cache: str) -> None:
+    run_ranks(job_watch, 4, cache, local=2)
+
+
+class Sink:
+    """A bucket of one gradient."""
+
+    def __init__(self, weight: nn.Parameter, dtype: torch.dtype = torch.float32) -> None:
+        self.gradient = torch.zeros_like(weight, dtype=dtype)
+        self.written = 0
+        linear.mark(weight, self, 0)
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        return dtype == self.gradient.dtype
+
+    def collect(self, index: int, parameter: nn.Parameter) -> None:
+        raise AssertionError("not under test")
+
+    def add_product(self, index: int, left: Tensor, right: Tensor) -> None:
+        self.written += 1
+        self.gradient.addmm_(left, right)
+
+
+def layer(bias: bool = True) -> tuple[nn.Linear, nn.Linear]:
+    """A plain layer, and its twin that writes in place."""
+    torch.manual_seed(0)
+    plain, twin = nn.Linear(5, 3, bias=bias), nn.Linear(5, 3, bias=bias)
+    twin.load_state_dict(plain.state_dict())
+    linear.write_gradient_in_place(twin)
+    return plain, twin
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 3, 5), (0, 5)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_are_those_of_a_plain_linear_layer(shape: tuple[int, ...], bias: bool) -> None:
+    plain, twin = layer(bias)
+    sink = Sink(twin.weight)
+    x = torch.randn(shape)
+    xs = [x.clone().requires_grad_() for _ in range(2)]
+    for module, value in zip((plain, twin), xs, strict=True):
+        (module(module(value).sum(-1, keepdim=True).expand(*shape)).square().sum() + module(value).sum()).backward()
+    assert sink.written == 3, "three uses, three products"
+    assert twin.weight.grad is None
+    torch.testing.assert_close(sink.gradient, plain.weight.grad)
+    torch.testing.assert_close(xs[1].grad, xs[0].grad)
+    if bias:
+        torch.testing.assert_close(twin.bias.grad, plain.bias.grad)
+
+
+def test_where_it_cannot_write_the_plain_path_is_taken() -> None:
+    plain, twin = layer()
+    x = torch.randn(4, 5)
+    sink = Sink(twin.weight, torch.bfloat16)
+    twin(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    assert sink.written == 0
+    assert torch.equal(twin.weight.grad, plain.weight.grad)  # type: ignore[arg-type]
+
+    twin.weight.grad = None
+    sink = Sink(twin.weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert twin(x).dtype == torch.bfloat16
+    twin(x).square().sum()
+    with torch.no_grad():
+        assert not twin(x).requires_grad
+    per_row = torch.func.vmap(torch.func.grad(lambda row: twin(row).sum()))(x)
+    torch.testing.assert_close(per_row, twin.weight.detach().sum(0).expand(4, 5))
+    assert sink.written == 0
+
+
+def test_a_gradient_of_a_gradient() -> None:
+    plain, twin = layer()
+    sink = Sink(twin.weight)
+    results = []
+    for module in (plain, twin):
+        x = torch.linspace(-1, 1, 10).view(2, 5).requires_grad_()
+        (gradient,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        results.append(x.grad)
+    torch.testing.assert_close(results[1], results[0])
+    found = sink.gradient if twin.weight.grad is None else sink.gradient + twin.weight.grad
+    torch.testing.assert_close(found, plain.weight.grad)
+
+
+def job_accumulate() -> None:
+    model = shard(build(), cache="host")
+    oracle, batches = oracle_of(model), micro_batches(3)
+    for number, batch in enumerate(batches):  # every micro-batch is reduced, and added to what is there in one go
+        squared_error(model, batch[dist.get_rank()]).backward()
+        bases = {id(p.grad.base) for bucket in buckets(model.blocks[0]) for p in bucket.sharded}
+        if number == 0:
+            first = bases
+        assert bases == first
+    assert len(first) == len(buckets(model.blocks[0]))
+    assert_gradients(model, oracle, batches)
+
+
+def test_gradients_of_several_steps_are_added_by_bucket() -> None:
+    run_ranks(job_accumulate, 3, local=1)
