@@ -96,7 +96,8 @@ class Cluster:
         families = _families(mesh)
         self.gather_groups = _axis_groups(families)
         self.reduce_groups = _axis_groups(families)
-        self.all_group = _own_group(families.flatten(1).tolist()) if len(families) > 1 else dist.group.WORLD
+        is_world = families[0].numel() == dist.get_world_size()
+        self.all_group = dist.group.WORLD if is_world else _own_group(families.flatten(1).tolist())
         """Every rank of the island, in global order."""
 
     @staticmethod
@@ -119,6 +120,11 @@ class Cluster:
     def chunk_index(self) -> int:
         """Rank (n, l) owns chunk l * N + n: see [Note: A bucket's order] in shard/bucket.py."""
         return self.chunk_index_of(self.node_rank, self.local_rank)
+
+    @property
+    def ranks(self) -> set[int]:
+        """All ranks of the island, by their numbers in the whole job."""
+        return {rank for node in self._ranks for rank in node}
 
     def node_of(self, chunk: int) -> int:
         """The node of the rank that owns `chunk`."""
@@ -166,5 +172,8 @@ def _axis_groups(families: torch.Tensor) -> dict[str, dist.ProcessGroup | None]:
 def _own_group(lists_of_ranks: list[list[int]]) -> dist.ProcessGroup | None:
     if len(lists_of_ranks[0]) == 1:
         return None
+    if sum(map(len, lists_of_ranks)) < dist.get_world_size():  # a part of a larger mesh: nobody knows the other parts
+        own = next(ranks for ranks in lists_of_ranks if dist.get_rank() in ranks)
+        return dist.new_group(own, use_local_synchronization=True)
     group, _ = dist.new_subgroups_by_enumeration(lists_of_ranks)
     return group

@@ -23,6 +23,7 @@ from laconic.shard.cache import RestingSlice
 from laconic.shard.layout import BucketLayout
 from laconic.shard.ledger import AliasBuffer, FlatBuffer, Ledger
 from laconic.shard.linear import GradientSink, mark, write_gradient_in_place
+from laconic.shard.outer import OuterShard, local_part
 from laconic.shard.planner import plan_bucket
 from laconic.shard.tensor import RaggedSpec, RaggedTensor
 
@@ -36,6 +37,11 @@ class Managed:
     parameter: nn.Parameter
     block: int
     places: tuple[tuple[nn.Module, str], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what this rank holds of it before: [Note: Two parallelisms, two meshes] in shard/outer.py."""
+        return tuple(local_part(self.parameter).shape)
 
 
 class Bucket:
@@ -57,7 +63,7 @@ class Bucket:
         smallest = min(dtype.itemsize, self.compute_dtype.itemsize, self.reduce_dtype.itemsize)
         self.layout: BucketLayout = plan_bucket(
             [item.name for item in managed],
-            [tuple(item.parameter.shape) for item in managed],
+            [item.shape for item in managed],
             [item.block for item in managed],
             num_chunks=cluster.size,
             itemsize=smallest,
@@ -67,13 +73,14 @@ class Bucket:
         self.ledger: Ledger | None = None
         self.resting: RestingSlice | None = None
         self._places = [item.places for item in managed]
+        self._outer = [OuterShard.of(item.parameter, item.name, cluster) for item in managed]
         self._full: FlatBuffer | AliasBuffer | None = None
         self._gathered: list[nn.Parameter] = []
         self._full_version = 0
         self._sink: GradientSink | None = None
         self._epoch = 0
         self.is_chunk_dropped = False
-        self.chunk = self._cut([item.parameter for item in managed])
+        self.chunk = self._cut([local_part(item.parameter) for item in managed])
         self._device = self.chunk.device
         self.sharded = [
             nn.Parameter(self._ragged(index), requires_grad=item.parameter.requires_grad)
@@ -88,7 +95,7 @@ class Bucket:
 
     # -- the chunk, and the sharded parameters that are views of it ----------------------------------------------------
 
-    def _cut(self, parameters: list[nn.Parameter]) -> Tensor:
+    def _cut(self, parameters: list[Tensor]) -> Tensor:
         """This rank's chunk of the given whole parameters."""
         chunk = torch.zeros(self.layout.chunk_numel, dtype=self.dtype, device=parameters[0].device)
         if not chunk.is_meta:
@@ -96,7 +103,7 @@ class Bucket:
                 extent = self.layout.extent(index, self.cluster.chunk_index)
                 if extent is not None:
                     begin = self.layout.offset_in_chunk(index, self.cluster.chunk_index)
-                    part = parameter.detach().view(-1)[extent.start : extent.stop]
+                    part = parameter.reshape(-1)[extent.start : extent.stop]
                     chunk[begin : begin + extent.numel].copy_(part)
         return chunk
 
@@ -107,7 +114,7 @@ class Bucket:
         return chunk[begin : begin + (extent.numel if extent else 0)]
 
     def _ragged(self, index: int) -> RaggedTensor:
-        spec = RaggedSpec(cluster=self.cluster, layout=self.layout, index=index)
+        spec = RaggedSpec(cluster=self.cluster, layout=self.layout, index=index, outer=self._outer[index])
         return RaggedTensor(self.local_view(self.chunk, index), spec, device=self._device, bump=self._bump)
 
     def _bump(self) -> None:
@@ -160,6 +167,11 @@ class Bucket:
                 torch.utils.swap_tensors(old, new)
 
     # -- trainability --------------------------------------------------------------------------------------------------
+
+    def part_of_gradient(self, index: int, gradient: Tensor) -> Tensor:
+        """What this rank holds of a gathered parameter's gradient, in the slot's shape."""
+        outer = self._outer[index]
+        return gradient if outer is None else outer.part_of_gradient(gradient)
 
     @property
     def is_frozen(self) -> bool:
@@ -226,11 +238,15 @@ class Bucket:
         assert self._full is not None
         slot = self.layout.slots[index]
         view = self._full.tensor[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        outer = self._outer[index]
+        if outer is not None:
+            view = outer.wrap(view)
         if not view.is_floating_point():  # a quantised table, say: it can never train
             return nn.Parameter(view, requires_grad=False)
         parameter = nn.Parameter(view)
         if self._sink is not None:
-            mark(parameter, self._sink, index)
+            if outer is None:
+                mark(parameter, self._sink, index)
             parameter.register_post_accumulate_grad_hook(partial(self._sink.collect, index))
         parameter.requires_grad_(self.sharded[index].requires_grad)
         return parameter

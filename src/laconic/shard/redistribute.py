@@ -26,7 +26,7 @@ def whole_on(spec: RaggedSpec, chunk: int) -> RaggedSpec:
     size = max(1, slot.numel)
     whole = Slot(name=slot.name, shape=slot.shape, block=size, offset=chunk * size)
     layout = BucketLayout(slots=(whole,), num_chunks=spec.layout.num_chunks, chunk_numel=size)
-    return RaggedSpec(cluster=spec.cluster, layout=layout, index=0)
+    return RaggedSpec(cluster=spec.cluster, layout=layout, index=0, outer=spec.outer)
 
 
 def moved_elements(spec: RaggedSpec, target: RaggedSpec | None) -> int:
@@ -109,7 +109,8 @@ class Redistribution:
                 self._begin(dtype)
 
     def wait(self) -> list[RaggedTensor | Tensor]:
-        """The tensors in their new cut: RaggedTensors, or plain tensors of the global shape where that was asked."""
+        """The tensors in their new cut: RaggedTensors, or plain tensors of the global shape (DTensors, if another mesh
+        axis cuts them as well) where that was asked."""
         if self._works:
             cluster = self._exchange.cluster
             with cluster.traffic.waiting("node" if cluster.num_nodes > 1 else "local"):
@@ -151,7 +152,9 @@ class Redistribution:
     def _wrapped(self, index: int) -> RaggedTensor | Tensor:
         target, tensor = self._exchange.targets[index], self._tensors[index]
         if target is None:
-            return self._results[index].view(tensor.shape)
+            spec = tensor.spec
+            whole = self._results[index].view(spec.layout.slots[spec.index].shape)
+            return whole if spec.outer is None else spec.outer.wrap(whole)
         return tensor if target == tensor.spec else RaggedTensor(self._results[index], target)
 
     # -- messages ------------------------------------------------------------------------------------------------------

@@ -61,6 +61,7 @@ class BucketGradients:
                 f"{self.bucket.layout.slots[index].name} got a sparse gradient, which cannot be reduced in a flat "
                 "bucket; build the embedding with sparse=False"
             )
+        gradient = self.bucket.part_of_gradient(index, gradient)
         self._allocate()
         view = self._view(index)
         if index in self._written:

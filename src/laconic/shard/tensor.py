@@ -28,6 +28,7 @@ from laconic import _compat
 from laconic.cluster import Cluster
 from laconic.shard.collectives import Level
 from laconic.shard.layout import BucketLayout, Extent, Slot
+from laconic.shard.outer import OuterShard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -42,12 +43,16 @@ class RaggedSpec:
     cluster: Cluster
     layout: BucketLayout
     index: int
+    outer: OuterShard | None = None
+    """What another parallelism holds here of the tensor, of which this is a part: [Note: Two parallelisms, two meshes]
+    in shard/outer.py."""
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
             isinstance(other, RaggedSpec)
             and self.cluster is other.cluster
             and self.index == other.index
+            and self.outer == other.outer
             and self.layout == other.layout
         )
 
@@ -60,7 +65,7 @@ class RaggedSpec:
     @property
     def shape(self) -> tuple[int, ...]:
         """Global shape."""
-        return self.layout.slots[self.index].shape
+        return self.outer.shape if self.outer is not None else self.layout.slots[self.index].shape
 
     @property
     def extent(self) -> Extent | None:
@@ -69,6 +74,7 @@ class RaggedSpec:
 
     def part_of(self, whole: Tensor) -> Tensor:
         """This rank's flat part of a plain tensor of the global shape."""
+        whole = self.outer.part_of(whole) if self.outer is not None else whole
         extent = self.extent or Extent(0, 0)
         return whole.reshape(-1)[extent.start : extent.stop]
 
@@ -142,7 +148,9 @@ class RaggedTensor(torch.Tensor):
                 pending.wait()
             piece = whole
         rows = piece.view(layout.num_chunks, longest)
-        return torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)]).view(spec.shape)
+        slot = layout.slots[spec.index]
+        whole = torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)]).view(slot.shape)
+        return whole if spec.outer is None else spec.outer.wrap(whole).full_tensor()
 
     def redistribute(
         self, target: RaggedSpec | None, *, async_op: bool = False
@@ -165,6 +173,10 @@ class RaggedTensor(torch.Tensor):
     def rows(self, start: int, stop: int, *, keep_dim: bool) -> RaggedTensor:
         """A view of rows [start, stop) of dim 0: the same borders between ranks, a shorter tensor; edits count as this
         one's."""
+        if self._spec.outer is not None:
+            raise NotImplementedError(
+                "rows of a tensor that another mesh axis cuts as well; gather it with .full_tensor()"
+            )
         slot = self._spec.layout.slots[self._spec.index]
         inner = math.prod(slot.shape[1:])
         shape = (stop - start, *slot.shape[1:]) if keep_dim else slot.shape[1:]
@@ -206,16 +218,22 @@ class RaggedTensor(torch.Tensor):
     # -- the protocol of torch.distributed.checkpoint (DCP) ------------------------------------------------------------
 
     def _checkpoint_chunks(self) -> list[Any]:
+        """This rank's boxes in the global tensor."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         from laconic.shard.layout import boxes
+
+        slot, outer = self._spec.layout.slots[self._spec.index], self._spec.outer
+        origin = outer.offset if outer is not None else (0,) * self.dim()
 
         if self.numel() == 0 and self._spec.cluster.chunk_index == 0:  # somebody must say that there is nothing
             return [ChunkStorageMetadata(offsets=torch.Size([0] * self.dim()), sizes=self.shape)]
         extent = self.extent or Extent(0, 0)
         return [
-            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-            for offsets, sizes in boxes(tuple(self.shape), extent)
+            ChunkStorageMetadata(
+                offsets=torch.Size(a + b for a, b in zip(origin, offsets, strict=True)), sizes=torch.Size(sizes)
+            )
+            for offsets, sizes in boxes(slot.shape, extent)
         ]
 
     def __create_chunk_list__(self) -> list[Any]:

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from laconic.cluster import Cluster
 from laconic.shard.collectives import all_reduce
+from laconic.shard.outer import OuterShard, common_outer
 from laconic.shard.tensor import RaggedSpec, RaggedTensor
 
 aten = torch.ops.aten
@@ -210,7 +212,7 @@ def _any_or_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     source: RaggedTensor = args[0]
     answer = func(source._local).to(torch.uint8)
     op = dist.ReduceOp.MAX if func is aten.any.default else dist.ReduceOp.MIN
-    return all_reduce(source._spec.cluster, answer, op).to(torch.bool)
+    return _reduce_everywhere(answer, source._spec.cluster, source._spec.outer, op).to(torch.bool)
 
 
 def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
@@ -261,15 +263,32 @@ def _norm_scalar(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
 
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     order = float(args[1]) if len(args) > 1 else 2.0
-    totals = PartialNorm.of(args[0], order, shape=(len(args[0]),)).reduced()
-    return list(totals.unbind())
+    by_cluster: dict[Cluster, list[int]] = {}
+    for position, tensor in enumerate(args[0]):
+        by_cluster.setdefault(tensor._spec.cluster, []).append(position)
+    norms: dict[int, Tensor] = {}
+    for positions in by_cluster.values():
+        totals = PartialNorm.of([args[0][i] for i in positions], order, shape=(len(positions),)).reduced()
+        norms.update(zip(positions, totals.unbind(), strict=True))
+    return [norms[position] for position in range(len(args[0]))]
 
 
 def _unscale_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # GradScaler: every rank must skip the step that any rank must skip.
     tensors, found_inf, scale = args
     func([tensor._local for tensor in tensors], found_inf, scale)
-    all_reduce(tensors[0]._spec.cluster, found_inf, dist.ReduceOp.MAX)
+    for cluster, outer in dict.fromkeys((tensor._spec.cluster, tensor._spec.outer) for tensor in tensors):
+        _reduce_everywhere(found_inf, cluster, outer, dist.ReduceOp.MAX)
+
+
+def _reduce_everywhere(
+    tensor: Tensor, cluster: Cluster, outer: OuterShard | None, op: dist.ReduceOp.RedOpType
+) -> Tensor:
+    """Reduce a small tensor, in place, over the mesh and over the axis of another parallelism."""
+    all_reduce(cluster, tensor, op)
+    if outer is not None:
+        dist.all_reduce(tensor, op, group=outer.group)
+    return tensor
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
@@ -298,32 +317,41 @@ class PartialNorm(torch.Tensor):
 
     _powers: Tensor
     _order: float
-    _spec: RaggedSpec
+    _cluster: Cluster
+    _outer: OuterShard | None
 
     @staticmethod
-    def __new__(cls, powers: Tensor, order: float, spec: RaggedSpec) -> PartialNorm:
-        """`powers`: this rank's sums of |x| ** order, or maxima for the infinite order."""
+    def __new__(cls, powers: Tensor, order: float, cluster: Cluster, outer: OuterShard | None) -> PartialNorm:
+        """`powers`: this rank's sums of |x| ** order, or maxima for the infinite order, also summed over `outer`."""
         self = torch.Tensor._make_wrapper_subclass(cls, powers.shape, dtype=powers.dtype, device=powers.device)
-        self._powers, self._order, self._spec = powers, order, spec
+        self._powers, self._order, self._cluster, self._outer = powers, order, cluster, outer
         return self
 
     @staticmethod
     def of(tensors: list[RaggedTensor], order: float, *, shape: tuple[int, ...]) -> PartialNorm:
-        """The partial norms of `tensors`, one each."""
+        """The partial norms of `tensors`, one each, all on one mesh."""
         if order <= 0:
             raise NotImplementedError(f"a RaggedTensor has norms of positive order, got {order}")
         # In fp32 at least: the square of a norm of 256 is beyond fp16, and bf16 would add squares with 8 bits.
         dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+        outer = common_outer([tensor._spec.outer for tensor in tensors])
         norms = [
             torch.linalg.vector_norm(tensor._local, order, dtype=dtype)
-            if tensor._local.numel()
+            if tensor._local.numel() and _counts(tensor._spec.outer, outer)
             else tensor._local.new_zeros((), dtype=dtype)
             for tensor in tensors
         ]
         powers = torch.stack(norms)
         if not math.isinf(order):
             powers = powers.pow(order)
-        return PartialNorm(powers.view(shape).to(tensors[0].device), order, tensors[0]._spec)
+        return PartialNorm(powers.view(shape).to(tensors[0].device), order, tensors[0]._spec.cluster, outer)
+
+    @staticmethod
+    def stacked(norms: list[PartialNorm]) -> PartialNorm:
+        """Several on one mesh as one."""
+        outer = common_outer([norm._outer for norm in norms])
+        powers = [norm._powers if _counts(norm._outer, outer) else torch.zeros_like(norm._powers) for norm in norms]
+        return PartialNorm(torch.stack(powers), norms[0]._order, norms[0]._cluster, outer)
 
     def reduced(self, combine: bool = False) -> Tensor:
         """The norms as a plain tensor, or with `combine` the norm of them all. Collective."""
@@ -331,7 +359,8 @@ class PartialNorm(torch.Tensor):
         powers = self._powers.clone()
         if combine:
             powers = powers.amax() if infinite else powers.sum()
-        all_reduce(self._spec.cluster, powers, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
+        op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+        _reduce_everywhere(powers, self._cluster, self._outer, op)
         return powers if infinite else powers.pow(1.0 / self._order)
 
     def combine(self, order: float) -> Tensor:
@@ -348,12 +377,18 @@ class PartialNorm(torch.Tensor):
         if func is aten.linalg_vector_norm.default:
             return _scaled_norm(func, args, kwargs)
         if func is aten.detach.default:
-            return PartialNorm(args[0]._powers, args[0]._order, args[0]._spec)
-        if func is aten.stack.default and all(
-            isinstance(norm, PartialNorm) and norm._order == args[0][0]._order for norm in args[0]
-        ):
-            first = args[0][0]
-            if all(norm._spec.cluster is first._spec.cluster for norm in args[0]):
-                return PartialNorm(torch.stack([norm._powers for norm in args[0]]), first._order, first._spec)
+            return PartialNorm(args[0]._powers, args[0]._order, args[0]._cluster, args[0]._outer)
+        if func is aten.stack.default:
+            norms = args[0]
+            kinds = {(norm._cluster, norm._order) if isinstance(norm, PartialNorm) else None for norm in norms}
+            if len(kinds) == 1 and None not in kinds:
+                return PartialNorm.stacked(norms)
         args, kwargs = tree_map(lambda leaf: leaf.reduced() if isinstance(leaf, PartialNorm) else leaf, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _counts(own: OuterShard | None, outer: OuterShard | None) -> bool:
+    """False for what other ranks of the outer axis hold too, on all of them but one."""
+    if outer is None:
+        return True
+    return not own.is_repeated if own is not None else outer.mesh.get_local_rank() == 0
