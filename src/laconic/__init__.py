@@ -1,10 +1,11 @@
 """Data-parallel training for PyTorch that says little on the wire."""
 
 from laconic.cluster import Cluster, init_mesh
+from laconic.islands.local_steps import LocalSteps
 from laconic.shard.api import ShardedModule, fully_shard
 from laconic.shard.cache import Cache
 from laconic.shard.tensor import RaggedTensor
 
 __version__ = "0.1.0"
 
-__all__ = ["Cache", "Cluster", "RaggedTensor", "ShardedModule", "fully_shard", "init_mesh"]
+__all__ = ["Cache", "Cluster", "LocalSteps", "RaggedTensor", "ShardedModule", "fully_shard", "init_mesh"]

@@ -99,6 +99,12 @@ class Cluster:
         is_world = families[0].numel() == dist.get_world_size()
         self.all_group = dist.group.WORLD if is_world else _own_group(families.flatten(1).tolist())
         """Every rank of the island, in global order."""
+        self.num_islands = len(families)
+        self.island_rank = int((families == dist.get_rank()).nonzero()[0, 0])
+        # Islands exchange what rests in host memory, whatever device they compute on.
+        across = families.flatten(1).T.tolist()
+        self.island_group = _own_group(across, backend="gloo")
+        """The ranks at this rank's place in all islands, in the order of islands; None if there is one island."""
 
     @staticmethod
     def of(mesh: DeviceMesh) -> Cluster:
@@ -169,11 +175,11 @@ def _axis_groups(families: torch.Tensor) -> dict[str, dist.ProcessGroup | None]:
     return {"node": _own_group(along_node), "local": _own_group(along_local)}
 
 
-def _own_group(lists_of_ranks: list[list[int]]) -> dist.ProcessGroup | None:
+def _own_group(lists_of_ranks: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
     if len(lists_of_ranks[0]) == 1:
         return None
     if sum(map(len, lists_of_ranks)) < dist.get_world_size():  # a part of a larger mesh: nobody knows the other parts
         own = next(ranks for ranks in lists_of_ranks if dist.get_rank() in ranks)
-        return dist.new_group(own, use_local_synchronization=True)
-    group, _ = dist.new_subgroups_by_enumeration(lists_of_ranks)
+        return dist.new_group(own, backend=backend, use_local_synchronization=True)
+    group, _ = dist.new_subgroups_by_enumeration(lists_of_ranks, backend=backend)
     return group

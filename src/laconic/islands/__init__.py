@@ -1,0 +1,1 @@
+"""Islands of machines that run on their own and agree rarely."""

@@ -1,0 +1,50 @@
+"""When which fragment is sent and applied; and which parameters are in it."""
+
+from __future__ import annotations
+
+import pytest
+
+from laconic.islands.fragments import Schedule, fragment_of
+
+
+@pytest.mark.parametrize(("every", "fragments", "overlap"), [(1, 1, 0), (6, 1, 5), (6, 3, 1), (8, 4, 0), (100, 4, 24)])
+def test_every_fragment_is_sent_and_applied_once_a_round(every: int, fragments: int, overlap: int) -> None:
+    schedule = Schedule(every=every, fragments=fragments, overlap=overlap)
+    sent = {t: f for t in range(1, 5 * every + 1) if (f := schedule.sends(t)) is not None}
+    for begin in range(1, 4 * every):
+        window = [sent[t] for t in range(begin, begin + every) if t in sent]
+        assert sorted(window) == list(range(fragments)), "once in any round"
+    for t, fragment in sent.items():
+        assert schedule.applies(t + overlap) == fragment
+    under_way = 0
+    for t in range(1, 5 * every + 1):
+        under_way += schedule.sends(t) is not None
+        assert under_way <= 1
+        under_way -= schedule.applies(t) is not None
+    assert list(sent.values())[: fragments + 1] == [*range(1, fragments), 0, 1 % fragments]
+
+
+@pytest.mark.parametrize(
+    ("every", "fragments", "overlap", "message"),
+    [
+        (0, 1, 0, "must be positive"),
+        (4, 1, -1, "not negative"),
+        (100, 37, 0, r"fragments=37 does not divide every=100.*use every=111"),
+        (8, 4, 2, r"overlap=2 must be less than every / fragments = 2"),
+    ],
+)
+def test_schedules_that_cannot_be_kept_are_refused(every: int, fragments: int, overlap: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Schedule(every=every, fragments=fragments, overlap=overlap)
+
+
+def test_layers_are_dealt_to_fragments() -> None:
+    names = ["embed.weight", *(f"model.layers.{i}.mlp.{j}.weight" for i in range(5) for j in range(2)), "head.weight"]
+    strided = fragment_of(names, 2)
+    assert {n: f for n, f in strided.items() if "layers" not in n} == {"embed.weight": 0, "head.weight": 0}
+    assert [strided[f"model.layers.{i}.mlp.1.weight"] for i in range(5)] == [0, 1, 0, 1, 0]
+    sequential = fragment_of(names, 2, "sequential")
+    assert [sequential[f"model.layers.{i}.mlp.0.weight"] for i in range(5)] == [0, 0, 0, 1, 1]
+    assert set(fragment_of(["a.weight"], 1).values()) == {0}
+    with pytest.raises(ValueError, match=r"fragments=6, but the model has 5 numbered layers; use at most 5"):
+        fragment_of(names, 6)

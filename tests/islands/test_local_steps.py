@@ -1,0 +1,244 @@
+"""Local steps against islands in one process, around plain and sharded models; and what they degenerate to."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import laconic
+from laconic.islands.codec import CODECS
+from laconic.islands.fragments import fragment_of
+from laconic.islands.local_steps import LocalSteps
+from tests.ranks import run_ranks
+from tests.reference.local_steps import Islands
+from tests.shard.helpers import Net, build, shard, squared_error
+
+Job = dict[str, Any]
+
+
+def make() -> nn.Module:
+    return Net(3, 9, 11)
+
+
+def batch(step: int, island: int, rank: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * island + rank)
+    return torch.randn(4, 5, generator=generator), torch.randn(4, 3, generator=generator)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, laconic.RaggedTensor) else parameter.detach()
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(parameter).clone() for name, parameter in model.named_parameters()}
+
+
+def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor], **tolerance: Any) -> None:
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+
+
+def job_trajectory(islands: int, local: int, sharded: bool, options: Job, oracle_options: Job) -> None:
+    """Eight or more steps, every step compared with the oracle."""
+    mesh = laconic.init_mesh("cpu", islands=islands, nodes=1, local=local)
+    island, rank = dist.get_rank() // local, dist.get_rank() % local
+    model = shard(build(make), mesh=mesh, cache="host") if sharded else build(make)
+    local_steps = LocalSteps(model, adamw(model), mesh=mesh, **options)
+    names = dict(model.named_parameters())
+    fragments = fragment_of(names, options.get("fragments", 1))
+    oracle = Islands(build(make), islands, adamw, every=options["every"], fragments=fragments, **oracle_options)
+
+    def losses(own: nn.Module, which: int, step: int) -> Tensor:
+        return torch.stack([squared_error(own, batch(step, which, r)) for r in range(local)]).mean()
+
+    for step in range(2 * options["every"] + 1):
+        squared_error(model, batch(step, island, rank)).backward()
+        local_steps.step()
+        local_steps.zero_grad()
+        oracle.step(partial(losses, step=step))
+        assert_equal(values(model), values(oracle.models[island]), atol=2e-5, rtol=1e-4)
+        for report in local_steps.reports:
+            assert report.step == step + 1
+            assert 0 < report.mean_norm <= report.drift_norm * islands**0.5 * 1.01
+            assert -1.001 <= report.cosine <= 1.001
+    with local_steps.outer_parameters():
+        assert_equal(values(model), oracle.outer, atol=2e-5, rtol=1e-4)
+        digest = hashlib.sha256(b"".join(v.numpy().tobytes() for v in values(model).values())).hexdigest()
+    assert_equal(values(model), values(oracle.models[island]), atol=2e-5, rtol=1e-4)
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest)
+    assert len(set(digests)) == 1, "islands hold equal outer parameters, to the bit"
+
+
+@pytest.mark.parametrize(
+    ("islands", "local", "sharded", "options", "oracle"),
+    [
+        (3, 1, False, {"every": 4}, {}),
+        (2, 2, True, {"every": 6, "fragments": 3, "overlap": 1, "mixing": 0.5}, {"overlap": 1, "mixing": 0.5}),
+        (2, 1, True, {"every": 4, "fragments": 2, "overlap": 1}, {"overlap": 1}),
+        (2, 2, False, {"every": 3, "overlap": 2, "mixing": 0.25}, {"overlap": 2, "mixing": 0.25}),
+    ],
+)
+def test_islands_move_as_in_one_process(islands: int, local: int, sharded: bool, options: Job, oracle: Job) -> None:
+    if not sharded:
+        local = 1
+    run_ranks(job_trajectory, islands * local, islands, local, sharded, options, oracle, local=local)
+
+
+def job_degenerate() -> None:
+    rank = dist.get_rank()
+    # One island, outer lr 1, no momentum: plain training, to rounding.
+    mesh = laconic.init_mesh("cpu", islands=1, nodes=1, local=2)
+    model, plain = shard(build(make), mesh=mesh), build(make)
+    alone = LocalSteps(model, adamw(model), mesh=mesh, every=2, outer=partial(torch.optim.SGD, lr=1.0))
+    optimizer = adamw(plain)
+    for step in range(4):
+        squared_error(model, batch(step, 0, rank)).backward()
+        torch.stack([squared_error(plain, batch(step, 0, r)) for r in range(2)]).mean().backward()
+        for stepper in (alone, optimizer):
+            stepper.step()
+            stepper.zero_grad()
+        assert_equal(values(model), values(plain), atol=1e-5, rtol=1e-5)
+
+    # every = 1 with SGD inside, outer lr 1 and no momentum: data-parallel SGD, to rounding.
+    mesh = laconic.init_mesh("cpu", islands=2, nodes=1, local=1)
+    model, plain = build(make), build(make)
+    local = LocalSteps(model, sgd(model), mesh=mesh, every=1, outer=partial(torch.optim.SGD, lr=1.0))
+    optimizer = sgd(plain)
+    for step in range(4):
+        squared_error(model, batch(step, rank)).backward()
+        torch.stack([squared_error(plain, batch(step, island)) for island in range(2)]).mean().backward()
+        for stepper in (local, optimizer):
+            stepper.step()
+            stepper.zero_grad()
+        assert_equal(values(model), values(plain), atol=1e-6, rtol=1e-5)
+
+
+def test_what_local_steps_degenerate_to() -> None:
+    run_ranks(job_degenerate, 2, local=2)
+
+
+def job_codecs() -> None:
+    mesh = laconic.init_mesh("cpu", islands=3, nodes=1, local=1)
+    for name, codec in CODECS.items():
+        model = build(make, seed=dist.get_rank())  # differently built: all begin from island 0's parameters
+        local = LocalSteps(model, adamw(model), mesh=mesh, every=2, codec=name, error_feedback=name == "fp4")
+        first = build(make, seed=0)
+        assert_equal(values(model), values(first), atol=0, rtol=0)
+        counter = laconic.Cluster.of(mesh).traffic
+        before = counter.snapshot()
+        for step in range(6):
+            squared_error(model, batch(step, dist.get_rank())).backward()
+            local.step()
+            local.zero_grad()
+        numel = sum(p.numel() for p in model.parameters())
+        want = 3 * 2 * 2 * codec.payload_bytes(-(-numel // 3))  # syncs, trips, other islands
+        assert (counter.snapshot() - before).total("island", "outer", "sent") == want
+        (report,) = local.reports
+        assert report.codec_error <= codec.max_relative_error
+        assert (report.codec_error == 0) == (name == "fp32")
+        digests: list[Any] = [None] * 3
+        flat = torch.cat([value.view(-1) for value in values(model).values()])
+        dist.all_gather_object(digests, hashlib.sha256(flat.numpy().tobytes()).hexdigest())
+        assert len(set(digests)) == 1, "equal to the bit, whatever the codec loses"
+
+
+def test_every_codec_keeps_islands_equal_and_its_bytes() -> None:
+    run_ranks(job_codecs, 3, local=1)
+
+
+def job_resume(options: Job) -> None:
+    mesh = laconic.init_mesh("cpu", islands=2, nodes=1, local=2)
+    rank, island = dist.get_rank() % 2, dist.get_rank() // 2
+
+    def start(seed: int) -> tuple[Any, LocalSteps]:
+        model = shard(build(make, seed=seed), mesh=mesh)
+        return model, LocalSteps(model, adamw(model), mesh=mesh, **options)
+
+    def run(model: Any, local: LocalSteps, steps: range) -> None:
+        for step in steps:
+            squared_error(model, batch(step, island, rank)).backward()
+            local.step()
+            local.zero_grad()
+
+    model, unbroken = start(0)
+    run(model, unbroken, range(7))
+    saved = {
+        k: v.to_local().clone() if isinstance(v, laconic.RaggedTensor) else v for k, v in unbroken.state_dict().items()
+    }
+    inner = {name: p.to_local().clone() for name, p in model.named_parameters()}
+    states = [
+        {key: value.to_local().clone() if isinstance(value, laconic.RaggedTensor) else value.clone()
+         for key, value in unbroken.optimizer.state[p].items()}
+        for p in model.parameters()
+    ]  # fmt: skip
+    run(model, unbroken, range(7, 14))
+
+    again, resumed = start(1)
+    run(again, resumed, range(1))  # an optimizer that has state to be filled
+    live = resumed.state_dict()
+    resumed.load_state_dict(
+        {
+            k: live[k].like(v) if isinstance(live.get(k), laconic.RaggedTensor) else _like(again, k, v)
+            for k, v in saved.items()
+        }
+    )
+    with torch.no_grad():
+        for name, parameter in again.named_parameters():
+            parameter.to_local().copy_(inner[name])
+    for parameter, state in zip(again.parameters(), states, strict=True):
+        for key, value in state.items():
+            mine = resumed.optimizer.state[parameter][key]
+            (mine.to_local() if isinstance(mine, laconic.RaggedTensor) else mine).copy_(value)
+    run(again, resumed, range(7, 14))
+    assert resumed.steps == unbroken.steps == 14
+    assert_equal(values(again), values(model), atol=0, rtol=0)
+    with pytest.raises(ValueError, match="it is another model's"):
+        resumed.load_state_dict({"steps": 1})
+
+
+def _like(model: Any, key: str, value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value
+    name = key.split(".", 1)[1].removesuffix(".momentum_buffer")
+    return model.get_parameter(name).like(value)
+
+
+def test_a_resumed_run_is_the_unbroken_one() -> None:
+    run_ranks(
+        job_resume, 4, {"every": 4, "fragments": 2, "overlap": 1, "codec": "fp4", "error_feedback": True}, local=2
+    )
+
+
+def job_refusals() -> None:
+    mesh = laconic.init_mesh("cpu")
+    model = build(make)
+    with pytest.raises(ValueError, match=r"mixing=1.0 must lie in \[0, 1\)"):
+        LocalSteps(model, adamw(model), mesh=mesh, mixing=1.0)
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter of the model is trainable"):
+        LocalSteps(model, sgd(model), mesh=mesh)
+    model.requires_grad_(True)
+    local = LocalSteps(model, adamw(model), mesh=mesh, every=1)
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    with pytest.raises(ValueError, match="an island has diverged"):
+        local.advance()
+
+
+def test_bad_input_is_refused_by_name() -> None:
+    run_ranks(job_refusals, 1, local=1)

@@ -1,0 +1,61 @@
+"""Local steps in one process: every island a model of its own, every formula written out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+class Islands:
+    """DiLoCo (arXiv 2311.08105) on `count` copies of a model; streamed by fragments (arXiv 2501.18512)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        count: int,
+        make_inner: Callable[[nn.Module], torch.optim.Optimizer],
+        *,
+        every: int,
+        fragments: dict[str, int],
+        overlap: int = 0,
+        mixing: float = 0.0,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        code: Callable[[Tensor], Tensor] = lambda x: x,
+    ) -> None:
+        self.models = [copy.deepcopy(model) for _ in range(count)]
+        self.inner = [make_inner(own) for own in self.models]
+        self.outer = {name: value.detach().clone() for name, value in model.named_parameters()}
+        self.momentum = {name: torch.zeros_like(value) for name, value in self.outer.items()}
+        self.every, self.fragments, self.overlap, self.mixing = every, fragments, overlap, mixing
+        self.lr, self.beta, self.code = lr, momentum, code
+        self.step_number = 0
+        self.sent: dict[int, dict[str, Tensor]] = {}
+        """By the step after which it is applied."""
+
+    def step(self, losses: Callable[[nn.Module, int], Tensor]) -> None:
+        """One inner step of every island on `losses(model, island)`, then what is due of the outer ones."""
+        for island, (model, optimizer) in enumerate(zip(self.models, self.inner, strict=True)):
+            losses(model, island).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        self.step_number += 1
+        t, count = self.step_number, max(self.fragments.values()) + 1
+        interval = self.every // count
+        with torch.no_grad():
+            if t % interval == 0:
+                due = [name for name, home in self.fragments.items() if home == t // interval % count]
+                self.sent[t + self.overlap] = {name: self._mean(name) for name in due}
+            for name, mean in self.sent.pop(t, {}).items():
+                self.momentum[name] = self.beta * self.momentum[name] + mean
+                self.outer[name] = self.outer[name] - self.lr * (mean + self.beta * self.momentum[name])
+                for model in self.models:
+                    own = model.get_parameter(name)
+                    own.copy_(self.mixing * own + (1 - self.mixing) * self.outer[name])
+
+    def _mean(self, name: str) -> Tensor:
+        drifts = [self.code(self.outer[name] - model.get_parameter(name)) for model in self.models]
+        return self.code(torch.stack(drifts).sum(0) / len(drifts))
