@@ -48,10 +48,11 @@ def mark(parameter: nn.Parameter, sink: GradientSink, index: int) -> None:
 
 def _forward(module: nn.Linear, input: Tensor) -> Tensor:
     weight = module.weight
-    sink, index = getattr(weight, "_laconic_sink", (None, 0))
-    if sink is None or not _is_plain(input, weight, sink):
-        return functional.linear(input, weight, module.bias)
-    return _Linear.apply(input, weight, module.bias, sink, index)
+    if not _compat.is_transforming():
+        sink, index = getattr(weight, "_laconic_sink", (None, 0))
+        if sink is not None and _is_plain(input, weight, sink):
+            return _Linear.apply(input, weight, module.bias, sink, index)
+    return functional.linear(input, weight, module.bias)
 
 
 def _is_plain(input: Tensor, weight: Tensor, sink: GradientSink) -> bool:
@@ -62,7 +63,6 @@ def _is_plain(input: Tensor, weight: Tensor, sink: GradientSink) -> bool:
         and input.dtype == weight.dtype
         and sink.takes(weight.dtype)
         and not torch.is_autocast_enabled(input.device.type)
-        and not _compat.is_transforming()
     )
 
 
