@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from laconic.islands.codec import Codec, codec_named
 from laconic.islands.exchange import Exchange, Mean
 from laconic.islands.fragments import Pattern, Schedule, fragment_of
 from laconic.islands.outer import MakeOuter, OuterFragment, nesterov
+from laconic.islands.recovery import Recovery
 from laconic.shard.collectives import all_reduce
 
 
@@ -81,6 +83,8 @@ class LocalSteps:
         mixing: how much of the inner parameters is kept when it is; with overlap, what the last steps learned.
         codec: "fp32", "bf16", "int8", "fp4", "fp4-e2m1", or a `Codec`.
         error_feedback: add to each pseudo-gradient what encoding the last one lost.
+        recovery: a folder on each machine where the last agreement is kept, and found again when islands are re-formed
+            after a loss: [Note: Re-forming] in islands/recovery.py. `steps` then says where to go on.
 
     Raises:
         ValueError: a schedule that cannot be kept, an unknown codec, nothing to train, or mixing outside [0, 1).
@@ -100,6 +104,7 @@ class LocalSteps:
         mixing: float = 0.0,
         codec: str | Codec = "fp32",
         error_feedback: bool = False,
+        recovery: str | Path | None = None,
     ) -> None:
         if not 0 <= mixing < 1:
             raise ValueError(f"mixing={mixing} must lie in [0, 1): 0 takes the outer parameters as they are")
@@ -123,7 +128,8 @@ class LocalSteps:
             for index in range(fragments)
         ]
         self._lost = [torch.zeros_like(fragment.flat.detach()) for fragment in self._fragments]
-        self._begin_alike()
+        self._recovery = Recovery(recovery, self._cluster) if recovery is not None else None
+        self._begin()
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Take an inner step, and what is due of the outer ones. Collective over islands on the steps that sync."""
@@ -190,6 +196,8 @@ class LocalSteps:
         with torch.enable_grad():
             fragment.step(mean.value)
         fragment.write(fragment.flat.detach(), keep=self.mixing)
+        if self._recovery is not None:
+            self._recovery.keep(self.steps, self._fragments, self.optimizer)
         self.reports.append(self._report(index, under_way.drift, mean, took_s, exposed_s))
 
     def _report(self, index: int, drift: Tensor, mean: Mean, took_s: float, exposed_s: float) -> SyncReport:
@@ -209,13 +217,15 @@ class LocalSteps:
             exposed_s=exposed_s,
         )
 
-    @torch.no_grad()
-    def _begin_alike(self) -> None:
-        """Islands start from island 0's parameters, whatever they were built with."""
-        for fragment in self._fragments:
-            if self._cluster.island_group is not None:
-                dist.broadcast(fragment.flat.detach(), group=self._cluster.island_group, group_src=0)
-            fragment.write(fragment.flat.detach())
+    def _begin(self) -> None:
+        """Islands start from the last agreement that any of them remembers, or from island 0's parameters."""
+        if self._recovery is not None:
+            self.steps = self._recovery.restore(self._fragments, self.optimizer)
+        with torch.no_grad():
+            for fragment in self._fragments:
+                if self.steps == 0 and self._cluster.island_group is not None:
+                    dist.broadcast(fragment.flat.detach(), group=self._cluster.island_group, group_src=0)
+                fragment.write(fragment.flat.detach())
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -86,6 +86,9 @@ class OuterFragment:
         self.step(torch.zeros_like(before))
         with torch.no_grad():
             self.flat.copy_(before)
+            for value in self.optimizer.state.get(self.flat, {}).values():
+                if isinstance(value, Tensor):
+                    value.zero_()  # that step was none
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 

@@ -1,0 +1,151 @@
+"""Islands that are lost, restarted and joined: they go on from the last agreement."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import laconic
+from laconic.islands.local_steps import LocalSteps
+from tests.islands.test_local_steps import adamw, assert_equal, batch, make, values
+from tests.ranks import free_port, run_ranks
+from tests.shard.helpers import build, shard, squared_error
+
+
+def train(islands: int, local: int, machines: list[str] | None, upto: int, seed: int = 0) -> tuple[int, Any]:
+    """Train as island rank // local on its machine; returns the step it began after, and the model."""
+    mesh = laconic.init_mesh("cpu", islands=islands, nodes=1, local=local)
+    island, rank = dist.get_rank() // local, dist.get_rank() % local
+    model = shard(build(make, seed=seed), mesh=mesh) if local > 1 else build(make, seed=seed)
+    folder = machines[island] if machines else None
+    steps = LocalSteps(model, adamw(model), mesh=mesh, every=2, recovery=folder)
+    begun = steps.steps
+    for step in range(begun, upto):
+        squared_error(model, batch(step, island, rank)).backward()
+        steps.step()
+        steps.zero_grad()
+    return begun, model
+
+
+def job(islands: int, local: int, machines: list[str] | None, upto: int, seed: int = 0) -> tuple[int, dict[str, Any]]:
+    begun, model = train(islands, local, machines, upto, seed)
+    return begun, values(model)
+
+
+@pytest.mark.parametrize("local", [1, 2])
+def test_a_restarted_run_is_the_unbroken_one_from_the_last_sync_on(local: int, tmp_path: Path) -> None:
+    machines = [str(tmp_path / f"machine-{i}") for i in range(3)]
+    first = run_ranks(job, 2 * local, 2, local, machines, 5, local=local)  # the fifth step is lost
+    assert [begun for begun, _ in first] == [0] * (2 * local)
+    again = run_ranks(job, 2 * local, 2, local, machines, 8, 1, local=local)  # built with another seed
+    unbroken = run_ranks(job, 2 * local, 2, local, None, 8, local=local)
+    for (begun, got), (_, want) in zip(again, unbroken, strict=True):
+        assert begun == 4
+        assert_equal(got, want, atol=0, rtol=0)
+
+
+def test_islands_come_and_go(tmp_path: Path) -> None:
+    machines = [str(tmp_path / f"machine-{i}") for i in range(3)]
+    before = run_ranks(job, 2, 2, 1, machines[:2], 4, local=1)
+    joined = run_ranks(job, 3, 3, 1, [machines[2], machines[0], machines[1]], 4, 1, local=1)  # the new one comes first
+    for begun, got in joined:
+        assert begun == 4
+        assert_equal(got, before[0][1], atol=0, rtol=0)
+    alone = run_ranks(job, 1, 1, 1, machines[1:2], 4, 2, local=1)
+    assert alone[0][0] == 4
+    assert_equal(alone[0][1], before[0][1], atol=0, rtol=0)
+    for damaged in (tmp_path / "machine-1").iterdir():
+        damaged.write_bytes(damaged.read_bytes()[:100])
+    begun, got = run_ranks(job, 2, 2, 1, machines[:2], 4, 3, local=1)[1]
+    assert begun == 4, "what one has lost, the other remembers"
+    assert_equal(got, before[0][1], atol=0, rtol=0)
+
+
+SCRIPT = """
+import os, sys, time, torch, torch.distributed as dist
+sys.path.insert(0, {repository!r})
+import laconic
+from laconic.islands.local_steps import LocalSteps
+from tests.islands.test_local_steps import adamw, batch, make
+from tests.shard.helpers import build, squared_error
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+world = dist.get_world_size()
+mesh = laconic.init_mesh("cpu", islands=world, nodes=1, local=1)
+model = build(make)
+steps = LocalSteps(model, adamw(model), mesh=mesh, every=2, recovery=os.environ["MACHINE"])
+with open(os.path.join({log!r}), "a") as log:
+    log.write(f"{{world}} islands from step {{steps.steps}}\\n")
+while steps.steps < 40:
+    squared_error(model, batch(steps.steps, dist.get_rank())).backward()
+    steps.step()
+    steps.zero_grad()
+    time.sleep(0.2 if world > 1 else 0.0)
+with open({log!r}, "a") as log:
+    log.write(f"done with {{world}}, finite {{all(p.isfinite().all() for p in model.parameters())}}\\n")
+"""
+
+
+def test_a_run_outlives_a_machine(tmp_path: Path) -> None:
+    script, log = tmp_path / "train.py", tmp_path / "log.txt"
+    repository = str(Path(__file__).parents[2])
+    script.write_text(textwrap.dedent(SCRIPT).format(repository=repository, log=str(log)))
+    log.touch()
+    port = free_port()
+    options = [
+        "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--monitor-interval=0.5",
+        f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=12,keep_alive_interval=1",
+        "--rdzv-id=recovery",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", *options, str(script)]
+    agents = []
+    try:
+        for machine in range(2):
+            env = {**os.environ, "MACHINE": str(tmp_path / f"machine-{machine}"), "OMP_NUM_THREADS": "1"}
+            agents.append(subprocess.Popen(command, env=env, start_new_session=True))
+            if machine == 0:
+                _wait(lambda: _listens(port), 60)  # this agent holds the store, and must be the one that stays
+        _wait(lambda: (tmp_path / "machine-1").exists() and any((tmp_path / "machine-1").iterdir()), 90)
+        _kill(agents[1])
+        assert agents[0].wait(120) == 0
+    finally:
+        for agent in agents:
+            _kill(agent)
+    lines = log.read_text().splitlines()
+    assert lines[-1] == "done with 1, finite True"
+    (alone,) = [line for line in lines if line.startswith("1 islands")][-1:]
+    assert int(alone.rsplit(" ", 1)[1]) > 0, "from the last sync, not from the beginning"
+
+
+def _wait(condition: Any, timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.1)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _kill(agent: subprocess.Popen[bytes]) -> None:
+    """An agent and its worker, as when the machine dies; the worker has a session of its own."""
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
+    pids = children.read_text().split() if children.exists() else []
+    for pid in [*map(int, pids), agent.pid]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    agent.wait()
