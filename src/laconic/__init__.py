@@ -4,8 +4,21 @@ from laconic.cluster import Cluster, init_mesh
 from laconic.islands.local_steps import LocalSteps
 from laconic.shard.api import ShardedModule, fully_shard
 from laconic.shard.cache import Cache
+from laconic.shard.granularity import Block, elements, rows, whole
 from laconic.shard.tensor import RaggedTensor
 
 __version__ = "0.1.0"
 
-__all__ = ["Cache", "Cluster", "LocalSteps", "RaggedTensor", "ShardedModule", "fully_shard", "init_mesh"]
+__all__ = [
+    "Block",
+    "Cache",
+    "Cluster",
+    "LocalSteps",
+    "RaggedTensor",
+    "ShardedModule",
+    "elements",
+    "fully_shard",
+    "init_mesh",
+    "rows",
+    "whole",
+]

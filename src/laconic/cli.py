@@ -10,6 +10,7 @@ COMMANDS = {
     "export": ("laconic.train.export:main", "turn a checkpoint into a Hugging Face safetensors folder"),
     "compare": ("laconic.compare.cli:main", "run one job under several strategies in the lab, side by side"),
     "lab": ("laconic.lab.cli:main", "run a script under torchrun on an emulated cluster with a slow wire"),
+    "plan": ("laconic.plan.cli:main", "what a run will take: the padding of a model's layouts at any number of ranks"),
 }
 """Name -> (module:function, what it does). The function takes the arguments after the name, returns the exit code."""
 

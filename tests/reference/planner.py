@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 
 def is_legal(start: int, numel: int, block: int, chunk_numel: int) -> bool:
@@ -39,3 +40,30 @@ def smallest_chunk(tensors: Sequence[tuple[int, int]], num_chunks: int, quantum:
     while not fits(tensors, num_chunks, size):
         size += quantum
     return size
+
+
+def smallest_chunk_of_any_order(tensors: Sequence[tuple[int, int]], num_chunks: int, quantum: int) -> int:
+    """The same over all orders of the tensors."""
+    return min(smallest_chunk(order, num_chunks, quantum) for order in set(itertools.permutations(tensors)))
+
+
+def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
+    """Every way to put items into parts, whatever they are."""
+    if not items:
+        yield []
+        return
+    for parts in partitions(items[1:]):
+        yield [[items[0]], *parts]
+        for index in range(len(parts)):
+            yield [*parts[:index], [items[0], *parts[index]], *parts[index + 1 :]]
+
+
+def least_numel(tensors: Sequence[tuple[int, int]], num_chunks: int, quantum: int) -> int:
+    """Elements of all buckets of the best partition and orders: nothing can be padded less."""
+    return min(
+        sum(
+            num_chunks * smallest_chunk_of_any_order([tensors[index] for index in part], num_chunks, quantum)
+            for part in parts
+        )
+        for parts in partitions(range(len(tensors)))
+    )

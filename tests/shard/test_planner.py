@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from laconic.plan.shapes import KNOWN
 from laconic.shard import planner
 from laconic.shard.layout import BucketLayout, row_block
 from tests.reference import planner as reference
@@ -105,12 +106,7 @@ def test_a_block_of_no_elements_is_refused() -> None:
         planner.plan_bucket(["weight"], [(4,)], [0], num_chunks=2, itemsize=4)
 
 
-LLAMA_70B = [(8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192), (28672, 8192), (28672, 8192), (8192, 28672)]
-LLAMA_70B += [(8192,)] * 2
-GPT_OSS_120B = [(4096, 2880), (512, 2880), (512, 2880), (2880, 4096), (4096,), (512,), (512,), (2880,), (64,)]
-GPT_OSS_120B += [(2880,), (2880,), (128, 2880), (128,), (128, 2880, 5760), (128, 5760), (128, 2880, 2880), (128, 2880)]
-DEEPSEEK_V3 = [(1536, 7168), (1536,), (24576, 1536), (576, 7168), (512,), (32768, 512), (7168, 16384)]
-DEEPSEEK_V3 += [(7168,), (7168,), (256, 7168), (256,)] + [(2048, 7168), (2048, 7168), (7168, 2048)] * 257
+LLAMA_70B, GPT_OSS_120B, DEEPSEEK_V3 = (list(layer.shapes) for (layer,) in KNOWN.values())
 
 
 @pytest.mark.parametrize(
@@ -143,7 +139,7 @@ def test_padding_of_whole_layers_with_rows_as_blocks(
 
 
 def test_layers_of_one_shape_share_a_plan() -> None:
-    planner._smallest_chunk.cache_clear()
+    planner.pack.cache_clear()
     for layer in range(3):
         planner.plan_bucket([f"{layer}.w"], [(37, 11)], [11], num_chunks=5, itemsize=4)
-    assert planner._smallest_chunk.cache_info().misses == 1
+    assert planner.pack.cache_info().misses == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,14 +16,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from laconic.cluster import Cluster, init_mesh
 from laconic.shard.bucket import Bucket, Managed
 from laconic.shard.cache import Cache, Where
-from laconic.shard.layout import row_block
+from laconic.shard.granularity import Blocks, Granularity, resolve
 from laconic.shard.ledger import MemoryReport
+from laconic.shard.outer import local_part
+from laconic.shard.partition import plan_unit, warn_if_wasteful
 from laconic.shard.tensor import RaggedTensor
 from laconic.shard.unit import Unit, unit_of, units_below
 from laconic.traffic import Traffic
-
-Granularity = Callable[[str, nn.Parameter], int]
-"""From a parameter's name in its unit and the parameter: elements per block, which are never cut apart."""
 
 
 def fully_shard(
@@ -49,7 +49,10 @@ def fully_shard(
         reshard_after_forward: False keeps the unit gathered until its backward. None means True, but False for the
             root, which backward needs first. FSDP2's integer is `cache="device"`.
         mp_policy: torch's own. Without `reduce_dtype`, gradients are reduced in `param_dtype`, on every torch release.
-        granularity: elements per block of a parameter; default: one row.
+        granularity: what must not be cut: `laconic.rows(k)`, `elements(n)` or `whole()` for all parameters, a mapping
+            of name patterns to these, or a function of (name in the unit, parameter) to elements per block. The planner
+            then splits the unit into up to four buckets where that saves padding. Default: one row, and anywhere if
+            whole rows would take more than 0.5 % more.
         ignored_params: parameters to leave alone.
 
     Returns:
@@ -57,7 +60,7 @@ def fully_shard(
 
     Raises:
         ValueError: the module is sharded already; a parameter is not contiguous, or on another device than the mesh, or
-            tied to a parameter of another unit; a bad mesh or cache.
+            tied to a parameter of another unit; a bad mesh, cache or granularity.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(
@@ -81,11 +84,12 @@ def fully_shard(
     if mesh is None:
         mesh = init_mesh("cuda" if any(p.is_cuda for p in module.parameters()) else "cpu")
     cluster = Cluster.of(mesh)
-    managed = _managed_parameters(module, set(ignored_params), granularity or _rows)
+    managed, blocks = _managed_parameters(module, set(ignored_params), granularity)
     _check(managed, cluster)
     buckets = [
-        Bucket(group, cluster=cluster, compute_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
+        Bucket(part, cluster=cluster, compute_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
         for group in _by_kind(managed)
+        for part in _planned(group, cluster, precision, may_shrink=granularity is None)
     ]
     for item in managed:
         item.parameter._laconic_home = item.name  # type: ignore[attr-defined]  # recognises tied weights later
@@ -99,15 +103,14 @@ def fully_shard(
         reshard_after_forward=reshard_after_forward,
     )
     module._laconic_unit = unit  # type: ignore[assignment]
+    module._laconic_blocks = blocks  # type: ignore[assignment]
     module.__class__ = _sharded_class(type(module))
     return module
 
 
-def _rows(name: str, parameter: nn.Parameter) -> int:
-    return min(row_block(parameter.shape), max(1, parameter.numel()))
-
-
-def _managed_parameters(module: nn.Module, ignored: set[nn.Parameter], granularity: Granularity) -> list[Managed]:
+def _managed_parameters(
+    module: nn.Module, ignored: set[nn.Parameter], granularity: Granularity | None
+) -> tuple[list[Managed], Blocks]:
     """The parameters below `module` that no inner unit has, each once, with all the places that show it."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
     for prefix, child in module.named_modules():
@@ -123,16 +126,12 @@ def _managed_parameters(module: nn.Module, ignored: set[nn.Parameter], granulari
                     "both, or untie them"
                 )
             places.setdefault(parameter, []).append((child, name, full_name))
-    managed = []
-    for parameter, shown in places.items():
-        name = shown[0][2]
-        block = granularity(name, parameter)
-        if not 1 <= block <= max(1, parameter.numel()):
-            raise ValueError(f"granularity of {name} is {block}; it must be 1 to {parameter.numel()} elements")
-        managed.append(
-            Managed(name=name, parameter=parameter, block=block, places=tuple((child, key) for child, key, _ in shown))
-        )
-    return managed
+    blocks = resolve(granularity, [(shown[0][2], local_part(parameter)) for parameter, shown in places.items()])
+    managed = [
+        Managed(name=name, parameter=parameter, block=block, places=tuple((child, key) for child, key, _ in shown))
+        for name, block, (parameter, shown) in zip(blocks.names, blocks.numels, places.items(), strict=True)
+    ]
+    return managed, blocks
 
 
 def _check(managed: list[Managed], cluster: Cluster) -> None:
@@ -166,6 +165,27 @@ def _by_kind(managed: list[Managed]) -> list[list[Managed]]:
     return list(groups.values())
 
 
+def _planned(
+    group: list[Managed], cluster: Cluster, precision: MixedPrecisionPolicy, *, may_shrink: bool
+) -> list[list[Managed]]:
+    """The parameters of each bucket, in order, with the blocks they were planned with."""
+    dtype = group[0].parameter.dtype
+    dtypes = [dtype, precision.param_dtype, precision.reduce_dtype] if dtype.is_floating_point else [dtype]
+    plan = plan_unit(
+        [item.name for item in group],
+        [item.shape for item in group],
+        [item.block for item in group],
+        num_chunks=cluster.size,
+        itemsize=min(each.itemsize for each in dtypes if each is not None),
+        may_shrink=may_shrink,
+    )
+    warn_if_wasteful(plan, dtype.itemsize)
+    return [
+        [replace(group[index], block=slot.block) for index, slot in zip(part, bucket.slots, strict=True)]
+        for part, bucket in zip(plan.members, plan.buckets, strict=True)
+    ]
+
+
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     if cls not in _SHARDED_CLASSES:
         # The module's name too: transformers knows its own models by it, and initialises custom ones differently.
@@ -192,6 +212,7 @@ class ShardedModule(nn.Module):
     """What `fully_shard` makes of a module's class. Setters with `recurse` apply to all units below as well."""
 
     _laconic_unit: Unit
+    _laconic_blocks: Blocks
 
     @property
     def traffic(self) -> Traffic:

@@ -110,3 +110,59 @@ def boxes(shape: tuple[int, ...], extent: Extent) -> list[tuple[tuple[int, ...],
     zeros = (0,) * (len(shape) - 1)
     body = [((low, *zeros), (high - low, *shape[1:]))] if low < high else []
     return head + body + tail
+
+
+@dataclass(frozen=True, kw_only=True)
+class DerivedLayout:
+    """A tensor with `items` entries for every `elements` elements of another one, cut wherever that one is cut.
+
+    What an optimizer keeps per block, such as one scale per quantised tile, lives so beside its parameter: derived from
+    the parameter's layout without a message. It has no place in a bucket, so chunks hold different numbers of entries.
+    """
+
+    base: BucketLayout
+    index: int
+    """The other tensor's slot in `base`."""
+    shape: tuple[int, ...]
+    """Global shape: `items` entries for each run of `elements` elements, also for a shorter one at the end."""
+    elements: int
+    items: int
+
+    def __post_init__(self) -> None:
+        slot = self.base.slots[self.index]
+        assert math.prod(self.shape) == -(-slot.numel // self.elements) * self.items
+        for chunk in self.base.holders(self.index):
+            extent = self.base.extent(self.index, chunk)
+            if extent is not None and extent.stop % self.elements and extent.stop != slot.numel:
+                raise ValueError(
+                    f"{slot.name} of shape {slot.shape} is cut after element {extent.stop}, inside a block of "
+                    f"{self.elements} elements that must stay together; shard it with "
+                    f"granularity={_granularity_of(self.elements, slot.shape)}"
+                )
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The tensor alone, as slot 0."""
+        return (Slot(name=self.base.slots[self.index].name, shape=self.shape, block=self.items, offset=0),)
+
+    @property
+    def num_chunks(self) -> int:
+        """As many as the other tensor's bucket has."""
+        return self.base.num_chunks
+
+    def extent(self, index: int, chunk: int) -> Extent | None:
+        """The entries that belong to the other tensor's elements in `chunk`; None if there are none."""
+        extent = self.base.extent(self.index, chunk)
+        if extent is None:
+            return None
+        first, last = extent.start // self.elements, -(-extent.stop // self.elements)
+        return Extent(first * self.items, last * self.items)
+
+    def holders(self, index: int) -> range:
+        """The chunks that hold something of the tensor, and perhaps one that does not."""
+        return self.base.holders(self.index)
+
+
+def _granularity_of(elements: int, shape: tuple[int, ...]) -> str:
+    rows, rest = divmod(elements, row_block(shape))
+    return f"laconic.elements({elements})" if rest or len(shape) < 2 else f"laconic.rows({rows})"

@@ -34,6 +34,7 @@ from laconic.shard.bucket import Bucket
 from laconic.shard.cache import Cache, RestingSlice, choose_device_slices, free_slab, make_slab
 from laconic.shard.collectives import Level
 from laconic.shard.gather import UnitGather
+from laconic.shard.granularity import check_matched
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
 from laconic.shard.reduce import BucketGradients, Reduction, ReductionQueue
@@ -289,9 +290,11 @@ class Context:
 
         Raises:
             RuntimeError: one of them has run on its own before, outside its root.
+            ValueError: a granularity pattern matches no parameter of any of them.
         """
         self.root = root
         self.units = units_below(root.module)
+        check_matched(blocks for unit in self.units if (blocks := getattr(unit.module, "_laconic_blocks", None)))
         device = root.cluster.device
         self.ledger = Ledger()
         self.lanes = Lanes(device)

@@ -1,0 +1,110 @@
+"""What ragged layouts cost and are worth: padding, planning time, step time and memory, every row of the claim.
+
+    python benchmarks/layout.py                            all rows, recorded in RESULTS.md
+    python benchmarks/layout.py --rows padding-1,padding-16    some of them, recorded too
+    python benchmarks/layout.py --quick                    few group sizes and a tiny job, printed only
+
+Padding and planning time (benchmarks/_padding.py) are arithmetic and take some minutes for all 1017 group sizes; step
+time and memory (benchmarks/_engine.py) are measured in the lab on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import _engine
+import _padding
+from record import Row, rows_table, write_section
+
+from laconic.compare.machine import describe_machine, in_words
+from laconic.compare.table import markdown
+
+_JSON = Path(__file__).parent / "results" / "layout.json"
+_COLUMNS = ("layer", "ranks", "1 row", "16 rows", "32 rows", "128 rows", "FSDP2", "LCM")
+
+
+@dataclass
+class Bench:
+    """What rows share."""
+
+    out: Path
+    quick: bool = False
+    plans: _padding.Plans = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plans = _padding.Plans(quick=self.quick)
+
+
+ROWS: dict[str, Callable[[Bench], Row]] = {
+    "padding-1": lambda bench: _padding.padding_1(bench.plans),
+    "padding-16": lambda bench: _padding.padding_16(bench.plans),
+    "padding-coarse": lambda bench: _padding.padding_coarse(bench.plans),
+    "planning-time": lambda bench: _padding.planning_time(bench.plans),
+    "step-time": lambda bench: _engine.step_time(bench.out, quick=bench.quick),
+    "reserved": lambda bench: _engine.reserved(bench.out, quick=bench.quick),
+}
+"""In the order of the table."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, epilog=f"rows: {', '.join(ROWS)}"
+    )
+    parser.add_argument("--rows", default=",".join(ROWS), metavar="A,B,...", help="which to measure (default: all)")
+    parser.add_argument("--quick", action="store_true", help="few sizes and a tiny job; prints, records nothing")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/layout"), metavar="DIR", help="for the runs' own folders"
+    )
+    options = parser.parse_args()
+    chosen = options.rows.split(",")
+    unknown = [name for name in chosen if name not in ROWS]
+    if unknown:
+        parser.error(f"there is no row {unknown[0]!r}; there are {', '.join(ROWS)}")
+    bench = Bench(options.out, quick=options.quick)
+    rows = []
+    for name in ROWS:
+        if name in chosen:
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            rows.append(ROWS[name](bench))
+    table = _padding.table(bench.plans)
+    print(f"\n{rows_table(rows)}\n\n{_render(table)}")
+    if not options.quick:
+        _record(rows, table)
+    return 0
+
+
+def _render(table: list[list[str]]) -> str:
+    return markdown(_COLUMNS, table, num_text_columns=1)
+
+
+def _record(rows: list[Row], table: list[list[str]]) -> None:
+    """Into layout.json, beside rows measured before; and from there into RESULTS.md."""
+    machine = describe_machine()
+    known = json.loads(_JSON.read_text()) if _JSON.exists() else {"rows": {}, "table": []}
+    by_key = {**known["rows"], **{row.key: dataclasses.asdict(row) | {"date": machine["date"]} for row in rows}}
+    whole = table if all("-" not in line for line in table) and table else known["table"]
+    command = shlex.join(["python", "benchmarks/layout.py", *sys.argv[1:]])
+    report = {"command": command, "machine": machine, "rows": by_key, "table": whole}
+    _JSON.parent.mkdir(exist_ok=True)
+    _JSON.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    shown = [Row(**by_key[key]) for key in ROWS if key in by_key]
+    older = [f"{row.key} ({row.date})" for row in shown if row.date != machine["date"]]
+    body = [
+        f"`{command}`, {machine['date']}; {in_words(machine)}.",
+        *([f"Rows measured earlier: {', '.join(older)}."] if older else []),
+        rows_table(shown),
+    ]
+    if whole:
+        body += ["Padding of a layer at some group sizes; (n): in n buckets.", _render(whole)]
+    write_section("layout.py", "\n\n".join(body))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Units to plan for: layers of known large models, and those of any transformers configuration."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitShapes:
+    """The tensors of one unit, in the order of definition."""
+
+    name: str
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    count: int = 1
+    """How many such units the model has."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of one such unit."""
+        return sum(map(math.prod, self.shapes))
+
+
+def _layer(name: str, count: int, **shapes: Shape) -> UnitShapes:
+    return UnitShapes(name=name, names=tuple(shapes), shapes=tuple(shapes.values()), count=count)
+
+
+LLAMA_3_70B = _layer(
+    "layer", 80,
+    q_proj=(8192, 8192), k_proj=(1024, 8192), v_proj=(1024, 8192), o_proj=(8192, 8192), gate_proj=(28672, 8192),
+    up_proj=(28672, 8192), down_proj=(8192, 28672), input_norm=(8192,), post_attention_norm=(8192,),
+)  # fmt: skip
+
+GPT_OSS_120B = _layer(
+    "layer", 36,
+    q_proj=(4096, 2880), k_proj=(512, 2880), v_proj=(512, 2880), o_proj=(2880, 4096), q_bias=(4096,), k_bias=(512,),
+    v_bias=(512,), o_bias=(2880,), sinks=(64,), input_norm=(2880,), post_attention_norm=(2880,), router=(128, 2880),
+    router_bias=(128,), gate_up_proj=(128, 2880, 5760), gate_up_bias=(128, 5760), down_proj=(128, 2880, 2880),
+    down_bias=(128, 2880),
+)  # fmt: skip
+
+DEEPSEEK_V3 = _layer(
+    "MoE layer", 58,
+    q_a=(1536, 7168), q_a_norm=(1536,), q_b=(24576, 1536), kv_a=(576, 7168), kv_a_norm=(512,), kv_b=(32768, 512),
+    o_proj=(7168, 16384), input_norm=(7168,), post_attention_norm=(7168,), router=(256, 7168), router_bias=(256,),
+    **{
+        f"expert_{index}.{name}": shape
+        for index in range(257)  # 256 routed, 1 shared
+        for name, shape in {"gate": (2048, 7168), "up": (2048, 7168), "down": (7168, 2048)}.items()
+    },
+)  # fmt: skip
+
+KNOWN: dict[str, tuple[UnitShapes, ...]] = {
+    "llama-3-70b": (LLAMA_3_70B,),
+    "gpt-oss-120b": (GPT_OSS_120B,),
+    "deepseek-v3": (DEEPSEEK_V3,),
+}
+"""One typical layer of each."""
+
+
+def units_of(model: str) -> tuple[UnitShapes, ...]:
+    """The different units of a model, as `laconic train` shards it: its layers, and what lies outside them.
+
+    Args:
+        model: a name of `KNOWN`, or the path of a transformers config.json or of a folder that has one.
+
+    Raises:
+        ValueError: there is no such name or file, or transformers cannot build a causal language model from it.
+    """
+    if model in KNOWN:
+        return KNOWN[model]
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(
+            f"there is no model {model!r}: give {', '.join(KNOWN)}, a transformers config.json, or a folder with one"
+        )
+    return _units_of_config(path)
+
+
+def _units_of_config(path: Path) -> tuple[UnitShapes, ...]:
+    from laconic.train.config import JobError, ModelConfig
+    from laconic.train.models import build_model, layers_to_shard
+
+    try:
+        model = build_model(ModelConfig(config=str(path)))
+    except JobError as error:
+        raise ValueError(str(error)) from error
+    layers = layers_to_shard(model)
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    rest = {name: tuple(p.shape) for name, p in model.named_parameters() if id(p) not in inside}
+    units = [{name: tuple(p.shape) for name, p in layer.named_parameters()} for layer in layers]
+    found: dict[tuple[tuple[str, Shape], ...], UnitShapes] = {}
+    for name, shapes in [
+        *((type(layer).__name__, unit) for layer, unit in zip(layers, units, strict=True)),
+        ("rest", rest),
+    ]:
+        key = tuple(shapes.items())
+        if not key:
+            continue
+        known = found.get(key)
+        if known is None:
+            found[key] = UnitShapes(name=name, names=tuple(shapes), shapes=tuple(shapes.values()))
+        else:
+            found[key] = replace(known, count=known.count + 1)
+    return tuple(found.values())
