@@ -1,15 +1,20 @@
-"""Sharded checkpoints that survive being killed, and exact resume."""
+"""Sharded checkpoints that survive being killed, change size, and are written while training goes on; exact resume."""
 
-from laconic.checkpoint.api import load_checkpoint, save_checkpoint
+from laconic.checkpoint.api import load_checkpoint, load_dcp, save_checkpoint
+from laconic.checkpoint.asynchronous import AsyncSaver
 from laconic.checkpoint.commit import CRASH_POINTS, CheckpointError
+from laconic.checkpoint.fill import Differences
 from laconic.checkpoint.offline import StoredCheckpoint, open_checkpoint
 from laconic.checkpoint.sidecar import rng_state, set_rng_state
 
 __all__ = [
     "CRASH_POINTS",
+    "AsyncSaver",
     "CheckpointError",
+    "Differences",
     "StoredCheckpoint",
     "load_checkpoint",
+    "load_dcp",
     "open_checkpoint",
     "rng_state",
     "save_checkpoint",

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import platform
 import warnings
-from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.planner import SavePlanner
 
-from laconic.checkpoint import commit, sidecar, state, storage
+from laconic.checkpoint import commit, keys, sidecar, state, storage
 from laconic.checkpoint.commit import CheckpointError, Manifest, reached
+from laconic.checkpoint.fill import Differences, Source, fill
+from laconic.checkpoint.together import Ranks
 
 
 def save_checkpoint(
@@ -31,50 +33,18 @@ def save_checkpoint(
     `extra` is this rank's own: dicts with string keys, lists, strings, numbers and tensors, such as `rng_state()`.
     Every rank gets its own back. Of the checkpoints committed in `folder` the newest `keep` remain: two or more, so
     that a damaged one can be survived.
+    `step-N` is also an ordinary folder of torch.distributed.checkpoint, with the keys of `{"model":
+    get_model_state_dict(...), "optim": get_optimizer_state_dict(...)}`, which a program without laconic can load.
     Cost: each rank writes its shards and its share of what is replicated; names, sizes and hashes cross the wire,
-    state does not.
+    state does not. `AsyncSaver` does it while training goes on.
     Raises: CheckpointError on every rank if any rank cannot write; earlier checkpoints are then untouched.
     """
-    if keep < 2:
-        raise CheckpointError(
-            f"keep={keep} checkpoints, expected 2 or more: a damaged newest one needs an older one to fall back to"
-        )
-    folder = Path(folder)
-    begun = _on_rank_0(lambda: commit.begin(folder, step), f"the checkpoint folder {folder} is not writable")
-    temporary = Path(begun)
-    reached("begun")
-    tensors = state.model_tensors(model)
-    settings = None
-    if optimizer is not None:
-        tensors |= state.optimizer_tensors(model, optimizer)
-        settings = state.optimizer_settings(model, optimizer)
-    storage.save(tensors, temporary)
-    reached("shards_written")
-
-    def write_own_files() -> list[commit.FileRecord]:
-        sidecar.write(temporary / sidecar.name(_rank()), {"extra": extra, "optimizer": settings})
-        reached("sidecar_written")
-        names = [sidecar.name(_rank()), *sorted(path.name for path in temporary.glob(f"__{_rank()}_*"))]
-        names += [".metadata"] if _rank() == 0 else []
-        return [commit.describe_file(temporary / name, name) for name in names]
-
-    records = _on_all_ranks(write_own_files, f"checkpoint {temporary} could not be written")
-
-    def commit_all() -> Path:
-        manifest = Manifest(
-            step=step,
-            sequence=commit.next_sequence(folder),
-            world_size=_world_size(),
-            versions=_versions(),
-            files=tuple(record for rank_records in records for record in rank_records),
-        )
-        return commit.commit(folder, temporary, manifest, keep=keep)
-
-    return _on_rank_0(commit_all, f"checkpoint {temporary} could not be committed")
+    check_keep(keep)
+    return write(Path(folder), step, Contents.of(model, optimizer, extra), keep=keep, ranks=Ranks())
 
 
 def load_checkpoint(
-    folder: str | Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    folder: str | Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None, strict: bool = True
 ) -> dict[str, Any] | None:
     """Put the newest intact checkpoint of `folder` (or the one that `folder` itself is) into model and optimizer.
 
@@ -82,23 +52,30 @@ def load_checkpoint(
     memory; the optimizer may be new. Returns this rank's `extra` with `step` added, or None if there is no checkpoint.
     Where there are more ranks than saved, the additional ones get rank 0's `extra`.
     A checkpoint that does not match its manifest is skipped with a warning.
-    Raises: CheckpointError if it is another model's or optimizer's, naming the differing tensors, or if none is intact.
+    Without `strict`, what fits is loaded and the rest is left as it is; `skipped` in the result, a `Differences`, and a
+    warning say what that was.
+    Raises: CheckpointError if it is another model's or optimizer's, naming every tensor that differs, unless not
+    `strict`; or if none is intact.
     """
+    ranks = Ranks()
     folder = Path(folder)
-    found = _on_rank_0(lambda: commit.candidates(folder), f"the checkpoint folder {folder} is not readable")
+    found = ranks.on_rank_0(lambda: commit.candidates(folder), f"the checkpoint folder {folder} is not readable")
     complaints: list[str] = []
     for candidate in found:
-        problem = candidate.problem or _verify(candidate.folder, candidate.manifest)
+        problem = candidate.problem or _verify(candidate.folder, candidate.manifest, ranks)
         if not problem:
-            tensors = _destination(candidate.folder, model, optimizer)
+            own = _read_own_sidecar(candidate.folder, ranks)
+            source = _source(candidate.folder, own["optimizer"])
             try:
-                storage.load(tensors, candidate.folder)
-            except CheckpointError as error:  # raised on all ranks: DCP agrees on it
+                differences = fill(source, model, optimizer, strict=strict)
+            except storage.StorageError as error:
                 problem = str(error)
             else:
-                return _finish(candidate.folder, candidate.manifest, model, optimizer)
+                assert candidate.manifest is not None
+                skipped = {} if strict else {"skipped": told(differences, candidate.folder, ranks)}
+                return {"step": candidate.manifest.step, **own["extra"], **skipped}
         complaints.append(f"{candidate.folder}: {problem}")
-        if _rank() == 0:
+        if ranks.rank == 0:
             warnings.warn(f"checkpoint {candidate.folder} is damaged and is skipped: {problem}", stacklevel=2)
     if complaints:
         raise CheckpointError(
@@ -108,39 +85,146 @@ def load_checkpoint(
     return None
 
 
-def _destination(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
-    metadata = storage.read_metadata(folder)
-    tensors = state.model_tensors(model)
-    state.refuse_another_model(tensors, metadata, str(folder))
-    if optimizer is not None:
-        settings = sidecar.read(_own_sidecar(folder))["optimizer"]
-        if settings is None:
-            raise CheckpointError(
-                f"{folder} was saved without an optimizer, this run has {type(optimizer).__name__}; pass optimizer=None"
-            )
-        state.prepare_optimizer(model, optimizer, metadata)
-        state.restore_optimizer_settings(model, optimizer, settings)
-        tensors |= state.optimizer_tensors(model, optimizer)
-    return tensors
+def load_dcp(
+    folder: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    strict: bool = True,
+    model_key: str | None = None,
+    optimizer_key: str | None = None,
+) -> Differences:
+    """Load a folder that any program wrote with `torch.distributed.checkpoint`, such as one that trains with FSDP2.
+
+    The usual layouts are understood: a model's state dict at the top or under any keys, and an optimizer's as
+    `get_optimizer_state_dict` gives it, flattened or not. Where several fit (a model and its moving average, say),
+    `model_key` and `optimizer_key` say which: "app.model", or "" for the top. All ranks call it; their number is free.
+    The optimizer takes no step. Unlike torch's own loader this runs no code that the folder contains. Nothing in such a
+    folder tells when a bit has flipped; and its step and the like are the writer's own, for you to read.
+    Returns what was not loaded: nothing, with `strict`.
+    Raises: CheckpointError if `folder` is damaged or no such folder; with `strict`, also if anything differs, naming
+    every tensor that does.
+    """
+    folder, ranks = Path(folder), Ranks()
+
+    def read() -> Source:
+        metadata = storage.read_metadata(folder)
+        entries = storage.tensors_of(metadata)
+        names, parameters = state.model_tensors(model), state.named_parameters(model)
+        found = keys.Keys.found_in(
+            metadata.state_dict_metadata,
+            tensors=names,
+            parameters=parameters,
+            model=model_key,
+            optimizer=optimizer_key,
+            with_optimizer=optimizer is not None,
+        )
+        settings = keys.optimizer_settings(folder, metadata, found, model, optimizer) if optimizer is not None else None
+        return Source(folder=folder, entries=entries, keys=found, settings=settings)
+
+    source: list[Source] = []
+    ranks.on_all(lambda: source.append(read()), f"{folder} could not be read")
+    return told(fill(source[0], model, optimizer, strict=strict), folder, ranks)
 
 
-def _finish(
-    folder: Path, manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer | None
-) -> dict[str, Any]:
-    extra = sidecar.read(_own_sidecar(folder))["extra"]
-    return {"step": manifest.step, **extra}
+def told(differences: Differences, folder: Path, ranks: Ranks) -> Differences:
+    """Warn, once in the job, of what was not loaded."""
+    if differences and ranks.rank == 0:
+        warnings.warn(f"{folder} does not fit, and only what fits was loaded ({differences})", stacklevel=3)
+    return differences
 
 
-def _verify(folder: Path, manifest: Manifest | None) -> str:
+# -- what the synchronous and the asynchronous way share ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What one rank puts into a checkpoint."""
+
+    tree: dict[str, Any]
+    """Of tensors and hyper-parameters, as PyTorch nests them."""
+    aliases: dict[storage.KeyPath, storage.KeyPath]
+    sidecar: str | ValueError
+    """This rank's JSON, or why there is none: to be raised where all ranks hear of it."""
+    planner: SavePlanner | None = None
+    """Holds the tensors, if `tree` is empty."""
+
+    @staticmethod
+    def of(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any]) -> Contents:
+        """References to the tensors, everything else as of now."""
+        tree: dict[str, Any] = {keys.MODEL: state.model_tensors(model)}
+        settings = None
+        if optimizer is not None:
+            settings = state.optimizer_settings(model, optimizer)
+            tree[keys.OPTIMIZER] = {
+                keys.STATE: state.optimizer_state(model, optimizer),
+                keys.GROUPS: state.param_groups(model, optimizer),
+            }
+        aliases: dict[storage.KeyPath, storage.KeyPath]
+        aliases = {(keys.MODEL, alias): (keys.MODEL, name) for alias, name in state.tied_names(model).items()}
+        text: str | ValueError
+        try:
+            text = sidecar.encode({"extra": extra, "optimizer": settings})
+        except ValueError as error:
+            text = error
+        return Contents(tree=tree, aliases=aliases, sidecar=text)
+
+
+def check_keep(keep: int) -> None:
+    """Raises: CheckpointError."""
+    if keep < 2:
+        raise CheckpointError(
+            f"keep={keep} checkpoints, expected 2 or more: a damaged newest one needs an older one to fall back to"
+        )
+
+
+def write(folder: Path, step: int, contents: Contents, *, keep: int, ranks: Ranks) -> Path:
+    """[Note: Commit protocol], from the empty folder to the removal of the oldest one."""
+    temporary = ranks.on_rank_0(lambda: commit.begin(folder, step), f"the checkpoint folder {folder} is not writable")
+    reached("begun")
+    storage.save(contents.tree, temporary, aliases=contents.aliases, planner=contents.planner, group=ranks.group)
+    reached("shards_written")
+
+    def write_own_files() -> list[commit.FileRecord]:
+        own = sidecar.name(ranks.rank)
+        if isinstance(contents.sidecar, ValueError):
+            raise contents.sidecar
+        sidecar.write(temporary / own, contents.sidecar)
+        reached("sidecar_written")
+        names = [own, *sorted(path.name for path in temporary.glob(f"__{ranks.rank}_*"))]
+        names += [".metadata"] if ranks.rank == 0 else []
+        return [commit.describe_file(temporary / name, name) for name in names]
+
+    records = ranks.on_all(write_own_files, f"checkpoint {temporary} could not be written")
+
+    def commit_all() -> Path:
+        manifest = Manifest(
+            step=step,
+            sequence=commit.next_sequence(folder),
+            world_size=ranks.size,
+            versions=_versions(),
+            files=tuple(record for rank_records in records for record in rank_records),
+        )
+        return commit.commit(folder, temporary, manifest, keep=keep)
+
+    return ranks.on_rank_0(commit_all, f"checkpoint {temporary} could not be committed")
+
+
+def _source(folder: Path, settings: dict[str, Any] | None) -> Source:
+    entries = storage.tensors_of(storage.read_metadata(folder))
+    return Source(folder=folder, entries=entries, keys=keys.OURS, settings=settings)
+
+
+def _verify(folder: Path, manifest: Manifest | None, ranks: Ranks) -> str:
     """Every rank hashes its share of the files; the verdict is common. Empty if all is well."""
     assert manifest is not None
-    mine = manifest.files[_rank() :: _world_size()]
-    return "; ".join(problem for problems in _gather(commit.damage(folder, mine)) for problem in problems)
+    mine = manifest.files[ranks.rank :: ranks.size]
+    return "; ".join(problem for problems in ranks.gather(commit.damage(folder, mine)) for problem in problems)
 
 
-def _own_sidecar(folder: Path) -> Path:
-    own = folder / sidecar.name(_rank())
-    return own if own.exists() else folder / sidecar.name(0)
+def _read_own_sidecar(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    own = folder / sidecar.name(ranks.rank)
+    return sidecar.read(own if own.exists() else folder / sidecar.name(0))
 
 
 def _versions() -> dict[str, str]:
@@ -149,37 +233,3 @@ def _versions() -> dict[str, str]:
     except PackageNotFoundError:  # run from a source tree
         laconic_version = "unknown"
     return {"laconic": laconic_version, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _gather(value: Any) -> list[Any]:
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * _world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _on_all_ranks(action: Callable[[], Any], failure: str) -> list[Any]:
-    """Every rank's result on every rank; if any rank fails, every rank raises with that rank's reason."""
-    result, error = None, ""
-    try:
-        result = action()
-    except (OSError, ValueError) as caught:
-        error = str(caught)
-    outcomes = _gather((result, error))
-    errors = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text]
-    if errors:
-        raise CheckpointError(f"{failure} ({'; '.join(errors)})")
-    return [result for result, _ in outcomes]
-
-
-def _on_rank_0(action: Callable[[], Any], failure: str) -> Any:
-    return _on_all_ranks(action if _rank() == 0 else lambda: None, failure)[0]

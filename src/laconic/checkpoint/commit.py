@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-FORMAT = "laconic-checkpoint-1"
+FORMAT = "laconic-checkpoint-2"
 MANIFEST = "manifest.json"
 LATEST = "latest"
 CRASH_POINTS = (

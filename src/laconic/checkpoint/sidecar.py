@@ -21,10 +21,15 @@ def name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-def write(path: Path, tree: dict[str, Any]) -> None:
+def encode(tree: dict[str, Any]) -> str:
     """Raises: ValueError, naming the place, if the tree holds anything but dicts with string keys, lists, tuples (read
     back as lists), str, int, float, bool, None and tensors."""
-    commit.write_durably(path, json.dumps(_encode(tree, "extra")))
+    return json.dumps(_encode(tree, "extra"))
+
+
+def write(path: Path, text: str) -> None:
+    """`text` as `encode` made it."""
+    commit.write_durably(path, text)
 
 
 def read(path: Path) -> dict[str, Any]:

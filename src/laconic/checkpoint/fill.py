@@ -1,0 +1,128 @@
+"""Put what a DCP folder holds into a model and an optimizer, and say what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from laconic.checkpoint import state, storage
+from laconic.checkpoint.commit import CheckpointError
+from laconic.checkpoint.keys import Keys
+from laconic.checkpoint.storage import Entry
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Differences:
+    """By what a checkpoint and a run differ: all of it. Optimizer state is listed as `NAME.KEY (optimizer)`."""
+
+    missing: tuple[str, ...] = ()
+    """Only in the run; left as it was."""
+    unexpected: tuple[str, ...] = ()
+    """Only in the checkpoint; not loaded."""
+    different: tuple[str, ...] = ()
+    """In both, of another shape or dtype, which is told; not loaded."""
+    optimizer: str = ""
+    """Why hyper-parameters could not be restored, which are then the run's."""
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.different or self.optimizer)
+
+    def __str__(self) -> str:
+        told = {
+            "only in the model": self.missing,
+            "only in the checkpoint": self.unexpected,
+            "different": self.different,
+            "the optimizer": (self.optimizer,) if self.optimizer else (),
+        }
+        return "; ".join(f"{what}: {', '.join(items)}" for what, items in told.items() if items)
+
+    def __add__(self, other: Differences) -> Differences:
+        return Differences(
+            missing=self.missing + other.missing,
+            unexpected=self.unexpected + other.unexpected,
+            different=self.different + other.different,
+            optimizer=self.optimizer or other.optimizer,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A DCP folder and how to read it."""
+
+    folder: Path
+    entries: Mapping[str, Entry]
+    keys: Keys
+    settings: dict[str, Any] | None
+    """As `state.optimizer_settings` gives them; None if there are none."""
+
+
+def fill(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, strict: bool) -> Differences:
+    """Load in place. Collective; each rank reads what it holds.
+
+    Raises: CheckpointError before any tensor is loaded, if `strict` and anything differs; or if the files are damaged.
+    """
+    targets = state.model_tensors(model)
+    saved = source.keys.model_entries(source.entries)
+    for alias in state.tied_names(model):
+        saved.pop(alias, None)
+    differences = compare(targets, saved)
+    fitting = {name: tensor for name, tensor in targets.items() if saved.get(name) == Entry.of(tensor)}
+    filled = {f"{source.keys.model}{name}": tensor for name, tensor in fitting.items()}
+    if optimizer is not None:
+        differing, states = _prepare(source, model, optimizer, fitting)
+        differences += differing
+        filled |= {f"{source.keys.state}{full_key}": tensor for full_key, tensor in states.items()}
+    if differences and strict:
+        raise CheckpointError(
+            f"{source.folder} is a checkpoint of another model or optimizer ({differences}); use the configuration it "
+            "was made with, pass strict=False to load what fits, or give another output folder"
+        )
+    storage.load(filled, source.folder)
+    return differences
+
+
+def _prepare(
+    source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, fitting: Container[str]
+) -> tuple[Differences, dict[str, Tensor]]:
+    """Restore hyper-parameters and make room for the state of the `fitting` parameters. Returns what does not fit, and
+    the room by `NAME.KEY`."""
+    saved = source.keys.state_entries(source.entries)
+    if source.settings is None and not saved:
+        return Differences(optimizer=f"was not saved, this run has {type(optimizer).__name__}"), {}
+    problem = state.settings_problem(model, optimizer, source.settings) if source.settings else ""
+    if source.settings and source.settings["class"] not in (None, type(optimizer).__name__):
+        return Differences(optimizer=problem), {}  # its state means something else
+    if source.settings and not problem:
+        state.restore_optimizer_groups(optimizer, source.settings)
+    room = state.prepare_optimizer(model, optimizer, {name: saved[name] for name in saved if name in fitting})
+    differing = compare(_flat(room), _flat(saved), " (optimizer)")
+    parameters = state.optimized(model, optimizer)
+    for name in [n for n, tensors in room.items() if {k: Entry.of(t) for k, t in tensors.items()} != saved[n]]:
+        del room[name], optimizer.state[parameters[name]]  # half a state is none
+    if source.settings and not problem:
+        state.restore_optimizer_numbers(model, optimizer, source.settings)
+    return replace(differing, optimizer=problem), _flat(room)
+
+
+def _flat(nested: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:
+    return {f"{name}.{key}": value for name, entries in nested.items() for key, value in entries.items()}
+
+
+def compare(ours: Mapping[str, Tensor], saved: Mapping[str, Entry], kind: str = "") -> Differences:
+    """`kind` is put after each name."""
+    return Differences(
+        missing=tuple(f"{name}{kind}" for name in sorted(ours.keys() - saved.keys())),
+        unexpected=tuple(f"{name}{kind}" for name in sorted(saved.keys() - ours.keys())),
+        different=tuple(
+            f"{name}{kind} is {saved[name]} in the checkpoint and {Entry.of(ours[name])} in the model"
+            for name in sorted(ours.keys() & saved.keys())
+            if saved[name] != Entry.of(ours[name])
+        ),
+    )

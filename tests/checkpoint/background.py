@@ -1,0 +1,109 @@
+"""What the ranks do in the tests of asynchronous saves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from laconic import checkpoint
+from laconic.checkpoint import commit
+from tests.checkpoint import zoo
+
+
+def _made() -> tuple[zoo.Zoo, torch.optim.Optimizer]:
+    model = zoo.shard(zoo.make_zoo(seed=0))
+    optimizer = zoo.Hoarder(model.parameters())
+    zoo.train(model, optimizer)
+    return model, optimizer
+
+
+def save_while_training(folder: str) -> dict[str, Any]:
+    """The same state saved both ways, twice; the asynchronous saves are held up while training goes on."""
+    model, optimizer = _made()
+    extra = {"rank": dist.get_rank(), "tensor": torch.ones(2), "rng": checkpoint.rng_state()}
+    arguments: dict[str, Any] = {"model": model, "optimizer": optimizer, "extra": extra}
+    seen: dict[str, Any] = {"under_way": []}
+    go_on = threading.Event()
+    with checkpoint.AsyncSaver(f"{folder}/async") as saver:
+        assert saver.wait() is None
+        for step in (2, 4):
+            checkpoint.save_checkpoint(f"{folder}/sync", step, **arguments)
+            go_on.clear()
+            commit.on_crash_point = lambda point: point != "begun" or go_on.wait(60) or None
+            saver.save(step, **arguments)
+            model.seen.fill_(-1)
+            extra["tensor"].mul_(2)
+            optimizer.param_groups[0]["lr"] *= 0.5
+            zoo.train(model, optimizer)  # collectives of its own, while the save's stand still
+            seen["under_way"].append((os.path.exists(f"{folder}/async/step-{step}"), not go_on.is_set()))
+            go_on.set()
+            seen[f"folder of {step}"] = str(saver.wait())
+            commit.on_crash_point = None
+            dist.barrier()
+    return seen
+
+
+def one_at_a_time(folder: str) -> list[str]:
+    """In which order this rank passes the crash points of two saves, the second asked for at once."""
+    model, optimizer = _made()
+    passed: list[str] = []
+    commit.on_crash_point = lambda point: passed.append(f"{threading.current_thread().name}: {point}")
+    with checkpoint.AsyncSaver(folder) as saver:
+        for step in (1, 2):
+            saver.save(step, model=model, optimizer=optimizer, extra={})
+    return passed
+
+
+def fail_in_the_background(folder: str) -> list[str]:
+    """What each call says: a good save, one that rank 1 cannot encode, one too early, and good ones."""
+    model, optimizer = _made()
+    saver = checkpoint.AsyncSaver(folder)
+    bad = {"thing": object() if dist.get_rank() == 1 else 1}
+    said = []
+    for step, extra in ((1, {}), (2, bad), (3, {}), (4, {})):
+        try:
+            saver.save(step, model=model, optimizer=optimizer, extra=extra)
+            said.append("begun")
+        except checkpoint.CheckpointError as error:
+            said.append(str(error))
+    saver.wait()
+    with checkpoint.AsyncSaver(folder) as other:
+        other.save(5, model=model, optimizer=optimizer, extra=bad)
+        try:
+            other.wait()
+        except checkpoint.CheckpointError as error:
+            said.append(str(error))
+    return said
+
+
+def die_while_training(folder: str, point: str) -> None:
+    """Rank 1 dies in the background of the second save, at `point`, while training goes on."""
+    model, optimizer = _made()
+    saver = checkpoint.AsyncSaver(folder)
+    saver.save(2, model=model, optimizer=optimizer, extra={})
+    saver.wait()
+    dist.barrier()
+    rank = 0 if point in ("manifest_written", "renamed") else 1
+
+    def kill(passed: str) -> None:
+        if passed == point and dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    commit.on_crash_point = kill
+    saver.save(4, model=model, optimizer=optimizer, extra={})
+    while True:
+        zoo.train(model, optimizer)
+
+
+def load_newest(folder: str) -> tuple[int, dict[str, torch.Tensor]]:
+    """Step and state."""
+    model = zoo.shard(zoo.make_zoo(seed=1))
+    optimizer = zoo.Hoarder(model.parameters())
+    loaded = checkpoint.load_checkpoint(folder, model=model, optimizer=optimizer)
+    assert loaded is not None
+    return loaded["step"], zoo.whole(model, optimizer)
