@@ -13,7 +13,8 @@ import torch
 
 from laconic.train.cli import main
 from laconic.train.config import Config, load, to_toml
-from laconic.train.prepare import differences, make_optimizer
+from laconic.train.optimizers import make_optimizer
+from laconic.train.prepare import differences
 from tests.ranks import run_ranks
 from tests.train.jobs import job, refusal, train, train_all
 

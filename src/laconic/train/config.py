@@ -126,16 +126,34 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate."""
 
-    name: Literal["adamw"] = "adamw"
-    """The optimizer."""
+    name: Literal["adamw", "adamw8bit", "muon", "shampoo"] = "adamw"
+    """`adamw8bit` keeps AdamW's moments in 8 bits; `muon` and `shampoo` take the matrices of hidden layers, and AdamW
+    the rest (embeddings, output layer, norms, biases). All but `adamw` need shard.strategy `laconic` or `ddp`."""
     lr: float = 3e-4
     """Peak learning rate."""
+    adamw_lr: float | None = None
+    """With `muon` and `shampoo`: peak learning rate of the rest; default: lr."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of the two moments."""
     eps: float = 1e-8
     """Added to the square root of the second moment."""
+    momentum: float = 0.95
+    """Of `muon`."""
+    nesterov: bool = True
+    """Of `muon`: Nesterov's momentum."""
+    ns_steps: int = 5
+    """Of `muon`: Newton-Schulz iterations."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral_unclamped"] | None = None
+    """Of `muon`: how a matrix's shape changes its learning rate; default: `original`. With `match_rms_adamw`, learning
+    rates tuned for AdamW fit."""
+    update_every: int = 10
+    """Of `shampoo`: steps between two computations of the preconditioners."""
+    block_size: int = 1024
+    """Of `shampoo`: longest side of a preconditioned block."""
+    grafting: Literal["adam", "rmsprop", "sgd", "none"] = "adam"
+    """Of `shampoo`: the rule whose step length is used."""
     weight_decay: float = 0.1
     """Decoupled decay of matrices; parameters of fewer than two dimensions (norms, biases) are never decayed."""
     max_grad_norm: float = 1.0
@@ -169,6 +187,34 @@ class OptimizerConfig:
             f"optimizer.decay_steps = {self.decay_steps} must be at least 1",
         )
         _require(0 <= self.min_lr_ratio <= 1, f"optimizer.min_lr_ratio = {self.min_lr_ratio} must lie in [0, 1]")
+        self._check_names()
+
+    def _check_names(self) -> None:
+        """Refuse settings of another optimizer, which would be without effect."""
+        defaults = {item.name: item.default for item in dataclasses.fields(self)}
+        for names, keys in _OF_OPTIMIZERS.items():
+            for key in keys:
+                _require(
+                    self.name in names or getattr(self, key) == defaults[key],
+                    f"optimizer.{key} = {getattr(self, key)!r} is for optimizer.name = "
+                    f"{' or '.join(map(repr, names))}, got {self.name!r}; leave it out",
+                )
+        for key in ("ns_steps", "update_every", "block_size"):
+            _require(getattr(self, key) >= 1, f"optimizer.{key} = {getattr(self, key)} must be at least 1")
+        _require(0 <= self.momentum < 1, f"optimizer.momentum = {self.momentum} must lie in [0, 1)")
+        _require(
+            self.adamw_lr is None or (self.adamw_lr > 0 and math.isfinite(self.adamw_lr)),
+            f"optimizer.adamw_lr = {self.adamw_lr} must be a positive number",
+        )
+
+
+_OF_OPTIMIZERS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("muon",): ("momentum", "nesterov", "ns_steps", "adjust_lr_fn"),
+    ("shampoo",): ("update_every", "block_size", "grafting"),
+    ("muon", "shampoo"): ("adamw_lr",),
+    ("adamw",): ("fused",),
+}
+"""Which keys only some optimizers have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +236,10 @@ class ShardConfig:
     """Reduce gradients in this; default: param_dtype, on every release of torch."""
     reshard_after_forward: bool | None = None
     """Free gathered parameters after forward and gather them again in backward; default: yes, the root too."""
+    granularity: dict[str, Any] | str | None = None
+    """What `laconic` never cuts: "1 row", "32 rows", "256 elements" or "whole" of every parameter; or a table from
+    patterns of a parameter's name in its layer, such as "self_attn.*", to one of these, where the first match counts
+    and what matches none may be cut between rows. Default: what the optimizer needs, 32 rows for `adamw8bit`."""
 
     def __post_init__(self) -> None:
         _require(
@@ -209,6 +259,20 @@ class ShardConfig:
             self.strategy != "fsdp2-hpz" or self.reshard_after_forward is None,
             "shard.strategy = 'fsdp2-hpz' is reshard_after_forward = <ranks per node>: leave it out",
         )
+        blocks = self.granularity.values() if isinstance(self.granularity, dict) else [self.granularity]
+        for text in blocks:
+            if text is not None:
+                block(text)
+
+
+def block(text: Any) -> dict[str, Any]:
+    """The fields of a `laconic.Block` that "32 rows", "256 elements" or "whole" means."""
+    if text == "whole":
+        return {"unit": "whole"}
+    match = re.fullmatch(r"([1-9][0-9]*) (row|element)s?", text) if isinstance(text, str) else None
+    if match is None:
+        raise ConfigError(f'shard.granularity: {text!r} is not a block; write "32 rows", "256 elements" or "whole"')
+    return {"unit": f"{match[2]}s", "count": int(match[1])}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +295,8 @@ class TrainConfig:
     """Micro-batches per rank in one evaluation."""
     save_every: int = 0
     """Checkpoint every so many steps; 0: only after the last; -1: never."""
+    async_save: bool = False
+    """Write checkpoints while training goes on, from a copy in host memory of what each rank holds."""
     keep: int = 2
     """Complete checkpoints kept; at least two, so that a damaged newest one has one to fall back to."""
     log_every: int = 10

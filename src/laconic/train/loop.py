@@ -22,24 +22,24 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import laconic.checkpoint
+from laconic.checkpoint import AsyncSaver
 from laconic.train import data
 from laconic.train.config import Config, JobError, to_dict, to_toml
 from laconic.train.launch import Ranks, agree, failing_together, pick_device, process_group
 from laconic.train.memory import local_nbytes, measured_peak, state_nbytes
 from laconic.train.metrics import JsonlLogger, Logger, Loggers, Step, StepRecord, TensorBoardLogger, reduce_records
+from laconic.train.optimizers import make_optimizer, require_optimizer, set_learning_rates
 from laconic.train.prepare import (
     CHECKPOINTS,
     as_job_error,
     build_checked,
     differences,
-    make_optimizer,
     open_output,
     require_model,
     with_vocabulary,
 )
 from laconic.train.progress import BarLogger, LineLogger
 from laconic.train.sampler import Sampler
-from laconic.train.schedules import lr_at
 from laconic.train.strategies import Spread, spread
 from laconic.train.tokenizer import Tokenizer, load_tokenizer
 
@@ -54,6 +54,7 @@ def run(config: Config) -> dict[str, Any]:
     Raises: JobError (on every rank) for what a user can mend, before the first step wherever it can be known then.
     """
     require_model(config)
+    require_optimizer(config)
     ranks = Ranks.from_environment()
     device = pick_device(config.train.device, ranks)
     with process_group(ranks, device, config.train.timeout_s) as group, failing_together(ranks):
@@ -89,8 +90,9 @@ class Trainer:
         )
         with as_job_error():
             self.spread: Spread = spread(model, config, ranks, device)
+            self.optimizer = make_optimizer(model, config)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimizer = make_optimizer(model, config)
+        self.saver = AsyncSaver(self.output / CHECKPOINTS, keep=config.train.keep) if config.train.async_save else None
         self.start_step = self._resume() if config.train.resume else 0
         self.history: list[Step] = []
         self.evaluations: list[dict[str, float]] = []
@@ -166,7 +168,7 @@ class Trainer:
         train = self.config.train
         watched = self.config.log.memory_step if self.device.type == "cpu" else 0
         self.logger = self._open_logger()
-        with _manual_garbage_collection() as collect:
+        with _manual_garbage_collection() as collect, self.saver or contextlib.nullcontext():
             for step in range(self.start_step, train.steps):
                 self._pending.append(self._watched_step(step) if step + 1 == watched else self._step(step))
                 done = step + 1
@@ -204,9 +206,7 @@ class Trainer:
         config = self.config
         began_s = time.perf_counter()
         batch = self._batch(self.tokens.train, self.sampler.offsets(step))
-        lr = lr_at(step, config.optimizer, total_steps=config.train.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        lr = set_learning_rates(self.optimizer, step, config)
         torch.manual_seed(_step_seed(config.train.seed, step, self.ranks.rank))
         self.spread.module.train()
         self.spread.reset_peak_memory()
@@ -315,14 +315,15 @@ class Trainer:
         self.logger.evaluation(step, values)
 
     def _save(self, step: int) -> None:
-        laconic.checkpoint.save_checkpoint(
-            self.output / CHECKPOINTS,
-            step,
-            model=self.spread.module,
-            optimizer=self.optimizer,
-            extra={"tokens": step * self.tokens_per_step, "config": to_dict(self.config)},
-            keep=self.config.train.keep,
-        )
+        contents: dict[str, Any] = {
+            "model": self.spread.module,
+            "optimizer": self.optimizer,
+            "extra": {"tokens": step * self.tokens_per_step, "config": to_dict(self.config)},
+        }
+        if self.saver is not None:
+            self.saver.save(step, **contents)
+        else:
+            laconic.checkpoint.save_checkpoint(self.output / CHECKPOINTS, step, keep=self.config.train.keep, **contents)
 
     def _summary(self) -> dict[str, Any]:
         config, steps = self.config, self.history

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from laconic.train.config import Config, JobError
@@ -63,22 +62,6 @@ def build_checked(config: Config, tokenizer: Tokenizer) -> nn.Module:
             f"has {vocab_size}; raise vocab_size in model.config, or use the model's own tokenizer"
         )
     return model
-
-
-def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """AdamW over what is trainable; matrices decay, norms and biases do not. `ndim` is that of the global tensor."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.optimizer.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.optimizer.lr,
-        betas=config.optimizer.betas,
-        eps=config.optimizer.eps,
-        fused=config.optimizer.fused,
-    )
 
 
 def differences(saved: dict[str, Any], current: dict[str, Any], prefix: str = "") -> list[str]:

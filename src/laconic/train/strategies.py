@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.traffic import Snapshot
-from laconic.train.config import Config, JobError
+from laconic.train.config import Config, JobError, block
 from laconic.train.launch import Ranks
 from laconic.train.models import layers_to_shard, materialize
 
@@ -128,6 +128,7 @@ def spread(model: nn.Module, config: Config, ranks: Ranks, device: torch.device)
                 cache=cache,
                 mp_policy=mixed_precision(config),
                 reshard_after_forward=_reshard_after_forward(config),
+                granularity=granularity(config),
             )
         materialize(model, config.model, device)
         return _Laconic(model)
@@ -135,6 +136,19 @@ def spread(model: nn.Module, config: Config, ranks: Ranks, device: torch.device)
         fully_shard(module, **_fsdp2_arguments(config, ranks, device))
     materialize(model, config.model, device)
     return Spread(model)
+
+
+def granularity(config: Config) -> Any:
+    """What `fully_shard` gets: the job's blocks, or those that its optimizer asks for."""
+    from laconic.optim import AdamW8bit
+    from laconic.shard.granularity import Block
+
+    given = config.shard.granularity
+    if given is None:
+        return AdamW8bit.granularity if config.optimizer.name == "adamw8bit" else None
+    if isinstance(given, str):
+        return Block(**block(given))
+    return {pattern: Block(**block(text)) for pattern, text in given.items()}
 
 
 def mixed_precision(config: Config) -> MixedPrecisionPolicy:

@@ -1,0 +1,104 @@
+"""AdamW8bit's step in one kernel, one program per block: decode, step, code again, without temporaries in memory.
+
+Bit-equal to the torch version for finite numbers: the same operations, each rounded once. So nothing is fused into
+multiply-adds, and root and quotient are the correctly rounded ones. Needs triton.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from laconic.optim.blocks import Grid, dynamic_code
+
+
+def step_8bit(
+    rule: tuple[float, ...], grid: Grid, values: Tensor, gradient: Tensor, moments: list[Tensor], scales: list[Tensor]
+) -> None:
+    """One step of a rank's flat part.
+
+    Shapes: values and gradient (numel,), any floating dtype; moments 2 x (numel,), uint8; scales 2 x (number of
+    blocks,), fp32. `rule`: the scalars of `_Rule`, in order.
+    """
+    rows, columns = grid.matrix(values).shape
+    high, wide = grid.matrix_of_scales(scales[0]).shape
+    if not high * wide:
+        return
+    tables = [dynamic_code(values.device, signed=signed) for signed in (True, False)]
+    _step_block[(high * wide,)](
+        values,
+        gradient.contiguous(),
+        *moments,
+        *scales,
+        *(table for code in tables for table in (code.values, code.borders)),
+        rows,
+        columns,
+        wide,
+        *rule,
+        HEIGHT=grid.height,
+        WIDTH=grid.width,
+        enable_fp_fusion=False,
+    )
+
+
+def takes(grid: Grid) -> bool:
+    """Whether a block's sides are powers of two, as the kernel needs them, and few enough elements for registers."""
+    numel = grid.height * grid.width
+    return numel & (numel - 1) == 0 and grid.height & (grid.height - 1) == 0 and numel <= 4096
+
+
+@triton.jit
+def _step_block(  # type: ignore[no-untyped-def]  # triton types its arguments
+    values,
+    gradient,
+    exp_avg,
+    exp_avg_sq,
+    exp_avg_scale,
+    exp_avg_sq_scale,
+    signed_values,
+    signed_borders,
+    unsigned_values,
+    unsigned_borders,
+    rows,
+    columns,
+    wide,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    keep,
+    step_size,
+    root_factor,
+    eps,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    block = tl.program_id(0)
+    row = ((block // wide) * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)[:, None]
+    column = (block % wide) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    inside = (row < rows) & (column < columns)
+    at = row * columns + column
+    g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+    m = tl.load(signed_values + tl.load(exp_avg + at, mask=inside, other=0)) * tl.load(exp_avg_scale + block)
+    v = tl.load(unsigned_values + tl.load(exp_avg_sq + at, mask=inside, other=0)) * tl.load(exp_avg_sq_scale + block)
+    m = tl.where(inside, m * beta1 + g * rest1, 0.0)
+    v = tl.where(inside, v * beta2 + (g * g) * rest2, 0.0)
+    denominator = tl.sqrt_rn(v) * root_factor + eps
+    p = tl.load(values + at, mask=inside, other=0.0)
+    stepped = p.to(tl.float32) * keep - tl.div_rn(m, denominator) * step_size
+    tl.store(values + at, stepped.to(p.dtype), mask=inside)
+    _store(m, exp_avg, exp_avg_scale + block, signed_borders, at, inside)
+    _store(v, exp_avg_sq, exp_avg_sq_scale + block, unsigned_borders, at, inside)
+
+
+@triton.jit
+def _store(moment, codes, scale, borders, at, inside):  # type: ignore[no-untyped-def]
+    largest = tl.max(tl.abs(moment))
+    tl.store(scale, largest)
+    ratio = tl.div_rn(moment, tl.zeros_like(moment) + tl.where(largest == 0, 1.0, largest))
+    code = tl.zeros(moment.shape, tl.int32)  # how many borders are less: found by halving
+    for power in tl.static_range(8):
+        half = 128 >> power
+        code += tl.where(tl.load(borders + code + half - 1) < ratio, half, 0)
+    tl.store(codes + at, code.to(tl.uint8), mask=inside)

@@ -1,0 +1,297 @@
+"""AdamW8bit, against the tile-by-tile reference and itself on other numbers of ranks; many ranks at once are in
+test_family.py."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from laconic.optim import AdamW8bit, blocks
+from laconic.optim.adamw8bit import _Rule
+from laconic.optim.blocks import Tiling
+from tests.reference.adamw8bit import ReferenceAdamW8bit
+from tests.reference.adamw8bit import blocks as reference_blocks
+from tests.shard.helpers import ragged, whole
+
+SHAPES = [(70, 96), (33, 130), (3, 40, 35), (5000,), (32, 128), (64, 63), (7,), (2, 9, 8), (1, 4097), (4100, 1), ()]
+"""Tiles at every kind of edge, stacked matrices, a long vector, and small ones that keep fp32."""
+HYPER: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def gradient(shape: tuple[int, ...], step: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Of very different magnitudes, some of them zero."""
+    generator = torch.Generator().manual_seed(1000 * step + math.prod(shape))
+    size = 10 ** (-6 * torch.rand(shape, generator=generator))
+    return (torch.randn(shape, generator=generator) * size * (size > 1e-5)).to(dtype)
+
+
+def initial(shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(math.prod(shape)))
+
+
+def stepped(parameters: list[Any], steps: int = 4, **options: Any) -> AdamW8bit:
+    """Plain parameters after some steps, with a learning rate that changes."""
+    optimizer = AdamW8bit(parameters, **HYPER | options)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = HYPER["lr"] / (step + 1)
+        for parameter in parameters:
+            parameter.grad = gradient(tuple(parameter.shape), step, parameter.dtype)
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [Tiling(), Tiling(tile=None, flat=300), Tiling(tile=5, flat=17)])
+def test_equals_the_reference_to_the_bit(dtype: torch.dtype, block: Tiling) -> None:
+    parameters = [nn.Parameter(initial(shape).to(dtype)) for shape in SHAPES]
+    optimizer = stepped(parameters, block=block)
+    expected = [initial(shape).to(dtype) for shape in SHAPES]
+    reference = ReferenceAdamW8bit(expected, **HYPER, tile=block.tile, flat=block.flat)
+    for step in range(4):
+        reference.lr = HYPER["lr"] / (step + 1)
+        reference.step([gradient(shape, step, dtype) for shape in SHAPES])
+    for parameter, value, states in zip(parameters, expected, reference.state, strict=True):
+        shape = tuple(parameter.shape)
+        assert torch.equal(parameter, value), shape
+        state = optimizer.state[parameter]
+        if "m" in states:
+            assert torch.equal(state["exp_avg"], states["m"]), shape
+            assert torch.equal(state["exp_avg_sq"], states["v"]), shape
+            continue
+        for index, block_ in enumerate(reference_blocks(shape, block.tile, block.flat)):
+            for moment, (codes, scale) in zip(("exp_avg", "exp_avg_sq"), states[str(block_)], strict=True):
+                view = (-1, shape[-1]) if len(block_) == 2 else (-1,)
+                assert torch.equal(state[moment].view(view)[block_], codes), shape
+                assert torch.equal(state[f"{moment}_scale"].view(-1)[index], scale), shape
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 6, 7])
+def test_the_number_of_ranks_changes_no_bit(num_ranks: int) -> None:
+    """Parameters, codes and scales, put together from ranks of which some hold nothing."""
+    for shape in SHAPES[:-1]:
+        alone = nn.Parameter(initial(shape))
+        expected = stepped([alone]).state[alone]
+        parts = ragged(initial(shape), num_ranks, block=AdamW8bit.granularity("", alone))
+        states = []
+        for part in parts:
+            optimizer = AdamW8bit([part], **HYPER)
+            for step in range(4):
+                optimizer.param_groups[0]["lr"] = HYPER["lr"] / (step + 1)
+                part.grad = part.like(part.spec.part_of(gradient(shape, step)).clone())
+                optimizer.step()
+            states.append(optimizer.state[part])
+        assert torch.equal(whole(parts), alone), shape
+        for key, value in expected.items():
+            joined = whole([state[key] for state in states]) if key != "step" else states[-1][key]
+            assert torch.equal(joined, value), (shape, key)
+
+
+def test_neither_length_nor_position_in_memory_changes_a_bit() -> None:
+    """[Note: One rounding per operation]: element for element the same, wherever a vector register begins."""
+    rule = _Rule.of({"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}, step=3)
+    tensors = [initial((4099,)), gradient((4099,), 0), gradient((4099,), 1), gradient((4099,), 2).square()]
+    expected = [tensor.clone() for tensor in tensors]
+    rule.apply_(*expected)
+    for begin, end in [(0, 1), (1, 2), (3, 70), (5, 1029), (4090, 4099), (17, 4096)]:
+        part = [tensor.clone()[begin:end] for tensor in tensors]
+        rule.apply_(*part)
+        assert all(torch.equal(a, b[begin:end]) for a, b in zip(part, expected, strict=True)), (begin, end)
+
+
+def test_trains_as_adamw_does() -> None:
+    """Least squares from one start: the same loss within five per cent, when it has fallen to a hundredth."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(256, 96, generator=generator), torch.randn(256, 64, generator=generator)
+    losses = {}
+    first = (x @ initial((64, 96)).T - y).square().mean()
+    for cls in (torch.optim.AdamW, AdamW8bit):
+        weight = nn.Parameter(initial((64, 96)))
+        optimizer = cls([weight], lr=3e-2, weight_decay=0.01)
+        for _ in range(150):
+            optimizer.zero_grad()
+            loss = (x @ weight.T - y).square().mean()
+            loss.backward()
+            optimizer.step()
+        losses[cls] = float(loss.detach())
+    assert losses[AdamW8bit] == pytest.approx(losses[torch.optim.AdamW], rel=0.05)
+    assert losses[AdamW8bit] < 0.01 * float(first)
+
+
+def test_state_takes_two_bytes_per_parameter() -> None:
+    """On a transformer's shapes."""
+    shapes = [(512, 256), (256, 256), (683, 256), (256, 683), (256,), (1000, 256)]
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    optimizer = stepped(parameters, steps=1)
+    state_bytes = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    assert state_bytes <= 2.2 * sum(math.prod(shape) for shape in shapes)
+
+
+def test_a_second_moment_that_is_not_zero_does_not_become_zero() -> None:
+    """Otherwise a first moment over eps would be the update: beside a gradient of 1, one of 1e-4 would take steps of
+    1e4 learning rates."""
+    weight = nn.Parameter(torch.zeros(64, 64))
+    optimizer = AdamW8bit([weight], lr=1.0, weight_decay=0.0)
+    weight.grad = torch.full((64, 64), 1e-4)
+    weight.grad[0, 0] = 1.0
+    for _ in range(5):
+        optimizer.step()
+    assert weight.abs().max() < 10
+
+
+def test_granularity_is_what_the_optimizer_asks_for() -> None:
+    shapes = {(100, 7): 7, (100, 70): 32 * 70, (20, 300): 20 * 300, (9, 40, 35): 32 * 35, (9,): 1, (5000,): 256}
+    for shape, block in {**shapes, (): 1, (0, 4): 1}.items():
+        assert AdamW8bit.granularity("", torch.empty(shape)) == block, shape
+    assert AdamW8bit.granularity("", torch.empty(100, 70), block=Tiling(tile=None, flat=64)) == 64
+
+
+def test_a_cut_block_is_refused_with_the_remedy() -> None:
+    matrix = ragged(initial((70, 96)), 3, block=96)[0]
+    with pytest.raises(ValueError, match=r"t of shape \(70, 96\) is cut .* 3072 .*granularity=laconic\.rows\(32\)"):
+        AdamW8bit([matrix])
+    vector = ragged(initial((5000,)), 3, block=32)[0]
+    with pytest.raises(ValueError, match=r"granularity=laconic\.elements\(256\)"):
+        AdamW8bit([vector])
+    AdamW8bit([matrix, vector], block=Tiling(tile=None, flat=1))
+    AdamW8bit([matrix], min_8bit_size=6721)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "part"),
+    [
+        ({"lr": -1.0}, "lr=-1.0 must not be negative"),
+        ({"betas": (0.9, 1.0)}, r"must both lie in \[0, 1\)"),
+        ({"eps": -1e-8}, "eps"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+        ({"min_8bit_size": -1}, "min_8bit_size"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any], part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        AdamW8bit([nn.Parameter(torch.zeros(2))], **wrong)
+
+
+def test_other_peoples_sharding_is_refused() -> None:
+    parameter = nn.Parameter(torch.zeros(4, 4).t()[:, :2])
+    with pytest.raises(ValueError, match="not contiguous"):
+        AdamW8bit([parameter])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        foreign = distribute_tensor(torch.zeros(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(ValueError, match=r"DTensor of shape \(4, 4\).*laconic\.fully_shard"):
+            AdamW8bit([nn.Parameter(foreign)])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_refused_group_leaves_no_trace() -> None:
+    optimizer = AdamW8bit([nn.Parameter(torch.zeros(2))])
+    with pytest.raises(ValueError, match="lr"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": -1})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_step_is_seen_on_every_rank() -> None:
+    """Also by the rank that holds nothing: all ranks must agree on whether gathered weights are stale."""
+    bumps = [0, 0, 0]
+    parts = ragged(initial((32, 128)), 3, block=32 * 128)
+    for rank, part in enumerate(parts):
+        part._bump = lambda rank=rank: bumps.__setitem__(rank, bumps[rank] + 1)
+        optimizer = AdamW8bit([part])
+        part.grad = part.like(torch.zeros_like(part.to_local()))
+        optimizer.step()
+    assert bumps == [1, 1, 1]
+
+
+def test_state_dicts_keep_their_types() -> None:
+    """torch alone would give codes and scales the parameter's type; the loaded copy is a copy, and goes on alike."""
+    parameters = [nn.Parameter(initial(shape).bfloat16()) for shape in SHAPES]
+    optimizer = stepped(parameters, steps=2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    twins = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+    other = AdamW8bit(twins, lr=1.0)
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["betas"] == HYPER["betas"]
+    for one, two in zip(parameters, twins, strict=True):
+        assert optimizer.state[one].keys() == other.state[two].keys()
+        for key, value in optimizer.state[one].items():
+            assert other.state[two][key].dtype == value.dtype
+            assert torch.equal(other.state[two][key], value)
+    for instance, mine in [(optimizer, parameters), (other, twins)]:
+        for parameter in mine:
+            parameter.grad = gradient(tuple(parameter.shape), 2, torch.bfloat16)
+        instance.step()
+    assert all(torch.equal(one, two) for one, two in zip(parameters, twins, strict=True))
+    assert torch.equal(saved["state"][0]["step"], torch.tensor(2.0))
+
+
+def test_parameters_without_gradient_rest() -> None:
+    one, two = nn.Parameter(initial((70, 96))), nn.Parameter(initial((70, 96)))
+    optimizer = AdamW8bit([{"params": [one]}, {"params": [two], "lr": 0.5}], lr=0.1)
+
+    def closure() -> float:
+        one.grad = torch.ones_like(one)
+        return 3.0
+
+    assert optimizer.step(closure) == 3.0
+    assert not optimizer.state[two]
+    assert torch.equal(two, initial((70, 96)))
+    assert not torch.equal(one, initial((70, 96)))
+
+
+def test_empty_state_is_that_before_the_first_step() -> None:
+    """What a checkpoint is loaded into: every state's shape and type, all zero, and without effect on the numbers."""
+    stepped_first, prepared = nn.Parameter(initial((70, 96))), nn.Parameter(initial((70, 96)))
+    optimizer = AdamW8bit([prepared], **HYPER)
+    optimizer.init_state(prepared)
+    state = optimizer.state[prepared]
+    assert {key: (tuple(value.shape), value.dtype) for key, value in state.items()} == {
+        "step": ((), torch.float32),
+        "exp_avg": ((70, 96), torch.uint8),
+        "exp_avg_scale": ((3, 3), torch.float32),
+        "exp_avg_sq": ((70, 96), torch.uint8),
+        "exp_avg_sq_scale": ((3, 3), torch.float32),
+    }
+    assert not any(value.any() for value in state.values())
+    prepared.grad = gradient((70, 96), 0)
+    optimizer.param_groups[0]["lr"] = HYPER["lr"]
+    optimizer.step()
+    stepped([stepped_first], steps=1)
+    assert torch.equal(prepared, stepped_first)
+
+
+@pytest.mark.parametrize("panel", [1, 5000, 2**30])
+def test_working_memory_changes_no_bit(panel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [nn.Parameter(initial(shape)) for shape in SHAPES]
+    stepped(expected)
+    monkeypatch.setattr(blocks, "_PANEL_NUMEL", panel)
+    parameters = [nn.Parameter(initial(shape)) for shape in SHAPES]
+    stepped(parameters)
+    assert all(torch.equal(one, two) for one, two in zip(parameters, expected, strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_equals_the_torch_version(dtype: torch.dtype) -> None:
+    """Where triton is installed this is the fused kernel, elsewhere the torch version on the device."""
+    on_cpu = [nn.Parameter(initial(shape).to(dtype)) for shape in SHAPES]
+    on_gpu = [nn.Parameter(initial(shape).to(dtype).cuda()) for shape in SHAPES]
+    optimizers = [AdamW8bit(on_cpu, **HYPER), AdamW8bit(on_gpu, **HYPER)]
+    for step in range(4):
+        for optimizer, parameters in zip(optimizers, (on_cpu, on_gpu), strict=True):
+            for parameter in parameters:
+                parameter.grad = gradient(tuple(parameter.shape), step, dtype).to(parameter.device)
+            optimizer.step()
+    for one, two in zip(on_cpu, on_gpu, strict=True):
+        assert torch.equal(one, two.cpu()), tuple(one.shape)
+        for key, value in optimizers[0].state[one].items():
+            assert torch.equal(value, optimizers[1].state[two][key].cpu()), (tuple(one.shape), key)

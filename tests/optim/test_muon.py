@@ -1,0 +1,317 @@
+"""Muon against torch.optim.Muon and the naive twin: the same bits on any number of ranks, given the same gradients."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard
+
+import laconic
+from laconic.cluster import Cluster
+from laconic.optim.matrix import matrices_and_rest
+from laconic.optim.muon import Muon
+from laconic.optim.newton_schulz import COEFFICIENTS, orthogonalize
+from laconic.optim.shampoo import Shampoo
+from laconic.shard.outer import OuterShard
+from laconic.shard.planner import plan_bucket
+from laconic.shard.tensor import RaggedSpec, RaggedTensor
+from tests.optim.matrices import cut_specs, optimizer_bytes, parameters, random_tensors, set_grads
+from tests.ranks import run_ranks
+from tests.reference import muon as reference
+from tests.shard.helpers import MESHES, Net, Place, build, full_gradients, full_parameters, inputs, shard, squared_error
+
+MATRICES = [(7, 5), (12, 33), (33, 12), (20, 20), (1, 9), (9, 1), (4, 5, 6), (5, 6, 4)]
+VECTORS = [(3,), (40,), (), (2, 3, 4, 5)]
+SHAPES = MATRICES + VECTORS
+
+SETTINGS: list[dict[str, Any]] = [
+    {"lr": 0.1, "momentum": 0.9},
+    {"lr": 0.02, "nesterov": False, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"},
+]
+
+
+def job_given_gradients() -> dict[str, Any]:
+    """Steps with a schedule, and one in which some have no gradient."""
+    cluster = Cluster.of(laconic.init_mesh("cpu"))
+    specs = cut_specs(SHAPES, cluster)
+    values = random_tensors(SHAPES, seed=0)
+    facts: dict[str, Any] = {}
+    for settings in SETTINGS:
+        params = parameters(values, specs)
+        plain = [nn.Parameter(value.clone()) for value in values]
+        optimizers = [Muon(_groups(p), **settings) for p in (params, plain)]
+        matrices = [value.clone() for value in values[: len(MATRICES)]]
+        naive = reference.Muon(matrices, **_naive(settings))
+        flat, by_torch = _torch_twins(values)
+        torch_optimizers = [
+            torch.optim.Muon(flat, **settings),
+            torch.optim.AdamW(
+                by_torch, lr=settings["lr"], weight_decay=settings.get("weight_decay", 0.1), foreach=True
+            ),
+        ]
+        for step in range(4):
+            grads: list[Any] = list(random_tensors(SHAPES, seed=10 + step))
+            if step == 2:
+                grads[1] = grads[6] = grads[9] = None
+            set_grads(params, grads)
+            set_grads(plain, grads)
+            set_grads(flat, _flattened(grads[: len(MATRICES)]))
+            set_grads(by_torch, grads[len(MATRICES) :])
+            before = optimizer_bytes(cluster)
+            for optimizer in (*optimizers, *torch_optimizers):
+                for group in optimizer.param_groups:
+                    group["lr"] = settings["lr"] / (1 + step)
+                optimizer.step()
+            chosen = [i for i in range(len(MATRICES)) if grads[i] is not None]
+            naive.lr = settings["lr"] / (1 + step)
+            naive.step_some({i: grads[i] for i in chosen})
+            moved = optimizer_bytes(cluster) - before
+            if step == 0:
+                assert moved == 2 * 2 * optimizers[0].owners.moved_elements(), "bfloat16 there and back"
+                matrix_bytes = 4 * sum(matrix.numel() for matrix in matrices)
+                assert moved <= matrix_bytes
+                facts["moved"] = moved
+        whole = [p.full_tensor() for p in params]  # type: ignore[operator]
+        for index, result in enumerate(whole):
+            assert torch.equal(result, plain[index]), SHAPES[index]
+        for index, expected in enumerate(matrices):
+            assert torch.equal(whole[index], expected), SHAPES[index]
+        for result, expected in zip(_flattened(whole[: len(MATRICES)]), flat, strict=True):
+            assert torch.equal(result, expected)
+        for result, expected in zip(whole[len(MATRICES) :], by_torch, strict=True):
+            assert torch.equal(result, expected)
+        for p, spec in zip(params[: len(MATRICES)], specs, strict=False):
+            buffer = optimizers[0].state[p]["momentum_buffer"]
+            assert isinstance(buffer, RaggedTensor)
+            assert buffer.spec == spec
+        facts["owners"] = list(optimizers[0].owners._owners.values())
+    return facts
+
+
+def _groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": params[: len(MATRICES)]}, {"params": params[len(MATRICES) :], "algorithm": "adamw"}]
+
+
+def _naive(settings: dict[str, Any]) -> dict[str, Any]:
+    renamed = {"adjust_lr_fn": "adjust"}
+    return {renamed.get(key, key): value for key, value in settings.items()}
+
+
+def _flattened(tensors: list[Any]) -> list[Any]:
+    """Stacks taken apart, for torch.optim.Muon."""
+    flat: list[Any] = []
+    for tensor, shape in zip(tensors, MATRICES, strict=True):
+        if len(shape) == 2:
+            flat.append(tensor)
+        else:
+            flat += [None] * shape[0] if tensor is None else list(tensor)
+    return flat
+
+
+def _torch_twins(values: list[torch.Tensor]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    flat = [nn.Parameter(value.clone()) for value in _flattened(values[: len(MATRICES)])]
+    return flat, [nn.Parameter(value.clone()) for value in values[len(MATRICES) :]]
+
+
+@pytest.mark.parametrize(("nodes", "local"), MESHES)
+def test_same_bits_as_torch_given_the_same_gradients(nodes: int, local: int) -> None:
+    results = run_ranks(job_given_gradients, nodes * local, local=local)
+    assert all(result == results[0] for result in results), "the same owners, on every rank"
+    assert (results[0]["moved"] == 0) == (nodes * local == 1)
+
+
+# -- in training -------------------------------------------------------------------------------------------------------
+
+
+def job_training() -> list[float]:
+    """Some steps of a sharded model, and of a twin that is given the gradients it got."""
+    model = shard(build())
+    twin = build()
+    settings: dict[str, Any] = {"lr": 0.05, "adjust_lr_fn": "match_rms_adamw"}
+    optimizer, twin_optimizer = (Muon(matrices_and_rest(m), **settings) for m in (model, twin))
+    losses = []
+    for _ in range(6):
+        loss = squared_error(model, inputs(0, dist.get_rank()))
+        loss.backward()
+        for name, grad in full_gradients(model).items():
+            twin.get_parameter(name).grad = grad
+        optimizer.step()
+        twin_optimizer.step()
+        model.zero_grad()
+        for name, parameter in full_parameters(model).items():
+            assert torch.equal(parameter, twin.get_parameter(name)), name
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(1, 3), (2, 2)])
+def test_training_a_sharded_model(nodes: int, local: int) -> None:
+    for losses in run_ranks(job_training, nodes * local, local=local):
+        assert losses[-1] < losses[0]
+
+
+# -- alone -------------------------------------------------------------------------------------------------------------
+
+
+def test_torchs_signature() -> None:
+    ours = inspect.signature(Muon.__init__).parameters
+    theirs = inspect.signature(torch.optim.Muon.__init__).parameters
+    assert list(ours) == list(theirs)[: len(ours)], "later releases may have more"
+    assert [p.default for p in ours.values()] == [theirs[name].default for name in ours]
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (3, 17), (17, 3), (1, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_orthogonalized_as_torch_does_and_its_input_left_alone(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    from torch.optim._muon import _zeropower_via_newtonschulz
+
+    (matrix,) = random_tensors([shape], seed=3, dtype=dtype)
+    before = matrix.clone()
+    result = orthogonalize(matrix)
+    assert torch.equal(matrix, before)
+    assert torch.equal(result, reference.orthogonalize(matrix))
+    assert torch.equal(result, _zeropower_via_newtonschulz(matrix.clone(), COEFFICIENTS, 5, 1e-7))
+    singular = torch.linalg.svdvals(result.float())
+    assert singular.max() < 1.3
+    assert singular.min() > 0.3
+
+
+def test_zeros_stay_zeros() -> None:
+    assert torch.equal(orthogonalize(torch.zeros(3, 4)), torch.zeros(3, 4, dtype=torch.bfloat16))
+
+
+def test_a_bfloat16_momentum_buffer_is_not_normalised() -> None:
+    """torch.optim.Muon normalises it in place without Nesterov; then momentum forgets its size."""
+    parameter = nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))
+    parameter.grad = torch.full_like(parameter, 8.0)
+    optimizer = Muon([parameter], nesterov=False, momentum=0.5)
+    optimizer.step()
+    assert torch.equal(optimizer.state[parameter]["momentum_buffer"], torch.full((2, 2), 4.0).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("how", "factor"), [("original", 1.0), ("match_rms_adamw", 0.6), ("spectral_unclamped", 2 / 3)]
+)
+def test_learning_rate_adjusted_to_the_shape(how: str, factor: float) -> None:
+    start, grad = torch.zeros(4, 9), random_tensors([(4, 9)], seed=5)[0]
+    parameter = nn.Parameter(start.clone())
+    parameter.grad = grad
+    Muon([parameter], lr=0.5, weight_decay=0.0, adjust_lr_fn=how).step()
+    direction = reference.orthogonalize(grad.lerp(torch.zeros(4, 9).lerp_(grad, 0.05), 0.95))
+    torch.testing.assert_close(parameter.detach(), -0.5 * factor * direction.float())
+
+
+def test_a_vector_is_refused_by_name() -> None:
+    vector = nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match=r'norm\.weight has shape \(3,\).*algorithm="adamw".*matrices_and_rest'):
+        Muon([("up.weight", nn.Parameter(torch.zeros(3, 3))), ("norm.weight", vector)])
+    with pytest.raises(ValueError, match="parameter 0 of its group"):
+        Muon([vector])
+    with pytest.raises(ValueError, match="shape"):
+        Muon([nn.Parameter(torch.zeros(2, 2, 2, 2))])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1.0}, "lr must not be negative, got -1.0"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+        ({"momentum": -0.1}, "momentum"),
+        ({"ns_steps": 100}, "ns_steps must be at least 0 and below 100"),
+        ({"ns_coefficients": (1.0, 2.0)}, "three numbers"),
+        ({"adjust_lr_fn": "spectral"}, "match_rms_adamw.*got 'spectral'"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
+    parameter = nn.Parameter(torch.zeros(3, 3))
+    with pytest.raises(ValueError, match=message):
+        Muon([parameter], **settings)
+    with pytest.raises(ValueError, match=message):
+        Muon([{"params": [parameter], **settings}])
+
+
+def test_an_unknown_algorithm() -> None:
+    with pytest.raises(ValueError, match=r'algorithm must be "muon" or "adamw", got \'adam\''):
+        Muon([{"params": [nn.Parameter(torch.zeros(3, 3))], "algorithm": "adam"}])
+
+
+def test_defaults_of_an_adamw_group() -> None:
+    vector = nn.Parameter(torch.zeros(3))
+    group = {"params": [vector], "algorithm": "adamw"}
+    (kept,) = Muon([dict(group)], lr=0.3, weight_decay=0.2, eps=1e-3).param_groups
+    assert (kept["lr"], kept["weight_decay"], kept["betas"], kept["eps"]) == (0.3, 0.2, (0.9, 0.999), 1e-8)
+    (kept,) = Muon([group | {"lr": 0.1, "eps": 1e-6, "betas": (0.8, 0.9)}]).param_groups
+    assert (kept["lr"], kept["betas"], kept["eps"]) == (0.1, (0.8, 0.9), 1e-6)
+
+
+def test_state_without_a_step() -> None:
+    matrix, vector = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))
+    optimizer = Muon([{"params": [matrix]}, {"params": [vector], "algorithm": "adamw"}])
+    for parameter in (matrix, vector):
+        optimizer.init_state(parameter)
+    assert set(optimizer.state[matrix]) == {"momentum_buffer"}
+    assert set(optimizer.state[vector]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert optimizer.state[vector]["step"].shape == ()
+    assert all(not value.any() for state in optimizer.state.values() for value in state.values())
+    with pytest.raises(ValueError, match="not one of this optimizer's parameters"):
+        optimizer.init_state(nn.Parameter(torch.ones(2, 3)))
+
+
+def test_groups_can_serve_several_optimizers_and_optimizers_be_copied() -> None:
+    model = Net()
+    groups = matrices_and_rest(model)
+    muon, _ = Muon(groups, lr=0.1), Shampoo(groups)
+    assert "algorithm" not in groups[0]
+    twin = copy.deepcopy(muon)
+    for optimizer in (muon, twin):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    copies = [p for group in twin.param_groups for p in group["params"]]
+    for mine, other in zip((p for group in muon.param_groups for p in group["params"]), copies, strict=True):
+        assert mine is not other
+        assert torch.equal(mine, other)
+
+
+class Sorted(nn.Module):
+    """One of each kind; the head is tied to nothing and known by being last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.conv = nn.Conv1d(4, 4, 2)
+        self.up = nn.Linear(4, 6)
+        self.experts = nn.Parameter(torch.zeros(3, 6, 4))
+        self.frozen = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+        self.head = nn.Linear(4, 5, bias=False)
+
+
+def test_matrices_and_rest() -> None:
+    model = Sorted()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    matrices, rest = matrices_and_rest(model)
+    assert {names[p] for p in matrices["params"]} == {"up.weight", "experts"}
+    assert {names[p] for p in rest["params"]} == {"embed.weight", "conv.weight", "conv.bias", "up.bias", "head.weight"}
+    assert rest["algorithm"] == "adamw"
+    model.get_output_embeddings = lambda: model.up  # type: ignore[assignment]
+    matrices, _ = matrices_and_rest(model)
+    assert {names[p] for p in matrices["params"]} == {"experts", "head.weight"}
+    Muon(matrices_and_rest(Net()))
+
+
+@pytest.mark.parametrize("optimizer", [Muon, Shampoo])
+def test_a_matrix_that_another_axis_cuts_too_is_refused_by_name(optimizer: Any) -> None:
+    layout = plan_bucket(["up.weight"], [(2, 6)], [6], num_chunks=1, itemsize=4)
+    half = OuterShard(mesh=None, placement=Shard(0), shape=(4, 6), offset=(0, 0), local_shape=(2, 6))  # type: ignore[arg-type]
+    spec = RaggedSpec(cluster=Place(), layout=layout, index=0, outer=half)  # type: ignore[arg-type]
+    parameter = nn.Parameter(RaggedTensor(torch.zeros(12), spec))
+    with pytest.raises(ValueError, match=r'up\.weight is cut over another mesh axis as well.*algorithm="adamw"'):
+        optimizer([parameter])
+    optimizer([{"params": [parameter], "algorithm": "adamw"}])

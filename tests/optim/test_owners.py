@@ -1,0 +1,246 @@
+"""Who owns which matrix, and the way there and back."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+import laconic
+from laconic.cluster import Cluster
+from laconic.optim.newton_schulz import cost_of
+from laconic.optim.owners import STAY_WITHIN, Matrix, Owners, Work, assign
+from laconic.shard.redistribute import moved_elements, whole_on
+from laconic.shard.tensor import RaggedTensor
+from tests.optim.matrices import cut, cut_specs, optimizer_bytes, random_tensors
+from tests.ranks import run_ranks
+from tests.shard.helpers import MESHES, Place
+
+SHAPES = [(7, 5), (12, 33), (33, 12), (20, 20), (1, 9), (9, 1), (16, 4), (5, 40), (0, 3), (6, 6), (31, 8)]
+
+
+def matrices_of(shapes: list[tuple[int, ...]], cluster: Any, **kwargs: Any) -> list[Matrix]:
+    specs = cut_specs(shapes, cluster, **kwargs)
+    return [Matrix(spec=spec, cost=cost_of(*spec.shape, steps=5), itemsize=2) for spec in specs]
+
+
+# -- the rule ----------------------------------------------------------------------------------------------------------
+
+
+def cut_apart(costs: list[float], num_chunks: int) -> list[Matrix]:
+    """Matrices of which every chunk holds two rows."""
+    specs = cut_specs([(2 * num_chunks, 3)] * len(costs), Place(1, num_chunks), per_bucket=1)  # type: ignore[arg-type]
+    return [Matrix(spec=spec, cost=cost, itemsize=4) for spec, cost in zip(specs, costs, strict=True)]
+
+
+def best_possible(costs: list[float], num_chunks: int) -> float:
+    """The least work of the busiest chunk, by trying everything."""
+    return min(
+        max(
+            sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == chunk)
+            for chunk in range(num_chunks)
+        )
+        for owners in itertools.product(range(num_chunks), repeat=len(costs))
+    )
+
+
+@given(costs=st.lists(st.integers(1, 50).map(float), min_size=1, max_size=7), num_chunks=st.sampled_from([2, 3]))
+def test_work_is_within_a_third_of_the_best_balance(costs: list[float], num_chunks: int) -> None:
+    loads = [0.0] * num_chunks
+    owners = assign(cut_apart(costs, num_chunks), loads)
+    assert sorted(index for index, _ in owners) == list(range(len(costs)))
+    for chunk in range(num_chunks):
+        assert loads[chunk] == sum(costs[index] for index, owner in owners if owner == chunk)
+    bound = (4 / 3 - 1 / (3 * num_chunks)) * best_possible(costs, num_chunks)  # Graham's, for longest first
+    assert max(loads) <= bound + 1e-9
+
+
+def test_costliest_first_then_largest_then_in_order() -> None:
+    first, second, third = cut_apart([1.0, 5.0, 5.0], 2)
+    heavier = Matrix(spec=third.spec, cost=5.0, itemsize=8)
+    assert [index for index, _ in assign([first, second, heavier], [0.0, 0.0])] == [2, 1, 0]
+    assert [index for index, _ in assign([first, second, third], [0.0, 0.0])] == [1, 2, 0]
+
+
+def test_among_equals_the_owner_is_who_holds_most() -> None:
+    (matrix,) = matrices_of([(7, 5)], Place(1, 3))
+    held = [matrix.held(chunk) for chunk in range(3)]
+    assert sum(held) == 35
+    assert assign([matrix], [0.0] * 3) == [(0, held.index(max(held)))]
+    assert assign([matrix], [4.0, 0.0, 4.0])[0][1] == 1
+
+
+def test_a_whole_matrix_stays_where_it_is() -> None:
+    matrices = matrices_of([(4, 4), (4, 6), (6, 6)], Place(1, 3), block=0)
+    homes = [matrix.home for matrix in matrices]
+    assert None not in homes
+    assert dict(assign(matrices, [0.0] * 3)) == dict(enumerate(homes))
+
+
+def test_a_whole_matrix_moves_from_a_grossly_overworked_rank() -> None:
+    """Ten buckets, and each keeps its only matrix in chunk 0."""
+    matrices = matrices_of([(4, 4)] * 10, Place(1, 5), block=0, per_bucket=1)
+    assert {matrix.home for matrix in matrices} == {0}
+    loads = [0.0] * 5
+    owners = dict(assign(matrices, loads))
+    each = matrices[0].cost
+    stayed = sum(owner == 0 for owner in owners.values())
+    assert stayed * each == STAY_WITHIN * sum(loads) / 5, "as many as may"
+    assert max(loads) == STAY_WITHIN * sum(loads) / 5
+    assert min(loads) > 0
+
+
+def test_one_big_matrix_never_moves() -> None:
+    (matrix,) = matrices_of([(50, 50)], Place(1, 6), block=0)
+    assert assign([matrix], [0.0] * 6) == [(0, matrix.home)]
+
+
+def test_later_matrices_are_added_to_the_work_that_is_there() -> None:
+    together = cut_apart([9.0, 1.0, 1.0, 1.0], 2)
+    owners = Owners()
+    owners.add(together[:1])
+    owners.add(together[1:])
+    assert owners.loads(together[0].spec.cluster) == [9.0, 3.0]
+
+
+# -- there and back ----------------------------------------------------------------------------------------------------
+
+
+class Told(Work):
+    """Work made of functions."""
+
+    def __init__(self, send: Any, work: Any, receive: Any) -> None:
+        self.send, self.work, self.receive = send, work, receive  # type: ignore[method-assign]
+
+
+def job_there_and_back(block: int | None) -> dict[str, Any]:
+    cluster = Cluster.of(laconic.init_mesh("cpu"))
+    matrices = matrices_of(SHAPES, cluster, block=block)
+    values = [value.bfloat16() for value in random_tensors(SHAPES, seed=1)]
+    want = [-2 * value.T.contiguous().T + value.sum() for value in values]  # needs all of it
+    owners = Owners(round_bytes=100)
+    owners.add(matrices)
+    got: dict[int, RaggedTensor] = {}
+    events: list[str] = []
+
+    def told(index: int) -> Told:
+        def send() -> RaggedTensor:
+            events.append("send")
+            return cut(values[index], matrices[index].spec)
+
+        def work(whole: torch.Tensor) -> torch.Tensor:
+            assert owners.owner_of(matrices[index]) == cluster.chunk_index
+            assert torch.equal(whole, values[index])
+            events.append("work")
+            return -2 * whole + whole.sum()
+
+        def receive(outcome: RaggedTensor) -> None:
+            events.append("receive")
+            got[index] = outcome
+
+        return Told(send, work, receive)
+
+    def check(chosen: list[int]) -> None:
+        got.clear()
+        events.clear()
+        owners.run({matrices[index]: told(index) for index in chosen})
+        for index in chosen:
+            if matrices[index].numel == 0:
+                assert index not in got, "nothing to do"
+                continue
+            assert got[index].spec == matrices[index].spec
+            assert got[index].dtype == torch.bfloat16
+            assert torch.equal(got[index].to_local(), matrices[index].spec.part_of(want[index]))
+
+    before = optimizer_bytes(cluster)
+    check(list(range(len(SHAPES))))
+    moved = optimizer_bytes(cluster) - before
+    num_rounds = len(owners._rounds)
+    everything = "".join(event[0] for event in events)
+    first = owners._rounds
+    check(list(reversed(range(len(SHAPES)))))
+    assert owners._rounds is first, "planned once"
+    assert (
+        moved
+        == 2 * 2 * owners.moved_elements()
+        == 2 * 2 * sum(moved_elements(m.spec, whole_on(m.spec, owners.owner_of(m))) for m in matrices)
+    )
+    check([0, 2, 9])  # others have no gradient this time
+    check([])
+    for round_ in first:
+        mine = [m.nbytes for m, is_mine in zip(round_.matrices, round_.mine, strict=True) if is_mine]
+        assert sum(mine) <= 100 or len(mine) == 1
+    owned = [owners.owner_of(matrix) for matrix in matrices]
+    return {
+        "owners": owned,
+        "moved": moved,
+        "events": everything,
+        "rounds": num_rounds,
+        "sizes": [len(round_.matrices) for round_ in first],
+        "mine": [sum(round_.mine) for round_ in first],
+        "matrix_bytes": sum(m.nbytes for m in matrices),
+    }
+
+
+@pytest.mark.parametrize(("nodes", "local"), MESHES)
+def test_there_and_back(nodes: int, local: int) -> None:
+    results = run_ranks(job_there_and_back, nodes * local, None, local=local)
+    assert len({tuple(result["owners"]) for result in results}) == 1, "every rank has the same owners in mind"
+    assert results[0]["moved"] <= 2 * results[0]["matrix_bytes"]
+    assert (results[0]["moved"] == 0) == (nodes * local == 1)
+    for result in results:
+        assert result["rounds"] > 2
+        assert result["events"] == two_slots(result["sizes"], result["mine"])
+
+
+def two_slots(sizes: list[int], mine: list[int]) -> str:
+    """Sends, works and receives in the order of [Note: Rounds]."""
+    expected = "s" * sizes[0]
+    for k, num_mine in enumerate(mine):
+        expected += "s" * sizes[k + 1] if k + 1 < len(sizes) else ""  # the next round comes in ...
+        expected += "w" * num_mine  # ... while this one is worked on ...
+        expected += "r" * sizes[k - 1] if k else ""  # ... and the last one has gone back
+    return expected + "r" * sizes[-1]
+
+
+def test_whole_matrices_move_nothing() -> None:
+    for result in run_ranks(job_there_and_back, 4, 0, local=2):
+        assert result["moved"] == 0
+
+
+def test_ranks_that_own_nothing_and_ranks_that_disagree() -> None:
+    assert sorted(run_ranks(job_few_matrices, 4, local=2)) == [0, 0, 1, 1]
+
+
+def job_few_matrices() -> int:
+    """Fewer matrices than ranks; then ranks with different matrices in mind."""
+    cluster = Cluster.of(laconic.init_mesh("cpu"))
+    matrices = matrices_of([(9, 4), (2, 3)], cluster)
+    values = random_tensors([(9, 4), (2, 3)], seed=2)
+    outcomes: list[RaggedTensor] = []
+    worked = []
+
+    def work(whole: torch.Tensor) -> torch.Tensor:
+        worked.append(1)
+        return whole.flip(0)
+
+    def told(matrix: Matrix, value: torch.Tensor) -> Told:
+        return Told(lambda: cut(value, matrix.spec), work, outcomes.append)
+
+    owners = Owners()
+    owners.add(matrices)
+    owners.run(dict(zip(matrices, map(told, matrices, values), strict=True)))
+    by_name = {outcome.spec.layout.slots[outcome.spec.index].name: outcome for outcome in outcomes}
+    for matrix, value in zip(matrices, values, strict=True):
+        assert torch.equal(by_name[matrix.name].full_tensor(), value.flip(0))
+
+    confused = Owners()
+    confused.add(matrices[: 1 + min(1, dist.get_rank())])
+    with pytest.raises(ValueError, match="same parameters in the same order"):
+        confused.run({})
+    return len(worked)

@@ -1,0 +1,194 @@
+"""Shampoo against its naive twin, and on ranks against one process: the same bits, given the same gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import laconic
+from laconic.cluster import Cluster
+from laconic.optim.matrix import matrices_and_rest
+from laconic.optim.shampoo import Shampoo, blocks_of, inverse_root
+from laconic.shard.tensor import RaggedTensor
+from tests.optim.matrices import cut_specs, optimizer_bytes, parameters, random_tensors, set_grads, sum_over_ranks
+from tests.ranks import run_ranks
+from tests.reference import shampoo as reference
+from tests.shard.helpers import MESHES, build, full_gradients, full_parameters, inputs, shard, squared_error
+
+SETTINGS: list[dict[str, Any]] = [
+    {"update_every": 2},
+    {"block_size": 5, "update_every": 3, "start_step": 2, "grafting": "rmsprop", "weight_decay": 0.1},
+    {"block_size": 4, "update_every": 1, "grafting": "sgd", "betas": (0.0, 0.9), "eps": 1e-3},
+    {"block_size": 64, "update_every": 1, "grafting": "none", "exponent": 0.5, "eps": 1e-2},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: s.get("grafting", "adam"))
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-7), (torch.float32, 1e-2)])
+@pytest.mark.parametrize("shape", [(7, 11), (12, 4), (1, 6)])
+def test_equals_the_definition(settings: dict[str, Any], dtype: torch.dtype, rtol: float, shape: Any) -> None:
+    """In fp64 to seven digits; in fp32 to two, as roots of eigenvalues down to a millionth of the largest allow."""
+    (start,) = random_tensors([shape], seed=1, dtype=dtype)
+    parameter = nn.Parameter(start.clone())
+    optimizer = Shampoo([parameter], lr=0.1, **settings)
+    naive = reference.Shampoo(start, lr=0.1, **settings)
+    for step in range(6):
+        (grad,) = random_tensors([shape], seed=20 + step, dtype=dtype)
+        parameter.grad = grad
+        optimizer.step()
+        naive.step(grad)
+        torch.testing.assert_close(parameter.detach().double(), naive.matrix, rtol=rtol, atol=rtol)
+
+
+def test_inverse_root() -> None:
+    (a,) = random_tensors([(9, 5)], seed=2)
+    factor = a @ a.T  # of rank 5
+    root = inverse_root(factor, 0.25, 1e-4)
+    raised = factor + 1e-4 * torch.linalg.eigvalsh(factor)[-1] * torch.eye(9)
+    torch.testing.assert_close(torch.linalg.matrix_power(root, 4) @ raised, torch.eye(9), rtol=0, atol=2e-2)
+    assert torch.isfinite(inverse_root(torch.zeros(3, 3), 0.25, 1e-6)).all(), "nothing seen yet"
+
+
+def test_no_gradient_at_all_leaves_the_matrix() -> None:
+    parameter = nn.Parameter(torch.ones(4, 3))
+    parameter.grad = torch.zeros(4, 3)
+    optimizer = Shampoo([parameter], update_every=1)
+    for _ in range(2):
+        optimizer.step()
+    assert torch.equal(parameter.detach(), torch.ones(4, 3))
+
+
+def test_before_the_first_preconditioned_step_it_is_the_grafted_rule() -> None:
+    values = random_tensors([(6, 5), (4,)], seed=3)
+    ours, theirs = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    optimizer = Shampoo(ours, lr=0.1, weight_decay=0.01, start_step=4, update_every=1)
+    adamw = torch.optim.AdamW(theirs, lr=0.1, weight_decay=0.01)
+    for step in range(4):
+        for a, b, grad in zip(ours, theirs, random_tensors([(6, 5), (4,)], seed=30 + step), strict=True):
+            a.grad, b.grad = grad, grad.clone()
+        optimizer.step()
+        adamw.step()
+        matrix_is_equal = torch.allclose(ours[0], theirs[0], rtol=1e-5, atol=1e-6)
+        assert matrix_is_equal == (step < 3)
+        torch.testing.assert_close(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("shape", [(7, 11), (8, 4), (2, 3, 5, 6), (0, 3)])
+def test_blocks_tile_the_tensor(shape: tuple[int, ...]) -> None:
+    seen = torch.zeros(shape)
+    for block in blocks_of(shape, 4):
+        assert seen[block.index].shape == (block.rows, block.columns)
+        assert max(block.rows, block.columns) <= 4
+        seen[block.index] += 1
+    assert torch.equal(seen, torch.ones(shape))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block_size": 0}, "block_size must be at least 1, got 0"),
+        ({"update_every": 0}, "update_every"),
+        ({"start_step": 0}, "start_step"),
+        ({"betas": (0.9, 1.0)}, r"betas must lie in \[0, 1\)"),
+        ({"eps": 0.0}, "eps must be positive"),
+        ({"exponent": -0.5}, "exponent"),
+        ({"grafting": "adamw"}, "grafting must be one of.*rmsprop.*got 'adamw'"),
+        ({"lr": -1.0}, "lr"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Shampoo([nn.Parameter(torch.zeros(3, 3))], **settings)
+
+
+def test_state_keeps_its_precision_through_a_state_dict() -> None:
+    """torch would give it the parameter's."""
+    parameter = nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16))
+    parameter.grad = random_tensors([(4, 3)], seed=4, dtype=torch.bfloat16)[0]
+    optimizer, other = (Shampoo([parameter], update_every=1) for _ in range(2))
+    optimizer.step()
+    other.load_state_dict(optimizer.state_dict())
+    for key, value in optimizer.state[parameter].items():
+        assert value.dtype == torch.float32
+        assert torch.equal(other.state[parameter][key], value)
+        assert other.state[parameter][key].dtype == torch.float32
+
+
+# -- on ranks ----------------------------------------------------------------------------------------------------------
+
+SHAPES = [(7, 5), (12, 33), (33, 12), (3,), (20, 20), (1, 9), (3, 4, 6), (0, 4), (40,)]
+
+
+def job_given_gradients() -> dict[str, Any]:
+    cluster = Cluster.of(laconic.init_mesh("cpu"))
+    specs = cut_specs(SHAPES, cluster)
+    values = random_tensors(SHAPES, seed=0)
+    params, plain = parameters(values, specs), [nn.Parameter(value.clone()) for value in values]
+    settings: dict[str, Any] = {"lr": 0.1, "block_size": 8, "update_every": 2, "weight_decay": 0.01}
+    optimizers = [Shampoo(p, **settings) for p in (params, plain)]
+    optimizers[0].init_state(params[0])
+    owned = 0
+    for step in range(4):
+        grads: list[Any] = list(random_tensors(SHAPES, seed=10 + step))
+        if step == 2:
+            grads[0] = grads[3] = None
+        set_grads(params, grads)
+        set_grads(plain, grads)
+        before = optimizer_bytes(cluster)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+            optimizer.step()
+        if step == 0:
+            moved = optimizer_bytes(cluster) - before
+            assert moved == 2 * 4 * optimizers[0].owners.moved_elements(), "the gradient there, the update back"
+            assert moved <= 2 * 4 * sum(value.numel() for value in values if value.ndim > 1)
+    for p, q, shape in zip(params, plain, SHAPES, strict=True):
+        assert torch.equal(p.full_tensor(), q), shape  # type: ignore[operator]
+        ours, expected = optimizers[0].state[p], optimizers[1].state[q]
+        assert set(ours) == set(expected)
+        for key, value in ours.items():
+            whole = value.full_tensor() if isinstance(value, RaggedTensor) else value
+            assert torch.equal(whole, expected[key]), (shape, key)
+            assert key == "step" or isinstance(value, RaggedTensor)
+        if len(shape) > 1:
+            held = {key: v.to_local().numel() for key, v in ours.items() if key != "step"}
+            assert all(held[key] in (0, ours[key].numel()) for key in held), "whole with the owner"
+            owned += bool(sum(held.values()))
+    assert sum_over_ranks(owned) == sum(len(shape) > 1 and 0 not in shape for shape in SHAPES)
+    return {"moved": moved, "owners": list(optimizers[0].owners._owners.values())}
+
+
+@pytest.mark.parametrize(("nodes", "local"), MESHES)
+def test_same_bits_as_one_process_given_the_same_gradients(nodes: int, local: int) -> None:
+    results = run_ranks(job_given_gradients, nodes * local, local=local)
+    assert all(result == results[0] for result in results), "the same owners, on every rank"
+    assert (results[0]["moved"] == 0) == (nodes * local == 1)
+
+
+def job_training() -> list[float]:
+    """Some steps of a sharded model, and of a twin that is given the gradients it got."""
+    model, twin = shard(build()), build()
+    settings: dict[str, Any] = {"lr": 0.01, "update_every": 2}
+    optimizer, twin_optimizer = (Shampoo(matrices_and_rest(m), **settings) for m in (model, twin))
+    losses = []
+    for _ in range(6):
+        loss = squared_error(model, inputs(0, dist.get_rank()))
+        loss.backward()
+        for name, grad in full_gradients(model).items():
+            twin.get_parameter(name).grad = grad
+        optimizer.step()
+        twin_optimizer.step()
+        model.zero_grad()
+        for name, parameter in full_parameters(model).items():
+            assert torch.equal(parameter, twin.get_parameter(name)), name
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_training_a_sharded_model() -> None:
+    for losses in run_ranks(job_training, 4, local=2):
+        assert losses[-1] < losses[0]
