@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import laconic
+from laconic.optim import AdamW8bit, Muon
 from tests.ranks import run_ranks
 from tests.shard.helpers import Block, Net, assert_nothing_gathered, build, full_parameters, squared_error
 
@@ -146,6 +147,21 @@ def job_refusals() -> None:
     both.up.weight = nn.Parameter(distribute_tensor(both.up.weight.detach(), mesh, [Replicate(), Shard(0)]))
     with pytest.raises(ValueError, match="composes with one other mesh axis"):
         laconic.fully_shard(both, mesh=mesh["dp"])
+
+
+def job_optimizers() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    block = parallelize_module(Block(64, 128), mesh["tp"], PLAN)
+    laconic.fully_shard(block, mesh=mesh["dp"], granularity=laconic.rows(32))
+    with pytest.raises(ValueError, match=r"AdamW8bit got a parameter of shape \(128, 64\) that another mesh axis cuts"):
+        AdamW8bit(block.parameters())
+    matrices = [parameter for parameter in block.parameters() if parameter.ndim == 2]
+    with pytest.raises(ValueError, match="is cut over another mesh axis as well"):
+        Muon(matrices)
+
+
+def test_optimizers_that_look_further_refuse_what_another_axis_has_cut() -> None:
+    run_ranks(job_optimizers, 2, local=1)
 
 
 def test_what_is_not_supported_is_refused_by_name() -> None:

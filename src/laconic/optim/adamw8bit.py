@@ -165,6 +165,13 @@ class AdamW8bit(torch.optim.Optimizer):
                     "nn.Parameter(parameter.contiguous())"
                 )
         elif parameter.numel() >= max(1, self.min_8bit_size):
+            outer = parameter.spec.outer
+            if outer is not None and outer.local_shape != outer.shape:
+                raise ValueError(
+                    f"AdamW8bit got a parameter of shape {tuple(parameter.shape)} that another mesh axis cuts as well "
+                    f"({outer.placement}), so blocks of the global tensor could lie on two ranks; use "
+                    "torch.optim.AdamW for it"
+                )
             _spec_of_scales(parameter.spec, self.block.grid(tuple(parameter.shape)))
 
 

@@ -1,0 +1,73 @@
+"""What benchmarks/optimizers.py counts and compares, and how it records rows."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from tests.ranks import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import optimizers
+import record
+from _collective_bytes import CollectiveBytes
+
+
+def job_redistributions() -> dict[str, float]:
+    """Bytes of 12 x 24 fp32 elements, 1152 bytes, on 3 ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded = DTensor.from_local(torch.ones(4, 24), mesh, [Shard(0)])
+    partial = DTensor.from_local(torch.ones(12, 24), mesh, [Partial()])
+    received = {}
+    for name, tensor, target in [
+        ("gather", sharded, Replicate()),
+        ("exchange", sharded, Shard(1)),
+        ("all_reduce", partial, Replicate()),
+        ("reduce_scatter", partial, Shard(0)),
+        ("nothing", sharded, Shard(0)),
+    ]:
+        with CollectiveBytes(3).counting() as counted:
+            tensor.redistribute(mesh, [target])
+        received[name] = counted.received_bytes
+    return received
+
+
+def test_each_collective_is_counted_as_its_best_algorithm_moves_it() -> None:
+    for received in run_ranks(job_redistributions, 3):
+        assert received == {
+            "gather": 2 * 384,
+            "exchange": 2 / 3 * 384,
+            "all_reduce": 2 * 2 / 3 * 1152,
+            "reduce_scatter": 2 / 3 * 1152,
+            "nothing": 0,
+        }
+
+
+def test_what_the_ranks_measure() -> None:
+    measured = run_ranks(optimizers.measure_muon, 4, optimizers._TINY_MIX, local=2)[0]
+    assert measured["whole"] == 0 < measured["rows"] <= 1
+    assert measured["fsdp2"] > 2
+    measured = run_ranks(optimizers.measure_adamw8bit, 4, optimizers._TINY_MIX, 2, local=2)[0]
+    assert measured["is_equal"] == 1
+    assert 2 < measured["state_bytes"] < 8
+
+
+def test_a_partial_run_is_recorded_beside_what_was_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "_JSON", tmp_path / "results" / "optimizers.json")
+    results = tmp_path / "RESULTS.md"
+    monkeypatch.setattr(optimizers, "write_section", functools.partial(record.write_section, path=results))
+    monkeypatch.setattr(sys, "argv", ["optimizers.py", "--rows", "muon-bytes"])
+    first = record.Row(key="ranks", claim="losses", required="equal", measured="equal", is_met=True)
+    second = record.Row(key="muon-bytes", claim="bytes", required="<= 2", measured="0.3", is_met=True)
+    optimizers._record([first])
+    optimizers._record([second])
+    text = results.read_text()
+    assert text.index("| bytes ") < text.index("| losses ")  # in the order of the claim, not of measuring
+    assert "`python benchmarks/optimizers.py --rows muon-bytes`" in text
