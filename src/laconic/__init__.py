@@ -2,6 +2,7 @@
 
 from laconic.cluster import Cluster, init_mesh
 from laconic.islands.local_steps import LocalSteps
+from laconic.islands.partial import assign_slice, partial_updates, unsliced, unsliced_state_dict
 from laconic.shard.api import ShardedModule, fully_shard
 from laconic.shard.cache import Cache
 from laconic.shard.granularity import Block, elements, rows, whole
@@ -16,9 +17,13 @@ __all__ = [
     "LocalSteps",
     "RaggedTensor",
     "ShardedModule",
+    "assign_slice",
     "elements",
     "fully_shard",
     "init_mesh",
+    "partial_updates",
     "rows",
+    "unsliced",
+    "unsliced_state_dict",
     "whole",
 ]

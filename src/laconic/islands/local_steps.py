@@ -25,6 +25,7 @@ from laconic.cluster import Cluster
 from laconic.islands.codec import Codec, codec_named
 from laconic.islands.exchange import Exchange, Mean
 from laconic.islands.fragments import Pattern, Schedule, fragment_of
+from laconic.islands.holders import Holders
 from laconic.islands.outer import MakeOuter, OuterFragment, nesterov
 from laconic.islands.recovery import Recovery
 from laconic.shard.collectives import all_reduce
@@ -73,7 +74,8 @@ class LocalSteps:
     (`with local.outer_parameters()`): they are better than any island's own.
 
     Args:
-        model: its trainable parameters are synced; the others are taken to be equal everywhere.
+        model: its trainable parameters are synced, and with `partial_updates` all slices, each averaged over the
+            islands that train it; the others are taken to be equal everywhere.
         optimizer: the inner one.
         mesh: with an axis of islands: `laconic.init_mesh(device, islands=...)`.
         every: inner steps between two syncs of a parameter.
@@ -119,14 +121,17 @@ class LocalSteps:
         self._exchange = Exchange(self._cluster, codec_named(codec))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="laconic-islands")
         self._under_way: _UnderWay | None = None
-        trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        holders = Holders(model, self._cluster)
+        trainable = {name: p for name, p in model.named_parameters() if holders.is_synced(name, p)}
         if not trainable:
             raise ValueError("no parameter of the model is trainable, so islands would have nothing to agree on")
         homes = fragment_of(trainable, fragments, pattern)
-        self._fragments = [
-            OuterFragment({name: p for name, p in trainable.items() if homes[name] == index}, outer)
-            for index in range(fragments)
-        ]
+        self._fragments = []
+        for index in range(fragments):
+            own = {name: parameter for name, parameter in trainable.items() if homes[name] == index}
+            counts = {name: holders.count(name) for name in own}
+            is_shared = all(count == self._cluster.num_islands for count in counts.values())
+            self._fragments.append(OuterFragment(own, outer, None if is_shared else counts))
         self._lost = [torch.zeros_like(fragment.flat.detach()) for fragment in self._fragments]
         self._recovery = Recovery(recovery, self._cluster) if recovery is not None else None
         self._begin()
@@ -179,7 +184,9 @@ class LocalSteps:
         drift = self._fragments[index].drift()
         message = drift + self._lost[index] if self.error_feedback else drift
         self._under_way = _UnderWay(
-            fragment=index, drift=message, mean=self._thread.submit(_timed, self._exchange.mean, message)
+            fragment=index,
+            drift=message,
+            mean=self._thread.submit(_timed, self._exchange.mean, message, self._fragments[index].divisor),
         )
 
     def _apply(self, index: int) -> None:
@@ -292,7 +299,7 @@ def _fill(parts: dict[str, Tensor], key: str, state: dict[str, Any]) -> None:
         part.copy_(state[key.format(name)])
 
 
-def _timed(action: Callable[[Tensor], Mean], argument: Tensor) -> tuple[Mean, float]:
+def _timed(action: Callable[..., Mean], *arguments: Any) -> tuple[Mean, float]:
     began = time.perf_counter()
     with torch.no_grad():
-        return action(argument), time.perf_counter() - began
+        return action(*arguments), time.perf_counter() - began

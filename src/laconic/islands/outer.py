@@ -25,7 +25,10 @@ class OuterFragment:
     inner ones.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], make_outer: MakeOuter) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], make_outer: MakeOuter, counts: Mapping[str, int] | None = None
+    ) -> None:
+        """`counts`: by name, how many islands train a parameter; default: all do."""
         self.parameters = dict(parameters)
         self._parts: dict[str, slice] = {}
         begin = 0
@@ -35,6 +38,17 @@ class OuterFragment:
             begin += size
         self.flat = nn.Parameter(self.gathered())
         self.optimizer = make_outer([self.flat])
+        self.divisor = self._spread(counts) if counts is not None else None
+        """Of summed drifts, (numel,): the islands that hold each coordinate; None if all hold all."""
+        is_whole = all(parameter.requires_grad for parameter in self.parameters.values())
+        trained = {name: float(parameter.requires_grad) for name, parameter in self.parameters.items()}
+        self._trained = None if is_whole else self._spread(trained)
+
+    def _spread(self, by_name: Mapping[str, float]) -> Tensor:
+        spread = torch.empty_like(self.flat.detach())
+        for name, part in self._parts.items():
+            spread[part] = by_name[name]
+        return spread
 
     def gathered(self) -> Tensor:
         """A copy of the inner parameters, as they are now: (numel,), fp32, on the host."""
@@ -42,14 +56,24 @@ class OuterFragment:
         return torch.cat(parts) if parts else torch.empty(0)
 
     def drift(self) -> Tensor:
-        """Outer minus inner, (numel,): a gradient for a descent optimizer."""
-        return self.flat.detach() - self.gathered()
+        """Outer minus inner, (numel,): a gradient for a descent optimizer. Zero where this island does not train."""
+        drift = self.flat.detach() - self.gathered()
+        return drift if self._trained is None else drift * self._trained
 
     def step(self, mean: Tensor) -> None:
-        """Take an outer step along the mean drift of all islands."""
+        """Take an outer step along the mean drift; what no island holds stays, and its momentum too."""
+        unheld = self.divisor == 0 if self.divisor is not None else None
+        kept = [] if unheld is None else [(vector, vector[unheld]) for vector in self._vectors()]
         self.flat.grad = mean
         self.optimizer.step()
         self.flat.grad = None
+        for vector, values in kept:
+            vector[unheld] = values
+
+    def _vectors(self) -> list[Tensor]:
+        """The outer parameters and all of the outer optimizer's state that is as long."""
+        state = self.optimizer.state.get(self.flat, {}).values()
+        return [self.flat.detach(), *(v for v in state if isinstance(v, Tensor) and v.shape == self.flat.shape)]
 
     def write(self, values: Tensor, keep: float = 0.0) -> None:
         """Make the inner parameters keep * inner + (1 - keep) * values."""

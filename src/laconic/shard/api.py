@@ -157,11 +157,16 @@ def _check(managed: list[Managed], cluster: Cluster) -> None:
 
 
 def _by_kind(managed: list[Managed]) -> list[list[Managed]]:
-    """Buckets: tensors of one dtype and trainability, in order of appearance. A LoRA block has two."""
-    groups: dict[tuple[torch.dtype, bool, bool], list[Managed]] = {}
+    """Buckets: tensors of one dtype and trainability, in order of appearance. A LoRA block has two.
+
+    Slices of partial updates are told apart whether they train or not, so that all islands have the same buckets.
+    """
+    groups: dict[tuple[torch.dtype, bool, bool, int | None], list[Managed]] = {}
     for item in managed:
         parameter = item.parameter
-        groups.setdefault((parameter.dtype, parameter.requires_grad, parameter.is_meta), []).append(item)
+        slice = getattr(parameter, "_laconic_slice", None)
+        kind = parameter.dtype, parameter.requires_grad, parameter.is_meta, slice
+        groups.setdefault(kind, []).append(item)
     return list(groups.values())
 
 

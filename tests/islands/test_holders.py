@@ -1,0 +1,105 @@
+"""Local steps with partial updates: a slice is averaged over the islands that train it, and only they move it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import laconic
+from laconic.islands.local_steps import LocalSteps
+from laconic.islands.patterns import sliced_layer
+from tests.islands.partial_models import Mlp, MlpNet
+from tests.ranks import run_ranks
+from tests.shard.helpers import inputs, squared_error
+
+MLPS = [sliced_layer(Mlp, kind="mlp", rows=["up"], columns=["down"])]
+
+
+def net(slice: int, slices: int) -> nn.Module:
+    torch.manual_seed(0)
+    return laconic.partial_updates(MlpNet(), slice=slice, slices=slices, include=["mlp"], patterns=MLPS)
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: p.full_tensor() if isinstance(p, laconic.RaggedTensor) else p.detach().clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def slice_of(name: str) -> int | None:
+    return int(name[-1]) if "_slice" in name else None
+
+
+def job_merge(islands: int, local: int, held: list[int], slices: int, sharded: bool) -> None:
+    mesh = laconic.init_mesh("cpu", islands=islands, nodes=1, local=local)
+    island, rank = dist.get_rank() // local, dist.get_rank() % local
+    model = net(held[island], slices)
+    if sharded:
+        for child in model.children():
+            if not isinstance(child, nn.ModuleList):
+                laconic.fully_shard(child, mesh=mesh)
+        laconic.fully_shard(model, mesh=mesh)
+    local_steps = LocalSteps(model, torch.optim.AdamW(model.parameters(), lr=0.01), mesh=mesh, every=3)
+    outer = values(model)
+    momentum = {name: torch.zeros_like(value) for name, value in outer.items()}
+    for round_ in range(2):
+        start = values(model)
+        for step in range(3):
+            squared_error(model, inputs(10 * round_ + step, 2 * island + rank)).backward()
+            if step == 2:  # by hand: the inner step first, what every island has, then the agreement
+                local_steps.optimizer.step()
+                mine = values(model)
+                for name, value in mine.items():
+                    if slice_of(name) not in (None, held[island]):
+                        assert torch.equal(value, start[name]), f"{name} is not this island's, and does not move"
+                local_steps.advance()
+            else:
+                local_steps.step()
+            local_steps.zero_grad()
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, mine)
+        got = values(model)
+        for name, before in outer.items():
+            holders = [i for i in range(islands) if slice_of(name) in (None, held[i])]
+            if not holders:
+                assert torch.equal(got[name], start[name]), "nobody holds it: it stays, and has no momentum"
+                continue
+            mean = torch.stack([before - everywhere[i * local][name] for i in holders]).mean(0)
+            momentum[name] = 0.9 * momentum[name] + mean
+            outer[name] = before - 0.7 * (mean + 0.9 * momentum[name])
+            torch.testing.assert_close(got[name], outer[name], atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("islands", "local", "held", "slices", "sharded"),
+    [(3, 1, [0, 1, 1], 2, False), (2, 2, [1, 0], 2, True), (2, 1, [0, 2], 4, True)],
+)
+def test_drifts_are_averaged_over_those_who_hold_the_slice(
+    islands: int, local: int, held: list[int], slices: int, sharded: bool
+) -> None:
+    run_ranks(job_merge, islands * local, islands, local, held, slices, sharded, local=local)
+
+
+def job_one_slice() -> None:
+    mesh = laconic.init_mesh("cpu", islands=2, nodes=1, local=1)
+    torch.manual_seed(0)
+    models = [net(0, 1), MlpNet()]
+    torch.manual_seed(0)
+    models[1] = MlpNet()
+    for model in models:
+        steps = LocalSteps(model, torch.optim.AdamW(model.parameters(), lr=0.01), mesh=mesh, every=2)
+        for step in range(5):
+            squared_error(model, inputs(step, dist.get_rank())).backward()
+            steps.step()
+            steps.zero_grad()
+    for (name, got), want in zip(values(models[0]).items(), values(models[1]).values(), strict=True):
+        assert torch.equal(got, want), name
+
+
+def test_one_slice_is_plain_local_steps_to_the_bit() -> None:
+    run_ranks(job_one_slice, 2, local=1)
