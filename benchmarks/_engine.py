@@ -18,9 +18,9 @@ from pathlib import Path
 
 from record import Row
 
-from laconic.compare import Case, Comparison, Result
+from laconic.compare import Case, Comparison, Result, runner
 from laconic.compare.progress import make_reporter
-from laconic.train.config import load
+from laconic.train.config import Config, load, to_toml
 
 _HERE = Path(__file__).parent
 _REPOSITORY = _HERE.parent
@@ -38,7 +38,7 @@ def step_time(out: Path, *, quick: bool = False) -> Row:
         for repeat in range(repeats):
             times["fsdp2"].append(_run(lab, "fsdp2", repeat).step_s)
             times["now"].append(_run(lab, "host", repeat).step_s)
-            with _importing_from(before / "src"):
+            with _importing_from(before / "src"), _jobs_without_defaults():
                 times["before"].append(_run(lab, "host", repeat + repeats).step_s)
     fsdp2, now, then = (statistics.median(times[name]) for name in ("fsdp2", "now", "before"))
     return Row(
@@ -123,6 +123,35 @@ def _importing_from(source: Path) -> Iterator[None]:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
+
+
+@contextmanager
+def _jobs_without_defaults() -> Iterator[None]:
+    """Leave out of job files what is at its default: the tree before knows no keys that came later."""
+    known = _lines(to_toml(Config()))
+
+    def short(config: Config) -> str:
+        sections: dict[str, list[str]] = {}
+        for section, line in _lines(to_toml(config)) - known:
+            sections.setdefault(section, []).append(line)
+        return "\n".join(f"[{section}]\n" + "\n".join(sorted(lines)) for section, lines in sections.items())
+
+    runner.to_toml = short  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        runner.to_toml = to_toml  # type: ignore[attr-defined]
+
+
+def _lines(text: str) -> set[tuple[str, str]]:
+    """(section, line) of every line of a job file."""
+    found, section = set(), ""
+    for line in filter(None, text.splitlines()):
+        if line.startswith("["):
+            section = line.strip("[]")
+        else:
+            found.add((section, line))
+    return found
 
 
 def _git(*arguments: str) -> str:
