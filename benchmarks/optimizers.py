@@ -1,6 +1,6 @@
 """What optimizers that need whole blocks or whole matrices cost when the model is sharded, and that they train alike.
 
-    python benchmarks/optimizers.py                      all rows, some 8 minutes on 2 cores, recorded in RESULTS.md
+    python benchmarks/optimizers.py                      all rows, some 15 minutes on 2 cores, recorded in RESULTS.md
     python benchmarks/optimizers.py --rows muon-bytes    some of them, recorded too
     python benchmarks/optimizers.py --quick              all rows on a tiny job, printed only: does the method work?
 
@@ -291,7 +291,7 @@ def main() -> int:
         bench = Bench(
             mix=_TINY_MIX if options.quick else _MIX,
             loss_steps=LAST_STEPS if options.quick else 300,
-            loss_seeds=1 if options.quick else 3,
+            loss_seeds=1 if options.quick else 6,
             rank_steps=4 if options.quick else 40,
             out=Path(folder),
         )

@@ -26,23 +26,37 @@ def test_the_map_is_the_published_one(signed: bool) -> None:
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_every_number_goes_to_the_nearest_code(signed: bool) -> None:
-    """On borders, beside them, on codes, at zero, and at all sizes: by distance, and by counting borders."""
+def test_every_number_goes_to_a_code_beside_it(signed: bool) -> None:
+    """Codes to themselves; what is beside them, at zero, and of all sizes, as the reference says; one of the two."""
     code = blocks.dynamic_code(CPU, signed=signed)
-    near = torch.cat([code.borders, code.values, torch.tensor([1e-45, 1e-38, 0.0])])
+    near = torch.cat([code.values, torch.tensor([1e-45, 1e-38, 0.0])])
     near = torch.cat([near, near.nextafter(torch.tensor(2.0)), near.nextafter(torch.tensor(-2.0))])
-    exponents = torch.rand(2**14, generator=torch.Generator().manual_seed(0)) * 8
+    exponents = torch.rand(2**12, generator=torch.Generator().manual_seed(0)) * 8
     wide = torch.cat([near, 10**-exponents]).clamp(max=1)
     values = torch.cat([wide, -wide]).clamp(min=float(code.values.min())) if signed else wide.abs()
-    codes = code.nearest(values)
-    assert torch.equal(codes.long(), (values[:, None] > code.borders).sum(-1))
-    distance = (code.values[codes.long()].double() - values.double()).abs()
-    best = (code.values.double() - values[:, None].double()).abs().amin(-1)
-    allowed = torch.ones_like(values, dtype=torch.bool) if signed else values >= code.values[1] / 2
-    rounding = 2**-23 * values.abs()  # of the border
-    assert (distance <= best + rounding)[allowed].all()
+    codes = code.rounded(values, torch.arange(len(values), dtype=torch.int32))
+    assert torch.equal(
+        code.rounded(code.values, torch.zeros((), dtype=torch.int32)), torch.arange(256, dtype=torch.uint8)
+    )
+    with_one = torch.cat([values, torch.ones(1)])  # so that the reference's scale is 1
+    assert torch.equal(codes, reference.encode(with_one, signed, step=0, width=len(with_one))[0][:-1])
+    below = torch.bucketize(values, code.values[1:]).clamp(max=254)
+    assert ((codes == below) | (codes == below + 1)).all()
     if not signed:
         assert ((codes == 0) == (values == 0)).all()
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_rounding_keeps_means_so_that_small_moments_decay(signed: bool) -> None:
+    """[Note: Dithered rounding]: by less than the distance of two codes a step, and still by what they should."""
+    code = blocks.dynamic_code(CPU, signed=signed)
+    values = 0.02 + 1e-3 * torch.rand(1, 64, 1, 64, generator=torch.Generator().manual_seed(0))
+    values[0, 0] = 1.0  # the scale
+    start = values[0, 1:].mean()
+    for step in range(50):
+        values[0, 1:] *= 0.99
+        values = blocks.dequantize(*blocks.quantize(values, code, step=step), code)
+    assert values[0, 1:].mean() == pytest.approx(float(start) * 0.99**50, rel=0.01)
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -50,18 +64,18 @@ def test_what_is_not_finite_does_no_harm(signed: bool) -> None:
     """Codes stay codes; the scale tells: the whole block is not a number afterwards, as with AdamW's moments."""
     values = torch.tensor([0.5, float("nan"), float("inf"), 1.0])
     code = blocks.dynamic_code(CPU, signed=signed)
-    coded, scales = blocks.quantize(values.view(1, 1, 1, 4).clone(), code)
+    coded, scales = blocks.quantize(values.view(1, 1, 1, 4).clone(), code, step=1)
     assert not blocks.dequantize(coded, scales, code).isfinite().any()
 
 
 def test_decoding_is_within_the_maps_resolution() -> None:
-    """Of a block of normal numbers: within 2 % in norm, and exact for zeros and the largest positive number."""
+    """Of a block of normal numbers: within 3 % in norm, and exact for zeros and the largest positive number."""
     values = torch.randn(1, 32, 4, 32, generator=torch.Generator().manual_seed(0))
     values[0, 0, 0, 0], values[0, 1, 0, 0] = 9.0, 0.0
     for signed, exact in [(True, values), (False, values.square())]:
         code = blocks.dynamic_code(CPU, signed=signed)
-        decoded = blocks.dequantize(*blocks.quantize(exact.clone(), code), code)
-        assert (decoded - exact).norm() < 0.02 * exact.norm()
+        decoded = blocks.dequantize(*blocks.quantize(exact.clone(), code, step=1), code)
+        assert (decoded - exact).norm() < 0.03 * exact.norm()
         assert decoded[0, 0, 0, 0] == exact[0, 0, 0, 0]
         assert decoded[0, 1, 0, 0] == 0
 
@@ -84,12 +98,14 @@ def test_blocks_are_those_of_the_reference(shape: tuple[int, ...], tile: int | N
         patch.setattr(blocks, "_PANEL_NUMEL", panel)
         matrix, scale_matrix = grid.matrix(values.view(-1)), grid.matrix_of_scales(scales.view(-1))
         for piece in grid.panels(scale_matrix):
-            coded, scale_matrix[piece.scales] = blocks.quantize(piece.read(matrix).clone(), code)
+            coded, scale_matrix[piece.scales] = blocks.quantize(piece.read(matrix).clone(), code, step=3)
             piece.write(grid.matrix(codes.view(-1)), coded)
     expected_scales, expected_codes = [], torch.zeros(shape, dtype=torch.uint8)
     for block in reference.blocks(shape, tile, flat):
         view = (-1, shape[-1]) if len(block) == 2 else (-1,)
-        expected_codes.view(view)[block], scale = reference.encode(values.view(view)[block], True)
+        expected_codes.view(view)[block], scale = reference.encode(
+            values.view(view)[block], True, step=3, width=grid.width
+        )
         expected_scales.append(scale)
     assert torch.equal(scales.view(-1), torch.stack(expected_scales))
     assert torch.equal(codes, expected_codes)

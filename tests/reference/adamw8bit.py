@@ -23,15 +23,29 @@ def dynamic_map(signed: bool) -> Tensor:
     return torch.tensor(sorted(numbers), dtype=torch.float32)
 
 
-def encode(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes and scale of one block: the nearest code, except that a second moment becomes 0 only if it is 0."""
+def dice(bits: Tensor) -> Tensor:
+    """For each int64, numbers of 4096 equally far ones from 0 up to 1: a hash of its last 32 bits."""
+    mixed = bits * 0x85EBCA6B % 2**32
+    mixed = mixed - 2**32 * (mixed >= 2**31)
+    mixed = (mixed ^ (mixed >> 15)) * 0xC2B2AE35 % 2**32
+    return (mixed >> 20) / 4096
+
+
+def encode(values: Tensor, signed: bool, *, step: int, width: int) -> tuple[Tensor, Tensor]:
+    """Codes and scale of one block. A number between two codes takes the upper one if it lies above a border that its
+    bits, its place in the block and the step draw; but a second moment becomes 0 only if it is 0."""
     table = dynamic_map(signed)
-    borders = ((table[1:].double() + table[:-1].double()) / 2).float()
-    if not signed:
-        borders[0] = 0
     scale = values.abs().max()
-    ratio = values / scale if scale > 0 else values
-    return (ratio[..., None] > borders).sum(-1).to(torch.uint8), scale
+    ratio = (values / scale if scale > 0 else values).contiguous()
+    below = ((ratio[..., None] > table).sum(-1) - 1).clamp(0, 254)
+    gaps = table[below + 1] - table[below]
+    if not signed:
+        gaps = gaps.where(below > 0, 0.0)
+    index = torch.arange(ratio.numel()).view(ratio.shape)
+    columns = ratio.shape[-1]
+    place = index // columns * width + index % columns
+    border = gaps * dice(ratio.view(torch.int32).long() + place + step * 0x85EBCA6B) + table[below]
+    return (below + (ratio > border)).to(torch.uint8), scale
 
 
 def decode(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
@@ -81,6 +95,7 @@ class ReferenceAdamW8bit:
                 self._adamw(parameter, gradient, state["m"], state["v"])
                 continue
             for block in blocks(shape, self.tile, self.flat):
+                width = self.tile or self.flat
                 view = (-1, shape[-1]) if len(block) == 2 else (-1,)
                 values = parameter.view(view)[block]
                 if str(block) in state:
@@ -88,7 +103,9 @@ class ReferenceAdamW8bit:
                 else:
                     m, v = torch.zeros(values.shape), torch.zeros(values.shape)
                 self._adamw(values, gradient.view(view)[block], m, v)
-                state[str(block)] = (encode(m, True), encode(v, False))
+                state[str(block)] = tuple(
+                    encode(moment, signed, step=self.steps, width=width) for moment, signed in ((m, True), (v, False))
+                )
 
     def _adamw(self, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
         """Every operation rounds once, so that no order or grouping of elements can change a bit."""

@@ -198,6 +198,7 @@ class _Rule(NamedTuple):
     root_factor: float
     """One over the root of the second moment's."""
     eps: float
+    step: int
 
     @classmethod
     def of(cls, group: dict[str, Any], *, step: int) -> _Rule:
@@ -211,6 +212,7 @@ class _Rule(NamedTuple):
             step_size=lr / (1 - beta1**step),
             root_factor=1 / math.sqrt(1 - beta2**step),
             eps=group["eps"],
+            step=step,
         )
 
     def apply_(self, values: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
@@ -237,7 +239,7 @@ def _step_8bit(
         rule.apply_(stepped, panel.read(gradient).to(torch.float32), *decoded)
         panel.write(values, stepped)
         for moment, scale, code, new in zip(moments, scales, codes, decoded, strict=True):
-            coded, scale[panel.scales] = blocks.quantize(new, code)
+            coded, scale[panel.scales] = blocks.quantize(new, code, step=rule.step)
             panel.write(moment, coded)
 
 

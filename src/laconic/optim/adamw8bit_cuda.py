@@ -10,7 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from laconic.optim.blocks import Grid, dynamic_code
+from laconic.optim.blocks import DITHER_BITS, DITHER_FACTORS, Grid, dither_offset, dynamic_code
+
+_FIRST: tl.constexpr = tl.constexpr(DITHER_FACTORS[0])
+_SECOND: tl.constexpr = tl.constexpr(DITHER_FACTORS[1])
+_SHIFT: tl.constexpr = tl.constexpr(32 - DITHER_BITS)
+_MASK: tl.constexpr = tl.constexpr(2**DITHER_BITS - 1)
+_UNIT: tl.constexpr = tl.constexpr(2.0**-DITHER_BITS)
 
 
 def step_8bit(
@@ -31,11 +37,12 @@ def step_8bit(
         gradient.contiguous(),
         *moments,
         *scales,
-        *(table for code in tables for table in (code.values, code.borders)),
+        *(table for code in tables for table in (code.values, code.gaps)),
         rows,
         columns,
         wide,
-        *rule,
+        *rule[:-1],
+        dither_offset(int(rule[-1])),
         HEIGHT=grid.height,
         WIDTH=grid.width,
         enable_fp_fusion=False,
@@ -57,9 +64,9 @@ def _step_block(  # type: ignore[no-untyped-def]  # triton types its arguments
     exp_avg_scale,
     exp_avg_sq_scale,
     signed_values,
-    signed_borders,
+    signed_gaps,
     unsigned_values,
-    unsigned_borders,
+    unsigned_gaps,
     rows,
     columns,
     wide,
@@ -71,12 +78,14 @@ def _step_block(  # type: ignore[no-untyped-def]  # triton types its arguments
     step_size,
     root_factor,
     eps,
+    offset,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     block = tl.program_id(0)
     row = ((block // wide) * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)[:, None]
     column = (block % wide) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    salt = offset + tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = (row < rows) & (column < columns)
     at = row * columns + column
     g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
@@ -88,17 +97,24 @@ def _step_block(  # type: ignore[no-untyped-def]  # triton types its arguments
     p = tl.load(values + at, mask=inside, other=0.0)
     stepped = p.to(tl.float32) * keep - tl.div_rn(m, denominator) * step_size
     tl.store(values + at, stepped.to(p.dtype), mask=inside)
-    _store(m, exp_avg, exp_avg_scale + block, signed_borders, at, inside)
-    _store(v, exp_avg_sq, exp_avg_sq_scale + block, unsigned_borders, at, inside)
+    _store(m, exp_avg, exp_avg_scale + block, signed_values, signed_gaps, at, inside, salt)
+    _store(v, exp_avg_sq, exp_avg_sq_scale + block, unsigned_values, unsigned_gaps, at, inside, salt)
 
 
 @triton.jit
-def _store(moment, codes, scale, borders, at, inside):  # type: ignore[no-untyped-def]
+def _store(moment, codes, scale, values, gaps, at, inside, salt):  # type: ignore[no-untyped-def]
+    """[Note: Dithered rounding] in optim/blocks.py."""
     largest = tl.max(tl.abs(moment))
     tl.store(scale, largest)
     ratio = tl.div_rn(moment, tl.zeros_like(moment) + tl.where(largest == 0, 1.0, largest))
-    code = tl.zeros(moment.shape, tl.int32)  # how many borders are less: found by halving
+    below = tl.zeros(moment.shape, tl.int32)  # how many of all numbers but the first are less: found by halving
     for power in tl.static_range(8):
         half = 128 >> power
-        code += tl.where(tl.load(borders + code + half - 1) < ratio, half, 0)
+        below += tl.where(tl.load(values + below + half) < ratio, half, 0)
+    below = tl.minimum(below, 254)
+    dice = (ratio.to(tl.int32, bitcast=True) + salt) * _FIRST
+    dice = (dice ^ (dice >> 15)) * _SECOND
+    dice = (dice >> _SHIFT) & _MASK
+    border = tl.load(gaps + below) * dice.to(tl.float32) * _UNIT + tl.load(values + below)
+    code = below + tl.where(ratio > border, 1, 0)
     tl.store(codes + at, code.to(tl.uint8), mask=inside)

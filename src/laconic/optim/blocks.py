@@ -6,7 +6,6 @@ that holds whole blocks quantises without asking anybody.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+DITHER_FACTORS = (-2048144789, -1028477387)
+"""What is hashed, an int32, is multiplied by the first, combined with itself shifted by 15 bits, and multiplied by the
+second, modulo 2^32: the finish of MurmurHash3."""
+DITHER_BITS = 12
+"""Of the hash, from the top, are the dice: few enough that a border lies truly below the next code."""
+
+_DITHER_STRIDE = 0x85EBCA6B
+_NUM_CODES = 256
 _PANEL_NUMEL = 2**18
 """Elements that are worked on at a time: some 1 MiB in fp32 for each temporary."""
 
@@ -118,8 +125,10 @@ class Panel:
             part.copy_(values.reshape(self.shape[0] * self.shape[1], -1)[: part.shape[0], : part.shape[1]])
 
 
-def quantize(values: Tensor, code: DynamicCode) -> tuple[Tensor, Tensor]:
-    """Divide each block by its largest magnitude and round to the nearest code.
+def quantize(values: Tensor, code: DynamicCode, *, step: int) -> tuple[Tensor, Tensor]:
+    """Divide each block by its largest magnitude and round to one of the two codes beside it.
+
+    `step`: the optimizer's, for [Note: Dithered rounding].
 
     Shapes:
         values (a, height, b, width), fp32; overwritten -> codes, uint8, of the same shape, and scales (a, b), fp32.
@@ -128,7 +137,14 @@ def quantize(values: Tensor, code: DynamicCode) -> tuple[Tensor, Tensor]:
     """
     scales = values.abs().amax((1, 3))
     divisors = torch.where(scales == 0, 1.0, scales)
-    return code.nearest(values.div_(divisors[:, None, :, None])), scales
+    _, height, _, width = values.shape
+    place = torch.arange(height * width, device=values.device, dtype=torch.int32).view(1, height, 1, width)
+    return code.rounded(values.div_(divisors[:, None, :, None]), place + dither_offset(step)), scales
+
+
+def dither_offset(step: int) -> int:
+    """What a step adds to the hash, an int32."""
+    return (step * _DITHER_STRIDE + 2**31) % 2**32 - 2**31
 
 
 def dequantize(codes: Tensor, scales: Tensor, code: DynamicCode) -> Tensor:
@@ -141,38 +157,53 @@ class DynamicCode:
     """256 numbers of magnitude up to 1 that lie close together near 0: the dynamic tree map of 8-bit optimizers.
 
     Seven decades from 1e-7 to 1; the k-th has 2^k numbers (2^(k + 1) without a sign), the midpoints of as many equal
-    parts of it; and 0, and 1. A number goes to the nearest code. The unsigned map is for second moments, which stand
-    below a root in a denominator: there only 0 itself becomes 0, and what is nearer to 0 than to the first code takes
-    the first.
+    parts of it; and 0, and 1. The unsigned map is for second moments, which stand below a root in a denominator: there
+    only 0 itself becomes 0, and what lies between 0 and the first code takes the first.
 
-    Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861.
+    [Note: Dithered rounding] A moment decays by a few per cent a step, small codes lie up to a few ten per cent apart:
+    rounded to the nearest, small moments would stand where they are and never decay, and second moments that are too
+    large slow training down. So a number goes up or down with the probability that keeps its mean. The dice are a hash
+    of the number's bits, its place in the block and the step: the same however many ranks there are.
+
+    Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861; rounding is our own.
     """
 
     def __init__(self, *, signed: bool, device: torch.device) -> None:
-        values = dynamic_map(signed=signed)
-        borders = [(low + high) / 2 for low, high in itertools.pairwise(values)]
-        if not signed:
-            borders[0] = 0.0
-        self.values = torch.tensor(values, device=device)
+        self.values = torch.tensor(dynamic_map(signed=signed), device=device)
         """(256,), ascending."""
-        self.zero = values.index(0.0)
+        self.zero = int((self.values == 0).nonzero())
         """The code of 0."""
-        self.borders = torch.tensor(borders, device=device)
-        """(255,): a number's code is how many of these are less than it."""
-        # A search per number is slow. Its upper 16 bits, which are its bfloat16, leave at most two codes: the first one
-        # of all numbers that share them, and the next one, which begins above `_next`.
+        self.gaps = self.values.diff()
+        """(255,): from each number to the next one."""
+        if not signed:
+            self.gaps[0] = 0.0
+        # A search per number is slow. Its upper 16 bits, which are its bfloat16, leave at most two codes below it: the
+        # first one of all numbers that share them, and the next one, which begins above `_next`.
+        above = self.values[1:]
         upper = torch.arange(2**16, device=device, dtype=torch.int32) << 16
         ends = upper.view(torch.float32), (upper | 0xFFFF).view(torch.float32)
-        first = torch.bucketize(torch.fmin(*ends), self.borders)
-        assert (torch.bucketize(torch.fmax(*ends), self.borders) - first).max() <= 1
-        self._first = first.to(torch.uint8)
-        self._next = torch.cat([self.borders, self.borders.new_tensor([math.inf])])[first]
+        first = torch.bucketize(torch.fmin(*ends), above).clamp_(max=_NUM_CODES - 2)
+        assert (torch.bucketize(torch.fmax(*ends), above).clamp_(max=_NUM_CODES - 2) - first).max() <= 1
+        self._first = first.to(torch.int32)
+        self._next = above[first]
 
-    def nearest(self, values: Tensor) -> Tensor:
-        """Codes, uint8, of contiguous fp32 values in [-1, 1]."""
-        index = values.view(torch.int32).bitwise_right_shift(16).bitwise_and_(0xFFFF).view(-1)
-        above = values.view(-1) > self._next.index_select(0, index)
-        return self._first.index_select(0, index).add_(above.view(torch.uint8)).view(values.shape)
+    def rounded(self, values: Tensor, salt: Tensor) -> Tensor:
+        """Codes, uint8, of contiguous fp32 values in [-1, 1]; one that a code stands for gets this code.
+
+        Shapes: values any; salt, int32, goes into the dice and broadcasts to it.
+        """
+        flat = values.view(-1)
+        bits = flat.view(torch.int32)
+        upper = bits.bitwise_right_shift(16).bitwise_and_(0xFFFF)
+        below = self._first.index_select(0, upper)
+        below += flat > self._next.index_select(0, upper)
+        dice = (values.view(torch.int32) + salt).view(-1).mul_(DITHER_FACTORS[0])
+        dice = dice.bitwise_xor_(dice.bitwise_right_shift(15)).mul_(DITHER_FACTORS[1])
+        dice.bitwise_right_shift_(32 - DITHER_BITS).bitwise_and_(2**DITHER_BITS - 1)
+        borders = self.gaps.index_select(0, below).mul_(dice).mul_(2.0**-DITHER_BITS)
+        borders += self.values.index_select(0, below)
+        below += flat > borders
+        return below.to(torch.uint8).view(values.shape)
 
 
 @cache
