@@ -1,0 +1,96 @@
+"""Trajectories that local steps must keep from release to release: golden.json, and how it was made.
+
+python -m tests.islands.test_golden    writes golden.json anew; say in the commit why numbers change
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import laconic
+from laconic.islands.local_steps import LocalSteps
+from tests.ranks import run_ranks
+
+GOLDEN = Path(__file__).with_name("golden.json")
+ISLANDS, STEPS = 3, 12
+CASES: dict[str, dict[str, Any]] = {
+    "diloco": {"every": 4},
+    "streamed": {"every": 4, "fragments": 2, "overlap": 1, "mixing": 0.5},
+    "int8": {"every": 4, "codec": "int8"},
+    "fp4, streamed": {"every": 6, "fragments": 2, "overlap": 2, "codec": "fp4", "error_feedback": True},
+    "fp4-e2m1": {"every": 3, "codec": "fp4-e2m1"},
+}
+
+
+class Bowl(nn.Module):
+    """Two layers of four numbers, drawn to a place of each island's own: no random numbers, no kernels that differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        starts = [torch.linspace(-1, 1, 4), torch.linspace(2, -1, 4)]
+        self.layers = nn.ModuleList(nn.ParameterList([start]) for start in starts)
+
+    def forward(self, island: int) -> Tensor:
+        steepness = torch.tensor([0.5, 1.0, 1.5, 2.0])
+        places = torch.arange(4) * 0.25 + island
+        return torch.stack([(steepness * (layer - places).square()).sum() for layer in self.parameters()]).sum()
+
+
+def job() -> dict[str, list[list[list[float]]]]:
+    """By case, step and layer: this island's parameters after each step."""
+    mesh = laconic.init_mesh("cpu", islands=ISLANDS, nodes=1, local=1)
+    found = {}
+    for name, options in CASES.items():
+        model = Bowl()
+        local = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5), mesh=mesh, **options)
+        found[name] = []
+        for _ in range(STEPS):
+            model(dist.get_rank()).backward()
+            local.step()
+            local.zero_grad()
+            found[name].append([layer.tolist() for layer in model.parameters()])
+        local.finish()
+    return found
+
+
+def trajectories() -> dict[str, Any]:
+    """By case and island."""
+    by_island = run_ranks(job, ISLANDS, local=1)
+    return {name: [found[name] for found in by_island] for name in CASES}
+
+
+def test_trajectories_are_the_golden_ones() -> None:
+    golden, found = json.loads(GOLDEN.read_text(encoding="utf-8")), trajectories()
+    assert golden.keys() == found.keys()
+    for name, want in golden.items():
+        got = torch.tensor(found[name])
+        assert got.shape == (ISLANDS, STEPS, 2, 4)
+        torch.testing.assert_close(
+            got, torch.tensor(want), atol=2e-6, rtol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+        )
+    first = torch.tensor(golden["diloco"])
+    assert not torch.equal(first[0, 2], first[1, 2]), "islands go their own ways between syncs"
+    assert torch.equal(first[0, 3], first[1, 3]), "and agree at them"
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "codec" in CASES[name]])
+def test_codes_show_in_the_golden_numbers(name: str) -> None:
+    """A codec that did nothing would keep fp32's trajectory."""
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    assert (torch.tensor(golden[name]) - torch.tensor(golden["diloco"])).abs().max() > 1e-4
+
+
+if __name__ == "__main__":
+    rounded = {
+        name: [[[[float(f"{x:.7g}") for x in layer] for layer in step] for step in island] for island in islands]
+        for name, islands in trajectories().items()
+    }
+    lines = (f"{json.dumps(name)}: {json.dumps(islands)}" for name, islands in rounded.items())
+    GOLDEN.write_text("{" + ",\n".join(lines) + "}\n", encoding="utf-8")
