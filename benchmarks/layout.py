@@ -11,9 +11,6 @@ time and memory (benchmarks/_engine.py) are measured in the lab on a quiet machi
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
-import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,12 +18,10 @@ from pathlib import Path
 
 import _engine
 import _padding
-from record import Row, rows_table, write_section
+from record import Record, Row, rows_table
 
-from laconic.compare.machine import describe_machine, in_words
 from laconic.compare.table import markdown
 
-_JSON = Path(__file__).parent / "results" / "layout.json"
 _COLUMNS = ("layer", "ranks", "1 row", "16 rows", "32 rows", "128 rows", "FSDP2", "LCM")
 
 
@@ -85,25 +80,11 @@ def _render(table: list[list[str]]) -> str:
 
 
 def _record(rows: list[Row], table: list[list[str]]) -> None:
-    """Into layout.json, beside rows measured before; and from there into RESULTS.md."""
-    machine = describe_machine()
-    known = json.loads(_JSON.read_text()) if _JSON.exists() else {"rows": {}, "table": []}
-    by_key = {**known["rows"], **{row.key: dataclasses.asdict(row) | {"date": machine["date"]} for row in rows}}
-    whole = table if all("-" not in line for line in table) and table else known["table"]
-    command = shlex.join(["python", "benchmarks/layout.py", *sys.argv[1:]])
-    report = {"command": command, "machine": machine, "rows": by_key, "table": whole}
-    _JSON.parent.mkdir(exist_ok=True)
-    _JSON.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    shown = [Row(**by_key[key]) for key in ROWS if key in by_key]
-    older = [f"{row.key} ({row.date})" for row in shown if row.date != machine["date"]]
-    body = [
-        f"`{command}`, {machine['date']}; {in_words(machine)}.",
-        *([f"Rows measured earlier: {', '.join(older)}."] if older else []),
-        rows_table(shown),
-    ]
-    if whole:
-        body += ["Padding of a layer at some group sizes; (n): in n buckets.", _render(whole)]
-    write_section("layout.py", "\n\n".join(body))
+    """Beside rows measured before, and the table if it is a whole one."""
+    record = Record(Path(__file__).name, rows, ROWS)
+    whole = table if all("-" not in line for line in table) and table else record.known.get("table", [])
+    caption = "Padding of a layer at some group sizes; (n): in n buckets."
+    record.save(more=[caption, _render(whole)] if whole else [], table=whole)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import shlex
 import statistics
 import sys
 import tempfile
@@ -28,18 +27,16 @@ import torch.distributed as dist
 from _collective_bytes import CollectiveBytes
 from _launch import launch
 from _llama import Llama, decoder_layers
-from record import Row, rows_table, write_section
+from record import Record, Row, rows_table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import laconic
-from laconic.compare.machine import describe_machine, in_words
 from laconic.optim import AdamW8bit, Muon, matrices_and_rest
 from laconic.train.config import Config, load
 
 _HERE = Path(__file__).parent
 _JOB = _HERE / "optimizers.toml"
-_JSON = _HERE / "results" / "optimizers.json"
 _NODES, _LOCAL = 2, 2
 _FLOAT32_BYTES = 4
 _MIX = Llama(hidden=512, intermediate=1408, layers=2, heads=8, kv_heads=2, vocab=512, batch=1, sequence=8)
@@ -298,27 +295,8 @@ def main() -> int:
         rows = [ROWS[name](bench) for name in ROWS if name in options.rows.split(",")]
     print(f"\n{rows_table(rows)}")
     if not options.quick:
-        _record(rows)
+        Record(Path(__file__).name, rows, ROWS).save()
     return 0
-
-
-def _record(rows: list[Row]) -> None:
-    """Into optimizers.json, beside rows measured before; and from there into RESULTS.md."""
-    machine = describe_machine()
-    known = json.loads(_JSON.read_text()) if _JSON.exists() else {"rows": {}}
-    by_key = {**known["rows"], **{row.key: dataclasses.asdict(row) | {"date": machine["date"]} for row in rows}}
-    command = shlex.join(["python", "benchmarks/optimizers.py", *sys.argv[1:]])
-    _JSON.parent.mkdir(exist_ok=True)
-    report = {"command": command, "machine": machine, "rows": by_key}
-    _JSON.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    shown = [Row(**by_key[key]) for key in ROWS if key in by_key]
-    older = [f"{row.key} ({row.date})" for row in shown if row.date != machine["date"]]
-    body = [
-        f"`{command}`, {machine['date']}; {in_words(machine)}.",
-        *([f"Rows measured earlier: {', '.join(older)}."] if older else []),
-        rows_table(shown),
-    ]
-    write_section("optimizers.py", "\n\n".join(body))
 
 
 if __name__ == "__main__":

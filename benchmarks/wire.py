@@ -18,19 +18,17 @@ import argparse
 import dataclasses
 import json
 import math
-import shlex
 import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from record import Row, rows_table, write_section
+from record import Record, Row, rows_table
 from rich.console import Console
 
 from laconic.compare import STRATEGIES, Case, Comparison, ComparisonError, Result
 from laconic.compare.case import Job, config_of
-from laconic.compare.machine import describe_machine, in_words
 from laconic.compare.plot import save_plot
 from laconic.compare.progress import make_reporter
 from laconic.compare.runner import why
@@ -39,7 +37,6 @@ from laconic.lab import LabUnavailable, format_rate
 from laconic.train.config import Config, load, to_toml
 
 _HERE = Path(__file__).parent
-_JSON = _HERE / "results" / "wire.json"
 _PICTURE = _HERE.parent / "docs" / "wire.png"
 _NODES, _LOCAL = 2, 2
 _FLOAT32_BYTES = 4
@@ -392,35 +389,21 @@ def _tiny(base: Config) -> Config:
 
 
 def _record(rows: list[Row], results: list[Result]) -> None:
-    """Into wire.json, beside rows and runs measured before; and from there into RESULTS.md and the picture."""
+    """Beside rows and runs measured before; and the picture."""
     results = [dataclasses.replace(result, output=Path(result.output).name) for result in results]
-    machine = describe_machine()
-    known = json.loads(_JSON.read_text()) if _JSON.exists() else {"rows": {}, "results": []}
-    by_key = {**known["rows"], **{row.key: dataclasses.asdict(row) | {"date": machine["date"]} for row in rows}}
+    record = Record(Path(__file__).name, rows, ROWS)
     now = {_identity(result) for result in results}
-    kept = [old for old in map(Result.from_dict, known["results"]) if _identity(old) not in now]
+    kept = [old for old in map(Result.from_dict, record.known.get("results", [])) if _identity(old) not in now]
     every = [*kept, *results]
-    command = shlex.join(["python", "benchmarks/wire.py", *sys.argv[1:]])
-    report = {
-        "command": command, "machine": machine, "rows": by_key, "results": [result.to_dict() for result in every],
-    }  # fmt: skip
-    _JSON.parent.mkdir(exist_ok=True)
-    _JSON.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    shown = [Row(**by_key[key]) for key in ROWS if key in by_key]
-    older = [f"{row.key} ({row.date})" for row in shown if row.date != machine["date"]]
-    body = [
-        f"`{command}`, {machine['date']}, {_NODES} nodes x {_LOCAL} ranks; {in_words(machine)}.",
-        *([f"Rows measured earlier: {', '.join(older)}."] if older else []),
-        rows_table(shown),
-        "Every run (of repeated ones, all):",
-        render(every),
-        LEGEND,
-    ]
-    write_section("wire.py", "\n\n".join(body))
+    record.save(
+        about=f"{_NODES} nodes x {_LOCAL} ranks; ",
+        more=["Every run (of repeated ones, all):", render(every), LEGEND],
+        results=[result.to_dict() for result in every],
+    )
     _PICTURE.parent.mkdir(exist_ok=True)
     chosen = [result for result in _first_of_each(every) if result.strategy in ("fsdp2", "host")]
     millions = max(result.num_parameters for result in every) / 1e6
-    title = f"{_NODES} nodes x {_LOCAL} ranks on {machine['cores']} cores, {millions:.1f} M parameters, fp32"
+    title = f"{_NODES} nodes x {_LOCAL} ranks on {record.machine['cores']} cores, {millions:.1f} M parameters, fp32"
     save_plot(chosen, _PICTURE, title=title)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from pathlib import Path
@@ -47,9 +46,8 @@ def test_planning_time_counts_every_case(plans: _padding.Plans) -> None:
 def test_rows_are_recorded_beside_what_was_known(
     plans: _padding.Plans, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "_JSON", tmp_path / "results" / "layout.json")
     results = tmp_path / "RESULTS.md"
-    monkeypatch.setattr(layout, "write_section", functools.partial(record.write_section, path=results))
+    monkeypatch.setattr(record, "RESULTS", results)
     monkeypatch.setattr(sys, "argv", ["layout.py"])
     table = [["GPT-OSS-120B", "8", "1 %", "1 %", "1 %", "1 %", "1 %", "1 %"]]
     engine = record.Row(key="step-time", claim="step time", required="<= 1", measured="0.9", is_met=True)

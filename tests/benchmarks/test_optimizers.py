@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from pathlib import Path
 
@@ -60,14 +59,14 @@ def test_what_the_ranks_measure() -> None:
 
 
 def test_a_partial_run_is_recorded_beside_what_was_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizers, "_JSON", tmp_path / "results" / "optimizers.json")
     results = tmp_path / "RESULTS.md"
-    monkeypatch.setattr(optimizers, "write_section", functools.partial(record.write_section, path=results))
-    monkeypatch.setattr(sys, "argv", ["optimizers.py", "--rows", "muon-bytes"])
+    monkeypatch.setattr(record, "RESULTS", results)
     first = record.Row(key="ranks", claim="losses", required="equal", measured="equal", is_met=True)
     second = record.Row(key="muon-bytes", claim="bytes", required="<= 2", measured="0.3", is_met=True)
-    optimizers._record([first])
-    optimizers._record([second])
+    for command, row in (("--rows ranks", first), ("--rows muon-bytes", second)):
+        monkeypatch.setattr(sys, "argv", ["optimizers.py", *command.split()])
+        record.Record("optimizers.py", [row], optimizers.ROWS).save()
     text = results.read_text()
     assert text.index("| bytes ") < text.index("| losses ")  # in the order of the claim, not of measuring
-    assert "`python benchmarks/optimizers.py --rows muon-bytes`" in text
+    for command in ("--rows muon-bytes`", "--rows ranks`"):
+        assert f"`python benchmarks/optimizers.py {command}" in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from pathlib import Path
 
@@ -35,10 +34,9 @@ def test_share_of_a_step_that_its_bytes_take() -> None:
 
 
 def test_a_partial_run_is_recorded_beside_what_was_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "_JSON", tmp_path / "results" / "wire.json")
     monkeypatch.setattr(wire, "_PICTURE", tmp_path / "docs" / "wire.png")
     results = tmp_path / "RESULTS.md"
-    monkeypatch.setattr(wire, "write_section", functools.partial(record.write_section, path=results))
+    monkeypatch.setattr(record, "RESULTS", results)
     monkeypatch.setattr(sys, "argv", ["wire.py", "--rows", "losses"])
     first = record.Row(key="losses", claim="losses", required="equal", measured="equal", is_met=True)
     second = record.Row(key="wire-full", claim="bytes", required="<= 1", measured="0.3", is_met=True)
