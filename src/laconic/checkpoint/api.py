@@ -13,10 +13,13 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from laconic.checkpoint import commit, keys, sidecar, state, storage
+from laconic.checkpoint import commit, islands, keys, sidecar, slices, state, storage
 from laconic.checkpoint.commit import CheckpointError, Manifest, reached
 from laconic.checkpoint.fill import Differences, Source, fill
+from laconic.checkpoint.slices import Assignment
 from laconic.checkpoint.together import Ranks
+from laconic.islands.joined import joined
+from laconic.islands.local_steps import LocalSteps
 
 
 def save_checkpoint(
@@ -27,6 +30,7 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None,
     extra: dict[str, Any],
     keep: int = 2,
+    local_steps: LocalSteps | None = None,
 ) -> Path:
     """Write `folder/step-N` so that a kill at any instant leaves it or the one before; all ranks call it.
 
@@ -35,22 +39,34 @@ def save_checkpoint(
     that a damaged one can be survived.
     `step-N` is also an ordinary folder of torch.distributed.checkpoint, with the keys of `{"model":
     get_model_state_dict(...), "optim": get_optimizer_state_dict(...)}`, which a program without laconic can load.
+    A model with partial updates is written unsliced. With `local_steps` the model is what islands agreed on, and what
+    each of them needs to go on is beside it ([Note: The layout of a checkpoint] in checkpoint/slices.py).
     Cost: each rank writes its shards and its share of what is replicated; names, sizes and hashes cross the wire,
     state does not. `AsyncSaver` does it while training goes on.
     Raises: CheckpointError on every rank if any rank cannot write; earlier checkpoints are then untouched.
     """
     check_keep(keep)
-    return write(Path(folder), step, Contents.of(model, optimizer, extra), keep=keep, ranks=Ranks())
+    ranks = Ranks()
+    contents = Contents.of(model, optimizer, extra, local_steps, ranks)
+    return write(Path(folder), step, contents, keep=keep, ranks=ranks)
 
 
 def load_checkpoint(
-    folder: str | Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None, strict: bool = True
+    folder: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    strict: bool = True,
+    local_steps: LocalSteps | None = None,
 ) -> dict[str, Any] | None:
     """Put the newest intact checkpoint of `folder` (or the one that `folder` itself is) into model and optimizer.
 
     All ranks call it; the number of ranks and the strategy may differ from those that saved. The model must have
     memory; the optimizer may be new. Returns this rank's `extra` with `step` added, or None if there is no checkpoint.
     Where there are more ranks than saved, the additional ones get rank 0's `extra`.
+    With `local_steps`, whose inner optimizer this is, as many islands that train the same slices go on to the same
+    bits. Any others start from the outer parameters, outer optimizer state included, with inner optimizer state as far
+    as there is some for their slices; what was in flight is dropped. `islands` in the result, a sentence, then says so.
     A checkpoint that does not match its manifest is skipped with a warning.
     Without `strict`, what fits is loaded and the rest is left as it is; `skipped` in the result, a `Differences`, and a
     warning say what that was.
@@ -65,15 +81,14 @@ def load_checkpoint(
         problem = candidate.problem or _verify(candidate.folder, candidate.manifest, ranks)
         if not problem:
             own = _read_own_sidecar(candidate.folder, ranks)
-            source = _source(candidate.folder, own["optimizer"])
+            assert candidate.manifest is not None
             try:
-                differences = fill(source, model, optimizer, strict=strict)
+                differences, why = _load(candidate, own, model, optimizer, local_steps, strict=strict, ranks=ranks)
             except storage.StorageError as error:
                 problem = str(error)
             else:
-                assert candidate.manifest is not None
-                skipped = {} if strict else {"skipped": told(differences, candidate.folder, ranks)}
-                return {"step": candidate.manifest.step, **own["extra"], **skipped}
+                skipped = {} if strict else {"skipped": _told(differences, candidate.folder, ranks)}
+                return {"step": candidate.manifest.step, **own["extra"], **skipped, **({"islands": why} if why else {})}
         complaints.append(f"{candidate.folder}: {problem}")
         if ranks.rank == 0:
             warnings.warn(f"checkpoint {candidate.folder} is damaged and is skipped: {problem}", stacklevel=2)
@@ -110,7 +125,8 @@ def load_dcp(
     def read() -> Source:
         metadata = storage.read_metadata(folder)
         entries = storage.tensors_of(metadata)
-        names, parameters = state.model_tensors(model), state.named_parameters(model)
+        places = state.places(model)
+        names, parameters = joined(state.model_tensors(model), places), joined(state.named_parameters(model), places)
         found = keys.Keys.found_in(
             metadata.state_dict_metadata,
             tensors=names,
@@ -124,10 +140,10 @@ def load_dcp(
 
     source: list[Source] = []
     ranks.on_all(lambda: source.append(read()), f"{folder} could not be read")
-    return told(fill(source[0], model, optimizer, strict=strict), folder, ranks)
+    return _told(fill(source[0], model, optimizer, strict=strict), folder, ranks)
 
 
-def told(differences: Differences, folder: Path, ranks: Ranks) -> Differences:
+def _told(differences: Differences, folder: Path, ranks: Ranks) -> Differences:
     """Warn, once in the job, of what was not loaded."""
     if differences and ranks.rank == 0:
         warnings.warn(f"{folder} does not fit, and only what fits was loaded ({differences})", stacklevel=3)
@@ -150,21 +166,34 @@ class Contents:
     """Holds the tensors, if `tree` is empty."""
 
     @staticmethod
-    def of(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any]) -> Contents:
-        """References to the tensors, everything else as of now."""
-        tree: dict[str, Any] = {keys.MODEL: state.model_tensors(model)}
+    def of(
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extra: dict[str, Any],
+        local_steps: LocalSteps | None,
+        ranks: Ranks,
+    ) -> Contents:
+        """References to the tensors, everything else as of now. Collective, with islands or slices."""
+        assignment = _assignment(model, local_steps, ranks)
+        tensors = state.model_tensors(model)
+        rest: dict[str, Any] = {}
+        own_states: slices.States = {}
+        told: dict[str, Any] = {}
         settings = None
         if optimizer is not None:
             settings = state.optimizer_settings(model, optimizer)
-            tree[keys.OPTIMIZER] = {
-                keys.STATE: state.optimizer_state(model, optimizer),
-                keys.GROUPS: state.param_groups(model, optimizer),
-            }
+            states, own_states = slices.optimizer_states(model, optimizer, assignment, ranks)
+            rest[keys.OPTIMIZER] = {keys.STATE: states, keys.GROUPS: state.param_groups(model, optimizer)}
+        if local_steps is not None:
+            tensors, of_islands, progress = islands.tree(model, local_steps, assignment, tensors, own_states)
+            rest |= of_islands
+            told = {"islands": {**assignment.to_json(), **progress}}
+        tree = {keys.MODEL: joined(tensors, state.places(model)), **rest}
         aliases: dict[storage.KeyPath, storage.KeyPath]
         aliases = {(keys.MODEL, alias): (keys.MODEL, name) for alias, name in state.tied_names(model).items()}
         text: str | ValueError
         try:
-            text = sidecar.encode({"extra": extra, "optimizer": settings})
+            text = sidecar.encode({"extra": extra, "optimizer": settings, **told})
         except ValueError as error:
             text = error
         return Contents(tree=tree, aliases=aliases, sidecar=text)
@@ -210,9 +239,44 @@ def write(folder: Path, step: int, contents: Contents, *, keep: int, ranks: Rank
     return ranks.on_rank_0(commit_all, f"checkpoint {temporary} could not be committed")
 
 
-def _source(folder: Path, settings: dict[str, Any] | None) -> Source:
-    entries = storage.tensors_of(storage.read_metadata(folder))
-    return Source(folder=folder, entries=entries, keys=keys.OURS, settings=settings)
+def _load(
+    candidate: commit.Candidate,
+    own: dict[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    local_steps: LocalSteps | None,
+    *,
+    strict: bool,
+    ranks: Ranks,
+) -> tuple[Differences, str]:
+    """Fill all that is given from an intact checkpoint; returns what was not, and why islands start anew if they do."""
+    assert candidate.manifest is not None
+    told = own.get("islands")
+    saved, ours = Assignment.saved(told), _assignment(model, local_steps, ranks)
+    has_own = told is not None and local_steps is not None and saved.slice_of(ours.island) == ours.held[ours.island]
+    has_same_slices = saved.has_slices_of(ours)
+    source = Source(
+        folder=candidate.folder,
+        entries=storage.tensors_of(storage.read_metadata(candidate.folder)),
+        keys=keys.OURS,
+        settings=own["optimizer"],
+        own=islands.own_optimizer(ours.island) if has_own and has_same_slices else None,
+        has_same_slices=has_same_slices,
+        is_uneven=local_steps is not None or bool(state.places(model)),
+    )
+    differences = fill(source, model, optimizer, strict=strict)
+    why = islands.difference(saved, ours, had_islands=told is not None, has_islands=local_steps is not None)
+    if local_steps is not None:
+        island = None if why else ours.island
+        islands.restore(source, model, local_steps, told, step=candidate.manifest.step, island=island)
+    return differences, why
+
+
+def _assignment(model: nn.Module, local_steps: LocalSteps | None, ranks: Ranks) -> Assignment:
+    if local_steps is None:
+        return Assignment.of(model, ranks, island=0, islands=1)
+    cluster = local_steps._cluster
+    return Assignment.of(model, ranks, island=cluster.island_rank, islands=cluster.num_islands)
 
 
 def _verify(folder: Path, manifest: Manifest | None, ranks: Ranks) -> str:

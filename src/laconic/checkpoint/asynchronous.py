@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from laconic.checkpoint.api import Contents, check_keep, write
 from laconic.checkpoint.together import Ranks
+from laconic.islands.local_steps import LocalSteps
 
 _ALIGNMENT_BYTES = 64
 
@@ -56,14 +57,20 @@ class AsyncSaver:
         self._error: BaseException | None = None
 
     def save(
-        self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any]
+        self,
+        step: int,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extra: dict[str, Any],
+        local_steps: LocalSteps | None = None,
     ) -> None:
         """Begin to write `folder/step-N`, with the state of this instant; see `save_checkpoint`.
 
         Raises: the error of the save before, if it failed; then nothing is begun.
         """
         self.wait()
-        contents = self._snapshot(Contents.of(model, optimizer, extra))
+        contents = self._snapshot(Contents.of(model, optimizer, extra, local_steps, self._ranks))
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._thread = threading.Thread(target=self._write, args=(step, contents, device), name=f"save step {step}")
         self._thread.start()

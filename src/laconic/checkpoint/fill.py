@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from laconic.checkpoint import state, storage
+from laconic.checkpoint import slices, state, storage
 from laconic.checkpoint.commit import CheckpointError
-from laconic.checkpoint.keys import Keys
+from laconic.checkpoint.keys import Keys, by_parameter
 from laconic.checkpoint.storage import Entry
+from laconic.checkpoint.together import Ranks
+from laconic.islands.joined import joined
 
 _T = TypeVar("_T")
 
@@ -61,6 +63,34 @@ class Source:
     keys: Keys
     settings: dict[str, Any] | None
     """As `state.optimizer_settings` gives them; None if there are none."""
+    own: str | None = None
+    """What comes before the names in this island's own optimizer state, if it has any there."""
+    has_same_slices: bool = True
+    """Whether the parts of sliced parameters are the same ones there and here."""
+    is_uneven: bool = False
+    """Whether ranks may ask for different tensors, as islands do."""
+
+    def read(self, tensors: dict[str, Tensor]) -> None:
+        """Fill tensors by keys, in place. Collective."""
+        if not self.is_uneven:
+            storage.load(tensors, self.folder)
+            return
+        try:
+            Ranks().on_all(lambda: storage.load(tensors, self.folder, offline=True), f"{self.folder} is not readable")
+        except CheckpointError as error:
+            raise storage.StorageError(str(error)) from error
+
+    def locate(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> slices.Locations:
+        """The optimizer's state by parameter and key."""
+        return slices.locate(
+            state.optimized(model, optimizer),
+            state.places(model),
+            self.keys.state_entries(self.entries),
+            by_parameter(self.entries, self.own),
+            common_prefix=self.keys.state or "",
+            own_prefix=self.own or "",
+            has_same_slices=self.has_same_slices,
+        )
 
 
 def fill(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, strict: bool) -> Differences:
@@ -68,31 +98,41 @@ def fill(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer | No
 
     Raises: CheckpointError before any tensor is loaded, if `strict` and anything differs; or if the files are damaged.
     """
-    targets = state.model_tensors(model)
+    places = state.places(model)
+    wanted = joined(state.model_tensors(model), places)
     saved = source.keys.model_entries(source.entries)
     for alias in state.tied_names(model):
         saved.pop(alias, None)
-    differences = compare(targets, saved)
-    fitting = {name: tensor for name, tensor in targets.items() if saved.get(name) == Entry.of(tensor)}
+    differences = compare(wanted, saved)
+    fitting = {name: tensor for name, tensor in wanted.items() if saved.get(name) == Entry.of(tensor)}
     filled = {f"{source.keys.model}{name}": tensor for name, tensor in fitting.items()}
+    copies: list[tuple[Tensor, Tensor]] = []
     if optimizer is not None:
-        differing, states = _prepare(source, model, optimizer, fitting)
+        locations = source.locate(model, optimizer)
+        unfit = {name for name in locations if slices.whole_name(name, places) not in fitting}
+        differing, room = _prepare(source, model, optimizer, {n: at for n, at in locations.items() if n not in unfit})
         differences += differing
-        filled |= {f"{source.keys.state}{full_key}": tensor for full_key, tensor in states.items()}
+        states, copies = slices.targets(room, locations, places)
+        filled |= states
     if differences and strict:
         raise CheckpointError(
             f"{source.folder} is a checkpoint of another model or optimizer ({differences}); use the configuration it "
             "was made with, pass strict=False to load what fits, or give another output folder"
         )
-    storage.load(filled, source.folder)
+    source.read(filled)
+    for number, same in copies:
+        number.copy_(same)
     return differences
 
 
 def _prepare(
-    source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, fitting: Container[str]
-) -> tuple[Differences, dict[str, Tensor]]:
-    """Restore hyper-parameters and make room for the state of the `fitting` parameters. Returns what does not fit, and
-    the room by `NAME.KEY`."""
+    source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, locations: slices.Locations
+) -> tuple[Differences, dict[str, dict[str, Tensor]]]:
+    """Restore hyper-parameters and make room for the state that was found. Returns what does not fit, and the room.
+
+    Parts of sliced parameters may differ, as islands come and go and take up slices: what there is no state for, or
+    none that fits, begins without.
+    """
     saved = source.keys.state_entries(source.entries)
     if source.settings is None and not saved:
         return Differences(optimizer=f"was not saved, this run has {type(optimizer).__name__}"), {}
@@ -101,14 +141,18 @@ def _prepare(
         return Differences(optimizer=problem), {}  # its state means something else
     if source.settings and not problem:
         state.restore_optimizer_groups(optimizer, source.settings)
-    room = state.prepare_optimizer(model, optimizer, {name: saved[name] for name in saved if name in fitting})
-    differing = compare(_flat(room), _flat(saved), " (optimizer)")
-    parameters = state.optimized(model, optimizer)
-    for name in [n for n, tensors in room.items() if {k: Entry.of(t) for k, t in tensors.items()} != saved[n]]:
+    found = {name: {key: at.entry for key, at in by_key.items()} for name, by_key in locations.items()}
+    room = state.prepare_optimizer(model, optimizer, found)
+    places, parameters = state.places(model), state.optimized(model, optimizer)
+    ours = {name: tensors for name, tensors in room.items() if name not in places}
+    theirs = {name: found.get(name, entries) for name, entries in saved.items()}
+    theirs = {name: entries for name, entries in theirs.items() if not slices.is_of_slices(name, parameters, places)}
+    differing = compare(_flat(ours), _flat(theirs), " (optimizer)")
+    for name in [n for n, tensors in room.items() if {k: Entry.of(t) for k, t in tensors.items()} != found[n]]:
         del room[name], optimizer.state[parameters[name]]  # half a state is none
     if source.settings and not problem:
         state.restore_optimizer_numbers(model, optimizer, source.settings)
-    return replace(differing, optimizer=problem), _flat(room)
+    return replace(differing, optimizer=problem), room
 
 
 def _flat(nested: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:

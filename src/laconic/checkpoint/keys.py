@@ -24,6 +24,9 @@ from laconic.checkpoint.commit import CheckpointError
 from laconic.checkpoint.storage import Entry
 
 MODEL, OPTIMIZER, STATE, GROUPS = "model", "optim", "state", "param_groups"
+OUTER, ISLANDS = "outer", "islands"
+_OF_ISLANDS = (f"{OUTER}.", f"{ISLANDS}.")
+"""What comes before what islands add: [Note: The layout of a checkpoint] in slices.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,7 @@ class Keys:
         `model` and `optimizer`, without the dot, are taken as they are. Raises: CheckpointError if several could be
         meant.
         """
+        keys = [key for key in keys if not key.startswith(_OF_ISLANDS)]
         states = (key.rpartition(".")[0] for key in keys if f"{GROUPS}." not in key)
         found = tuple(prefix.removesuffix(f"{STATE}.") for prefix in _most_common_prefixes(states, parameters))
         others = [key for key in keys if not any(key.startswith(f"{root}{STATE}.") for root in found)]
@@ -78,12 +82,17 @@ class Keys:
 
     def state_entries(self, entries: Mapping[str, Entry]) -> dict[str, dict[str, Entry]]:
         """The optimizer's tensors by parameter and key."""
-        found: dict[str, dict[str, Entry]] = {}
-        for full_key, entry in entries.items():
-            if self.state is not None and full_key.startswith(self.state):
-                name, _, key = full_key.removeprefix(self.state).rpartition(".")
-                found.setdefault(name, {})[key] = entry
-        return found
+        return by_parameter(entries, self.state)
+
+
+def by_parameter(entries: Mapping[str, Entry], prefix: str | None) -> dict[str, dict[str, Entry]]:
+    """The tensors `prefix` NAME.KEY of an optimizer's state, by parameter and key; none for None."""
+    found: dict[str, dict[str, Entry]] = {}
+    for full_key, entry in entries.items():
+        if prefix is not None and full_key.startswith(prefix):
+            name, _, key = full_key.removeprefix(prefix).rpartition(".")
+            found.setdefault(name, {})[key] = entry
+    return found
 
 
 OURS = Keys(model=f"{MODEL}.", optimizer=f"{OPTIMIZER}.", optimizers=(f"{OPTIMIZER}.",))

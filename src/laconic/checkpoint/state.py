@@ -15,10 +15,15 @@ from torch import Tensor, nn
 
 from laconic.checkpoint.commit import CheckpointError
 from laconic.checkpoint.storage import Entry
+from laconic.islands.partial import sliced_parts
+from laconic.islands.sliced import SlicedParameter
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 # Which kernels step is this run's choice: other ones want `step` on another device.
 _NOT_RESTORED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+
+Places = dict[str, tuple[str, SlicedParameter, int]]
+"""For every part of a sliced parameter by name: the whole's name, how it is cut, and the part's index."""
 
 StateEntries = Mapping[str, Mapping[str, Entry]]
 """What a folder holds of an optimizer: by parameter, then by key (`exp_avg`, `step`, ...)."""
@@ -31,14 +36,22 @@ def plain(model: nn.Module) -> nn.Module:
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Tied ones once, under the first of their names."""
-    return {_strip(name): parameter for name, parameter in plain(model).named_parameters()}
+    return {strip(name): parameter for name, parameter in plain(model).named_parameters()}
+
+
+def places(model: nn.Module) -> Places:
+    """Of the parts of sliced parameters; none, if nothing is sliced."""
+    return {
+        strip(name): (strip(whole), sliced, index)
+        for name, (whole, sliced, index) in sliced_parts(plain(model)).items()
+    }
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """The further names of tied parameters, each with the first."""
     first = {id(parameter): name for name, parameter in named_parameters(model).items()}
     every = plain(model).named_parameters(remove_duplicate=False)
-    return {_strip(name): first[id(p)] for name, p in every if _strip(name) != first[id(p)]}
+    return {strip(name): first[id(p)] for name, p in every if strip(name) != first[id(p)]}
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -163,7 +176,7 @@ def optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, T
     Raises: CheckpointError if it holds one that is not the model's.
     """
     named = named_parameters(model)
-    return {name: named[name] for names in _group_names(model, optimizer) for name in names}
+    return {name: named[name] for names in _group_parts(model, optimizer) for name in names}
 
 
 def _empty_state(key: str, entry: Entry, parameter: Tensor, group: dict[str, Any]) -> Tensor:
@@ -175,6 +188,16 @@ def _empty_state(key: str, entry: Entry, parameter: Tensor, group: dict[str, Any
 
 
 def _group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The names in the unsliced model, each once."""
+    parts = places(model)
+    return [
+        list(dict.fromkeys(parts[name][0] if name in parts else name for name in group))
+        for group in _group_parts(model, optimizer)
+    ]
+
+
+def _group_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The names of parameters as they are."""
     names = {id(parameter): name for name, parameter in named_parameters(model).items()}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if id(parameter) not in names:
@@ -189,10 +212,10 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield _strip(f"{prefix}.{name}" if prefix else name), buffer
+                yield strip(f"{prefix}.{name}" if prefix else name), buffer
 
 
-def _strip(name: str) -> str:
+def strip(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from laconic.islands.joined import joined
 from laconic.islands.patterns import PATTERNS, Cut, Kind, Pattern
 from laconic.islands.sliced import SlicedParameter, SlicedTensor
 from laconic.shard.api import ShardedModule
@@ -106,16 +107,32 @@ def sliced_parameters(model: nn.Module) -> dict[str, SlicedParameter]:
     return {prefix + sliced.name: sliced for prefix, _, sliced in _sliced(model)}
 
 
+def sliced_parts(model: nn.Module) -> dict[str, tuple[str, SlicedParameter, int]]:
+    """For every part by its name in the model: the name of the whole, how it is cut, and the part's index."""
+    return {
+        prefix + name: (prefix + sliced.name, sliced, index)
+        for prefix, _, sliced in _sliced(model)
+        for index, name in enumerate(sliced.part_names)
+    }
+
+
+def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """A module's own parameters by the names they have without slices; those that are sliced as JoinedTensors."""
+    of_parts: dict[str, SlicedParameter] = getattr(module, "_laconic_sliced", {})
+    places = {
+        name: (sliced.name, sliced, index)
+        for sliced in of_parts.values()
+        for index, name in enumerate(sliced.part_names)
+    }
+    return joined({name: p for name, p in module._parameters.items() if p is not None}, places)
+
+
 def slice_of_parameters(model: nn.Module) -> dict[str, int | None]:
     """For every parameter of the model as it is, the slice it belongs to; None for what all islands train.
 
     The holders of a parameter are the islands whose slice this is: what islands learned is averaged over them.
     """
-    of_parts = {
-        prefix + name: sliced.slice_of(index)
-        for prefix, _, sliced in _sliced(model)
-        for index, name in enumerate(sliced.part_names)
-    }
+    of_parts = {name: sliced.slice_of(index) for name, (_, sliced, index) in sliced_parts(model).items()}
     return {name: of_parts.get(name) for name, _ in model.named_parameters()}
 
 
