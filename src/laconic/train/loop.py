@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import json
 import math
-import os
-import platform
 import time
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +20,11 @@ from torch import Tensor, nn
 
 import laconic.checkpoint
 from laconic.checkpoint import AsyncSaver
+from laconic.islands.local_steps import LocalSteps, SyncReport
+from laconic.traffic import Snapshot
 from laconic.train import data
 from laconic.train.config import Config, JobError, to_dict, to_toml
+from laconic.train.islands import make_local_steps, num_islands, require_sync
 from laconic.train.launch import Ranks, agree, failing_together, pick_device, process_group
 from laconic.train.memory import local_nbytes, measured_peak, state_nbytes
 from laconic.train.metrics import JsonlLogger, Logger, Loggers, Step, StepRecord, TensorBoardLogger, reduce_records
@@ -34,6 +34,7 @@ from laconic.train.prepare import (
     as_job_error,
     build_checked,
     differences,
+    newest_step,
     open_output,
     require_model,
     with_vocabulary,
@@ -41,6 +42,7 @@ from laconic.train.prepare import (
 from laconic.train.progress import BarLogger, LineLogger
 from laconic.train.sampler import Sampler
 from laconic.train.strategies import Spread, spread
+from laconic.train.summary import summarise, write_json
 from laconic.train.tokenizer import Tokenizer, load_tokenizer
 
 _COLLECT_EVERY = 50
@@ -55,7 +57,9 @@ def run(config: Config) -> dict[str, Any]:
     """
     require_model(config)
     require_optimizer(config)
+    require_sync(config)
     ranks = Ranks.from_environment()
+    num_islands(config, ranks)
     device = pick_device(config.train.device, ranks)
     with process_group(ranks, device, config.train.timeout_s) as group, failing_together(ranks):
         trainer = Trainer(config, ranks, device, group)
@@ -91,6 +95,7 @@ class Trainer:
         with as_job_error():
             self.spread: Spread = spread(model, config, ranks, device)
             self.optimizer = make_optimizer(model, config)
+            self.local = self._local_steps()
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.saver = AsyncSaver(self.output / CHECKPOINTS, keep=config.train.keep) if config.train.async_save else None
         self.start_step = self._resume() if config.train.resume else 0
@@ -102,6 +107,7 @@ class Trainer:
         # Read where the step before ended, at its last collective: by the time this rank begins a step, another rank of
         # its node may already be sending. None after something else has been on the wire.
         self._interface_before: tuple[int, int] | None = None
+        self._traffic_before: Snapshot | None = None  # where the step before ended
 
     @property
     def tokens_per_step(self) -> int:
@@ -113,6 +119,8 @@ class Trainer:
     def _tell_configuration(self) -> None:
         text, ranks = to_toml(self.config), self.ranks
         launch = f"{ranks.num_nodes} nodes x {ranks.num_local} ranks, {self.device.type}"
+        if self.config.sync.is_local:
+            launch += f", {num_islands(self.config, ranks)} islands that agree every {self.config.sync.every} steps"
         self.console.print(f"{text}\n{launch}", markup=False, highlight=False, soft_wrap=True)
         if ranks.is_main:
             (self.output / "config.toml").write_text(text, encoding="utf-8")
@@ -133,9 +141,15 @@ class Trainer:
         return tokens
 
     def _resume(self) -> int:
+        recovered = self.local.steps if self.local else 0
+        newest = [newest_step(self.output / CHECKPOINTS) if self.ranks.is_main else 0]
+        dist.broadcast_object_list(newest, src=0, group=self.group)
+        if recovered and recovered >= newest[0]:
+            self.console.print(f"going on from what islands agreed on after step {recovered}", highlight=False)
+            return recovered
         with as_job_error():
             extra = laconic.checkpoint.load_checkpoint(
-                self.output / CHECKPOINTS, model=self.spread.module, optimizer=self.optimizer
+                self.output / CHECKPOINTS, model=self.spread.module, optimizer=self.optimizer, local_steps=self.local
             )
         if extra is None:
             self.console.print("nothing to resume: starting from step 0")
@@ -144,7 +158,16 @@ class Trainer:
         if changed:
             self.console.print(f"resuming with a changed configuration: {'; '.join(changed)}", markup=False)
         self.console.print(f"resuming after step {extra['step']}", highlight=False)
+        if "islands" in extra:
+            self.console.print(f"the checkpoint {extra['islands']}", highlight=False, soft_wrap=True)
         return int(extra["step"])
+
+    def _local_steps(self) -> LocalSteps | None:
+        """What steps in the optimizer's place where there are islands."""
+        if not self.config.sync.is_local:
+            return None
+        assert self.spread.mesh is not None
+        return make_local_steps(self.spread.module, self.optimizer, self.config.sync, self.spread.mesh)
 
     def _open_logger(self) -> Logger:
         log, train = self.config.log, self.config.train
@@ -187,9 +210,9 @@ class Trainer:
                     self._interface_before = None
                 if done % _COLLECT_EVERY == 0:
                     collect()
-        summary = self._summary()
+        summary = summarise(self)
         if self.ranks.is_main:
-            _write_json(self.output / "summary.json", summary)
+            write_json(self.output / "summary.json", summary)
         return summary
 
     def _watched_step(self, step: int) -> StepRecord:
@@ -212,7 +235,7 @@ class Trainer:
         self.spread.reset_peak_memory()
         self._synchronize()
         interface = self._interface_before or self._interface_bytes()
-        traffic, start_s = self.spread.traffic(), time.perf_counter()
+        traffic, start_s = self._traffic_so_far(), time.perf_counter()
 
         losses = []
         for micro_batch in range(config.train.accumulation):
@@ -224,13 +247,13 @@ class Trainer:
         mean_loss = float(sum(losses))
         if not math.isfinite(grad_norm) or not math.isfinite(mean_loss):
             self._refuse_to_go_on(step + 1, mean_loss, grad_norm)
-        self.optimizer.step()
+        syncs = self._update(is_last=step + 1 == config.train.steps)
         self.optimizer.zero_grad(set_to_none=True)
         self._synchronize()
 
         step_s = time.perf_counter() - start_s
         after = self._interface_before = self._interface_bytes()
-        moved = self.spread.traffic()
+        moved = self._traffic_before = self.spread.traffic()
         return StepRecord(
             step=step + 1,
             loss=mean_loss,
@@ -242,7 +265,18 @@ class Trainer:
             interface_sent_bytes=after[0] - interface[0] if after and interface else None,
             interface_received_bytes=after[1] - interface[1] if after and interface else None,
             memory=self.spread.memory(),
+            syncs=syncs,
         )
+
+    def _update(self, *, is_last: bool) -> tuple[SyncReport, ...]:
+        """Take the optimizer's step, and what is due of the islands' agreements."""
+        if self.local is None:
+            self.optimizer.step()
+            return ()
+        self.local.step()
+        if is_last:
+            self.local.finish()
+        return tuple(self.local.reports)
 
     def _batch(self, tokens: np.ndarray, offsets: np.ndarray) -> Tensor:
         rows = torch.from_numpy(data.rows_at(tokens, offsets, self.config.data.sequence_length))
@@ -253,15 +287,17 @@ class Trainer:
         return self.spread.forward_module(input_ids=rows, labels=rows, use_cache=False).loss
 
     def _clip(self) -> float:
-        """Global norm of the gradients before clipping: one number, the same on every rank."""
+        """Global norm of the gradients before clipping: one number, the same on every rank of an island."""
         limit = self.config.optimizer.max_grad_norm or math.inf  # an infinite limit only measures
         norm = nn.utils.clip_grad_norm_(self.parameters, limit)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def _refuse_to_go_on(self, step: int, loss: float, grad_norm: float) -> None:
         """[Note: Non-finite losses] A loss that is not finite on one rank makes the gradients, and so the norm, not
-        finite on all: no rank needs to be asked, and none takes the optimizer's step."""
-        if not math.isfinite(grad_norm):
+        finite on all of its island: no rank needs to be asked, and none takes the optimizer's step. Other islands know
+        nothing of it, nor can they be asked for their figures; they end as with any rank that fails, [Note: Failing
+        together] in launch.py."""
+        if not math.isfinite(grad_norm) and self.local is None:
             self._flush()
         raise JobError(
             f"training stopped before the optimizer of step {step}: loss {loss} on rank {self.ranks.rank}, "
@@ -273,6 +309,14 @@ class Trainer:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def _traffic_so_far(self) -> Snapshot | None:
+        """The counters now. What islands exchange behind training, between two steps too, is the next step's."""
+        now, before = self.spread.traffic(), self._traffic_before
+        if now is None or before is None or self.local is None:
+            return now
+        sizes = {key: before.sizes.get(key, 0) if key[1] == "outer" else size for key, size in now.sizes.items()}
+        return replace(now, sizes=sizes)
 
     def _interface_bytes(self) -> tuple[int, int] | None:
         """(sent, received) by this node so far, where the lab counts them; asked by one rank per node."""
@@ -289,21 +333,27 @@ class Trainer:
 
     def _flush(self) -> None:
         """Put the pending records of all ranks together and tell them. Collective."""
-        steps = reduce_records(self._pending, self.ranks, self.group, tokens_per_step=self.tokens_per_step)
+        steps = reduce_records(
+            self._pending,
+            self.ranks,
+            self.group,
+            tokens_per_step=self.tokens_per_step,
+            steps_per_sync=self.local.schedule.interval if self.local else None,
+        )
         self._pending.clear()
         self.history.extend(steps)
         for step in steps:
             self.logger.step(step)
 
     def _evaluate(self, step: int) -> None:
-        """Mean loss over the first rows of the held-out tokens, the same rows every time."""
+        """Mean loss over the first rows of the held-out tokens, the same rows every time; of what islands agreed on."""
         length, rows_each = self.config.data.sequence_length, self.config.train.micro_batch_size
         num_rows = len(self.tokens.evaluation) // length
         rows_at_once = rows_each * self.ranks.world_size
         num_batches = min(self.config.train.eval_batches, -(-num_rows // rows_at_once))
         self.spread.module.eval()
         total = 0.0
-        with torch.no_grad():
+        with self._agreed(), torch.no_grad():
             for index in range(num_batches):
                 first = index * rows_at_once + self.ranks.rank * rows_each
                 rows = (first + np.arange(rows_each)) % num_rows  # the last batch wraps around
@@ -314,49 +364,21 @@ class Trainer:
         self.evaluations.append({"step": step, **values})
         self.logger.evaluation(step, values)
 
+    def _agreed(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the model is the one that islands agreed on."""
+        return self.local.outer_parameters() if self.local else contextlib.nullcontext()
+
     def _save(self, step: int) -> None:
         contents: dict[str, Any] = {
             "model": self.spread.module,
             "optimizer": self.optimizer,
+            "local_steps": self.local,
             "extra": {"tokens": step * self.tokens_per_step, "config": to_dict(self.config)},
         }
         if self.saver is not None:
             self.saver.save(step, **contents)
         else:
             laconic.checkpoint.save_checkpoint(self.output / CHECKPOINTS, step, keep=self.config.train.keep, **contents)
-
-    def _summary(self) -> dict[str, Any]:
-        config, steps = self.config, self.history
-        parameters = list(self.spread.module.parameters())
-        return {
-            "strategy": config.shard.strategy,
-            "cache": config.shard.cache if config.shard.strategy == "laconic" else None,
-            "lora": config.lora.enabled,
-            "num_nodes": self.ranks.num_nodes,
-            "num_local": self.ranks.num_local,
-            "device": self.device.type,
-            "num_parameters": sum(parameter.numel() for parameter in parameters),
-            "num_trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-            "start_step": self.start_step,
-            "tokens_per_step": self.tokens_per_step,
-            "losses": [step.loss for step in steps],
-            "grad_norms": [step.grad_norm for step in steps],
-            "step_s": [step.step_s for step in steps],
-            "wait_s": [step.wait_s for step in steps],
-            "wire_bytes": [step.wire_bytes for step in steps],
-            "traffic_bytes": [step.traffic_bytes for step in steps],
-            "interface_sent_bytes": [step.interface_sent_bytes for step in steps],
-            "interface_received_bytes": [step.interface_received_bytes for step in steps],
-            "device_peak_bytes": _most(step.device_peak_bytes for step in steps),
-            "host_bytes_per_node": _most(step.host_bytes_per_node for step in steps),
-            "allocated_peak_bytes": _most(step.allocated_peak_bytes for step in steps),
-            **self.measured,
-            "resident_bytes": _most(step.resident_bytes for step in steps),
-            "evaluations": self.evaluations,
-            "output": str(self.output),
-            "versions": _versions(),
-            "config": to_dict(config),
-        }
 
 
 def _require(value: Any) -> Any:
@@ -380,21 +402,3 @@ def _manual_garbage_collection() -> Iterator[Any]:
 def _step_seed(seed: int, step: int, rank: int) -> int:
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % 2**63
-
-
-def _most(values: Any) -> int | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("laconic", "torch", "transformers", "peft"):
-        with contextlib.suppress(PackageNotFoundError):  # laconic run from a source tree
-            found[name] = version(name)
-    return found
-
-
-def _write_json(path: Path, value: Any) -> None:
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)

@@ -17,6 +17,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from laconic.islands.local_steps import SyncReport
 from laconic.traffic import Level, Purpose, Snapshot
 from laconic.train.launch import Ranks
 from laconic.train.strategies import Memory
@@ -34,7 +35,7 @@ class StepRecord:
     loss: float
     """Mean over this rank's rows."""
     grad_norm: float
-    """Before clipping; the same on all ranks."""
+    """Before clipping; the same on all ranks of an island."""
     lr: float
     """Learning rate used."""
     step_s: float
@@ -49,6 +50,33 @@ class StepRecord:
     """The same, received."""
     memory: Memory | None
     """As the engine accounts it, if the strategy does."""
+    syncs: tuple[SyncReport, ...] = ()
+    """What islands agreed on after the step; as many on every rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sync:
+    """One fragment's agreement. What islands see differently, as their mean."""
+
+    step: int
+    """After which it was applied."""
+    fragment: int
+    drift_norm: float
+    """Of an island's own pseudo-gradient."""
+    mean_norm: float
+    """Of the mean of all islands' pseudo-gradients."""
+    cosine: float
+    """Between the two: 1 where islands pull one way, 1 / sqrt(islands) where they are unrelated."""
+    codec_error: float
+    """Of what an island sent, relative."""
+    sent_bytes: int
+    """By all ranks together."""
+    bytes_per_token: float
+    """sent_bytes, over the tokens of all islands since the fragment before."""
+    hidden_s: float
+    """Seconds of the exchange behind training."""
+    exposed_s: float
+    """Seconds that training stood still for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +87,9 @@ class Step:
     tokens: int
     """Tokens seen since the beginning of the run."""
     loss: float
+    """Mean over all ranks, and so over islands."""
     grad_norm: float
+    """Mean over islands."""
     lr: float
     step_s: float
     data_s: float
@@ -82,10 +112,13 @@ class Step:
     """torch.cuda.max_memory_allocated of the fullest rank; on a GPU."""
     resident_bytes: int = 0
     """Resident memory of the largest process."""
+    syncs: tuple[Sync, ...] = ()
+    """What islands agreed on after it."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; what nobody measured is left out."""
-        return {key: value for key, value in self.__dict__.items() if value is not None and value != {}}
+        values = {**self.__dict__, "syncs": [dict(sync.__dict__) for sync in self.syncs]}
+        return {key: value for key, value in values.items() if value is not None and value != {} and value != []}
 
     def scalars(self) -> dict[str, float]:
         """Flat names for TensorBoard."""
@@ -94,6 +127,10 @@ class Step:
         for key, value in self.to_dict().items():
             if key == "traffic_bytes":
                 flat.update({f"traffic_bytes/{name}": float(size) for name, size in value.items()})
+            elif key == "syncs":
+                for sync in value:
+                    tag = f"fragment-{sync['fragment']}"
+                    flat.update({f"sync/{n}/{tag}": float(v) for n, v in sync.items() if n not in ("step", "fragment")})
             elif key != "step":
                 group = groups.get(key, "memory" if "device" in key or "host" in key or "resident" in key else "speed")
                 group = "wire" if "wire" in key or "interface" in key or key == "wait_s" else group
@@ -102,25 +139,71 @@ class Step:
 
 
 def reduce_records(
-    records: Sequence[StepRecord], ranks: Ranks, group: dist.ProcessGroup, *, tokens_per_step: int
+    records: Sequence[StepRecord],
+    ranks: Ranks,
+    group: dist.ProcessGroup,
+    *,
+    tokens_per_step: int,
+    steps_per_sync: int | None = None,
 ) -> list[Step]:
-    """Combine the same steps of all ranks. Collective: two small all-reduces, whatever the number of steps."""
+    """Combine the same steps of all ranks. Collective: two small all-reduces, whatever the number of steps.
+
+    Args:
+        tokens_per_step: of all ranks.
+        steps_per_sync: between two fragments' syncs; None: all ranks are one island.
+    """
     if not records:
         return []
+    reports = [report for record in records for report in record.syncs]
     sums = torch.tensor([_summed(record) for record in records], dtype=torch.float64)
+    sync_sums = torch.tensor([_reported(report) for report in reports], dtype=torch.float64)
+    both = torch.cat([sums.flatten(), sync_sums.flatten()])
     most = torch.tensor(_maxima(records[-1]), dtype=torch.float64)
     if ranks.world_size > 1:
-        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
+        dist.all_reduce(both, op=dist.ReduceOp.SUM, group=group)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    sums, sync_sums = both[: sums.numel()].view_as(sums), both[sums.numel() :].view_as(sync_sums)
+    syncs = [
+        _sync(report, row, ranks.world_size, tokens_per_step * (steps_per_sync or 1))
+        for report, row in zip(reports, sync_sums.tolist(), strict=True)
+    ]
     return [
-        _step(record, row, most.tolist(), ranks, tokens_per_step)
+        _step(
+            record,
+            row,
+            most.tolist(),
+            ranks,
+            tokens_per_step,
+            has_islands=steps_per_sync is not None,
+            syncs=tuple(sync for sync in syncs if sync.step == record.step),
+        )
         for record, row in zip(records, sums.tolist(), strict=True)
     ]
+
+
+_SYNC_MEANS = ("drift_norm", "mean_norm", "cosine", "codec_error", "hidden_s", "exposed_s")
+
+
+def _reported(report: SyncReport) -> list[float]:
+    return [*(getattr(report, name) for name in _SYNC_MEANS), float(report.sent_bytes)]
+
+
+def _sync(report: SyncReport, sums: list[float], world_size: int, tokens: int) -> Sync:
+    *of_means, sent_bytes = sums
+    means = {name: value / world_size for name, value in zip(_SYNC_MEANS, of_means, strict=True)}
+    return Sync(
+        step=report.step,
+        fragment=report.fragment,
+        sent_bytes=int(sent_bytes),
+        bytes_per_token=sent_bytes / tokens,
+        **means,
+    )
 
 
 def _summed(record: StepRecord) -> list[float]:
     traffic = record.traffic or Snapshot()
     return [
+        record.grad_norm,
         record.loss,
         float(record.interface_sent_bytes is not None),
         float(record.interface_sent_bytes or 0),
@@ -141,8 +224,17 @@ def _maxima(record: StepRecord) -> list[float]:
     ]
 
 
-def _step(record: StepRecord, sums: list[float], most: list[float], ranks: Ranks, tokens_per_step: int) -> Step:
-    loss, interfaces, sent, received, host, wait, *sizes = sums
+def _step(
+    record: StepRecord,
+    sums: list[float],
+    most: list[float],
+    ranks: Ranks,
+    tokens_per_step: int,
+    *,
+    has_islands: bool,
+    syncs: tuple[Sync, ...],
+) -> Step:
+    grad_norm, loss, interfaces, sent, received, host, wait, *sizes = sums
     device, device_peak, allocated_peak, resident = (int(value) for value in most)
     counted = record.traffic is not None
     by_kind = {kind: int(size) for kind, size in zip(_KINDS, sizes, strict=True) if size}
@@ -150,7 +242,7 @@ def _step(record: StepRecord, sums: list[float], most: list[float], ranks: Ranks
         step=record.step,
         tokens=record.step * tokens_per_step,
         loss=loss / ranks.world_size,
-        grad_norm=record.grad_norm,
+        grad_norm=grad_norm / ranks.world_size if has_islands else record.grad_norm,
         lr=record.lr,
         step_s=record.step_s,
         data_s=record.data_s,
@@ -165,6 +257,7 @@ def _step(record: StepRecord, sums: list[float], most: list[float], ranks: Ranks
         host_bytes_per_node=int(host) // ranks.num_nodes if record.memory else None,
         allocated_peak_bytes=allocated_peak or None,
         resident_bytes=resident,
+        syncs=syncs,
     )
 
 
@@ -219,7 +312,7 @@ def _complete_lines(path: Path) -> list[str]:
 
 
 class TensorBoardLogger(Logger):
-    """Scalars by group: train, speed, wire, traffic_bytes, memory, eval."""
+    """Scalars by group: train, speed, wire, traffic_bytes, memory, sync, eval."""
 
     def __init__(self, folder: Path, *, after_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter

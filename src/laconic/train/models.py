@@ -6,7 +6,8 @@ values are not drawn by the sharded tensors. Layer by layer, in the order in whi
 parameters are replaced by plain ones of full size in host memory, transformers' own `_initialize_weights` runs on them
 with the job's seed, and each rank keeps its part. The peak is one layer, as in the largest gather of a step. Whatever
 lies outside the layers (embeddings, the output layer) goes module by module. Tied parameters are drawn wherever they
-appear, as transformers does before tying, and the first draw counts.
+appear, as transformers does before tying, and the first draw counts. Parameters that partial updates slice are drawn
+whole, so that numbers do not depend on slices either.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laconic.islands.joined import JoinedTensor
+from laconic.islands.partial import whole_parameters
 from laconic.train import lora as lora_
 from laconic.train.config import Config, JobError, LoraConfig, ModelConfig
 from laconic.train.weights import ModelFolder, load_folder, write_whole
@@ -135,32 +138,39 @@ def _full_size(modules: Iterable[nn.Module], *, loaded: set[int], drawn: set[int
     Parameters in `loaded` have values already; tensors on the meta device, where drawing costs nothing, play them.
     Parameters in `drawn` keep what they have.
     """
-    swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for module in list(modules):
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            device = META if id(parameter) in loaded else torch.device("cpu")
+    before = [(module, dict(module._parameters)) for module in modules]
+    swapped: list[tuple[nn.Module, str, Tensor]] = []
+    for module, own in before:
+        wholes = whole_parameters(module)
+        shown: dict[str, nn.Parameter | None] = {name: None for name, parameter in own.items() if parameter is None}
+        for name, parameter in wholes.items():
+            device = META if _ids(parameter) & loaded else torch.device("cpu")
             fill = float("nan") if parameter.dtype.is_floating_point else 0
             stand_in = torch.full(parameter.shape, fill, dtype=parameter.dtype, device=device)
-            module._parameters[name] = nn.Parameter(stand_in, requires_grad=False)
+            shown[name] = nn.Parameter(stand_in, requires_grad=False)
             swapped.append((module, name, parameter))
+        module._parameters = shown
     stand_ins: list[Tensor] = []
     try:
         yield
         stand_ins = [module._parameters[name] for module, name, _ in swapped]  # type: ignore[misc]
     finally:
-        for module, name, parameter in swapped:
-            module._parameters[name] = parameter
+        for module, own in before:
+            module._parameters = own
     for (module, name, parameter), stand_in in zip(swapped, stand_ins, strict=True):
-        if id(parameter) in loaded or id(parameter) in drawn:
+        if _ids(parameter) & (loaded | drawn):
             continue
         if parameter.dtype.is_floating_point and stand_in.isnan().any():
             raise JobError(
                 f"transformers does not initialise {name} of {type(module).__name__}; load weights from a folder"
             )
         write_whole(parameter, stand_in)
-        drawn.add(id(parameter))
+        drawn |= _ids(parameter)
+
+
+def _ids(parameter: Tensor) -> set[int]:
+    """Of a parameter, or of the parts of a sliced one."""
+    return {id(part) for part in (parameter.parts if isinstance(parameter, JoinedTensor) else [parameter])}
 
 
 def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from laconic.checkpoint import commit
 from laconic.train.config import Config, JobError
 from laconic.train.models import build_model
 from laconic.train.tokenizer import Tokenizer
@@ -43,6 +44,12 @@ def open_output(config: Config) -> None:
             f"train.output = {str(output)!r} already holds checkpoints; go on from them with --train.resume true, or "
             "choose another folder"
         )
+
+
+def newest_step(checkpoints: Path) -> int:
+    """Of the newest checkpoint that looks complete; 0 if there is none."""
+    found = (candidate.manifest for candidate in commit.candidates(checkpoints))
+    return next((manifest.step for manifest in found if manifest is not None), 0)
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from laconic.train.metrics import Logger, Step
+from laconic.train.metrics import Logger, Step, Sync
 
 
 def describe(step: Step, total: int) -> str:
@@ -30,17 +30,37 @@ def describe(step: Step, total: int) -> str:
     return " | ".join(parts)
 
 
+def describe_sync(sync: Sync, total: int) -> str:
+    """One line about an agreement of islands."""
+    parts = [
+        f"step {sync.step:>{len(str(total))}}/{total}",
+        f"synced fragment {sync.fragment}",
+        f"drift {sync.drift_norm:.3f}, mean {sync.mean_norm:.3f}, cosine {sync.cosine:.3f}",
+        f"codec error {sync.codec_error:.4f}",
+        f"{sync.bytes_per_token:.2f} bytes/token",
+        f"{sync.hidden_s:.3f} s hidden, {sync.exposed_s:.3f} s exposed",
+    ]
+    return " | ".join(parts)
+
+
 class LineLogger(Logger):
-    """A line every `every` steps and after the last."""
+    """A line every `every` steps and after the last; and one about the islands' last agreement, if there is a new
+    one."""
 
     def __init__(self, console: Console, *, total: int, every: int) -> None:
         self._console = console
         self._total = total
         self._every = every
+        self._synced: Sync | None = None
 
     def step(self, step: Step) -> None:
+        if step.syncs:
+            self._synced = step.syncs[-1]
         if step.step % self._every == 0 or step.step in (1, self._total):
             self._say(describe(step, self._total))
+            if self._synced is not None:
+                self._say(describe_sync(self._synced, self._total))
+                self._synced = None
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         shown = " | ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.traffic import Snapshot
 from laconic.train.config import Config, JobError, block
+from laconic.train.islands import num_islands, slice_model
 from laconic.train.launch import Ranks
 from laconic.train.models import layers_to_shard, materialize
 
@@ -51,6 +52,8 @@ class Spread:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         """What checkpoints and optimizers see."""
+        self.mesh: DeviceMesh | None = None
+        """Of islands, nodes and local ranks, if the strategy knows islands."""
 
     @property
     def forward_module(self) -> nn.Module:
@@ -75,6 +78,10 @@ class Spread:
 
 class _Laconic(Spread):
     module: Any
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__(module)
+        self.mesh = mesh
 
     def traffic(self) -> Snapshot | None:
         return self.module.traffic.snapshot()
@@ -119,7 +126,8 @@ def spread(model: nn.Module, config: Config, ranks: Ranks, device: torch.device)
     if shard.strategy == "laconic":
         import laconic
 
-        mesh = laconic.init_mesh(device.type)
+        mesh = laconic.init_mesh(device.type, islands=num_islands(config, ranks))
+        slice_model(model, config.sync, mesh)
         cache = laconic.Cache(where=shard.cache, device_budget_bytes=shard.device_budget_bytes)
         for module in [*layers_to_shard(model), model]:
             laconic.fully_shard(
@@ -131,7 +139,7 @@ def spread(model: nn.Module, config: Config, ranks: Ranks, device: torch.device)
                 granularity=granularity(config),
             )
         materialize(model, config.model, device)
-        return _Laconic(model)
+        return _Laconic(model, mesh)
     for module in [*layers_to_shard(model), model]:
         fully_shard(module, **_fsdp2_arguments(config, ranks, device))
     materialize(model, config.model, device)

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from laconic.islands.joined import JoinedTensor, joined
+from laconic.islands.partial import sliced_parts
 from laconic.train.config import JobError
 
 _INDEX = "model.safetensors.index.json"
@@ -33,7 +35,7 @@ class ModelFolderError(JobError):
 def parts(tensor: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
     """The pieces of `tensor` this rank holds: a view to fill, and where it lies in the global tensor.
 
-    One code for RaggedTensor, DTensor and plain tensors: the first two answer the questions of
+    One code for RaggedTensor, JoinedTensor, DTensor and plain tensors: all but the last answer the questions of
     torch.distributed.checkpoint, whose protocol this is.
     """
     if not hasattr(tensor, "__create_chunk_list__"):
@@ -135,7 +137,8 @@ class _Plan:
 def load_folder(model: Any, folder: ModelFolder) -> set[int]:
     """Fill this rank's part of every parameter and persistent buffer of a transformers model.
 
-    Returns the ids of the tensors filled: all, but for those that transformers lets a folder leave out.
+    Returns the ids of the tensors filled (of a sliced one, of its parts): all, but for those that transformers lets a
+    folder leave out.
     Raises: ModelFolderError, before anything is read, listing every missing, unexpected and wrongly shaped tensor.
     """
     wanted = _tensors(model)
@@ -154,12 +157,13 @@ def load_folder(model: Any, folder: ModelFolder) -> set[int]:
                     f"{folder.folder}: its tensors for {target} do not make the shape its config.json asks for"
                 )
             write_whole(wanted[target], whole)
-    return {id(wanted[name]) for name in (*plan.direct, *_made_by(plan, wanted))}
+    filled = [wanted[name] for name in (*plan.direct, *_made_by(plan, wanted))]
+    return {id(part) for tensor in filled for part in (tensor.parts if isinstance(tensor, JoinedTensor) else [tensor])}
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Everything a folder must provide, tied tensors under each of their names."""
-    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    """Everything a folder must provide, tied tensors under each of their names, sliced ones as wholes."""
+    tensors = joined(dict(model.named_parameters(remove_duplicate=False)), sliced_parts(model))
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
