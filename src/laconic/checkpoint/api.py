@@ -275,7 +275,7 @@ def _load(
 def _assignment(model: nn.Module, local_steps: LocalSteps | None, ranks: Ranks) -> Assignment:
     if local_steps is None:
         return Assignment.of(model, ranks, island=0, islands=1)
-    cluster = local_steps._cluster
+    cluster = local_steps.cluster
     return Assignment.of(model, ranks, island=cluster.island_rank, islands=cluster.num_islands)
 
 

@@ -136,7 +136,7 @@ def restore(
         step: of the checkpoint.
         island: whose inner parameters these ranks go on with; None: all start from the agreed ones.
     """
-    for fragment in local_steps._fragments:
+    for fragment in local_steps.fragments:
         fragment.have_state()
     places = state.places(model)
     ours = Agreement(local_steps)
@@ -170,7 +170,7 @@ def _in_flight(source: Source, local_steps: LocalSteps, steps: int, prefix: str)
     index = next((fragment for fragment in sent if fragment is not None), None)
     if index is None:
         return {}
-    fragment = local_steps._fragments[index]
+    fragment = local_steps.fragments[index]
     saved = {key.removeprefix(f"{prefix}.drift.") for key in source.entries if key.startswith(f"{prefix}.drift.")}
     if saved != {state.strip(name) for name in fragment.parameters}:
         return {}
@@ -186,7 +186,7 @@ def _load(
     """Give `LocalSteps` what its own vectors, which are filled, do not say."""
     told = {k: v for k, v in local_steps.state_dict().items() if k.partition(".")[0] not in (_MEAN, *_SENT)}
     told |= {f"outer_optimizer.{key}": number for key, number in numbers.items() if f"outer_optimizer.{key}" in told}
-    names = {state.strip(name): name for fragment in local_steps._fragments for name in fragment.parameters}
+    names = {state.strip(name): name for fragment in local_steps.fragments for name in fragment.parameters}
     told |= {f"{kind}.{names[name]}": t for kind, by_name in flying.items() for name, t in by_name.items()}
     local_steps.load_state_dict({**told, "steps": step})
 

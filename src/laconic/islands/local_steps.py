@@ -117,23 +117,24 @@ class LocalSteps:
         """Inner steps so far."""
         self.reports: list[SyncReport] = []
         """Of the last step."""
-        self._cluster = Cluster.of(mesh)
-        self._exchange = Exchange(self._cluster, codec_named(codec))
+        self.cluster = Cluster.of(mesh)
+        self._exchange = Exchange(self.cluster, codec_named(codec))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="laconic-islands")
         self._under_way: _UnderWay | None = None
-        holders = Holders(model, self._cluster)
+        holders = Holders(model, self.cluster)
         trainable = {name: p for name, p in model.named_parameters() if holders.is_synced(name, p)}
         if not trainable:
             raise ValueError("no parameter of the model is trainable, so islands would have nothing to agree on")
         homes = fragment_of(trainable, fragments, pattern)
-        self._fragments = []
+        self.fragments: list[OuterFragment] = []
+        """What islands share, in the order of the schedule."""
         for index in range(fragments):
             own = {name: parameter for name, parameter in trainable.items() if homes[name] == index}
             counts = {name: holders.count(name) for name in own}
-            is_shared = all(count == self._cluster.num_islands for count in counts.values())
-            self._fragments.append(OuterFragment(own, outer, None if is_shared else counts))
-        self._lost = [torch.zeros_like(fragment.flat.detach()) for fragment in self._fragments]
-        self._recovery = Recovery(recovery, self._cluster) if recovery is not None else None
+            is_shared = all(count == self.cluster.num_islands for count in counts.values())
+            self.fragments.append(OuterFragment(own, outer, None if is_shared else counts))
+        self._lost = [torch.zeros_like(fragment.flat.detach()) for fragment in self.fragments]
+        self._recovery = Recovery(recovery, self.cluster) if recovery is not None else None
         self._begin()
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -168,25 +169,25 @@ class LocalSteps:
     def outer_parameters(self) -> Iterator[None]:
         """Have the model hold the outer parameters inside the block: for evaluation and export."""
         with torch.no_grad():
-            inner = [fragment.gathered() for fragment in self._fragments]
-            for fragment in self._fragments:
+            inner = [fragment.gathered() for fragment in self.fragments]
+            for fragment in self.fragments:
                 fragment.write(fragment.flat.detach())
         try:
             yield
         finally:
             with torch.no_grad():
-                for fragment, values in zip(self._fragments, inner, strict=True):
+                for fragment, values in zip(self.fragments, inner, strict=True):
                     fragment.write(values)
 
     # -- one fragment's agreement --------------------------------------------------------------------------------------
 
     def _send(self, index: int) -> None:
-        drift = self._fragments[index].drift()
+        drift = self.fragments[index].drift()
         message = drift + self._lost[index] if self.error_feedback else drift
         self._under_way = _UnderWay(
             fragment=index,
             drift=message,
-            mean=self._thread.submit(_timed, self._exchange.mean, message, self._fragments[index].divisor),
+            mean=self._thread.submit(_timed, self._exchange.mean, message, self.fragments[index].divisor),
         )
 
     def _apply(self, index: int) -> None:
@@ -199,18 +200,18 @@ class LocalSteps:
         exposed_s = time.perf_counter() - began
         if self.error_feedback:
             self._lost[index] = under_way.drift - mean.sent
-        fragment = self._fragments[index]
+        fragment = self.fragments[index]
         with torch.enable_grad():
             fragment.step(mean.value)
         fragment.write(fragment.flat.detach(), keep=self.mixing)
         if self._recovery is not None:
-            self._recovery.keep(self.steps, self._fragments, self.optimizer)
+            self._recovery.keep(self.steps, self.fragments, self.optimizer)
         self.reports.append(self._report(index, under_way.drift, mean, took_s, exposed_s))
 
     def _report(self, index: int, drift: Tensor, mean: Mean, took_s: float, exposed_s: float) -> SyncReport:
         lost = drift - mean.sent
         products = [drift @ drift, mean.value @ mean.value, drift @ mean.value, lost @ lost]
-        sums = all_reduce(self._cluster, torch.stack(products).to(self._cluster.device))  # over the island's parts
+        sums = all_reduce(self.cluster, torch.stack(products).to(self.cluster.device))  # over the island's parts
         own, common, product, error = sums.tolist()
         return SyncReport(
             step=self.steps,
@@ -227,11 +228,11 @@ class LocalSteps:
     def _begin(self) -> None:
         """Islands start from the last agreement that any of them remembers, or from island 0's parameters."""
         if self._recovery is not None:
-            self.steps = self._recovery.restore(self._fragments, self.optimizer)
+            self.steps = self._recovery.restore(self.fragments, self.optimizer)
         with torch.no_grad():
-            for fragment in self._fragments:
-                if self.steps == 0 and self._cluster.island_group is not None:
-                    dist.broadcast(fragment.flat.detach(), group=self._cluster.island_group, group_src=0)
+            for fragment in self.fragments:
+                if self.steps == 0 and self.cluster.island_group is not None:
+                    dist.broadcast(fragment.flat.detach(), group=self.cluster.island_group, group_src=0)
                 fragment.write(fragment.flat.detach())
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -243,14 +244,14 @@ class LocalSteps:
         Inner parameters and the inner optimizer are the caller's to save, for each island its own.
         """
         state: dict[str, Any] = {"steps": self.steps}
-        for index, fragment in enumerate(self._fragments):
+        for index, fragment in enumerate(self.fragments):
             state |= {f"outer.{name}": value for name, value in fragment.named(fragment.flat.detach()).items()}
             for key, name, value in fragment.state():
                 state[f"outer_optimizer.{name}.{key}" if name else f"outer_optimizer.{index}.{key}"] = value
             if self.error_feedback:
                 state |= {f"lost.{name}": value for name, value in fragment.named(self._lost[index]).items()}
         if self._under_way is not None:
-            fragment = self._fragments[self._under_way.fragment]
+            fragment = self.fragments[self._under_way.fragment]
             mean, _ = self._under_way.mean.result()
             for key, value in (("drift", self._under_way.drift), ("mean", mean.value), ("sent", mean.sent)):
                 state |= {f"{key}.{name}": part for name, part in fragment.named(value).items()}
@@ -263,12 +264,12 @@ class LocalSteps:
         Raises:
             ValueError: the state is of other parameters.
         """
-        missing = [name for fragment in self._fragments for name in fragment.parameters if f"outer.{name}" not in state]
+        missing = [name for fragment in self.fragments for name in fragment.parameters if f"outer.{name}" not in state]
         if missing:
             raise ValueError(f"the state has no outer parameters for {', '.join(missing[:8])}; it is another model's")
         self.steps = int(state["steps"])
         self._under_way = None
-        for index, fragment in enumerate(self._fragments):
+        for index, fragment in enumerate(self.fragments):
             with torch.enable_grad():
                 fragment.have_state()
             _fill(fragment.named(fragment.flat.detach()), "outer.{}", state)
@@ -285,7 +286,7 @@ class LocalSteps:
 
     def _arrived(self, index: int, state: dict[str, Any]) -> _UnderWay:
         """What was under way when `state` was taken."""
-        fragment = self._fragments[index]
+        fragment = self.fragments[index]
         drift, value, sent = (torch.zeros_like(fragment.flat.detach()) for _ in range(3))
         for key, into in (("drift", drift), ("mean", value), ("sent", sent)):
             _fill(fragment.named(into), f"{key}.{{}}", state)
