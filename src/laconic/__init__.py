@@ -1,6 +1,7 @@
 """Data-parallel training for PyTorch that says little on the wire."""
 
 from laconic.cluster import Cluster, init_mesh
+from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.islands.local_steps import LocalSteps
 from laconic.islands.partial import assign_slice, partial_updates, unsliced, unsliced_state_dict
 from laconic.shard.api import ShardedModule, fully_shard
@@ -14,6 +15,7 @@ __all__ = [
     "Block",
     "Cache",
     "Cluster",
+    "CyclicDataParallel",
     "LocalSteps",
     "RaggedTensor",
     "ShardedModule",

@@ -15,9 +15,10 @@ from typing import Literal
 
 Level = Literal["island", "node", "local"]
 """`island` and `node` cross the wire between machines; `local` stays inside one."""
-Purpose = Literal["weights", "gradients", "optimizer", "outer", "control"]
-"""`optimizer` is what optimizers that need whole matrices move, `outer` what islands tell each other of their drift,
-`control` everything small: norms, losses, agreement between ranks; and what a user gathers by hand."""
+Purpose = Literal["weights", "gradients", "activations", "optimizer", "outer", "control"]
+"""`activations` is what stages on different devices hand on, `optimizer` what optimizers that need whole matrices move,
+`outer` what islands tell each other of their drift, `control` everything small: norms, losses, agreement between ranks;
+and what a user gathers by hand."""
 Direction = Literal["sent", "received"]
 
 WIRE_LEVELS: tuple[Level, ...] = ("island", "node")

@@ -1,0 +1,178 @@
+"""What cannot be is refused before it runs, and a failure of one worker ends all."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from laconic.cyclic.placement import VersionError
+from laconic.cyclic.rule import Rule
+from laconic.cyclic.runtime import CyclicDataParallel
+from tests.cyclic.toys import OPTIMIZERS, WIDTH, make_batch, make_stages
+from tests.ranks import free_port, run_ranks
+
+loss_fn, sgd = nn.functional.cross_entropy, OPTIMIZERS["sgd"]
+
+
+def test_bad_stages_and_optimizers() -> None:
+    linear = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="there are no stages"):
+        CyclicDataParallel([], loss_fn, sgd)
+    with pytest.raises(ValueError, match="stage 1 has no trainable parameter"):
+        CyclicDataParallel([linear, nn.ReLU()], loss_fn, sgd)
+    with pytest.raises(ValueError, match=r"0\.weight of stage 0 is also in another stage.*untie"):
+        CyclicDataParallel([nn.Sequential(linear), nn.Sequential(linear, nn.ReLU())], loss_fn, sgd)
+    with pytest.raises(ValueError, match="LBFGS evaluates the whole model"):
+        CyclicDataParallel([linear], loss_fn, lambda p: torch.optim.LBFGS(p))
+    shared = torch.optim.SGD(linear.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="make a new optimizer"):
+        CyclicDataParallel([linear, nn.Linear(3, 3)], loss_fn, lambda p: shared)
+    with pytest.raises(ValueError, match=r"stagger=1\.5"):
+        CyclicDataParallel([linear], loss_fn, sgd, stagger=1.5)
+    with pytest.raises(ValueError, match=r"several devices, (cpu, meta|meta, cpu)"):
+        CyclicDataParallel([linear, nn.Linear(3, 3, device="meta")], loss_fn, sgd)
+
+
+def test_bad_batches_and_settings() -> None:
+    run = CyclicDataParallel(make_stages(3), loss_fn, sgd)
+    with pytest.raises(ValueError, match=r"wants all 3 workers' micro-batches here.*got 2"):
+        run.step(make_batch(3, 0)[:2])
+    unequal = [*make_batch(3, 0)[:2], make_batch(3, 0, rows=5)[2]]
+    with pytest.raises(ValueError, match=r"worker 2 has a batch of shapes.*equal size"):
+        run.step(unequal)
+    with pytest.raises(ValueError, match=r"no hyper-parameter 'rate'; it has .*lr, .*momentum"):
+        run.set_hyperparameters(rate=1)
+    with pytest.raises(ValueError, match="scalar tensor that depends on the parameters"):
+        CyclicDataParallel(make_stages(1), lambda output, target: torch.zeros(()), sgd).step(make_batch(1, 0))
+    with pytest.raises(ValueError, match="output of stage 0 must be a tensor or a tuple of tensors, got dict"):
+        CyclicDataParallel([Odd(), nn.Linear(3, 3)], loss_fn, sgd).step(make_batch(2, 0))
+
+
+class Odd(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 3)
+
+    def forward(self, x: Tensor, scale: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"hidden": super().forward(x)}
+
+
+class Meddler(nn.Linear):
+    """Changes a bias, which autograd does not guard, after its forward."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 3)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+        y = super().forward(x)
+        with torch.no_grad():
+            self.bias.add_(1)
+        return y
+
+
+def test_a_change_between_forward_and_backward_is_noticed() -> None:
+    run = CyclicDataParallel([Meddler(), nn.Linear(3, 3)], loss_fn, sgd)
+    with pytest.raises(VersionError, match=r"stage 0 were changed in place .* worker 0, batch 0"):
+        run.step(make_batch(2, 0))
+
+
+def test_an_early_update_is_noticed() -> None:
+    run = CyclicDataParallel(make_stages(3), loss_fn, sgd)
+    run._placement.version[0] += 1
+    with pytest.raises(VersionError, match="stage 0 has version 1, but worker 0 needs 0"):
+        run.step(make_batch(3, 0))
+
+
+def job_mesh() -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    with pytest.raises(ValueError, match=r'4 stages with states="replicated" need 4 ranks, but the mesh has 3'):
+        CyclicDataParallel(make_stages(4), loss_fn, sgd, mesh)
+    with pytest.raises(ValueError, match=r'3 stages with states="shared" need 6 ranks, but the mesh has 3'):
+        CyclicDataParallel(make_stages(3), loss_fn, sgd, mesh, states="shared")
+    with pytest.raises(ValueError, match="mesh of one axis"):
+        CyclicDataParallel(make_stages(3), loss_fn, sgd, init_device_mesh("cpu", (1, 3), mesh_dim_names=("a", "b")))
+    assert Rule.named("v2", 3)
+
+
+def test_mesh_must_fit() -> None:
+    run_ranks(job_mesh, 3)
+
+
+def job_unequal(rule: str) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    run = CyclicDataParallel(make_stages(3), loss_fn, sgd, mesh, rule=rule)
+    run.step(make_batch(3, 0)[dist.get_rank()])
+    run.step(make_batch(3, 1, rows=5 if dist.get_rank() == 1 else 4)[dist.get_rank()])
+    run.drain()
+
+
+@pytest.mark.parametrize("rule", ["v2", "dp"])
+def test_unequal_batches_are_noticed(rule: str) -> None:
+    with pytest.raises(RuntimeError, match=r"worker [12] has a batch of [45], but worker [01] one of [45]"):
+        run_ranks(job_unequal, 3, rule, timeout_s=30)
+
+
+class Fails(nn.Module):
+    """Fails on one rank, in its third batch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how, self.batch = nn.Linear(WIDTH, WIDTH), how, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.batch += 1
+        if dist.get_rank() == 1 and self.batch == 3:
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise FloatingPointError("stage on fire")
+        return self.linear(x)
+
+
+def _live_or_die(how: str, states: str, rank: int, port: int, folder: str) -> None:
+    """One process of three; the survivors leave what they saw in `folder`."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (3,))
+    run = CyclicDataParallel([Fails(how) for _ in range(3)], loss_fn, sgd, mesh, states=states)  # type: ignore[arg-type]
+    batch: Any = (torch.randn(2, WIDTH), torch.zeros(2, dtype=torch.int64))
+    try:
+        for _ in range(6):
+            run.step(batch)
+    except RuntimeError as error:
+        Path(folder, str(rank)).write_text(str(error))
+        time.sleep(1)  # rank 0 has the store, where the others look for the traceback
+    os._exit(1)
+
+
+@pytest.mark.parametrize("how", ["raises", "killed"])
+@pytest.mark.parametrize("states", ["replicated", "sharded"])
+def test_a_dying_worker_ends_all(how: str, states: str, tmp_path: Path) -> None:
+    context, port = multiprocessing.get_context("forkserver"), free_port()
+    ranks = [context.Process(target=_live_or_die, args=(how, states, r, port, str(tmp_path))) for r in range(3)]
+    for process in ranks:
+        process.start()
+    try:
+        for process in ranks:
+            process.join(30)
+            assert process.exitcode is not None, "a worker goes on without its peer"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    seen = {rank: (tmp_path / str(rank)).read_text() for rank in (0, 2)}
+    for text in seen.values():
+        assert "cannot be exchanged: a worker has ended" in text
+        if how == "raises":
+            assert "worker 1 failed first" in text
+            assert "stage on fire" in text

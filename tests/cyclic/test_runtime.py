@@ -1,0 +1,106 @@
+"""Every rule and placement against the closed form, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from laconic.cyclic.rule import RULES, Rule
+from laconic.cyclic.runtime import CyclicDataParallel
+from laconic.cyclic.schedule import States
+from tests.cyclic.toys import OPTIMIZERS, assert_equal, cases, make_oracle, make_stages, train, train_oracle
+from tests.ranks import run_ranks
+
+torch.set_num_threads(1)
+
+STAGGERED = tuple(name for name in RULES if name != "dp")
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+def test_single_device_equals_the_oracle(count: int) -> None:
+    for rule, optimizer in cases(RULES):
+        run = CyclicDataParallel(
+            make_stages(count), nn.functional.cross_entropy, OPTIMIZERS[optimizer], rule=rule, states="single"
+        )
+        oracle = make_oracle(count, Rule.named(rule, count), optimizer)
+        for steps in (range(4), range(4, 6)):
+            losses = train(run, steps, worker=None)
+            assert losses == [torch.stack(row).mean() for row in train_oracle(oracle, steps)]
+            run.drain()
+            oracle.restart()
+            assert_equal(run, oracle, f"{rule}, {optimizer}")
+
+
+@pytest.mark.parametrize("count", range(1, 5))
+def test_single_device_clips_by_the_global_norm(count: int) -> None:
+    for rule, optimizer in cases(("dp", "v1", "clip")):
+        run = CyclicDataParallel(
+            make_stages(count), nn.functional.cross_entropy, OPTIMIZERS[optimizer], rule=rule, max_grad_norm=0.05
+        )
+        oracle = make_oracle(count, Rule.named(rule, count), optimizer, max_grad_norm=0.05)
+        free = make_oracle(count, Rule.named(rule, count), optimizer)
+        for which in (oracle, free):
+            train_oracle(which, range(4))
+        train(run, range(4), worker=None)
+        run.drain()
+        assert_equal(run, oracle, f"{rule}, {optimizer}")
+        with pytest.raises(AssertionError, match="differs"):  # there was something to clip
+            assert_equal(run, free, "")
+
+
+def job_trajectory(states: States, count: int, rules: tuple[str, ...]) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    worker = None if states == "shared" else dist.get_rank()
+    able = [rule for rule in rules if Rule.named(rule, count).allows_global_norm]
+    clipped = [(rule, "sgd", 0.05) for rule in able if count == 3]
+    for rule, optimizer, max_grad_norm in [*((*case, None) for case in cases(rules)), *clipped]:
+        case = f"{states}, {rule}, {optimizer}, {max_grad_norm}"
+        stages = make_stages(count, seed=0 if dist.get_rank() == 0 else 1)  # they begin as on the first rank
+        run = CyclicDataParallel(
+            stages,
+            nn.functional.cross_entropy,
+            OPTIMIZERS[optimizer],
+            mesh,
+            rule=rule,
+            states=states,
+            max_grad_norm=max_grad_norm,
+        )
+        oracle = make_oracle(count, Rule.named(rule, count), optimizer, max_grad_norm=max_grad_norm)
+        for steps in (range(4), range(4, 6)):
+            losses, expected = train(run, steps, worker), train_oracle(oracle, steps)
+            for loss, row in zip(losses, expected, strict=True):
+                if worker is not None:
+                    assert loss == row[worker], case
+                elif dist.get_rank() == dist.get_world_size() - 1:
+                    assert loss == torch.stack(row).mean(), case
+                else:
+                    assert loss is None
+            run.drain()
+            oracle.restart()
+            with run.consistent_parameters() as version:
+                assert version == steps.stop
+                assert_equal(run, oracle, case)
+            if states == "replicated":
+                assert_equal(run, oracle, case)
+        run.close()
+
+
+def job_workers(count: int) -> None:
+    for states in ("replicated", "sharded"):
+        job_trajectory(states, count, RULES)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("count", range(2, 6))
+def test_workers_equal_the_oracle(count: int) -> None:
+    run_ranks(job_workers, count, count, timeout_s=200)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("count", range(2, 5))
+def test_shared_stages_equal_the_oracle(count: int) -> None:
+    """Model and data parallel on N(N+1)/2 devices: 10 at N = 4, where plain data parallelism needs 16."""
+    run_ranks(job_trajectory, count * (count + 1) // 2, "shared", count, STAGGERED, timeout_s=200)

@@ -1,0 +1,241 @@
+"""The time steps against the published figure, and programs of all devices played against each other."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+
+import pytest
+
+from laconic.cyclic.messages import Compute, Instruction, Message, Run, Send, Square, Take, Update
+from laconic.cyclic.rule import RULES, Rule
+from laconic.cyclic.schedule import STATES, Schedule
+
+STAGGERED = tuple(name for name in RULES if name != "dp")
+
+
+def schedules(num_stages: int) -> list[Schedule]:
+    return [
+        Schedule(Rule.named(rule, num_stages), states, has_norm)
+        for rule in RULES
+        for states in STATES
+        for has_norm in (False, True)
+        if not (rule == "dp" and states == "shared")
+        if not has_norm or Rule.named(rule, num_stages).allows_global_norm
+    ]
+
+
+def test_figure_of_four_workers() -> None:
+    rows = Schedule(Rule.named("v2", 4)).table(3)
+    printed = [" ".join("." if op is None else op.label for op in row[:16]) for row in rows]
+    assert printed == [
+        "F1 F2 F3 F4 B4 B3 B2 B1 F1 F2 F3 F4 B4 B3 B2 B1",
+        ". . F1 F2 F3 F4 B4 B3 B2 B1 F1 F2 F3 F4 B4 B3",
+        ". . . . F1 F2 F3 F4 B4 B3 B2 B1 F1 F2 F3 F4",
+        ". . . . . . F1 F2 F3 F4 B4 B3 B2 B1 F1 F2",
+    ]
+    assert Schedule(Rule.named("v2", 4)).num_steps(5) == 2 * 4 * 5 + 2 * 3
+
+
+def test_live_activations_are_flat() -> None:
+    assert Schedule(Rule.named("dp", 4)).live_activations(1) == [4, 8, 12, 16, 16, 12, 8, 4]
+    assert Schedule(Rule.named("v2", 4)).live_activations(2)[:9] == [1, 2, 4, 6, 8, 9, 10, 10, 10]
+    for n in range(2, 17):
+        live = Schedule(Rule.named("v1", n)).live_activations(4)
+        assert set(live[2 * (n - 1) : 8 * n]) == {n * (n + 1) // 2}
+        assert max(Schedule(Rule.named("dp", n)).live_activations(4)) == n * n
+
+
+@pytest.mark.parametrize("num_stages", range(2, 17))
+def test_each_stage_is_used_by_one_worker_at_a_time(num_stages: int) -> None:
+    rows = Schedule(Rule.named("v2", num_stages)).table(4)
+    for step in range(2 * (num_stages - 1), 8 * num_stages):
+        assert sorted(row[step].stage for row in rows) == list(range(num_stages))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("num_stages", range(1, 9))
+def test_shared_devices_never_collide(num_stages: int) -> None:
+    schedule = Schedule(Rule.named("v1", num_stages), "shared")
+    assert schedule.num_devices == num_stages * (num_stages + 1) // 2
+    used = Counter((op.device, op.step) for row in schedule.table(6) for op in row if op is not None)
+    assert set(used.values()) == {1}
+    alive: Counter[int] = Counter()
+    for step in range(schedule.num_steps(6)):
+        for row in schedule.table(6):
+            if (op := row[step]) is not None:
+                alive[op.device] += 1 if op.is_forward else -1
+        assert max(alive.values()) <= 1  # one stage's activation per device
+
+
+class Player:
+    """Runs the programs of all devices, one instruction at a time, with messages in order of each pair of devices."""
+
+    def __init__(self, schedule: Schedule, batches: int, run: Run) -> None:
+        self.schedule, self.batches, self.run = schedule, batches, run
+        last = Run(is_pending=run.is_pending, num_batches=batches)
+        self.todo: list[deque[Instruction]] = []
+        for device in range(schedule.num_devices):
+            # A device does not know that the run will end until it does.
+            programs = [schedule.program(device, t, run if t < batches else last) for t in range(batches + 2)]
+            self.todo.append(deque(instruction for program in programs for instruction in program))
+        self.links: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
+        self.inbox: list[Counter[tuple[str, int, int, int]]] = [Counter() for _ in self.todo]
+        self.version: dict[tuple[int, int], int] = {}
+        self.owns: dict[tuple[int, int], int] = {}
+        self.normed: set[tuple[int, int]] = set()
+        self.computed: Counter[tuple[int, int, bool]] = Counter()
+
+    def arrive(self, device: int, key: tuple[str, int, int, int]) -> bool:
+        """Receive in order from every link until the message is there."""
+        for (_, target), queue in self.links.items():
+            while target == device and queue and not self.inbox[device][key]:
+                if any(message.key == key for message in queue):
+                    self.inbox[device][queue.popleft().key] += 1
+                else:
+                    break
+        return self.inbox[device][key] > 0
+
+    def do(self, device: int, instruction: Instruction) -> bool:
+        states, rule = self.schedule.states, self.schedule.rule
+        match instruction:
+            case Send(message):
+                assert message.source == device
+                assert message.step <= message.due or not rule.is_staggered
+                is_passed_on = message.kind == "total" and states == "shared" and message.target != device
+                if is_passed_on and not self.arrive(device, message.key):
+                    return False
+                if message.target == device:
+                    self.inbox[device][message.key] += 1
+                else:
+                    self.links[device, message.target].append(message)
+            case Square():
+                pass
+            case Take(message) if message.kind == "norm" and (device, message.index) in self.normed:
+                pass
+            case Take(message, is_needed):
+                assert message.target == device
+                if not self.arrive(device, message.key):
+                    return False
+                self.inbox[device][message.key] -= 1
+                if message.kind == "norm":
+                    self.normed.add((device, message.index))
+                if "weights" in message.kind and is_needed:
+                    self.version[device, message.stage] = message.index
+            case Update(stage, version):
+                held = self.held(device, stage)
+                if self.schedule.has_norm and held >= 0 and (device, held) not in self.normed:
+                    key = ("norm", 0, held, rule.num_stages - 1)
+                    if not self.arrive(device, key):
+                        return False
+                    self.inbox[device][key] -= 1
+                    self.normed.add((device, held))
+                while held < version:
+                    if held >= 0:  # what was waiting when the run began is there
+                        if not self.arrive(device, ("total", stage, held, rule.num_stages - 1)):
+                            return False
+                        self.inbox[device]["total", stage, held, rule.num_stages - 1] -= 1
+                    assert held == version - 1
+                    held += 1
+                    self.version[device, stage] = held
+            case Compute(op, version):
+                assert version == (op.batch if rule.is_fresh(op.worker, op.stage) else op.batch - 1)
+                held = self.held(device, op.stage)
+                if states == "single" and not op.is_forward:  # the graph keeps the older version
+                    assert held >= max(version, self.first)
+                else:
+                    assert max(held, self.first) == max(version, self.first)
+                if states == "sharded" and device != rule.owner(op.stage):
+                    del self.version[device, op.stage]  # freed after each use
+                self.computed[op.worker, op.stage, op.is_forward] += 1
+        return True
+
+    @property
+    def first(self) -> int:
+        """The version that the run began with; -1 is another one only if a gradient was waiting."""
+        return -1 if self.run.is_pending else 0
+
+    def held(self, device: int, stage: int) -> int:
+        is_everywhere = self.schedule.states != "sharded" or device == self.schedule.rule.owner(stage)
+        return self.version.setdefault((device, stage), self.first) if is_everywhere else self.version[device, stage]
+
+    def play(self) -> None:
+        moved = True
+        while moved:
+            moved = False
+            for device, todo in enumerate(self.todo):
+                while todo and self.do(device, todo[0]):
+                    todo.popleft()
+                    moved = True
+        assert not any(self.todo), [todo[0] for todo in self.todo if todo]
+        assert not any(queue for queue in self.links.values())
+        assert not any(count for inbox in self.inbox for count in inbox.values())
+
+
+@pytest.mark.parametrize("is_pending", [False, True])
+@pytest.mark.parametrize("num_stages", range(1, 6))
+def test_programs_fit_together(num_stages: int, is_pending: bool) -> None:
+    """Versions are the rule's, nothing deadlocks, nothing is left over, and the drain brings the last version."""
+    for schedule in schedules(num_stages):
+        for batches in (0, 1, 2, 5):
+            player = Player(schedule, batches, Run(is_pending=is_pending))
+            player.play()
+            n = num_stages
+            every = [(i, j, forward) for i in range(n) for j in range(n) for forward in (True, False)]
+            assert player.computed == Counter({key: batches for key in every if batches})
+            for stage in range(n):
+                users = [schedule.rule.owner(stage)] if schedule.states == "sharded" else schedule.devices_of(stage)
+                assert {player.held(device, stage) for device in users} == {batches}
+
+
+@pytest.mark.parametrize("num_stages", range(1, 7))
+def test_senders_order_is_all_a_receiver_needs(num_stages: int) -> None:
+    """Sends are never due in a batch before the one they leave in, so that what is promised can be awaited."""
+    for schedule in schedules(num_stages):
+        for batch in range(4):
+            for device in range(schedule.num_devices):
+                for instruction in schedule.program(device, batch):
+                    if isinstance(instruction, Send):
+                        assert instruction.message.sent_in == batch <= instruction.message.due_in <= batch + 2
+
+
+@pytest.mark.parametrize("num_stages", range(2, 9))
+@pytest.mark.parametrize("rule", STAGGERED)
+def test_messages_per_step_are_few(num_stages: int, rule: str) -> None:
+    schedule = Schedule(Rule.named(rule, num_stages))
+    sends, receives = schedule.busiest(6)
+    assert sends <= 2
+    assert receives <= 2
+    steady = Counter(message.kind for message in schedule.messages(8) if message.sent_in == 5)
+    assert steady["gradient"] == steady["weights"] == num_stages * (num_stages - 1)
+    owners = [schedule.rule.owner(stage) for stage in range(num_stages)]
+    assert steady["total"] == sum(owner != num_stages - 1 for owner in owners)
+
+
+@pytest.mark.parametrize("num_stages", range(2, 9))
+def test_sharded_states_travel_on_rings(num_stages: int) -> None:
+    schedule = Schedule(Rule.named("v2", num_stages), "sharded")
+    steady = [message for message in schedule.messages(6) if message.sent_in > 0]  # the first batch fills the rings
+    for kind in ("weights", "rear weights", "gradient"):
+        hops = [message for message in steady if message.kind == kind]
+        assert set(Counter((message.source, message.step) for message in hops).values()) == {1}
+        assert set(Counter((message.target, message.step) for message in hops).values()) == {1}
+    for message in steady:
+        if message.kind != "total":
+            assert message.target == (message.source + 1) % num_stages
+            assert message.due - message.step == 2 or message.kind == "gradient"
+
+
+def test_shared_gradients_and_totals() -> None:
+    schedule = Schedule(Rule.named("v2", 4), "shared")
+    steady = [message for message in schedule.messages(8) if message.sent_in in (3, 4, 5)]  # 3 is lcm-free enough
+    totals = Counter(message.stage for message in steady if message.kind == "total")
+    assert totals == {stage: 3 * (3 - stage) for stage in range(3)}  # N - j devices, one of which has it
+    assert all(message.source != message.target for message in steady)
+
+
+def test_bad_schedules_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected one of single, replicated"):
+        Schedule(Rule.named("v2", 2), "everywhere")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="different times"):
+        Schedule(Rule.named("dp", 4), "shared")
+    with pytest.raises(ValueError, match=r"rule 'v2' cannot wait for; rules that can: dp, v1, clip\."):
+        Schedule(Rule.named("v2", 4), has_norm=True)

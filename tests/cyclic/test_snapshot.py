@@ -1,0 +1,163 @@
+"""A run that is saved, drained or not, and resumed is the run that was not interrupted, to the bit."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from laconic.cyclic.rule import RULES, Rule
+from laconic.cyclic.runtime import CyclicDataParallel
+from laconic.cyclic.schedule import States
+from tests.cyclic.toys import OPTIMIZERS, assert_equal, make_oracle, make_stages, train, train_oracle
+from tests.ranks import run_ranks
+
+torch.set_num_threads(1)
+STAGGERED = tuple(name for name in RULES if name != "dp")
+END = 5
+
+
+def make(count: int, seed: int, optimizer: str, mesh: DeviceMesh | None, **options: Any) -> CyclicDataParallel:
+    return CyclicDataParallel(
+        make_stages(count, seed), nn.functional.cross_entropy, OPTIMIZERS[optimizer], mesh, **options
+    )
+
+
+def together(state: dict[str, Any]) -> dict[str, Any]:
+    """All ranks' parts, as a folder would hold them."""
+    if not dist.is_initialized():
+        return state
+    parts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, state)
+    keys = [key for part in parts for key in part if key.startswith("stages.")]
+    assert len(keys) == len(set(keys)), "a tensor is saved twice"
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def assert_resumes(count: int, rules: tuple[str, ...], mesh: DeviceMesh | None, states: States) -> None:
+    worker = dist.get_rank() if mesh is not None and states != "shared" else None
+    for rule, optimizer in zip(rules, cycle(OPTIMIZERS), strict=False):
+        oracle = make_oracle(count, Rule.named(rule, count), optimizer)
+        train_oracle(oracle, range(END))
+        options = {"rule": rule, "states": states}
+        unbroken = make(count, 0, optimizer, mesh, **options)
+        saved = {}
+        for step in range(END):
+            if step in (0, 1, 3):
+                saved[step] = together(unbroken.state_dict())
+                # Tensors are those of the run; a checkpoint is a copy.
+                saved[step] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in saved[step].items()}
+            train(unbroken, range(step, step + 1), worker)
+        unbroken.drain()
+        with unbroken.consistent_parameters():
+            assert_equal(unbroken, oracle, f"{options} {optimizer}, saved but not interrupted")
+        resumed = make(count, 1, optimizer, mesh, **options)
+        for step, state in saved.items():
+            resumed.load_state_dict(state)
+            assert resumed.num_batches == step
+            again = together(resumed.state_dict())  # before anything has run
+            assert all(
+                torch.equal(v, again[k])
+                for k, v in state.items()
+                if k.startswith("stages.") and k in again and isinstance(v, torch.Tensor)
+            )
+            train(resumed, range(step, END), worker)
+            resumed.drain()
+            with resumed.consistent_parameters():
+                assert_equal(resumed, oracle, f"{options} {optimizer}, resumed at {step}")
+        unbroken.close()
+        resumed.close()
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_single_device_resumes(count: int) -> None:
+    assert_resumes(count, RULES, None, "single")
+
+
+def job_resumes(count: int, rules: tuple[str, ...], placements: tuple[States, ...]) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for states in placements:
+        assert_resumes(count, rules, mesh, states)
+
+
+def test_workers_resume() -> None:
+    run_ranks(job_resumes, 3, 3, RULES, ("replicated", "sharded"))
+
+
+def test_shared_stages_resume() -> None:
+    run_ranks(job_resumes, 6, 3, STAGGERED, ("shared",))
+
+
+def job_folder(folder: str) -> None:
+    """Through a folder of torch.distributed.checkpoint, into another placement."""
+    mesh = init_device_mesh("cpu", (3,))
+    worker = dist.get_rank()
+    oracle = make_oracle(3, Rule.named("v2", 3), "adamw")
+    train_oracle(oracle, range(3))
+    run = make(3, 0, "adamw", mesh, states="sharded")
+    train(run, range(3), worker)
+    dcp.save(run.state_dict(), checkpoint_id=folder)
+    train_oracle(oracle, range(3, END))
+    for states in ("replicated", "sharded"):
+        resumed = make(3, 1, "adamw", mesh, states=states)
+        state = resumed.blank_state_dict()
+        dcp.load(state, checkpoint_id=folder)
+        resumed.load_state_dict(state)
+        assert resumed.param_groups[0]["lr"] == run.param_groups[0]["lr"]
+        train(resumed, range(3, END), worker)
+        resumed.drain()
+        with resumed.consistent_parameters():
+            assert_equal(resumed, oracle, states)
+    run.drain()
+
+
+def test_folder_moves_between_placements(tmp_path: Path) -> None:
+    run_ranks(job_folder, 3, str(tmp_path))
+
+
+def job_evaluation() -> None:
+    """The version that evaluation sees is the oracle's, one batch ago; it does not disturb the run."""
+    mesh = init_device_mesh("cpu", (3,))
+    worker = dist.get_rank()
+    for states in ("replicated", "sharded"):
+        for rule in RULES:
+            run, oracle = make(3, 0, "sgd", mesh, rule=rule, states=states), make_oracle(3, Rule.named(rule, 3), "sgd")
+            for step in range(4):
+                train(run, range(step, step + 1), worker)
+                train_oracle(oracle, range(step, step + 1))
+                with run.consistent_parameters() as version:
+                    assert version == (step + 1 if rule == "dp" else step)
+                    for stage, values in zip(run.stages, oracle.newest if rule == "dp" else oracle.older, strict=True):
+                        own = [p for p in stage.parameters() if p.requires_grad]
+                        assert all(torch.equal(a, b) for a, b in zip(own, values, strict=True))
+            run.drain()
+            with run.consistent_parameters():
+                assert_equal(run, make_after(rule), f"{states}, {rule}")
+            run.close()
+
+
+def make_after(rule: str) -> Any:
+    oracle = make_oracle(3, Rule.named(rule, 3), "sgd")
+    train_oracle(oracle, range(4))
+    return oracle
+
+
+def test_evaluation_sees_one_version() -> None:
+    run_ranks(job_evaluation, 3)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    run = make(2, 0, "sgd", None)
+    state = run.state_dict()
+    with pytest.raises(ValueError, match=r"no 'stages\.1\.parameters\.linear\.weight'.*all ranks' parts"):
+        run.load_state_dict({k: v for k, v in state.items() if k != "stages.1.parameters.linear.weight"})
+    key = "stages.0.parameters.linear.bias"
+    with pytest.raises(ValueError, match=r"shape \(7,\) in the state, but \(6,\) here"):
+        run.load_state_dict({**state, key: torch.zeros(7)})

@@ -1,0 +1,353 @@
+"""Where models are cut, that stages compute what the model computes, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+from laconic.cyclic.stages import cut, partition, unstage
+from tests.ranks import run_ranks
+
+VOCAB = 61
+COMMON = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False, "max_position_embeddings": 256,
+}  # fmt: skip
+GROUPED = {**COMMON, "intermediate_size": 48, "num_key_value_heads": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": GROUPED,
+    "qwen3": {**GROUPED, "head_dim": 8},
+    "gemma3_text": {
+        **GROUPED, "head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "granite": {**GROUPED, "logits_scaling": 3.0, "embedding_multiplier": 2.0},
+    "gpt_neox": {**COMMON, "intermediate_size": 48},
+    "bloom": COMMON,
+    "opt": {**COMMON, "ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.0},
+    "gpt2": {
+        "vocab_size": VOCAB, "n_embd": 32, "n_head": 4, "n_layer": 4, "n_positions": 256, "tie_word_embeddings": False,
+        "bos_token_id": 1, "eos_token_id": 2,
+    },
+}  # fmt: skip
+"""gemma3 gives its layers two kinds of mask, granite scales logits, bloom's layers return tuples, opt projects what
+leaves its layers, gpt2 has dropout."""
+
+
+def causal_lm(kind: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = hf.AutoConfig.for_model(kind, **{**MODELS[kind], **changes})
+    return hf.AutoModelForCausalLM.from_config(config)
+
+
+def chain(stages: list[Any], *values: Tensor) -> Tensor:
+    for stage in stages:
+        outputs = stage(*values)
+        values = outputs if isinstance(outputs, tuple) else (outputs,)
+    (output,) = values
+    return output
+
+
+def tokens(rows: int = 2, length: int = 12, seed: int = 0) -> Tensor:
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+# ------------------------------------------------------------------------------------------------ partition
+
+
+def brute_force(costs: list[float], num_stages: int, tolerance: float = 0.05) -> tuple[float, float]:
+    """Least shortfall of a prefix, and with it the least largest stage, over all partitions."""
+    total, found = sum(costs), []
+    for inner in itertools.combinations(range(1, len(costs)), num_stages - 1):
+        borders = (0, *inner, len(costs))
+        runs = [sum(costs[a:b]) / total for a, b in itertools.pairwise(borders)]
+        prefixes = itertools.accumulate(runs[:-1])
+        short = max(
+            (max(j / num_stages - c - tolerance / num_stages, 0.0) for j, c in enumerate(prefixes, 1)), default=0.0
+        )
+        found.append((round(short, 9), max(runs)))
+    return min(found)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_partition_is_front_heavy_and_then_as_even_as_possible(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    num_blocks, num_stages = 5 + seed % 5, 2 + seed % 4
+    costs = (torch.rand(num_blocks, generator=generator) ** 2 + 0.01).tolist()
+    borders = partition(costs, num_stages)
+    assert borders[0] == 0
+    assert borders[-1] == num_blocks
+    assert borders == sorted(set(borders))
+    assert len(borders) == num_stages + 1
+    runs = [sum(costs[a:b]) / sum(costs) for a, b in itertools.pairwise(borders)]
+    short = max(max(j / num_stages - sum(runs[:j]) - 0.05 / num_stages, 0.0) for j in range(num_stages))
+    assert (round(short, 9), max(runs)) == (
+        pytest.approx(brute_force(costs, num_stages)[0]),
+        pytest.approx(brute_force(costs, num_stages)[1]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("costs", "num_stages", "borders"),
+    [
+        ([1.0] * 8, 4, [0, 2, 4, 6, 8]),
+        ([1.0] * 10, 4, [0, 3, 6, 8, 10]),  # no prefix below its share, none larger than it must be
+        ([1.02, 0.98, 0.99, 1.01], 4, [0, 1, 2, 3, 4]),
+        ([0.98, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.02], 4, [0, 2, 4, 6, 8]),  # noise does not push a block forward
+        ([1.0, 1.0, 10.0], 2, [0, 2, 3]),  # short by as little as possible
+        ([0.0, 0.0, 0.0], 3, [0, 1, 2, 3]),
+        ([5.0], 1, [0, 1]),
+    ],
+)  # fmt: skip
+def test_partitions_worked_out_by_hand(costs: list[float], num_stages: int, borders: list[int]) -> None:
+    assert partition(costs, num_stages) == borders
+
+
+def test_a_large_partition_takes_no_time() -> None:
+    assert len(partition([1.0 + 0.01 * (i % 7) for i in range(200)], 32)) == 33
+
+
+# ------------------------------------------------------------------------------------------------ language models
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_stages_of_a_language_model_repeat_it_to_the_bit(kind: str) -> None:
+    model, twin = causal_lm(kind), causal_lm(kind)
+    stages = cut(model, 3, by="parameters")
+    torch.manual_seed(1)
+    logits = chain(stages, tokens())
+    logits.square().mean().backward()
+    torch.manual_seed(1)
+    expected = twin(tokens(), use_cache=False).logits
+    expected.square().mean().backward()
+    assert torch.equal(logits, expected)
+    gradients = {name: p.grad for stage in stages for name, p in stage.named_parameters()}
+    assert gradients.keys() == {name for name, _ in twin.named_parameters()}
+    for name, parameter in twin.named_parameters():
+        assert torch.equal(gradients[name], parameter.grad), name
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_masks_and_positions_are_carried(kind: str) -> None:
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :5] = 0
+    model = causal_lm(kind).eval()
+    stages = cut(model, 3, by="parameters", example={"input_ids": tokens(), "attention_mask": mask})
+    assert torch.equal(chain(stages, tokens(), mask), model(tokens(), attention_mask=mask).logits)
+    other = torch.ones(2, 12, dtype=torch.long)
+    other[1, :2] = 0
+    assert torch.equal(chain(stages, tokens(), other), model(tokens(), attention_mask=other).logits)
+    full = torch.ones(2, 12, dtype=torch.long)  # some models make no mask then
+    assert torch.equal(chain(stages, tokens(), full), model(tokens(), attention_mask=full).logits)
+
+
+def test_a_mask_that_the_example_did_not_have_is_refused() -> None:
+    mask = torch.ones(2, 12, dtype=torch.long)
+    stages = cut(causal_lm("llama"), 2, by="parameters", example=(tokens(), mask))
+    mask[0, :5] = 0
+    with pytest.raises(ValueError, match=r"other arguments than on the example.*attention_mask that masks something"):
+        chain(stages, tokens(), mask)
+    with pytest.raises(ValueError, match=r"cut for the inputs \('input_ids', 'attention_mask'\), and is given 1"):
+        stages[0](tokens())
+
+
+def test_the_model_lives_on_in_its_stages() -> None:
+    model = causal_lm("llama")
+    stages = cut(model, 4)
+    state = unstage(stages)
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    copies = copy.deepcopy(stages)
+    with torch.no_grad():
+        next(iter(stages[0].parameters())).add_(1)
+    assert torch.equal(chain(stages, tokens()), model(tokens()).logits)
+    assert not torch.equal(chain(copies, tokens()), model(tokens()).logits)
+    assert sum(p.numel() for stage in copies for p in stage.parameters()) == sum(p.numel() for p in model.parameters())
+
+
+class SkipsALayer(hf.LlamaForCausalLM):
+    """Adds something between its body and its head that no module does."""
+
+    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(input_ids, **kwargs)
+        if input_ids is not None:
+            output.logits = output.logits + 1e-3
+        return output
+
+
+def test_a_model_that_is_more_than_its_parts_is_refused() -> None:
+    config = hf.AutoConfig.for_model("llama", **GROUPED)
+    with pytest.raises(ValueError, match=r"SkipsALayer is not the sequence of .*by up to 1\.0e-03"):
+        cut(SkipsALayer(config), 2)
+
+
+def test_a_model_with_parameters_beside_is_refused() -> None:
+    model = causal_lm("llama")
+    model.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    with pytest.raises(ValueError, match=r"belong to no layer.*scale"):
+        cut(model, 2)
+
+
+def test_what_is_no_language_model_is_refused() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(2, 2)
+
+    with pytest.raises(ValueError, match="Plain is neither a sequence of modules nor a transformers causal"):
+        cut(Plain(), 1)
+    with pytest.raises(ValueError, match="Plain is neither a sequence"):
+        cut(Plain(), 1, example=torch.ones(1, 2))
+
+
+def test_tied_embeddings_are_refused_with_advice() -> None:
+    with pytest.raises(
+        ValueError, match=r"model.embed_tokens.weight in stage 0 and lm_head.weight in stage 1 .*tie_word"
+    ):
+        cut(causal_lm("llama", tie_word_embeddings=True), 2)
+    (whole,) = cut(causal_lm("llama", tie_word_embeddings=True), 1)
+    assert chain([whole], tokens()).shape == (2, 12, VOCAB)
+
+
+# ------------------------------------------------------------------------------------------------ sequences
+
+
+def layers(*widths: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(widths)]
+
+
+def test_a_sequential_keeps_its_names_and_values() -> None:
+    model = nn.Sequential(*layers(6, 12, 12, 4), nn.Flatten(), nn.Linear(4, 2))
+    stages = cut(model, 3, by="parameters")
+    assert unstage(stages).keys() == model.state_dict().keys()
+    x = torch.randn(5, 6)
+    assert torch.equal(chain(stages, x), model(x))
+    assert all(any(p.requires_grad for p in stage.parameters()) for stage in stages)
+
+
+def test_a_sequential_passes_tuples_on_whole() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.linear(x), x
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return self.linear(pair[0]) + pair[1]
+
+    model = nn.Sequential(Twice(), Sum())
+    stages = cut(model, 2, by="parameters")
+    x = torch.randn(2, 3)
+    assert isinstance(stages[0](x), tuple)
+    assert torch.equal(chain(stages, x), model(x))
+
+
+def test_carried_inputs_reach_every_module_of_a_list() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, mask: Tensor, scale: Tensor) -> Tensor:
+            return self.linear(x).masked_fill(mask, 0.0) * scale
+
+    modules = [Masked() for _ in range(4)]
+    stages = cut(modules, 2, by="parameters", carry=2)
+    x, mask, scale = torch.randn(2, 3), torch.tensor([[True, False, False]]), torch.tensor(2.0)
+    hidden, *carried = stages[0](x, mask, scale)
+    assert [value.requires_grad for value in (hidden, *carried)] == [True, False, False]
+    expected = x
+    for module in modules:
+        expected = module(expected, mask, scale)
+    assert torch.equal(chain(stages, x, mask, scale), expected)
+    assert list(unstage(stages)) == [f"{i}.linear.{part}" for i in range(4) for part in ("weight", "bias")]
+
+
+def test_by_memory_and_by_costs() -> None:
+    wide = layers(4, 4, 4, 256, 4, 4, 4)
+    by_memory = cut(wide, 2, by="memory", example=torch.randn(16, 4))
+    assert len(by_memory[0]._blocks) == 3  # up to the layer that makes the wide output
+    by_costs = cut(wide, 3, by=[1, 1, 1, 1, 4, 4])
+    assert [len(stage._blocks) for stage in by_costs] == [4, 1, 1]
+
+
+def test_by_time() -> None:
+    """A layer that does the work of hundreds of others gets a stage of its own."""
+    wide = nn.Sequential(
+        nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 4)
+    )
+    stages = cut(wide, 2, example=torch.randn(512, 4))
+    assert len(stages[0]._blocks) == 4
+
+
+def test_measuring_leaves_no_trace() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+    before = copy.deepcopy(model.state_dict())
+    random = torch.get_rng_state()
+    for by in ("time", "memory"):
+        cut(model, 2, by=by, example=torch.randn(16, 4, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_every_stage_gets_something_to_train() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
+    stages = cut(model, 2, by=[5, 1, 1, 1, 1])
+    assert [sum(p.numel() for p in stage.parameters()) for stage in stages] == [20, 20]
+    model[1].requires_grad_(False)
+    with pytest.raises(ValueError, match="cannot be cut into 2 stages with a trainable parameter each"):
+        cut(model, 2, by="parameters")
+
+
+def test_what_cannot_be_cut() -> None:
+    model = nn.Sequential(*layers(4, 4, 4))
+    with pytest.raises(ValueError, match="3 stages need at least as many blocks, and the model has 2"):
+        cut(model, 3, by="parameters")
+    with pytest.raises(ValueError, match="by='time' measures; give example="):
+        cut(model, 2)
+    with pytest.raises(ValueError, match="by='flops' is unknown"):
+        cut(model, 2, by="flops")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="gives 3 costs, but the model has 2 blocks"):
+        cut(model, 2, by=[1, 2, 3])
+    with pytest.raises(ValueError, match="none may be negative"):
+        cut(model, 2, by=[1, -2])
+    with pytest.raises(ValueError, match="num_stages=0"):
+        cut(model, 0)
+    with pytest.raises(ValueError, match="takes its inputs by position"):
+        cut(model, 2, example={"x": torch.randn(2, 4)})
+    with pytest.raises(ValueError, match="has no carried inputs"):
+        cut(model, 2, example=torch.randn(2, 4), carry=1)
+    with torch.device("meta"), pytest.raises(ValueError, match="meta device"):
+        cut(nn.Sequential(*layers(4, 4, 4)), 2, by="parameters")
+
+
+def test_shared_modules_across_stages_are_refused() -> None:
+    linear = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match=r"0.weight in stage 0 and 2.weight in stage 1 are one parameter"):
+        cut([linear, nn.Linear(3, 3), linear], 2, by="parameters")
+
+
+def job_cut() -> list[int]:
+    """By costs that differ from rank to rank, as measured ones would."""
+    import torch.distributed as dist
+
+    costs = [[1, 1, 1, 3], [3, 1, 1, 1]][dist.get_rank()]
+    return [len(stage._blocks) for stage in cut([nn.Linear(2, 2) for _ in range(4)], 2, by=costs)]
+
+
+def test_all_ranks_cut_alike() -> None:
+    assert run_ranks(job_cut, 2) == [[3, 1], [3, 1]]

@@ -1,0 +1,180 @@
+"""Models that real ones are made of: other layouts and dtypes, recomputation, running statistics, schedulers."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from laconic.cyclic.flat import Layout
+from laconic.cyclic.parcel import HEADER_BYTES, Form
+from laconic.cyclic.rule import Rule
+from laconic.cyclic.runtime import CyclicDataParallel
+from laconic.cyclic.schedule import States
+from tests.ranks import run_ranks
+from tests.reference.cyclic import Oracle
+
+torch.set_num_threads(1)
+Batch = list[tuple[Tensor, Tensor]]
+
+
+class Recomputed(nn.Module):
+    """Saves its input alone, and reads its parameters again in the backward."""
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.inner, self.reentrant = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+class Cast(nn.Module):
+    """A part in bf16 beside fp32, with shapes that do not fill 16 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.norm = nn.Linear(6, 5, dtype=torch.bfloat16), nn.LayerNorm(5)
+        self.wide = nn.Linear(5, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(self.norm(self.narrow(x.bfloat16()).float()))
+
+
+def vectors() -> list[nn.Module]:
+    return [nn.Linear(6, 6), Recomputed(), Cast(), nn.Sequential(Recomputed(reentrant=True), nn.Linear(6, 3))]
+
+
+def pictures() -> list[nn.Module]:
+    last = nn.Sequential(nn.Conv2d(5, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    middle = [nn.Sequential(nn.Conv2d(5, 5, 3, padding=1, bias=False), nn.BatchNorm2d(5), nn.ReLU()) for _ in range(2)]
+    stages = [nn.Conv2d(3, 5, 3, stride=2), *middle, last]
+    return [stage.to(memory_format=torch.channels_last) for stage in stages]
+
+
+def batch(step: int, shape: tuple[int, ...]) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    return [
+        (torch.randn(4, *shape, generator=generator), torch.randint(3, (4,), generator=generator)) for _ in range(4)
+    ]
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def assert_trains_like_the_oracle(
+    make: Callable[[], list[nn.Module]], shape: tuple[int, ...], mesh: DeviceMesh | None, states: States
+) -> None:
+    torch.manual_seed(0)
+    stages = make()
+    oracle = Oracle(copy.deepcopy(stages), nn.functional.cross_entropy, adamw, Rule.named("v2", 4))
+    run = CyclicDataParallel(stages, nn.functional.cross_entropy, adamw, mesh, states=states)
+    is_whole = mesh is None or states == "shared"
+    for step in range(4):
+        run.step(batch(step, shape) if is_whole else batch(step, shape)[dist.get_rank()])
+        oracle.step(batch(step, shape))
+    run.drain()
+    with run.consistent_parameters():
+        for own, other in zip(run.stages, oracle.stages, strict=True):
+            for (name, a), b in zip(own.named_parameters(), other.parameters(), strict=True):
+                assert torch.equal(a, b), name
+                assert a.stride() == b.stride()
+                assert a.dtype == b.dtype
+
+
+@pytest.mark.parametrize(("make", "shape"), [(vectors, (6,)), (pictures, (3, 9, 9))])
+def test_single_device(make: Callable[[], list[nn.Module]], shape: tuple[int, ...]) -> None:
+    assert_trains_like_the_oracle(make, shape, None, "single")
+
+
+def job() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    for states in ("replicated", "sharded"):
+        assert_trains_like_the_oracle(vectors, (6,), mesh, states)
+        assert_trains_like_the_oracle(pictures, (3, 9, 9), mesh, states)
+
+
+def test_workers() -> None:
+    run_ranks(job, 4)
+
+
+def job_shapes() -> None:
+    """Shared stages are told the shapes of activations once for every shape of batch."""
+    mesh = init_device_mesh("cpu", (3,))
+    stages = [nn.Linear(6, 5), nn.Linear(5, 3)]
+    run = CyclicDataParallel(stages, nn.functional.cross_entropy, adamw, mesh, states="shared")
+    headers = []
+    for rows in (4, 4, 2, 4, 2):
+        before = run.traffic.snapshot()
+        run.step([(torch.randn(rows, 6), torch.zeros(rows, dtype=torch.int64)) for _ in range(2)])
+        sent = (run.traffic.snapshot() - before).total("node", direction="sent")
+        headers.append(sent // HEADER_BYTES)
+    run.drain()
+    assert headers == ([1, 0, 1, 0, 0] if dist.get_rank() < 2 else [0] * 5)
+
+
+def test_batches_of_other_shapes() -> None:
+    run_ranks(job_shapes, 3)
+
+
+def test_running_statistics_stay_local_and_follow_the_data() -> None:
+    torch.manual_seed(0)
+    stages = pictures()
+    run = CyclicDataParallel(stages, nn.functional.cross_entropy, adamw)
+    before = stages[1][1].running_mean.clone()  # type: ignore[index]
+    run.step(batch(0, (3, 9, 9)))
+    assert int(stages[1][1].num_batches_tracked) == 4  # type: ignore[index]
+    assert not torch.equal(before, stages[1][1].running_mean)  # type: ignore[index]
+
+
+def test_learning_rate_scheduler() -> None:
+    """torch's own drive the optimizers of all stages, and complain of nothing."""
+    torch.manual_seed(0)
+    stages = vectors()
+    oracle = Oracle(copy.deepcopy(stages), nn.functional.cross_entropy, adamw, Rule.named("v2", 4))
+    run = CyclicDataParallel(stages, nn.functional.cross_entropy, adamw)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, step_size=2, gamma=0.1)
+        for step in range(5):
+            oracle.set(lr=scheduler.get_last_lr()[0])
+            run.step(batch(step, (6,)))
+            oracle.step(batch(step, (6,)))
+            scheduler.step()
+    run.drain()
+    for own, other in zip(run.stages, oracle.stages, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(own.parameters(), other.parameters(), strict=True))
+    assert [group["lr"] for group in run.param_groups] == [pytest.approx(0.01 * 0.1**2)] * 4
+
+
+def test_layout_keeps_values_and_strides() -> None:
+    tensors = [
+        torch.randn(3, 5, 2, 2).to(memory_format=torch.channels_last),
+        torch.randn(7, dtype=torch.float16),
+        torch.randn(4, 6).t(),  # not dense in order: laid out anew
+        torch.tensor(3, dtype=torch.int64),
+        torch.zeros(0, 4),
+    ]
+    layout = Layout(tensors)
+    views = layout.views(layout.pack(tensors, torch.device("cpu")))
+    for view, tensor in zip(views, tensors, strict=True):
+        assert torch.equal(view, tensor)
+        assert view.data_ptr() % 16 == 0
+    assert views[0].stride() == tensors[0].stride()
+    assert layout.num_bytes == 240 + 16 + 96 + 16
+
+
+def test_form_survives_its_header() -> None:
+    form = Form.of([torch.zeros(2, 3, requires_grad=True), torch.zeros(4, dtype=torch.bool), torch.tensor(1.0)])
+    assert Form.from_header(form.header(torch.device("cpu"))) == form
+    assert [t[0] for t in form.gradients().tensors] == [(2, 3)]
+    with pytest.raises(ValueError, match="hands on 400 tensors"):
+        Form.of([torch.zeros(1)] * 400).header(torch.device("cpu"))
