@@ -1,0 +1,298 @@
+"""Training jobs of several islands, one rank each, on the trainer's corpus: what benchmarks/local_steps.py runs.
+
+As a script, under torchrun: _islands.py JOBS.json ANSWERS.json TOKENS; rank 0 writes what all jobs gave.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic
+from laconic.lab.counters import interface_bytes
+from laconic.train import data
+from laconic.train.config import DataConfig, OptimizerConfig
+from laconic.train.sampler import Sampler
+from laconic.train.schedules import lr_at
+from laconic.train.tokenizer import load_tokenizer
+
+_VOCAB = 256
+_EVAL_ROWS_AT_ONCE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A Llama over bytes."""
+
+    hidden: int = 128
+    intermediate: int = 352
+    layers: int = 8
+    heads: int = 4
+
+    def build(self, length: int) -> nn.Module:
+        """On the CPU, drawn from torch's generator."""
+        import transformers as hf
+
+        return hf.LlamaForCausalLM(
+            hf.LlamaConfig(
+                hidden_size=self.hidden,
+                intermediate_size=self.intermediate,
+                num_hidden_layers=self.layers,
+                num_attention_heads=self.heads,
+                num_key_value_heads=self.heads,
+                vocab_size=_VOCAB,
+                max_position_embeddings=length,
+                tie_word_embeddings=False,
+                use_cache=False,
+            )
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run of all islands."""
+
+    name: str
+    kind: Literal["ddp", "local"] = "local"
+    """`ddp`: PyTorch's DistributedDataParallel over all islands, every step."""
+    seed: int = 0
+    """Of weights and rows."""
+    steps: int
+    warm_steps: int = 0
+    """Begin with the weights after so many steps of every-step data parallel at `warm_lr`, which are taken once for all
+    jobs; they are not counted, and optimizer and schedule begin anew after them."""
+    warm_lr: float = 1e-3
+    rows: int = 4
+    """Per island and step."""
+    length: int = 128
+    """Tokens of a row."""
+    shape: Shape = Shape()
+    lr: float = 2e-3
+    lr_schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_steps: int = 20
+    every: int = 20
+    fragments: int = 1
+    overlap: int = 0
+    mixing: float = 0.0
+    codec: str = "fp32"
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    slices: int = 1
+    eval_every: int = 0
+    """0: after the last step only."""
+    eval_rows: int = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a job gave, the same on all ranks but for times, which are rank 0's."""
+
+    num_parameters: int
+    evaluations: list[tuple[int, float, float]]
+    """(step, seconds of training until then, loss on the held-out rows at the parameters all agree on)."""
+    step_s: list[float]
+    sent_bytes: list[int]
+    """By step: what rank 0 sent in the exchange that was applied after it."""
+    wire_bytes: list[int] | None
+    """By step: what rank 0's node sent at the lab's interface; None without a lab."""
+    reports: list[dict[str, float]]
+    """Of all syncs, as rank 0 saw them."""
+
+
+class _Islands:
+    """The ranks' shared means: groups and tokens, made once."""
+
+    def __init__(self, folder: Path, length: int) -> None:
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        self.mesh = laconic.init_mesh("cpu", islands=self.count, local=1)
+        config = DataConfig(sequence_length=length)
+        tokenizer = load_tokenizer(config.tokenizer)
+        if self.rank == 0:
+            data.prepare(config, tokenizer, folder)
+        dist.barrier()
+        self.tokens = data.open_tokens(data.prepare(config, tokenizer, folder), config)
+        self._folder = folder
+
+    def warm(self, job: Job, model: nn.Module) -> None:
+        """Give the model the weights that the job begins with; they rest in a file, for later launches too."""
+        kept = {"seed": job.seed, "steps": job.warm_steps, "shape": job.shape, "lr": job.warm_lr}
+        start = Job(name="warm", kind="ddp", lr_schedule="constant", warm_steps=0, **kept)  # type: ignore[arg-type]
+        name = hashlib.sha256(repr(start).encode()).hexdigest()[:16]
+        file = self._folder / f"warm-{name}.pt"
+        if not file.exists():  # on all ranks or on none: it is written behind a barrier
+            called = DistributedDataParallel(model)
+            for _ in _Steps(start, self).taken(model, called, _adamw(model, start), None):
+                pass
+            dist.barrier()
+            if self.rank == 0:
+                torch.save(model.state_dict(), file)
+            dist.barrier()
+        model.load_state_dict(torch.load(file, weights_only=True))
+
+
+def run_jobs(folder: str, jobs: Sequence[Job]) -> list[Answer]:
+    """Run jobs one after the other on all ranks; every rank is an island."""
+    torch.set_num_threads(1)
+    islands = _Islands(Path(folder), max(job.length for job in jobs))
+    return [_run(job, islands) for job in jobs]
+
+
+def _run(job: Job, islands: _Islands) -> Answer:
+    torch.manual_seed(job.seed)
+    model = job.shape.build(job.length)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if job.warm_steps:
+        islands.warm(job, model)
+    if job.slices > 1:
+        laconic.partial_updates(model, slice=islands.rank % job.slices, slices=job.slices)
+    optimizer = _adamw(model, job)
+    called: nn.Module = model
+    local = None
+    if job.kind == "ddp":
+        called = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    else:
+        local = laconic.LocalSteps(
+            model,
+            optimizer,
+            mesh=islands.mesh,
+            every=job.every,
+            fragments=job.fragments,
+            overlap=job.overlap,
+            mixing=job.mixing,
+            codec=job.codec,
+            outer=partial(
+                torch.optim.SGD, lr=job.outer_lr, momentum=job.outer_momentum, nesterov=job.outer_momentum > 0
+            ),
+        )
+    steps = _Steps(job, islands)
+    evaluations = [(0, 0.0, _evaluate(model, local, job, islands))]
+    for step in steps.taken(model, called, optimizer, local):
+        if step == job.steps or (job.eval_every and step % job.eval_every == 0):
+            evaluations.append((step, sum(steps.times), _evaluate(model, local, job, islands)))
+    return Answer(
+        num_parameters=num_parameters,
+        evaluations=evaluations,
+        step_s=steps.times,
+        sent_bytes=steps.sent,
+        wire_bytes=steps.wire or None,
+        reports=steps.reports,
+    )
+
+
+def _adamw(model: nn.Module, job: Job) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [[p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]]
+    decays = [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (0.1, 0.0), strict=True)]
+    return torch.optim.AdamW(decays, lr=job.lr, betas=(0.9, 0.95), fused=True)
+
+
+class _Steps:
+    """Training steps, and what was seen of them."""
+
+    def __init__(self, job: Job, islands: _Islands) -> None:
+        self._job, self._islands = job, islands
+        self.times: list[float] = []
+        self.sent: list[int] = []
+        self.wire: list[int] = []
+        self.reports: list[dict[str, float]] = []
+
+    def taken(
+        self, model: nn.Module, called: nn.Module, optimizer: torch.optim.Optimizer, local: laconic.LocalSteps | None
+    ) -> Iterator[int]:
+        """Yields after each step how many there were."""
+        job = self._job
+        schedule = OptimizerConfig(lr=job.lr, warmup_steps=job.warmup_steps, lr_schedule=job.lr_schedule)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for step in range(job.steps):
+            rows = _rows(job, self._islands, job.warm_steps + step)
+            for group in optimizer.param_groups:
+                group["lr"] = lr_at(step, schedule, total_steps=job.steps)
+            before, began_s = interface_bytes(), time.perf_counter()
+            called(input_ids=rows, labels=rows).loss.backward()
+            nn.utils.clip_grad_norm_(trained, 1.0)
+            if local is None:
+                optimizer.step()
+            else:
+                local.step()
+            optimizer.zero_grad()
+            if step + 1 == job.steps and local is not None:
+                local.finish()
+            self.times.append(time.perf_counter() - began_s)
+            after = interface_bytes()
+            if before is not None and after is not None:
+                self.wire.append(after.sent - before.sent)
+            synced = local.reports if local is not None else []
+            self.sent.append(sum(report.sent_bytes for report in synced))
+            self.reports += [dataclasses.asdict(report) for report in synced]
+            yield step + 1
+
+
+def _rows(job: Job, islands: _Islands, step: int) -> Tensor:
+    """This island's rows: together, islands' are the rows of one global batch."""
+    sampler = Sampler(
+        seed=job.seed,
+        num_tokens=len(islands.tokens.train),
+        sequence_length=job.length,
+        micro_batch_size=job.rows,
+        rank=islands.rank,
+        world_size=islands.count,
+    )
+    return torch.from_numpy(data.rows_at(islands.tokens.train, sampler.offsets(step)[0], job.length))
+
+
+@torch.no_grad()
+def _evaluate(model: nn.Module, local: laconic.LocalSteps | None, job: Job, islands: _Islands) -> float:
+    """Mean loss on the same held-out rows each time, shared among the ranks, at the outer parameters."""
+    if local is not None:
+        with local.outer_parameters():
+            return _evaluate(model, None, job, islands)
+    total, count = 0.0, 0
+    spread = len(islands.tokens.evaluation) - job.length
+    starts = [row * spread // job.eval_rows for row in range(islands.rank, job.eval_rows, islands.count)]
+    for begin in range(0, len(starts), _EVAL_ROWS_AT_ONCE):
+        offsets = torch.tensor(starts[begin : begin + _EVAL_ROWS_AT_ONCE]).numpy()
+        rows = torch.from_numpy(data.rows_at(islands.tokens.evaluation, offsets, job.length))
+        total += float(model(input_ids=rows, labels=rows).loss) * len(rows)  # type: ignore[operator]
+        count += len(rows)
+    sums = torch.tensor([total, count], dtype=torch.float64)
+    dist.all_reduce(sums)
+    assert math.isfinite(float(sums[0]))
+    return float(sums[0] / sums[1])
+
+
+def read_jobs(path: Path) -> list[Job]:
+    """What `write_jobs` wrote."""
+    return [Job(**{**job, "shape": Shape(**job["shape"])}) for job in json.loads(path.read_text())]
+
+
+def write_jobs(jobs: Sequence[Job], path: Path) -> None:
+    """As JSON."""
+    path.write_text(json.dumps([dataclasses.asdict(job) for job in jobs]))
+
+
+def main() -> None:
+    jobs, answers, folder = (Path(argument) for argument in sys.argv[1:])
+    dist.init_process_group("gloo")
+    given: list[dict[str, Any]] = [dataclasses.asdict(answer) for answer in run_jobs(str(folder), read_jobs(jobs))]
+    if dist.get_rank() == 0:
+        answers.write_text(json.dumps(given))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
