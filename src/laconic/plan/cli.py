@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from laconic.plan import cyclic
 from laconic.plan.draw import draw
 from laconic.plan.layout import LayoutRow, layout_rows, plan_of
 from laconic.plan.shapes import KNOWN, UnitShapes, units_of
@@ -35,6 +36,10 @@ examples:
 def main(argv: Sequence[str]) -> int:
     """Run the command; the exit code is 2 for a mistake in the arguments."""
     options = _parse(argv)
+    return int(options.run(options))
+
+
+def _layout(options: argparse.Namespace) -> int:
     try:
         units = units_of(options.model)
     except ValueError as error:
@@ -73,6 +78,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     layout.add_argument("--explain", action="store_true", help="say which tensors force each bucket's size")
     layout.add_argument("--json", action="store_true", help="print JSON, with explanations")
     layout.add_argument("--draw", metavar="FILE.svg", help="draw the first number of ranks and rows: what each holds")
+    layout.set_defaults(run=_layout)
+    cyclic.add_parser(commands)
     return parser.parse_args(argv)
 
 
