@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.cyclic.stages import cut, partition, unstage
 from tests.ranks import run_ranks
 
@@ -108,8 +109,8 @@ def test_partitions_worked_out_by_hand(costs: list[float], num_stages: int, bord
     assert partition(costs, num_stages) == borders
 
 
-def test_a_large_partition_takes_no_time() -> None:
-    assert len(partition([1.0 + 0.01 * (i % 7) for i in range(200)], 32)) == 33
+def test_a_deep_model_into_many_stages() -> None:
+    assert partition([1.0 + 0.001 * (i % 7) for i in range(128)], 32) == list(range(0, 129, 4))
 
 
 # ------------------------------------------------------------------------------------------------ language models
@@ -168,6 +169,28 @@ def test_the_model_lives_on_in_its_stages() -> None:
     assert torch.equal(chain(stages, tokens()), model(tokens()).logits)
     assert not torch.equal(chain(copies, tokens()), model(tokens()).logits)
     assert sum(p.numel() for stage in copies for p in stage.parameters()) == sum(p.numel() for p in model.parameters())
+
+
+def test_stages_train_as_the_model_does() -> None:
+    """All at once, in one process: the same bits as accumulated gradients of the whole model."""
+    model, twin = causal_lm("llama"), causal_lm("llama")
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    trainer = CyclicDataParallel(
+        cut(model, 4, by="parameters"), loss, lambda ps: torch.optim.AdamW(ps, lr=1e-2), None, rule="dp"
+    )
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    for step in range(3):
+        rows = [tokens(seed=4 * step + worker) for worker in range(4)]
+        trainer.step([(row, row) for row in rows])
+        optimizer.zero_grad()
+        for row in rows:
+            (loss(twin(row, use_cache=False).logits, row) / 4).backward()
+        optimizer.step()
+    trainer.drain()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 class SkipsALayer(hf.LlamaForCausalLM):
