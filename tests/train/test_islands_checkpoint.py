@@ -23,6 +23,7 @@ from laconic.train.export import export
 from laconic.train.launch import Ranks
 from laconic.train.loop import Trainer
 from laconic.train.models import build_model
+from laconic.train.steppers import Simultaneous
 from tests.ranks import run_ranks
 from tests.train.jobs import job, table, train
 
@@ -145,10 +146,12 @@ def look(config: Config) -> dict[str, Any]:
     assert dist.group.WORLD is not None
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         trainer = Trainer(config, ranks, torch.device("cpu"), dist.group.WORLD)
-    model, optimizer = trainer.spread.module, trainer.optimizer
+    stepper = trainer.stepper
+    assert isinstance(stepper, Simultaneous)
+    model, optimizer = stepper.module, stepper.optimizer
     stored = everything(open_checkpoint(Path(config.train.output) / "checkpoints").folder)
     inner = {name: value.clone() for name, value in laconic.unsliced_state_dict(model).items()}
-    with trainer.local.outer_parameters() if trainer.local else torch.no_grad():
+    with stepper.local.outer_parameters() if stepper.local else torch.no_grad():
         outer = laconic.unsliced_state_dict(model)
     places = sliced_parts(model)
     wrong, without = [], []
@@ -170,15 +173,15 @@ def look(config: Config) -> dict[str, Any]:
         "start": trainer.start_step,
         "outer": [name for name, value in outer.items() if not torch.equal(value, stored[f"model.{name}"])],
         "inner": [name for name, value in inner.items() if not torch.equal(value, stored[f"model.{name}"])],
-        "momentum": _momentum(trainer, stored),
+        "momentum": _momentum(stepper, stored),
         "wrong": wrong,
         "without": without,
     }
 
 
-def _momentum(trainer: Trainer, stored: dict[str, Tensor]) -> list[str]:
+def _momentum(stepper: Simultaneous, stored: dict[str, Tensor]) -> list[str]:
     """Whose outer momentum is not the folder's, or zero if it has none; those of parts are left out."""
-    told = trainer.local.state_dict() if trainer.local else {}
+    told = stepper.local.state_dict() if stepper.local else {}
     momenta = {key: value.full_tensor() for key, value in told.items() if key.startswith("outer_optimizer.")}
     return [
         key

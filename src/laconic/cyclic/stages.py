@@ -62,6 +62,11 @@ class Stage(nn.Module):
             for name, module in block.modules.items():
                 _graft(self, name, module)
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the model in this stage."""
+        return len(self._blocks)
+
     def forward(self, *hidden: Tensor) -> Tensor | Values:
         for block in self._blocks:
             hidden = block(*hidden)

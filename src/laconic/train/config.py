@@ -26,6 +26,7 @@ from laconic.train.sections import (
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
+    ScheduleConfig,
     ShardConfig,
     SyncConfig,
     TrainConfig,
@@ -41,6 +42,7 @@ __all__ = [
     "LoraConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "ScheduleConfig",
     "ShardConfig",
     "SyncConfig",
     "TrainConfig",
@@ -66,6 +68,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     log: LogConfig = field(default_factory=LogConfig)
 

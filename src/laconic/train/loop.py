@@ -8,9 +8,9 @@ import hashlib
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -20,15 +20,15 @@ from torch import Tensor, nn
 
 import laconic.checkpoint
 from laconic.checkpoint import AsyncSaver
-from laconic.islands.local_steps import LocalSteps, SyncReport
 from laconic.traffic import Snapshot
 from laconic.train import data
 from laconic.train.config import Config, JobError, to_dict, to_toml
-from laconic.train.islands import make_local_steps, num_islands, require_sync
+from laconic.train.cyclic import CyclicStepper, newest_extra, num_workers, require_schedule
+from laconic.train.islands import num_islands, require_sync
 from laconic.train.launch import Ranks, agree, failing_together, pick_device, process_group
-from laconic.train.memory import local_nbytes, measured_peak, state_nbytes
+from laconic.train.memory import measured_peak
 from laconic.train.metrics import JsonlLogger, Logger, Loggers, Step, StepRecord, TensorBoardLogger, reduce_records
-from laconic.train.optimizers import make_optimizer, require_optimizer, set_learning_rates
+from laconic.train.optimizers import require_optimizer, set_learning_rates
 from laconic.train.prepare import (
     CHECKPOINTS,
     as_job_error,
@@ -41,7 +41,7 @@ from laconic.train.prepare import (
 )
 from laconic.train.progress import BarLogger, LineLogger
 from laconic.train.sampler import Sampler
-from laconic.train.strategies import Spread, spread
+from laconic.train.steppers import NotFinite, Simultaneous, Stepper
 from laconic.train.summary import summarise, write_json
 from laconic.train.tokenizer import Tokenizer, load_tokenizer
 
@@ -58,8 +58,10 @@ def run(config: Config) -> dict[str, Any]:
     require_model(config)
     require_optimizer(config)
     require_sync(config)
+    require_schedule(config)
     ranks = Ranks.from_environment()
     num_islands(config, ranks)
+    num_workers(config, ranks)
     device = pick_device(config.train.device, ranks)
     with process_group(ranks, device, config.train.timeout_s) as group, failing_together(ranks):
         trainer = Trainer(config, ranks, device, group)
@@ -83,20 +85,16 @@ class Trainer:
         self._tell_configuration()
         model = _require(agree(lambda: build_checked(config, tokenizer), group))  # shapes only, before the slow parts
         self.tokens = self._open_tokens(tokenizer)
+        with as_job_error():
+            self.stepper = self._make_stepper(model)
         self.sampler = Sampler(
             seed=config.data.seed,
             num_tokens=len(self.tokens.train),
             sequence_length=config.data.sequence_length,
             micro_batch_size=config.train.micro_batch_size,
             accumulation=config.train.accumulation,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
+            world_size=self.stepper.num_workers,
         )
-        with as_job_error():
-            self.spread: Spread = spread(model, config, ranks, device)
-            self.optimizer = make_optimizer(model, config)
-            self.local = self._local_steps()
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.saver = AsyncSaver(self.output / CHECKPOINTS, keep=config.train.keep) if config.train.async_save else None
         self.start_step = self._resume() if config.train.resume else 0
         self.history: list[Step] = []
@@ -119,6 +117,8 @@ class Trainer:
     def _tell_configuration(self) -> None:
         text, ranks = to_toml(self.config), self.ranks
         launch = f"{ranks.num_nodes} nodes x {ranks.num_local} ranks, {self.device.type}"
+        if self.config.schedule.is_cyclic:
+            launch += f", {num_workers(self.config, ranks)} workers one after the other by {self.config.schedule.rule}"
         if self.config.sync.is_local:
             launch += f", {num_islands(self.config, ranks)} islands that agree every {self.config.sync.every} steps"
         self.console.print(f"{text}\n{launch}", markup=False, highlight=False, soft_wrap=True)
@@ -140,17 +140,24 @@ class Trainer:
         )
         return tokens
 
+    def _make_stepper(self, model: nn.Module) -> Stepper:
+        if not self.config.schedule.is_cyclic:
+            return Simultaneous(model, self.config, self.ranks, self.device)
+        saved = [newest_extra(self.output / CHECKPOINTS) if self.config.train.resume and self.ranks.is_main else None]
+        dist.broadcast_object_list(saved, src=0, group=self.group)
+        stepper = CyclicStepper(model, self.config, self.ranks, self.device, saved[0])
+        self.console.print(f"cut into stages of {stepper.blocks_by_stage} blocks", highlight=False)
+        return stepper
+
     def _resume(self) -> int:
-        recovered = self.local.steps if self.local else 0
+        recovered = self.stepper.recovered_steps
         newest = [newest_step(self.output / CHECKPOINTS) if self.ranks.is_main else 0]
         dist.broadcast_object_list(newest, src=0, group=self.group)
         if recovered and recovered >= newest[0]:
             self.console.print(f"going on from what islands agreed on after step {recovered}", highlight=False)
             return recovered
         with as_job_error():
-            extra = laconic.checkpoint.load_checkpoint(
-                self.output / CHECKPOINTS, model=self.spread.module, optimizer=self.optimizer, local_steps=self.local
-            )
+            extra = self.stepper.load(self.output / CHECKPOINTS)
         if extra is None:
             self.console.print("nothing to resume: starting from step 0")
             return 0
@@ -161,13 +168,6 @@ class Trainer:
         if "islands" in extra:
             self.console.print(f"the checkpoint {extra['islands']}", highlight=False, soft_wrap=True)
         return int(extra["step"])
-
-    def _local_steps(self) -> LocalSteps | None:
-        """What steps in the optimizer's place where there are islands."""
-        if not self.config.sync.is_local:
-            return None
-        assert self.spread.mesh is not None
-        return make_local_steps(self.spread.module, self.optimizer, self.config.sync, self.spread.mesh)
 
     def _open_logger(self) -> Logger:
         log, train = self.config.log, self.config.train
@@ -195,7 +195,8 @@ class Trainer:
             for step in range(self.start_step, train.steps):
                 self._pending.append(self._watched_step(step) if step + 1 == watched else self._step(step))
                 done = step + 1
-                self.logger.tick(done, self._pending[-1].loss)
+                loss = self._pending[-1].loss
+                self.logger.tick(done, math.nan if loss is None else loss)
                 last = done == train.steps
                 first = step == self.start_step  # seen at once, a first line says that it works
                 if first or last or done % train.log_every == 0 or len(self._pending) >= _FLUSH_AT_MOST:
@@ -210,6 +211,7 @@ class Trainer:
                     self._interface_before = None
                 if done % _COLLECT_EVERY == 0:
                     collect()
+        self.stepper.close()
         summary = summarise(self)
         if self.ranks.is_main:
             write_json(self.output / "summary.json", summary)
@@ -218,9 +220,7 @@ class Trainer:
     def _watched_step(self, step: int) -> StepRecord:
         with measured_peak() as peak:
             record = self._step(step)
-        memory = self.spread.memory()
-        weights = memory.device_bytes if memory else local_nbytes(self.spread.module.parameters())
-        most = torch.tensor([peak.nbytes or 0, weights + state_nbytes(self.optimizer)])
+        most = torch.tensor([peak.nbytes or 0, self.stepper.resting_bytes()])
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
         self.measured = dict(zip(("step_peak_bytes", "resting_bytes"), most.tolist(), strict=True))
         return record
@@ -228,95 +228,63 @@ class Trainer:
     def _step(self, step: int) -> StepRecord:
         config = self.config
         began_s = time.perf_counter()
-        batch = self._batch(self.tokens.train, self.sampler.offsets(step))
-        lr = set_learning_rates(self.optimizer, step, config)
+        batch = self._batch(self.tokens.train, self._offsets(step))
+        lr = set_learning_rates(self.stepper.optimizer, step, config)
         torch.manual_seed(_step_seed(config.train.seed, step, self.ranks.rank))
-        self.spread.module.train()
-        self.spread.reset_peak_memory()
+        self.stepper.begin()
         self._synchronize()
         interface = self._interface_before or self._interface_bytes()
-        traffic, start_s = self._traffic_so_far(), time.perf_counter()
+        traffic, start_s = self.stepper.traffic(self._traffic_before), time.perf_counter()
 
-        losses = []
-        for micro_batch in range(config.train.accumulation):
-            self.spread.set_sync(micro_batch == config.train.accumulation - 1)
-            loss = self._loss(batch[micro_batch]) / config.train.accumulation
-            loss.backward()
-            losses.append(loss.detach())
-        grad_norm = self._clip()
-        mean_loss = float(sum(losses))
-        if not math.isfinite(grad_norm) or not math.isfinite(mean_loss):
-            self._refuse_to_go_on(step + 1, mean_loss, grad_norm)
-        syncs = self._update(is_last=step + 1 == config.train.steps)
-        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            taken = self.stepper.step(batch, is_last=step + 1 == config.train.steps)
+        except NotFinite as error:
+            self._refuse_to_go_on(step + 1, error)
         self._synchronize()
 
         step_s = time.perf_counter() - start_s
         after = self._interface_before = self._interface_bytes()
-        moved = self._traffic_before = self.spread.traffic()
+        moved = self._traffic_before = self.stepper.traffic()
         return StepRecord(
             step=step + 1,
-            loss=mean_loss,
-            grad_norm=grad_norm,
+            loss=taken.loss,
+            grad_norm=taken.grad_norm,
             lr=lr,
             step_s=step_s,
             data_s=start_s - began_s,
             traffic=moved - traffic if moved is not None and traffic is not None else None,
             interface_sent_bytes=after[0] - interface[0] if after and interface else None,
             interface_received_bytes=after[1] - interface[1] if after and interface else None,
-            memory=self.spread.memory(),
-            syncs=syncs,
+            memory=self.stepper.memory(),
+            syncs=taken.syncs,
+            staggering=taken.staggering,
         )
 
-    def _update(self, *, is_last: bool) -> tuple[SyncReport, ...]:
-        """Take the optimizer's step, and what is due of the islands' agreements."""
-        if self.local is None:
-            self.optimizer.step()
-            return ()
-        self.local.step()
-        if is_last:
-            self.local.finish()
-        return tuple(self.local.reports)
+    def _offsets(self, step: int) -> np.ndarray:
+        """Of this rank's rows, shape (micro-batches, rows)."""
+        workers = self.stepper.workers
+        offsets = self.sampler.global_offsets(step)[:, workers.start : workers.stop]
+        return offsets.reshape(-1, self.config.train.micro_batch_size)
 
     def _batch(self, tokens: np.ndarray, offsets: np.ndarray) -> Tensor:
         rows = torch.from_numpy(data.rows_at(tokens, offsets, self.config.data.sequence_length))
         return rows.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else rows
 
-    def _loss(self, rows: Tensor) -> Tensor:
-        """Mean next-token loss; the model shifts the labels and adds losses of its own (a router's, say)."""
-        return self.spread.forward_module(input_ids=rows, labels=rows, use_cache=False).loss
-
-    def _clip(self) -> float:
-        """Global norm of the gradients before clipping: one number, the same on every rank of an island."""
-        limit = self.config.optimizer.max_grad_norm or math.inf  # an infinite limit only measures
-        norm = nn.utils.clip_grad_norm_(self.parameters, limit)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-
-    def _refuse_to_go_on(self, step: int, loss: float, grad_norm: float) -> None:
-        """[Note: Non-finite losses] A loss that is not finite on one rank makes the gradients, and so the norm, not
-        finite on all of its island: no rank needs to be asked, and none takes the optimizer's step. Other islands know
-        nothing of it, nor can they be asked for their figures; they end as with any rank that fails, [Note: Failing
-        together] in launch.py."""
-        if not math.isfinite(grad_norm) and self.local is None:
+    def _refuse_to_go_on(self, step: int, error: NotFinite) -> NoReturn:
+        """See [Note: Non-finite losses] in steppers.py."""
+        if error.is_known_to_all:
             self._flush()
+        norm = "" if error.grad_norm is None else f", gradient norm {error.grad_norm}"
         raise JobError(
-            f"training stopped before the optimizer of step {step}: loss {loss} on rank {self.ranks.rank}, "
-            f"gradient norm {grad_norm}. The weights are as after step {step - 1}. Try a lower optimizer.lr, more "
+            f"training stopped before the optimizer of step {step}: loss {error.loss} on rank {self.ranks.rank}{norm}. "
+            f"The weights are {error.weights.format(step=step - 1)}. Try a lower optimizer.lr, more "
             "optimizer.warmup_steps, a smaller optimizer.max_grad_norm or another dtype; checkpoints, if any, are in "
             f"{self.output / CHECKPOINTS}"
-        )
+        ) from None
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    def _traffic_so_far(self) -> Snapshot | None:
-        """The counters now. What islands exchange behind training, between two steps too, is the next step's."""
-        now, before = self.spread.traffic(), self._traffic_before
-        if now is None or before is None or self.local is None:
-            return now
-        sizes = {key: before.sizes.get(key, 0) if key[1] == "outer" else size for key, size in now.sizes.items()}
-        return replace(now, sizes=sizes)
 
     def _interface_bytes(self) -> tuple[int, int] | None:
         """(sent, received) by this node so far, where the lab counts them; asked by one rank per node."""
@@ -338,7 +306,7 @@ class Trainer:
             self.ranks,
             self.group,
             tokens_per_step=self.tokens_per_step,
-            steps_per_sync=self.local.schedule.interval if self.local else None,
+            steps_per_sync=self.stepper.steps_per_sync,
         )
         self._pending.clear()
         self.history.extend(steps)
@@ -351,34 +319,27 @@ class Trainer:
         num_rows = len(self.tokens.evaluation) // length
         rows_at_once = rows_each * self.ranks.world_size
         num_batches = min(self.config.train.eval_batches, -(-num_rows // rows_at_once))
-        self.spread.module.eval()
+        self.stepper.module.eval()
         total = 0.0
-        with self._agreed(), torch.no_grad():
+        with self.stepper.consistent(), torch.no_grad():
             for index in range(num_batches):
                 first = index * rows_at_once + self.ranks.rank * rows_each
                 rows = (first + np.arange(rows_each)) % num_rows  # the last batch wraps around
-                total += float(self._loss(self._batch(self.tokens.evaluation, rows * length)))
+                total += float(self.stepper.loss(self._batch(self.tokens.evaluation, rows * length)))
         mean = torch.tensor([total / num_batches], dtype=torch.float64)
         dist.all_reduce(mean, group=self.group)
         values = {"eval_loss": float(mean) / self.ranks.world_size}
         self.evaluations.append({"step": step, **values})
         self.logger.evaluation(step, values)
 
-    def _agreed(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model is the one that islands agreed on."""
-        return self.local.outer_parameters() if self.local else contextlib.nullcontext()
-
     def _save(self, step: int) -> None:
-        contents: dict[str, Any] = {
-            "model": self.spread.module,
-            "optimizer": self.optimizer,
-            "local_steps": self.local,
-            "extra": {"tokens": step * self.tokens_per_step, "config": to_dict(self.config)},
-        }
+        extra = {"tokens": step * self.tokens_per_step, "config": to_dict(self.config)}
         if self.saver is not None:
-            self.saver.save(step, **contents)
+            self.stepper.save(partial(self.saver.save, step), extra)
         else:
-            laconic.checkpoint.save_checkpoint(self.output / CHECKPOINTS, step, keep=self.config.train.keep, **contents)
+            keep = self.config.train.keep
+            save = partial(laconic.checkpoint.save_checkpoint, self.output / CHECKPOINTS, step, keep=keep)
+            self.stepper.save(save, extra)
 
 
 def _require(value: Any) -> Any:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from laconic.islands.local_steps import SyncReport
 from laconic.traffic import Level, Purpose, Snapshot
 from laconic.train.launch import Ranks
+from laconic.train.staggering import Cyclic, Staggering, gather
 from laconic.train.strategies import Memory
 
 _KINDS: list[tuple[Level, Purpose]] = list(itertools.product(get_args(Level), get_args(Purpose)))
@@ -32,10 +33,10 @@ class StepRecord:
 
     step: int
     """Optimizer steps done after this one: 1 for the first."""
-    loss: float
-    """Mean over this rank's rows."""
-    grad_norm: float
-    """Before clipping; the same on all ranks of an island."""
+    loss: float | None
+    """Mean over this rank's rows; None where another rank has it."""
+    grad_norm: float | None
+    """Before clipping; the same on all ranks of an island; None if nobody has measured it."""
     lr: float
     """Learning rate used."""
     step_s: float
@@ -52,6 +53,8 @@ class StepRecord:
     """As the engine accounts it, if the strategy does."""
     syncs: tuple[SyncReport, ...] = ()
     """What islands agreed on after the step; as many on every rank."""
+    staggering: Staggering | None = None
+    """What the cyclic schedule did; on every rank, or on none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +91,8 @@ class Step:
     """Tokens seen since the beginning of the run."""
     loss: float
     """Mean over all ranks, and so over islands."""
-    grad_norm: float
-    """Mean over islands."""
+    grad_norm: float | None
+    """Mean over islands; None if nobody has measured it."""
     lr: float
     step_s: float
     data_s: float
@@ -114,10 +117,13 @@ class Step:
     """Resident memory of the largest process."""
     syncs: tuple[Sync, ...] = ()
     """What islands agreed on after it."""
+    cyclic: Cyclic | None = None
+    """What the cyclic schedule did."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; what nobody measured is left out."""
         values = {**self.__dict__, "syncs": [dict(sync.__dict__) for sync in self.syncs]}
+        values["cyclic"] = dict(self.cyclic.__dict__) if self.cyclic else None
         return {key: value for key, value in values.items() if value is not None and value != {} and value != []}
 
     def scalars(self) -> dict[str, float]:
@@ -127,6 +133,8 @@ class Step:
         for key, value in self.to_dict().items():
             if key == "traffic_bytes":
                 flat.update({f"traffic_bytes/{name}": float(size) for name, size in value.items()})
+            elif key == "cyclic":
+                flat.update({f"cyclic/{name}": float(figure) for name, figure in value.items()})
             elif key == "syncs":
                 for sync in value:
                     tag = f"fragment-{sync['fragment']}"
@@ -146,7 +154,8 @@ def reduce_records(
     tokens_per_step: int,
     steps_per_sync: int | None = None,
 ) -> list[Step]:
-    """Combine the same steps of all ranks. Collective: two small all-reduces, whatever the number of steps.
+    """Combine the same steps of all ranks. Collective: two small all-reduces, whatever the number of steps,
+    and one more exchange of a cyclic schedule.
 
     Args:
         tokens_per_step: of all ranks.
@@ -163,6 +172,8 @@ def reduce_records(
         dist.all_reduce(both, op=dist.ReduceOp.SUM, group=group)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     sums, sync_sums = both[: sums.numel()].view_as(sums), both[sums.numel() :].view_as(sync_sums)
+    staggerings = [record.staggering for record in records if record.staggering is not None]
+    cyclics = gather(staggerings, ranks, group) if staggerings else [None] * len(records)
     syncs = [
         _sync(report, row, ranks.world_size, tokens_per_step * (steps_per_sync or 1))
         for report, row in zip(reports, sync_sums.tolist(), strict=True)
@@ -176,8 +187,9 @@ def reduce_records(
             tokens_per_step,
             has_islands=steps_per_sync is not None,
             syncs=tuple(sync for sync in syncs if sync.step == record.step),
+            cyclic=cyclic,
         )
-        for record, row in zip(records, sums.tolist(), strict=True)
+        for record, row, cyclic in zip(records, sums.tolist(), cyclics, strict=True)
     ]
 
 
@@ -203,8 +215,9 @@ def _sync(report: SyncReport, sums: list[float], world_size: int, tokens: int) -
 def _summed(record: StepRecord) -> list[float]:
     traffic = record.traffic or Snapshot()
     return [
-        record.grad_norm,
-        record.loss,
+        record.grad_norm or 0.0,
+        record.loss or 0.0,
+        float(record.loss is not None),
         float(record.interface_sent_bytes is not None),
         float(record.interface_sent_bytes or 0),
         float(record.interface_received_bytes or 0),
@@ -233,15 +246,16 @@ def _step(
     *,
     has_islands: bool,
     syncs: tuple[Sync, ...],
+    cyclic: Cyclic | None,
 ) -> Step:
-    grad_norm, loss, interfaces, sent, received, host, wait, *sizes = sums
+    grad_norm, loss, losses, interfaces, sent, received, host, wait, *sizes = sums
     device, device_peak, allocated_peak, resident = (int(value) for value in most)
     counted = record.traffic is not None
     by_kind = {kind: int(size) for kind, size in zip(_KINDS, sizes, strict=True) if size}
     return Step(
         step=record.step,
         tokens=record.step * tokens_per_step,
-        loss=loss / ranks.world_size,
+        loss=loss / losses,
         grad_norm=grad_norm / ranks.world_size if has_islands else record.grad_norm,
         lr=record.lr,
         step_s=record.step_s,
@@ -258,6 +272,7 @@ def _step(
         allocated_peak_bytes=allocated_peak or None,
         resident_bytes=resident,
         syncs=syncs,
+        cyclic=cyclic,
     )
 
 
@@ -312,7 +327,7 @@ def _complete_lines(path: Path) -> list[str]:
 
 
 class TensorBoardLogger(Logger):
-    """Scalars by group: train, speed, wire, traffic_bytes, memory, sync, eval."""
+    """Scalars by group: train, speed, wire, traffic_bytes, memory, sync, cyclic, eval."""
 
     def __init__(self, folder: Path, *, after_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +57,11 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         grafting=settings.grafting,
         grafting_eps=settings.eps,
     )
+
+
+def make_stage_optimizer(config: Config) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    """From the parameters of a stage to their optimizer; not for those that want to know hidden layers from others."""
+    return lambda parameters: make_optimizer(nn.ParameterList(parameters), config)
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, step: int, config: Config) -> float:

@@ -17,7 +17,7 @@ def describe(step: Step, total: int) -> str:
     parts = [
         f"step {step.step:>{width}}/{total}",
         f"loss {step.loss:.4f}",
-        f"grad norm {step.grad_norm:.3f}",
+        *([f"grad norm {step.grad_norm:.3f}"] if step.grad_norm is not None else []),
         f"lr {step.lr:.2e}",
         f"{step.step_s:.3f} s/step",
         f"{step.tokens_per_s:,.0f} tokens/s",
@@ -27,6 +27,8 @@ def describe(step: Step, total: int) -> str:
         parts.append(f"wire {wire / 1e6:.2f} MB")
     if step.wait_s is not None:
         parts.append(f"waited {step.wait_s:.3f} s")
+    if step.cyclic is not None:
+        parts.append(f"{step.cyclic.live_peak} stage activations, {step.cyclic.stagger_kept:.0%} on time")
     return " | ".join(parts)
 
 

@@ -146,7 +146,8 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     """Decoupled decay of matrices; parameters of fewer than two dimensions (norms, biases) are never decayed."""
     max_grad_norm: float = 1.0
-    """Clip the global gradient norm, that of each island, to this; 0 only measures it."""
+    """Clip the global gradient norm, that of each island, to this; 0 only measures it. The cyclic schedule can clip
+    under the rules `clip`, `v1` and `dp` alone, and does not measure it."""
     lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After the warm-up: `cosine` falls to lr * min_lr_ratio, `wsd` stays and falls linearly at the end, `constant`."""
     warmup_steps: int = 0
@@ -344,6 +345,51 @@ class SyncConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Whether workers run at the same time, or one after the other."""
+
+    kind: Literal["simultaneous", "cyclic"] = "simultaneous"
+    """`cyclic`: the model is cut into one stage per worker, and workers run two time steps apart (Cyclic Data
+    Parallelism), so that gradients and parameters travel from neighbour to neighbour all along the step, and the
+    activations of all workers together stay flat. It takes the place of shard.*. All other keys are of `cyclic`."""
+    rule: Literal["v2", "lag2", "clip", "v1", "dp"] = "lag2"
+    """Which workers use the newest parameters of a stage, and which those of a batch before: docs/cyclic.md."""
+    states: Literal["replicated", "sharded", "shared"] = "replicated"
+    """Where parameters rest: on every worker, with their stage's owner alone, or (`shared`) each stage on its own
+    devices."""
+    workers: int | None = None
+    """Micro-batches of a global batch, and stages. Default: the number of ranks N; with states = "shared" the launch
+    has N (N + 1) / 2. On one rank so many micro-batches are interleaved on its device."""
+    cut_by: Literal["time", "memory", "parameters"] = "time"
+    """What stages have equal shares of: time of forward and backward or bytes saved for backward, both measured on rank
+    0 at the start, or parameters, which gives the same cut every time. A resumed run keeps its cut."""
+    stagger: float = 1.0
+    """How much of 1/N of a batch a worker is behind the one before: 1 keeps activations flat, less forgives a slow
+    wire."""
+
+    def __post_init__(self) -> None:
+        if not self.is_cyclic:
+            for item in dataclasses.fields(self):
+                _require(
+                    item.name == "kind" or getattr(self, item.name) == item.default,
+                    f"schedule.{item.name} = {getattr(self, item.name)!r} is for schedule.kind = 'cyclic', got "
+                    "'simultaneous'; leave it out, or set the kind",
+                )
+        _require(
+            self.workers is None or self.workers >= 2,
+            f"schedule.workers = {self.workers} must be at least 2, for one worker has nobody to be behind",
+        )
+        _require(
+            0 <= self.stagger <= 1, f"schedule.stagger = {self.stagger} must lie in [0, 1]; 1 is an N-th of a batch"
+        )
+
+    @property
+    def is_cyclic(self) -> bool:
+        """Whether workers run one after the other."""
+        return self.kind == "cyclic"
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How long, how much at once, and where to."""
 
@@ -352,7 +398,7 @@ class TrainConfig:
     micro_batch_size: int = 4
     """Rows per rank and micro-batch."""
     accumulation: int = 1
-    """Micro-batches per optimizer step."""
+    """Micro-batches per rank and optimizer step."""
     seed: int = 0
     """Seed of dropout; each step of each rank draws its own from it, so that a resumed run draws the same."""
     device: Literal["cpu", "cuda", "auto"] = "auto"

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 def summarise(trainer: Trainer) -> dict[str, Any]:
     """What a run was and measured, as plain values."""
     config, steps = trainer.config, trainer.history
-    parameters = list(trainer.spread.module.parameters())
+    parameters = list(trainer.stepper.module.parameters())
     return {
-        "strategy": config.shard.strategy,
+        "strategy": "cyclic" if config.schedule.is_cyclic else config.shard.strategy,
         "islands": num_islands(config, trainer.ranks),
         "slices": config.sync.slices,
-        "cache": config.shard.cache if config.shard.strategy == "laconic" else None,
+        "cache": None if config.schedule.is_cyclic or config.shard.strategy != "laconic" else config.shard.cache,
         "lora": config.lora.enabled,
         "num_nodes": trainer.ranks.num_nodes,
         "num_local": trainer.ranks.num_local,
@@ -48,6 +48,7 @@ def summarise(trainer: Trainer) -> dict[str, Any]:
         **trainer.measured,
         "resident_bytes": _most(step.resident_bytes for step in steps),
         "syncs": [dict(sync.__dict__) for step in steps for sync in step.syncs],
+        "cyclic": [dict(step.cyclic.__dict__) for step in steps if step.cyclic is not None],
         "evaluations": trainer.evaluations,
         "output": str(trainer.output),
         "versions": _versions(),
