@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -302,18 +303,28 @@ def test_carried_inputs_reach_every_module_of_a_list() -> None:
 def test_by_memory_and_by_costs() -> None:
     wide = layers(4, 4, 4, 256, 4, 4, 4)
     by_memory = cut(wide, 2, by="memory", example=torch.randn(16, 4))
-    assert len(by_memory[0]._blocks) == 3  # up to the layer that makes the wide output
+    assert by_memory[0].num_blocks == 3  # up to the layer that makes the wide output
     by_costs = cut(wide, 3, by=[1, 1, 1, 1, 4, 4])
-    assert [len(stage._blocks) for stage in by_costs] == [4, 1, 1]
+    assert [stage.num_blocks for stage in by_costs] == [4, 1, 1]
 
 
-def test_by_time() -> None:
-    """A layer that does the work of hundreds of others gets a stage of its own."""
-    wide = nn.Sequential(
-        nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 4)
-    )
-    stages = cut(wide, 2, example=torch.randn(512, 4))
-    assert len(stages[0]._blocks) == 4
+def test_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only layers advance: stages take the same time, and the first the more where that cannot be."""
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr("laconic.cyclic.stages.time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+
+    class Busy(nn.Linear):
+        def __init__(self, seconds: float) -> None:
+            super().__init__(4, 4)
+            self.seconds = seconds
+
+        def forward(self, x: Tensor) -> Tensor:
+            clock.now_s += self.seconds
+            return super().forward(x)
+
+    for seconds, borders in (([1, 1, 1, 9, 1], [4, 1]), ([2, 2, 2, 2, 4, 4], [4, 2]), ([1, 1, 1, 1, 1], [3, 2])):
+        stages = cut(nn.Sequential(*map(Busy, seconds)), 2, example=torch.randn(2, 4))
+        assert [stage.num_blocks for stage in stages] == borders
 
 
 def test_measuring_leaves_no_trace() -> None:
@@ -369,7 +380,7 @@ def job_cut() -> list[int]:
     import torch.distributed as dist
 
     costs = [[1, 1, 1, 3], [3, 1, 1, 1]][dist.get_rank()]
-    return [len(stage._blocks) for stage in cut([nn.Linear(2, 2) for _ in range(4)], 2, by=costs)]
+    return [stage.num_blocks for stage in cut([nn.Linear(2, 2) for _ in range(4)], 2, by=costs)]
 
 
 def test_all_ranks_cut_alike() -> None:
