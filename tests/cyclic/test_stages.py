@@ -194,6 +194,27 @@ def test_stages_train_as_the_model_does() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
+class DropsLogits(hf.GPT2LMHeadModel):
+    """Asks itself, not a module of its own, whether it trains."""
+
+    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(input_ids, **kwargs)
+        output.logits = nn.functional.dropout(output.logits, 0.5, self.training)
+        return output
+
+
+def test_stages_train_and_evaluate_as_the_model_does() -> None:
+    torch.manual_seed(0)
+    model = DropsLogits(hf.AutoConfig.for_model("gpt2", **MODELS["gpt2"]))
+    stages = cut(model.train(), 2, by="parameters")
+    for stage in stages:
+        stage.eval()
+    assert torch.equal(chain(stages, tokens()), model.eval()(tokens()).logits)
+    for stage in stages:
+        stage.train()
+    assert (chain(stages, tokens()) == 0).float().mean() == pytest.approx(0.5, abs=0.1)
+
+
 class SkipsALayer(hf.LlamaForCausalLM):
     """Adds something between its body and its head that no module does."""
 
@@ -367,6 +388,8 @@ def test_what_cannot_be_cut() -> None:
         cut(model, 2, example=torch.randn(2, 4), carry=1)
     with torch.device("meta"), pytest.raises(ValueError, match="meta device"):
         cut(nn.Sequential(*layers(4, 4, 4)), 2, by="parameters")
+    with torch.device("meta"), pytest.raises(ValueError, match="meta device"):
+        cut(causal_lm("llama"), 2)
 
 
 def test_shared_modules_across_stages_are_refused() -> None:

@@ -165,6 +165,7 @@ class _Front:
         stand_ins = nn.ModuleList(_stand_in(layer, noting) for layer in anatomy.layers)
         skipped = {name: nn.Identity() for name in anatomy.after}
         self._body = _shell(anatomy.body, **{anatomy.layers_path.rpartition(".")[2]: stand_ins}, **skipped)
+        self.shells = (self._body,)
         with torch.no_grad(), torch.random.fork_rng(_cuda_devices(inputs)):
             self._run(tuple(inputs.values()))
         slots: dict[int, _Slot] = {}
@@ -211,7 +212,7 @@ class _Layer:
     """One layer: (hidden states, carried) -> the same, the carried as they were."""
 
     def __init__(self, name: str, layer: nn.Module, call: _Arguments) -> None:
-        self.modules = {name: layer}
+        self.modules, self.shells = {name: layer}, ()
         self._layer, self._call = layer, call
 
     def __call__(self, hidden: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
@@ -228,10 +229,11 @@ class _Tail:
         self.modules = {f"{anatomy.body_path}.{name}": child for name, child in anatomy.after.items()}
         self.modules |= anatomy.outside
         names = anatomy.body_path.split(".")
-        inner: nn.Module = _BodyAfterLayers(anatomy)
+        self._model: nn.Module = _BodyAfterLayers(anatomy)
+        self.shells: list[nn.Module] = [self._model]
         for depth in reversed(range(len(names))):
-            inner = _shell(model.get_submodule(".".join(names[:depth])), **{names[depth]: inner})
-        self._model = inner
+            self._model = _shell(model.get_submodule(".".join(names[:depth])), **{names[depth]: self._model})
+            self.shells.append(self._model)
 
     def __call__(self, hidden: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
         return (self._model(inputs_embeds=hidden, use_cache=False).logits,)

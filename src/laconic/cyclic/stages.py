@@ -46,6 +46,8 @@ class Block(Protocol):
 
     modules: dict[str, nn.Module]
     """By their names in the model."""
+    shells: Sequence[nn.Module]
+    """Modules without parts of their own, whose code runs and may ask whether it trains."""
 
     def __call__(self, *values: Tensor) -> Values:
         """Outputs that are the next block's inputs."""
@@ -66,6 +68,13 @@ class Stage(nn.Module):
     def num_blocks(self) -> int:
         """Blocks of the model in this stage."""
         return len(self._blocks)
+
+    def train(self, mode: bool = True) -> Stage:
+        """See nn.Module."""
+        for block in self._blocks:
+            for shell in block.shells:
+                shell.training = mode
+        return super().train(mode)
 
     def forward(self, *hidden: Tensor) -> Tensor | Values:
         for block in self._blocks:
@@ -107,9 +116,10 @@ def cut(
     """
     if num_stages < 1:
         raise ValueError(f"num_stages={num_stages} is not possible; give as many stages as there will be workers")
-    blocks, values = _blocks_of(model, example, carry)
-    if any(parameter.is_meta for block in blocks for parameter in _parameters(block)):
+    modules = [model] if isinstance(model, nn.Module) else model
+    if any(parameter.is_meta for module in modules for parameter in module.parameters()):
         raise ValueError("the model is on the meta device; give its parameters values before it is cut")
+    blocks, values = _blocks_of(model, example, carry)
     costs = _same_on_all_ranks(_costs(blocks, values, by))
     borders = partition(costs, num_stages, is_allowed=_has_trainable(blocks))
     stages = [Stage(blocks[start:stop]) for start, stop in pairwise(borders)]
@@ -208,6 +218,7 @@ class _Module:
 
     def __init__(self, name: str, module: nn.Module, *, carry: int, is_last: bool, takes_tuple: bool) -> None:
         self.modules = {name: module}
+        self.shells: Sequence[nn.Module] = ()
         self._module, self._carry, self._is_last, self._takes_tuple = module, carry, is_last, takes_tuple
 
     def __call__(self, *values: Tensor) -> Values:
