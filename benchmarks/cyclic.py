@@ -366,10 +366,12 @@ def main() -> int:
         parser.error(f"there is no row {unknown[0]!r}; there are {', '.join(ROWS)}")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(**(QUICK if options.quick else FULL), out=Path(folder))  # type: ignore[arg-type]
-        rows = [ROWS[name](bench) for name in ROWS if name in options.rows.split(",")]
+        rows = []
+        for name in (name for name in ROWS if name in options.rows.split(",")):
+            rows.append(ROWS[name](bench))
+            if not options.quick:  # each at once, as a later one may fail
+                Record("cyclic.py", rows, ROWS).save()
     print(f"\n{rows_table(rows)}")
-    if not options.quick:
-        Record("cyclic.py", rows, ROWS).save()
     return 0
 
 

@@ -29,6 +29,7 @@ from _launch import launch
 from _partial import step_cost
 from record import Record, Row, rows_table
 
+from laconic.compare.runner import why
 from laconic.lab import Lab, LabUnavailable, format_rate
 
 _HERE = Path(__file__).parent
@@ -104,7 +105,7 @@ class Bench:
             command = [str(_HERE / "_islands.py"), str(given), str(answers), str(self.folder / "tokens")]
             outcome = lab.run(command, local=1, timeout_s=_TIMEOUT_S, show=False)
         if outcome.exit_code:
-            raise RuntimeError(f"the lab's run failed: {outcome.failure or outcome.nodes[0].output}")
+            raise RuntimeError(f"the lab's run failed: {why(outcome)}")
         found = [Answer(**answer) for answer in json.loads(answers.read_text())]
         return {job.name: answer for job, answer in zip(jobs, found, strict=True)}
 
@@ -358,13 +359,15 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             bench = Bench(Path(folder), quick=options.quick)
-            rows = [ROWS[name](bench) for name in ROWS if name in options.rows.split(",")]
+            rows = []
+            for name in (name for name in ROWS if name in options.rows.split(",")):
+                rows.append(ROWS[name](bench))
+                if not options.quick:  # each at once, as a later one may fail
+                    _record(rows, bench.answers)
     except LabUnavailable as error:
         print(f"local_steps.py: {error}", file=sys.stderr)
         return 1
     print(f"\n{rows_table(rows)}")
-    if not options.quick:
-        _record(rows, bench.answers)
     return 0
 
 

@@ -106,6 +106,13 @@ def why(outcome: RunResult) -> str:
     refused = [line.removeprefix("laconic train: ") for line in lines if line.startswith("laconic train: ")]
     if refused:
         return refused[0]
-    if outcome.failure is not None:
-        return f"rank {outcome.failure.rank} failed first:\n{outcome.failure.error.rstrip()}"
+    if outcome.failure is None:
+        return _ending(lines)
+    found = f"rank {outcome.failure.rank} failed first:\n{outcome.failure.error.rstrip()}"
+    if outcome.failure.exit_code < 0:  # by a signal: what there is to know, it said before
+        found += "\n" + _ending(outcome.nodes[outcome.failure.node].output.splitlines())
+    return found
+
+
+def _ending(lines: list[str]) -> str:
     return "\n".join(["its last lines are", *lines[-_SHOWN_LINES:]])
