@@ -1,13 +1,15 @@
 """How well models train under each rule: a small ResNet on digits, a small Llama on the corpus of the trainer.
 
 All workers are played by one process (the runtime without a mesh), which gives the bits that N processes give. For each
-rule learning rate and momentum are those of a grid with the best mean on validation data, over some of the seeds; what
-is reported is another part of the data, over all seeds.
+rule the settings are those of a grid with the best mean on validation data, over some of the seeds; what is reported is
+another part of the data, over all seeds.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +27,20 @@ WORKERS = 4
 RULES = ("dp", "v1", "v2", "lag2")
 Batch = list[tuple[Tensor, Tensor]]
 """Inputs and targets of every worker."""
-Setting = tuple[float, float]
-"""Learning rate, and momentum or Adam's first beta: staleness narrows the range of the one the more the other is."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Of the optimizer; staleness narrows the range of learning rates by momentum, and what Nesterov's brings back."""
+
+    lr: float
+    momentum: float
+    """Or Adam's first beta."""
+    nesterov: bool = False
+    """With Adam: NAdam."""
+
+    def __str__(self) -> str:
+        return f"{self.lr:g} ({self.momentum:g}{', Nesterov' if self.nesterov else ''})"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +57,8 @@ class Study:
     tuning_seeds: int
     """The first of them, which choose the setting."""
     steps: int
+    plain_steps: int = 0
+    """How many of them, the first, are taken under rule dp."""
     task: Callable[[int], Task]
     """From a seed."""
 
@@ -54,8 +70,8 @@ class Task:
     model: nn.Module
     example: Tensor
     loss: Callable[[Tensor, Tensor], Tensor]
-    optimizer: Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
-    """With this momentum; the learning rate is set before every step."""
+    optimizer: Callable[[list[nn.Parameter], Setting], torch.optim.Optimizer]
+    """The learning rate is set before every step."""
     batches: Callable[[int], Iterator[Batch]]
     """So many of them."""
     evaluate: Callable[[Callable[[Tensor], Tensor]], tuple[float, float]]
@@ -91,7 +107,7 @@ def _outcome(study: Study, rule: str, progress: Callable[[str], None]) -> Outcom
     def run(setting: Setting, seeds: range) -> list[tuple[float, float]]:
         found = [train(study, rule, setting, seed) for seed in seeds]
         told = ", ".join(f"{valid:.4f} / {test:.4f}" for valid, test in found)
-        progress(f"{study.name}, {rule}, {in_words(setting)}: validation / {study.measure} {told}")
+        progress(f"{study.name}, {rule}, {setting}: validation / {study.measure} {told}")
         return found
 
     tried = {setting: run(setting, range(study.tuning_seeds)) for setting in study.settings}
@@ -101,22 +117,12 @@ def _outcome(study: Study, rule: str, progress: Callable[[str], None]) -> Outcom
     return Outcome(rule=rule, setting=best, results=tuple(test for _, test in runs))
 
 
-def in_words(setting: Setting) -> str:
-    """Learning rate and momentum."""
-    return f"{setting[0]:g} ({setting[1]:g})"
-
-
 def train(study: Study, rule: str, setting: Setting, seed: int) -> tuple[float, float]:
     """(validation, test) after one run; the learning rate warms up over a tenth of it and falls as a cosine."""
-    rate, momentum = setting
-    torch.manual_seed(seed)
-    task = study.task(seed)
-    stages = cut(task.model, WORKERS, by="parameters", example=task.example)
-    trainer = CyclicDataParallel(stages, task.loss, lambda ps: task.optimizer(ps, momentum), None, rule=rule)
-    for step, batch in enumerate(task.batches(study.steps)):
-        trainer.set_hyperparameters(lr=rate * _schedule((step + 1) / study.steps))
-        trainer.step(batch)
-    trainer.drain()
+    task, stages, trainer = _begin(study, rule, setting, seed)
+    if study.plain_steps:
+        trainer.load_state_dict(_plain_state(study, setting, seed))
+    _run(study, task, trainer, setting, range(study.plain_steps, study.steps))
 
     def predict(inputs: Tensor) -> Tensor:
         values: Any = (inputs,)
@@ -129,6 +135,28 @@ def train(study: Study, rule: str, setting: Setting, seed: int) -> tuple[float, 
         stage.eval()
     with torch.no_grad():
         return task.evaluate(predict)
+
+
+def _begin(study: Study, rule: str, setting: Setting, seed: int) -> tuple[Task, list[nn.Module], CyclicDataParallel]:
+    torch.manual_seed(seed)
+    task = study.task(seed)
+    stages = cut(task.model, WORKERS, by="parameters", example=task.example)
+    return task, stages, CyclicDataParallel(stages, task.loss, lambda ps: task.optimizer(ps, setting), None, rule=rule)
+
+
+@functools.cache
+def _plain_state(study: Study, setting: Setting, seed: int) -> dict[str, Any]:
+    """Of a trainer that has taken the plain steps."""
+    task, _, trainer = _begin(study, "dp", setting, seed)
+    _run(study, task, trainer, setting, range(study.plain_steps))
+    return trainer.state_dict()
+
+
+def _run(study: Study, task: Task, trainer: CyclicDataParallel, setting: Setting, steps: range) -> None:
+    for step, batch in zip(steps, itertools.islice(task.batches(steps.stop), steps.start, None), strict=True):
+        trainer.set_hyperparameters(lr=setting.lr * _schedule((step + 1) / study.steps))
+        trainer.step(batch)
+    trainer.drain()
 
 
 def _schedule(share: float) -> float:
@@ -202,8 +230,8 @@ def digits(*, seeds: int, tuning_seeds: int, epochs: int, settings: Sequence[Set
             model=small_resnet(),
             example=images[:rows],
             loss=functional.cross_entropy,
-            optimizer=lambda parameters, momentum: torch.optim.SGD(
-                parameters, lr=0.1, momentum=momentum, weight_decay=5e-4
+            optimizer=lambda parameters, setting: torch.optim.SGD(
+                parameters, lr=setting.lr, momentum=setting.momentum, nesterov=setting.nesterov, weight_decay=5e-4
             ),
             batches=batches,
             evaluate=evaluate,
@@ -223,7 +251,9 @@ def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def language(*, seeds: int, tuning_seeds: int, steps: int, settings: Sequence[Setting], folder: Path) -> Study:
+def language(
+    *, seeds: int, tuning_seeds: int, plain_steps: int, steps: int, settings: Sequence[Setting], folder: Path
+) -> Study:
     """A byte-level Llama on the sources of Python's standard library; files held out to validate and to test."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -261,17 +291,23 @@ def language(*, seeds: int, tuning_seeds: int, steps: int, settings: Sequence[Se
             model=model,
             example=held[:1],
             loss=next_token_loss,
-            optimizer=lambda parameters, momentum: torch.optim.AdamW(
-                parameters, lr=1e-3, betas=(momentum, 0.95), weight_decay=0.1
-            ),
+            optimizer=_adam,
             batches=batches,
             evaluate=evaluate,
         )
 
     return Study(
         name="Llama on the trainer's corpus", measure="eval loss", is_loss=True, settings=tuple(settings), seeds=seeds,
-        tuning_seeds=tuning_seeds, steps=steps, task=task,
+        tuning_seeds=tuning_seeds, plain_steps=plain_steps, steps=steps, task=task,
     )  # fmt: skip
+
+
+def _adam(parameters: list[nn.Parameter], setting: Setting) -> torch.optim.Optimizer:
+    common = {"lr": setting.lr, "betas": (setting.momentum, 0.95), "weight_decay": 0.1}
+    if not setting.nesterov:
+        return torch.optim.AdamW(parameters, **common)
+    # momentum_decay: momentum at its full value after some dozens of steps, not after tens of thousands
+    return torch.optim.NAdam(parameters, **common, decoupled_weight_decay=True, momentum_decay=1.0)
 
 
 def _spread(last: int, count: int) -> Any:

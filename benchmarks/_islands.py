@@ -74,8 +74,10 @@ class Job:
     steps: int
     warm_steps: int = 0
     """Begin with the weights after so many steps of every-step data parallel at `warm_lr`, which are taken once for all
-    jobs; they are not counted, and optimizer and schedule begin anew after them."""
-    warm_lr: float = 1e-3
+    jobs; they are not counted. The learning rate's schedule goes on after them, the optimizer begins anew."""
+    warm_lr: float = 2e-3
+    schedule_steps: int = 0
+    """How long the schedule is, these steps included; 0: until the job's last step."""
     rows: int = 4
     """Per island and step."""
     length: int = 128
@@ -129,8 +131,10 @@ class _Islands:
 
     def warm(self, job: Job, model: nn.Module) -> None:
         """Give the model the weights that the job begins with; they rest in a file, for later launches too."""
-        kept = {"seed": job.seed, "steps": job.warm_steps, "shape": job.shape, "lr": job.warm_lr}
-        start = Job(name="warm", kind="ddp", lr_schedule="constant", warm_steps=0, **kept)  # type: ignore[arg-type]
+        start = Job(
+            name="warm", kind="ddp", seed=job.seed, steps=job.warm_steps, lr=job.warm_lr, shape=job.shape,
+            lr_schedule=job.lr_schedule, warmup_steps=job.warmup_steps, schedule_steps=_schedule_steps(job),
+        )  # fmt: skip
         name = hashlib.sha256(repr(start).encode()).hexdigest()[:16]
         file = self._folder / f"warm-{name}.pt"
         if not file.exists():  # on all ranks or on none: it is written behind a barrier
@@ -216,11 +220,15 @@ class _Steps:
         """Yields after each step how many there were."""
         job = self._job
         schedule = OptimizerConfig(lr=job.lr, warmup_steps=job.warmup_steps, lr_schedule=job.lr_schedule)
+        total_steps = _schedule_steps(job)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for step in range(job.steps):
             rows = _rows(job, self._islands, job.warm_steps + step)
+            lr = lr_at(job.warm_steps + step, schedule, total_steps=total_steps)
+            if job.warm_steps:  # the optimizer begins anew
+                lr *= min(1.0, (step + 1) / job.warmup_steps)
             for group in optimizer.param_groups:
-                group["lr"] = lr_at(step, schedule, total_steps=job.steps)
+                group["lr"] = lr
             before, began_s = interface_bytes(), time.perf_counter()
             called(input_ids=rows, labels=rows).loss.backward()
             nn.utils.clip_grad_norm_(trained, 1.0)
@@ -239,6 +247,10 @@ class _Steps:
             self.sent.append(sum(report.sent_bytes for report in synced))
             self.reports += [dataclasses.asdict(report) for report in synced]
             yield step + 1
+
+
+def _schedule_steps(job: Job) -> int:
+    return job.schedule_steps or job.warm_steps + job.steps
 
 
 def _rows(job: Job, islands: _Islands, step: int) -> Tensor:

@@ -29,6 +29,7 @@ from typing import Any
 
 import _cyclic_accuracy as accuracy
 import numpy as np
+from _cyclic_accuracy import Setting
 from _cyclic_jobs import STAGE_BYTES, Watched, live_over_time, run_sleeping, train_digest
 from _cyclic_traces import MODELS
 from _launch import launch
@@ -73,17 +74,25 @@ class Bench:
 FULL = {
     "op_s": 0.08, "workers": (4, 8), "batches": 4, "wall_batches": 16, "llama": _LLAMA, "lab_steps": 8, "repeats": 3,
     "digits": {
-        "seeds": 6, "tuning_seeds": 2, "epochs": 15, "settings": ((0.03, 0.9), (0.1, 0.9), (0.1, 0.5), (0.3, 0.5)),
+        "seeds": 6, "tuning_seeds": 2, "epochs": 15,
+        "settings": tuple(Setting(lr=lr, momentum=m) for lr, m in ((0.03, 0.9), (0.1, 0.9), (0.1, 0.5), (0.3, 0.5))),
     },
     "language": {
-        "seeds": 5, "tuning_seeds": 1, "steps": 500, "settings": ((5e-4, 0.9), (1e-3, 0.9), (1e-3, 0.5), (2e-3, 0.5)),
+        "seeds": 5, "tuning_seeds": 1, "plain_steps": 400, "steps": 1000,
+        "settings": (
+            Setting(lr=1e-3, momentum=0.9), Setting(lr=2e-3, momentum=0.9), Setting(lr=2e-3, momentum=0.5),
+            Setting(lr=2e-3, momentum=0.95, nesterov=True), Setting(lr=4e-3, momentum=0.95, nesterov=True),
+        ),
     },
 }  # fmt: skip
 QUICK = {
     "op_s": 0.03, "workers": (2, 3), "batches": 3, "wall_batches": 3, "llama": _TINY_LLAMA, "lab_steps": 2,
     "repeats": 1,
-    "digits": {"seeds": 2, "tuning_seeds": 1, "epochs": 1, "settings": ((0.05, 0.9),)},
-    "language": {"seeds": 2, "tuning_seeds": 1, "steps": 3, "settings": ((3e-3, 0.9),)},
+    "digits": {"seeds": 2, "tuning_seeds": 1, "epochs": 1, "settings": (Setting(lr=0.05, momentum=0.9),)},
+    "language": {
+        "seeds": 2, "tuning_seeds": 1, "plain_steps": 2, "steps": 4,
+        "settings": (Setting(lr=3e-3, momentum=0.9, nesterov=True),),
+    },
 }  # fmt: skip
 
 
@@ -317,6 +326,8 @@ def _study(study: accuracy.Study, key: str, claim: str) -> Row:
     digits_shown = 4 if study.is_loss else 2
     scale = 1 if study.is_loss else 100
 
+    first = f", the first {study.plain_steps} under rule dp" if study.plain_steps else ""
+
     def told(outcome: accuracy.Outcome) -> str:
         return f"{outcome.rule} {scale * outcome.mean:.{digits_shown}f} ± {scale * outcome.deviation:.{digits_shown}f}"
 
@@ -327,10 +338,10 @@ def _study(study: accuracy.Study, key: str, claim: str) -> Row:
         measured=", ".join(told(outcome) for outcome in found) + ("" if study.is_loss else " %"),
         is_met=all(accuracy.is_within_noise(study, plain, other) for other in others),
         note=(
-            f"{study.measure}, mean ± standard deviation between seeds, {study.steps} steps, {accuracy.WORKERS} "
+            f"{study.measure}, mean ± standard deviation between seeds, {study.steps} steps{first}, {accuracy.WORKERS} "
             "workers; noise: the larger deviation of the two. Learning rates and, in brackets, momenta "
-            f"{', '.join(f'{outcome.rule} {accuracy.in_words(outcome.setting)}' for outcome in found)}, chosen of "
-            f"{', '.join(map(accuracy.in_words, study.settings))} on validation data with the first "
+            f"{', '.join(f'{outcome.rule} {outcome.setting}' for outcome in found)}, chosen of "
+            f"{', '.join(map(str, study.settings))} on validation data with the first "
             f"{study.tuning_seeds} seeds."
         ),
     )

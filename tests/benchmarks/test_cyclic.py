@@ -77,6 +77,9 @@ def test_the_trace_row_holds_models_to_their_claims(bench: cyclic.Bench, monkeyp
 # ------------------------------------------------------------------------------------------------ accuracy
 
 
+_SLOW, _FAST = (accuracy.Setting(lr=lr, momentum=0.5) for lr in (1e-9, 0.05))
+
+
 def study(*, is_loss: bool = True, seeds: int = 2) -> accuracy.Study:
     """Least squares with a noisy teacher."""
 
@@ -98,13 +101,13 @@ def study(*, is_loss: bool = True, seeds: int = 2) -> accuracy.Study:
             model=nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 1)),
             example=torch.zeros(8, 4),
             loss=functional.mse_loss,
-            optimizer=lambda parameters, momentum: torch.optim.Adam(parameters, lr=0.1, betas=(momentum, 0.9)),
+            optimizer=lambda ps, setting: torch.optim.Adam(ps, lr=0.1, betas=(setting.momentum, 0.9)),
             batches=batches,
             evaluate=evaluate,
         )
 
     return accuracy.Study(
-        name="toy", measure="error", is_loss=is_loss, settings=((1e-9, 0.5), (0.05, 0.5)), seeds=seeds,
+        name="toy", measure="error", is_loss=is_loss, settings=(_SLOW, _FAST), seeds=seeds,
         tuning_seeds=1, steps=20, task=task,
     )  # fmt: skip
 
@@ -114,21 +117,30 @@ def test_every_rule_learns_and_gets_the_setting_that_validates_best() -> None:
     found = accuracy.outcomes(study(), told.append)
     assert [outcome.rule for outcome in found] == list(accuracy.RULES)
     for outcome in found:
-        assert outcome.setting == (0.05, 0.5)
+        assert outcome.setting == _FAST
         assert len(outcome.results) == 2
-        assert outcome.mean < 0.5 * accuracy.train(study(), outcome.rule, (1e-9, 0.5), 0)[1]
+        assert outcome.mean < 0.5 * accuracy.train(study(), outcome.rule, _SLOW, 0)[1]
     assert len(told) == len(accuracy.RULES) * 3  # two rates, and the rest of the seeds
 
 
 def test_equal_seeds_repeat_to_the_bit() -> None:
-    assert accuracy.train(study(), "v2", (0.05, 0.5), 1) == accuracy.train(study(), "v2", (0.05, 0.5), 1)
-    assert accuracy.train(study(), "v2", (0.05, 0.5), 1) != accuracy.train(study(), "dp", (0.05, 0.5), 1)
+    assert accuracy.train(study(), "v2", _FAST, 1) == accuracy.train(study(), "v2", _FAST, 1)
+    assert accuracy.train(study(), "v2", _FAST, 1) != accuracy.train(study(), "dp", _FAST, 1)
+
+
+def test_plain_steps_are_those_of_rule_dp() -> None:
+    """Under dp such a run is wholly plain; under another rule it is neither that nor wholly stale."""
+    made = study()
+    first_plain = dataclasses.replace(made, plain_steps=10)
+    assert accuracy.train(first_plain, "dp", _FAST, 0) == accuracy.train(made, "dp", _FAST, 0)
+    results = [accuracy.train(each, rule, _FAST, 0) for each, rule in ((made, "dp"), (made, "v1"), (first_plain, "v1"))]
+    assert len(set(results)) == 3
 
 
 @pytest.mark.parametrize(("is_loss", "better", "worse"), [(True, 0.5, 1.5), (False, 1.5, 0.5)])
 def test_noise_is_the_deviation_between_seeds(is_loss: bool, better: float, worse: float) -> None:
     def outcome(middle: float, spread: float) -> accuracy.Outcome:
-        return accuracy.Outcome(rule="v2", setting=(0.1, 0.9), results=(middle - spread, middle, middle + spread))
+        return accuracy.Outcome(rule="v2", setting=_FAST, results=(middle - spread, middle, middle + spread))
 
     plain = outcome(1.0, 0.1)
     made = study(is_loss=is_loss)
@@ -143,7 +155,7 @@ def test_the_small_resnet_is_cut_into_stages_that_all_train() -> None:
     (first, *_) = task.batches(made.steps)
     assert len(first) == accuracy.WORKERS
     assert all(inputs.shape == (16, 1, 8, 8) and targets.shape == (16,) for inputs, targets in first)
-    validation, test = accuracy.train(dataclasses.replace(made, steps=4), "v2", (0.05, 0.9), 0)
+    validation, test = accuracy.train(dataclasses.replace(made, steps=4), "v2", _FAST, 0)
     assert 0 <= validation <= 1
     assert 0 <= test <= 1
 

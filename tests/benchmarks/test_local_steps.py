@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def answer(losses: list[float], **rest: Any) -> Answer:
 
 def test_seconds_to_a_loss_are_those_of_the_first_evaluation_that_is_as_good() -> None:
     assert local_steps._seconds_to(answer([3.0, 2.0, 1.0, 1.5]), 2.0) == (0.5, 10)
-    assert local_steps._seconds_to(answer([3.0, 2.5]), 2.0) == (None, None)
+    assert local_steps._seconds_to(answer([3.0, 2.5]), 2.0) == (math.inf, 10)
 
 
 def test_excess_is_of_the_means() -> None:
