@@ -9,9 +9,9 @@ mind what else the machine does; times (wall-clock, overlap) are measured in the
 
 [Note: Equal tokens]
 All runs of a seed take the same rows in the same steps; a step of every-step data parallel averages the gradients of
-the rows that the islands of the others see on their own. They start from the same weights, after some steps of data
-parallel: before, a model of this size learns something new with every batch, and averages of weights that learnt
-different things lose much of it (DiLoCo's paper begins after a quarter of its steps, too).
+the rows that the islands of the others see on their own. They start from the same weights, and follow the rest of one
+learning-rate schedule: before, a model of this size learns something new with every batch, and averages of weights that
+learnt different things lose much of it (DiLoCo's paper begins after a quarter of its steps, too).
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ _TINY = Shape(hidden=32, intermediate=64, layers=8)
 _SMALL_STEP = {"rows": 2, "length": 64}
 """Rows of jobs whose times are measured: the wire, and not two cores for four islands, is what they wait for."""
 
-_WARM_STEPS = 1000
-"""Of every-step data parallel, before what is compared begins, as in DiLoCo's paper: [Note: Equal tokens]."""
+_WARM_STEPS = 880
+"""Of every-step data parallel, before what is compared begins: [Note: Equal tokens]."""
+_LOSS_STEPS = 320
+_EVERY = 16
+"""For twenty syncs in these steps: the outer momentum needs about ten."""
+_LOSS_SHAPE = Shape(layers=5)
 _STREAMED = {"fragments": 4, "overlap": 2}
 LOSSES = {
     "ddp": {"kind": "ddp"},
@@ -51,10 +55,11 @@ LOSSES = {
     "diloco fp4": {"codec": "fp4"},
     "streamed int8": {"codec": "int8", **_STREAMED},
     "streamed fp4": {"codec": "fp4", **_STREAMED},
-    "slices 2": {"codec": "fp4", "slices": 2, **_STREAMED},
-    "slices 4": {"codec": "fp4", "slices": 4, **_STREAMED},
+    "slices 2": {"codec": "fp4", "slices": 2, "outer_momentum": 0.5, **_STREAMED},
+    "slices 4": {"codec": "fp4", "slices": 4, "outer_momentum": 0.0, **_STREAMED},
 }
-"""The runs whose losses are compared."""
+"""The runs whose losses are compared. Islands that train different slices do not see each other move, and overshoot
+together if momentum carries them on: the fewer hold a slice, the less of it they bear."""
 
 
 class Bench:
@@ -64,7 +69,7 @@ class Bench:
         self.folder, self.quick = folder, quick
         self.shape = _TINY if quick else Shape()
         self.seeds = 1 if quick else 3
-        self.loss_steps = 40 if quick else 400
+        self.loss_steps = 40 if quick else _LOSS_STEPS
         self.warm_steps = 20 if quick else _WARM_STEPS
         self.answers: dict[str, Answer] = {}
 
@@ -81,7 +86,8 @@ class Bench:
                     seed=seed,
                     steps=self.loss_steps,
                     warm_steps=self.warm_steps,
-                    shape=self.shape,
+                    shape=_TINY if self.quick else _LOSS_SHAPE,
+                    every=_EVERY,
                     eval_every=self.loss_steps // 8,
                     **options,  # type: ignore[arg-type]
                 )
@@ -146,7 +152,7 @@ def _excess(mine: list[float], other: list[float]) -> float:
 
 
 def _losses_note(bench: Bench, names: list[str], baseline: str) -> str:
-    job = Job(name="", steps=bench.loss_steps)
+    job = Job(name="", steps=bench.loss_steps, every=_EVERY)
     base = bench.losses(baseline)
 
     def described(name: str) -> str:
@@ -157,9 +163,17 @@ def _losses_note(bench: Bench, names: list[str], baseline: str) -> str:
     return (
         f"means of {bench.seeds} seeds and, by seed, against {baseline}: {'; '.join(map(described, names))}. "
         f"{bench.answer('ddp/0').num_parameters / 1e6:.2f} M parameters, {bench.loss_steps} steps of {_ISLANDS} x "
-        f"{job.rows} x {job.length} tokens after {bench.warm_steps} of data parallel, every={job.every}, streamed in "
-        f"{_STREAMED['fragments']} fragments with overlap {_STREAMED['overlap']}; the loss is of the outer parameters."
+        f"{job.rows} x {job.length} tokens after {bench.warm_steps} of data parallel, on one cosine from {job.lr:g}, "
+        f"every={job.every}, streamed in {_STREAMED['fragments']} fragments with overlap {_STREAMED['overlap']}, outer "
+        f"learning rate {job.outer_lr:g}, momentum {_momenta(names)}; the loss is of the outer parameters."
     )
+
+
+def _momenta(names: list[str]) -> str:
+    momenta = {name: LOSSES[name].get("outer_momentum", Job.outer_momentum) for name in names if name != "ddp"}
+    if len(set(momenta.values())) == 1:
+        return f"{next(iter(momenta.values())):g}"
+    return ", ".join(f"{momentum:g} ({name})" for name, momentum in momenta.items())
 
 
 def bytes_per_token(bench: Bench) -> Row:
