@@ -16,7 +16,6 @@ Accuracy is that of one process that plays all workers, to the same bits as N of
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -34,6 +33,7 @@ from _cyclic_jobs import STAGE_BYTES, Watched, live_over_time, run_sleeping, tra
 from _cyclic_traces import MODELS
 from _launch import launch
 from _llama import Llama
+from measure import measure, options_of
 from record import Record, Row, rows_table
 
 from laconic.compare.runner import why
@@ -366,22 +366,10 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, epilog=f"rows: {', '.join(ROWS)}"
-    )
-    parser.add_argument("--rows", default=",".join(ROWS), metavar="A,B,...", help="which to measure (default: all)")
-    parser.add_argument("--quick", action="store_true", help="tiny jobs; prints, records nothing")
-    options = parser.parse_args()
-    unknown = [name for name in options.rows.split(",") if name not in ROWS]
-    if unknown:
-        parser.error(f"there is no row {unknown[0]!r}; there are {', '.join(ROWS)}")
+    options = options_of(__doc__, ROWS, quick="tiny jobs")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(**(QUICK if options.quick else FULL), out=Path(folder))  # type: ignore[arg-type]
-        rows = []
-        for name in (name for name in ROWS if name in options.rows.split(",")):
-            rows.append(ROWS[name](bench))
-            if not options.quick:  # each at once, as a later one may fail
-                Record("cyclic.py", rows, ROWS).save()
+        rows = measure(ROWS, options, bench, lambda found: Record("cyclic.py", found, ROWS).save())
     print(f"\n{rows_table(rows)}")
     return 0
 

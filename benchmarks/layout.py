@@ -10,7 +10,6 @@ time and memory (benchmarks/_engine.py) are measured in the lab on a quiet machi
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import _engine
 import _padding
+from measure import measure, options_of
 from record import Record, Row, rows_table
 
 from laconic.compare.table import markdown
@@ -49,29 +49,10 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, epilog=f"rows: {', '.join(ROWS)}"
-    )
-    parser.add_argument("--rows", default=",".join(ROWS), metavar="A,B,...", help="which to measure (default: all)")
-    parser.add_argument("--quick", action="store_true", help="few sizes and a tiny job; prints, records nothing")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/layout"), metavar="DIR", help="for the runs' own folders"
-    )
-    options = parser.parse_args()
-    chosen = options.rows.split(",")
-    unknown = [name for name in chosen if name not in ROWS]
-    if unknown:
-        parser.error(f"there is no row {unknown[0]!r}; there are {', '.join(ROWS)}")
+    options = options_of(__doc__, ROWS, quick="few sizes and a tiny job", out=Path("runs/layout"))
     bench = Bench(options.out, quick=options.quick)
-    rows = []
-    for name in ROWS:
-        if name in chosen:
-            print(f"{name} ...", file=sys.stderr, flush=True)
-            rows.append(ROWS[name](bench))
-    table = _padding.table(bench.plans)
-    print(f"\n{rows_table(rows)}\n\n{_render(table)}")
-    if not options.quick:
-        _record(rows, table)
+    rows = measure(ROWS, options, bench, lambda found: _record(found, _padding.table(bench.plans)))
+    print(f"\n{rows_table(rows)}\n\n{_render(_padding.table(bench.plans))}")
     return 0
 
 

@@ -16,7 +16,6 @@ learnt different things lose much of it (DiLoCo's paper begins after a quarter o
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -28,6 +27,7 @@ from pathlib import Path
 from _islands import Answer, Job, Shape, run_jobs, write_jobs
 from _launch import launch
 from _partial import step_cost
+from measure import measure, options_of
 from record import Record, Row, rows_table
 
 from laconic.compare.runner import why
@@ -359,23 +359,11 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, epilog=f"rows: {', '.join(ROWS)}"
-    )
-    parser.add_argument("--rows", default=",".join(ROWS), metavar="A,B,...", help="which to measure (default: all)")
-    parser.add_argument("--quick", action="store_true", help="tiny jobs and few steps; prints, records nothing")
-    options = parser.parse_args()
-    unknown = [name for name in options.rows.split(",") if name not in ROWS]
-    if unknown:
-        parser.error(f"there is no row {unknown[0]!r}; there are {', '.join(ROWS)}")
+    options = options_of(__doc__, ROWS, quick="tiny jobs and few steps")
     try:
         with tempfile.TemporaryDirectory() as folder:
             bench = Bench(Path(folder), quick=options.quick)
-            rows = []
-            for name in (name for name in ROWS if name in options.rows.split(",")):
-                rows.append(ROWS[name](bench))
-                if not options.quick:  # each at once, as a later one may fail
-                    _record(rows, bench.answers)
+            rows = measure(ROWS, options, bench, lambda found: _record(found, bench.answers))
     except LabUnavailable as error:
         print(f"local_steps.py: {error}", file=sys.stderr)
         return 1

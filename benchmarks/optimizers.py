@@ -12,7 +12,6 @@ DTensor issues is counted as the best algorithm for it moves it (benchmarks/_col
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import statistics
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from _collective_bytes import CollectiveBytes
 from _launch import launch
 from _llama import Llama, decoder_layers
+from measure import measure, options_of
 from record import Record, Row, rows_table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -275,15 +275,7 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, epilog=f"rows: {', '.join(ROWS)}"
-    )
-    parser.add_argument("--rows", default=",".join(ROWS), metavar="A,B,...", help="which to measure (default: all)")
-    parser.add_argument("--quick", action="store_true", help="a tiny job and few steps; prints, records nothing")
-    options = parser.parse_args()
-    unknown = [name for name in options.rows.split(",") if name not in ROWS]
-    if unknown:
-        parser.error(f"there is no row {unknown[0]!r}; there are {', '.join(ROWS)}")
+    options = options_of(__doc__, ROWS, quick="a tiny job and few steps")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(
             mix=_TINY_MIX if options.quick else _MIX,
@@ -292,10 +284,8 @@ def main() -> int:
             rank_steps=4 if options.quick else 40,
             out=Path(folder),
         )
-        rows = [ROWS[name](bench) for name in ROWS if name in options.rows.split(",")]
+        rows = measure(ROWS, options, bench, lambda found: Record(Path(__file__).name, found, ROWS).save())
     print(f"\n{rows_table(rows)}")
-    if not options.quick:
-        Record(Path(__file__).name, rows, ROWS).save()
     return 0
 
 

@@ -14,7 +14,6 @@ alternate several times and the medians of their medians are compared, since no 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -24,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from measure import measure, options_of
 from record import Record, Row, rows_table
 from rich.console import Console
 
@@ -345,16 +345,7 @@ def _wire_share(run: Result) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, epilog=f"rows: {', '.join(ROWS)}"
-    )
-    parser.add_argument("--rows", default=",".join(ROWS), metavar="A,B,...", help="which to measure (default: all)")
-    parser.add_argument("--quick", action="store_true", help="a tiny job and few steps; prints, records nothing")
-    parser.add_argument("--out", type=Path, default=Path("runs/wire"), metavar="DIR", help="for the runs' own folders")
-    options = parser.parse_args()
-    unknown = [name for name in options.rows.split(",") if name not in ROWS]
-    if unknown:
-        parser.error(f"there is no row {unknown[0]!r}; there are {', '.join(ROWS)}")
+    options = options_of(__doc__, ROWS, quick="a tiny job and few steps", out=Path("runs/wire"))
     base = load(_HERE / "wire.toml")
     if options.quick:
         base = _tiny(base)
@@ -362,15 +353,16 @@ def main() -> int:
     try:
         with Comparison(base, options.out, nodes=_NODES, local=_LOCAL, reporter=make_reporter(console=console)) as lab:
             bench = Bench(lab, quick=options.quick)
-            rows = [ROWS[name](bench) for name in ROWS if name in options.rows.split(",")]
+            rows = measure(ROWS, options, bench, lambda found: _record(found, _sorted(bench)))
     except (ComparisonError, LabUnavailable) as error:
         print(f"wire.py: {error}", file=sys.stderr)
         return 1
-    results = [result for _, result in sorted(bench.results.items(), key=_order)]
-    print(f"\n{rows_table(rows)}\n\n{render(results)}\n\n{LEGEND}")
-    if not options.quick:
-        _record(rows, results)
+    print(f"\n{rows_table(rows)}\n\n{render(_sorted(bench))}\n\n{LEGEND}")
     return 0
+
+
+def _sorted(bench: Bench) -> list[Result]:
+    return [result for _, result in sorted(bench.results.items(), key=_order)]
 
 
 def _order(item: tuple[tuple[Any, ...], Result]) -> tuple[Any, ...]:
