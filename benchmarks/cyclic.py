@@ -80,8 +80,8 @@ FULL = {
     "language": {
         "seeds": 5, "tuning_seeds": 1, "plain_steps": 400, "steps": 1000,
         "settings": (
-            Setting(lr=1e-3, momentum=0.9), Setting(lr=2e-3, momentum=0.9), Setting(lr=2e-3, momentum=0.5),
-            Setting(lr=2e-3, momentum=0.95, nesterov=True), Setting(lr=4e-3, momentum=0.95, nesterov=True),
+            Setting(lr=2e-3, momentum=0.9), Setting(lr=2e-3, momentum=0.95, nesterov=True),
+            Setting(lr=3e-3, momentum=0.95, nesterov=True),
         ),
     },
 }  # fmt: skip
