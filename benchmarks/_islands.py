@@ -132,8 +132,9 @@ class _Islands:
     def warm(self, job: Job, model: nn.Module) -> None:
         """Give the model the weights that the job begins with; they rest in a file, for later launches too."""
         start = Job(
-            name="warm", kind="ddp", seed=job.seed, steps=job.warm_steps, lr=job.warm_lr, shape=job.shape,
-            lr_schedule=job.lr_schedule, warmup_steps=job.warmup_steps, schedule_steps=_schedule_steps(job),
+            name="warm", kind="ddp", seed=job.seed, steps=job.warm_steps, rows=job.rows, length=job.length,
+            lr=job.warm_lr, shape=job.shape, lr_schedule=job.lr_schedule, warmup_steps=job.warmup_steps,
+            schedule_steps=_schedule_steps(job),
         )  # fmt: skip
         name = hashlib.sha256(repr(start).encode()).hexdigest()[:16]
         file = self._folder / f"warm-{name}.pt"
