@@ -309,19 +309,14 @@ def digits(bench: Bench) -> Row:
 
 def language(bench: Bench) -> Row:
     study = accuracy.language(**bench.language, folder=bench.out / "tokens")
-    row = _study(study, "language", "eval loss on the trainer's corpus, a small Llama")
-    return row if row.is_met else dataclasses.replace(row, note=f"{row.note} {_WHY_STALENESS_COSTS}")
-
-
-_WHY_STALENESS_COSTS = (
-    "In a short run from scratch the best learning rate is as high as stability allows, and gradients that are a step "
-    "old allow less: the staler a rule, the less it gets out of as many steps. That is the rule's doing, not the "
-    "runtime's, whose bits are those of the closed form."
-)
+    return _study(study, "language", "eval loss on the trainer's corpus, a small Llama")
 
 
 def _study(study: accuracy.Study, key: str, claim: str) -> Row:
-    found = accuracy.outcomes(study, lambda line: print(line, flush=True))
+    return _study_row(study, accuracy.outcomes(study, lambda line: print(line, flush=True)), key, claim)
+
+
+def _study_row(study: accuracy.Study, found: list[accuracy.Outcome], key: str, claim: str) -> Row:
     plain, *others = found
     digits_shown = 4 if study.is_loss else 2
     scale = 1 if study.is_loss else 100
@@ -331,6 +326,11 @@ def _study(study: accuracy.Study, key: str, claim: str) -> Row:
     def told(outcome: accuracy.Outcome) -> str:
         return f"{outcome.rule} {scale * outcome.mean:.{digits_shown}f} ± {scale * outcome.deviation:.{digits_shown}f}"
 
+    def paired(outcome: accuracy.Outcome) -> str:
+        by_seed = [scale * (mine - its) for mine, its in zip(outcome.results, plain.results, strict=True)]
+        mean, deviation = statistics.mean(by_seed), statistics.stdev(by_seed)
+        return f"{outcome.rule} {mean:+.{digits_shown}f} ± {deviation:.{digits_shown}f}"
+
     return Row(
         key=key,
         claim=f"{claim}, tuned, {study.seeds} seeds, rules against dp",
@@ -339,7 +339,8 @@ def _study(study: accuracy.Study, key: str, claim: str) -> Row:
         is_met=all(accuracy.is_within_noise(study, plain, other) for other in others),
         note=(
             f"{study.measure}, mean ± standard deviation between seeds, {study.steps} steps{first}, {accuracy.WORKERS} "
-            "workers; noise: the larger deviation of the two. Learning rates and, in brackets, momenta "
+            "workers; noise: the larger deviation of the two. Differences from dp, seed by seed: "
+            f"{', '.join(map(paired, others))}. Learning rates and, in brackets, momenta "
             f"{', '.join(f'{outcome.rule} {outcome.setting}' for outcome in found)}, chosen of "
             f"{', '.join(map(str, study.settings))} on validation data with the first "
             f"{study.tuning_seeds} seeds."

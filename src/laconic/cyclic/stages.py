@@ -93,7 +93,8 @@ def cut(
     """Cut a model into stages; see [Note: Stages].
 
     Costs are measured on `example` and leave no trace in gradients, buffers or random states. When torch.distributed is
-    initialised every rank must call this, and rank 0's costs count, so that all cut alike.
+    initialised every rank must call this, and rank 0's costs count, so that all cut alike. Measured times vary between
+    launches, and so may the cut, and the numbers under rules whose stages differ in age.
 
     Args:
         model: an `nn.Sequential`; modules to call one after the other; or a transformers causal language model, whose
