@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -63,6 +65,22 @@ def job_forward_only(cache: str) -> None:
 @pytest.mark.parametrize("cache", ["none", "host", "device"])
 def test_forward_only_use_leaves_nothing_behind(cache: str) -> None:
     run_ranks(job_forward_only, 4, cache, local=2)
+
+
+def job_let_go(cache: str) -> None:
+    model = shard(build(), cache=cache)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(2):
+        train_step(model, optimizer, step)
+    known = [weakref.ref(model), *(weakref.ref(bucket.chunk) for bucket in buckets(model))]
+    del model, optimizer
+    gc.collect()
+    assert [reference() for reference in known] == [None] * len(known)
+
+
+@pytest.mark.parametrize("cache", ["none", "host", "device"])
+def test_a_model_that_everybody_lets_go_is_freed(cache: str) -> None:
+    run_ranks(job_let_go, 2, cache, local=1)
 
 
 def job_memory() -> dict[str, int]:

@@ -11,6 +11,7 @@ strided copy between the levels.)
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -247,7 +248,7 @@ class Bucket:
         if self._sink is not None:
             if outer is None:
                 mark(parameter, self._sink, index)
-            parameter.register_post_accumulate_grad_hook(partial(self._sink.collect, index))
+            parameter.register_post_accumulate_grad_hook(partial(_collect, weakref.ref(self._sink), index))
         parameter.requires_grad_(self.sharded[index].requires_grad)
         return parameter
 
@@ -307,3 +308,11 @@ class Bucket:
         for places in self._places:
             for module, name in places:
                 module._parameters[name] = None
+
+
+def _collect(sink: weakref.ref[GradientSink], index: int, parameter: nn.Parameter) -> None:
+    """The hook of a gathered parameter. Weak, as Python's collector cannot see through a post-accumulate hook, and the
+    model would be part of a cycle that nobody can free."""
+    alive = sink()
+    assert alive is not None, "a gradient came for a model that is gone"
+    alive.collect(index, parameter)
