@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
+from laconic.train.launch import Leaving
+
 WARMUP_STEPS = 3
 
 
@@ -107,4 +109,6 @@ def _next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
+    leaving = Leaving()
     main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    leaving.code = 0

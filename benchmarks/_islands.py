@@ -26,6 +26,7 @@ import laconic
 from laconic.lab.counters import interface_bytes
 from laconic.train import data
 from laconic.train.config import DataConfig, OptimizerConfig
+from laconic.train.launch import Leaving
 from laconic.train.sampler import Sampler
 from laconic.train.schedules import lr_at
 from laconic.train.tokenizer import load_tokenizer
@@ -308,4 +309,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    leaving = Leaving()
     main()
+    leaving.code = 0

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "train": ("laconic.train.cli:main", "train a model from a config file (started by torchrun, or alone)"),
+    "train": ("laconic.train.cli:command", "train a model from a config file (started by torchrun, or alone)"),
     "export": ("laconic.train.export:main", "turn a checkpoint into a Hugging Face safetensors folder"),
     "compare": ("laconic.compare.cli:main", "run one job under several strategies in the lab, side by side"),
     "lab": ("laconic.lab.cli:main", "run a script under torchrun on an emulated cluster with a slow wire"),

@@ -116,3 +116,35 @@ def test_a_missing_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pick_device("auto", ranks).type == "cpu"
     with pytest.raises(JobError, match="finds no GPU"):
         pick_device("cuda", ranks)
+
+
+LEAVES = """
+import atexit, sys
+from laconic.train.launch import Leaving
+
+class Torn:
+    def __del__(self):
+        print("torn down")
+
+torn = Torn()
+leaving = Leaving()
+atexit.register(print, "handlers ran")
+print("no newline", end=" ")
+if sys.argv[1] == "raise":
+    raise RuntimeError("no")
+leaving.code = int(sys.argv[1])
+sys.exit(leaving.code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "said"),
+    [
+        ("0", 0, "no newline handlers ran"),
+        ("2", 2, "no newline handlers ran"),
+        ("raise", 1, "no newline handlers ran\ntorn down"),
+    ],
+)
+def test_leaving_runs_what_is_registered_and_tears_nothing_down(ending: str, code: int, said: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", LEAVES, ending], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout.strip()) == (code, said)

@@ -2,6 +2,6 @@
 
 import sys
 
-from laconic.train.cli import main
+from laconic.train.cli import command
 
-sys.exit(main(sys.argv[1:]))
+sys.exit(command(sys.argv[1:]))

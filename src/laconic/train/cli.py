@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from laconic.train.config import Config, ConfigError, JobError, ModelConfig, load
+from laconic.train.launch import Leaving
 
 _USAGE = """laconic train CONFIG.toml [--section.key value ...]
 
@@ -22,6 +23,13 @@ Trains the model that CONFIG.toml describes; options override it. One rank alone
 A key of an inline model table is reached as --model.config.KEY VALUE."""
 
 _TABLE_PREFIX = "--model.config."
+
+
+def command(argv: list[str]) -> int:
+    """`main`, in a process that does nothing afterwards."""
+    leaving = Leaving()
+    leaving.code = main(argv)
+    return leaving.code
 
 
 def main(argv: list[str]) -> int:
@@ -141,4 +149,4 @@ def _boolean(words: list[str]) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command(sys.argv[1:]))

@@ -6,10 +6,18 @@ An error that all ranks can foresee (no corpus, a full disk) is found by one of 
 then hang in a collective or die of a closed connection, and whoever prints last buries the cause. So the first rank to
 fail leaves its traceback in the rendezvous store, and the others, on their own error or by a watcher that looks
 every few seconds, find it there, show it instead of their own, and exit.
+
+[Note: Leaving]
+A thread of Gloo lets go of a collective's tensors a moment after the collective is done. If Python has let go of them
+already, the thread needs the interpreter, and one that is being torn down ends the thread in a way that aborts the
+whole process (pytorch/pytorch#190489): on a busy machine a run now and then dies of SIGABRT after all its work is done.
+Destroying the process groups is no cure, as whatever still refers to one keeps its threads. So a process of its own
+leaves without the teardown, once everything registered at exit has run.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import os
@@ -184,3 +192,20 @@ def _watch(store: dist.Store, rank: int, done: threading.Event) -> None:
             print(f"rank {rank} is stuck because {first}", file=sys.stderr, flush=True)
             os._exit(1)
         return
+
+
+class Leaving:
+    """Ends this process with `code` and without a teardown, as if it were the first thing registered at exit.
+
+    See [Note: Leaving]. As long as `code` is None, after an exception for example, the process ends as any other.
+    """
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+        atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        if self.code is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self.code)
