@@ -20,12 +20,33 @@ def program(schedule: Schedule, device: int, batch: int, run: Run) -> list[Instr
     return instructions
 
 
+def _forward(schedule: Schedule, op: Op, version: int) -> Iterator[Instruction]:
+    if op.stage > 0:
+        yield Take(_activation(schedule, op, op.stage - 1))
+    yield Compute(op, version)
+    if op.stage < schedule.num_stages - 1:
+        yield Send(_activation(schedule, op, op.stage))
+
+
+def _backward(schedule: Schedule, op: Op, version: int) -> Iterator[Instruction]:
+    """And the gradients summed over this worker and those before it."""
+    if op.stage < schedule.num_stages - 1:
+        yield Take(_activation_gradient(schedule, op, op.stage + 1))
+    yield Compute(op, version)
+    if op.stage > 0:
+        yield Send(_activation_gradient(schedule, op, op.stage))
+    if op.worker > 0:
+        yield Take(_gradient(schedule, op.worker - 1, op.stage, op.batch))
+    yield from _norm(schedule, op)
+    yield Send(_gradient(schedule, op.worker, op.stage, op.batch))
+
+
 # -- all stages on every worker ----------------------------------------------------------------------------------------
 
 
 def _ring_of_workers(schedule: Schedule, device: int, batch: int, run: Run) -> Iterator[Instruction]:
     """`replicated` and `sharded`: device i is worker i."""
-    last, computes = schedule.num_stages - 1, run.has_gradient(batch)
+    computes = run.has_gradient(batch)
     if batch == 0 and computes and schedule.states == "sharded":
         yield from _first_weights(schedule, device)
     for op in schedule.ops(device, batch):
@@ -35,24 +56,12 @@ def _ring_of_workers(schedule: Schedule, device: int, batch: int, run: Run) -> I
                 yield Update(op.stage, version)
             yield from _weights(schedule, op, version, run)
             if computes:
-                if op.stage > 0:
-                    yield Take(_activation(schedule, op, op.stage - 1))
-                yield Compute(op, version)
-                if op.stage < last:
-                    yield Send(_activation(schedule, op, op.stage))
+                yield from _forward(schedule, op, version)
             continue
         if schedule.states == "sharded":
             yield from _weights(schedule, op, version, run)
         if computes:
-            if op.stage < last:
-                yield Take(_activation_gradient(schedule, op, op.stage + 1))
-            yield Compute(op, version)
-            if op.stage > 0:
-                yield Send(_activation_gradient(schedule, op, op.stage))
-            if op.worker > 0:
-                yield Take(_gradient(schedule, op.worker - 1, op.stage, batch))
-            yield from _norm(schedule, op)
-            yield Send(_gradient(schedule, op.worker, op.stage, batch))
+            yield from _backward(schedule, op, version)
 
 
 def _weights(schedule: Schedule, op: Op, version: int, run: Run) -> Iterator[Instruction]:
@@ -118,21 +127,9 @@ def _stage_on_devices(schedule: Schedule, device: int, batch: int, run: Run) -> 
                 yield from _pass_total_on(schedule, op, version - 1)
                 yield Update(op.stage, version)
             if computes:
-                if op.stage > 0:
-                    yield Take(_activation(schedule, op, op.stage - 1))
-                yield Compute(op, version)
-                if op.stage < last:
-                    yield Send(_activation(schedule, op, op.stage))
+                yield from _forward(schedule, op, version)
         elif computes:
-            if op.stage < last:
-                yield Take(_activation_gradient(schedule, op, op.stage + 1))
-            yield Compute(op, version)
-            if op.stage > 0:
-                yield Send(_activation_gradient(schedule, op, op.stage))
-            if op.worker > 0:
-                yield Take(_gradient(schedule, op.worker - 1, op.stage, batch))
-            yield from _norm(schedule, op)
-            yield Send(_gradient(schedule, op.worker, op.stage, batch))
+            yield from _backward(schedule, op, version)
             if op.worker == last:
                 yield from _pass_total_on(schedule, op, batch)
 
