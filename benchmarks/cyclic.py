@@ -171,14 +171,15 @@ def messages(bench: Bench) -> Row:
         told.append(f"{rule} {sends} + {receives}")
     return Row(
         key="messages",
-        claim=f"messages per worker per time step, N = {n}, sends + receives / bytes of each, against DP's all-reduce",
+        claim=f"messages per worker per time step, N = {n}, sends + receives / largest burst, against DP's all-reduce",
         required="<= 2 + 2 / P/N against P",
-        measured=f"{', '.join(told)} / {largest:.3f} P a message, {burst:.3f} P at once",
-        is_met=most_of_all <= 2 and largest <= 1 / n,
+        measured=f"{', '.join(told)} / {burst:.3f} P, in messages of {largest:.3f} P",
+        is_met=most_of_all <= 2 and burst <= 1 / n,
         note=(
             "counted where they are sent and taken, between the ops of the runtime on Gloo, replicated states; "
             "P: bytes of all parameters. An all-reduce begins with all of P at hand on every worker, "
-            f"and moves {2 * (n - 1) / n:.2f} P of each."
+            f"and moves {2 * (n - 1) / n:.2f} P of each. Two messages, a stage's new parameters and another's gradient "
+            "sums, may leave at one boundary: nothing spaces them out, though a batch has fewer than one per time step."
         ),
     )
 
@@ -309,14 +310,16 @@ def digits(bench: Bench) -> Row:
 
 def language(bench: Bench) -> Row:
     study = accuracy.language(**bench.language, folder=bench.out / "tokens")
-    return _study(study, "language", "eval loss on the trainer's corpus, a small Llama")
+    row = _study(study, "language", "eval loss on the trainer's corpus, a small Llama")
+    tried = (
+        "500 steps, all of them under the rule: dp 2.2264 ± 0.0182, v1 2.5328 ± 0.0408, v2 2.3576 ± 0.1042, lag2 "
+        "2.5179 ± 0.0329, which is not within the noise."
+    )
+    return dataclasses.replace(row, tried=tried)
 
 
 def _study(study: accuracy.Study, key: str, claim: str) -> Row:
-    return _study_row(study, accuracy.outcomes(study, lambda line: print(line, flush=True)), key, claim)
-
-
-def _study_row(study: accuracy.Study, found: list[accuracy.Outcome], key: str, claim: str) -> Row:
+    found = accuracy.outcomes(study, lambda line: print(line, flush=True))
     plain, *others = found
     digits_shown = 4 if study.is_loss else 2
     scale = 1 if study.is_loss else 100

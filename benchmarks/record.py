@@ -39,6 +39,8 @@ class Row:
     is_met: bool
     note: str = ""
     """How it was measured, and the reason for a shortfall."""
+    tried: str = ""
+    """What other settings gave before, where that fell short."""
     date: str = ""
     """Of the measurement."""
     command: str = ""
@@ -49,8 +51,12 @@ def rows_table(rows: list[Row]) -> str:
     """The claims as Markdown, notes below."""
     cells = [[row.claim, row.required, row.measured, "yes" if row.is_met else "**no**"] for row in rows]
     table = markdown(("claim", "required", "measured", "met"), cells, num_text_columns=4)
-    notes = [f"- *{row.claim}*: {row.note}" for row in rows if row.note]
+    notes = [f"- *{row.claim}*: {_told(row)}" for row in rows if row.note or row.tried]
     return "\n".join([table, "", *notes])
+
+
+def _told(row: Row) -> str:
+    return f"{row.note} Tried before: {row.tried}" if row.tried else row.note
 
 
 def write_section(title: str, body: str, path: Path = RESULTS) -> None:
