@@ -20,6 +20,11 @@ def program(schedule: Schedule, device: int, batch: int, run: Run) -> list[Instr
     return instructions
 
 
+def _compute(schedule: Schedule, op: Op, version: int) -> Iterator[Instruction]:
+    """One stage's op, with what it takes from its neighbours and hands on to them."""
+    return _forward(schedule, op, version) if op.is_forward else _backward(schedule, op, version)
+
+
 def _forward(schedule: Schedule, op: Op, version: int) -> Iterator[Instruction]:
     if op.stage > 0:
         yield Take(_activation(schedule, op, op.stage - 1))
@@ -51,17 +56,12 @@ def _ring_of_workers(schedule: Schedule, device: int, batch: int, run: Run) -> I
         yield from _first_weights(schedule, device)
     for op in schedule.ops(device, batch):
         version = batch if schedule.rule.is_fresh(op.worker, op.stage) else batch - 1
-        if op.is_forward:
-            if device == schedule.rule.owner(op.stage) and run.has_version(version):
-                yield Update(op.stage, version)
-            yield from _weights(schedule, op, version, run)
-            if computes:
-                yield from _forward(schedule, op, version)
-            continue
-        if schedule.states == "sharded":
+        if op.is_forward and device == schedule.rule.owner(op.stage) and run.has_version(version):
+            yield Update(op.stage, version)
+        if op.is_forward or schedule.states == "sharded":
             yield from _weights(schedule, op, version, run)
         if computes:
-            yield from _backward(schedule, op, version)
+            yield from _compute(schedule, op, version)
 
 
 def _weights(schedule: Schedule, op: Op, version: int, run: Run) -> Iterator[Instruction]:
@@ -122,16 +122,13 @@ def _stage_on_devices(schedule: Schedule, device: int, batch: int, run: Run) -> 
     last, computes = schedule.num_stages - 1, run.has_gradient(batch)
     for op in schedule.ops(device, batch):
         version = batch if schedule.rule.is_fresh(op.worker, op.stage) else batch - 1
-        if op.is_forward:
-            if run.has_version(version) and _is_new(schedule, op, version):
-                yield from _pass_total_on(schedule, op, version - 1)
-                yield Update(op.stage, version)
-            if computes:
-                yield from _forward(schedule, op, version)
-        elif computes:
-            yield from _backward(schedule, op, version)
-            if op.worker == last:
-                yield from _pass_total_on(schedule, op, batch)
+        if op.is_forward and run.has_version(version) and _is_new(schedule, op, version):
+            yield from _pass_total_on(schedule, op, version - 1)
+            yield Update(op.stage, version)
+        if computes:
+            yield from _compute(schedule, op, version)
+        if computes and not op.is_forward and op.worker == last:
+            yield from _pass_total_on(schedule, op, batch)
 
 
 def _is_new(schedule: Schedule, op: Op, version: int) -> bool:
