@@ -12,7 +12,7 @@ A thread of Gloo lets go of a collective's tensors a moment after the collective
 already, the thread needs the interpreter, and one that is being torn down ends the thread in a way that aborts the
 whole process (pytorch/pytorch#190489): on a busy machine a run now and then dies of SIGABRT after all its work is done.
 Destroying the process groups is no cure, as whatever still refers to one keeps its threads. So a process of its own
-leaves without the teardown, once everything registered at exit has run.
+leaves without the teardown, once what was registered at exit has run.
 """
 
 from __future__ import annotations
@@ -195,9 +195,10 @@ def _watch(store: dist.Store, rank: int, done: threading.Event) -> None:
 
 
 class Leaving:
-    """Ends this process with `code` and without a teardown, as if it were the first thing registered at exit.
+    """Made at the start of a process, ends it with `code` and without a teardown: [Note: Leaving].
 
-    See [Note: Leaving]. As long as `code` is None, after an exception for example, the process ends as any other.
+    What is registered at exit later runs before it; what was registered earlier, by imports, does not run. As long as
+    `code` is None, after an exception for example, the process ends as any other.
     """
 
     def __init__(self) -> None:
