@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from laconic.cyclic import CyclicDataParallel
-from laconic.cyclic.stages import cut
+from laconic.cyclic.stages.cut import cut
 
 WORKERS = 4
 RULES = ("dp", "v1", "v2", "lag2")
@@ -257,9 +257,9 @@ def language(
     """A byte-level Llama on the sources of Python's standard library; files held out to validate and to test."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from laconic.train.config import DataConfig
-    from laconic.train.data import open_tokens, prepare, rows_at
-    from laconic.train.tokenizer import ByteTokenizer
+    from laconic.config.job import DataConfig
+    from laconic.data.tokens import open_tokens, prepare, rows_at
+    from laconic.hf.tokenizer import ByteTokenizer
 
     length, rows = 64, 1
     data = DataConfig(kind="python-stdlib", tokenizer="bytes", sequence_length=length, eval_fraction=0.05)

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
+from laconic.comm.traffic import Traffic
 from laconic.cyclic import CyclicDataParallel
-from laconic.cyclic.schedule import States
-from laconic.traffic import Traffic
+from laconic.cyclic.schedule.schedule import StatePlacement
 
 WIDTH = 64
 STAGE_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
@@ -104,7 +104,7 @@ class Watched:
     """Share of time steps, by the runtime."""
 
 
-def run_sleeping(rule: str, states: States, num_stages: int, batches: int, op_s: float) -> Watched:
+def run_sleeping(rule: str, states: StatePlacement, num_stages: int, batches: int, op_s: float) -> Watched:
     """Train sleeping stages on this rank's worker."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -157,7 +157,7 @@ def live_over_time(workers: Sequence[Watched]) -> list[tuple[float, int]]:
 # ------------------------------------------------------------------------------------------------ equal bits
 
 
-def train_digest(rule: str, states: States, num_stages: int, batches: int) -> list[np.ndarray]:
+def train_digest(rule: str, states: StatePlacement, num_stages: int, batches: int) -> list[np.ndarray]:
     """The parameters that this rank's device holds after some batches; without ranks all of them."""
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
-from laconic.train.launch import Leaving
+from laconic.comm.launch import Leaving
 
 WARMUP_STEPS = 3
 
@@ -80,7 +80,7 @@ def _wrapped(model: nn.Module, strategy: str) -> nn.Module:
 
 def _cyclic(model: nn.Module, shape: Llama, rule: str, states: str) -> Any:
     from laconic.cyclic import CyclicDataParallel
-    from laconic.cyclic.stages import cut
+    from laconic.cyclic.stages.cut import cut
 
     tokens = shape.tokens(torch.device("cpu"), seed=0)
     trainer = CyclicDataParallel(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from laconic.cyclic.meter import Trace, trace
+from laconic.cyclic.stages.meter import Trace, trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from record import Row
 
 from laconic.compare import Case, Comparison, Result, runner
 from laconic.compare.progress import make_reporter
-from laconic.train.config import Config, load, to_toml
+from laconic.config.job import Config, load, to_toml
 
 _HERE = Path(__file__).parent
 _REPOSITORY = _HERE.parent

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
+from laconic.comm.launch import Leaving
+from laconic.config.job import DataConfig, OptimizerConfig
+from laconic.data import tokens as data
+from laconic.data.sampler import Sampler
+from laconic.hf.tokenizer import load_tokenizer
 from laconic.lab.counters import interface_bytes
-from laconic.train import data
-from laconic.train.config import DataConfig, OptimizerConfig
-from laconic.train.launch import Leaving
-from laconic.train.sampler import Sampler
-from laconic.train.schedules import lr_at
-from laconic.train.tokenizer import load_tokenizer
+from laconic.strategies.learning_rates import lr_at
 
 _VOCAB = 256
 _EVAL_ROWS_AT_ONCE = 16

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 from record import Row
 
-from laconic.plan.layout import plan_of
+from laconic.layout import packing, planner
+from laconic.layout.explain import Cause, Explanation, explain
+from laconic.layout.granularity import rows
+from laconic.plan.padding import plan_of
 from laconic.plan.rules import fsdp2_numel, lcm_numel
 from laconic.plan.shapes import DEEPSEEK_V3, GPT_OSS_120B, UnitShapes
-from laconic.shard import partition, planner
-from laconic.shard.explain import Cause, Explanation, explain
-from laconic.shard.granularity import rows
 
 LAYERS = {"DeepSeek-V3": DEEPSEEK_V3, "GPT-OSS-120B": GPT_OSS_120B}
 SHOWN = (8, 64, 96, 100, 128, 256, 384, 512, 768, 1000, 1024)
@@ -69,11 +69,11 @@ class Plans:
 def _measure(layer: UnitShapes, num_ranks: int, num_rows: int) -> Padding:
     plan_s = plan_time_s(layer, num_ranks, num_rows)
     plan = plan_of(layer, num_ranks, rows(num_rows), itemsize=_BF16_BYTES)
-    one_bucket = planner.plan_bucket(
+    one_bucket = packing.plan_bucket(
         layer.names,
         layer.shapes,
         [rows(num_rows).numel(shape) for shape in layer.shapes],
-        num_chunks=num_ranks,
+        num_shards=num_ranks,
         itemsize=_BF16_BYTES,
     )
     others = min(fsdp2_numel(layer.shapes, num_ranks), lcm_numel(layer.shapes, num_ranks))
@@ -90,8 +90,8 @@ def _measure(layer: UnitShapes, num_ranks: int, num_rows: int) -> Padding:
 
 def plan_time_s(layer: UnitShapes, num_ranks: int, num_rows: int) -> float:
     """Seconds of this thread to plan a layer from nothing."""
-    planner.pack.cache_clear()
-    partition.best_parts.cache_clear()
+    packing.pack.cache_clear()
+    planner.best_parts.cache_clear()
     begin = time.thread_time()
     plan_of(layer, num_ranks, rows(num_rows), itemsize=_BF16_BYTES)
     return time.thread_time() - begin
@@ -133,7 +133,7 @@ def _padding(plans: Plans, *, num_rows: int, limit: float) -> Row:
         is_met=worst.planned <= limit and excess <= 0.02,
         note=(
             f"{each}. Worst on {worst.num_ranks} ranks; furthest above the other rules, which keep single rows whole "
-            f"whatever the block, on {beyond.num_ranks}. bf16, chunks on 16 bytes, at most {partition.MAX_BUCKETS} "
+            f"whatever the block, on {beyond.num_ranks}. bf16, shards on 16 bytes, at most {planner.MAX_BUCKETS} "
             f"buckets, {_buckets(cases)}."
         ),
     )

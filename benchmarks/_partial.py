@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from laconic.islands.partial import partial_updates
-from laconic.islands.patterns import Kind
+from laconic.partial.patterns import Kind
+from laconic.partial.updates import partial_updates
 
 Shape = Literal["gpt2", "llama"]
 HIDDEN, LAYERS, HEADS, VOCAB = 2048, 24, 16, 32_000

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from laconic.train.config import load
-from laconic.train.models import build_model
+from laconic.config.job import load
+from laconic.hf.models import build_model
 
 _WARMUP_STEPS = 2
 

@@ -37,8 +37,8 @@ from measure import measure, options_of
 from record import Record, Row, rows_table
 
 from laconic.compare.runner import why
-from laconic.cyclic.rule import Rule
-from laconic.cyclic.schedule import Schedule, States
+from laconic.cyclic.schedule.rule import Rule
+from laconic.cyclic.schedule.schedule import Schedule, StatePlacement
 from laconic.lab import Lab, format_rate
 
 _HERE = Path(__file__).parent
@@ -96,7 +96,7 @@ QUICK = {
 }  # fmt: skip
 
 
-def _sleeping(bench: Bench, rule: str, states: States, workers: int, batches: int) -> list[Watched]:
+def _sleeping(bench: Bench, rule: str, states: StatePlacement, workers: int, batches: int) -> list[Watched]:
     return launch(
         run_sleeping, workers, workers, rule, states, workers, batches, bench.op_s, backend="gloo", timeout_s=_TIMEOUT_S
     )

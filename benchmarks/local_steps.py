@@ -214,7 +214,7 @@ def bytes_per_token(bench: Bench) -> Row:
 
 
 def _bytes_arithmetic() -> float:
-    from laconic.islands.codec import codec_named
+    from laconic.codec.codecs import codec_named
 
     numel = 2**20
     return 100 * 4 * numel / codec_named("fp4").payload_bytes(numel)

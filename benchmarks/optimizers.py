@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import laconic
+from laconic.config.job import Config, load
 from laconic.optim import AdamW8bit, Muon, matrices_and_rest
-from laconic.train.config import Config, load
 
 _HERE = Path(__file__).parent
 _JOB = _HERE / "optimizers.toml"

@@ -33,8 +33,8 @@ from laconic.compare.plot import save_plot
 from laconic.compare.progress import make_reporter
 from laconic.compare.runner import why
 from laconic.compare.table import LEGEND, render
+from laconic.config.job import Config, load, to_toml
 from laconic.lab import LabUnavailable, format_rate
-from laconic.train.config import Config, load, to_toml
 
 _HERE = Path(__file__).parent
 _PICTURE = _HERE.parent / "docs" / "wire.png"

@@ -1,13 +1,13 @@
 """Data-parallel training for PyTorch that says little on the wire."""
 
-from laconic.cluster import Cluster, init_mesh
+from laconic.comm.cluster import Cluster, init_mesh
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.islands.local_steps import LocalSteps
-from laconic.islands.partial import assign_slice, partial_updates, unsliced, unsliced_state_dict
+from laconic.layout.granularity import Block, elements, rows, whole
+from laconic.partial.updates import assign_slice, partial_updates, unsliced, unsliced_state_dict
+from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.api import ShardedModule, fully_shard
 from laconic.shard.cache import Cache
-from laconic.shard.granularity import Block, elements, rows, whole
-from laconic.shard.tensor import RaggedTensor
 
 __version__ = "0.1.0"
 

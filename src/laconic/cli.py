@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "train": ("laconic.train.cli:command", "train a model from a config file (started by torchrun, or alone)"),
-    "export": ("laconic.train.export:main", "turn a checkpoint into a Hugging Face safetensors folder"),
+    "export": ("laconic.hf.export:main", "turn a checkpoint into a Hugging Face safetensors folder"),
     "compare": ("laconic.compare.cli:main", "run one job under several strategies in the lab, side by side"),
     "lab": ("laconic.lab.cli:main", "run a script under torchrun on an emulated cluster with a slow wire"),
     "plan": ("laconic.plan.cli:main", "what a run will take: the padding of a model's layouts at any number of ranks"),

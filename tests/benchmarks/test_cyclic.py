@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from laconic.cyclic.rule import Rule
-from laconic.cyclic.schedule import Schedule
+from laconic.cyclic.schedule.rule import Rule
+from laconic.cyclic.schedule.schedule import Schedule
 from tests.ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -57,7 +57,7 @@ class Seen:
     whole: dict[str, Tensor]
     logits: Tensor
     numbers: dict[str, Any]
-    chunk_dropped: bool = False
+    shard_dropped: bool = False
 
 
 def look(model: zoo.Zoo, optimizer: torch.optim.Optimizer) -> Seen:
@@ -74,7 +74,7 @@ def look(model: zoo.Zoo, optimizer: torch.optim.Optimizer) -> Seen:
         whole=everything,
         logits=zoo.logits(model),
         numbers=numbers,
-        chunk_dropped=unit is not None and unit.buckets[0].is_chunk_dropped,
+        shard_dropped=unit is not None and unit.buckets[0].is_shard_dropped,
     )
 
 

@@ -17,7 +17,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, See
     """By two nodes of two ranks."""
     folder = tmp_path_factory.mktemp("saved")
     seen = run_ranks(sizes.save_each, 4, str(folder), local=2)[0]
-    assert all(one.chunk_dropped for one in seen.values())
+    assert all(one.shard_dropped for one in seen.values())
     return folder, seen
 
 

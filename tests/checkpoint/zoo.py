@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.checkpoint import state
-from laconic.shard.planner import plan_bucket
-from laconic.shard.redistribute import whole_on
-from laconic.shard.tensor import RaggedSpec, RaggedTensor
+from laconic.layout.packing import plan_bucket
+from laconic.ragged.redistribute import whole_on
+from laconic.ragged.tensor import RaggedSpec, RaggedTensor
 
 
 class Zoo(nn.Module):
@@ -98,8 +98,8 @@ class Hoarder(torch.optim.Optimizer):
         kept["momentum"] = torch.zeros_like(parameter, requires_grad=False)
         if isinstance(parameter, RaggedTensor):
             spec = parameter.spec
-            owner = parameter.numel() % spec.layout.num_chunks
-            layout = plan_bucket(["rows"], [(rows,)], [1], num_chunks=spec.layout.num_chunks, itemsize=4)
+            owner = parameter.numel() % spec.layout.num_shards
+            layout = plan_bucket(["rows"], [(rows,)], [1], num_shards=spec.layout.num_shards, itemsize=4)
             kept["whole"] = _zeros(whole_on(spec, owner))
             kept["rows"] = _zeros(RaggedSpec(cluster=spec.cluster, layout=layout, index=0))
         else:

@@ -8,7 +8,7 @@ import pytest
 
 from laconic.compare import STRATEGIES, Case
 from laconic.compare.case import config_of
-from laconic.train.config import Config, ConfigError, ModelConfig, ShardConfig, from_dict
+from laconic.config.job import Config, ConfigError, ModelConfig, ShardConfig, from_dict
 
 BASE = Config(model=ModelConfig(config={"model_type": "llama"}))
 

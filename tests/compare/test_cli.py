@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from laconic.compare import cli
-from laconic.train.config import load
+from laconic.config.job import load
 from tests.compare.conftest import TINY
 
 

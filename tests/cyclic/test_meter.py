@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from laconic.cyclic.meter import ActivationMeter, Trace, trace
+from laconic.cyclic.stages.meter import ActivationMeter, Trace, trace
 
 FLOAT = 4
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from laconic.cyclic.placement import VersionError
-from laconic.cyclic.rule import Rule
 from laconic.cyclic.runtime import CyclicDataParallel
+from laconic.cyclic.schedule.rule import Rule
 from tests.cyclic.toys import OPTIMIZERS, WIDTH, make_batch, make_stages
 from tests.ranks import free_port, run_ranks
 
@@ -174,5 +174,5 @@ def test_a_dying_worker_ends_all(how: str, states: str, tmp_path: Path) -> None:
     for text in seen.values():
         assert "cannot be exchanged: a worker has ended" in text
         if how == "raises":
-            assert "worker 1 failed first" in text
+            assert "rank 1 failed first" in text
             assert "stage on fire" in text

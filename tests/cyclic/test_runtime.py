@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from laconic.cyclic.rule import RULES, Rule
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule import States
+from laconic.cyclic.schedule.rule import RULES, Rule
+from laconic.cyclic.schedule.schedule import StatePlacement
 from tests.cyclic.toys import OPTIMIZERS, assert_equal, cases, make_oracle, make_stages, train, train_oracle
 from tests.ranks import run_ranks
 
@@ -51,7 +51,7 @@ def test_single_device_clips_by_the_global_norm(count: int) -> None:
             assert_equal(run, free, "")
 
 
-def job_trajectory(states: States, count: int, rules: tuple[str, ...]) -> None:
+def job_trajectory(states: StatePlacement, count: int, rules: tuple[str, ...]) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     worker = None if states == "shared" else dist.get_rank()
     able = [rule for rule in rules if Rule.named(rule, count).allows_global_norm]

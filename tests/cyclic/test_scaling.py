@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from laconic.cyclic.rule import Rule
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule import States
+from laconic.cyclic.schedule.rule import Rule
+from laconic.cyclic.schedule.schedule import StatePlacement
 from tests.cyclic.test_snapshot import together
 from tests.cyclic.toys import OPTIMIZERS, assert_equal, make_batch, make_stages, train, train_oracle
 from tests.ranks import run_ranks
@@ -44,7 +44,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(Narrow.apply(output), target)
 
 
-def make(rule: str, mesh: DeviceMesh | None, states: States, max_grad_norm: float | None) -> CyclicDataParallel:
+def make(rule: str, mesh: DeviceMesh | None, states: StatePlacement, max_grad_norm: float | None) -> CyclicDataParallel:
     return CyclicDataParallel(
         make_stages(3),
         loss_fn,
@@ -57,7 +57,7 @@ def make(rule: str, mesh: DeviceMesh | None, states: States, max_grad_norm: floa
     )
 
 
-def assert_scales(mesh: DeviceMesh | None, states: States) -> None:
+def assert_scales(mesh: DeviceMesh | None, states: StatePlacement) -> None:
     worker = dist.get_rank() if mesh is not None and states != "shared" else None
     for rule in ("v1", "clip") if states == "shared" else ("dp", "v1", "clip"):
         for max_grad_norm in (None, 0.1):
@@ -94,12 +94,12 @@ def test_single_device() -> None:
     assert_scales(None, "single")
 
 
-def job(states: States) -> None:
+def job(states: StatePlacement) -> None:
     assert_scales(init_device_mesh("cpu", (dist.get_world_size(),)), states)
 
 
 @pytest.mark.parametrize(("states", "ranks"), [("replicated", 3), ("sharded", 3), ("shared", 6)])
-def test_devices_agree(states: States, ranks: int) -> None:
+def test_devices_agree(states: StatePlacement, ranks: int) -> None:
     run_ranks(job, ranks, states)
 
 

@@ -6,9 +6,9 @@ from collections import Counter, defaultdict, deque
 
 import pytest
 
-from laconic.cyclic.messages import Compute, Instruction, Message, Run, Send, Square, Take, Update
-from laconic.cyclic.rule import RULES, Rule
-from laconic.cyclic.schedule import STATES, Schedule
+from laconic.cyclic.schedule.messages import Compute, Instruction, Message, Run, Send, Square, Take, Update
+from laconic.cyclic.schedule.rule import RULES, Rule
+from laconic.cyclic.schedule.schedule import STATES, Schedule
 
 STAGGERED = tuple(name for name in RULES if name != "dp")
 

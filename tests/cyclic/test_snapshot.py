@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from laconic.cyclic.rule import RULES, Rule
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule import States
+from laconic.cyclic.schedule.rule import RULES, Rule
+from laconic.cyclic.schedule.schedule import StatePlacement
 from tests.cyclic.toys import OPTIMIZERS, assert_equal, make_oracle, make_stages, train, train_oracle
 from tests.ranks import run_ranks
 
@@ -41,7 +41,7 @@ def together(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value for part in parts for key, value in part.items()}
 
 
-def assert_resumes(count: int, rules: tuple[str, ...], mesh: DeviceMesh | None, states: States) -> None:
+def assert_resumes(count: int, rules: tuple[str, ...], mesh: DeviceMesh | None, states: StatePlacement) -> None:
     worker = dist.get_rank() if mesh is not None and states != "shared" else None
     for rule, optimizer in zip(rules, cycle(OPTIMIZERS), strict=False):
         oracle = make_oracle(count, Rule.named(rule, count), optimizer)
@@ -81,7 +81,7 @@ def test_single_device_resumes(count: int) -> None:
     assert_resumes(count, RULES, None, "single")
 
 
-def job_resumes(count: int, rules: tuple[str, ...], placements: tuple[States, ...]) -> None:
+def job_resumes(count: int, rules: tuple[str, ...], placements: tuple[StatePlacement, ...]) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for states in placements:
         assert_resumes(count, rules, mesh, states)

@@ -13,7 +13,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.stages import cut, partition, unstage
+from laconic.cyclic.stages.cut import cut, partition, unstage
 from tests.ranks import run_ranks
 
 VOCAB = 61
@@ -332,7 +332,7 @@ def test_by_memory_and_by_costs() -> None:
 def test_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that only layers advance: stages take the same time, and the first the more where that cannot be."""
     clock = SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr("laconic.cyclic.stages.time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    monkeypatch.setattr("laconic.cyclic.stages.cut.time", SimpleNamespace(perf_counter=lambda: clock.now_s))
 
     class Busy(nn.Linear):
         def __init__(self, seconds: float) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from laconic.cyclic.report import Report, peak_together
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule import Schedule
+from laconic.cyclic.schedule.schedule import Schedule
 from tests.ranks import run_ranks
 
 COUNT = 4

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from laconic.cyclic.flat import Layout
 from laconic.cyclic.parcel import HEADER_BYTES, Form
-from laconic.cyclic.rule import Rule
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule import States
+from laconic.cyclic.schedule.rule import Rule
+from laconic.cyclic.schedule.schedule import StatePlacement
 from tests.ranks import run_ranks
 from tests.reference.cyclic import Oracle
 
@@ -71,7 +71,7 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def assert_trains_like_the_oracle(
-    make: Callable[[], list[nn.Module]], shape: tuple[int, ...], mesh: DeviceMesh | None, states: States
+    make: Callable[[], list[nn.Module]], shape: tuple[int, ...], mesh: DeviceMesh | None, states: StatePlacement
 ) -> None:
     torch.manual_seed(0)
     stages = make()

@@ -8,8 +8,8 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from laconic.cyclic.rule import Rule
 from laconic.cyclic.runtime import CyclicDataParallel
+from laconic.cyclic.schedule.rule import Rule
 from tests.reference.cyclic import Oracle
 
 WIDTH = 6

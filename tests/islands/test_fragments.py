@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from laconic.islands.fragments import Schedule, fragment_of
+from laconic.islands.fragments import SyncSchedule, fragment_of
 
 
 @pytest.mark.parametrize(("every", "fragments", "overlap"), [(1, 1, 0), (6, 1, 5), (6, 3, 1), (8, 4, 0), (100, 4, 24)])
 def test_every_fragment_is_sent_and_applied_once_a_round(every: int, fragments: int, overlap: int) -> None:
-    schedule = Schedule(every=every, fragments=fragments, overlap=overlap)
+    schedule = SyncSchedule(every=every, fragments=fragments, overlap=overlap)
     sent = {t: f for t in range(1, 5 * every + 1) if (f := schedule.sends(t)) is not None}
     for begin in range(1, 4 * every):
         window = [sent[t] for t in range(begin, begin + every) if t in sent]
@@ -35,7 +35,7 @@ def test_every_fragment_is_sent_and_applied_once_a_round(every: int, fragments: 
 )
 def test_schedules_that_cannot_be_kept_are_refused(every: int, fragments: int, overlap: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Schedule(every=every, fragments=fragments, overlap=overlap)
+        SyncSchedule(every=every, fragments=fragments, overlap=overlap)
 
 
 def test_layers_are_dealt_to_fragments() -> None:

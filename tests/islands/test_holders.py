@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.islands.local_steps import LocalSteps
-from laconic.islands.patterns import sliced_layer
-from tests.islands.partial_models import Mlp, MlpNet
+from laconic.partial.patterns import sliced_layer
+from tests.partial.models import Mlp, MlpNet
 from tests.ranks import run_ranks
 from tests.shard.helpers import inputs, squared_error
 

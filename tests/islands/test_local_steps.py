@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic
-from laconic.islands.codec import CODECS
+from laconic.codec.codecs import CODECS
 from laconic.islands.fragments import fragment_of
 from laconic.islands.local_steps import LocalSteps
 from tests.ranks import run_ranks

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import laconic
 from laconic.checkpoint import load_checkpoint, save_checkpoint
 from laconic.optim import AdamW8bit, Muon, Shampoo, Tiling, matrices_and_rest
-from laconic.shard.tensor import RaggedTensor
+from laconic.ragged.tensor import RaggedTensor
 
 STEPS = 6
 SAVED_AFTER = 3

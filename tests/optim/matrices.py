@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from laconic.cluster import Cluster
-from laconic.shard.planner import plan_bucket
-from laconic.shard.tensor import RaggedSpec, RaggedTensor
+from laconic.comm.cluster import Cluster
+from laconic.layout.packing import plan_bucket
+from laconic.ragged.tensor import RaggedSpec, RaggedTensor
 
 Shape = tuple[int, ...]
 
@@ -25,7 +25,7 @@ def cut_specs(
         chosen = list(shapes[begin : begin + per_bucket])
         names = [f"t{begin + index}" for index in range(len(chosen))]
         blocks = [_block(shape, block) for shape in chosen]
-        layout = plan_bucket(names, chosen, blocks, num_chunks=cluster.size, itemsize=4)
+        layout = plan_bucket(names, chosen, blocks, num_shards=cluster.size, itemsize=4)
         specs += [RaggedSpec(cluster=cluster, layout=layout, index=index) for index in range(len(chosen))]
     return specs
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from laconic.optim import AdamW8bit, blocks
+from laconic.codec import tiles
+from laconic.codec.tiles import Tiling
+from laconic.optim import AdamW8bit
 from laconic.optim.adamw8bit import _Rule
-from laconic.optim.blocks import Tiling
 from tests.reference.adamw8bit import ReferenceAdamW8bit
 from tests.reference.adamw8bit import blocks as reference_blocks
 from tests.shard.helpers import ragged, whole
@@ -272,7 +273,7 @@ def test_empty_state_is_that_before_the_first_step() -> None:
 def test_working_memory_changes_no_bit(panel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [nn.Parameter(initial(shape)) for shape in SHAPES]
     stepped(expected)
-    monkeypatch.setattr(blocks, "_PANEL_NUMEL", panel)
+    monkeypatch.setattr(tiles, "_PANEL_NUMEL", panel)
     parameters = [nn.Parameter(initial(shape)) for shape in SHAPES]
     stepped(parameters)
     assert all(torch.equal(one, two) for one, two in zip(parameters, expected, strict=True))

@@ -13,14 +13,14 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import laconic
-from laconic.cluster import Cluster
+from laconic.comm.cluster import Cluster
+from laconic.layout.packing import plan_bucket
 from laconic.optim.matrix import matrices_and_rest
 from laconic.optim.muon import Muon
 from laconic.optim.newton_schulz import COEFFICIENTS, orthogonalize
 from laconic.optim.shampoo import Shampoo
-from laconic.shard.outer import OuterShard
-from laconic.shard.planner import plan_bucket
-from laconic.shard.tensor import RaggedSpec, RaggedTensor
+from laconic.ragged.dtensor import OuterShard
+from laconic.ragged.tensor import RaggedSpec, RaggedTensor
 from tests.optim.matrices import cut_specs, optimizer_bytes, parameters, random_tensors, set_grads
 from tests.ranks import run_ranks
 from tests.reference import muon as reference
@@ -308,7 +308,7 @@ def test_matrices_and_rest() -> None:
 
 @pytest.mark.parametrize("optimizer", [Muon, Shampoo])
 def test_a_matrix_that_another_axis_cuts_too_is_refused_by_name(optimizer: Any) -> None:
-    layout = plan_bucket(["up.weight"], [(2, 6)], [6], num_chunks=1, itemsize=4)
+    layout = plan_bucket(["up.weight"], [(2, 6)], [6], num_shards=1, itemsize=4)
     half = OuterShard(mesh=None, placement=Shard(0), shape=(4, 6), offset=(0, 0), local_shape=(2, 6))  # type: ignore[arg-type]
     spec = RaggedSpec(cluster=Place(), layout=layout, index=0, outer=half)  # type: ignore[arg-type]
     parameter = nn.Parameter(RaggedTensor(torch.zeros(12), spec))

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import laconic
-from laconic.cluster import Cluster
+from laconic.comm.cluster import Cluster
 from laconic.optim.newton_schulz import cost_of
 from laconic.optim.owners import STAY_WITHIN, Matrix, Owners, Work, assign
-from laconic.shard.redistribute import moved_elements, whole_on
-from laconic.shard.tensor import RaggedTensor
+from laconic.ragged.redistribute import moved_elements, whole_on
+from laconic.ragged.tensor import RaggedTensor
 from tests.optim.matrices import cut, cut_specs, optimizer_bytes, random_tensors
 from tests.ranks import run_ranks
 from tests.shard.helpers import MESHES, Place
@@ -32,31 +32,31 @@ def matrices_of(shapes: list[tuple[int, ...]], cluster: Any, **kwargs: Any) -> l
 # -- the rule ----------------------------------------------------------------------------------------------------------
 
 
-def cut_apart(costs: list[float], num_chunks: int) -> list[Matrix]:
-    """Matrices of which every chunk holds two rows."""
-    specs = cut_specs([(2 * num_chunks, 3)] * len(costs), Place(1, num_chunks), per_bucket=1)  # type: ignore[arg-type]
+def cut_apart(costs: list[float], num_shards: int) -> list[Matrix]:
+    """Matrices of which every shard holds two rows."""
+    specs = cut_specs([(2 * num_shards, 3)] * len(costs), Place(1, num_shards), per_bucket=1)  # type: ignore[arg-type]
     return [Matrix(spec=spec, cost=cost, itemsize=4) for spec, cost in zip(specs, costs, strict=True)]
 
 
-def best_possible(costs: list[float], num_chunks: int) -> float:
-    """The least work of the busiest chunk, by trying everything."""
+def best_possible(costs: list[float], num_shards: int) -> float:
+    """The least work of the busiest shard, by trying everything."""
     return min(
         max(
-            sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == chunk)
-            for chunk in range(num_chunks)
+            sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == shard)
+            for shard in range(num_shards)
         )
-        for owners in itertools.product(range(num_chunks), repeat=len(costs))
+        for owners in itertools.product(range(num_shards), repeat=len(costs))
     )
 
 
-@given(costs=st.lists(st.integers(1, 50).map(float), min_size=1, max_size=7), num_chunks=st.sampled_from([2, 3]))
-def test_work_is_within_a_third_of_the_best_balance(costs: list[float], num_chunks: int) -> None:
-    loads = [0.0] * num_chunks
-    owners = assign(cut_apart(costs, num_chunks), loads)
+@given(costs=st.lists(st.integers(1, 50).map(float), min_size=1, max_size=7), num_shards=st.sampled_from([2, 3]))
+def test_work_is_within_a_third_of_the_best_balance(costs: list[float], num_shards: int) -> None:
+    loads = [0.0] * num_shards
+    owners = assign(cut_apart(costs, num_shards), loads)
     assert sorted(index for index, _ in owners) == list(range(len(costs)))
-    for chunk in range(num_chunks):
-        assert loads[chunk] == sum(costs[index] for index, owner in owners if owner == chunk)
-    bound = (4 / 3 - 1 / (3 * num_chunks)) * best_possible(costs, num_chunks)  # Graham's, for longest first
+    for shard in range(num_shards):
+        assert loads[shard] == sum(costs[index] for index, owner in owners if owner == shard)
+    bound = (4 / 3 - 1 / (3 * num_shards)) * best_possible(costs, num_shards)  # Graham's, for longest first
     assert max(loads) <= bound + 1e-9
 
 
@@ -69,7 +69,7 @@ def test_costliest_first_then_largest_then_in_order() -> None:
 
 def test_among_equals_the_owner_is_who_holds_most() -> None:
     (matrix,) = matrices_of([(7, 5)], Place(1, 3))
-    held = [matrix.held(chunk) for chunk in range(3)]
+    held = [matrix.held(shard) for shard in range(3)]
     assert sum(held) == 35
     assert assign([matrix], [0.0] * 3) == [(0, held.index(max(held)))]
     assert assign([matrix], [4.0, 0.0, 4.0])[0][1] == 1
@@ -83,7 +83,7 @@ def test_a_whole_matrix_stays_where_it_is() -> None:
 
 
 def test_a_whole_matrix_moves_from_a_grossly_overworked_rank() -> None:
-    """Ten buckets, and each keeps its only matrix in chunk 0."""
+    """Ten buckets, and each keeps its only matrix in shard 0."""
     matrices = matrices_of([(4, 4)] * 10, Place(1, 5), block=0, per_bucket=1)
     assert {matrix.home for matrix in matrices} == {0}
     loads = [0.0] * 5
@@ -134,7 +134,7 @@ def job_there_and_back(block: int | None) -> dict[str, Any]:
             return cut(values[index], matrices[index].spec)
 
         def work(whole: torch.Tensor) -> torch.Tensor:
-            assert owners.owner_of(matrices[index]) == cluster.chunk_index
+            assert owners.owner_of(matrices[index]) == cluster.shard_index
             assert torch.equal(whole, values[index])
             events.append("work")
             return -2 * whole + whole.sum()

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 import laconic
-from laconic.cluster import Cluster
+from laconic.comm.cluster import Cluster
 from laconic.optim.matrix import matrices_and_rest
 from laconic.optim.shampoo import Shampoo, blocks_of, inverse_root
-from laconic.shard.tensor import RaggedTensor
+from laconic.ragged.tensor import RaggedTensor
 from tests.optim.matrices import cut_specs, optimizer_bytes, parameters, random_tensors, set_grads, sum_over_ranks
 from tests.ranks import run_ranks
 from tests.reference import shampoo as reference

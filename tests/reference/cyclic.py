@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic.cyclic.rule import Rule
+from laconic.cyclic.schedule.rule import Rule
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

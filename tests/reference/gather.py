@@ -1,4 +1,4 @@
-"""Two-level gather and reduce as one process would do them. A rank is (node, local); C elements per chunk."""
+"""Two-level gather and reduce as one process would do them. A rank is (node, local); C elements per shard."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 Rank = tuple[int, int]
 
 
-def chunk_of(rank: Rank, num_nodes: int) -> int:
-    """The chunk that rank (n, l) owns."""
+def shard_of(rank: Rank, num_nodes: int) -> int:
+    """The shard that rank (n, l) owns."""
     node, local = rank
     return local * num_nodes + node
 
 
-def gather(chunks: Mapping[Rank, Tensor]) -> Tensor:
-    """The bucket: every rank's chunk, in order of chunks."""
-    num_nodes = 1 + max(node for node, _ in chunks)
-    return torch.cat([chunks[rank] for rank in sorted(chunks, key=lambda rank: chunk_of(rank, num_nodes))])
+def gather(shards: Mapping[Rank, Tensor]) -> Tensor:
+    """The bucket: every rank's shard, in order of shards."""
+    num_nodes = 1 + max(node for node, _ in shards)
+    return torch.cat([shards[rank] for rank in sorted(shards, key=lambda rank: shard_of(rank, num_nodes))])
 
 
 def slice_of(bucket: Tensor, local: int, num_local: int) -> Tensor:
@@ -36,7 +36,7 @@ def sum_over_ranks(buckets: Mapping[Rank, Tensor]) -> Tensor:
 
 
 def reduce_scatter(buckets: Mapping[Rank, Tensor]) -> dict[Rank, Tensor]:
-    """Every rank's chunk of the sum."""
+    """Every rank's shard of the sum."""
     num_nodes = 1 + max(node for node, _ in buckets)
-    chunks = sum_over_ranks(buckets).chunk(len(buckets))
-    return {rank: chunks[chunk_of(rank, num_nodes)] for rank in buckets}
+    shards = sum_over_ranks(buckets).chunk(len(buckets))
+    return {rank: shards[shard_of(rank, num_nodes)] for rank in buckets}

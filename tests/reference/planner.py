@@ -6,45 +6,45 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 
-def is_legal(start: int, numel: int, block: int, chunk_numel: int) -> bool:
-    """True if no border of chunks that lies strictly inside [start, start + numel) cuts a block."""
+def is_legal(start: int, numel: int, block: int, shard_numel: int) -> bool:
+    """True if no border of shards that lies strictly inside [start, start + numel) cuts a block."""
     return all(
         (border - start) % block == 0
-        for border in range(0, start + numel, chunk_numel)
+        for border in range(0, start + numel, shard_numel)
         if start < border < start + numel
     )
 
 
-def earliest(pointer: int, numel: int, block: int, chunk_numel: int) -> int | None:
-    """The first legal start >= pointer. Legality repeats with the chunks, so one chunk's worth of starts settles it."""
-    candidates = range(pointer, pointer + 2 * chunk_numel)
-    return next((start for start in candidates if is_legal(start, numel, block, chunk_numel)), None)
+def earliest(pointer: int, numel: int, block: int, shard_numel: int) -> int | None:
+    """The first legal start >= pointer. Legality repeats with the shards, so one shard's worth of starts settles it."""
+    candidates = range(pointer, pointer + 2 * shard_numel)
+    return next((start for start in candidates if is_legal(start, numel, block, shard_numel)), None)
 
 
-def fits(tensors: Sequence[tuple[int, int]], num_chunks: int, chunk_numel: int) -> bool:
+def fits(tensors: Sequence[tuple[int, int]], num_shards: int, shard_numel: int) -> bool:
     """True if there is any placement in the given order: every start is tried, not only the earliest."""
     pointers = {0}
     for numel, block in tensors:
         pointers = {
             start + numel
             for pointer in pointers
-            for start in range(pointer, num_chunks * chunk_numel - numel + 1)
-            if is_legal(start, numel, block, chunk_numel)
+            for start in range(pointer, num_shards * shard_numel - numel + 1)
+            if is_legal(start, numel, block, shard_numel)
         }
     return bool(pointers)
 
 
-def smallest_chunk(tensors: Sequence[tuple[int, int]], num_chunks: int, quantum: int) -> int:
+def smallest_shard(tensors: Sequence[tuple[int, int]], num_shards: int, quantum: int) -> int:
     """The smallest multiple of `quantum` that fits, by a linear scan."""
     size = quantum
-    while not fits(tensors, num_chunks, size):
+    while not fits(tensors, num_shards, size):
         size += quantum
     return size
 
 
-def smallest_chunk_of_any_order(tensors: Sequence[tuple[int, int]], num_chunks: int, quantum: int) -> int:
+def smallest_shard_of_any_order(tensors: Sequence[tuple[int, int]], num_shards: int, quantum: int) -> int:
     """The same over all orders of the tensors."""
-    return min(smallest_chunk(order, num_chunks, quantum) for order in set(itertools.permutations(tensors)))
+    return min(smallest_shard(order, num_shards, quantum) for order in set(itertools.permutations(tensors)))
 
 
 def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
@@ -58,11 +58,11 @@ def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
             yield [*parts[:index], [items[0], *parts[index]], *parts[index + 1 :]]
 
 
-def least_numel(tensors: Sequence[tuple[int, int]], num_chunks: int, quantum: int) -> int:
+def least_numel(tensors: Sequence[tuple[int, int]], num_shards: int, quantum: int) -> int:
     """Elements of all buckets of the best partition and orders: nothing can be padded less."""
     return min(
         sum(
-            num_chunks * smallest_chunk_of_any_order([tensors[index] for index in part], num_chunks, quantum)
+            num_shards * smallest_shard_of_any_order([tensors[index] for index in part], num_shards, quantum)
             for part in parts
         )
         for parts in partitions(range(len(tensors)))

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic
+from laconic.comm.traffic import Level, Purpose, Snapshot
+from laconic.layout.packing import plan_bucket
+from laconic.ragged.tensor import RaggedSpec, RaggedTensor
 from laconic.shard.bucket import Bucket
-from laconic.shard.gather import Stage
+from laconic.shard.gather import GatherState
 from laconic.shard.ledger import FlatBuffer, Ledger
-from laconic.shard.planner import plan_bucket
-from laconic.shard.tensor import RaggedSpec, RaggedTensor
-from laconic.shard.unit import State, unit_of
-from laconic.traffic import Level, Purpose, Snapshot
+from laconic.shard.unit import UnitState, unit_of
 from tests.reference.step import Oracle
 
 MESHES = [(1, 1), (1, 3), (3, 1), (2, 2), (3, 2), (2, 3)]
@@ -40,22 +40,22 @@ class Place:
         return self.num_nodes * self.num_local
 
     @property
-    def chunk_index(self) -> int:
+    def shard_index(self) -> int:
         return self.local_rank * self.num_nodes + self.node_rank
 
 
 def places(num_nodes: int, num_local: int) -> list[Place]:
-    """All ranks, in the order of the chunks they own."""
+    """All ranks, in the order of the shards they own."""
     ranks = [Place(num_nodes, num_local, n, i) for n in range(num_nodes) for i in range(num_local)]
-    return sorted(ranks, key=lambda place: place.chunk_index)
+    return sorted(ranks, key=lambda place: place.shard_index)
 
 
 def ragged(
-    value: Tensor, num_chunks: int, *, block: int = 1, bump: Callable[[], None] | None = None
+    value: Tensor, num_shards: int, *, block: int = 1, bump: Callable[[], None] | None = None
 ) -> list[RaggedTensor]:
-    """`value` cut over as many ranks as one node has chunks: one RaggedTensor per rank."""
-    layout = plan_bucket(["t"], [tuple(value.shape)], [block], num_chunks=num_chunks, itemsize=16)
-    specs = [RaggedSpec(cluster=place, layout=layout, index=0) for place in places(1, num_chunks)]  # type: ignore[arg-type]
+    """`value` cut over as many ranks as one node has shards: one RaggedTensor per rank."""
+    layout = plan_bucket(["t"], [tuple(value.shape)], [block], num_shards=num_shards, itemsize=16)
+    specs = [RaggedSpec(cluster=place, layout=layout, index=0) for place in places(1, num_shards)]  # type: ignore[arg-type]
     return [RaggedTensor(spec.part_of(value).clone(), spec, bump=bump) for spec in specs]
 
 
@@ -151,10 +151,10 @@ def account(bucket: Bucket) -> Ledger:
 
 
 def gather_bytes(level: Level, which: list[Bucket]) -> int:
-    """What one rank sends on `level` when the buckets are gathered once: (R - 1) pieces, each a chunk or a slice."""
+    """What one rank sends on `level` when the buckets are gathered once: (R - 1) pieces, each a shard or a slice."""
     total = 0
     for bucket in which:
-        n, loc, c = bucket.cluster.num_nodes, bucket.cluster.num_local, bucket.layout.chunk_numel
+        n, loc, c = bucket.cluster.num_nodes, bucket.cluster.num_local, bucket.layout.shard_numel
         piece = {"node": (n - 1) * c, "local": (loc - 1) * n * c}[level]
         total += piece * bucket.compute_dtype.itemsize
     return total
@@ -166,7 +166,7 @@ def reduce_bytes(level: Level, which: list[Bucket]) -> int:
     for bucket in which:
         if bucket.is_frozen:
             continue
-        n, loc, c = bucket.cluster.num_nodes, bucket.cluster.num_local, bucket.layout.chunk_numel
+        n, loc, c = bucket.cluster.num_nodes, bucket.cluster.num_local, bucket.layout.shard_numel
         piece = {"node": (n - 1) * c, "local": (loc - 1) * n * c}[level]
         total += piece * bucket.reduce_dtype.itemsize
     return total
@@ -229,15 +229,15 @@ def assert_nothing_gathered(model: Any) -> None:
     for module in model.modules():
         unit = unit_of(module)
         if unit is not None:
-            assert unit.gather.stage is Stage.IDLE, unit.name
-            assert unit.state is State.IDLE, unit.name
+            assert unit.gather.stage is GatherState.IDLE, unit.name
+            assert unit.state is UnitState.IDLE, unit.name
             for bucket in unit.buckets:
                 assert not (isinstance(bucket._full, FlatBuffer) and bucket._full.is_allocated), unit.name
     assert all(isinstance(p, laconic.RaggedTensor) for p in model.parameters())
 
 
 def held_bytes(model: Any) -> int:
-    """What a model holds between steps: its chunks, and slices that rest on the device."""
-    chunks = sum(bucket.chunk.nbytes for bucket in buckets(model) if not bucket.is_chunk_dropped)
+    """What a model holds between steps: its shards, and slices that rest on the device."""
+    shards = sum(bucket.shard.nbytes for bucket in buckets(model) if not bucket.is_shard_dropped)
     resting = [b.resting for b in buckets(model) if b.resting is not None and not b.resting.is_in_slab]
-    return chunks + sum(r.nbytes for r in resting if r._buffer is not None)
+    return shards + sum(r.nbytes for r in resting if r._buffer is not None)

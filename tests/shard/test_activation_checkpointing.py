@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from laconic.shard.unit import State, unit_of
+from laconic.shard.unit import UnitState, unit_of
 from tests.ranks import run_ranks
 from tests.shard.helpers import (
     Block,
@@ -97,14 +97,14 @@ def test_activation_checkpointing_gathers_nothing_more(kind: str, reentrant: boo
 def job_states() -> None:
     model = shard(build(lambda: Checkpointed("each", False)), cache="none")
     units = [unit_of(block) for block in model.blocks]
-    states: list[State] = []
+    states: list[UnitState] = []
     for unit in units:
         assert unit is not None
         unit.module.up.register_full_backward_hook(lambda *_, unit=unit: states.append(unit.state))  # type: ignore[union-attr, misc]
     for _ in range(2):
         states.clear()
         train_step(model)
-        assert states == [State.BACKWARD] * len(units), "a recomputed forward does not take a unit out of its backward"
+        assert states == [UnitState.BACKWARD] * len(units), "a recomputed forward took a unit out of its backward"
         assert_nothing_gathered(model)
 
 

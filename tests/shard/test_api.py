@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic
-from laconic.shard.gather import Stage
+from laconic.shard.gather import GatherState
 from tests.ranks import run_ranks
 from tests.shard.helpers import (
     Block,
@@ -40,7 +40,7 @@ def job_keep_gathered() -> None:
     batch = inputs(0, dist.get_rank())
     with moved(model) as m:
         loss = squared_error(model, batch)
-        assert all(unit.gather.stage is Stage.FULL for unit in model._units())
+        assert all(unit.gather.stage is GatherState.FULL for unit in model._units())
         loss.backward()
     assert m.weights == everything, "kept from forward to backward"
     assert_nothing_gathered(model)

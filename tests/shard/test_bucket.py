@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from laconic.layout.bucket import row_block
 from laconic.shard.bucket import Bucket, Managed
 from laconic.shard.cache import RestingSlice
 from laconic.shard.lanes import Lanes
-from laconic.shard.layout import row_block
 from laconic.shard.ledger import Ledger
 from tests.reference import gather as reference
 from tests.shard.helpers import Block, Place, account, build, places
@@ -29,44 +29,44 @@ def bucket_of(module: nn.Module, place: Place, **options: Any) -> Bucket:
     return Bucket(managed, cluster=place, **options)  # type: ignore[arg-type]
 
 
-def fill_full(bucket: Bucket, chunks: list[Tensor]) -> None:
-    bucket.allocate_full().copy_(torch.cat(chunks))
+def fill_full(bucket: Bucket, shards: list[Tensor]) -> None:
+    bucket.allocate_full().copy_(torch.cat(shards))
 
 
 @pytest.mark.parametrize(("num_nodes", "num_local"), [(1, 1), (3, 1), (1, 3), (3, 2), (2, 3)])
-def test_chunks_in_order_are_the_bucket_and_the_gathered_parameters_its_views(num_nodes: int, num_local: int) -> None:
+def test_shards_in_order_are_the_bucket_and_the_gathered_parameters_its_views(num_nodes: int, num_local: int) -> None:
     want = dict(build(Block).named_parameters())
     ranks = places(num_nodes, num_local)
     modules = [build(Block) for _ in ranks]
     made = [bucket_of(module, place) for module, place in zip(modules, ranks, strict=True)]
-    chunks = {(b.cluster.node_rank, b.cluster.local_rank): b.chunk for b in made}
+    shards = {(b.cluster.node_rank, b.cluster.local_rank): b.shard for b in made}
     account(made[0])
-    made[0].allocate_full().copy_(reference.gather(chunks))
+    made[0].allocate_full().copy_(reference.gather(shards))
     made[0].show_gathered()
     full = made[0].allocate_full()
     for name, parameter in modules[0].named_parameters():
         assert type(parameter) is nn.Parameter
         assert torch.equal(parameter, want[name])
         assert parameter.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
-    for bucket in made:  # this rank's slice is where the gather across nodes lands, its chunk is inside
+    for bucket in made:  # this rank's slice is where the gather across nodes lands, its shard is inside
         account(bucket)
-        fill_full(bucket, [b.chunk for b in made])
+        fill_full(bucket, [b.shard for b in made])
         node_slice = bucket.slice_of_full()
         assert torch.equal(node_slice, reference.slice_of(full, bucket.cluster.local_rank, num_local))
-        assert torch.equal(bucket.own_part(node_slice), bucket.chunk)
+        assert torch.equal(bucket.own_part(node_slice), bucket.shard)
         assert node_slice.numel() == bucket.slice_numel
 
 
-def test_chunks_start_on_sixteen_bytes_in_the_smallest_dtype() -> None:
+def test_shards_start_on_sixteen_bytes_in_the_smallest_dtype() -> None:
     bucket = bucket_of(build(Block), Place(3, 1), compute_dtype=torch.bfloat16)
-    assert bucket.layout.chunk_numel * 2 % 16 == 0
-    assert bucket.chunk.dtype == torch.float32
+    assert bucket.layout.shard_numel * 2 % 16 == 0
+    assert bucket.shard.dtype == torch.float32
     assert bucket.compute_dtype == bucket.reduce_dtype == torch.bfloat16
 
 
-def test_sharded_parameters_are_views_of_the_chunk() -> None:
+def test_sharded_parameters_are_views_of_the_shard() -> None:
     bucket = bucket_of(build(Block), Place(2, 1))
-    bucket.chunk.fill_(7)
+    bucket.shard.fill_(7)
     for parameter in bucket.sharded:
         assert parameter.to_local().eq(7).all()  # type: ignore[attr-defined]
 
@@ -82,7 +82,7 @@ def test_every_kind_of_edit_changes_the_version() -> None:
         lambda: parameter.copy_(torch.ones(parameter.shape)),
         lambda: parameter.normal_(),
         lambda: torch._foreach_add_([parameter], 1.0),
-        lambda: bucket.chunk.add_(1),
+        lambda: bucket.shard.add_(1),
     ]
     with torch.no_grad():
         for edit in edits:
@@ -109,9 +109,9 @@ def test_filling_the_full_buffer_is_no_edit_and_editing_it_is_refused() -> None:
     module = build(Block)
     bucket = bucket_of(module, Place())
     account(bucket)
-    fill_full(bucket, [bucket.chunk])
+    fill_full(bucket, [bucket.shard])
     bucket.show_gathered()
-    fill_full(bucket, [bucket.chunk])
+    fill_full(bucket, [bucket.shard])
     bucket.show_sharded()
     bucket.show_gathered()
     with torch.no_grad():
@@ -124,30 +124,30 @@ def test_filling_the_full_buffer_is_no_edit_and_editing_it_is_refused() -> None:
 def test_views_survive_freeing_and_come_back() -> None:
     modules = [build(Block), build(Block)]
     made = [bucket_of(module, place) for module, place in zip(modules, places(2, 1), strict=True)]
-    bucket, chunks = made[0], [b.chunk for b in made]
+    bucket, shards = made[0], [b.shard for b in made]
     ledger = account(bucket)
-    fill_full(bucket, chunks)
+    fill_full(bucket, shards)
     bucket.show_gathered()
     view = modules[0].up.weight
     full_bytes = 4 * bucket.layout.numel
-    assert ledger.device_bytes == bucket.chunk.nbytes + full_bytes
+    assert ledger.device_bytes == bucket.shard.nbytes + full_bytes
     bucket.free_full()
     bucket.free_full()
-    assert ledger.device_bytes == bucket.chunk.nbytes
+    assert ledger.device_bytes == bucket.shard.nbytes
     assert view.untyped_storage().nbytes() == 0
-    fill_full(bucket, chunks)
+    fill_full(bucket, shards)
     assert torch.equal(view, build(Block).up.weight)
-    assert ledger.device_peak_bytes == bucket.chunk.nbytes + full_bytes
+    assert ledger.device_peak_bytes == bucket.shard.nbytes + full_bytes
 
 
-def test_on_one_rank_the_chunk_is_the_bucket() -> None:
+def test_on_one_rank_the_shard_is_the_bucket() -> None:
     module = build(Block)
     bucket = bucket_of(module, Place())
     ledger = account(bucket)
     bucket.allocate_full()
     bucket.show_gathered()
-    assert ledger.device_peak_bytes == bucket.chunk.nbytes
-    assert module.up.weight.data_ptr() == bucket.chunk.data_ptr()
+    assert ledger.device_peak_bytes == bucket.shard.nbytes
+    assert module.up.weight.data_ptr() == bucket.shard.data_ptr()
     bucket.free_full()
     bucket.show_sharded()
     assert torch.equal(module.up.weight.to_local(), build(Block).up.weight.flatten())
@@ -157,7 +157,7 @@ def test_a_replaced_parameter_is_refused() -> None:
     module = build(Block)
     bucket = bucket_of(module, Place())
     account(bucket)
-    fill_full(bucket, [bucket.chunk])
+    fill_full(bucket, [bucket.shard])
     module.up.weight = nn.Parameter(torch.zeros(29, 17))
     with pytest.raises(RuntimeError, match=r"up.weight is no longer the one fully_shard made.*param.copy_"):
         bucket.show_gathered()
@@ -167,7 +167,7 @@ def test_gathered_parameters_follow_requires_grad() -> None:
     module = build(Block)
     bucket = bucket_of(module, Place())
     account(bucket)
-    fill_full(bucket, [bucket.chunk])
+    fill_full(bucket, [bucket.shard])
     bucket.sharded[0].requires_grad_(False)
     bucket.show_gathered()
     assert [p.requires_grad for p in module.parameters()] == [False, True, True, True]
@@ -185,7 +185,7 @@ def test_a_move_keeps_parameters_and_a_change_of_dtype_is_refused() -> None:
     bucket.convert(lambda tensor: tensor.clone())
     assert bucket.sharded[0] is parameter
     assert bucket.version != before
-    assert parameter.to_local().untyped_storage().data_ptr() == bucket.chunk.untyped_storage().data_ptr()  # type: ignore[attr-defined]
+    assert parameter.to_local().untyped_storage().data_ptr() == bucket.shard.untyped_storage().data_ptr()  # type: ignore[attr-defined]
     before = bucket.version
     bucket.convert(lambda tensor: tensor)
     assert bucket.version == before
@@ -206,7 +206,7 @@ def test_meta_parameters_become_real_ones() -> None:
 
 
 @pytest.mark.parametrize("in_slab", [False, True])
-def test_a_frozen_chunk_lives_in_its_slice_and_comes_out_to_train(in_slab: bool) -> None:
+def test_a_frozen_shard_lives_in_its_slice_and_comes_out_to_train(in_slab: bool) -> None:
     module = build(Block).requires_grad_(False)
     bucket = bucket_of(module, Place(2, 1, node_rank=1))
     ledger = account(bucket)
@@ -215,34 +215,34 @@ def test_a_frozen_chunk_lives_in_its_slice_and_comes_out_to_train(in_slab: bool)
     )
     if in_slab:
         bucket.resting.rest_in(torch.zeros(bucket.resting.nbytes, dtype=torch.uint8))
-    bucket.own_part(bucket.resting.buffer()).copy_(bucket.chunk)
-    want, parameter, version = bucket.chunk.clone(), bucket.sharded[0], bucket.version
+    bucket.own_part(bucket.resting.buffer()).copy_(bucket.shard)
+    want, parameter, version = bucket.shard.clone(), bucket.sharded[0], bucket.version
     rest_bytes = 0 if in_slab else bucket.resting.nbytes
-    bucket.drop_chunk()
-    bucket.drop_chunk()
-    assert bucket.is_chunk_dropped
+    bucket.drop_shard()
+    bucket.drop_shard()
+    assert bucket.is_shard_dropped
     assert ledger.device_bytes == rest_bytes
     assert bucket.version == version
-    assert torch.equal(bucket.chunk, want)
-    assert bucket.chunk.untyped_storage().data_ptr() == bucket.resting.buffer().untyped_storage().data_ptr()
+    assert torch.equal(bucket.shard, want)
+    assert bucket.shard.untyped_storage().data_ptr() == bucket.resting.buffer().untyped_storage().data_ptr()
     assert bucket.sharded[0] is parameter
     with torch.no_grad():
         parameter.add_(1)
     assert bucket.version != version
-    bucket.restore_chunk()
-    assert ledger.device_bytes == rest_bytes + bucket.chunk.nbytes
+    bucket.restore_shard()
+    assert ledger.device_bytes == rest_bytes + bucket.shard.nbytes
     assert torch.equal(parameter.to_local(), want[: parameter.to_local().numel()] + 1)  # type: ignore[attr-defined]
-    assert bucket.chunk.untyped_storage().data_ptr() != bucket.resting.buffer().untyped_storage().data_ptr()
+    assert bucket.shard.untyped_storage().data_ptr() != bucket.resting.buffer().untyped_storage().data_ptr()
 
 
-def test_a_chunk_is_not_dropped_into_a_slice_of_another_dtype() -> None:
+def test_a_shard_is_not_dropped_into_a_slice_of_another_dtype() -> None:
     bucket = bucket_of(build(Block).requires_grad_(False), Place(2, 1), compute_dtype=torch.bfloat16)
     ledger = account(bucket)
     bucket.resting = RestingSlice(
         bucket.slice_numel, torch.bfloat16, torch.device("cpu"), ledger, Lanes(torch.device("cpu"))
     )
-    bucket.drop_chunk()
-    assert not bucket.is_chunk_dropped
+    bucket.drop_shard()
+    assert not bucket.is_shard_dropped
 
 
 def test_a_ledger_keeps_the_peak_until_it_is_reset() -> None:

@@ -291,7 +291,7 @@ def job_budget() -> None:
     with torch.no_grad():
         model(inputs(0, 0)[0])
     held = model.memory().device_bytes
-    assert held == 4 * sum(bucket.layout.chunk_numel for bucket in buckets(model)) + 2 * unit_bytes
+    assert held == 4 * sum(bucket.layout.shard_numel for bucket in buckets(model)) + 2 * unit_bytes
 
 
 def test_a_budget_keeps_the_last_layers_on_the_device() -> None:
@@ -337,8 +337,8 @@ def job_frozen(cache: Any, caches_frozen: bool) -> None:
     trained = [bucket for bucket in buckets(model) if not bucket.is_frozen]
     assert (len(frozen), len(trained)) == (3, 3)
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
-    chunk_bytes = 4 * sum(bucket.layout.chunk_numel for bucket in buckets(model))
-    assert model.memory().device_bytes == chunk_bytes
+    shard_bytes = 4 * sum(bucket.layout.shard_numel for bucket in buckets(model))
+    assert model.memory().device_bytes == shard_bytes
     expected = build(adapted)
     for step in range(4):
         with moved(model) as m:
@@ -352,14 +352,14 @@ def job_frozen(cache: Any, caches_frozen: bool) -> None:
             assert m.weights == 4 * (per_step + gather_bytes("node", frozen))
         else:
             assert m.weights == per_step + (gather_bytes("node", frozen) if step == 0 else 0)
-            assert all(bucket.is_chunk_dropped for bucket in frozen)
-        assert m.gradients == sum(bucket.layout.chunk_numel * 4 for bucket in trained) * (
+            assert all(bucket.is_shard_dropped for bucket in frozen)
+        assert m.gradients == sum(bucket.layout.shard_numel * 4 for bucket in trained) * (
             frozen[0].cluster.num_nodes - 1
         )
-    frozen_bytes = 4 * sum(bucket.layout.chunk_numel for bucket in frozen)
+    frozen_bytes = 4 * sum(bucket.layout.shard_numel for bucket in frozen)
     resting = sum(b.resting.nbytes for b in frozen if b.resting and not b.resting.is_in_slab)
     if caches_frozen:
-        assert model.memory().device_bytes == chunk_bytes - frozen_bytes + resting
+        assert model.memory().device_bytes == shard_bytes - frozen_bytes + resting
     for name, parameter in expected.named_parameters():
         if "base" in name:
             assert torch.equal(model.get_parameter(name).full_tensor(), parameter), name  # type: ignore[operator]
@@ -396,20 +396,20 @@ def job_unfreeze(cache: Any) -> None:
     same()
     same()
     merge = torch.randn(64, 64, generator=torch.Generator().manual_seed(2))
-    both(lambda net: net[1].base.weight.add_(merge, alpha=0.01))  # a merge into a dropped chunk
+    both(lambda net: net[1].base.weight.add_(merge, alpha=0.01))  # a merge into a dropped shard
     same()
     state = {name: torch.randn(p.shape) * 0.1 for name, p in plain.named_parameters()}
     both(lambda net: net.load_state_dict(state))
     same()
     frozen = [bucket for bucket in buckets(model) if bucket.is_frozen]
-    assert all(bucket.is_chunk_dropped for bucket in frozen)
+    assert all(bucket.is_shard_dropped for bucket in frozen)
     for net in (plain, model):
         net[0].base.weight.requires_grad_(True)
         net[2].base.requires_grad_(True)
     both(lambda net: net[2].base.weight.mul_(0.9))  # edited after unfreezing, before the next use
     same()
     same()
-    assert [bucket.is_chunk_dropped for bucket in frozen] == [False, True, False]
+    assert [bucket.is_shard_dropped for bucket in frozen] == [False, True, False]
     for net in (plain, model):
         net.requires_grad_(False)
         net[1].up.requires_grad_(True)
@@ -423,7 +423,7 @@ def test_unfreezing_loading_and_merging_into_frozen_weights(cache: Any) -> None:
 
 
 def job_bf16_frozen() -> None:
-    """A slice in the compute dtype cannot give fp32 weights back, so the chunk stays."""
+    """A slice in the compute dtype cannot give fp32 weights back, so the shard stays."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     model = build(lambda: nn.Sequential(Block(), Block())).requires_grad_(False)
@@ -435,7 +435,7 @@ def job_bf16_frozen() -> None:
         model(x)
     assert first.weights == gather_bytes("node", buckets(model)) > 0
     assert second.weights == 0
-    assert not any(bucket.is_chunk_dropped for bucket in buckets(model))
+    assert not any(bucket.is_shard_dropped for bucket in buckets(model))
     for name, parameter in build(lambda: nn.Sequential(Block(), Block())).named_parameters():
         assert torch.equal(model.get_parameter(name).full_tensor(), parameter)  # type: ignore[operator]
 

@@ -118,8 +118,8 @@ def overwrite_free_memory(owner: unit.Unit) -> None:
     """Take what compute may take now, in the sizes the engine uses, and fill it with NaN."""
     held = []
     for bucket in owner.buckets:
-        for numel in (bucket.layout.numel, bucket.slice_numel, bucket.layout.chunk_numel):
-            held += [torch.full((numel,), torch.nan, device=bucket.chunk.device) for _ in range(2)]
+        for numel in (bucket.layout.numel, bucket.slice_numel, bucket.layout.shard_numel):
+            held += [torch.full((numel,), torch.nan, device=bucket.shard.device) for _ in range(2)]
 
 
 class Slow(torch.autograd.Function):
@@ -305,7 +305,7 @@ def lora_like(device_type: str = "cuda") -> None:
         for m in (reference, model):
             squared_error(m, tuple(part.to(device_type) for part in inputs(0, 0))).backward()  # type: ignore[arg-type]
     frozen = buckets(*model.blocks)
-    assert all(bucket.is_chunk_dropped and bucket.chunk.device.type == "cpu" for bucket in frozen)
+    assert all(bucket.is_shard_dropped and bucket.shard.device.type == "cpu" for bucket in frozen)
     whole = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
         extent = parameter.extent  # type: ignore[attr-defined]
@@ -317,7 +317,7 @@ def lora_like(device_type: str = "cuda") -> None:
             torch.testing.assert_close(parameter.grad.full_tensor(), whole[name].grad)  # type: ignore[attr-defined]
     model.blocks.requires_grad_(True)
     squared_error(model, tuple(part.to(device_type) for part in inputs(0, 0))).backward()  # type: ignore[arg-type]
-    assert all(bucket.chunk.device.type == device_type for bucket in frozen)
+    assert all(bucket.shard.device.type == device_type for bucket in frozen)
 
 
 def test_frozen_weights_rest_in_host_memory() -> None:

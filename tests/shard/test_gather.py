@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.shard.gather import Stage, UnitGather
+from laconic.shard.gather import GatherState, UnitGather
 from laconic.shard.unit import unit_of
 from tests.ranks import run_ranks
 from tests.shard.helpers import (
@@ -44,7 +44,7 @@ def events_of(model: Any, run: Callable[[], Any]) -> list[str]:
     original = UnitGather.begin
 
     def begin(self: UnitGather) -> None:
-        if self.stage is Stage.IDLE and self in names:
+        if self.stage is GatherState.IDLE and self in names:
             events.append(f"gather {names[self]}")
         original(self)
 

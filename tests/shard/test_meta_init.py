@@ -110,7 +110,7 @@ def test_initialising_parts_draws_the_same_numbers(world_size: int, local: int) 
 
 
 def job_trains() -> None:
-    """No rank ever holds more than its chunk before the first forward; then the model trains as any other."""
+    """No rank ever holds more than its shard before the first forward; then the model trains as any other."""
     mesh = laconic.init_mesh("cpu")
     model: Any = on_meta(Net)
     for block in model.blocks:
@@ -118,7 +118,7 @@ def job_trains() -> None:
     laconic.fully_shard(model, mesh=mesh, cache="host")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # made before there is memory
     initialise(model, reset_all)
-    assert model.memory().device_peak_bytes == sum(bucket.chunk.nbytes for bucket in buckets(model))
+    assert model.memory().device_peak_bytes == sum(bucket.shard.nbytes for bucket in buckets(model))
     plain = on_meta(Net)
     initialise(plain, reset_all)
     with torch.no_grad():

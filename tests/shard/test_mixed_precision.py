@@ -65,7 +65,7 @@ def job_training(cache: str, reduce_dtype: torch.dtype | None) -> None:
         assert m.weights == wire.get(cache, gather_bytes("node", buckets(model)))
         assert m.gradients == reduce_bytes("node", buckets(model))
         itemsize = (reduce_dtype or BF16).itemsize
-        assert m.gradients == (cluster.num_nodes - 1) * itemsize * sum(b.layout.chunk_numel for b in buckets(model))
+        assert m.gradients == (cluster.num_nodes - 1) * itemsize * sum(b.layout.shard_numel for b in buckets(model))
         _, want = oracle.gradients(batches)
         for name, got in full_gradients(model).items():
             assert got.dtype == FP32

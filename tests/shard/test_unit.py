@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from laconic.shard.gather import Stage
+from laconic.shard.gather import GatherState
 from laconic.shard.unit import unit_of
 from tests.ranks import run_ranks
 from tests.shard.helpers import (
@@ -45,7 +45,7 @@ def job_forward_only(cache: str) -> None:
         assert model.memory().device_bytes == held_bytes(model)
     before = model.memory().device_bytes
     if cache != "device":
-        assert before == sum(bucket.chunk.nbytes for bucket in buckets(model))
+        assert before == sum(bucket.shard.nbytes for bucket in buckets(model))
     with torch.no_grad():  # as generation does: many forwards, one module of the model on its own
         for _ in range(3):
             model.blocks[1](torch.zeros(2, 17))
@@ -72,7 +72,7 @@ def job_let_go(cache: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(2):
         train_step(model, optimizer, step)
-    known = [weakref.ref(model), *(weakref.ref(bucket.chunk) for bucket in buckets(model))]
+    known = [weakref.ref(model), *(weakref.ref(bucket.shard) for bucket in buckets(model))]
     del model, optimizer
     gc.collect()
     assert [reference() for reference in known] == [None] * len(known)
@@ -84,7 +84,7 @@ def test_a_model_that_everybody_lets_go_is_freed(cache: str) -> None:
 
 
 def job_memory() -> dict[str, int]:
-    """Peak of a step by cache. Between steps only the chunks are held."""
+    """Peak of a step by cache. Between steps only the shards are held."""
     peaks = {}
     for cache in ("none", "host", "device"):
         model = shard(build(lambda: Net(8)), cache=cache)
@@ -93,20 +93,20 @@ def job_memory() -> dict[str, int]:
             model.reset_peak_memory()
             train_step(model, seed=step)
             by_step.append(model.memory().device_peak_bytes)
-            assert model.memory().device_bytes == sum(bucket.chunk.nbytes for bucket in buckets(model))
+            assert model.memory().device_bytes == sum(bucket.shard.nbytes for bucket in buckets(model))
         assert len(set(by_step[1:])) == 1, "from the second step on, nothing depends on timing"
         peaks[cache] = max(by_step)
-    chunks = sum(bucket.chunk.nbytes for bucket in buckets(model))
+    shards = sum(bucket.shard.nbytes for bucket in buckets(model))
     slices = sum(4 * bucket.slice_numel for bucket in buckets(model))
     root = sum(4 * bucket.layout.numel for bucket in model._laconic_unit.buckets)
     block = sum(4 * bucket.layout.numel for bucket in buckets(model.blocks[0]))
-    # Chunks and their gradients; gathered: the root, the block that computes and the next one; gradients: the bucket
+    # Shards and their gradients; gathered: the root, the block that computes and the next one; gradients: the bucket
     # that is written and one that is reduced.
-    bound = 2 * chunks + root + 2 * block + 2 * block
+    bound = 2 * shards + root + 2 * block + 2 * block
     assert peaks["none"] <= bound
     assert peaks["host"] <= peaks["none"]
     assert peaks["none"] < peaks["device"] <= peaks["none"] + slices
-    assert bound < chunks + root + 8 * block, "or the bound says nothing"
+    assert bound < shards + root + 8 * block, "or the bound says nothing"
     return peaks
 
 
@@ -122,7 +122,7 @@ def gathered_in_backward(model: Any, batch: Any) -> list[list[str]]:
 
     def look(module: nn.Module, _: Any) -> None:
         blocks = [unit for block in model.blocks if (unit := unit_of(block)) is not None]
-        seen.append([unit.name for unit in blocks if unit.gather.stage is not Stage.IDLE])
+        seen.append([unit.name for unit in blocks if unit.gather.stage is not GatherState.IDLE])
 
     handles = [block.register_full_backward_pre_hook(look) for block in model.blocks]
     squared_error(model, batch).backward()
@@ -194,7 +194,7 @@ def job_exceptions(cache: str) -> None:
             assert_gradients(model, oracle, batches)
             assert_nothing_gathered(model)
             model.zero_grad()
-        assert model.memory().device_bytes == sum(bucket.chunk.nbytes for bucket in buckets(model))
+        assert model.memory().device_bytes == sum(bucket.shard.nbytes for bucket in buckets(model))
         with torch.no_grad():
             model.fail = "forward" if fail == "forward" else ""
             try:

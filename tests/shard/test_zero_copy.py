@@ -84,11 +84,11 @@ def job_watch(cache: str) -> None:
     )
 
     vectors = sum(slot.numel * 4 for bucket in all_buckets for slot in bucket.layout.slots if len(slot.shape) == 1)
-    chunks = sum(bucket.chunk.nbytes for bucket in all_buckets)
+    shards = sum(bucket.shard.nbytes for bucket in all_buckets)
     assert max(nbytes for _, nbytes in watches[3].copied) <= min(sizes) / 2
-    # A chunk goes out of its place; a slice from the host cache goes to the device. Never a bucket.
+    # A shard goes out of its place; a slice from the host cache goes to the device. Never a bucket.
     slices = sum(bucket.slice_numel * 4 for bucket in all_buckets)
-    gathers = {"none": 2 * chunks, "host": chunks + 2 * slices}[cache]
+    gathers = {"none": 2 * shards, "host": shards + 2 * slices}[cache]
     assert sum(nbytes for _, nbytes in watches[3].copied) <= gathers + vectors, watches[3].copied
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from laconic.config.job import Config, load, to_toml
+from laconic.strategies.optimizers import make_optimizer
 from laconic.train.cli import main
-from laconic.train.config import Config, load, to_toml
-from laconic.train.optimizers import make_optimizer
 from laconic.train.prepare import differences
 from tests.ranks import run_ranks
 from tests.train.jobs import job, refusal, train, train_all

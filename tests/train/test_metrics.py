@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from laconic.traffic import Snapshot
-from laconic.train.launch import Ranks
-from laconic.train.memory import measured_peak
+from laconic.comm.launch import RankInfo
+from laconic.comm.traffic import Snapshot
+from laconic.strategies.memory import measured_peak
+from laconic.strategies.spread import Memory
 from laconic.train.metrics import JsonlLogger, Loggers, Step, StepRecord, TensorBoardLogger, reduce_records
 from laconic.train.progress import BarLogger, LineLogger
-from laconic.train.strategies import Memory
 from tests.ranks import run_ranks
 
 
@@ -43,7 +43,7 @@ def record(step: int, rank: int, *, counted: bool) -> StepRecord:
 
 def reduced(counted: bool) -> list[Step]:
     rank = dist.get_rank()
-    ranks = Ranks(rank=rank, world_size=4, local_rank=rank % 2, num_local=2, num_nodes=2)
+    ranks = RankInfo(rank=rank, world_size=4, local_rank=rank % 2, num_local=2, num_nodes=2)
     group = dist.group.WORLD
     assert group is not None
     return reduce_records([record(step, rank, counted=counted) for step in (3, 4)], ranks, group, tokens_per_step=8)

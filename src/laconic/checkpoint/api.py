@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from laconic.checkpoint import commit, islands, keys, sidecar, slices, state, storage
+from laconic.checkpoint import commit, keys, outer_state, parts, sidecar, state, storage
 from laconic.checkpoint.commit import CheckpointError, Manifest, reached
 from laconic.checkpoint.fill import Differences, Source, fill
-from laconic.checkpoint.slices import Assignment
-from laconic.checkpoint.together import Ranks
-from laconic.islands.joined import joined
+from laconic.checkpoint.parts import Assignment
+from laconic.comm.agreement import RankGroup
 from laconic.islands.local_steps import LocalSteps
+from laconic.ragged.joined import joined
 
 
 def save_checkpoint(
@@ -40,13 +40,13 @@ def save_checkpoint(
     `step-N` is also an ordinary folder of torch.distributed.checkpoint, with the keys of `{"model":
     get_model_state_dict(...), "optim": get_optimizer_state_dict(...)}`, which a program without laconic can load.
     A model with partial updates is written unsliced. With `local_steps` the model is what islands agreed on, and what
-    each of them needs to go on is beside it ([Note: The layout of a checkpoint] in checkpoint/slices.py).
+    each of them needs to go on is beside it ([Note: The layout of a checkpoint] in checkpoint/parts.py).
     Cost: each rank writes its shards and its share of what is replicated; names, sizes and hashes cross the wire,
     state does not. `AsyncSaver` does it while training goes on.
     Raises: CheckpointError on every rank if any rank cannot write; earlier checkpoints are then untouched.
     """
     check_keep(keep)
-    ranks = Ranks()
+    ranks = RankGroup(error=CheckpointError)
     contents = Contents.of(model, optimizer, extra, local_steps, ranks)
     return write(Path(folder), step, contents, keep=keep, ranks=ranks)
 
@@ -73,7 +73,7 @@ def load_checkpoint(
     Raises: CheckpointError if it is another model's or optimizer's, naming every tensor that differs, unless not
     `strict`; or if none is intact.
     """
-    ranks = Ranks()
+    ranks = RankGroup(error=CheckpointError)
     folder = Path(folder)
     found = ranks.on_rank_0(lambda: commit.candidates(folder), f"the checkpoint folder {folder} is not readable")
     complaints: list[str] = []
@@ -120,7 +120,7 @@ def load_dcp(
     Raises: CheckpointError if `folder` is damaged or no such folder; with `strict`, also if anything differs, naming
     every tensor that does.
     """
-    folder, ranks = Path(folder), Ranks()
+    folder, ranks = Path(folder), RankGroup(error=CheckpointError)
 
     def read() -> Source:
         metadata = storage.read_metadata(folder)
@@ -143,7 +143,7 @@ def load_dcp(
     return _told(fill(source[0], model, optimizer, strict=strict), folder, ranks)
 
 
-def _told(differences: Differences, folder: Path, ranks: Ranks) -> Differences:
+def _told(differences: Differences, folder: Path, ranks: RankGroup) -> Differences:
     """Warn, once in the job, of what was not loaded."""
     if differences and ranks.rank == 0:
         warnings.warn(f"{folder} does not fit, and only what fits was loaded ({differences})", stacklevel=3)
@@ -171,21 +171,21 @@ class Contents:
         optimizer: torch.optim.Optimizer | None,
         extra: dict[str, Any],
         local_steps: LocalSteps | None,
-        ranks: Ranks,
+        ranks: RankGroup,
     ) -> Contents:
         """References to the tensors, everything else as of now. Collective, with islands or slices."""
         assignment = _assignment(model, local_steps, ranks)
         tensors = state.model_tensors(model)
         rest: dict[str, Any] = {}
-        own_states: slices.States = {}
+        own_states: parts.OptimizerStates = {}
         told: dict[str, Any] = {}
         settings = None
         if optimizer is not None:
             settings = state.optimizer_settings(model, optimizer)
-            states, own_states = slices.optimizer_states(model, optimizer, assignment, ranks)
+            states, own_states = parts.optimizer_states(model, optimizer, assignment, ranks)
             rest[keys.OPTIMIZER] = {keys.STATE: states, keys.GROUPS: state.param_groups(model, optimizer)}
         if local_steps is not None:
-            tensors, of_islands, progress = islands.tree(model, local_steps, assignment, tensors, own_states)
+            tensors, of_islands, progress = outer_state.tree(model, local_steps, assignment, tensors, own_states)
             rest |= of_islands
             told = {"islands": {**assignment.to_json(), **progress}}
         tree = {keys.MODEL: joined(tensors, state.places(model)), **rest}
@@ -207,7 +207,7 @@ def check_keep(keep: int) -> None:
         )
 
 
-def write(folder: Path, step: int, contents: Contents, *, keep: int, ranks: Ranks) -> Path:
+def write(folder: Path, step: int, contents: Contents, *, keep: int, ranks: RankGroup) -> Path:
     """[Note: Commit protocol], from the empty folder to the removal of the oldest one."""
     temporary = ranks.on_rank_0(lambda: commit.begin(folder, step), f"the checkpoint folder {folder} is not writable")
     reached("begun")
@@ -247,7 +247,7 @@ def _load(
     local_steps: LocalSteps | None,
     *,
     strict: bool,
-    ranks: Ranks,
+    ranks: RankGroup,
 ) -> tuple[Differences, str]:
     """Fill all that is given from an intact checkpoint; returns what was not, and why islands start anew if they do."""
     assert candidate.manifest is not None
@@ -260,33 +260,33 @@ def _load(
         entries=storage.tensors_of(storage.read_metadata(candidate.folder)),
         keys=keys.OURS,
         settings=own["optimizer"],
-        own=islands.own_optimizer(ours.island) if has_own and has_same_slices else None,
+        own=outer_state.own_optimizer(ours.island) if has_own and has_same_slices else None,
         has_same_slices=has_same_slices,
         is_uneven=local_steps is not None or bool(state.places(model)),
     )
     differences = fill(source, model, optimizer, strict=strict)
-    why = islands.difference(saved, ours, had_islands=told is not None, has_islands=local_steps is not None)
+    why = outer_state.difference(saved, ours, had_islands=told is not None, has_islands=local_steps is not None)
     if local_steps is not None:
         island = None if why else ours.island
-        islands.restore(source, model, local_steps, told, step=candidate.manifest.step, island=island)
+        outer_state.restore(source, model, local_steps, told, step=candidate.manifest.step, island=island)
     return differences, why
 
 
-def _assignment(model: nn.Module, local_steps: LocalSteps | None, ranks: Ranks) -> Assignment:
+def _assignment(model: nn.Module, local_steps: LocalSteps | None, ranks: RankGroup) -> Assignment:
     if local_steps is None:
         return Assignment.of(model, ranks, island=0, islands=1)
     cluster = local_steps.cluster
     return Assignment.of(model, ranks, island=cluster.island_rank, islands=cluster.num_islands)
 
 
-def _verify(folder: Path, manifest: Manifest | None, ranks: Ranks) -> str:
+def _verify(folder: Path, manifest: Manifest | None, ranks: RankGroup) -> str:
     """Every rank hashes its share of the files; the verdict is common. Empty if all is well."""
     assert manifest is not None
     mine = manifest.files[ranks.rank :: ranks.size]
     return "; ".join(problem for problems in ranks.gather(commit.damage(folder, mine)) for problem in problems)
 
 
-def _read_own_sidecar(folder: Path, ranks: Ranks) -> dict[str, Any]:
+def _read_own_sidecar(folder: Path, ranks: RankGroup) -> dict[str, Any]:
     own = folder / sidecar.name(ranks.rank)
     return sidecar.read(own if own.exists() else folder / sidecar.name(0))
 

@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from laconic.checkpoint.api import Contents, check_keep, write
-from laconic.checkpoint.together import Ranks
+from laconic.checkpoint.commit import CheckpointError
+from laconic.comm.agreement import RankGroup
 from laconic.islands.local_steps import LocalSteps
 
 _ALIGNMENT_BYTES = 64
@@ -50,7 +51,9 @@ class AsyncSaver:
         """Collective, as it makes a process group. `folder` and `keep` are those of `save_checkpoint`."""
         check_keep(keep)
         self.folder, self.keep = Path(folder), keep
-        self._ranks = Ranks(dist.new_group(backend="gloo") if dist.is_initialized() else None)
+        self._ranks = RankGroup(
+            dist.new_group(backend="gloo") if dist.is_initialized() else None, error=CheckpointError
+        )
         self._memory = HostMemory()
         self._thread: threading.Thread | None = None
         self._written: Path | None = None

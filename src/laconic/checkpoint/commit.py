@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import time
@@ -26,6 +25,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from laconic.files import sync_folder, write_text
 
 FORMAT = "laconic-checkpoint-2"
 MANIFEST = "manifest.json"
@@ -73,7 +74,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         body = asdict(self)
-        write_durably(folder / MANIFEST, json.dumps({**body, "checksum": _checksum(body)}, indent=1))
+        write_text(folder / MANIFEST, json.dumps({**body, "checksum": _checksum(body)}, indent=1))
 
     @staticmethod
     def read(folder: Path) -> Manifest:
@@ -181,7 +182,7 @@ def commit(folder: Path, temporary: Path, manifest: Manifest, *, keep: int, pati
     temporary.rename(final)
     sync_folder(folder)
     reached("renamed")
-    write_durably(folder / LATEST, final.name + "\n")
+    write_text(folder / LATEST, final.name + "\n")
     sync_folder(folder)
     reached("latest_moved")
     _prune(folder, keep=keep)
@@ -191,24 +192,6 @@ def commit(folder: Path, temporary: Path, manifest: Manifest, *, keep: int, pati
 
 def next_sequence(folder: Path) -> int:
     return 1 + max((c.manifest.sequence for c in candidates(folder) if c.manifest), default=0)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Replace `path` as one action that survives a power cut (once the caller has synced the folder)."""
-    temporary = path.with_name(path.name + ".writing")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _candidate(folder: Path) -> Candidate:

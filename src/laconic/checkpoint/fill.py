@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from laconic.checkpoint import slices, state, storage
+from laconic.checkpoint import parts, state, storage
 from laconic.checkpoint.commit import CheckpointError
 from laconic.checkpoint.keys import Keys, by_parameter
 from laconic.checkpoint.storage import Entry
-from laconic.checkpoint.together import Ranks
-from laconic.islands.joined import joined
+from laconic.comm.agreement import RankGroup
+from laconic.ragged.joined import joined
 
 _T = TypeVar("_T")
 
@@ -76,13 +76,15 @@ class Source:
             storage.load(tensors, self.folder)
             return
         try:
-            Ranks().on_all(lambda: storage.load(tensors, self.folder, offline=True), f"{self.folder} is not readable")
+            RankGroup(error=CheckpointError).on_all(
+                lambda: storage.load(tensors, self.folder, offline=True), f"{self.folder} is not readable"
+            )
         except CheckpointError as error:
             raise storage.StorageError(str(error)) from error
 
-    def locate(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> slices.Locations:
+    def locate(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> parts.Locations:
         """The optimizer's state by parameter and key."""
-        return slices.locate(
+        return parts.locate(
             state.optimized(model, optimizer),
             state.places(model),
             self.keys.state_entries(self.entries),
@@ -109,10 +111,10 @@ def fill(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer | No
     copies: list[tuple[Tensor, Tensor]] = []
     if optimizer is not None:
         locations = source.locate(model, optimizer)
-        unfit = {name for name in locations if slices.whole_name(name, places) not in fitting}
+        unfit = {name for name in locations if parts.whole_name(name, places) not in fitting}
         differing, room = _prepare(source, model, optimizer, {n: at for n, at in locations.items() if n not in unfit})
         differences += differing
-        states, copies = slices.targets(room, locations, places)
+        states, copies = parts.targets(room, locations, places)
         filled |= states
     if differences and strict:
         raise CheckpointError(
@@ -126,7 +128,7 @@ def fill(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer | No
 
 
 def _prepare(
-    source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, locations: slices.Locations
+    source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, locations: parts.Locations
 ) -> tuple[Differences, dict[str, dict[str, Tensor]]]:
     """Restore hyper-parameters and make room for the state that was found. Returns what does not fit, and the room.
 
@@ -146,7 +148,7 @@ def _prepare(
     places, parameters = state.places(model), state.optimized(model, optimizer)
     ours = {name: tensors for name, tensors in room.items() if name not in places}
     theirs = {name: found.get(name, entries) for name, entries in saved.items()}
-    theirs = {name: entries for name, entries in theirs.items() if not slices.is_of_slices(name, parameters, places)}
+    theirs = {name: entries for name, entries in theirs.items() if not parts.is_of_slices(name, parameters, places)}
     differing = compare(_flat(ours), _flat(theirs), " (optimizer)")
     for name in [n for n, tensors in room.items() if {k: Entry.of(t) for k, t in tensors.items()} != found[n]]:
         del room[name], optimizer.state[parameters[name]]  # half a state is none

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from laconic.checkpoint import commit
+from laconic.files import write_text
 
 _TENSOR = "__tensor__"
 
@@ -29,7 +29,7 @@ def encode(tree: dict[str, Any]) -> str:
 
 def write(path: Path, text: str) -> None:
     """`text` as `encode` made it."""
-    commit.write_durably(path, text)
+    write_text(path, text)
 
 
 def read(path: Path) -> dict[str, Any]:

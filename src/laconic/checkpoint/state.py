@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from laconic.checkpoint.commit import CheckpointError
 from laconic.checkpoint.storage import Entry
-from laconic.islands.partial import sliced_parts
-from laconic.islands.sliced import SlicedParameter
+from laconic.ragged.parts import SlicedParameter, sliced_parts
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 # Which kernels step is this run's choice: other ones want `step` on another device.

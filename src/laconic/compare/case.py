@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from laconic.config.job import Config, ConfigError
 from laconic.lab import format_rate
-from laconic.train.config import Config, ConfigError
 
 Job = Literal["full", "lora"]
 

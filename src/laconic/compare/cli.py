@@ -22,8 +22,8 @@ from laconic.compare.progress import make_reporter
 from laconic.compare.result import Result
 from laconic.compare.runner import Comparison
 from laconic.compare.table import LEGEND, LEGEND_NO_WIRE, render
+from laconic.config.job import Config, JobError, load
 from laconic.lab import LabUnavailable, format_rate, parse_rate
-from laconic.train.config import Config, JobError, load
 
 _DEMO_CONFIG = Path(__file__).with_name("demo.toml")
 

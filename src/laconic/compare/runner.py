@@ -14,8 +14,8 @@ from typing import Self
 from laconic.compare.case import Case, ComparisonError, config_of
 from laconic.compare.progress import Reporter
 from laconic.compare.result import Result, read_result
+from laconic.config.job import Config, to_toml
 from laconic.lab import Lab, RunResult
-from laconic.train.config import Config, to_toml
 
 _POLL_INTERVAL_S = 0.25
 _SHOWN_LINES = 30

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from laconic.cyclic.messages import Message
+from laconic.comm.traffic import Purpose, Traffic
 from laconic.cyclic.parcel import HEADER_BYTES, Form
-from laconic.traffic import Purpose, Traffic
+from laconic.cyclic.schedule.messages import Message
 
 Key = tuple[str, int, int, int]
 NUMBER_BYTES = 8

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from laconic.cyclic.flat import Layout
-from laconic.cyclic.messages import Message, Op
 from laconic.cyclic.optimizers import Settings, StageOptimizers
+from laconic.cyclic.schedule.messages import Message, Op
 
 
 class VersionError(RuntimeError):

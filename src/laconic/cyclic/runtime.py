@@ -6,33 +6,31 @@ Source: Fournier and Oyallon, "Cyclic Data Parallelism for Efficient Parallelism
 
 from __future__ import annotations
 
-import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from laconic.comm.failure import first_failure, record_failure
+from laconic.comm.traffic import Traffic
 from laconic.cyclic import snapshot
 from laconic.cyclic.flat import Layout
 from laconic.cyclic.links import Links, PeerLost
-from laconic.cyclic.messages import Run
 from laconic.cyclic.optimizers import MakeOptimizer, StageOptimizers
 from laconic.cyclic.placement import Placement, Replicated, trainable
 from laconic.cyclic.report import Report
-from laconic.cyclic.rule import Rule
 from laconic.cyclic.scaling import LossScale
-from laconic.cyclic.schedule import Schedule, States
+from laconic.cyclic.schedule.messages import Run
+from laconic.cyclic.schedule.rule import Rule
+from laconic.cyclic.schedule.schedule import Schedule, StatePlacement
 from laconic.cyclic.sharded import Sharded
 from laconic.cyclic.worker import Baton, LossFn, Worker
-from laconic.traffic import Traffic
 
 MicroBatch = tuple[Any, Any]
-_FAILURE_KEY = "laconic/cyclic/failure"
 
 
 class CyclicDataParallel:
@@ -76,7 +74,7 @@ class CyclicDataParallel:
         mesh: DeviceMesh | None = None,
         *,
         rule: Rule | str | Sequence[Sequence[bool | int]] = "v2",
-        states: States = "replicated",
+        states: StatePlacement = "replicated",
         stagger: float = 1.0,
         max_grad_norm: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
@@ -292,25 +290,14 @@ class CyclicDataParallel:
         if self.schedule.num_devices == 1:
             yield
             return
-        store = dist.distributed_c10d._get_default_store()
         try:
             yield
         except PeerLost as error:
-            first = _first_failure(store, "")
+            first = first_failure()
             raise RuntimeError(f"{error}\n{first}" if first else str(error)) from error
-        except Exception:
-            _first_failure(store, f"worker {self._links.mesh_rank} failed first:\n{traceback.format_exc()}")
+        except Exception as error:
+            record_failure(error)
             raise
-
-
-def _first_failure(store: dist.Store, mine: str) -> str:
-    """The first failure of the job, which is `mine` if there was none; empty if it is not known."""
-    try:
-        if mine:
-            return store.compare_set(_FAILURE_KEY, "", mine).decode()
-        return store.get(_FAILURE_KEY).decode() if store.check([_FAILURE_KEY]) else ""
-    except Exception:  # the store died with its host, which is then what failed
-        return ""
 
 
 def _shapes(micro_batch: MicroBatch) -> tuple[Any, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from laconic.cyclic.messages import Message, Op
 from laconic.cyclic.placement import Placement, Used, VersionError
+from laconic.cyclic.schedule.messages import Message, Op
 
 
 class Sharded(Placement):

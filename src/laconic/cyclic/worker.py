@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from laconic.cyclic.links import Key, Links
-from laconic.cyclic.messages import Compute, Message, Op, Run, Send, Square, Take, Update
 from laconic.cyclic.optimizers import Settings
 from laconic.cyclic.placement import Placement, Used
 from laconic.cyclic.report import Report
 from laconic.cyclic.scaling import LossScale
-from laconic.cyclic.schedule import Schedule
+from laconic.cyclic.schedule.messages import Compute, Message, Op, Run, Send, Square, Take, Update
+from laconic.cyclic.schedule.schedule import Schedule
 
 LossFn = Callable[[Any, Any], Tensor]
 _LOOKAHEAD = 2  # ops ahead that receives are posted: transfers then have a whole op to hide behind

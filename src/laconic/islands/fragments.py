@@ -14,13 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Pattern = Literal["strided", "sequential"]
+FragmentPattern = Literal["strided", "sequential"]
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class SyncSchedule:
     """When fragments are sent and applied. Steps are counted from 1."""
 
     every: int
@@ -63,7 +63,7 @@ class Schedule:
         return self.sends(step - self.overlap)
 
 
-def fragment_of(names: Iterable[str], fragments: int, pattern: Pattern = "strided") -> dict[str, int]:
+def fragment_of(names: Iterable[str], fragments: int, pattern: FragmentPattern = "strided") -> dict[str, int]:
     """Each parameter's fragment: layer l goes to fragment l mod P, or, sequential, to l P // L; the rest to 0.
 
     A layer is the first number in a parameter's name. Strided fragments keep the link evenly busy, as the parameters

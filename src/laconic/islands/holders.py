@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from laconic.cluster import Cluster
-from laconic.islands.partial import slice_of_parameters
+from laconic.comm.cluster import Cluster
+from laconic.ragged.parts import slice_of_parameters
 
 _NONE = -1
 

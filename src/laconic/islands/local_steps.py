@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from laconic.cluster import Cluster
-from laconic.islands.codec import Codec, codec_named
-from laconic.islands.exchange import Exchange, Mean
-from laconic.islands.fragments import Pattern, Schedule, fragment_of
+from laconic.codec.codecs import Codec, codec_named
+from laconic.comm.cluster import Cluster
+from laconic.comm.collectives import all_reduce
+from laconic.islands.all_reduce import CompressedAllReduce, Mean
+from laconic.islands.fragments import FragmentPattern, SyncSchedule, fragment_of
 from laconic.islands.holders import Holders
-from laconic.islands.outer import MakeOuter, OuterFragment, nesterov
+from laconic.islands.outer_optimizer import MakeOuter, OuterFragment, nesterov
 from laconic.islands.recovery import Recovery
-from laconic.shard.collectives import all_reduce
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class LocalSteps:
         every: int = 100,
         outer: MakeOuter = nesterov,
         fragments: int = 1,
-        pattern: Pattern = "strided",
+        pattern: FragmentPattern = "strided",
         overlap: int = 0,
         mixing: float = 0.0,
         codec: str | Codec = "fp32",
@@ -111,14 +111,14 @@ class LocalSteps:
         if not 0 <= mixing < 1:
             raise ValueError(f"mixing={mixing} must lie in [0, 1): 0 takes the outer parameters as they are")
         self.optimizer = optimizer
-        self.schedule = Schedule(every=every, fragments=fragments, overlap=overlap)
+        self.schedule = SyncSchedule(every=every, fragments=fragments, overlap=overlap)
         self.mixing, self.error_feedback = mixing, error_feedback
         self.steps = 0
         """Inner steps so far."""
         self.reports: list[SyncReport] = []
         """Of the last step."""
         self.cluster = Cluster.of(mesh)
-        self._exchange = Exchange(self.cluster, codec_named(codec))
+        self._exchange = CompressedAllReduce(self.cluster, codec_named(codec))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="laconic-islands")
         self._under_way: _UnderWay | None = None
         holders = Holders(model, self.cluster)

@@ -12,7 +12,6 @@ optimizer state, a joiner begins with none. Steps since that sync are lost on al
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.cluster import Cluster
-from laconic.islands.outer import OuterFragment, local_of
-from laconic.shard.collectives import all_reduce
-from laconic.shard.tensor import RaggedTensor
+from laconic.comm.cluster import Cluster
+from laconic.comm.collectives import all_reduce
+from laconic.files import replacing
+from laconic.islands.outer_optimizer import OuterFragment, local_of
+from laconic.ragged.tensor import RaggedTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +45,8 @@ class Recovery:
 
     def keep(self, steps: int, fragments: Sequence[OuterFragment], optimizer: torch.optim.Optimizer) -> None:
         """Leave the agreement after inner step `steps`; a kill at any instant leaves it or the one before."""
-        new = self._file.with_suffix(f".{os.getpid()}")
-        torch.save({"steps": steps, "vectors": _vectors(fragments), "inner": _inner_state(optimizer)}, new)
-        os.replace(new, self._file)
+        with replacing(self._file, durable=False) as new:
+            torch.save({"steps": steps, "vectors": _vectors(fragments), "inner": _inner_state(optimizer)}, new)
 
     def restore(self, fragments: Sequence[OuterFragment], optimizer: torch.optim.Optimizer) -> int:
         """Have the newest agreement in all fragments; returns its step, 0 if nobody has any. Collective over all."""

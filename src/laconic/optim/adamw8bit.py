@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from laconic.optim import blocks
-from laconic.optim.blocks import Grid, Tiling
-from laconic.shard.layout import DerivedLayout, row_block
-from laconic.shard.tensor import RaggedSpec, RaggedTensor
+from laconic.codec import tiles
+from laconic.codec.tiles import Grid, Tiling
+from laconic.layout.bucket import DerivedLayout, row_block
+from laconic.ragged.tensor import RaggedSpec, RaggedTensor
 
 _MIN_8BIT_SIZE = 4096
 
@@ -24,7 +24,7 @@ class AdamW8bit(torch.optim.Optimizer):
     """AdamW with its moments stored in 8 bits: about 2.01 bytes of state per parameter instead of 8.
 
     For each parameter of `min_8bit_size` elements or more, the moments are kept as codes with one scale per block of
-    the global tensor, 32 x 32 tiles of a matrix (`laconic.optim.blocks`); each step decodes them, does AdamW's maths in
+    the global tensor, 32 x 32 tiles of a matrix (`laconic.codec.tiles`); each step decodes them, does AdamW's maths in
     fp32, and codes them again, a few MiB at a time. Smaller parameters keep fp32 moments. Given equal gradients, the
     results do not depend on the number of ranks, to the bit, and no rank tells another anything.
 
@@ -150,7 +150,7 @@ class AdamW8bit(torch.optim.Optimizer):
             if values is not local:
                 local.copy_(values)
         if isinstance(parameter, RaggedTensor) and parameter._bump is not None:
-            parameter._bump()  # on ranks with an empty part too: [Note: Versions] in shard/tensor.py
+            parameter._bump()  # on ranks with an empty part too: [Note: Versions] in ragged/tensor.py
 
     def _check_cut(self, parameter: Tensor) -> None:
         if not isinstance(parameter, RaggedTensor):
@@ -227,19 +227,19 @@ def _step_8bit(
     rule: _Rule, grid: Grid, values: Tensor, gradient: Tensor, moments: list[Tensor], scales: list[Tensor]
 ) -> None:
     """One step of a rank's flat part, panel by panel: decode, step, code again."""
-    codes = [blocks.dynamic_code(values.device, signed=signed) for signed in (True, False)]
+    codes = [tiles.dynamic_code(values.device, signed=signed) for signed in (True, False)]
     values, gradient, *moments = (grid.matrix(tensor) for tensor in (values, gradient, *moments))
     scales = [grid.matrix_of_scales(tensor) for tensor in scales]
     for panel in grid.panels(scales[0]):
         decoded = [
-            blocks.dequantize(panel.read(moment, fill=code.zero), scale[panel.scales], code)
+            tiles.dequantize(panel.read(moment, fill=code.zero), scale[panel.scales], code)
             for moment, scale, code in zip(moments, scales, codes, strict=True)
         ]
         stepped = panel.read(values).to(torch.float32)
         rule.apply_(stepped, panel.read(gradient).to(torch.float32), *decoded)
         panel.write(values, stepped)
         for moment, scale, code, new in zip(moments, scales, codes, decoded, strict=True):
-            coded, scale[panel.scales] = blocks.quantize(new, code, step=rule.step)
+            coded, scale[panel.scales] = tiles.quantize(new, code, step=rule.step)
             panel.write(moment, coded)
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from laconic.optim.blocks import DITHER_BITS, DITHER_FACTORS, Grid, dither_offset, dynamic_code
+from laconic.codec.tiles import DITHER_BITS, DITHER_FACTORS, Grid, dither_offset, dynamic_code
 
 _FIRST: tl.constexpr = tl.constexpr(DITHER_FACTORS[0])
 _SECOND: tl.constexpr = tl.constexpr(DITHER_FACTORS[1])
@@ -103,7 +103,7 @@ def _step_block(  # type: ignore[no-untyped-def]  # triton types its arguments
 
 @triton.jit
 def _store(moment, codes, scale, values, gaps, at, inside, salt):  # type: ignore[no-untyped-def]
-    """[Note: Dithered rounding] in optim/blocks.py."""
+    """[Note: Dithered rounding] in codec/tiles.py."""
     largest = tl.max(tl.abs(moment))
     tl.store(scale, largest)
     ratio = tl.div_rn(moment, tl.zeros_like(moment) + tl.where(largest == 0, 1.0, largest))

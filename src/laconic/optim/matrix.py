@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from laconic.optim.owners import Matrix, Owners, Work
-from laconic.shard.tensor import RaggedTensor
+from laconic.ragged.tensor import RaggedTensor
 
 Group = dict[str, Any]
 

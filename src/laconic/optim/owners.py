@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.cluster import Cluster
-from laconic.shard.collectives import all_reduce
-from laconic.shard.layout import BucketLayout, Slot
-from laconic.shard.redistribute import Exchange, Redistribution, moved_elements, whole_on
-from laconic.shard.tensor import RaggedSpec, RaggedTensor
+from laconic.comm.cluster import Cluster
+from laconic.comm.collectives import all_reduce
+from laconic.layout.bucket import BucketLayout, Slot
+from laconic.ragged.redistribute import Redistribution, TransferPlan, moved_elements, whole_on
+from laconic.ragged.tensor import RaggedSpec, RaggedTensor
 
 STAY_WITHIN = 2.0
 """Times its fair share of the work that a rank may have before matrices that lie whole on it move away."""
@@ -68,14 +68,14 @@ class Matrix:
 
     @property
     def home(self) -> int | None:
-        """The chunk that holds all of it, if one does."""
+        """The shard that holds all of it, if one does."""
         return next(
-            (chunk for chunk in self.spec.layout.holders(self.spec.index) if self.held(chunk) == self.numel), None
+            (shard for shard in self.spec.layout.holders(self.spec.index) if self.held(shard) == self.numel), None
         )
 
-    def held(self, chunk: int) -> int:
-        """Elements that lie in `chunk`."""
-        extent = self.spec.layout.extent(self.spec.index, chunk)
+    def held(self, shard: int) -> int:
+        """Elements that lie in `shard`."""
+        extent = self.spec.layout.extent(self.spec.index, shard)
         return extent.numel if extent is not None else 0
 
 
@@ -83,10 +83,10 @@ def assign(matrices: Sequence[Matrix], loads: list[float]) -> list[tuple[int, in
     """Give each matrix an owner: [Note: Owners]. A pure function.
 
     Args:
-        loads: work of each chunk so far; what is assigned is added.
+        loads: work of each shard so far; what is assigned is added.
 
     Returns:
-        (index of the matrix, owning chunk), in the order of assignment.
+        (index of the matrix, owning shard), in the order of assignment.
     """
     costs = [matrix.cost for matrix in matrices]
     fair = max((sum(loads) + sum(costs)) / len(loads), max(costs, default=0.0))
@@ -100,7 +100,7 @@ def assign(matrices: Sequence[Matrix], loads: list[float]) -> list[tuple[int, in
     for index in falling:
         if index not in owners:
             matrix = matrices[index]
-            owner = min(range(len(loads)), key=lambda chunk: (loads[chunk], -matrix.held(chunk), chunk))
+            owner = min(range(len(loads)), key=lambda shard: (loads[shard], -matrix.held(shard), shard))
             owners[index] = owner
             loads[owner] += costs[index]
     return list(owners.items())
@@ -141,18 +141,18 @@ class Owners:
             self._owners.update((own[index], owner) for index, owner in assign(own, loads))
 
     def owner_of(self, matrix: Matrix) -> int:
-        """The owning chunk."""
+        """The owning shard."""
         return self._owners[matrix]
 
     def spec_on_owner(self, matrix: Matrix, name: str, shape: tuple[int, ...]) -> RaggedSpec:
         """Of a tensor that belongs to the matrix and lives, whole, where the matrix is worked on."""
         spec, size = matrix.spec, max(1, math.prod(shape))
         slot = Slot(name=f"{matrix.name}.{name}", shape=shape, block=size, offset=self._owners[matrix] * size)
-        layout = BucketLayout(slots=(slot,), num_chunks=spec.layout.num_chunks, chunk_numel=size)
+        layout = BucketLayout(slots=(slot,), num_shards=spec.layout.num_shards, shard_numel=size)
         return RaggedSpec(cluster=spec.cluster, layout=layout, index=0)
 
     def loads(self, cluster: Cluster) -> list[float]:
-        """Work by chunk."""
+        """Work by shard."""
         return list(self._loads[cluster])
 
     def moved_elements(self) -> int:
@@ -213,10 +213,10 @@ class _Round:
 
     def __init__(self, matrices: Sequence[Matrix], owners: Sequence[int]) -> None:
         self.matrices = matrices
-        self.mine = [owner == matrices[0].spec.cluster.chunk_index for owner in owners]
+        self.mine = [owner == matrices[0].spec.cluster.shard_index for owner in owners]
         self.whole = [whole_on(matrix.spec, owner) for matrix, owner in zip(matrices, owners, strict=True)]
         here = [matrix.spec for matrix in matrices]
-        self.forward, self.backward = Exchange(here, self.whole), Exchange(self.whole, here)
+        self.forward, self.backward = TransferPlan(here, self.whole), TransferPlan(self.whole, here)
 
     def send(self, works: Mapping[Matrix, Work]) -> Redistribution:
         return self.forward.start([_ragged(works[matrix].send()) for matrix in self.matrices])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from laconic.optim.matrix import ADAMW, Group, MatrixOptimizer
 from laconic.optim.owners import Work
-from laconic.shard.tensor import RaggedTensor
+from laconic.ragged.tensor import RaggedTensor
 
 Grafting = Literal["adam", "rmsprop", "sgd", "none"]
 _EIGENDECOMPOSITION_FLOPS = 25  # of an n x n matrix, in multiplications per n ** 3, roughly
@@ -143,7 +143,7 @@ class Shampoo(MatrixOptimizer):
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class PreconditionedBlock:
     """A rectangle of a matrix, or of one matrix of a stack, with preconditioners of its own."""
 
     index: tuple[slice | int, ...]
@@ -152,14 +152,14 @@ class Block:
     columns: int
 
 
-def blocks_of(shape: tuple[int, ...], size: int) -> Iterator[Block]:
+def blocks_of(shape: tuple[int, ...], size: int) -> Iterator[PreconditionedBlock]:
     """Cut the last two dimensions into blocks of at most `size` x `size`, row by row."""
     *outer, rows, columns = shape
     for stack in itertools.product(*(range(length) for length in outer)):
         for top in range(0, rows, size):
             for left in range(0, columns, size):
                 bottom, right = min(top + size, rows), min(left + size, columns)
-                yield Block((*stack, slice(top, bottom), slice(left, right)), bottom - top, right - left)
+                yield PreconditionedBlock((*stack, slice(top, bottom), slice(left, right)), bottom - top, right - left)
 
 
 class _Preconditioned(Work):
@@ -211,7 +211,7 @@ class _Preconditioned(Work):
             squares = squares / (1 - beta2**step)
         return average / (squares.sqrt() + self.group["grafting_eps"])
 
-    def _per_block(self, left: str, right: str) -> list[tuple[Block, Tensor, Tensor]]:
+    def _per_block(self, left: str, right: str) -> list[tuple[PreconditionedBlock, Tensor, Tensor]]:
         """Each block with its (rows, rows) and (columns, columns) parts of two state tensors; views."""
         blocks = list(blocks_of(tuple(self.parameter.shape), self.group["block_size"]))
         lefts = self._mine(left).split([b.rows**2 for b in blocks])

@@ -13,15 +13,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from laconic.plan import cyclic
+from laconic.layout.granularity import rows
+from laconic.plan import timesteps
 from laconic.plan.draw import draw
-from laconic.plan.layout import LayoutRow, layout_rows, plan_of
+from laconic.plan.padding import LayoutRow, layout_rows, plan_of
 from laconic.plan.shapes import KNOWN, UnitShapes, units_of
-from laconic.shard.granularity import rows
 
 _DESCRIPTION = """\
 How much memory whole blocks cost: the padding of a model's units when each is shared by so many ranks and no run of so
-many rows is cut, beside PyTorch FSDP2's rule (each tensor's first dimension in equal parts) and Megatron-FSDP's (chunks
+many rows is cut, beside PyTorch FSDP2's rule (each tensor's first dimension in equal parts) and Megatron-FSDP's (shards
 are multiples of all rows' least common multiple), which keep single rows whole. Needs no GPU and no other rank."""
 
 _EPILOG = f"""\
@@ -79,7 +79,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     layout.add_argument("--json", action="store_true", help="print JSON, with explanations")
     layout.add_argument("--draw", metavar="FILE.svg", help="draw the first number of ranks and rows: what each holds")
     layout.set_defaults(run=_layout)
-    cyclic.add_parser(commands)
+    timesteps.add_parser(commands)
     return parser.parse_args(argv)
 
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from html import escape
 
-from laconic.shard.layout import BucketLayout, Slot
-from laconic.shard.partition import UnitPlan
+from laconic.layout.bucket import BucketLayout, Slot
+from laconic.layout.planner import UnitPlan
 
 # Okabe and Ito's, told apart by colour-blind readers too, and lighter twins of them.
 _COLOURS = (
@@ -20,11 +20,11 @@ _HEAD, _TAIL = 12, 3
 
 
 def draw(plan: UnitPlan, title: str) -> str:
-    """The plan as SVG: a line per rank, the chunks of the unit's buckets side by side, padding left white.
+    """The plan as SVG: a line per rank, the shards of the unit's buckets side by side, padding left white.
 
     Lengths are true to scale, but a bucket is at least wide enough to be seen. Tensors of one shape share a colour.
     """
-    num_ranks = plan.buckets[0].num_chunks
+    num_ranks = plan.buckets[0].num_shards
     shown = list(range(num_ranks))
     if num_ranks > _HEAD + _TAIL + 1:
         shown = [*range(_HEAD), *range(num_ranks - _TAIL, num_ranks)]
@@ -34,14 +34,14 @@ def draw(plan: UnitPlan, title: str) -> str:
     left = float(_LEFT)
     for index, (bucket, width) in enumerate(zip(plan.buckets, widths, strict=True)):
         parts.append(f'<text x="{left:.1f}" y="{_TOP - 8}">{escape(_bucket_label(index, bucket, width))}</text>')
-        for line, chunk in enumerate(shown):
-            top = _TOP + line * (_BAR + _GAP) + (_GAP * 3 if chunk >= _HEAD and len(shown) < num_ranks else 0)
+        for line, shard in enumerate(shown):
+            top = _TOP + line * (_BAR + _GAP) + (_GAP * 3 if shard >= _HEAD and len(shown) < num_ranks else 0)
             parts.append(
                 f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_BAR}" fill="#fff" stroke="#555"/>'
             )
-            parts += _chunk(bucket, chunk, left, top, width, colours)
+            parts += _shard(bucket, shard, left, top, width, colours)
             if index == 0:
-                parts.append(f'<text x="{_LEFT - 8}" y="{top + 15}" text-anchor="end">rank {chunk}</text>')
+                parts.append(f'<text x="{_LEFT - 8}" y="{top + 15}" text-anchor="end">rank {shard}</text>')
         left += width + _BETWEEN
     bottom = _TOP + len(shown) * (_BAR + _GAP) + 5 * _GAP
     legend = list(_legend(plan, colours))
@@ -59,7 +59,7 @@ def draw(plan: UnitPlan, title: str) -> str:
 def _bucket_widths(plan: UnitPlan) -> list[float]:
     room = _WIDTH - _LEFT - 16 - _BETWEEN * (len(plan.buckets) - 1)
     least = 0.08 * room
-    sizes = [bucket.chunk_numel for bucket in plan.buckets]
+    sizes = [bucket.shard_numel for bucket in plan.buckets]
     wide = room - least * len(sizes)
     return [least + wide * size / sum(sizes) for size in sizes]
 
@@ -68,20 +68,20 @@ def _bucket_label(index: int, bucket: BucketLayout, width: float) -> str:
     if len(bucket.slots) and width > 240:
         own = bucket.numel - bucket.padding
         share = bucket.padding / own if own else 0.0
-        return f"bucket {index}: {bucket.chunk_numel:,} elements a rank, {share:.2%} padding"
+        return f"bucket {index}: {bucket.shard_numel:,} elements a rank, {share:.2%} padding"
     return f"bucket {index}"
 
 
-def _chunk(
-    bucket: BucketLayout, chunk: int, left: float, top: int, width: float, colours: dict[tuple[int, ...], str]
+def _shard(
+    bucket: BucketLayout, shard: int, left: float, top: int, width: float, colours: dict[tuple[int, ...], str]
 ) -> Iterator[str]:
     """A rank's extents. A stroke ends each, so that tensors of one shape can be told apart where there is room."""
     for index, slot in enumerate(bucket.slots):
-        extent = bucket.extent(index, chunk)
+        extent = bucket.extent(index, shard)
         if extent is None:
             continue
-        x = left + width * bucket.offset_in_chunk(index, chunk) / bucket.chunk_numel
-        size = width * extent.numel / bucket.chunk_numel
+        x = left + width * bucket.offset_in_shard(index, shard) / bucket.shard_numel
+        size = width * extent.numel / bucket.shard_numel
         stroke = ' stroke="#fff" stroke-width="0.6"' if size > 3 else ""
         what = f"{slot.name} {slot.shape}: elements {extent.start:,} to {extent.stop:,}"
         yield (

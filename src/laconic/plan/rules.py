@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from laconic.shard.planner import round_up
+from laconic.layout.packing import round_up
 
 
 def fsdp2_numel(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> int:
@@ -17,9 +17,9 @@ def fsdp2_numel(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> int:
 
 
 def lcm_numel(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> int:
-    """Elements of Megatron-FSDP's flat buffer, at the least: chunks are multiples of all rows' least common multiple.
+    """Elements of Megatron-FSDP's flat buffer, at the least: shards are multiples of all rows' least common multiple.
 
     A row is shape[1:] here. The gaps that its aligned tensor starts add are left out.
     """
-    chunk = math.lcm(*(max(1, math.prod(shape[1:])) for shape in shapes))
-    return round_up(sum(map(math.prod, shapes)), chunk * num_ranks)
+    shard = math.lcm(*(max(1, math.prod(shape[1:])) for shape in shapes))
+    return round_up(sum(map(math.prod, shapes)), shard * num_ranks)

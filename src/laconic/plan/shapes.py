@@ -83,8 +83,8 @@ def units_of(model: str) -> tuple[UnitShapes, ...]:
 
 
 def _units_of_config(path: Path) -> tuple[UnitShapes, ...]:
-    from laconic.train.config import JobError, ModelConfig
-    from laconic.train.models import build_model, layers_to_shard
+    from laconic.config.job import JobError, ModelConfig
+    from laconic.hf.models import build_model, layers_to_shard
 
     try:
         model = build_model(ModelConfig(config=str(path)))

@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from laconic.cluster import Cluster, init_mesh
+from laconic.comm.cluster import Cluster, init_mesh
+from laconic.comm.traffic import Traffic
+from laconic.layout.granularity import Blocks, Granularity, resolve
+from laconic.layout.planner import plan_unit, warn_if_wasteful
+from laconic.ragged.dtensor import local_part
+from laconic.ragged.parts import slice_of_parameter
+from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import Bucket, Managed
 from laconic.shard.cache import Cache, Where
-from laconic.shard.granularity import Blocks, Granularity, resolve
 from laconic.shard.ledger import MemoryReport
-from laconic.shard.outer import local_part
-from laconic.shard.partition import plan_unit, warn_if_wasteful
-from laconic.shard.tensor import RaggedTensor
 from laconic.shard.unit import Unit, unit_of, units_below
-from laconic.traffic import Traffic
 
 
 def fully_shard(
@@ -164,7 +165,7 @@ def _by_kind(managed: list[Managed]) -> list[list[Managed]]:
     groups: dict[tuple[torch.dtype, bool, bool, int | None], list[Managed]] = {}
     for item in managed:
         parameter = item.parameter
-        slice = getattr(parameter, "_laconic_slice", None)
+        slice = slice_of_parameter(*item.places[0])
         kind = parameter.dtype, parameter.requires_grad, parameter.is_meta, slice
         groups.setdefault(kind, []).append(item)
     return list(groups.values())
@@ -180,7 +181,7 @@ def _planned(
         [item.name for item in group],
         [item.shape for item in group],
         [item.block for item in group],
-        num_chunks=cluster.size,
+        num_shards=cluster.size,
         itemsize=min(each.itemsize for each in dtypes if each is not None),
         may_shrink=may_shrink,
     )
@@ -228,8 +229,8 @@ class ShardedModule(nn.Module):
         """What the engine holds for this root module, on this rank."""
         context = self._laconic_unit.context
         if context is None:
-            chunks = sum(bucket.chunk.nbytes for unit in self._units() for bucket in unit.buckets)
-            return MemoryReport(device_bytes=chunks, device_peak_bytes=chunks, host_bytes=0)
+            shards = sum(bucket.shard.nbytes for unit in self._units() for bucket in unit.buckets)
+            return MemoryReport(device_bytes=shards, device_peak_bytes=shards, host_bytes=0)
         return context.ledger.report()
 
     def reset_peak_memory(self) -> None:

@@ -1,11 +1,11 @@
-"""One flat buffer of a unit: chunk, slice, full, and the parameters that are views of them.
+"""One flat buffer of a unit: shard, slice, full, and the parameters that are views of them.
 
 [Note: A bucket's order]
-A bucket of N x L chunks is owned so that rank (n, l) has chunk l * N + n. Then the gather across the nodes, over ranks
-(0, l) ... (N - 1, l), yields chunks l * N ... l * N + N - 1, which is slice l, contiguous; and the gather inside a
+A bucket of N x L shards is owned so that rank (n, l) has shard l * N + n. Then the gather across the nodes, over ranks
+(0, l) ... (N - 1, l), yields shards l * N ... l * N + N - 1, which is slice l, contiguous; and the gather inside a
 node, over slices 0 ... L - 1, yields the bucket in order. Both land in place, so parameters are permanent views and
 nothing is copied in or out. Reduction mirrors it: inside the node first, which leaves slice l summed over the node,
-then across the nodes, which leaves the chunk. (Owning chunk n * L + l, as MiCS does, needs a
+then across the nodes, which leaves the shard. (Owning shard n * L + l, as MiCS does, needs a
 strided copy between the levels.)
 """
 
@@ -19,14 +19,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from laconic.cluster import Cluster
+from laconic.comm.cluster import Cluster
+from laconic.layout.bucket import BucketLayout
+from laconic.layout.packing import plan_bucket
+from laconic.ragged.dtensor import OuterShard, local_part
+from laconic.ragged.tensor import RaggedSpec, RaggedTensor
 from laconic.shard.cache import RestingSlice
-from laconic.shard.layout import BucketLayout
 from laconic.shard.ledger import AliasBuffer, FlatBuffer, Ledger
 from laconic.shard.linear import GradientSink, mark, write_gradient_in_place
-from laconic.shard.outer import OuterShard, local_part
-from laconic.shard.planner import plan_bucket
-from laconic.shard.tensor import RaggedSpec, RaggedTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Managed:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what this rank holds of it before: [Note: Two parallelisms, two meshes] in shard/outer.py."""
+        """Of what this rank holds of it before: [Note: Two parallelisms, two meshes] in ragged/dtensor.py."""
         return tuple(local_part(self.parameter).shape)
 
 
@@ -66,7 +66,7 @@ class Bucket:
             [item.name for item in managed],
             [item.shape for item in managed],
             [item.block for item in managed],
-            num_chunks=cluster.size,
+            num_shards=cluster.size,
             itemsize=smallest,
         )
         self.divide_by: float = cluster.size
@@ -80,9 +80,9 @@ class Bucket:
         self._full_version = 0
         self._sink: GradientSink | None = None
         self._epoch = 0
-        self.is_chunk_dropped = False
-        self.chunk = self._cut([local_part(item.parameter) for item in managed])
-        self._device = self.chunk.device
+        self.is_shard_dropped = False
+        self.shard = self._cut([local_part(item.parameter) for item in managed])
+        self._device = self.shard.device
         self.sharded = [
             nn.Parameter(self._ragged(index), requires_grad=item.parameter.requires_grad)
             for index, item in enumerate(managed)
@@ -94,72 +94,72 @@ class Bucket:
             self  # copies of its tensors still belong to it: asynchronous checkpoints copy them with their attributes
         )
 
-    # -- the chunk, and the sharded parameters that are views of it ----------------------------------------------------
+    # -- the shard, and the sharded parameters that are views of it ----------------------------------------------------
 
     def _cut(self, parameters: list[Tensor]) -> Tensor:
-        """This rank's chunk of the given whole parameters."""
-        chunk = torch.zeros(self.layout.chunk_numel, dtype=self.dtype, device=parameters[0].device)
-        if not chunk.is_meta:
+        """This rank's shard of the given whole parameters."""
+        shard = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=parameters[0].device)
+        if not shard.is_meta:
             for index, parameter in enumerate(parameters):
-                extent = self.layout.extent(index, self.cluster.chunk_index)
+                extent = self.layout.extent(index, self.cluster.shard_index)
                 if extent is not None:
-                    begin = self.layout.offset_in_chunk(index, self.cluster.chunk_index)
+                    begin = self.layout.offset_in_shard(index, self.cluster.shard_index)
                     part = parameter.reshape(-1)[extent.start : extent.stop]
-                    chunk[begin : begin + extent.numel].copy_(part)
-        return chunk
+                    shard[begin : begin + extent.numel].copy_(part)
+        return shard
 
-    def local_view(self, chunk: Tensor, index: int) -> Tensor:
-        """Tensor `index`'s part of `chunk`, flat, possibly empty."""
-        extent = self.layout.extent(index, self.cluster.chunk_index)
-        begin = self.layout.offset_in_chunk(index, self.cluster.chunk_index)
-        return chunk[begin : begin + (extent.numel if extent else 0)]
+    def local_view(self, shard: Tensor, index: int) -> Tensor:
+        """Tensor `index`'s part of `shard`, flat, possibly empty."""
+        extent = self.layout.extent(index, self.cluster.shard_index)
+        begin = self.layout.offset_in_shard(index, self.cluster.shard_index)
+        return shard[begin : begin + (extent.numel if extent else 0)]
 
     def _ragged(self, index: int) -> RaggedTensor:
         spec = RaggedSpec(cluster=self.cluster, layout=self.layout, index=index, outer=self._outer[index])
-        return RaggedTensor(self.local_view(self.chunk, index), spec, device=self._device, bump=self._bump)
+        return RaggedTensor(self.local_view(self.shard, index), spec, device=self._device, bump=self._bump)
 
     def _bump(self) -> None:
-        torch.autograd.graph.increment_version(self.chunk)
+        torch.autograd.graph.increment_version(self.shard)
 
     @property
     def version(self) -> int:
-        """Counts every change of the parameters: [Note: Versions] in shard/tensor.py."""
-        return self._epoch + self.chunk._version
+        """Counts every change of the parameters: [Note: Versions] in ragged/tensor.py."""
+        return self._epoch + self.shard._version
 
     def convert(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Apply `function`, such as a move from the meta device, to the chunk; parameters keep their identity.
+        """Apply `function`, such as a move from the meta device, to the shard; parameters keep their identity.
 
         Raises:
             ValueError: `function` changes the dtype, which buffers and plans were made for.
         """
-        self.restore_chunk()
-        chunk = function(self.chunk)
-        if chunk is self.chunk:
+        self.restore_shard()
+        shard = function(self.shard)
+        if shard is self.shard:
             return
-        if chunk.dtype != self.dtype:
+        if shard.dtype != self.dtype:
             raise ValueError(
-                f"cannot change sharded parameters from {self.dtype} to {chunk.dtype}: call .to(dtype) before "
+                f"cannot change sharded parameters from {self.dtype} to {shard.dtype}: call .to(dtype) before "
                 "fully_shard, or compute in another dtype with MixedPrecisionPolicy(param_dtype=...)"
             )
         self.free_full()
         self._full = None
-        self._device = chunk.device
-        self._move_chunk(chunk.detach(), self.version + 1)
+        self._device = shard.device
+        self._move_shard(shard.detach(), self.version + 1)
 
     def account(self, ledger: Ledger) -> None:
         """Keep `ledger` from now on."""
         self.ledger = ledger
-        ledger.hold(self.chunk.nbytes)
+        ledger.hold(self.shard.nbytes)
 
     def close_account(self) -> None:
-        """Forget the ledger, and all memory but the chunk."""
+        """Forget the ledger, and all memory but the shard."""
         self.free_full()
-        self.restore_chunk()
+        self.restore_shard()
         self._full = self.resting = self.ledger = None
 
-    def _move_chunk(self, chunk: Tensor, version: int) -> None:
-        self.chunk = chunk
-        self._epoch = version - chunk._version
+    def _move_shard(self, shard: Tensor, version: int) -> None:
+        self.shard = shard
+        self._epoch = version - shard._version
         for index, old in enumerate(self.sharded):
             new = nn.Parameter(self._ragged(index), requires_grad=old.requires_grad)
             if old.device == new.device:
@@ -179,46 +179,46 @@ class Bucket:
         """True if no parameter of the bucket wants a gradient now."""
         return not any(parameter.requires_grad for parameter in self.sharded)
 
-    def drop_chunk(self) -> bool:
-        """Let a frozen chunk live inside the resting slice, which contains it, and give its own memory back.
+    def drop_shard(self) -> bool:
+        """Let a frozen shard live inside the resting slice, which contains it, and give its own memory back.
 
         Only without mixed precision: a slice in the compute dtype could not give the parameter's own bits back.
         """
-        if self.resting is None or self.compute_dtype != self.dtype or self.is_chunk_dropped:
+        if self.resting is None or self.compute_dtype != self.dtype or self.is_shard_dropped:
             return False
         assert self.ledger is not None
-        self.ledger.hold(-self.chunk.nbytes)
+        self.ledger.hold(-self.shard.nbytes)
         # `.data`: an alias with a version counter of its own, as gathers into the slice are no edits.
-        self._move_chunk(self.own_part(self.resting.buffer()).data, self.version)
-        self.is_chunk_dropped = True
+        self._move_shard(self.own_part(self.resting.buffer()).data, self.version)
+        self.is_shard_dropped = True
         return True
 
-    def restore_chunk(self) -> None:
-        """Give the chunk memory of its own again: its parameters train from now on."""
-        if self.is_chunk_dropped:
+    def restore_shard(self) -> None:
+        """Give the shard memory of its own again: its parameters train from now on."""
+        if self.is_shard_dropped:
             assert self.ledger is not None
-            self._move_chunk(self.chunk.to(self._device, copy=True), self.version)
-            self.ledger.hold(self.chunk.nbytes)
-            self.is_chunk_dropped = False
+            self._move_shard(self.shard.to(self._device, copy=True), self.version)
+            self.ledger.hold(self.shard.nbytes)
+            self.is_shard_dropped = False
 
     def own_part(self, slice_: Tensor) -> Tensor:
-        """This rank's chunk within its slice: [Note: A bucket's order]."""
-        size = self.layout.chunk_numel
+        """This rank's shard within its slice: [Note: A bucket's order]."""
+        size = self.layout.shard_numel
         return slice_[self.cluster.node_rank * size : (self.cluster.node_rank + 1) * size]
 
     # -- full, and the gathered parameters that are views of it --------------------------------------------------------
 
     @property
     def slice_numel(self) -> int:
-        """Elements of a slice: N chunks."""
-        return self.layout.chunk_numel * self.cluster.num_nodes
+        """Elements of a slice: N shards."""
+        return self.layout.shard_numel * self.cluster.num_nodes
 
     def allocate_full(self) -> Tensor:
         """Memory for the whole bucket, (L * N * C,), in the compute dtype."""
         if self._full is None:
             assert self.ledger is not None
             if self.cluster.size == 1 and self.compute_dtype == self.dtype:
-                self._full = AliasBuffer(self.chunk)  # the chunk is the bucket: nothing to gather, nothing to free
+                self._full = AliasBuffer(self.shard)  # the shard is the bucket: nothing to gather, nothing to free
             else:
                 self._full = FlatBuffer(self.layout.numel, self.compute_dtype, self._device, self.ledger)
             with torch.inference_mode(False), torch.enable_grad():

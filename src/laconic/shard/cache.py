@@ -106,7 +106,7 @@ class RestingSlice:
     def buffer(self) -> Tensor:
         """The resting memory, (numel,)."""
         if self._buffer is None:
-            with torch.inference_mode(False):  # a frozen chunk may come to live here, and chunks have versions
+            with torch.inference_mode(False):  # a frozen shard may come to live here, and shards have versions
                 self._buffer = torch.empty(self.numel, dtype=self._dtype, device=self._device)
             self._ledger.hold(self.nbytes)
         return self._buffer

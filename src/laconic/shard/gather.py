@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
+from laconic.comm.collectives import Communicator, Pending
 from laconic.shard.bucket import Bucket
-from laconic.shard.collectives import Level, Pending
 from laconic.shard.lanes import Lanes, Mark, wait_for
 
 
-class Stage(Enum):
+class GatherState(Enum):
     """Where a gather stands."""
 
     IDLE = auto()
@@ -30,9 +30,9 @@ class Stage(Enum):
 
 
 class BucketGather:
-    """One bucket's way from chunk, or resting slice, to full."""
+    """One bucket's way from shard, or resting slice, to full."""
 
-    def __init__(self, bucket: Bucket, node: Level, local: Level, lanes: Lanes) -> None:
+    def __init__(self, bucket: Bucket, node: Communicator, local: Communicator, lanes: Lanes) -> None:
         self.bucket, self._node, self._local, self._lanes = bucket, node, local, lanes
         self._pending: Pending | None = None
         self._version = 0
@@ -65,8 +65,8 @@ class BucketGather:
             landing = resting.landing(None if resting.is_direct else bucket.slice_of_full())
         with self._lanes.gather.running():
             own = bucket.own_part(landing)
-            if own.data_ptr() != bucket.chunk.data_ptr():
-                own.copy_(bucket.chunk, non_blocking=True)
+            if own.data_ptr() != bucket.shard.data_ptr():
+                own.copy_(bucket.shard, non_blocking=True)
             self._pending = self._node.all_gather(landing, own)
         self._slice = landing
 
@@ -95,18 +95,18 @@ class BucketGather:
             wait_for(mark)
         self._releases.clear()
         self.bucket.free_full()
-        if self.bucket.is_frozen and not self.is_stale and self.bucket.drop_chunk() and marks:
+        if self.bucket.is_frozen and not self.is_stale and self.bucket.drop_shard() and marks:
             marks[-1].synchronize()  # once in a run: from now on the host reads the parameter where the copy puts it
 
 
 class UnitGather:
     """A unit's buckets, gathered together."""
 
-    def __init__(self, buckets: list[Bucket], node: Level, local: Level, lanes: Lanes) -> None:
+    def __init__(self, buckets: list[Bucket], node: Communicator, local: Communicator, lanes: Lanes) -> None:
         self._gathers = [BucketGather(bucket, node, local, lanes) for bucket in buckets]
         self._is_stream_ordered = node.is_stream_ordered and local.is_stream_ordered
         self._marks: list[Mark] = []
-        self.stage = Stage.IDLE
+        self.stage = GatherState.IDLE
 
     @property
     def begins_for_free(self) -> bool:
@@ -118,22 +118,22 @@ class UnitGather:
 
         Buckets whose parameters have changed since their gather began are gathered anew.
         """
-        if self.stage is not Stage.IDLE and any(gather.is_stale for gather in self._gathers):
+        if self.stage is not GatherState.IDLE and any(gather.is_stale for gather in self._gathers):
             self.release()
-        if self.stage is Stage.IDLE:
+        if self.stage is GatherState.IDLE:
             for gather in self._gathers:
                 gather.start_node()
-            self.stage = Stage.NODE
+            self.stage = GatherState.NODE
             if self._is_stream_ordered:
                 self.start_local()
                 self._marks = [gather.finish() for gather in self._gathers]
 
     def start_local(self) -> None:
         """Start the gather inside the node, waiting for the slice if need be."""
-        if self.stage is Stage.NODE:
+        if self.stage is GatherState.NODE:
             for gather in self._gathers:
                 gather.start_local()
-            self.stage = Stage.LOCAL
+            self.stage = GatherState.LOCAL
 
     def finish(self) -> None:
         """Return with the full buffers ready for compute."""
@@ -141,22 +141,22 @@ class UnitGather:
         self._complete()
 
     def _complete(self) -> None:
-        if self.stage is Stage.FULL:
+        if self.stage is GatherState.FULL:
             return
         self.start_local()
         for mark in self._marks or [gather.finish() for gather in self._gathers]:
             wait_for(mark)
         self._marks = []
-        self.stage = Stage.FULL
+        self.stage = GatherState.FULL
 
     def release(self) -> None:
         """Give the full buffers back; a gather under way is finished first."""
-        if self.stage is Stage.IDLE:
+        if self.stage is GatherState.IDLE:
             return
         self._complete()
         for gather in self._gathers:
             gather.release()
-        self.stage = Stage.IDLE
+        self.stage = GatherState.IDLE
 
 
 def _wait(pending: Pending | None) -> None:

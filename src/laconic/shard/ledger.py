@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """Engine buffers of one rank: chunks and their gradients, slices, gathered units, gradient buckets, transfers.
+    """Engine buffers of one rank: shards and their gradients, slices, gathered units, gradient buckets, transfers.
 
     Activations and optimizer states are not the engine's and not in here.
     """

@@ -18,13 +18,13 @@ from enum import Enum, auto
 import torch
 from torch import Tensor, nn
 
+from laconic.comm.collectives import Communicator, ReduceScatter
 from laconic.shard.bucket import Bucket
-from laconic.shard.collectives import Level, ReduceScatter
 from laconic.shard.lanes import Lanes, Mark, wait_for
 from laconic.shard.ledger import Ledger
 
 
-class Stage(Enum):
+class ReductionState(Enum):
     """Where a reduction stands."""
 
     LOCAL = auto()
@@ -37,7 +37,7 @@ class Stage(Enum):
 class BucketGradients:
     """The gradients of one bucket, from the first parameter's in a backward to `.grad` of the sharded parameters."""
 
-    def __init__(self, bucket: Bucket, node: Level, local: Level, lanes: Lanes, ledger: Ledger) -> None:
+    def __init__(self, bucket: Bucket, node: Communicator, local: Communicator, lanes: Lanes, ledger: Ledger) -> None:
         self.bucket = bucket
         self.node, self.local, self.lanes, self.ledger = node, local, lanes, ledger
         self._full: Tensor | None = None
@@ -118,23 +118,23 @@ class BucketGradients:
             self.partial = None
         self._written.clear()
 
-    def accumulate(self, chunk: Tensor) -> None:
+    def accumulate(self, shard: Tensor) -> None:
         """Add a finished sum to the sharded parameters' `.grad`: (C,), the sum over all ranks and micro-batches."""
         if self.bucket.divide_by != 1:
-            chunk.div_(self.bucket.divide_by)
-        chunk = chunk.to(self.bucket.dtype)
+            shard.div_(self.bucket.divide_by)
+        shard = shard.to(self.bucket.dtype)
         trainable = [(i, parameter) for i, parameter in enumerate(self.bucket.sharded) if parameter.requires_grad]
         base = getattr(trainable[0][1].grad, "base", None)
         if base is not None and all(getattr(parameter.grad, "base", None) is base for _, parameter in trainable):
-            base.add_(chunk)  # all of them at once
+            base.add_(shard)  # all of them at once
             return
-        self.ledger.hold(chunk.nbytes)
-        weakref.finalize(chunk, self.ledger.hold, -chunk.nbytes)
+        self.ledger.hold(shard.nbytes)
+        weakref.finalize(shard, self.ledger.hold, -shard.nbytes)
         for index, parameter in trainable:
-            local = self.bucket.local_view(chunk, index)
+            local = self.bucket.local_view(shard, index)
             if parameter.grad is None:
                 gradient = parameter.like(local)  # type: ignore[attr-defined]
-                gradient.base = chunk  # the account closes when the last gradient of the bucket goes
+                gradient.base = shard  # the account closes when the last gradient of the bucket goes
                 parameter.grad = gradient
             else:
                 parameter.grad.to_local().add_(local)  # type: ignore[attr-defined]
@@ -150,7 +150,7 @@ class Reduction:
         self._full = full
         self._transfer: ReduceScatter | None = None
         self._mark: Mark = None
-        self.stage = Stage.LOCAL
+        self.stage = ReductionState.LOCAL
         if full is not None:
             with self._lanes.reduce.running():
                 self._transfer = gradients.local.start_reduce_scatter(full)
@@ -158,7 +158,7 @@ class Reduction:
 
     def finish_local(self) -> None:
         """Finish the sum inside the node and, at the end of an optimizer step, send it across the nodes."""
-        if self.stage is not Stage.LOCAL:
+        if self.stage is not ReductionState.LOCAL:
             return
         with self._lanes.reduce.running():
             gradients = self.gradients
@@ -175,10 +175,10 @@ class Reduction:
                 self._slice = total
                 self._transfer = gradients.node.start_reduce_scatter(total)
                 self._ledger.hold(self._transfer.nbytes)
-                self.stage = Stage.NODE
+                self.stage = ReductionState.NODE
             else:
                 gradients.partial = total
-                self.stage = Stage.DONE
+                self.stage = ReductionState.DONE
         self._mark = self._lanes.reduce.mark()
         if self._mark is None:  # no lane still reads the bucket
             self._release()
@@ -186,13 +186,13 @@ class Reduction:
     def finish(self) -> None:
         """Return with the sum in `.grad`, or among the partial sums, for whatever compute does next."""
         self.finish_local()
-        if self.stage is Stage.NODE:
+        if self.stage is ReductionState.NODE:
             with self._lanes.reduce.running():
-                chunk = self._finish_transfer()
+                shard = self._finish_transfer()
                 self._ledger.hold(-self._slice.nbytes)
                 del self._slice
-                self.gradients.accumulate(chunk)
-            self.stage = Stage.DONE
+                self.gradients.accumulate(shard)
+            self.stage = ReductionState.DONE
             self._mark = self._lanes.reduce.mark()
         wait_for(self._mark)
         self._release()
@@ -202,9 +202,9 @@ class Reduction:
         if self._transfer is not None:
             with self._lanes.reduce.running():
                 self._finish_transfer()
-        if self.stage is Stage.NODE:
+        if self.stage is ReductionState.NODE:
             self._ledger.hold(-self._slice.nbytes)
-        self.stage = Stage.DONE
+        self.stage = ReductionState.DONE
         wait_for(self._lanes.reduce.mark())
         self._release()
 

@@ -29,12 +29,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from laconic import _compat
-from laconic.cluster import Cluster
+from laconic.comm.cluster import Cluster
+from laconic.comm.collectives import Communicator
+from laconic.layout.granularity import check_matched
 from laconic.shard.bucket import Bucket
 from laconic.shard.cache import Cache, RestingSlice, choose_device_slices, free_slab, make_slab
-from laconic.shard.collectives import Level
 from laconic.shard.gather import UnitGather
-from laconic.shard.granularity import check_matched
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
 from laconic.shard.reduce import BucketGradients, Reduction, ReductionQueue
@@ -43,7 +43,7 @@ PREFETCH = 2
 """How many units ahead gathers across nodes begin; the second only if its slice lands where it rests."""
 
 
-class State(Enum):
+class UnitState(Enum):
     """Where a unit stands in its step."""
 
     IDLE = auto()
@@ -73,7 +73,7 @@ class Unit:
         self.requires_gradient_sync = True
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
-        self.state = State.IDLE
+        self.state = UnitState.IDLE
         self.context: Context | None = None
         self.gradients: list[BucketGradients] = []
         self._gather: UnitGather | None = None
@@ -89,7 +89,7 @@ class Unit:
     def join(self, context: Context) -> None:
         """Become part of a root's context: now that all units are known, transfers can be set up."""
         self.context = context
-        node, local = Level(self.cluster, "node"), Level(self.cluster, "local")
+        node, local = Communicator(self.cluster, "node"), Communicator(self.cluster, "local")
         self._gather = UnitGather(self.buckets, node, local, context.lanes)
         self.gradients = [
             BucketGradients(bucket, node, local, context.lanes, context.ledger) for bucket in self.buckets
@@ -139,7 +139,7 @@ class Unit:
             self._gather.release()
 
     def apply(self, function: Callable[[Tensor], Tensor], super_apply: Callable[[], None]) -> None:
-        """Do `nn.Module._apply`: the chunk is converted instead of the parameters that are views of it."""
+        """Do `nn.Module._apply`: the shard is converted instead of the parameters that are views of it."""
         self.reshard()
         for bucket in self.buckets:
             bucket.hide()
@@ -165,10 +165,10 @@ class Unit:
         if self.context is None:
             Context(self)
         assert self.context is not None
-        self.state = State.FORWARD
+        self.state = UnitState.FORWARD
         for bucket in self.buckets:
-            if bucket.is_chunk_dropped and not bucket.is_frozen:
-                bucket.restore_chunk()
+            if bucket.is_shard_dropped and not bucket.is_frozen:
+                bucket.restore_shard()
         self.context.entering_forward(self)
         if torch.is_grad_enabled():
             args, kwargs = self._watch_inputs(args, kwargs)
@@ -181,7 +181,7 @@ class Unit:
         if self._is_recomputed():
             return output
         assert self.context is not None
-        self.state = State.IDLE
+        self.state = UnitState.IDLE
         if torch.is_grad_enabled():
             self._watch_outputs(output)
         keeps = self.reshard_after_forward is False or (self.reshard_after_forward is None and self.is_root)
@@ -192,7 +192,7 @@ class Unit:
 
     def _is_recomputed(self) -> bool:
         """[Note: Recomputed forwards]: True in a forward whose graph will be thrown away."""
-        return _compat.in_backward() and (self.state is State.BACKWARD or len(self._awaited_outputs) > 0)
+        return _compat.in_backward() and (self.state is UnitState.BACKWARD or len(self._awaited_outputs) > 0)
 
     def _watch_inputs(self, args: Any, kwargs: Any) -> Any:
         leaves, tree = tree_flatten((args, kwargs))
@@ -234,7 +234,7 @@ class Unit:
         assert self.context is not None
         self._awaited_outputs.discard(hook)
         self.context.entering_backward(self)
-        self.state = State.BACKWARD
+        self.state = UnitState.BACKWARD
 
     def inputs_have_gradients(self, node: Any) -> None:
         """Backward is over with one of this unit's forwards: [Note: When a unit is done with backward]."""
@@ -242,14 +242,14 @@ class Unit:
         if not self._awaited_inputs:
             self.end_backward()
         elif self._awaited_outputs:
-            self.state = State.IDLE  # another forward's backward follows, and announces itself
+            self.state = UnitState.IDLE  # another forward's backward follows, and announces itself
 
     def end_backward(self) -> None:
         """Free the weights, send the gradients on their way."""
         assert self.context is not None
         if self.reshard_after_backward:
             self.reshard()
-        self.state = State.IDLE
+        self.state = UnitState.IDLE
         # All its trainable buckets, whether or not gradients came on this rank: others may have some ([Note: Gradients
         # that do not come] in shard/reduce.py).
         for gradients in self.gradients:
@@ -259,7 +259,7 @@ class Unit:
 
     def abandon_backward(self) -> None:
         """Forget a backward that raised: its gradients are incomplete."""
-        self.state = State.IDLE
+        self.state = UnitState.IDLE
         self._awaited_outputs.clear()
         self._awaited_inputs.clear()
         for gradients in self.gradients:
@@ -269,7 +269,7 @@ class Unit:
     def settle(self) -> None:
         """The end of a backward: nothing of this one is awaited any more, and no sum stays behind when syncing."""
         assert self.context is not None
-        if self.state is State.BACKWARD or any(gradients.are_waiting for gradients in self.gradients):
+        if self.state is UnitState.BACKWARD or any(gradients.are_waiting for gradients in self.gradients):
             self.end_backward()
         if not self.requires_gradient_sync:
             return
@@ -322,7 +322,7 @@ class Context:
         slab_users: list[RestingSlice] = []
         budget = max((unit.cache.device_budget_bytes for unit in self.units), default=0)
         cached = [unit for unit in self.units if unit.cache.where != "none" and unit.cluster.num_nodes > 1]
-        for unit in cached:  # on one node nothing crosses a wire, and the slice is the chunk
+        for unit in cached:  # on one node nothing crosses a wire, and the slice is the shard
             for bucket in unit.buckets:
                 bucket.resting = RestingSlice(bucket.slice_numel, bucket.compute_dtype, device, self.ledger, self.lanes)
         hosted = [unit for unit in cached if unit.cache.where == "host"]
@@ -357,7 +357,7 @@ class Context:
                 self._left = []
         unit.gather.begin()
         following: list[Unit] = []
-        if self.root.state is State.FORWARD:  # a unit that runs outside its root's forward follows no recorded order
+        if self.root.state is UnitState.FORWARD:  # outside the root's forward no order is recorded
             self._entered.append(unit)
             position = len(self._entered)
             if self._forward[position - 1 : position] == [unit]:
@@ -381,7 +381,7 @@ class Context:
         if not self._in_backward:
             self._in_backward = True
             _compat.after_this_backward(self._settle)
-        if unit.state is State.BACKWARD:
+        if unit.state is UnitState.BACKWARD:
             return
         unit.gather.begin()
         if unit.backward_prefetch is not None:

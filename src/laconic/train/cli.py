@@ -13,8 +13,8 @@ import tyro
 from torch.distributed.elastic.multiprocessing.errors import record
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from laconic.train.config import Config, ConfigError, JobError, ModelConfig, load
-from laconic.train.launch import Leaving
+from laconic.comm.launch import Leaving
+from laconic.config.job import Config, ConfigError, JobError, ModelConfig, load
 
 _USAGE = """laconic train CONFIG.toml [--section.key value ...]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -19,16 +20,22 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import laconic.checkpoint
+from laconic import files
 from laconic.checkpoint import AsyncSaver
-from laconic.traffic import Snapshot
-from laconic.train import data
-from laconic.train.config import Config, JobError, to_dict, to_toml
-from laconic.train.cyclic import CyclicStepper, newest_extra, num_workers, require_schedule
-from laconic.train.islands import num_islands, require_sync
-from laconic.train.launch import Ranks, agree, failing_together, pick_device, process_group
-from laconic.train.memory import measured_peak
+from laconic.comm.agreement import RankGroup
+from laconic.comm.failure import failing_together
+from laconic.comm.launch import RankInfo, pick_device, process_group
+from laconic.comm.traffic import Snapshot
+from laconic.config.job import Config, JobError, to_dict, to_toml
+from laconic.data import tokens as data
+from laconic.data.sampler import Sampler
+from laconic.hf.tokenizer import Tokenizer, load_tokenizer
+from laconic.strategies.memory import measured_peak
+from laconic.strategies.optimizers import require_optimizer, set_learning_rates
+from laconic.strategies.staggered import CyclicStepper, newest_extra, num_workers, require_schedule
+from laconic.strategies.stepper import NotFinite, Simultaneous, Stepper
+from laconic.strategies.sync import num_islands, require_sync
 from laconic.train.metrics import JsonlLogger, Logger, Loggers, Step, StepRecord, TensorBoardLogger, reduce_records
-from laconic.train.optimizers import require_optimizer, set_learning_rates
 from laconic.train.prepare import (
     CHECKPOINTS,
     as_job_error,
@@ -40,10 +47,7 @@ from laconic.train.prepare import (
     with_vocabulary,
 )
 from laconic.train.progress import BarLogger, LineLogger
-from laconic.train.sampler import Sampler
-from laconic.train.steppers import NotFinite, Simultaneous, Stepper
-from laconic.train.summary import summarise, write_json
-from laconic.train.tokenizer import Tokenizer, load_tokenizer
+from laconic.train.summary import summarise
 
 _COLLECT_EVERY = 50
 _FLUSH_AT_MOST = 100
@@ -59,11 +63,11 @@ def run(config: Config) -> dict[str, Any]:
     require_optimizer(config)
     require_sync(config)
     require_schedule(config)
-    ranks = Ranks.from_environment()
+    ranks = RankInfo.from_environment()
     num_islands(config, ranks)
     num_workers(config, ranks)
     device = pick_device(config.train.device, ranks)
-    with process_group(ranks, device, config.train.timeout_s) as group, failing_together(ranks):
+    with process_group(ranks, device, config.train.timeout_s) as group, failing_together(ranks.world_size):
         trainer = Trainer(config, ranks, device, group)
         try:
             return trainer.train()
@@ -74,16 +78,19 @@ def run(config: Config) -> dict[str, Any]:
 class Trainer:
     """One rank of one job. Making it does everything that can be refused; `train` takes the steps."""
 
-    def __init__(self, config: Config, ranks: Ranks, device: torch.device, group: dist.ProcessGroup) -> None:
+    def __init__(self, config: Config, ranks: RankInfo, device: torch.device, group: dist.ProcessGroup) -> None:
         self.ranks, self.device, self.group = ranks, device, group
+        self.peers = RankGroup(group)
         self.logger: Logger = Logger()
         self.output = Path(config.train.output)
-        agree(lambda: open_output(config), group, only=ranks.is_first_on_node)
-        tokenizer = _require(agree(lambda: load_tokenizer(config.data.tokenizer), group))
+        self.peers.agree(lambda: open_output(config), only=ranks.is_first_on_node)
+        tokenizer = _require(self.peers.agree(lambda: load_tokenizer(config.data.tokenizer)))
         self.config = config = with_vocabulary(config, tokenizer)
         self.console = Console(stderr=False, quiet=not ranks.is_main)
         self._tell_configuration()
-        model = _require(agree(lambda: build_checked(config, tokenizer), group))  # shapes only, before the slow parts
+        model = _require(
+            self.peers.agree(lambda: build_checked(config, tokenizer))
+        )  # shapes only, before the slow parts
         self.tokens = self._open_tokens(tokenizer)
         with as_job_error():
             self.stepper = self._make_stepper(model)
@@ -129,8 +136,8 @@ class Trainer:
         config = self.config.data
         folder = Path(config.cache) if config.cache else self.output / "tokens"
         first = self.ranks.is_first_on_node
-        agree(lambda: data.prepare(config, tokenizer, folder), self.group, only=first)
-        tokens = _require(agree(lambda: data.open_tokens(data.prepare(config, tokenizer, folder), config), self.group))
+        self.peers.agree(lambda: data.prepare(config, tokenizer, folder), only=first)
+        tokens = _require(self.peers.agree(lambda: data.open_tokens(data.prepare(config, tokenizer, folder), config)))
         if self.config.train.eval_every and not len(tokens.evaluation):
             raise JobError("train.eval_every is set, but data.eval_fraction = 0 holds nothing out; set one of the two")
         self.console.print(
@@ -143,17 +150,16 @@ class Trainer:
     def _make_stepper(self, model: nn.Module) -> Stepper:
         if not self.config.schedule.is_cyclic:
             return Simultaneous(model, self.config, self.ranks, self.device)
-        saved = [newest_extra(self.output / CHECKPOINTS) if self.config.train.resume and self.ranks.is_main else None]
-        dist.broadcast_object_list(saved, src=0, group=self.group)
-        stepper = CyclicStepper(model, self.config, self.ranks, self.device, saved[0])
+        resumes = self.config.train.resume and self.ranks.is_main
+        saved = self.peers.broadcast(newest_extra(self.output / CHECKPOINTS) if resumes else None)
+        stepper = CyclicStepper(model, self.config, self.ranks, self.device, saved)
         self.console.print(f"cut into stages of {stepper.blocks_by_stage} blocks", highlight=False)
         return stepper
 
     def _resume(self) -> int:
         recovered = self.stepper.recovered_steps
-        newest = [newest_step(self.output / CHECKPOINTS) if self.ranks.is_main else 0]
-        dist.broadcast_object_list(newest, src=0, group=self.group)
-        if recovered and recovered >= newest[0]:
+        newest = self.peers.broadcast(newest_step(self.output / CHECKPOINTS) if self.ranks.is_main else 0)
+        if recovered and recovered >= newest:
             self.console.print(f"going on from what islands agreed on after step {recovered}", highlight=False)
             return recovered
         with as_job_error():
@@ -214,7 +220,7 @@ class Trainer:
         self.stepper.close()
         summary = summarise(self)
         if self.ranks.is_main:
-            write_json(self.output / "summary.json", summary)
+            files.write_text(self.output / "summary.json", json.dumps(summary, indent=1) + "\n", durable=False)
         return summary
 
     def _watched_step(self, step: int) -> StepRecord:

@@ -17,11 +17,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from laconic.comm.launch import RankInfo
+from laconic.comm.traffic import Level, Purpose, Snapshot
 from laconic.islands.local_steps import SyncReport
-from laconic.traffic import Level, Purpose, Snapshot
-from laconic.train.launch import Ranks
-from laconic.train.staggering import Cyclic, Staggering, gather
-from laconic.train.strategies import Memory
+from laconic.strategies.spread import Memory
+from laconic.strategies.staggering import Cyclic, Staggering, gather
 
 _KINDS: list[tuple[Level, Purpose]] = list(itertools.product(get_args(Level), get_args(Purpose)))
 _WIRE: tuple[Level, ...] = ("island", "node")
@@ -148,7 +148,7 @@ class Step:
 
 def reduce_records(
     records: Sequence[StepRecord],
-    ranks: Ranks,
+    ranks: RankInfo,
     group: dist.ProcessGroup,
     *,
     tokens_per_step: int,
@@ -173,7 +173,7 @@ def reduce_records(
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     sums, sync_sums = both[: sums.numel()].view_as(sums), both[sums.numel() :].view_as(sync_sums)
     staggerings = [record.staggering for record in records if record.staggering is not None]
-    cyclics = gather(staggerings, ranks, group) if staggerings else [None] * len(records)
+    cyclics = gather(staggerings, group) if staggerings else [None] * len(records)
     syncs = [
         _sync(report, row, ranks.world_size, tokens_per_step * (steps_per_sync or 1))
         for report, row in zip(reports, sync_sums.tolist(), strict=True)
@@ -241,7 +241,7 @@ def _step(
     record: StepRecord,
     sums: list[float],
     most: list[float],
-    ranks: Ranks,
+    ranks: RankInfo,
     tokens_per_step: int,
     *,
     has_islands: bool,

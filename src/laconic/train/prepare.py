@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from laconic.checkpoint import commit
-from laconic.train.config import Config, JobError
-from laconic.train.models import build_model
-from laconic.train.tokenizer import Tokenizer
+from laconic.config.job import Config, JobError
+from laconic.hf.models import build_model
+from laconic.hf.tokenizer import Tokenizer
 
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in the output folder."""

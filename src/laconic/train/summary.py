@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laconic.train.config import to_dict
-from laconic.train.islands import num_islands
+from laconic.config.job import to_dict
+from laconic.strategies.sync import num_islands
 
 if TYPE_CHECKING:
     from laconic.train.loop import Trainer
@@ -66,10 +63,3 @@ def _versions() -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):  # laconic run from a source tree
             found[name] = version(name)
     return found
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replace the file as one action."""
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)

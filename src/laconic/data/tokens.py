@@ -1,0 +1,134 @@
+"""Tokens in a memory-mapped file, and the batches cut from it.
+
+[Note: One writer per node]
+The corpus is tokenised once: local rank 0 of each node writes `<split>-<fingerprint>.bin` under a temporary name and
+renames it, so a reader sees a whole file or none, two nodes on one shared folder do no harm to each other, and a killed
+run leaves nothing that looks finished. The fingerprint covers sources, tokenizer and split, so a changed corpus is a
+new file. The other ranks wait in `agree` (see agree.py) and then map what is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from laconic.config.job import DataConfig, JobError
+from laconic.data.corpus import Corpus, Document, open_corpus
+from laconic.files import replacing, write_text
+from laconic.hf.tokenizer import Tokenizer
+
+_DOCUMENTS_PER_BATCH = 64
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFiles:
+    """The tokenised corpus of a job on this node."""
+
+    train: np.ndarray
+    """Tokens to train on."""
+    evaluation: np.ndarray
+    """Held-out tokens; empty with eval_fraction = 0."""
+    num_documents: int
+    """Documents in both."""
+
+
+def prepare(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> Path:
+    """Tokenise the corpus unless `folder` already holds it; returns the index file. One rank per node calls this."""
+    corpus = open_corpus(config)
+    index = folder / f"corpus-{_fingerprint(corpus, tokenizer, config)}.json"
+    if index.exists():
+        return index
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise JobError(f"cannot create the folder for tokenised data {str(folder)!r}: {error}") from error
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    train_path, eval_path = (folder / f"{split}-{index.stem}.bin" for split in ("train", "eval"))
+    num_documents = num_text_tokens = 0
+    with (
+        replacing(train_path, durable=False) as new_train,
+        replacing(eval_path, durable=False) as new_eval,
+        new_train.open("wb") as train,
+        new_eval.open("wb") as evaluation,
+    ):
+        for tokens in _tokens(corpus, tokenizer):
+            file = evaluation if _held_out(num_documents, config.eval_fraction) else train
+            row = tokens.astype(dtype, copy=False)
+            num_text_tokens += len(row)
+            if tokenizer.separator is not None:
+                row = np.append(row, dtype.type(tokenizer.separator))
+            row.tofile(file)
+            num_documents += 1
+    summary = {"dtype": dtype.name, "num_documents": num_documents, "num_text_tokens": num_text_tokens}
+    write_text(index, json.dumps(summary), durable=False)  # last: the index says that the rest is whole
+    return index
+
+
+def open_tokens(index: Path, config: DataConfig) -> TokenFiles:
+    """Map the files behind `index`; raises `JobError` if they are too short for one sequence."""
+    summary = json.loads(index.read_text())
+
+    def split(name: str) -> np.ndarray:
+        path = index.with_name(f"{name}-{index.stem}.bin")
+        if path.stat().st_size == 0:  # which numpy cannot map
+            return np.empty(0, summary["dtype"])
+        return np.memmap(path, dtype=summary["dtype"], mode="r")
+
+    train, evaluation = split("train"), split("eval")
+    length = config.sequence_length
+    source = config.path or config.kind
+    if summary["num_text_tokens"] == 0:
+        raise JobError(f"the corpus {source!r} is empty: no text in {summary['num_documents']} documents")
+    if config.eval_fraction > 0 and (len(evaluation) < length or len(train) < length):
+        # too few documents to split by document: hold out the tail instead
+        tokens = np.concatenate([train, evaluation])
+        held_out = max(round(len(tokens) * config.eval_fraction), length)
+        train, evaluation = tokens[: max(len(tokens) - held_out, 0)], tokens[max(len(tokens) - held_out, 0) :]
+    if len(train) < length:
+        held = f" once {len(evaluation)} are held out for evaluation" if len(evaluation) else ""
+        raise JobError(
+            f"the corpus {source!r} has {len(train)} tokens to train on{held}, shorter than one sequence of "
+            f"data.sequence_length = {length}; use a larger corpus, a shorter sequence or data.eval_fraction = 0"
+        )
+    return TokenFiles(train=train, evaluation=evaluation, num_documents=summary["num_documents"])
+
+
+def rows_at(tokens: np.ndarray, offsets: np.ndarray, length: int) -> np.ndarray:
+    """Rows of `length` tokens that start at `offsets`; shape offsets.shape + (length,), int64."""
+    rows = np.empty((*offsets.shape, length), dtype=np.int64)
+    for where in np.ndindex(offsets.shape):
+        start = int(offsets[where])
+        rows[where] = tokens[start : start + length]
+    return rows
+
+
+def _tokens(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    documents = corpus.documents()
+    while batch := list(islice(documents, _DOCUMENTS_PER_BATCH)):
+        for document in batch:
+            _refuse_binary(document)
+        yield from tokenizer.encode([document.text for document in batch])
+
+
+def _refuse_binary(document: Document) -> None:
+    where = document.text.find(b"\0")
+    if where >= 0:
+        raise JobError(f"{document.name} is binary, not text: a NUL byte at offset {where}; take it out of the corpus")
+
+
+def _held_out(document: int, fraction: float) -> bool:
+    """Spread over the whole corpus, and the same on every machine."""
+    digest = hashlib.blake2b(document.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < fraction * 2**64
+
+
+def _fingerprint(corpus: Corpus, tokenizer: Tokenizer, config: DataConfig) -> str:
+    what = repr((_FORMAT, corpus.identity, tokenizer.identity, config.eval_fraction))
+    return hashlib.sha256(what.encode()).hexdigest()[:16]

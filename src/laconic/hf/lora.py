@@ -1,0 +1,99 @@
+"""LoRA by peft, on a model that may be on the meta device and sharded later: adapters train, the rest is frozen."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from laconic.config.job import JobError, LoraConfig
+
+ADAPTER = "default"
+
+
+def add_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
+    """Wrap a transformers causal LM, in place, as peft does; no adapter has values yet if the model is on meta.
+
+    Without targets every linear layer but the output layer is adapted. That is less than peft's "all-linear", which in
+    a mixture adapts the fused experts too, by swapping parameters in forward; a sharded parameter stays in place.
+    Raises: JobError if `lora.targets` names no linear layer of the model.
+    """
+    import peft
+
+    linear = {name.rpartition(".")[2]: module for name, module in model.named_modules() if _is_linear(module)}
+    output = model.get_output_embeddings()  # type: ignore[operator]
+    targets = config.targets or tuple(sorted(name for name, module in linear.items() if module is not output))
+    lora = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft divides it by r, any number will do
+        lora_dropout=config.dropout,
+        target_modules=list(targets),
+    )
+    device = next(model.parameters()).device
+    with warnings.catch_warnings(), device:
+        # GPT-2's Conv1D stores its weight transposed; peft finds that out by itself, and says so.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
+        # Between releases of peft and transformers: renamed attributes, patterns that a model does not need.
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
+        try:
+            return peft.get_peft_model(model, lora)
+        except ValueError as error:
+            raise JobError(
+                f"lora.targets = {list(targets)} fits no layer of {type(model).__name__} ({error}); "
+                f"its linear layers are {', '.join(sorted(linear))}"
+            ) from error
+
+
+def base_model(model: nn.Module) -> Any:
+    """The transformers model inside peft's wrapper, or the model itself."""
+    wrapped: Any = model
+    return wrapped.get_base_model() if has_adapters(model) else model
+
+
+def has_adapters(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config")
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """(parent, name, layer) of every layer that peft has put an adapter around."""
+    if not has_adapters(model):
+        return
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, BaseTunerLayer):
+                yield parent, name, layer
+
+
+@contextmanager
+def adapters_put_aside(model: nn.Module) -> Iterator[None]:
+    """Inside, the base model looks as before LoRA: its names are those of its folder and of its own initialisation."""
+    layers = list(adapted_layers(model))
+    try:
+        for parent, name, layer in layers:
+            parent._modules[name] = layer.get_base_layer()  # peft may have wrapped it several times
+        yield
+    finally:
+        for parent, name, layer in layers:
+            parent._modules[name] = layer
+
+
+def adapter_modules(layer: Any) -> list[nn.Module]:
+    """The modules of an adapted layer that are not the layer itself."""
+    base = {id(module) for module in layer.base_layer.modules()}
+    return [module for module in layer.modules() if id(module) not in base]
+
+
+def reset_adapters(layer: Any) -> None:
+    """Draw one layer's adapter anew, as peft does when it creates it (A random, B zero)."""
+    layer.reset_lora_parameters(ADAPTER, True)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"

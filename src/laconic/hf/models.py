@@ -1,0 +1,230 @@
+"""Any transformers causal LM: built on the meta device, sharded by whoever calls, then given values part by part.
+
+[Note: Equal initialisation]
+A run must start from the same numbers whatever the strategy and the number of ranks, or `laconic compare` is void. So
+values are not drawn by the sharded tensors. Layer by layer, in the order in which transformers initialises, a layer's
+parameters are replaced by plain ones of full size in host memory, transformers' own `_initialize_weights` runs on them
+with the job's seed, and each rank keeps its part. The peak is one layer, as in the largest gather of a step. Whatever
+lies outside the layers (embeddings, the output layer) goes module by module. Tied parameters are drawn wherever they
+appear, as transformers does before tying, and the first draw counts. Parameters that partial updates slice are drawn
+whole, so that numbers do not depend on slices either.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laconic.config.job import Config, JobError, LoraConfig, ModelConfig
+from laconic.hf import lora as lora_
+from laconic.hf.weights import ModelFolder, load_folder, write_whole
+from laconic.ragged.joined import JoinedTensor, whole_parameters
+
+META = torch.device("meta")
+# Keys that configuration files of the past have and transformers 5 still understands.
+_LEGACY_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "architectures", "vocab_size"}
+
+
+def build_model(config: ModelConfig, lora: LoraConfig | None = None, *, device: torch.device | str = META) -> nn.Module:
+    """The model of a job. On the meta device (the default) it has shapes only: shard it, then `materialize` it.
+
+    On any other device it comes whole and with values.
+    Raises: JobError naming what is wrong with the configuration or the folder.
+    """
+    import transformers
+
+    model_config = _transformers_config(config)
+    if type(model_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise JobError(
+            f"model_type {model_config.model_type!r} is no causal language model in transformers; "
+            "laconic train knows these alone, shard others with laconic.fully_shard in a script of your own"
+        )
+    dtype = getattr(torch, config.dtype)
+    try:
+        with META:
+            model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise JobError(
+            f"transformers cannot build a causal language model of model_type {model_config.model_type!r} "
+            f"from this configuration: {error}"
+        ) from error
+    if config.activation_checkpointing:
+        _checkpoint_activations(model)
+    if lora is not None and lora.enabled:
+        model = lora_.add_adapters(model, lora)
+    model.train()
+    if torch.device(device) != META:
+        materialize(model, config, device)
+    return model
+
+
+def layers_to_shard(model: nn.Module) -> list[nn.Module]:
+    """The modules to give to `fully_shard` one by one, in forward order: the model's layers.
+
+    transformers names their classes in `_no_split_modules`; a model that does not is cut at its longest ModuleList.
+    """
+    base = lora_.base_model(model)
+    names = set(getattr(base, "_no_split_modules", None) or ())
+    found = list(_outermost(base, names))
+    if not found:
+        lists = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
+        found = list(max(lists, key=lambda modules: len(modules), default=[]))
+    return [layer for layer in found if next(layer.parameters(), None) is not None]
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, config: Config | ModelConfig, device: torch.device | str) -> int:
+    """Give a model from `build_model`, sharded or not, its values on `device`; every rank calls it.
+
+    From `model.path` each rank reads its own part; otherwise the values are drawn, equal for equal seeds whatever the
+    sharding, see [Note: Equal initialisation]. Returns the bytes this rank has read.
+    Raises: ModelFolderError listing missing, unexpected and wrongly shaped tensors.
+    """
+    config = config.model if isinstance(config, Config) else config
+    base = lora_.base_model(model)
+    layers = layers_to_shard(model)
+    model.to_empty(device=device)
+    bytes_read = 0
+    loaded: set[int] = set()
+    with torch.random.fork_rng(devices=[]), lora_.adapters_put_aside(model):
+        torch.manual_seed(config.init_seed)
+        base.tie_weights()  # to_empty makes two of each tied parameter
+        if config.path is not None:
+            folder = ModelFolder(config.path)
+            loaded = load_folder(base, folder)
+            bytes_read = folder.bytes_read
+        _initialise(base, layers, loaded)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.init_seed + 1)  # the adapters' draws do not depend on how the rest came to be
+        for _, _, layer in lora_.adapted_layers(model):
+            with _full_size(lora_.adapter_modules(layer), loaded=set(), drawn=set()):
+                lora_.reset_adapters(layer)
+    return bytes_read
+
+
+def _initialise(base: Any, layers: list[nn.Module], loaded: set[int]) -> None:
+    """transformers' own initialisation of all computed buffers and of the parameters whose id is not in `loaded`."""
+    from transformers import PreTrainedModel
+
+    closed = {id(layer) for layer in layers}
+    drawn: set[int] = set()
+
+    # The order of PreTrainedModel.initialize_weights: children first, and a model inside a model by its own rule.
+    def visit(module: nn.Module, initialise: Callable[[nn.Module], None], *, swap: bool) -> None:
+        if swap and id(module) in closed:
+            with _full_size(module.modules(), loaded=loaded, drawn=drawn):
+                visit(module, initialise, swap=False)
+            return
+        for child in module.children():
+            visit(child, child._initialize_weights if isinstance(child, PreTrainedModel) else initialise, swap=swap)
+        with _full_size([module] if swap else [], loaded=loaded, drawn=drawn):
+            initialise(module)
+
+    visit(base, base._initialize_weights, swap=True)
+
+
+@contextmanager
+def _full_size(modules: Iterable[nn.Module], *, loaded: set[int], drawn: set[int]) -> Iterator[None]:
+    """Inside, the modules' own parameters are plain tensors of full size; afterwards each rank keeps its part.
+
+    Parameters in `loaded` have values already; tensors on the meta device, where drawing costs nothing, play them.
+    Parameters in `drawn` keep what they have.
+    """
+    before = [(module, dict(module._parameters)) for module in modules]
+    swapped: list[tuple[nn.Module, str, Tensor]] = []
+    for module, own in before:
+        wholes = whole_parameters(module)
+        shown: dict[str, nn.Parameter | None] = {name: None for name, parameter in own.items() if parameter is None}
+        for name, parameter in wholes.items():
+            device = META if _ids(parameter) & loaded else torch.device("cpu")
+            fill = float("nan") if parameter.dtype.is_floating_point else 0
+            stand_in = torch.full(parameter.shape, fill, dtype=parameter.dtype, device=device)
+            shown[name] = nn.Parameter(stand_in, requires_grad=False)
+            swapped.append((module, name, parameter))
+        module._parameters = shown
+    stand_ins: list[Tensor] = []
+    try:
+        yield
+        stand_ins = [module._parameters[name] for module, name, _ in swapped]  # type: ignore[misc]
+    finally:
+        for module, own in before:
+            module._parameters = own
+    for (module, name, parameter), stand_in in zip(swapped, stand_ins, strict=True):
+        if _ids(parameter) & (loaded | drawn):
+            continue
+        if parameter.dtype.is_floating_point and stand_in.isnan().any():
+            raise JobError(
+                f"transformers does not initialise {name} of {type(module).__name__}; load weights from a folder"
+            )
+        write_whole(parameter, stand_in)
+        drawn |= _ids(parameter)
+
+
+def _ids(parameter: Tensor) -> set[int]:
+    """Of a parameter, or of the parts of a sliced one."""
+    return {id(part) for part in (parameter.parts if isinstance(parameter, JoinedTensor) else [parameter])}
+
+
+def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
+    for child in module.children():
+        # By every ancestor's name, for sharding swaps a module's class.
+        if any(cls.__name__ in names for cls in type(child).__mro__):
+            yield child
+        else:
+            yield from _outermost(child, names)
+
+
+def _checkpoint_activations(model: Any) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def _transformers_config(config: ModelConfig) -> Any:
+    import transformers
+
+    source = config.path if config.path is not None else config.config
+    if source is None:
+        raise JobError("no model is given; set model.config (a table with model_type, or a config.json) or model.path")
+    if isinstance(source, dict):
+        return _from_table(source)
+    path = Path(source)
+    if config.path is not None:
+        ModelFolder(path)  # refuses what is no model folder, with advice
+        path = path / "config.json"
+    try:
+        table = json.loads(path.read_text())
+        return transformers.AutoConfig.for_model(**table)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise JobError(f"{path} is not a readable transformers configuration: {error}") from error
+
+
+def _from_table(table: dict[str, Any]) -> Any:
+    import transformers
+
+    kind = table.get("model_type")
+    known = sorted(transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES)
+    if kind not in known:
+        near = difflib.get_close_matches(str(kind), known, n=3, cutoff=0.4)
+        raise JobError(
+            f"model.config.model_type = {kind!r} is unknown to transformers; near it are {', '.join(near) or 'none'}"
+        )
+    try:
+        default = transformers.AutoConfig.for_model(kind)
+        built = transformers.AutoConfig.for_model(**table)
+    except Exception as error:  # each configuration class checks its values in its own way
+        raise JobError(f"model.config is not a valid {kind} configuration: {error}") from error
+    valid = set(default.to_dict()) | set(default.attribute_map) | set(vars(default)) | _LEGACY_KEYS
+    for key in table:
+        if key not in valid:
+            near = difflib.get_close_matches(key, valid, n=1, cutoff=0.0)
+            raise JobError(
+                f"unknown key `model.config.{key}` for model_type {kind!r}; the nearest valid key is `{near[0]}`"
+            )
+    return built

@@ -1,0 +1,65 @@
+"""The padding of a model's layouts at a list of group sizes, beside what other rules would pad."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from laconic.layout.explain import Explanation, explain
+from laconic.layout.granularity import Block, rows
+from laconic.layout.planner import UnitPlan, plan_unit
+from laconic.plan.rules import fsdp2_numel, lcm_numel
+from laconic.plan.shapes import UnitShapes
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutRow:
+    """A model on one number of ranks with one granularity."""
+
+    num_ranks: int
+    num_rows: int
+    padding: float
+    """Of the model's elements, what is added to them."""
+    fsdp2: float
+    """The same under FSDP2's rule, which keeps single rows whole."""
+    lcm: float
+    """The same under Megatron-FSDP's rule, which keeps single rows whole."""
+    num_buckets: int
+    """Of the unit with the most."""
+    explanations: tuple[tuple[str, Explanation], ...]
+    """Unit and reason, for each bucket."""
+
+
+def plan_of(unit: UnitShapes, num_ranks: int, block: Block, *, itemsize: int) -> UnitPlan:
+    """The plan of one unit whose tensors all have this granularity."""
+    blocks = [block.numel(shape) for shape in unit.shapes]
+    return plan_unit(unit.names, unit.shapes, blocks, num_shards=num_ranks, itemsize=itemsize)
+
+
+def layout_rows(
+    units: Sequence[UnitShapes], ranks: Iterable[int], row_counts: Sequence[int], *, itemsize: int
+) -> Iterator[LayoutRow]:
+    """One row for each number of ranks and of rows per block, in that order."""
+    total = sum(unit.count * unit.numel for unit in units)
+
+    def share(numels: Iterable[int]) -> float:
+        return sum(unit.count * numel for unit, numel in zip(units, numels, strict=True)) / total - 1
+
+    for num_ranks in ranks:
+        fsdp2 = share(fsdp2_numel(unit.shapes, num_ranks) for unit in units)
+        lcm = share(lcm_numel(unit.shapes, num_ranks) for unit in units)
+        for num_rows in row_counts:
+            plans = [plan_of(unit, num_ranks, rows(num_rows), itemsize=itemsize) for unit in units]
+            yield LayoutRow(
+                num_ranks=num_ranks,
+                num_rows=num_rows,
+                padding=share(plan.numel for plan in plans),
+                fsdp2=fsdp2,
+                lcm=lcm,
+                num_buckets=max(len(plan.buckets) for plan in plans),
+                explanations=tuple(
+                    (unit.name, reason)
+                    for unit, plan in zip(units, plans, strict=True)
+                    for reason in explain(plan, itemsize=itemsize)
+                ),
+            )

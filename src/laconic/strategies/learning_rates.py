@@ -1,0 +1,30 @@
+"""Learning-rate schedules: pure functions of the step."""
+
+from __future__ import annotations
+
+import math
+
+from laconic.config.job import OptimizerConfig
+
+
+def lr_at(step: int, config: OptimizerConfig, *, total_steps: int) -> float:
+    """Learning rate of optimizer step `step` (0-based) in a run of `total_steps`."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    return config.lr * _decay(step, config, total_steps)
+
+
+def _decay(step: int, config: OptimizerConfig, total_steps: int) -> float:
+    floor = config.min_lr_ratio
+    match config.lr_schedule:
+        case "constant":
+            return 1.0
+        case "cosine":
+            length = config.decay_steps or max(total_steps - config.warmup_steps, 1)
+            progress = min((step - config.warmup_steps) / length, 1.0)
+            return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        case "wsd":
+            length = config.decay_steps or max(total_steps // 5, 1)
+            # the first decaying step is already one notch below the plateau and the last one is at the floor
+            progress = min(max(step + 1 - (total_steps - length), 0) / length, 1.0)
+            return 1.0 - (1.0 - floor) * progress

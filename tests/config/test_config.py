@@ -1,0 +1,152 @@
+"""The configuration: strict reading, overrides, and what is written back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laconic.config.job import Config, ConfigError, all_keys, from_dict, load, to_dict, to_toml
+from laconic.train.cli import main, parse
+
+MODEL = {"model_type": "llama"}
+
+
+@pytest.mark.parametrize(
+    ("table", "parts"),
+    [
+        ({"train": {"step": 3}}, ["unknown key `train.step`", "nearest valid key is `train.steps`"]),
+        ({"optimizer": {"weightdecay": 0.0}}, ["`optimizer.weightdecay`", "`optimizer.weight_decay`"]),
+        ({"trian": {}}, ["unknown section `trian`", "`train`"]),
+        ({"train": {"sequence_length": 8}}, ["`train.sequence_length`", "`data.sequence_length`"]),
+        ({"shard": {"dp_shard": 8}}, ["`shard.dp_shard`", "nodes x local ranks", "torchrun"]),
+        ({"shard": {"dp_replicate": 8}}, ["`shard.dp_replicate`", "islands"]),
+        ({"train": {"steps": "ten"}}, ["`train.steps` must be an integer", "'ten' (string)"]),
+        ({"train": {"steps": 1.5}}, ["`train.steps` must be an integer"]),
+        ({"train": {"steps": True}}, ["`train.steps` must be an integer", "boolean"]),
+        ({"train": {"resume": 1}}, ["`train.resume` must be true or false"]),
+        ({"optimizer": {"lr": "big"}}, ["`optimizer.lr` must be a number"]),
+        ({"optimizer": {"betas": [0.9]}}, ["`optimizer.betas` must be a list of 2 of a number values"]),
+        ({"lora": {"targets": [1]}}, ["`lora.targets` must be a list of a string values"]),
+        ({"data": {"kind": "csv"}}, ["`data.kind` must be one of", '"jsonl"']),
+        ({"train": 3}, ["`train` is a section"]),
+        ({"model": {"config": 3}}, ["`model.config` must be a table or a string"]),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(table: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        from_dict(Config, table)
+    for part in parts:
+        assert part in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "part"),
+    [
+        ({"model": {"config": {"hidden_size": 8}}}, "no `model_type`"),
+        ({"model": {"config": MODEL, "path": "x"}}, "both set"),
+        ({"data": {"kind": "text"}}, "needs data.path"),
+        ({"data": {"path": "x"}}, "not used by"),
+        ({"data": {"sequence_length": 1}}, "at least 2"),
+        ({"optimizer": {"lr": 0.0}}, "positive"),
+        ({"optimizer": {"betas": [0.9, 1.0]}}, "[0, 1)"),
+        ({"shard": {"device_budget_bytes": 1, "cache": "none"}}, "needs shard.cache = 'host'"),
+        ({"shard": {"strategy": "ddp", "param_dtype": "bfloat16"}}, "no mixed precision"),
+        ({"shard": {"strategy": "fsdp2-hpz", "reshard_after_forward": True}}, "leave it out"),
+        ({"train": {"steps": 0}}, "at least 1"),
+        ({"train": {"keep": 1}}, "at least 2"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(table: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        from_dict(Config, table)
+    assert part in str(refused.value)
+
+
+def test_the_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("[train]\nstep = 1\n")
+    with pytest.raises(ConfigError, match=r"job\.toml: unknown key"):
+        load(path)
+    path.write_text("[train\n")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load(path)
+    with pytest.raises(ConfigError, match="cannot read"):
+        load(tmp_path / "missing.toml")
+
+
+def test_written_toml_reads_back_equal(tmp_path: Path) -> None:
+    table = {
+        "model": {"config": {**MODEL, "rope": {"type": "x", "odd key": [1, 2.5, False]}, "name": 'a "b" \\ \n\x7f é'}},
+        "lora": {"targets": ["q_proj", "v_proj"]},
+        "optimizer": {"betas": [0.8, 0.9], "eps": 1e-12, "lr": 1},
+        "shard": {"reshard_after_forward": False},
+    }
+    config = from_dict(Config, table)
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config), encoding="utf-8")
+    assert load(path) == config
+    assert from_dict(Config, to_dict(config)) == config
+    assert config.optimizer.lr == 1.0
+    assert isinstance(config.optimizer.lr, float)
+
+
+def test_options_override_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(
+        '[model]\nconfig = {model_type = "llama", hidden_size = 8}\n[train]\nsteps = 3\nmicro_batch_size = 7\n'
+    )
+    options = "--train.steps 9 --train.resume true --lora.targets a b --optimizer.betas 0 0.5 --data.tokenizer t"
+    table = "--model.config.hidden_size 16 --model.config.tie_word_embeddings=false"
+    config = parse([str(path), *options.split(), *table.split()])
+    assert config.train.steps == 9
+    assert config.train.micro_batch_size == 7
+    assert config.train.resume is True
+    assert config.lora.targets == ("a", "b")
+    assert config.optimizer.betas == (0.0, 0.5)
+    assert config.model.config == {"model_type": "llama", "hidden_size": 16, "tie_word_embeddings": False}
+    assert config.data.tokenizer == "t"
+    assert parse(["--model.config", '{model_type = "gpt2"}']).model.config == {"model_type": "gpt2"}
+    assert parse(["--model.config", "some/config.json"]).model.config == "some/config.json"
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["--train.step", "3"], "--train.steps"),
+        (["--train.steps", "x"], "--train.steps"),
+        (["--train.steps", "0"], "at least 1"),
+        (["--train.resume", "maybe"], "expected true or false"),
+        (["--shard.strategy", "zero"], "fsdp2-hpz"),
+    ],
+)
+def test_a_wrong_option_exits_with_2(options: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(options)
+    assert stopped.value.code == 2
+    assert part in capsys.readouterr().err
+
+
+def test_a_wrong_file_exits_with_2_and_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("[train]\nstep = 1\n")
+    assert main([str(path)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("laconic train: ")
+    assert err.count("\n") == 1
+
+
+def test_help_shows_every_key_with_its_docstring(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for key in all_keys():
+        assert f"--{key} " in shown
+    assert "dp_shard" in shown
+
+
+@pytest.mark.parametrize("name", ["pretrain.toml", "lora.toml"])
+def test_examples_are_valid(name: str) -> None:
+    config = load(Path(__file__).parents[2] / "examples" / name)
+    assert config.shard.strategy == "laconic"
+    assert config.lora.enabled == (name == "lora.toml")

@@ -1,0 +1,133 @@
+"""A checkpoint written by several ranks becomes a folder that transformers (or peft) loads to the same logits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from laconic import checkpoint
+from laconic.config.job import Config, DataConfig, LoraConfig, ModelConfig, to_dict
+from laconic.hf import export
+from laconic.hf.models import build_model
+from tests.hf.zoo import LORA, NO_LORA, TINY, spread, tokens, whole
+from tests.ranks import run_ranks
+
+
+def train_and_save(run: str, name: str, lora: LoraConfig, tokenizer: str) -> dict[str, Tensor]:
+    """On each rank: three steps, a checkpoint as the trainer writes it; returns the parameters, gathered."""
+    config = Config(
+        model=ModelConfig(config=TINY[name]), lora=lora, data=DataConfig(tokenizer=tokenizer, sequence_length=16)
+    )
+    model, _ = spread(config.model, lora, "laconic")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    for _ in range(3):
+        model(input_ids=tokens(), labels=tokens(), use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    extra = {"config": to_dict(config)}
+    checkpoint.save_checkpoint(Path(run) / "checkpoints", 3, model=model, optimizer=optimizer, extra=extra)
+    return whole(model)
+
+
+def in_training(name: str, lora: LoraConfig, values: dict[str, Tensor]) -> Any:
+    """The trained model, unsharded."""
+    model = build_model(ModelConfig(config=TINY[name]), lora, device="cpu").eval()
+    model.load_state_dict(values, strict=False)
+    return model
+
+
+@pytest.fixture(scope="module")
+def llama_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    run, tokenizer = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("tokenizer")
+    (tokenizer / "tokenizer.json").write_text("{}")
+    (tokenizer / "weights.safetensors").write_text("not a tokenizer's")
+    return run, run_ranks(train_and_save, 2, str(run), "llama", NO_LORA, str(tokenizer))[0]
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    run = tmp_path_factory.mktemp("lora")
+    return run, run_ranks(train_and_save, 2, str(run), "llama", LORA, "bytes")[0]
+
+
+def test_full_model_in_several_files(llama_run: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    run, values = llama_run
+    assert export.main([str(run), str(tmp_path / "out"), "--max-file-bytes", "30000"]) == 0
+    out = tmp_path / "out"
+    sizes = [path.stat().st_size for path in out.glob("*.safetensors")]
+    assert len(sizes) > 2
+    assert max(sizes) < 30_000 + 4_000  # the header is not counted
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert torch.equal(theirs(tokens()).logits, in_training("llama", NO_LORA, values)(tokens()).logits)
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert theirs.generation_config.eos_token_id == 2
+    assert (out / "tokenizer.json").exists()
+    assert not (out / "weights.safetensors").exists()
+
+
+def test_tied_model(tmp_path: Path) -> None:
+    values = run_ranks(train_and_save, 2, str(tmp_path / "run"), "gpt2", NO_LORA, "bytes")[0]
+    export.export(tmp_path / "run" / "checkpoints" / "step-3", tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(theirs(tokens()).logits, in_training("gpt2", NO_LORA, values)(tokens()).logits)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_merged_lora(name: str, tmp_path: Path) -> None:
+    """Layers stored transposed, and a mixture, whose folders name its experts otherwise."""
+    values = run_ranks(train_and_save, 2, str(tmp_path / "run"), name, LORA, "bytes")[0]
+    export.export(tmp_path / "run", tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    merged = in_training(name, LORA, values).merge_and_unload()
+    assert torch.equal(theirs(tokens()).logits, merged(tokens()).logits)
+
+
+def test_lora_merged_and_as_adapter(lora_run: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    run, values = lora_run
+    model = in_training("llama", LORA, values)
+    logits = model(input_ids=tokens()).logits
+    export.export(run, tmp_path / "merged")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(theirs(tokens()).logits, logits, rtol=1e-4, atol=1e-5)  # sums in another order
+    base = build_model(ModelConfig(config=TINY["llama"]), device="cpu").eval()
+    assert not torch.allclose(base(tokens()).logits, logits, atol=1e-2)
+
+    assert export.main([str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert sorted(path.name for path in (tmp_path / "adapter").glob("*.safetensors")) == ["adapter_model.safetensors"]
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    assert torch.equal(adapted(input_ids=tokens()).logits, logits)
+
+
+def test_dtype(llama_run: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    export.export(llama_run[0], tmp_path / "out", dtype=torch.bfloat16)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert {p.dtype for p in theirs.parameters()} == {torch.bfloat16}
+    assert torch.equal(theirs.lm_head.weight, llama_run[1]["lm_head.weight"].bfloat16())
+
+
+def test_refusals(
+    llama_run: tuple[Path, dict[str, Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(llama_run[0])
+
+    def refused(*argv: str) -> str:
+        assert export.main(list(argv)) == 2
+        return capsys.readouterr().err
+
+    assert "exists already" in refused(run, run)
+    assert "has no adapter" in refused(run, str(tmp_path / "out"), "--adapter")
+    assert "there is no checkpoint" in refused(str(tmp_path), str(tmp_path / "out"))
+    model = torch.nn.Linear(2, 2)
+    checkpoint.save_checkpoint(tmp_path / "foreign", 1, model=model, optimizer=None, extra={})
+    assert "does not say which model" in refused(str(tmp_path / "foreign"), str(tmp_path / "out"))
+    extra = {"config": to_dict(Config(model=ModelConfig(config=TINY["llama"])))}
+    checkpoint.save_checkpoint(tmp_path / "other", 1, model=model, optimizer=None, extra=extra)
+    assert "lacks lm_head.weight, model.embed_tokens.weight" in refused(str(tmp_path / "other"), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()

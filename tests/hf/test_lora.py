@@ -1,0 +1,123 @@
+"""LoRA: adapters as peft makes them, around a base that stays what it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from laconic import checkpoint
+from laconic.config.job import JobError, LoraConfig, ModelConfig
+from laconic.hf import lora
+from laconic.hf.models import build_model
+from tests.hf.zoo import LORA, TINY, differing, spread, tokens, whole
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_only_adapters_train_and_the_start_is_the_base_model(name: str) -> None:
+    config = ModelConfig(config=TINY[name])
+    plain, adapted = build_model(config, device="cpu").eval(), build_model(config, LORA, device="cpu").eval()
+    assert torch.equal(adapted(input_ids=tokens()).logits, plain(input_ids=tokens()).logits)
+    trainable = {n: p for n, p in adapted.named_parameters() if p.requires_grad}
+    assert trainable
+    for tensor_name, parameter in trainable.items():
+        assert ("lora_A" in tensor_name) != ("lora_B" in tensor_name)
+        assert bool(parameter.abs().sum() > 0) == ("lora_A" in tensor_name)
+    with lora.adapters_put_aside(adapted):
+        assert differing(whole(lora.base_model(adapted)), whole(plain)) == []
+
+
+def test_adapters_are_those_of_peft() -> None:
+    """The same names, shapes, scale and spread of values as a model that peft wraps with memory."""
+    config = ModelConfig(config={**TINY["llama"], "hidden_size": 256})
+    ours: Any = build_model(config, LORA, device="cpu")
+    theirs: Any = peft.get_peft_model(
+        build_model(config, device="cpu"),
+        peft.LoraConfig(task_type="CAUSAL_LM", r=3, lora_alpha=6, target_modules="all-linear"),
+    )
+    our_shapes = {n: (p.shape, p.requires_grad) for n, p in ours.named_parameters()}
+    assert our_shapes == {n: (p.shape, p.requires_grad) for n, p in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        if "lora_A" in name:
+            other = theirs.get_parameter(name)
+            assert parameter.std().item() == pytest.approx(other.std().item(), rel=0.15), name
+            assert parameter.abs().max() <= 1 / parameter.shape[1] ** 0.5  # kaiming_uniform_(a=sqrt(5))
+    layer = next(layer for _, _, layer in lora.adapted_layers(ours))
+    assert layer.scaling == {"default": 2.0}
+
+
+def test_a_mixture_gets_adapters_on_its_linear_layers_alone() -> None:
+    model: Any = build_model(ModelConfig(config=TINY["mixtral"]), LORA)
+    adapted = {name for _, name, _ in lora.adapted_layers(model)}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_targets_and_seed() -> None:
+    config = ModelConfig(config=TINY["llama"])
+    model = build_model(config, LoraConfig(enabled=True, targets=("q_proj",)), device="cpu")
+    trainable = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert len(trainable) == 4
+    assert all(".q_proj." in name for name in trainable)
+    first = build_model(config, LORA, device="cpu")
+    assert differing(whole(first), whole(build_model(config, LORA, device="cpu"))) == []
+    reseeded = ModelConfig(config=TINY["llama"], init_seed=1)
+    assert differing(whole(first), whole(build_model(reseeded, LORA, device="cpu"))) != []
+
+
+def test_half_precision_base_has_full_precision_adapters() -> None:
+    model = build_model(ModelConfig(config=TINY["llama"], dtype="bfloat16"), LORA, device="cpu")
+    dtypes = {parameter.requires_grad: parameter.dtype for parameter in model.parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+
+
+def test_unknown_target_names_the_layers_there_are() -> None:
+    lora_config = LoraConfig(enabled=True, targets=("query",))
+    with pytest.raises(JobError, match=r"\['query'\] fits no layer of LlamaForCausalLM.*k_proj.*q_proj"):
+        build_model(ModelConfig(config=TINY["llama"]), lora_config)
+
+
+def resume_fresh_and_in_place(folder: str) -> tuple[list[list[float]], list[str]]:
+    """Losses of steps 3 and 4: going on, after loading into the model in use, in another; and what came back wrong."""
+
+    def make() -> tuple[Any, torch.optim.Optimizer]:
+        model, _ = spread(ModelConfig(config=TINY["llama"]), LORA, "laconic")
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+
+    def two_steps(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for _ in range(2):
+            loss = model(input_ids=tokens(), labels=tokens(), use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    model, optimizer = make()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)  # not what a new model starts from
+    two_steps(model, optimizer)
+    checkpoint.save_checkpoint(folder, 2, model=model, optimizer=optimizer, extra={})
+    saved = whole(model)
+    losses = [two_steps(model, optimizer)]
+    checkpoint.load_checkpoint(folder, model=model, optimizer=optimizer)
+    losses.append(two_steps(model, optimizer))
+    other, other_optimizer = make()
+    two_steps(other, other_optimizer)  # its frozen weights are cached by now, and become stale
+    checkpoint.load_checkpoint(folder, model=other, optimizer=other_optimizer)
+    wrong = differing(whole(other), saved)
+    losses.append(two_steps(other, other_optimizer))
+    return losses, wrong
+
+
+def test_frozen_base_in_host_memory_is_saved_and_loaded(tmp_path: Path) -> None:
+    """Two nodes of one rank: the frozen shards have left the device, and cached slices must notice a load."""
+    for losses, wrong in run_ranks(resume_fresh_and_in_place, 2, str(tmp_path), local=1):
+        assert wrong == []
+        assert losses[0] == losses[1] == losses[2]
+        assert losses[0][1] != losses[0][0]

@@ -1,0 +1,212 @@
+"""Models come out as transformers would make them, however they are sharded, and bad input is refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.initialization import no_init_weights
+
+from laconic.config.job import JobError, LoraConfig, ModelConfig
+from laconic.hf.models import build_model, layers_to_shard
+from laconic.hf.weights import ModelFolderError
+from tests.hf.zoo import LORA, NO_LORA, STRATEGIES, TINY, differing, spread, tokens, whole
+from tests.ranks import run_ranks
+
+SEED = 5
+
+
+def transformers_own(name: str) -> Any:
+    """The reference: transformers' weight initialisation and nothing else drawn from the seed."""
+    config = transformers.AutoConfig.for_model(**TINY[name])
+    with no_init_weights():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    torch.manual_seed(SEED)
+    model.init_weights()
+    return model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Each architecture saved by transformers, Llama in several files."""
+    made = {}
+    for name in TINY:
+        made[name] = tmp_path_factory.mktemp(name)
+        transformers_own(name).save_pretrained(made[name], max_shard_size="20KB" if name == "llama" else "1GB")
+    assert (made["llama"] / "model.safetensors.index.json").exists()
+    return made
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_initialisation_is_that_of_transformers(name: str) -> None:
+    state = torch.get_rng_state()
+    model = build_model(ModelConfig(config=TINY[name], init_seed=SEED), device="cpu")
+    assert torch.equal(torch.get_rng_state(), state)  # a job's other draws do not depend on the model
+    assert differing(whole(model), whole(transformers_own(name))) == []
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_folder_gives_what_from_pretrained_gives(name: str, folders: dict[str, Path]) -> None:
+    model = build_model(ModelConfig(path=str(folders[name])), device="cpu").eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folders[name])
+    assert differing(whole(model), whole(theirs)) == []
+    assert torch.equal(model(tokens()).logits, theirs(tokens()).logits)
+
+
+def on_ranks(folders: dict[str, Path], lora: LoraConfig) -> list[str]:
+    """Every architecture under every strategy against the unsharded one; returns what is wrong, and bytes read."""
+    wrong = []
+    for name, folder in folders.items():
+        if lora.enabled and name in ("qwen2", "mixtral"):  # no new way to name or store a layer
+            continue
+        for config in (ModelConfig(config=TINY[name], init_seed=SEED), ModelConfig(path=str(folder))):
+            expected = whole(build_model(config, lora, device="cpu"))
+            for strategy in STRATEGIES:
+                model, bytes_read = spread(config, lora, strategy)
+                wrong += [f"{name} {strategy} {tensor}" for tensor in differing(whole(model), expected)]
+                total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+                if config.path and strategy != "ddp" and name != "mixtral" and bytes_read > 0.6 * total:
+                    wrong.append(f"{name} {strategy} read {bytes_read} of {total} bytes")
+    return wrong
+
+
+@pytest.mark.parametrize("lora", [NO_LORA, LORA], ids=["full", "lora"])
+def test_sharded_models_hold_the_same_numbers_and_read_only_their_part(
+    lora: LoraConfig, folders: dict[str, Path]
+) -> None:
+    for wrong in run_ranks(on_ranks, 2, folders, lora):
+        assert wrong == []
+
+
+def test_tied_weights_stay_tied() -> None:
+    model: Any = build_model(ModelConfig(config=TINY["gpt2"]), device="cpu")
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_dtype_is_converted(folders: dict[str, Path]) -> None:
+    model = build_model(ModelConfig(path=str(folders["qwen2"]), dtype="bfloat16"), device="cpu")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folders["qwen2"], dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert differing(whole(model), whole(theirs)) == []
+
+
+def test_folder_of_the_base_model_alone(tmp_path: Path) -> None:
+    """As the oldest GPT-2 folders are: no `transformer.` in front, and masks stored as tensors."""
+    reference = transformers_own("gpt2")
+    reference.save_pretrained(tmp_path)
+    reference.transformer.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert "h.0.attn.c_attn.weight" in stored
+    stored["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = build_model(ModelConfig(path=str(tmp_path)), device="cpu")
+    assert differing(whole(model), whole(reference)) == []
+
+
+def test_layers_to_shard() -> None:
+    for name, layer in [("llama", "LlamaDecoderLayer"), ("gpt2", "GPT2Block"), ("mixtral", "MixtralDecoderLayer")]:
+        for lora in (NO_LORA, LORA):
+            model = build_model(ModelConfig(config=TINY[name]), lora)
+            assert [type(module).__name__ for module in layers_to_shard(model)] == [layer] * 2
+    no_names: Any = build_model(ModelConfig(config=TINY["llama"]))
+    no_names._no_split_modules = None
+    assert layers_to_shard(no_names) == list(no_names.model.layers)
+
+
+def test_activation_checkpointing_changes_no_gradient() -> None:
+    gradients, calls = [], []
+    for on in (False, True):
+        config = ModelConfig(config=TINY["llama"], activation_checkpointing=on)
+        model: Any = build_model(config, device="cpu")
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, on=on: calls.append(on))
+        model(input_ids=tokens(), labels=tokens(), use_cache=False).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert calls == [False, True, True]  # once, then once more in backward
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**TINY["llama"], "model_type": "lama"}, "'lama' is unknown to transformers; near it are llama"),
+        (
+            {**TINY["llama"], "hiden_size": 64},
+            "unknown key `model.config.hiden_size`.*nearest valid key is `hidden_size`",
+        ),
+        ({**TINY["llama"], "num_attention_heads": 5}, "not a valid llama configuration.*multiple of the number of"),
+        ({"model_type": "vit"}, "'vit' is no causal language model"),
+        ("/nowhere/config.json", "/nowhere/config.json is not a readable transformers configuration"),
+        (None, "no model is given; set model.config"),
+    ],
+)
+def test_bad_configuration_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(JobError, match=f"(?s){message}"):
+        build_model(ModelConfig(config=config))
+
+
+def _edit_tensors(folder: Path, edit: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _break(folder: Path, how: str) -> None:
+    file = folder / "model.safetensors"
+    match how:
+        case "missing":
+            _edit_tensors(folder, lambda tensors: tensors.pop("model.norm.weight"))
+        case "unexpected":
+            _edit_tensors(folder, lambda tensors: tensors.update({"model.layers.7.mlp.bias": torch.ones(1)}))
+        case "shape":
+            _edit_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}))
+        case "truncated":
+            file.write_bytes(file.read_bytes()[:-100])
+        case "no config":
+            (folder / "config.json").unlink()
+        case "bad config":
+            (folder / "config.json").write_text("{")
+        case "pickled":
+            file.rename(folder / "pytorch_model.bin")
+        case "bad index":
+            (folder / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"model.norm.weight": "gone.safetensors"}}'
+            )
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("missing", "missing: model.norm.weight"),
+        ("unexpected", "unexpected: model.layers.7.mlp.bias"),
+        ("shape", r"wrong shape: model.norm.weight is \[31\], expected \[32\]"),
+        ("truncated", "model.safetensors is not a readable safetensors file"),
+        ("no config", "has no config.json"),
+        ("bad config", "config.json is not a readable transformers configuration"),
+        ("pickled", "has no safetensors file; it has pytorch_model.bin, pickled files"),
+        ("bad index", "gone.safetensors is not a readable safetensors file"),
+    ],
+)
+def test_bad_folder_is_refused(how: str, message: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    for path in folders["qwen2"].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    _break(tmp_path, how)
+    with pytest.raises(JobError, match=f"{re.escape(str(tmp_path))}.*{message}"):
+        build_model(ModelConfig(path=str(tmp_path)), device="cpu")
+
+
+def test_folder_that_is_none() -> None:
+    with pytest.raises(ModelFolderError, match="'/nowhere' is not a folder"):
+        build_model(ModelConfig(path="/nowhere"))
+
+
+def test_config_file_is_read(folders: dict[str, Path]) -> None:
+    path = folders["llama"] / "config.json"
+    model: Any = build_model(ModelConfig(config=str(path)))
+    assert model.config.hidden_size == json.loads(path.read_text())["hidden_size"]
+    assert next(model.parameters()).device.type == "meta"

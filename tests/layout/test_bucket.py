@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laconic.layout.bucket import BucketLayout, Extent, Slot, boxes, row_block
+from laconic.layout.packing import plan_bucket
+
+SHAPE = st.lists(st.integers(1, 5), max_size=4).map(tuple)
+
+
+def plan(shapes: list[tuple[int, ...]], num_shards: int, itemsize: int = 4) -> BucketLayout:
+    names = [str(i) for i in range(len(shapes))]
+    blocks = [row_block(shape) for shape in shapes]
+    return plan_bucket(names, shapes, blocks, num_shards=num_shards, itemsize=itemsize)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=5), st.integers(1, 7))
+def test_extents_partition_every_tensor(shapes: list[tuple[int, ...]], num_shards: int) -> None:
+    layout = plan(shapes, num_shards)
+    for index, slot in enumerate(layout.slots):
+        extents = [layout.extent(index, shard) for shard in range(num_shards)]
+        covered = [i for extent in extents if extent for i in range(extent.start, extent.stop)]
+        assert covered == list(range(slot.numel))
+        for extent in extents:
+            if extent is not None:
+                assert extent.numel > 0
+                assert extent.start % slot.block == 0
+                assert extent.stop % slot.block == 0 or extent.stop == slot.numel
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4), st.integers(1, 6))
+def test_an_extent_lies_where_the_bucket_has_it(shapes: list[tuple[int, int]], num_shards: int) -> None:
+    """Writing tensors into a bucket and cutting it into shards is the same as writing extents into shards."""
+    layout = plan(shapes, num_shards)
+    bucket = torch.zeros(layout.numel)
+    shards = torch.zeros(num_shards, layout.shard_numel)
+    for index, slot in enumerate(layout.slots):
+        value = 1 + torch.arange(slot.numel, dtype=torch.float32) + 1000 * index
+        bucket[slot.offset : slot.offset + slot.numel] = value
+        for shard in range(num_shards):
+            if extent := layout.extent(index, shard):
+                begin = layout.offset_in_shard(index, shard)
+                shards[shard, begin : begin + extent.numel] = value[extent.start : extent.stop]
+    assert torch.equal(bucket, shards.flatten())
+
+
+def test_an_empty_extent_begins_nowhere() -> None:
+    layout = plan([(3,)], 4)
+    assert layout.extent(0, 2) is None
+    assert layout.offset_in_shard(0, 2) == 0
+
+
+def test_sizes_of_a_layout() -> None:
+    slots = (Slot(name="a", shape=(2, 3), block=3, offset=0), Slot(name="b", shape=(), block=1, offset=8))
+    layout = BucketLayout(slots=slots, num_shards=3, shard_numel=4)
+    assert (layout.numel, layout.padding) == (12, 5)
+    assert [slot.numel for slot in slots] == [6, 1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "block"), [((), 1), ((7,), 1), ((7, 3), 3), ((2, 7, 5), 5), ((7, 0), 1), ((0, 3), 3), ((0,), 1)]
+)
+def test_a_row_is_the_innermost_run(shape: tuple[int, ...], block: int) -> None:
+    assert row_block(shape) == block
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), SHAPE)
+def test_boxes_cover_an_extent_exactly_in_order_and_few(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    numel = math.prod(shape)
+    start = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(start, numel))
+    flat = torch.arange(numel).view(shape)
+    parts = boxes(shape, Extent(start, stop))
+    covered = []
+    for offsets, sizes in parts:
+        assert len(offsets) == len(sizes) == len(shape)
+        window = tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
+        covered += flat[window].flatten().tolist()
+        assert flat[window].shape == sizes
+    assert covered == list(range(start, stop))
+    assert len(parts) <= max(1, 2 * (len(shape) - 1) + 1)
+
+
+def test_boxes_of_every_extent_of_a_small_tensor() -> None:
+    shape = (3, 2, 4)
+    flat = torch.arange(24).view(shape)
+    for start, stop in itertools.combinations(range(25), 2):
+        parts = boxes(shape, Extent(start, stop))
+        covered = [
+            flat[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].flatten()
+            for offsets, sizes in parts
+        ]
+        assert torch.cat(covered).tolist() == list(range(start, stop))
+        assert len(parts) <= 5

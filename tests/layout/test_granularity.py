@@ -1,0 +1,166 @@
+"""Blocks by rule, by function and by name pattern; what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import laconic
+from laconic.layout.granularity import Block, check_matched, elements, resolve, rows, whole
+from tests.ranks import run_ranks
+from tests.shard.helpers import (
+    Net,
+    assert_gradients,
+    assert_nothing_gathered,
+    build,
+    full_parameters,
+    micro_batches,
+    oracle_of,
+    shard,
+    squared_error,
+)
+
+
+def parameters(**shapes: tuple[int, ...]) -> list[tuple[str, Tensor]]:
+    return [(name.replace("_", "."), torch.empty(shape, device="meta")) for name, shape in shapes.items()]
+
+
+@pytest.mark.parametrize(
+    ("block", "shape", "numel"),
+    [
+        (rows(1), (6, 5), 5), (rows(4), (6, 5), 20), (rows(8), (6, 5), 30), (rows(4), (7,), 1), (rows(4), (), 1),
+        (rows(3), (4, 6, 5), 15), (rows(2), (0, 5), 1), (rows(2), (5, 0), 1),
+        (elements(7), (6, 5), 7), (elements(64), (6, 5), 30), (elements(4), (7,), 4), (elements(4), (), 1),
+        (whole(), (6, 5), 30), (whole(), (7,), 7), (whole(), (), 1), (whole(), (0, 3), 1),
+    ],
+)  # fmt: skip
+def test_elements_per_block(block: Block, shape: tuple[int, ...], numel: int) -> None:
+    assert block.numel(shape) == numel
+
+
+@pytest.mark.parametrize("make", [rows, elements])
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_block_of_nothing_is_refused(make: Any, count: int) -> None:
+    with pytest.raises(ValueError, match=f"a block of {count} {make.__name__} cuts nothing; it needs at least 1"):
+        make(count)
+
+
+def test_default_is_one_row() -> None:
+    assert resolve(None, parameters(w=(6, 5), b=(7,))).numels == (5, 1)
+
+
+def test_one_block_for_all() -> None:
+    assert resolve(whole(), parameters(w=(6, 5), b=(7,))).numels == (30, 7)
+
+
+def test_the_first_pattern_that_matches_counts() -> None:
+    found = resolve(
+        {"mlp.*": rows(2), "*.w": whole(), "*.b": elements(3)},
+        parameters(mlp_w=(6, 5), out_w=(6, 5), out_b=(9,), scale=(4, 4)),
+    )
+    assert found.numels == (10, 30, 3, 4), "what matches nothing gets one row"
+    assert found.used == {"mlp.*", "*.w", "*.b"}
+    check_matched([found])
+
+
+def test_a_function_may_return_elements_or_a_block() -> None:
+    def granularity(name: str, parameter: Tensor) -> Any:
+        return rows(2) if name == "w" else parameter.numel()
+
+    assert resolve(granularity, parameters(w=(6, 5), b=(7,))).numels == (10, 7)
+
+
+@pytest.mark.parametrize("size", [0, -3, 31])
+def test_a_function_is_held_to_the_size_of_the_tensor(size: int) -> None:
+    with pytest.raises(ValueError, match=f"granularity of w is {size}; it must be 1 to 30 elements"):
+        resolve(lambda name, parameter: size, parameters(w=(6, 5)))
+
+
+def test_what_is_no_granularity_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"granularity is 32; it must be a block such as laconic.rows\(32\)"):
+        resolve(32, parameters(w=(6, 5)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"granularity\['\*'\] is 32; it must be a block"):
+        resolve({"*": 32}, parameters(w=(6, 5)))  # type: ignore[dict-item]
+
+
+def test_a_pattern_must_match_somewhere_in_the_model() -> None:
+    mapping = {"mlp.*": rows(2), "*.attention": whole()}
+    units = [resolve(mapping, parameters(mlp_w=(6, 5))), resolve(mapping, parameters(head_w=(6, 5)))]
+    with pytest.raises(ValueError, match=r"'\*.attention' matches no parameter. Patterns see names .*: head.w, mlp.w$"):
+        check_matched(units)
+    check_matched([*units, resolve(mapping, parameters(x_attention=(2, 2)))])
+
+
+def test_a_pattern_that_an_earlier_one_hides_is_named() -> None:
+    hidden = resolve({"*": rows(2), "mlp.*": whole()}, parameters(mlp_w=(6, 5)))
+    with pytest.raises(ValueError, match=r"'mlp.\*' is never used: .* such as mlp.w, matches an earlier pattern"):
+        check_matched([hidden])
+
+
+# -- through fully_shard -----------------------------------------------------------------------------------------------
+
+
+def wide() -> nn.Module:
+    """A net whose blocks have rows of 33 and of 57: on 6 ranks whole rows fit best in a bucket each."""
+    return Net(2, 33, 57)
+
+
+def job_units_of_several_buckets() -> None:
+    for cache in ("none", "host"):
+        model = shard(build(wide), cache=cache, granularity={"*.weight": rows(1), "*": elements(1)})
+        for block in model.blocks:
+            widths = [
+                {slot.block for slot in bucket.layout.slots if slot.block > 1} for bucket in block._laconic_unit.buckets
+            ]
+            assert sorted(widths, key=max) == [{33}, {57}]
+        check_matched([unit.module._laconic_blocks for unit in model._units()])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+        oracle = oracle_of(model, wide)
+        for step in range(3):
+            batches = micro_batches(1, step)
+            squared_error(model, batches[0][dist.get_rank()]).backward()
+            assert_gradients(model, oracle, batches)
+            optimizer.step()
+            optimizer.zero_grad()
+            oracle.adamw(oracle.gradients(batches)[1], lr=1e-2, eps=1e-3)
+            assert_nothing_gathered(model)
+        for name, parameter in oracle.parameters().items():
+            torch.testing.assert_close(full_parameters(model)[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_units_of_several_buckets_train_as_in_one_process() -> None:
+    run_ranks(job_units_of_several_buckets, 6, local=3)
+
+
+def job_whole_tensors() -> None:
+    layer = nn.Linear(40, 30)
+    with pytest.warns(UserWarning, match=r"make the unit of weight take 2\.\dx the memory of its tensors on 3 ranks"):
+        laconic.fully_shard(layer, mesh=laconic.init_mesh("cpu"), granularity=whole())
+    held = [int(parameter.to_local().numel()) for parameter in layer.parameters()]
+    assert held[0] in (0, 1200)
+    assert held[1] in (0, 30)
+    total = torch.tensor(held)
+    dist.all_reduce(total)
+    assert total.tolist() == [1200, 30]
+
+
+def test_whole_tensors_lie_on_one_rank_and_waste_is_warned_about() -> None:
+    run_ranks(job_whole_tensors, 3, local=3)
+
+
+def job_low_rank_adapters() -> None:
+    """Rows of rank-8 adapters would pad; nobody asked for rows."""
+    adapters = nn.ModuleDict({"a": nn.Linear(256, 8, bias=False), "b": nn.Linear(8, 321, bias=False)})
+    module = nn.Sequential(adapters["a"], adapters["b"])
+    laconic.fully_shard(module, mesh=laconic.init_mesh("cpu"))
+    (bucket,) = module._laconic_unit.buckets
+    assert bucket.layout.padding * 200 <= bucket.layout.numel
+    assert [slot.name for slot in bucket.layout.slots] == ["0.weight", "1.weight"]
+
+
+def test_adapters_are_cut_anywhere_by_default() -> None:
+    run_ranks(job_low_rank_adapters, 4, local=2)

@@ -1,0 +1,136 @@
+"""Small models of every kind that partial updates know, and what their tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laconic.ragged.parts import sliced_parameters
+
+VOCAB = 50
+_COMMON = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+MODELS = (
+    "llama",
+    "llama-mha-biases",
+    "qwen3",
+    "phi3",
+    "gpt2",
+    "gpt-neox",
+    "opt",
+    "mixtral-eager",
+    "mixtral-grouped_mm",
+    "gpt-oss-eager",
+    "gpt-oss-grouped_mm",
+    "qwen3-moe-grouped_mm",
+)
+
+
+def build(kind: str) -> Any:
+    """A transformers causal LM with random weights and biases; equal on every call."""
+    torch.manual_seed(0)
+    model = _make(kind)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def _make(kind: str) -> Any:
+    import transformers as hf
+
+    if kind == "llama":
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**_COMMON))
+    if kind == "llama-mha-biases":
+        several = {**_COMMON, "num_key_value_heads": 8, "attention_bias": True, "mlp_bias": True}
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**several))
+    if kind == "qwen3":
+        return hf.Qwen3ForCausalLM(hf.Qwen3Config(**_COMMON, head_dim=6))
+    if kind == "phi3":
+        return hf.Phi3ForCausalLM(hf.Phi3Config(**_COMMON, pad_token_id=0))
+    if kind == "gpt2":
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 8, "vocab_size": VOCAB, "n_positions": 64}
+        tokens = {"bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0, "attn_pdrop": 0, "embd_pdrop": 0}
+        return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **tokens))
+    if kind == "gpt-neox":
+        few = {key: value for key, value in _COMMON.items() if key != "num_key_value_heads"}
+        return hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**few, bos_token_id=0, eos_token_id=0))
+    if kind == "opt":
+        sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 8}
+        config = hf.OPTConfig(
+            **sizes, vocab_size=VOCAB, max_position_embeddings=64, word_embed_proj_dim=32, dropout=0.0
+        )
+        return hf.OPTForCausalLM(config)
+    name, _, implementation = kind.rpartition("-")
+    if name == "mixtral":
+        config = hf.MixtralConfig(**_COMMON, **_EXPERTS)
+    elif name == "gpt-oss":
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+        config = hf.GptOssConfig(**_COMMON, **_EXPERTS, head_dim=4, rope_parameters=rope)
+    else:
+        sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 4}
+        config = hf.Qwen3MoeConfig(**_COMMON, **sizes, decoder_sparse_step=1)
+    config._experts_implementation = implementation
+    return {"mixtral": hf.MixtralForCausalLM, "gpt-oss": hf.GptOssForCausalLM}.get(name, hf.Qwen3MoeForCausalLM)(config)
+
+
+def tokens(seed: int = 0) -> Tensor:
+    return torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(seed))
+
+
+def lm_loss(model: Any, batch: Tensor) -> Tensor:
+    return model(batch, labels=batch).loss
+
+
+class Mlp(nn.Module):
+    """Units made by `up` and used by `down`, as users may write it."""
+
+    def __init__(self, d: int = 6, h: int = 24, bias: bool = True) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(d, h, bias=bias), nn.Linear(h, d, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class MlpNet(nn.Module):
+    """Input layer, MLPs, output layer, of the interface of tests/shard/helpers.Net."""
+
+    def __init__(self, d: int = 6, h: int = 24) -> None:
+        super().__init__()
+        self.inp = nn.Linear(5, d)
+        self.blocks = nn.ModuleList(Mlp(d, h) for _ in range(2))
+        self.out = nn.Linear(d, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients by the names and in the shapes of the unsliced model; zero where frozen."""
+    parameters = dict(model.named_parameters())
+
+    def gradient(name: str) -> Tensor:
+        parameter = parameters[name]
+        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+    gradients = {}
+    parts = set()
+    for name, sliced in sliced_parameters(model).items():
+        prefix = name.removesuffix(sliced.name)
+        parts |= {prefix + part for part in sliced.part_names}
+        gradients[name] = sliced.join([gradient(prefix + part) for part in sliced.part_names])
+    return gradients | {name: gradient(name) for name in parameters if name not in parts}

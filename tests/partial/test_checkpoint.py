@@ -1,0 +1,143 @@
+"""Checkpoints of sliced models: the unsliced layout, written and read in parts, by any slices."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import laconic
+from laconic.checkpoint import CheckpointError, load_checkpoint, open_checkpoint, save_checkpoint
+from laconic.hf.models import layers_to_shard
+from laconic.partial.updates import partial_updates, unsliced_state_dict
+from laconic.ragged.parts import sliced_parts
+from tests.partial.models import build, lm_loss, tokens
+from tests.ranks import run_ranks
+
+adamw = partial(torch.optim.AdamW, lr=1e-2)
+
+
+def trained(kind: str, slice: int, slices: int, *, sharded: bool = False, steps: int = 2) -> tuple[Any, Any]:
+    """A sliced model and its optimizer, which has state."""
+    model = partial_updates(build(kind), slice=slice, slices=slices)
+    if sharded:
+        mesh = laconic.init_mesh("cpu")
+        for module in [*layers_to_shard(model), model]:
+            laconic.fully_shard(module, mesh=mesh)
+    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
+    for step in range(steps):
+        lm_loss(model, tokens(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, laconic.RaggedTensor) else value
+
+
+def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """Of the second moment: by whole, then by part; whole if nothing is sliced."""
+    places = sliced_parts(model)
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if optimizer.state.get(parameter):
+            owner = places.get(name, (name,))[0]
+            found.setdefault(owner, {})[name] = whole(optimizer.state[parameter]["exp_avg_sq"]).clone()
+    return found
+
+
+def assert_loaded(folder: Path, model: nn.Module, slices: int, slice: int, kind: str, *, sharded: bool = False) -> None:
+    """A model with other slices gets the same values, and of the moments what there are, zero for the rest."""
+    wanted, saved = unsliced_state_dict(model), unsliced_moments(folder, model)
+    other, optimizer = trained(kind, slice, slices, sharded=sharded, steps=0)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.fill_(7.0)
+    assert load_checkpoint(folder, model=other, optimizer=optimizer) is not None
+    got = unsliced_state_dict(other)
+    assert [name for name, value in wanted.items() if not torch.equal(got[name], value)] == []
+    places = sliced_parts(other)
+    for owner, parts in moments(other, optimizer).items():
+        for name, value in parts.items():
+            expected = saved[owner]
+            if name in places:
+                _, sliced, index = places[name]
+                expected = sliced.split(expected)[index]
+            assert torch.equal(value, expected), name
+    assert {p for p in other.parameters() if p.requires_grad} == set(optimizer.state)
+
+
+def unsliced_moments(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
+    """As the folder has them under the unsliced model's names."""
+    from laconic.checkpoint import storage
+
+    names = [name for name in unsliced_state_dict(model) if "rotary" not in name]
+    stored = open_checkpoint(folder)
+    entries = storage.tensors_of(storage.read_metadata(stored.folder))
+    keys = {name: f"optim.state.{name}.exp_avg_sq" for name in names if f"optim.state.{name}.exp_avg_sq" in entries}
+    read = {key: torch.empty(entries[key].shape) for key in keys.values()}
+    storage.load(read, stored.folder, offline=True)
+    return {name: read[key] for name, key in keys.items()}
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi3", "gpt2", "gpt-neox", "mixtral-eager", "gpt-oss-eager"])
+def test_a_checkpoint_is_unsliced_and_loads_into_any_slices(kind: str, tmp_path: Path) -> None:
+    """Rows and columns, fused and interleaved matrices, shared keys, stacks of experts, biases."""
+    model, optimizer = trained(kind, 1, 2)
+    save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer, extra={})
+    stored = open_checkpoint(tmp_path)
+    assert stored.tensors.keys() == build(kind).state_dict().keys()
+    state = unsliced_state_dict(model)
+    read = stored.read(stored.tensors)
+    assert all(torch.equal(value, state[name]) for name, value in read.items())
+    saved = unsliced_moments(tmp_path, model)
+    for owner, parts in moments(model, optimizer).items():
+        for name, value in parts.items():
+            place = sliced_parts(model).get(name)
+            joined = place[1].split(saved[owner]) if place else None
+            assert torch.equal(value, joined[place[2]] if joined and place else saved[owner])
+            if joined and place and place[2] == 1:  # and of the slice that nobody trains, nothing
+                assert not joined[0].any()
+    for slices, slice in ((2, 0), (4, 1), (1, 0)):
+        assert_loaded(tmp_path, model, slices, slice, kind)
+
+
+def _sharded(folder: str, kind: str) -> None:
+    model, optimizer = trained(kind, 1, 2, sharded=True)
+    with pytest.MonkeyPatch.context() as patch:  # nothing is gathered for it
+        patch.setattr(laconic.RaggedTensor, "full_tensor", None)
+        save_checkpoint(folder, 1, model=model, optimizer=optimizer, extra={})
+    state, read = unsliced_state_dict(model), open_checkpoint(folder)
+    assert all(torch.equal(value, state[name]) for name, value in read.read(read.tensors).items())
+    for slices, slice in ((4, 3), (1, 0)):
+        assert_loaded(Path(folder), model, slices, slice, kind, sharded=True)
+        dist.barrier()
+
+
+def test_a_sharded_model_is_written_and_read_in_parts(tmp_path: Path) -> None:
+    run_ranks(_sharded, 3, str(tmp_path), "mixtral-eager")
+
+
+def test_an_unsliced_checkpoint_loads_into_slices(tmp_path: Path) -> None:
+    plain = build("llama")
+    optimizer = adamw(plain.parameters())
+    lm_loss(plain, tokens()).backward()
+    optimizer.step()
+    save_checkpoint(tmp_path, 1, model=plain, optimizer=optimizer, extra={})
+    assert_loaded(tmp_path, plain, 4, 2, "llama")
+
+
+def test_another_models_checkpoint_is_still_refused(tmp_path: Path) -> None:
+    model, optimizer = trained("llama", 0, 2)
+    other = copy.deepcopy(build("llama"))
+    other.lm_head = nn.Linear(3, 3)
+    save_checkpoint(tmp_path, 1, model=other, optimizer=adamw(other.parameters()), extra={})
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is float32\[3, 3\] in the checkpoint"):
+        load_checkpoint(tmp_path, model=model, optimizer=optimizer)

@@ -1,0 +1,246 @@
+"""What is computed and kept: outputs and input gradients to the bit, gradients of active parts, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from laconic.partial.patterns import sliced_layer
+from laconic.partial.sliced import SlicedTensor
+from laconic.partial.updates import active_mask, partial_updates
+from laconic.ragged.parts import sliced_parameters
+from tests.partial.models import MODELS, Mlp, build, lm_loss, tokens, whole_gradients
+from tests.reference.partial import MaskedTraining
+
+MLPS = [sliced_layer(Mlp, kind="mlp", rows=["up"], columns=["down"])]
+
+
+def partial_mlp(slice: int, slices: int, **sizes: Any) -> tuple[Mlp, Mlp]:
+    """Whole and sliced."""
+    torch.manual_seed(0)
+    whole = Mlp(**sizes)
+    return whole, partial_updates(copy.deepcopy(whole), slice=slice, slices=slices, include=["mlp"], patterns=MLPS)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("slice", "slices"), [(2, 4), (7, 8)])
+def test_active_gradients_are_those_of_the_full_backward(kind: str, slice: int, slices: int) -> None:
+    batches = [tokens(1), tokens(2)]
+    model = partial_updates(build(kind), slice=slice, slices=slices)
+    oracle = MaskedTraining(build(kind), active_mask(model), lm_loss)
+    assert torch.equal(model(batches[0]).logits, oracle.model(batches[0]).logits)
+    want = oracle.gradients(batches)
+    for batch in batches:
+        (lm_loss(model, batch) / len(batches)).backward()
+    got = whole_gradients(model)
+    assert got.keys() == want.keys()
+    for name, gradient in want.items():
+        torch.testing.assert_close(
+            got[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7, 16), (3, 5, 16), (16,)])
+def test_outputs_and_input_gradients_are_the_whole_layers_to_the_bit(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    whole, sliced = (model.to(dtype) for model in partial_mlp(1, 4, d=16, h=64))
+    torch.manual_seed(1)
+    x = torch.randn(shape, dtype=dtype)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    outputs = [model(value) for model, value in zip((whole, sliced), inputs, strict=True)]
+    assert torch.equal(*outputs)
+    for output in outputs:
+        output.square().sum().backward()
+    assert inputs[0].grad is not None
+    assert inputs[1].grad is not None
+    assert torch.equal(inputs[0].grad, inputs[1].grad)
+    torch.testing.assert_close(sliced.up.weight_slice1.grad, whole.up.weight.grad[16:32])
+    torch.testing.assert_close(sliced.down.weight_slice1.grad, whole.down.weight.grad[:, 16:32])
+    torch.testing.assert_close(sliced.up.bias_slice1.grad, whole.up.bias.grad[16:32])
+
+
+def test_one_slice_changes_nothing() -> None:
+    plain, model = build("llama"), build("llama")
+    assert partial_updates(model, slice=0, slices=1) is model
+    assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
+    for each in (plain, model):
+        lm_loss(each, tokens()).backward()
+    for (name, p), (other_name, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        assert name == other_name
+        assert q.requires_grad
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_frozen_layers_stay_as_they_are() -> None:
+    model = build("llama")
+    model.model.layers[0].requires_grad_(False)
+    partial_updates(model, slice=0, slices=2)
+    assert all(name.startswith("model.layers.1.") for name in sliced_parameters(model))
+    assert not any(p.requires_grad for p in model.model.layers[0].parameters())
+
+
+# -- what is saved -----------------------------------------------------------------------------------------------------
+
+
+def saved_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
+    """Of all storages that a graph keeps, the parameters' own not counted."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, tuple[int, Tensor]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = forward()
+    assert output.requires_grad
+    return sum(nbytes for nbytes, _ in kept.values())
+
+
+@pytest.mark.parametrize("slices", [1, 2, 4])
+def test_frozen_columns_inputs_are_not_kept(slices: int) -> None:
+    d, h, rows = 8, 48, 5
+    whole, sliced = partial_mlp(0, slices, d=d, h=h)
+    model = sliced if slices > 1 else whole
+    x = torch.randn(rows, d, requires_grad=True)
+    # the input of up, which its rows need; the input of gelu; the columns of its output that down's columns need
+    assert saved_bytes(model, lambda: model(x)) == 4 * rows * (d + h + h // slices)
+
+
+def test_nothing_is_kept_for_a_layer_that_trains_nothing() -> None:
+    _, model = partial_mlp(0, 2, d=8, h=48)
+    model.up.weight_slice0.requires_grad_(False)
+    model.down.weight_slice0.requires_grad_(False)
+    x = torch.randn(5, 8, requires_grad=True)
+    assert saved_bytes(model, lambda: model(x)) == 4 * 5 * 48  # gelu's
+    with torch.no_grad():
+        assert not model(x).requires_grad
+
+
+# -- what is computed --------------------------------------------------------------------------------------------------
+
+
+def flops(run: Callable[[], Tensor]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run().sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("slices", [2, 4, 8])
+def test_gradients_of_frozen_parts_are_not_computed(slices: int) -> None:
+    d, h, rows = 8, 64, 5
+    whole, model = partial_mlp(slices - 1, slices, d=d, h=h)
+    x = torch.randn(rows, d, requires_grad=True)
+    once = 2 * rows * 2 * d * h  # a product with each of the matrices
+    assert flops(lambda: whole(x)) == 3 * once
+    assert flops(lambda: model(x)) == 2 * once + once // slices
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral-eager", "gpt-oss-eager"])
+def test_flops_of_a_model_fall_by_the_formula(kind: str) -> None:
+    # torch's counter does not know grouped_mm, so experts are counted in the eager implementation
+    batch, slices = tokens(), 4
+    before = flops(lambda: lm_loss(build(kind), batch))
+    model = partial_updates(build(kind), slice=0, slices=slices)
+    after = flops(lambda: lm_loss(model, batch))
+    matrices = {name: s for name, s in sliced_parameters(model).items() if s.is_factor}
+    # a token meets a matrix of attention once, and 2 of the 4 experts' (each counted once here, as tokens meet it)
+    numel = sum(torch.Size(s.shape).numel() / (2 if len(s.shape) == 3 else 1) for s in matrices.values())
+    assert before - after == 2 * batch.numel() * numel * (1 - 1 / slices)
+
+
+@pytest.mark.parametrize("slices", [1, 4])
+def test_checkpointing_recomputes_no_more_than_it_does_for_the_whole_layer(slices: int) -> None:
+    d, h, rows = 8, 64, 5
+    whole, sliced = partial_mlp(0, slices, d=d, h=h)
+    model = sliced if slices > 1 else whole
+    x = torch.randn(rows, d, requires_grad=True)
+    matrix = 2 * rows * d * h
+    # both twice, one again (the block ends with the other, whose input is all that is wanted), and both gradients
+    assert flops(lambda: checkpoint(model, x, use_reentrant=False)) == 4 * matrix + matrix + 2 * matrix // slices
+
+
+# -- company -----------------------------------------------------------------------------------------------------------
+
+
+def test_under_activation_checkpointing_autocast_and_compilation() -> None:
+    whole, sliced = partial_mlp(1, 4, d=16, h=64)
+    x = torch.randn(5, 16)
+    want = nn.functional.mse_loss(whole(x), x)
+    want.backward()
+    expected = whole.up.weight.grad[16:32]
+
+    checkpoint(sliced, x, use_reentrant=False).sub(x).square().mean().backward()
+    torch.testing.assert_close(sliced.up.weight_slice1.grad, expected)
+
+    sliced.zero_grad()
+    compiled = torch.compile(sliced, backend="aot_eager")
+    nn.functional.mse_loss(compiled(x), x).backward()
+    torch.testing.assert_close(sliced.up.weight_slice1.grad, expected)
+
+    for model in (whole, sliced):
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = model(x)
+        output.square().mean().backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(whole(x), sliced(x))
+    torch.testing.assert_close(sliced.up.weight_slice1.grad, whole.up.weight.grad[16:32], rtol=0.02, atol=1e-4)
+
+
+def test_what_is_no_product_of_a_weight_is_refused_and_of_a_bias_computed() -> None:
+    _, model = partial_mlp(0, 2)
+    weight: Any = model.up.weight
+    assert isinstance(weight, SlicedTensor)
+    assert weight.shape == (24, 6)
+    assert weight.T.shape == weight.t().size() == (6, 24)
+    assert (weight.ndim, weight.size(1), weight.dtype, weight.requires_grad) == (2, 6, torch.float32, True)
+    with pytest.raises(NotImplementedError, match=r"exp with the sliced weight weight \(24, 6\)"):
+        torch.exp(weight)
+    with pytest.raises(NotImplementedError, match="indexing with slice"):
+        weight[:3]
+    with pytest.raises(AttributeError, match=r"with laconic\.unsliced"):
+        weight.normal_()
+    with pytest.raises(AttributeError, match=r"with laconic\.unsliced"):
+        nn.init.zeros_(model.up.bias)
+    with pytest.raises(ValueError, match=r"the input is torch\.float64, but weight \(24, 6\) is torch\.float32"):
+        model(torch.randn(2, 6, dtype=torch.float64))
+    x = torch.randn(3, 24)
+    assert torch.equal(x + model.up.bias, x + model.up.bias.whole())  # type: ignore[operator]
+    assert torch.equal(x @ weight, x @ weight.whole())
+    assert torch.equal(x[:, :6] @ weight.t(), x[:, :6] @ weight.whole().t())
+
+
+def test_batches_of_products_with_fused_experts() -> None:
+    class Experts(nn.Module):
+        """As Llama 4 has them: transposed, one product for all."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj = nn.Parameter(torch.randn(3, 8, 24))
+            self.down_proj = nn.Parameter(torch.randn(3, 12, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate, up = torch.bmm(x, self.gate_up_proj).chunk(2, dim=-1)
+            return torch.bmm(up * nn.functional.silu(gate), self.down_proj)
+
+    torch.manual_seed(0)
+    whole = Experts()
+    model = partial_updates(copy.deepcopy(whole), slice=2, slices=4, include=["mlp"])
+    x = torch.randn(3, 5, 8)
+    for each in (whole, model):
+        each(x).square().sum().backward()
+    for name, gradient in whole_gradients(model).items():
+        torch.testing.assert_close(gradient, whole.get_parameter(name).grad * active_mask(model)[name])

@@ -1,0 +1,147 @@
+"""`laconic plan layout`: the table, the rules beside it, the picture, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from laconic import cli
+from laconic.layout.granularity import rows
+from laconic.plan.draw import draw
+from laconic.plan.padding import layout_rows, plan_of
+from laconic.plan.rules import fsdp2_numel, lcm_numel
+from laconic.plan.shapes import DEEPSEEK_V3, GPT_OSS_120B, LLAMA_3_70B, UnitShapes, units_of
+
+LLAMA_CONFIG = {
+    "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layer", "numel"), [(LLAMA_3_70B, 855654400), (GPT_OSS_120B, 3213080192), (DEEPSEEK_V3, 11507286272)]
+)
+def test_known_layers_have_the_published_sizes(layer: UnitShapes, numel: int) -> None:
+    assert layer.numel == numel
+
+
+@pytest.mark.parametrize(
+    ("layer", "num_ranks", "fsdp2", "lcm"),
+    [(LLAMA_3_70B, 384, 1.84, 0.37), (GPT_OSS_120B, 256, 99.2, 32.2), (GPT_OSS_120B, 100, 55.8, 3.26),
+     (DEEPSEEK_V3, 384, 8.82, 1.04)],
+)  # fmt: skip
+def test_rules_of_others_pad_as_published(layer: UnitShapes, num_ranks: int, fsdp2: float, lcm: float) -> None:
+    assert 100 * (fsdp2_numel(layer.shapes, num_ranks) / layer.numel - 1) == pytest.approx(fsdp2, rel=0.02)
+    assert 100 * (lcm_numel(layer.shapes, num_ranks) / layer.numel - 1) == pytest.approx(lcm, rel=0.02)
+
+
+def test_fsdp2_pads_each_tensor_to_whole_rows_per_rank() -> None:
+    assert fsdp2_numel([(5, 3), (2,), ()], 4) == 4 * 2 * 3 + 4
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_CONFIG), encoding="utf-8")
+    return tmp_path
+
+
+def test_units_of_a_config_are_those_the_trainer_shards(folder: Path) -> None:
+    layer, rest = units_of(str(folder))
+    assert (layer.count, layer.name, rest.count) == (3, "LlamaDecoderLayer", 1)
+    assert dict(zip(layer.names, layer.shapes, strict=True))["mlp.down_proj.weight"] == (32, 80)
+    assert set(rest.names) == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    assert units_of(str(folder / "config.json")) == (layer, rest)
+
+
+def test_padding_of_a_model_weighs_its_units() -> None:
+    units = (
+        UnitShapes(name="a", names=("w",), shapes=((3, 8),), count=2),
+        UnitShapes(name="b", names=("w",), shapes=((4, 8),)),
+    )
+    (row,) = layout_rows(units, [2], [1], itemsize=2)
+    assert row.padding == pytest.approx(2 * 8 / (2 * 24 + 32))
+    assert row.num_buckets == 1
+    assert [unit for unit, _ in row.explanations] == ["a", "b"]
+
+
+def test_the_table_has_a_line_per_group_size(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "layout", "--model", "gpt-oss-120b", "--ranks", "64,1024", "--rows", "1,16"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"ranks +1 row +16 rows +FSDP2 +LCM", shown)
+    assert re.search(r"64 +0\.01% +0\.05% +0\.00% +32\.17%", shown)
+    assert re.search(r"1024 +0\.07% \(2\) +1\.95% \(2\) +694\.33% +428\.68%", shown)
+
+
+def test_explanations_name_tensors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "layout", "--model", "gpt-oss-120b", "--ranks", "1024", "--rows", "16", "--explain"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "a block of o_proj has 65,536 elements, an even share only 11,520" in shown
+    assert "(gate_up_proj) make shards multiples of 92,160" in shown
+
+
+def test_json_holds_what_the_table_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "layout", "--model", "llama-3-70b", "--ranks", "8,100", "--rows", "16", "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["num_ranks"], second["num_ranks"], second["num_rows"]) == (8, 100, 16)
+    own = sum(bucket["numel"] for bucket in second["buckets"])
+    padding = sum(bucket["padding"] for bucket in second["buckets"])
+    assert own == LLAMA_3_70B.numel
+    assert second["padding"] == pytest.approx(padding / own)
+    assert {"cause", "tensors", "text", "shard_numel"} <= set(second["buckets"][0])
+
+
+def test_a_model_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "layout", "--model", "no-such-model"]) == 2
+    message = capsys.readouterr().err
+    assert "'no-such-model'" in message
+    assert "deepseek-v3" in message
+
+
+def test_a_config_that_is_no_language_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}', encoding="utf-8")
+    assert cli.main(["plan", "layout", "--model", str(tmp_path)]) == 2
+    assert "no causal language model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", ["0", "8,x", "-4"])
+def test_ranks_must_be_positive_numbers(ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", "layout", "--model", "llama-3-70b", f"--ranks={ranks}"])
+    assert stopped.value.code == 2
+    assert "is not a list of positive numbers" in capsys.readouterr().err
+
+
+def drawn(unit: UnitShapes, num_ranks: int, num_rows: int) -> ElementTree.Element:
+    return ElementTree.fromstring(draw(plan_of(unit, num_ranks, rows(num_rows), itemsize=2), "a < b"))
+
+
+def test_the_picture_shows_every_extent_to_scale() -> None:
+    picture = drawn(LLAMA_3_70B, 12, 16)
+    (bucket,) = plan_of(LLAMA_3_70B, 12, rows(16), itemsize=2).buckets
+    extents = [bucket.extent(index, shard) for shard in range(12) for index in range(len(bucket.slots))]
+    rects = [rect for rect in picture.iter("{http://www.w3.org/2000/svg}rect") if len(rect)]  # those with a title
+    assert len(rects) == sum(extent is not None for extent in extents)
+    widths = [float(rect.get("width", 0)) for rect in rects]
+    bar = max(widths)
+    expected = [bar * extent.numel / bucket.shard_numel for extent in extents if extent is not None]
+    assert all(math.isclose(a, b, abs_tol=0.5) for a, b in zip(widths, expected, strict=True))
+
+
+def test_the_picture_of_many_ranks_leaves_some_out() -> None:
+    labels = [text.text or "" for text in drawn(GPT_OSS_120B, 1024, 16).iter("{http://www.w3.org/2000/svg}text")]
+    ranks = [label for label in labels if label.startswith("rank ")]
+    assert ranks == [f"rank {rank}" for rank in [*range(12), 1021, 1022, 1023]]
+    assert any(label.startswith("bucket 1") for label in labels)
+    assert "a < b" in labels
+
+
+def test_the_command_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "layer.svg"
+    arguments = ["--model", "llama-3-70b", "--ranks", "8", "--rows", "16", "--draw", str(file)]
+    assert cli.main(["plan", "layout", *arguments]) == 0
+    assert "llama-3-70b: layer on 8 ranks, blocks of 16 rows" in file.read_text()

@@ -1,0 +1,135 @@
+"""`laconic plan cyclic`: the time table, the facts below it, JSON, the picture, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any, get_args
+
+import matplotlib
+import pytest
+
+from laconic import cli
+from laconic.cyclic.schedule.messages import MessageKind
+from laconic.cyclic.schedule.rule import RULES, Rule
+from laconic.cyclic.schedule.schedule import STATES, Schedule
+from laconic.plan.timesteps import _KIND_COLOURS, CyclicPlan, in_words
+
+
+def planned(stages: int, rule: str = "v2", states: Any = "replicated", batches: int = 3) -> CyclicPlan:
+    return CyclicPlan(schedule=Schedule(Rule.named(rule, stages), states), batches=batches)
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["plan", "cyclic", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_time_table_of_four_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, "--stages", "4").splitlines()
+    assert lines[:6] == [
+        "step   0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18 19 20 21 22 23",
+        "  w1  F1 F2 F3 F4 B4 B3 B2 B1 F1 F2 F3 F4 B4 B3 B2 B1 F1 F2 F3 F4 B4 B3 B2 B1",
+        "  w2   .  . F1 F2 F3 F4 B4 B3 B2 B1 F1 F2 F3 F4 B4 B3 B2 B1 F1 F2 F3 F4 B4 B3",
+        "  w3   .  .  .  . F1 F2 F3 F4 B4 B3 B2 B1 F1 F2 F3 F4 B4 B3 B2 B1 F1 F2 F3 F4",
+        "  w4   .  .  .  .  .  . F1 F2 F3 F4 B4 B3 B2 B1 F1 F2 F3 F4 B4 B3 B2 B1 F1 F2",
+        "live   1  2  4  6  8  9 10 10 10 10 10 10 10 10 10 10 10 10 10 10 10 10 10 10",
+    ]
+    text = " ".join(" ".join(lines).split())
+    assert "at most 10, of workers all at once 16" in text
+    assert "30 for 3 batches, of workers all at once 24" in text
+    assert "62.5% of all (worker, stage) pairs have the newest parameters; of F1 to F4, from w4, w3, w2, w1 on" in text
+    assert "cannot be clipped" in text
+    assert "2 sends and 2 receives" in text
+
+
+def test_shared_stages_take_fewer_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "--stages", "4", "--states", "shared", "--rule", "v1")
+    assert "devices  10, against 16 for model and data parallelism" in text
+    assert "may be clipped" in text
+    assert "from nobody, nobody, nobody, nobody on" in text
+    assert "36 activation, 36 activation gradient" in text  # 3 batches, 4 workers, 3 borders
+
+
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("rule", RULES)
+def test_every_schedule_can_be_told(rule: str, states: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if rule == "dp" and states == "shared":
+        assert cli.main(["plan", "cyclic", "--stages", "3", "--rule", rule, "--states", states]) == 2
+        assert "all 3 are at the same stage at once" in capsys.readouterr().err
+        return
+    plan = planned(3, rule, states)
+    facts = plan.facts()
+    assert facts["peak_live"] == (9 if rule == "dp" else 6)
+    assert sum(facts["messages_by_kind"].values()) == sum(map(len, plan.messages()))
+    assert all(len(line) < 160 for line in in_words(plan).splitlines())
+
+
+def test_a_burst_does_not_grow_with_the_model_or_the_workers() -> None:
+    for rule in ("v1", "v2", "lag2", "clip"):
+        for stages in (2, 4, 8):
+            sends, receives = planned(stages, rule).busiest()
+            assert 1 <= sends <= 2
+            assert 1 <= receives <= 2
+
+
+def test_json_holds_the_table_and_every_message(capsys: pytest.CaptureFixture[str]) -> None:
+    told = json.loads(shown(capsys, "--stages", "3", "--rule", "lag2", "--states", "sharded", "--json"))
+    assert (told["rule"], told["states"], told["stages"], told["devices"]) == ("lag2", "sharded", 3, 3)
+    assert told["switch"] == [3, 2, 1]
+    assert told["slack"] == [2, 2, 2]
+    assert told["table"][1][:4] == [None, None, "F1", "F2"]
+    assert max(told["live"]) == told["peak_live"] == 6
+    kinds = {message["kind"] for message in told["messages"]}
+    assert kinds == {"gradient", "total", "weights", "rear weights"}
+    assert len(told["messages"]) == sum(told["messages_by_kind"].values())
+    assert all(message["source"] != message["target"] for message in told["messages"])
+    assert told["largest_burst"] == told["most_sends"] / 3
+
+
+def test_the_picture_shows_every_op(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # letters stay letters
+        shown(capsys, "--stages", "3", "--batches", "2", "--draw", str(tmp_path / "cyclic.svg"))
+    texts = [element.text for element in ElementTree.parse(tmp_path / "cyclic.svg").iter() if element.text]
+    for label in ("F1", "F2", "F3", "B1", "B2", "B3"):
+        assert texts.count(label) == 3 * 2
+    assert "3 workers and stages, rule v2" in texts
+    shown(capsys, "--stages", "3", "--draw", str(tmp_path / "cyclic.png"))
+    assert (tmp_path / "cyclic.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_kind_of_message_has_a_colour() -> None:
+    assert set(_KIND_COLOURS) == set(get_args(MessageKind))
+
+
+def test_a_picture_needs_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert cli.main(["plan", "cyclic", "--stages", "2", "--draw", str(tmp_path / "a.png")]) == 2
+    assert "--draw needs matplotlib" in (message := capsys.readouterr().err)
+    assert "pip install 'laconic[bench]'" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--stages", "0"], "'0' is not a positive number"),
+        (["--stages", "4", "--batches", "x"], "'x' is not a positive number"),
+        (["--stages", "4", "--rule", "v3"], "invalid choice: 'v3'"),
+        ([], "--stages"),
+    ],
+)
+def test_mistakes_in_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", "cyclic", *arguments])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_picture_of_another_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "cyclic", "--stages", "2", "--draw", "plan.docx"]) == 2
+    assert "end it in .png, .svg, .pdf" in capsys.readouterr().err

@@ -1,0 +1,482 @@
+"""RaggedTensor. Where nothing is sent, all ranks' parts are made and checked in this process."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import laconic
+from laconic.comm.collectives import Communicator
+from laconic.layout.bucket import Extent
+from laconic.ragged.tensor import RaggedTensor
+from tests.ranks import run_ranks
+from tests.shard.helpers import build, moved, ragged, shard, whole
+
+RANKS = 4
+
+
+def random(shape: tuple[int, ...] = (5, 3), seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# -- what it looks like ------------------------------------------------------------------------------------------------
+
+
+def test_it_shows_the_global_shape_and_holds_its_extent() -> None:
+    value = random()
+    parts = ragged(value, RANKS, block=3)
+    for part in parts:
+        assert part.shape == value.shape
+        assert part.dtype == value.dtype
+        assert part.device_mesh == "the mesh"
+        assert part.to_local().ndim == 1
+    held = [part.extent for part in parts]
+    assert held == [Extent(0, 6), Extent(6, 12), Extent(12, 15), None]
+    assert parts[3].to_local().numel() == 0
+    assert torch.equal(whole(parts), value)
+    assert "extent=Extent(start=0, stop=6)" in repr(parts[0])
+
+
+def test_a_parameter_of_it_is_a_parameter() -> None:
+    parameter = nn.Parameter(ragged(random(), RANKS)[0])
+    assert isinstance(parameter, nn.Parameter)
+    assert isinstance(parameter, RaggedTensor)
+    assert parameter.requires_grad
+
+
+def test_layouts_are_equal_by_what_they_say() -> None:
+    a, b, other = (ragged(random(shape), RANKS)[0] for shape in ((5, 3), (5, 3), (3, 5)))
+    assert a.spec == a.clone().spec == a.detach().spec
+    assert a.spec != b.spec, "another cluster object is another cluster"
+    assert a.spec != other.spec
+    assert hash(a.spec) == hash(a.clone().spec)
+
+
+# -- operations on parts -----------------------------------------------------------------------------------------------
+
+ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    "add": lambda x, y: x + y,
+    "radd": lambda x, y: 1 - x,
+    "mul_scalar_tensor": lambda x, y: x * torch.tensor(2.5),
+    "addcdiv": lambda x, y: torch.addcdiv(x, y, y.abs() + 1, value=0.5),
+    "lerp": lambda x, y: torch.lerp(x, y, 0.3),
+    "where": lambda x, y: torch.where(x > y, x, y),
+    "clamp": lambda x, y: x.clamp(-0.5, 0.5),
+    "maximum": lambda x, y: torch.maximum(x, y),
+    "sqrt_abs": lambda x, y: x.abs().sqrt(),
+    "isfinite": lambda x, y: torch.isfinite(x),
+    "nan_to_num": lambda x, y: torch.nan_to_num(x),
+    "zeros_like": lambda x, y: torch.zeros_like(x),
+    "full_like": lambda x, y: torch.full_like(x, 3.0),
+    "clone": lambda x, y: x.clone(),
+    "to_double": lambda x, y: x.to(torch.float64),
+    "new_zeros": lambda x, y: x.new_zeros(x.shape),
+    "in_place_chain": lambda x, y: x.clone().mul_(0.9).add_(y, alpha=0.1).div_(2),
+    "copy_": lambda x, y: torch.empty_like(x).copy_(y),
+    "foreach_add": lambda x, y: torch._foreach_add([x], [y], alpha=2)[0],
+    "foreach_lerp": lambda x, y: torch._foreach_lerp([x], [y], 0.2)[0],
+    "foreach_addcmul_scalars": lambda x, y: torch._foreach_addcmul([x], [y], [y], [0.5])[0],
+    "foreach_sqrt": lambda x, y: torch._foreach_sqrt(torch._foreach_abs([x]))[0],
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_operations_act_on_parts(name: str) -> None:
+    x, y = random(seed=1), random(seed=2)
+    want = ELEMENTWISE[name](x, y)
+    xs = ragged(x, RANKS, block=3)
+    ys = [part.like(part.spec.part_of(y).clone()) for part in xs]
+    got = [ELEMENTWISE[name](a, b) for a, b in zip(xs, ys, strict=True)]
+    assert all(isinstance(part, RaggedTensor) for part in got)
+    assert got[0].dtype == want.dtype
+    assert torch.equal(whole(got), want)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 6), max_size=3).map(tuple), st.integers(1, 6), st.booleans())
+def test_plain_operands_of_the_global_shape_are_cut(shape: tuple[int, ...], num_ranks: int, in_place: bool) -> None:
+    x, y = random(shape, 1), random(shape, 2)
+    parts = ragged(x, num_ranks)
+    got = [part.copy_(y) if in_place else part - y for part in parts]
+    assert torch.equal(whole(got), y if in_place else x - y)
+
+
+def test_in_place_list_operations_return_what_torch_returns() -> None:
+    part = ragged(random(), RANKS)[0]
+    assert torch._foreach_add_([part], 1.0) is None or part is not None
+    assert part.add_(1) is part
+    assert torch.equal(part.to_local(), part.spec.part_of(random()) + 2)
+
+
+def test_lists_may_mix_layouts() -> None:
+    a, b = random((5, 3), 1), random((7,), 2)
+    parts = list(zip(ragged(a, RANKS, block=3), ragged(b, RANKS), strict=True))
+    sums = [torch._foreach_mul(list(pair), [2.0, 3.0]) for pair in parts]
+    assert torch.equal(whole([s[0] for s in sums]), a * 2)
+    assert torch.equal(whole([s[1] for s in sums]), b * 3)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: x.sum(),
+        lambda x: x.mean(),
+        lambda x: x @ x.new_zeros(3, 2),
+        lambda x: x.view(-1),
+        lambda x: x.t(),
+        lambda x: x.max(),
+        lambda x: torch.cat([x, x]),
+        lambda x: nn.functional.linear(torch.zeros(2, 3), x),
+        lambda x: torch.zeros(5, 3).copy_(x),
+        lambda x: x[:, 1],
+        lambda x: x[::2],
+        lambda x: torch.linalg.vector_norm(x, dim=1),
+        lambda x: torch.linalg.vector_norm(x, 0),
+        lambda x: nn.init.orthogonal_(x),
+    ],
+)
+def test_other_operations_raise_and_say_what_to_call(operation: Callable[[Tensor], Any]) -> None:
+    part = ragged(random(), RANKS)[0]
+    with pytest.raises(NotImplementedError, match=r"to_local|full_tensor|dim 0|over all its elements|positive order"):
+        operation(part)
+
+
+def test_operands_of_other_shapes_and_layouts_are_refused() -> None:
+    part, other = ragged(random((5, 3)), RANKS)[0], ragged(random((3, 5)), RANKS)[0]
+    with pytest.raises(ValueError, match=r"shape \(5, 3\) and a tensor of shape \(3,\): shapes must be equal"):
+        _ = part + torch.zeros(3)
+    with pytest.raises(ValueError, match=r"cut differently.*full_tensor"):
+        _ = part + other
+
+
+def test_it_cannot_be_pickled() -> None:
+    with pytest.raises(TypeError, match=r"cannot be pickled.*torch.distributed.checkpoint.*full_tensor"):
+        pickle.dumps(ragged(random(), RANKS)[0])
+
+
+def test_copies_are_tensors_of_their_own() -> None:
+    edits: list[int] = []
+    parts = ragged(random(), RANKS, bump=lambda: edits.append(1))
+    parameter = nn.Parameter(parts[0])
+    for twin in (copy.deepcopy(parameter), parameter.clone(), parameter.detach().clone()):
+        assert isinstance(twin, RaggedTensor)
+        with torch.no_grad():
+            twin.zero_()
+    assert isinstance(copy.deepcopy(parameter), nn.Parameter)
+    assert copy.deepcopy(parameter).requires_grad
+    assert torch.equal(parameter.to_local(), parameter.spec.part_of(random()))  # type: ignore[attr-defined]
+    assert not edits
+
+
+def test_edits_through_any_alias_are_reported() -> None:
+    edits: list[int] = []
+    part = ragged(random(), RANKS, bump=lambda: edits.append(1))[0]
+    parameter = nn.Parameter(part)
+    for count, alias in enumerate((parameter.data, parameter.detach(), parameter.detach()[1:3], parameter.data[0]), 1):
+        alias.fill_(count)
+        assert len(edits) == count
+    _ = parameter * 2, parameter.norm
+    assert len(edits) == 4
+
+
+def test_rows_are_views() -> None:
+    value = random((6, 3))
+    parts = ragged(value, RANKS, block=3)
+    rows = [part[2:5] for part in parts]
+    assert torch.equal(whole(rows), value[2:5])
+    assert torch.equal(whole([part[-1] for part in parts]), value[-1])
+    assert torch.equal(whole([part[4:2] for part in parts]), value[4:2])
+    for part in parts:
+        part[3].fill_(9)
+    value[3] = 9
+    assert torch.equal(whole(parts), value)
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+FILLS: dict[str, Callable[[Tensor], Any]] = {
+    "normal_": lambda t: t.normal_(0.5, 2),
+    "uniform_": lambda t: t.uniform_(-1, 3),
+    "bernoulli_": lambda t: t.bernoulli_(0.3),
+    "exponential_": lambda t: t.exponential_(2.0),
+    "random_": lambda t: t.random_(0, 100),
+    "log_normal_": lambda t: t.log_normal_(),
+    "kaiming_uniform_": lambda t: nn.init.kaiming_uniform_(t, a=math.sqrt(5)),
+    "xavier_normal_": lambda t: nn.init.xavier_normal_(t),
+    "constant_": lambda t: nn.init.constant_(t, 0.1),
+    "generator": lambda t: t.normal_(generator=torch.Generator().manual_seed(7)),
+}
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (37, 11)])  # short and long enough for vectorised sampling
+@pytest.mark.parametrize("name", FILLS)
+def test_random_fills_equal_the_unsharded_ones(name: str, shape: tuple[int, int]) -> None:
+    want, follow_up = torch.empty(shape), torch.empty(4)
+    torch.manual_seed(3)
+    FILLS[name](want)
+    follow_up.normal_()
+    parts = ragged(torch.zeros(shape), RANKS, block=shape[1])
+    for part in parts:
+        torch.manual_seed(3)
+        assert FILLS[name](part) is part
+        assert torch.equal(torch.empty(4).normal_(), follow_up), "the generator must end where it would have ended"
+    assert torch.equal(whole(parts), want)
+
+
+# -- over ranks --------------------------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Parameters of every awkward kind: a scalar, one element, none, a vector, matrices, a cube."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalar = nn.Parameter(torch.tensor(0.7))
+        self.single = nn.Parameter(torch.randn(1))
+        self.empty = nn.Parameter(torch.randn(0, 3))
+        self.vector = nn.Parameter(torch.randn(13))
+        self.matrix = nn.Parameter(torch.randn(7, 5))
+        self.cube = nn.Parameter(torch.randn(3, 2, 5))
+
+
+def make_odd() -> Any:
+    return shard(build(Odd), [])
+
+
+def with_gradients(model: nn.Module, scale: float = 1.0, seed: int = 5) -> None:
+    """Give sharded and plain parameters the same gradients."""
+    for index, parameter in enumerate(model.parameters()):
+        value = random(tuple(parameter.shape), seed + index) * scale
+        parameter.grad = torch.zeros_like(parameter).copy_(value)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "adamw_amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, maximize=True),
+    "adam_fused": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "sgd_foreach": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, foreach=True),
+    "sgd_fused": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "adagrad_fused": lambda p: torch.optim.Adagrad(p, lr=1e-2, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.9, centered=True),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=1e-2),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=1e-2),
+}
+
+
+def job_optimizers() -> None:
+    for name, make in OPTIMIZERS.items():
+        plain, sharded = build(Odd), make_odd()
+        ours, theirs = make(sharded.parameters()), make(plain.parameters())
+        for step in range(3):
+            for model in (plain, sharded):
+                with_gradients(model, seed=10 * step)
+            ours.step()
+            theirs.step()
+        for (key, want), got in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+            torch.testing.assert_close(got.full_tensor(), want.detach(), rtol=1e-6, atol=1e-7, msg=f"{name}: {key}")
+
+
+@pytest.mark.parametrize(("world_size", "local"), [(3, 1), (4, 2)])
+def test_optimizers_step_parts_as_they_step_wholes(world_size: int, local: int) -> None:
+    run_ranks(job_optimizers, world_size, local=local)
+
+
+def job_norms() -> None:
+    plain, sharded = build(Odd), make_odd()
+    ours = [p for p in sharded.parameters() if p.numel()]  # torch has no infinity norm of nothing
+    theirs = [p for p in plain.parameters() if p.numel()]
+    for order in (2.0, 1.0, 3.0, float("inf")):
+        for scale in (1.0, 0.01):
+            for model in (plain, sharded):
+                with_gradients(model, scale)
+            want = nn.utils.clip_grad_norm_(theirs, 1.5, norm_type=order)
+            got = nn.utils.clip_grad_norm_(ours, 1.5, norm_type=order)
+            assert type(got) is Tensor
+            torch.testing.assert_close(got, want)
+            for p, q in zip(theirs, ours, strict=True):
+                torch.testing.assert_close(q.grad.full_tensor(), p.grad)
+        many = torch._foreach_norm([q.grad for q in ours], order)
+        for norm, p, q in zip(many, theirs, ours, strict=True):
+            want = torch.linalg.vector_norm(p.grad, order)  # type: ignore[arg-type]
+            torch.testing.assert_close(norm, want)
+            torch.testing.assert_close(torch.linalg.vector_norm(q.grad, order) + 0, want)
+    torch.testing.assert_close(sharded.matrix.norm() * 2, plain.matrix.detach().norm() * 2)
+    torch.testing.assert_close(
+        nn.utils.get_total_norm([p.grad for p in sharded.parameters()]),
+        nn.utils.get_total_norm([p.grad for p in plain.parameters()]),  # type: ignore[misc]
+    )
+
+
+@pytest.mark.parametrize(("world_size", "local"), [(1, 1), (3, 3), (4, 2)])
+def test_norms_and_clipping_are_of_the_whole(world_size: int, local: int) -> None:
+    run_ranks(job_norms, world_size, local=local)
+
+
+def job_half_norm(dtype: torch.dtype) -> None:
+    """The square of a norm of 300 is beyond fp16; bf16 adds squares with eight bits."""
+    model = laconic.fully_shard(nn.Linear(64, 64, bias=False).to(dtype), mesh=laconic.init_mesh("cpu"))
+    model.weight.grad = torch.zeros_like(model.weight).fill_(10.0)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    assert float(norm) == 640.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_of_half_precision_do_not_overflow(dtype: torch.dtype) -> None:
+    run_ranks(job_half_norm, 2, dtype, local=1)
+
+
+def job_control_bytes() -> None:
+    model = shard(build(Odd), [])
+    with_gradients(model)
+    messages: list[tuple[str, int]] = []
+    original = Communicator.all_reduce
+
+    def counting(self: Communicator, tensor: Tensor, *args: Any) -> Tensor:
+        messages.append((self.name, tensor.nbytes))
+        return original(self, tensor, *args)
+
+    Communicator.all_reduce = counting  # type: ignore[method-assign]
+    with moved(model) as m:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    Communicator.all_reduce = original  # type: ignore[method-assign]
+    num_parameters = len(list(model.parameters()))
+    assert messages == [("local", 4 * num_parameters), ("node", 4 * num_parameters)]
+    for level in ("local", "node"):  # a ring over 2 ranks: 2 (R - 1) / R of the message
+        assert m.sent(level, "control") == 4 * num_parameters  # type: ignore[arg-type]
+
+    with moved(model) as m:
+        gathered = model.matrix.full_tensor()
+    assert torch.equal(gathered, build(Odd).matrix)
+    spec = model.matrix.spec
+    longest = max(extent.numel for shard in range(4) if (extent := spec.layout.extent(spec.index, shard)))
+    assert m.sent("node", "control") == 4 * longest * (2 - 1)
+    assert m.sent("local", "control") == 4 * longest * 2 * (2 - 1)
+
+
+def test_clipping_costs_one_message_and_full_tensor_one_gather() -> None:
+    run_ranks(job_control_bytes, 4, local=2)
+
+
+def job_any() -> None:
+    model = make_odd()
+    vector = model.vector.detach()
+    assert not bool((vector > 100).any())
+    assert bool((vector < 100).all())
+    if (part := vector.to_local()).numel() and vector.extent.stop == 13:
+        part[-1] = 1000  # on one rank only
+    assert bool((vector > 100).any())
+    assert not bool((vector < 100).all())
+
+
+def job_trunc_normal() -> None:
+    for bounds in ((-2.0, 2.0), (0.5, 4.0), (2.0, 5.0)):
+        want = torch.empty(37, 11)
+        torch.manual_seed(1)
+        nn.init.trunc_normal_(want, 0.0, 1.0, *bounds)
+        model = laconic.fully_shard(nn.Linear(11, 37), mesh=laconic.init_mesh("cpu"))
+        torch.manual_seed(1)
+        nn.init.trunc_normal_(model.weight, 0.0, 1.0, *bounds)
+        assert torch.equal(model.weight.full_tensor(), want), bounds
+
+
+def test_any_and_all_ask_all_ranks() -> None:
+    run_ranks(job_any, 3, local=1)
+
+
+def test_truncated_normals_equal_the_unsharded_ones() -> None:
+    run_ranks(job_trunc_normal, 4, local=2)
+
+
+def job_scaler(poisoned_rank: int | None) -> bool:
+    """Returns whether the step was taken."""
+    model = make_odd()
+    before = model.vector.full_tensor()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    with_gradients(model, scale=4.0)
+    if dist.get_rank() == poisoned_rank:
+        held = next(p for p in model.parameters() if p.to_local().numel())  # one rank's part of one parameter
+        held.grad.to_local()[0] = float("inf")
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    after = model.vector.full_tensor()
+    if poisoned_rank is None:
+        torch.testing.assert_close(after, before - 0.1 * random((13,), 5 + 3))
+    return not torch.equal(before, after)
+
+
+@pytest.mark.parametrize(("poisoned_rank", "stepped"), [(None, True), (1, False)])
+def test_a_scaler_skips_the_step_on_all_ranks(poisoned_rank: int | None, stepped: bool) -> None:
+    assert run_ranks(job_scaler, 3, poisoned_rank, local=1) == [stepped] * 3
+
+
+# -- torch.distributed.checkpoint --------------------------------------------------------------------------------------
+
+
+def make_trained(steps: int) -> tuple[Any, torch.optim.Optimizer]:
+    model = make_odd()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        with_gradients(model, seed=10 * step)
+        optimizer.step()
+    return model, optimizer
+
+
+def state_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    state = {f"model.{name}": value for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        state |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+    return state
+
+
+def job_save(folder: Path, asynchronous: bool) -> None:
+    state = state_of(*make_trained(2))
+    if asynchronous:
+        dcp.async_save(state, checkpoint_id=folder).result()  # type: ignore[union-attr]
+    else:
+        dcp.save(state, checkpoint_id=folder)
+
+
+def job_load(folder: Path) -> None:
+    want = state_of(*make_trained(2))
+    model, optimizer = make_trained(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(9)
+    versions = [bucket.version for bucket in model._laconic_unit.buckets]
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    for name, value in want.items():
+        got = state[name]
+        if isinstance(value, RaggedTensor):
+            assert torch.equal(got.full_tensor(), value.full_tensor()), name  # type: ignore[attr-defined]
+        else:
+            assert torch.equal(got, value), name
+    assert torch.equal(model.matrix.full_tensor(), want["model.matrix"].full_tensor()), "loaded in place"  # type: ignore[attr-defined]
+    assert all(bucket.version != old for bucket, old in zip(model._laconic_unit.buckets, versions, strict=True))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_loads_on_other_numbers_of_ranks(tmp_path: Path, asynchronous: bool) -> None:
+    run_ranks(job_save, 4, tmp_path, asynchronous, local=2)
+    for world_size, local in [(3, 1), (6, 3), (1, 1)][: 1 if asynchronous else 3]:
+        run_ranks(job_load, world_size, tmp_path, local=local)

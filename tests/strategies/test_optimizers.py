@@ -1,0 +1,153 @@
+"""The job's optimizers: what trains by which rule, exact resume, and refusals by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from laconic.config.job import Config, ConfigError, from_dict, load, to_toml
+from laconic.strategies.optimizers import make_optimizer, set_learning_rates
+from tests.ranks import run_ranks
+from tests.train.jobs import job, refusal, table, train, train_all
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw8bit": {},
+    "muon": {"lr": 0.02, "adamw_lr": 0.003, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"},
+    "shampoo": {"adamw_lr": 0.003, "update_every": 2, "block_size": 50},
+}
+
+
+def optimizer_job(folder: Path, name: str, shard: dict[str, Any] | None = None, **train: Any) -> Config:
+    """With matrices large enough for 8 bits."""
+    model = table(folder)["model"]["config"] | {"hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 1}
+    return job(
+        folder,
+        model={"config": model},
+        optimizer={
+            "name": name,
+            "lr_schedule": "cosine",
+            "warmup_steps": 1,
+            "decay_steps": 5,
+            **OPTIMIZERS.get(name, {}),
+        },
+        shard=shard or {},
+        train={"steps": 6, **train},
+    )
+
+
+@pytest.mark.timeout(300)
+def test_every_optimizer_trains_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    """2 nodes x 1 rank, half way and on; and as one rank does that holds everything."""
+    configs = []
+    for name in OPTIMIZERS:
+        whole, broken = str(tmp_path / f"{name}-whole"), str(tmp_path / name)
+        configs += [
+            optimizer_job(tmp_path, name, output=whole),
+            optimizer_job(tmp_path, name, output=broken, steps=3, save_every=0),
+            optimizer_job(tmp_path, name, output=broken, resume=True),
+        ]
+    summaries = run_ranks(train_all, 2, configs, local=1)[0]
+    for index, name in enumerate(OPTIMIZERS):
+        unbroken, start, rest = summaries[3 * index : 3 * index + 3]
+        assert unbroken["losses"][-1] < unbroken["losses"][0] - 0.2, name
+        assert rest["start_step"] == 3
+        assert start["losses"] + rest["losses"] == unbroken["losses"], name
+        alone = train(optimizer_job(tmp_path, name, {"strategy": "ddp"}, micro_batch_size=4))
+        assert alone["losses"] == pytest.approx(unbroken["losses"], rel=2e-3), name
+
+
+def test_blocks_are_what_the_job_says(tmp_path: Path) -> None:
+    """Whole matrices: Muon's steps send nothing of the optimizer's; the numbers are those of matrices that were cut."""
+    configs = [
+        optimizer_job(tmp_path, "muon", {"granularity": blocks} if blocks else {}, output=str(tmp_path / str(index)))
+        for index, blocks in enumerate([None, "whole", {"*norm*": "1 row", "*": "whole"}])
+    ]
+    cut, whole, by_pattern = run_ranks(train_all, 2, configs, local=1)[0]
+    assert whole["losses"] == pytest.approx(cut["losses"], rel=1e-5)
+    assert by_pattern["losses"] == pytest.approx(cut["losses"], rel=1e-5)
+
+
+def test_a_cut_that_the_optimizer_cannot_have_is_refused(tmp_path: Path) -> None:
+    config = optimizer_job(tmp_path, "adamw8bit", {"granularity": "5 rows"})
+    for message in run_ranks(refusal, 2, config, local=2):
+        assert "granularity=laconic.rows(32)" in message
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2-hpz", "hsdp"])
+def test_baselines_that_cut_anywhere_are_refused_by_name(tmp_path: Path, name: str, strategy: str) -> None:
+    message = refusal(optimizer_job(tmp_path, name, {"strategy": strategy}))
+    assert f"optimizer.name = '{name}'" in message
+    assert f"'{strategy}'" in message
+    assert "'laconic'" in message
+
+
+@pytest.mark.parametrize(
+    ("section", "part"),
+    [
+        ({"optimizer": {"momentum": 0.5}}, "optimizer.momentum = 0.5 is for optimizer.name = 'muon', got 'adamw'"),
+        ({"optimizer": {"name": "muon", "update_every": 3}}, "is for optimizer.name = 'shampoo', got 'muon'"),
+        ({"optimizer": {"name": "adamw8bit", "adamw_lr": 0.1}}, "'muon' or 'shampoo', got 'adamw8bit'"),
+        ({"optimizer": {"name": "muon", "fused": False}}, "is for optimizer.name = 'adamw', got 'muon'"),
+        ({"optimizer": {"name": "muon", "momentum": 1.0}}, "optimizer.momentum = 1.0 must lie in [0, 1)"),
+        ({"optimizer": {"name": "muon", "adamw_lr": 0.0}}, "optimizer.adamw_lr = 0.0 must be a positive number"),
+        ({"optimizer": {"name": "shampoo", "update_every": 0}}, "optimizer.update_every = 0 must be at least 1"),
+        ({"optimizer": {"name": "lion"}}, '"adamw8bit", "muon", "shampoo"'),
+        ({"shard": {"granularity": "32 columns"}}, "'32 columns' is not a block"),
+        ({"shard": {"granularity": "0 rows"}}, "'0 rows' is not a block"),
+        ({"shard": {"granularity": {"*": 32}}}, '32 is not a block; write "32 rows"'),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(section: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        from_dict(Config, section)
+    assert part in str(refused.value)
+
+
+def test_settings_are_written_and_read_back(tmp_path: Path) -> None:
+    for name, settings in OPTIMIZERS.items():
+        for blocks in ("32 rows", {"*.weight": "whole", "a b": "1 element"}):
+            config = from_dict(Config, {"optimizer": {"name": name, **settings}, "shard": {"granularity": blocks}})
+            (tmp_path / "config.toml").write_text(to_toml(config), encoding="utf-8")
+            assert load(tmp_path / "config.toml") == config
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 5))
+
+
+@pytest.mark.parametrize("name", ["muon", "shampoo"])
+def test_hidden_matrices_and_the_rest(tmp_path: Path, name: str) -> None:
+    """Matrices to the rule, the others to AdamW at a rate of their own, and only matrices decay."""
+    settings: dict[str, Any] = {"name": name, "lr": 0.1, "adamw_lr": 0.01, "weight_decay": 0.3, "warmup_steps": 2}
+    config = job(tmp_path, optimizer=settings)
+    optimizer = make_optimizer(model(), config)
+    assert set_learning_rates(optimizer, 0, config) == 0.05
+    groups = [
+        (group["algorithm"], group["lr"], group["weight_decay"], [tuple(p.shape) for p in group["params"]])
+        for group in optimizer.param_groups
+    ]
+    assert groups == [
+        (name, 0.05, 0.3, [(3, 4)]),
+        ("adamw", 0.005, 0.3, [(5, 4), (5, 3)]),
+        ("adamw", 0.005, 0.0, [(3,), (3,), (3,), (5,)]),
+    ]
+    assert all(group["betas"] == config.optimizer.betas for group in optimizer.param_groups[1:])
+
+
+def test_settings_reach_the_optimizer(tmp_path: Path) -> None:
+    muon = make_optimizer(model(), job(tmp_path, optimizer={"name": "muon", "nesterov": False, "ns_steps": 3}))
+    assert (muon.param_groups[0]["nesterov"], muon.param_groups[0]["ns_steps"]) == (False, 3)
+    shampoo = make_optimizer(model(), job(tmp_path, optimizer={"name": "shampoo", "grafting": "sgd", "eps": 1e-4}))
+    assert (shampoo.param_groups[0]["grafting"], shampoo.param_groups[0]["grafting_eps"]) == ("sgd", 1e-4)
+    assert shampoo.param_groups[1]["eps"] == 1e-4
+    eight = make_optimizer(model(), job(tmp_path, optimizer={"name": "adamw8bit", "betas": [0.5, 0.6]}))
+    assert [group["betas"] for group in eight.param_groups] == [(0.5, 0.6)] * 2
+
+
+def test_a_model_without_hidden_matrices_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has none that trains"):
+        make_optimizer(nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4)), job(tmp_path, optimizer={"name": "muon"}))

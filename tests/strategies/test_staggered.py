@@ -1,0 +1,367 @@
+"""The cyclic schedule in the trainer: what is refused, that it trains what its rule says, checkpoints and figures."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from laconic.checkpoint import load_dcp, open_checkpoint
+from laconic.comm.launch import RankInfo
+from laconic.config.job import Config, ConfigError, JobError, ScheduleConfig, from_dict, load
+from laconic.cyclic import Rule, cut
+from laconic.cyclic.report import Report
+from laconic.cyclic.schedule.rule import RULES
+from laconic.data import tokens as data
+from laconic.data.sampler import Sampler
+from laconic.hf.export import export
+from laconic.hf.models import build_model
+from laconic.hf.tokenizer import load_tokenizer
+from laconic.strategies.learning_rates import lr_at
+from laconic.strategies.optimizers import make_stage_optimizer
+from laconic.strategies.staggered import num_workers
+from laconic.strategies.staggering import Staggering, together
+from tests.hf.zoo import TINY, differing
+from tests.ranks import run_ranks
+from tests.reference.cyclic import Oracle
+from tests.train.jobs import job, refusal, train, train_all
+
+CYCLIC: dict[str, Any] = {"kind": "cyclic", "cut_by": "parameters"}
+MODEL = {**TINY["llama"], "num_hidden_layers": 3, "vocab_size": 256, "tie_word_embeddings": False}
+STEPS = 4
+
+
+@pytest.mark.parametrize(
+    ("schedule", "part"),
+    [
+        ({"rule": "v2"}, "schedule.rule = 'v2' is for schedule.kind = 'cyclic', got 'simultaneous'"),
+        ({"states": "shared"}, "schedule.states = 'shared' is for schedule.kind = 'cyclic'"),
+        ({"workers": 4}, "schedule.workers = 4 is for schedule.kind = 'cyclic'"),
+        ({"cut_by": "memory"}, "schedule.cut_by = 'memory' is for schedule.kind = 'cyclic'"),
+        ({"stagger": 0.5}, "schedule.stagger = 0.5 is for schedule.kind = 'cyclic'"),
+        ({"kind": "cyclical"}, '"simultaneous", "cyclic"'),
+        ({**CYCLIC, "rule": "v3"}, '"lag2"'),
+        ({**CYCLIC, "workers": 1}, "schedule.workers = 1 must be at least 2"),
+        ({**CYCLIC, "stagger": 1.5}, "schedule.stagger = 1.5 must lie in [0, 1]"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_by_name(schedule: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        from_dict(Config, {"schedule": schedule})
+    assert part in str(refused.value)
+
+
+TWO = {**CYCLIC, "workers": 2}
+FOUR = {**CYCLIC, "workers": 4}
+FREE = {"max_grad_norm": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("sections", "part"),
+    [
+        ({"schedule": TWO, "sync": {"mode": "local"}}, "sync.mode = 'local' and schedule.kind = 'cyclic'"),
+        ({"schedule": TWO, "shard": {"strategy": "ddp"}}, "shard.strategy = 'ddp' and schedule.kind = 'cyclic'"),
+        ({"schedule": TWO, "shard": {"cache": "none"}}, "shard.cache = 'none' and schedule.kind = 'cyclic'"),
+        ({"schedule": TWO, "train": {"accumulation": 2}}, "train.accumulation = 2 and schedule.kind = 'cyclic'"),
+        ({"schedule": FOUR}, "optimizer.max_grad_norm = 1.0 (default: 1.0)"),
+        ({"schedule": FOUR}, "set optimizer.max_grad_norm = 0, or schedule.rule to 'clip' or 'v1' or 'dp'"),
+        ({"schedule": {**TWO, "rule": "v2"}}, "under schedule.rule = 'v2' some stages are updated before"),
+        ({"schedule": {**TWO, "rule": "dp", "states": "shared"}}, "under schedule.rule = 'dp' all are at the same"),
+        ({"schedule": CYCLIC}, "set schedule.workers to the micro-batches to interleave"),
+        ({"schedule": TWO, "optimizer": {"name": "muon"}}, "optimizer.name = 'muon' and schedule.kind = 'cyclic'"),
+        ({"schedule": {**TWO, "workers": 9}, "optimizer": FREE}, "9 stages need at least as many blocks"),
+        (
+            {"schedule": TWO, "optimizer": FREE, "model": {"config": {**MODEL, "tie_word_embeddings": True}}},
+            "tie_word_embeddings=False",
+        ),
+        (
+            {
+                "schedule": TWO,
+                "optimizer": FREE,
+                "model": {"config": {**TINY["mixtral"], "vocab_size": 256, "output_router_logits": True}},
+            },
+            "model.config.output_router_logits = true",
+        ),
+        (
+            {"schedule": {**TWO, "workers": 4}, "optimizer": FREE, "lora": {"enabled": True}},
+            "cannot be cut into 4 stages with a trainable parameter each",
+        ),
+    ],
+)
+def test_jobs_that_cannot_be_cyclic_are_refused(
+    tmp_path: Path, sections: dict[str, Any], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert part in refusal(job(tmp_path, **sections))
+    assert "step 1/4" not in capsys.readouterr().out
+
+
+def test_every_rule_can_be_asked_for() -> None:
+    assert set(get_args(get_type_hints(ScheduleConfig)["rule"])) == set(RULES)
+
+
+def test_workers_come_from_the_launch(tmp_path: Path) -> None:
+    def workers(launched: int, **schedule: Any) -> int:
+        ranks = RankInfo(rank=0, world_size=launched, local_rank=0, num_local=1, num_nodes=launched)
+        return num_workers(job(tmp_path, schedule=schedule, optimizer=FREE), ranks)
+
+    assert workers(4) == 0
+    assert workers(4, **CYCLIC) == workers(4, **CYCLIC, workers=4) == 4
+    assert workers(1, **CYCLIC, workers=3) == 3
+    assert workers(10, **CYCLIC, states="shared") == workers(10, **CYCLIC, states="shared", workers=4) == 4
+    with pytest.raises(JobError, match=r"schedule\.workers = 3, but there are 4 ranks"):
+        workers(4, **CYCLIC, workers=3)
+    with pytest.raises(JobError, match="start 15 ranks for 5 workers"):
+        workers(12, **CYCLIC, states="shared")
+    with pytest.raises(JobError, match="start 6 ranks, or leave"):
+        workers(10, **CYCLIC, states="shared", workers=3)
+
+
+# -- what is trained ---------------------------------------------------------------------------------------------------
+
+
+def cyclic_job(folder: Path, name: str, **sections: Any) -> Config:
+    """Of a small Llama of five blocks."""
+    sections = {"schedule": {}, "optimizer": {}, "train": {}, "model": {"config": MODEL}, **sections}
+    optimizer = {"max_grad_norm": 0.0, "lr_schedule": "cosine", "warmup_steps": 1}
+    output = {"steps": STEPS, "output": str(folder / name), "save_every": 2}
+    sections["schedule"] = {**CYCLIC, **sections["schedule"]}
+    sections["optimizer"] = {**optimizer, **sections["optimizer"]}
+    sections["train"] = {**output, **sections["train"]}
+    return job(folder, **sections)
+
+
+def trained(output: Path) -> dict[str, Tensor]:
+    stored = open_checkpoint(output / "checkpoints")
+    return stored.read(stored.tensors)
+
+
+def by_oracle(config: Config, workers: int) -> tuple[dict[str, Tensor], list[float]]:
+    """One process in closed form: the weights after the last step, and the mean loss of each."""
+    model: Any = build_model(config.model, device="cpu")
+    stages = cut(model, workers, example=torch.zeros(2, 16, dtype=torch.int64), by="parameters")
+
+    def loss_fn(logits: Tensor, rows: Tensor) -> Tensor:
+        return model.loss_function(logits=logits, labels=rows, vocab_size=256)
+
+    rule = Rule.named(config.schedule.rule, workers)
+    clip = config.optimizer.max_grad_norm or None
+    oracle = Oracle(stages, loss_fn, make_stage_optimizer(config), rule, clip)
+    assert config.data.cache is not None
+    folder = data.prepare(config.data, load_tokenizer("bytes"), Path(config.data.cache))
+    tokens = data.open_tokens(folder, config.data).train
+    sampler = Sampler(seed=0, num_tokens=len(tokens), sequence_length=16, micro_batch_size=2, world_size=workers)
+    losses = []
+    for step in range(config.train.steps):
+        oracle.set(lr=lr_at(step, config.optimizer, total_steps=config.train.steps))
+        rows = torch.from_numpy(data.rows_at(tokens, sampler.global_offsets(step)[0], 16))
+        losses.append(float(np.mean([float(loss) for loss in oracle.step([(row, row) for row in rows])])))
+    names = [[name for name, _ in stage.named_parameters()] for stage in stages]
+    newest = zip(names, oracle.newest, strict=True)
+    return {name: value for pair in newest for name, value in zip(*pair, strict=True)}, losses
+
+
+def test_every_placement_trains_what_the_rule_says(tmp_path: Path) -> None:
+    """To the bit: as many ranks as workers, stages shared by more, and one rank that interleaves."""
+
+    def of(rule: str, workers: int, states: str, name: str = "") -> Config:
+        return cyclic_job(
+            tmp_path,
+            f"{name or states}-{rule}",
+            schedule={"rule": rule, "states": states, "workers": workers},
+            optimizer={"max_grad_norm": 0.5 if rule == "clip" else 0.0},
+            train={"save_every": 0, "eval_every": STEPS},
+        )
+
+    three = [of("lag2", 3, "replicated"), of("lag2", 3, "sharded"), of("clip", 3, "sharded"), of("v2", 2, "shared")]
+    two = [of("v2", 2, "replicated"), of("v2", 2, "sharded")]
+    alone = [of("lag2", 3, "replicated", "alone")]
+    summaries = [*run_ranks(train_all, 3, three)[0], *run_ranks(train_all, 2, two)[0], *train_all(alone)]
+    expected = {rule: by_oracle(of(rule, workers, "replicated"), workers) for rule, workers in RULE_OF_TEST.items()}
+    for config, summary in zip([*three, *two, *alone], summaries, strict=True):
+        rule, name = config.schedule.rule, config.train.output
+        weights, losses = expected[rule]
+        assert differing(trained(Path(name)), weights) == [], name
+        assert summary["losses"] == pytest.approx(losses, rel=1e-6), name
+        assert summary["tokens_per_step"] == RULE_OF_TEST[rule] * 2 * 16
+        assert summary["grad_norms"] == [None] * STEPS
+        assert summary["evaluations"][0]["eval_loss"] < losses[0] - 0.1
+    assert summaries[0]["evaluations"] == summaries[1]["evaluations"]
+
+
+RULE_OF_TEST = {"lag2": 3, "clip": 3, "v2": 2}
+"""With its workers."""
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "lag2": {"schedule": {"cut_by": "time"}, "lora": {"enabled": True, "rank": 2, "dropout": 0.3}},
+    "v2": {"schedule": {"rule": "v2", "states": "sharded"}, "train": {"async_save": True}},
+    "clip": {
+        "schedule": {"rule": "clip", "states": "sharded"},
+        "optimizer": {"name": "adamw8bit", "max_grad_norm": 0.5},
+        "model": {"config": MODEL, "activation_checkpointing": True},
+    },
+    "dp": {"schedule": {"rule": "dp"}, "optimizer": {"max_grad_norm": 0.5}},
+}
+
+
+def train_and_resume(configs: list[Config], broken: list[Config]) -> list[list[dict[str, Any]]]:
+    """Each whole; and then from a copy of what it had left after step 2."""
+    whole = train_all(configs)
+    if torch.distributed.get_rank() == 0:
+        for config, resumed in zip(configs, broken, strict=True):
+            copy_until(Path(config.train.output), Path(resumed.train.output), step=2)
+    torch.distributed.barrier()
+    return [whole, train_all(broken)]
+
+
+def copy_until(output: Path, copy: Path, *, step: int) -> None:
+    shutil.copytree(output, copy)
+    for later in range(step + 1, STEPS + 1):
+        shutil.rmtree(copy / "checkpoints" / f"step-{later}", ignore_errors=True)
+
+
+def test_a_resumed_run_repeats_the_unbroken_one(tmp_path: Path) -> None:
+    """To the bit, from a checkpoint that a gradient is on its way to."""
+    configs = [cyclic_job(tmp_path, name, **sections) for name, sections in RESUMED.items()]
+    broken = [
+        cyclic_job(tmp_path, f"{name}-resumed", **{**sections, "train": {**sections.get("train", {}), "resume": True}})
+        for name, sections in RESUMED.items()
+    ]
+    for name, unbroken, rest in zip(RESUMED, *run_ranks(train_and_resume, 2, configs, broken)[0], strict=True):
+        assert rest["start_step"] == 2, name
+        assert rest["losses"] == unbroken["losses"][2:], name
+        assert differing(trained(tmp_path / f"{name}-resumed"), trained(tmp_path / name)) == [], name
+        assert pending(tmp_path / name, 2) == (name != "dp"), name
+        assert not pending(tmp_path / name, STEPS), name
+        rows = [json.loads(line) for line in (tmp_path / f"{name}-resumed" / "metrics.jsonl").read_text().splitlines()]
+        assert [row["loss"] for row in rows] == unbroken["losses"], name
+
+
+def pending(output: Path, step: int) -> bool:
+    """Whether a checkpoint has a gradient that waits."""
+    metadata = torch.distributed.checkpoint.FileSystemReader(output / "checkpoints" / f"step-{step}").read_metadata()
+    return any(key.endswith(".pending_gradient") for key in metadata.state_dict_metadata)
+
+
+def test_one_rank_resumes_and_what_it_cannot_is_refused(tmp_path: Path) -> None:
+    unbroken = train(cyclic_job(tmp_path, "whole", schedule={"workers": 3}))
+    for name in ("resumed", "other"):
+        copy_until(tmp_path / "whole", tmp_path / name, step=2)
+    resume = {"resume": True}
+    rest = train(cyclic_job(tmp_path, "resumed", schedule={"workers": 3}, train=resume))
+    assert rest["losses"] == unbroken["losses"][2:]
+    assert differing(trained(tmp_path / "resumed"), trained(tmp_path / "whole")) == []
+    other = cyclic_job(tmp_path, "other", schedule={"workers": 2}, train=resume)
+    assert "the checkpoint of step 2 has 3 stages, and this launch 2 workers" in refusal(other)
+    train(job(tmp_path, model={"config": MODEL}, train={"save_every": 0, "output": str(tmp_path / "plain")}))
+    plain = cyclic_job(tmp_path, "plain", schedule={"workers": 2}, train=resume)
+    assert "was written with schedule.kind = 'simultaneous'" in refusal(plain)
+
+
+def test_checkpoints_are_of_the_model(tmp_path: Path) -> None:
+    """Drained or not: a folder that export and load_dcp know what to do with."""
+    run_ranks(train, 2, cyclic_job(tmp_path, "out", schedule={"states": "sharded"}))
+    export(tmp_path / "out", tmp_path / "exported")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    weights = trained(tmp_path / "out")
+    assert differing(dict(exported.state_dict()), weights) == []
+    checkpoints = tmp_path / "out" / "checkpoints"
+    assert not load_dcp(checkpoints / "step-2", model=exported)
+    assert differing(dict(exported.state_dict()), weights) != []
+    optimizer = torch.optim.AdamW(exported.parameters())
+    load_dcp(checkpoints / f"step-{STEPS}", model=exported, optimizer=optimizer, strict=False)
+    assert all(int(optimizer.state[p]["step"]) == STEPS for p in exported.parameters())
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def train_and_listen(config: Config) -> tuple[dict[str, Any], str]:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        return train(config), printed.getvalue()
+
+
+def test_what_the_schedule_does_is_told(tmp_path: Path) -> None:
+    config = cyclic_job(tmp_path, "out", log={"tensorboard": True}, train={"save_every": -1})
+    summary, printed = run_ranks(train_and_listen, 3, config)[0]
+    assert "3 workers one after the other by lag2" in printed
+    assert "cut into stages of [" in printed
+    assert " stage activations, " in printed
+    assert summary["strategy"] == "cyclic"
+    assert summary["cache"] is None
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["cyclic"] for row in rows] == summary["cyclic"]
+    assert all("grad_norm" not in row for row in rows)
+    for step, figures in list(enumerate(summary["cyclic"]))[:-1]:  # the last one drains, too
+        assert 3 <= figures["live_peak"] <= 9
+        assert 0 <= figures["live_now"] <= figures["live_peak"]
+        assert 0 <= figures["stagger_kept"] <= 1
+        sent = sum(size for kind, size in summary["traffic_bytes"][step].items() if not kind.endswith("/control"))
+        assert figures["bytes_per_time_step"] * 3 * 6 == pytest.approx(sent) != 0
+        assert figures["bytes_per_time_step"] < figures["largest_burst_bytes"] < 4 * summary["num_parameters"]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
+    events.Reload()
+    tags = {tag for tag in events.Tags()["scalars"] if tag.startswith("cyclic/")}
+    assert tags == {f"cyclic/{name}" for name in summary["cyclic"][0]}
+
+
+def test_workers_are_put_together() -> None:
+    """Two workers, two steps each, the second one two time steps behind; a time step is a second."""
+    first = [report([0, 1, 3, 4], [0, 10, 0, 0, 4]), report([4.1, 5.1, 7.1, 8.1], [0, 10, 0, 0, 4])]
+    second = [
+        report([2.5, 3.5, 5.5, 6.5], [2, 0, 0, 0, 0], waited=True),
+        report([6.6, 7.6, 9.6, 10.6], [2, 0, 0, 0, 0]),
+    ]
+    begun, steady = (together([first, second], index, ["a", "a"]) for index in (0, 1))
+    assert (begun.live_peak, begun.live_now) == (2 + 1, 0 + 2)
+    assert (steady.live_peak, steady.live_now) == (2 + 2, 0 + 2)
+    assert begun.bytes_per_time_step == 16 / 8
+    assert begun.largest_burst_bytes == 10
+    assert (begun.stagger_kept, steady.stagger_kept) == (0.875, 1.0)
+    later = together([second, first], 1, ["a", "b"])  # clocks differ: the other machine's peak
+    assert (later.live_peak, later.live_now) == (2 + 2, 0 + 2)
+
+
+def report(times: list[float], sizes: list[int], *, waited: bool = False) -> Staggering:
+    """Two forwards and two backwards."""
+    done = Report(bytes_per_step=sizes, durations_s=[1.0] * 4, waits_s=[0.5 if waited else 0.0, 0.0, 0.0, 0.0])
+    done.trace.extend(zip([-2.0, -1.0, *times], [1, 0, 1, 2, 1, 0], strict=True))  # and something before
+    return Staggering.of(done)
+
+
+def ranks(num_local: int) -> RankInfo:
+    return RankInfo(rank=0, world_size=2, local_rank=0, num_local=num_local, num_nodes=2 // num_local)
+
+
+def test_memory_is_measured_on_one_rank(tmp_path: Path) -> None:
+    log = {"memory_step": 4}  # by when all stages have been updated
+    summary = train(cyclic_job(tmp_path, "one", schedule={"workers": 2}, log=log, train={"save_every": -1}))
+    assert summary["step_peak_bytes"] > 0
+    assert summary["resting_bytes"] > 3 * 4 * summary["num_parameters"]  # weights, two moments
+    with pytest.raises(JobError, match=r"log\.memory_step = 4 and schedule\.kind = 'cyclic' on 2 ranks"):
+        num_workers(cyclic_job(tmp_path, "two", log=log), ranks(num_local=2))
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    message = refusal(cyclic_job(tmp_path, "out", schedule={"workers": 2}, optimizer={"lr": 1e30}))
+    assert "training stopped before the optimizer of step" in message
+    assert "on rank 0. The weights are lost: gradients of steps" in message
+
+
+def test_the_example_is_valid() -> None:
+    config = load(Path(__file__).parents[2] / "examples" / "cyclic.toml")
+    assert config.schedule.is_cyclic
+    assert num_workers(config, ranks(num_local=2)) == 2

@@ -1,0 +1,221 @@
+"""Islands in the trainer: what is refused, who trains what, what they agree on and what is told of it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+from torch import Tensor
+
+import laconic
+from laconic.codec.codecs import CODECS
+from laconic.comm.launch import RankInfo
+from laconic.config.job import Config, ConfigError, JobError, ModelConfig, SyncConfig, from_dict, load
+from laconic.hf.models import build_model
+from laconic.strategies.spread import spread
+from laconic.strategies.sync import deal_slices, num_islands
+from tests.hf.zoo import TINY, differing
+from tests.ranks import run_ranks
+from tests.train.jobs import job, refusal, train, train_all
+
+LOCAL: dict[str, Any] = {"mode": "local"}
+ALONE = {"mode": "local", "every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("sync", "part"),
+    [
+        ({"every": 50}, "sync.every = 50 is for sync.mode = 'local', got 'every-step'"),
+        ({"slices": 2}, "sync.slices = 2 is for sync.mode = 'local'"),
+        ({"recovery": "x"}, "sync.recovery = 'x' is for sync.mode = 'local'"),
+        ({**LOCAL, "every": 6, "fragments": 4}, "sync: fragments=4 does not divide every=6"),
+        ({**LOCAL, "every": 4, "overlap": 4}, "sync: overlap=4 must be less than"),
+        ({**LOCAL, "every": 0}, "sync: every=0"),
+        ({**LOCAL, "islands": 0}, "sync.islands = 0 must be at least 1"),
+        ({**LOCAL, "mixing": 1.0}, "sync.mixing = 1.0 must lie in [0, 1)"),
+        ({**LOCAL, "codec": "fp8"}, '"fp4-e2m1"'),
+        ({**LOCAL, "error_feedback": True}, "sync.codec = 'fp32' loses nothing"),
+        ({**LOCAL, "outer_lr": 0.0}, "sync.outer_lr = 0.0 must be a positive number"),
+        ({**LOCAL, "outer_momentum": 1.0}, "sync.outer_momentum = 1.0 must lie in [0, 1)"),
+        ({**LOCAL, "slices": 0}, "sync.slices = 0 must be at least 1"),
+        ({**LOCAL, "slice_include": ["mlp"]}, "needs sync.slices of at least 2"),
+        ({**LOCAL, "slices": 2, "slice_include": []}, "sync.slice_include is empty"),
+        ({**LOCAL, "slices": 2, "slice_include": ["norms"]}, "`sync.slice_include` must be a list"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_by_name(sync: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        from_dict(Config, {"sync": sync})
+    assert part in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "part"),
+    [
+        (
+            {"sync": LOCAL, "shard": {"strategy": "ddp"}},
+            "needs shard.strategy = 'laconic', got 'ddp'",
+        ),
+        ({"sync": LOCAL, "shard": {"strategy": "fsdp2"}}, "got 'fsdp2'"),
+        ({"sync": {**LOCAL, "slices": 2}, "lora": {"enabled": True}}, "adapters train, and they are not sliced"),
+        ({"sync": {**LOCAL, "recovery": "x"}}, "set train.resume = true"),
+        ({"sync": {**LOCAL, "islands": 2}}, "sync.islands = 2 does not divide the 1 nodes"),
+        ({"sync": {**LOCAL, "slices": 2}}, "sync.slices = 2, but there are 1 islands"),
+        ({"sync": {**LOCAL, "every": 6, "fragments": 3}}, "fragments=3, but the model has 2 numbered layers"),
+    ],
+)
+def test_jobs_that_cannot_have_islands_are_refused(tmp_path: Path, sections: dict[str, Any], part: str) -> None:
+    assert part in refusal(job(tmp_path, **sections))
+
+
+def test_every_codec_can_be_asked_for() -> None:
+    assert set(get_args(get_type_hints(SyncConfig)["codec"])) == set(CODECS)
+
+
+def test_an_island_is_made_of_whole_nodes(tmp_path: Path) -> None:
+    ranks = RankInfo(rank=0, world_size=12, local_rank=0, num_local=2, num_nodes=6)
+    assert num_islands(job(tmp_path), ranks) == 1
+    assert num_islands(job(tmp_path, sync=LOCAL), ranks) == 6
+    assert num_islands(job(tmp_path, sync={**LOCAL, "islands": 3}), ranks) == 3
+    with pytest.raises(JobError, match=r"sync\.islands = 4 does not divide the 6 nodes"):
+        num_islands(job(tmp_path, sync={**LOCAL, "islands": 4}), ranks)
+
+
+@pytest.mark.parametrize(
+    ("remembered", "slices", "dealt"),
+    [
+        ([None] * 5, 2, [0, 1, 0, 1, 0]),  # island mod slices
+        ([1, None, 0, None], 2, [1, 0, 0, 1]),
+        ([2, None], 4, [2, 0]),
+        ([0, 0, None], 2, [0, 0, 1]),
+        ([0, 0], 2, [0, 1]),  # nobody would train slice 1
+        ([1, 1, 1, 1], 4, [1, 3, 2, 0]),
+        ([None], 1, [0]),
+    ],
+)
+def test_slices_are_kept_and_dealt_to_whoever_comes(
+    remembered: list[int | None], slices: int, dealt: list[int]
+) -> None:
+    assert deal_slices(remembered, slices) == dealt
+
+
+def initial(configs: list[Config]) -> list[dict[str, Tensor]]:
+    """Unsliced parameters and buffers before the first step, whole."""
+    found = []
+    for config in configs:
+        model = build_model(config.model)
+        spread(model, config, RankInfo.from_environment(), torch.device("cpu"))
+        found.append({name: value.clone() for name, value in laconic.unsliced_state_dict(model).items()})
+    return found
+
+
+def test_a_sliced_model_begins_as_the_whole_one(tmp_path: Path) -> None:
+    """Drawn from the same seed, or read from a folder: of each tensor every rank its part."""
+    configs = []
+    for name in ("llama", "gpt2", "mixtral"):
+        drawn: dict[str, Any] = {"config": TINY[name], "init_seed": 3}
+        build_model(ModelConfig(**drawn), device="cpu").save_pretrained(tmp_path / name)
+        for source in (drawn, {"path": str(tmp_path / name)}):
+            configs += [
+                job(tmp_path, model={"config": None, **source}, sync={**LOCAL, "slices": slices}) for slices in (1, 2)
+            ]
+    for found in run_ranks(initial, 4, configs, local=2):
+        for first in range(0, len(configs), 4):
+            drawn_whole, *others = found[first : first + 4]
+            for other in others:
+                assert differing(drawn_whole, other) == []
+
+
+def test_one_island_that_agrees_with_itself_trains_as_without(tmp_path: Path) -> None:
+    """With outer lr 1 and no momentum, after every step; to rounding. With LoRA only adapters are agreed on."""
+    for lora in ({}, {"enabled": True, "rank": 2}):
+        every_step, alone = (
+            train(job(tmp_path, sync=sync, lora=lora, train={"output": str(tmp_path / f"{len(lora)}{len(sync)}")}))
+            for sync in ({}, ALONE)
+        )
+        assert alone["losses"] == pytest.approx(every_step["losses"], rel=1e-5)
+        assert [sync["step"] for sync in alone["syncs"]] == [1, 2, 3, 4]
+        assert all(sync["sent_bytes"] == 0 and sync["cosine"] == pytest.approx(1.0) for sync in alone["syncs"])
+
+
+def train_and_listen(configs: list[Config]) -> tuple[list[dict[str, Any]], str]:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        return train_all(configs), printed.getvalue()
+
+
+def test_what_islands_agree_on_is_told(tmp_path: Path) -> None:
+    """4 nodes: four islands, or two of two nodes. The final exchange, in flight after step 8, is applied too."""
+    sync = {**LOCAL, "every": 4, "fragments": 2, "overlap": 1, "codec": "int8"}
+    tensorboard = {"tensorboard": True}
+    configs = [
+        job(tmp_path, train={"steps": 8, "eval_every": 4, "output": str(tmp_path / "0")}),
+        job(tmp_path, sync=sync, log=tensorboard, train={"steps": 8, "eval_every": 4, "output": str(tmp_path / "1")}),
+        job(tmp_path, sync={**sync, "islands": 2}, train={"steps": 8, "eval_every": 4, "output": str(tmp_path / "2")}),
+    ]
+    (every_step, four, two), printed = run_ranks(train_and_listen, 4, configs, local=1)[0]
+    assert "4 islands that agree every 4 steps" in printed
+    assert "| synced fragment 0 | drift " in printed
+    for islands, summary in ((4, four), (2, two)):
+        assert summary["islands"] == islands
+        assert summary["tokens_per_step"] == every_step["tokens_per_step"] == 4 * 2 * 16
+        assert summary["losses"][0] == pytest.approx(every_step["losses"][0], rel=1e-6)  # the same rows
+        assert summary["losses"][-1] < summary["losses"][0] - 0.3
+        assert summary["evaluations"][-1]["eval_loss"] < summary["losses"][0] - 0.3
+        assert [(sync["step"], sync["fragment"]) for sync in summary["syncs"]] == [(3, 1), (5, 0), (7, 1), (8, 0)]
+        for report in summary["syncs"]:
+            assert 0 < report["mean_norm"] <= report["drift_norm"] * 1.01
+            assert islands**-0.5 * 0.9 < report["cosine"] <= 1.001
+            assert 0 < report["codec_error"] <= CODECS["int8"].max_relative_error
+            assert report["hidden_s"] >= 0 <= report["exposed_s"]
+            assert report["bytes_per_token"] == report["sent_bytes"] / (2 * 128)
+        # Both fragments, twice: all of the model goes out and comes back, in one byte per parameter and scales.
+        sent = sum(report["sent_bytes"] for report in summary["syncs"])
+        whole = 2 * 2 * (islands - 1) * summary["num_parameters"]
+        assert whole < sent < 1.1 * whole
+        counted = sum(sizes.get("island/outer", 0) for sizes in summary["traffic_bytes"])
+        assert counted == sent
+    assert all(bytes_ == 0 for step, bytes_ in enumerate(four["wire_bytes"], 1) if step in (1, 2))
+    rows = [json.loads(line) for line in (tmp_path / "1" / "metrics.jsonl").read_text().splitlines()]
+    assert [sync for row in rows for sync in row.get("syncs", [])] == four["syncs"]
+    assert sync_tags(tmp_path / "1") == {
+        f"sync/{name}/fragment-{fragment}"
+        for fragment in (0, 1)
+        for name in set(four["syncs"][0]) - {"step", "fragment"}
+    }
+
+
+def sync_tags(run: Path) -> set[str]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    return {tag for tag in events.Tags()["scalars"] if tag.startswith("sync/")}
+
+
+def test_an_elastic_run_goes_on_with_another_island(tmp_path: Path) -> None:
+    """Two islands, each with its slice, agree after step 4 and are killed after step 5; three go on from step 4."""
+    machines = str(tmp_path / "machine-$RANK")
+    sync = {**LOCAL, "every": 2, "slices": 2, "slice_include": ["mlp"], "recovery": machines}
+    settings: dict[str, Any] = {"sync": sync, "optimizer": {"name": "adamw"}}
+    run_ranks(train, 2, job(tmp_path, **settings, train={"steps": 5, "resume": True}), local=1)
+    (tmp_path / "machine-1").rename(tmp_path / "machine-2")  # it comes last now, and a new one is in its place
+    summary = run_ranks(train, 3, job(tmp_path, **settings, train={"steps": 8, "resume": True}), local=1)[0]
+    assert summary["start_step"] == 4
+    assert [report["step"] for report in summary["syncs"]] == [6, 8]
+    slices = {machine: held(tmp_path / f"machine-{machine}") for machine in range(3)}
+    assert slices == {0: ["slice-0-of-2"], 1: ["slice-0-of-2"], 2: ["slice-1-of-2"]}
+
+
+def held(machine: Path) -> list[str]:
+    return sorted(path.name for path in machine.iterdir())
+
+
+def test_the_example_is_valid() -> None:
+    config = load(Path(__file__).parents[2] / "examples" / "islands.toml")
+    assert config.sync.is_local
+    assert config.shard.strategy == "laconic"

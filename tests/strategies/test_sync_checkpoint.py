@@ -1,0 +1,247 @@
+"""Checkpoints of islands: the same bits after a resume, and any other number of islands and slices."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+import laconic
+from laconic.checkpoint import load_dcp, open_checkpoint, storage
+from laconic.comm.launch import RankInfo
+from laconic.config.job import Config
+from laconic.hf.export import export
+from laconic.hf.models import build_model
+from laconic.ragged.parts import sliced_parts
+from laconic.strategies.stepper import Simultaneous
+from laconic.train.loop import Trainer
+from tests.ranks import run_ranks
+from tests.train.jobs import job, table, train
+
+pytestmark = pytest.mark.timeout(300)  # a dozen runs of four ranks, on however few cores
+
+STREAMED = {"mode": "local", "every": 4, "fragments": 2, "overlap": 1}
+KEPT_AT, STEPS = 4, 7
+"""After step 4 a fragment is in flight, and so it is after step 6, but for the last step's `finish`."""
+
+RUNS: dict[str, dict[str, Any]] = {
+    "feedback": {"sync": {**STREAMED, "codec": "fp4", "error_feedback": True, "mixing": 0.5, "islands": 2}},
+    "slices": {"sync": {**STREAMED, "codec": "int8", "slices": 4}, "train": {"async_save": True}},
+    "adamw8bit": {
+        "sync": {"mode": "local", "every": 3, "mixing": 0.5, "slices": 2},
+        "optimizer": {"name": "adamw8bit"},
+    },
+    "muon": {"sync": {**STREAMED, "slices": 2}, "optimizer": {"name": "muon"}, "model": {"dtype": "bfloat16"}},
+    "shampoo": {
+        "sync": {**STREAMED, "slices": 2, "slice_include": ["mlp"]},
+        "optimizer": {"name": "shampoo", "update_every": 2},
+    },
+    "lora": {"sync": {**STREAMED, "mixing": 0.5}, "lora": {"enabled": True, "rank": 2}},
+}
+
+
+def island_job(folder: Path, name: str, **settings: Any) -> Config:
+    """A model whose layers have four heads, and matrices large enough for 8 bits where they are asked for."""
+    given = RUNS[name]
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    if name == "adamw8bit":
+        sizes |= {"hidden_size": 64, "intermediate_size": 128}
+    sections = {section: {**given.get(section, {})} for section in ("sync", "lora", "optimizer")}
+    model = {**given.get("model", {}), "config": table(folder)["model"]["config"] | sizes}
+    run = {"steps": STEPS, "eval_every": STEPS, "save_every": KEPT_AT, "keep": 9, "output": str(folder / name)}
+    return job(folder, model=model, **sections, train={**run, **given.get("train", {}), **settings})
+
+
+def on_rank_0(action: Any) -> None:
+    if dist.get_rank() == 0:
+        action()
+    dist.barrier()
+
+
+def interrupted(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The summaries of an unbroken run, and of one that goes on from its checkpoint after step 4."""
+    unbroken = train(config)
+    whole = Path(config.train.output)
+    broken = whole.with_name(f"{whole.name}-broken")
+
+    def copy() -> None:
+        shutil.copytree(whole, broken)
+        shutil.rmtree(broken / "checkpoints" / f"step-{STEPS}")
+
+    on_rank_0(copy)
+    return unbroken, train(replace(config, train=replace(config.train, output=str(broken), resume=True)))
+
+
+def interrupted_all(configs: list[Config]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    return [interrupted(config) for config in configs]
+
+
+def everything(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint by their keys, whole."""
+    entries = storage.tensors_of(storage.read_metadata(folder))
+    tensors = {key: torch.empty(entry.shape, dtype=entry.dtype) for key, entry in entries.items()}
+    storage.load(tensors, folder, offline=True)
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Four ranks, each a node, run every job of RUNS, and again from the middle."""
+    folder = tmp_path_factory.mktemp("runs")
+    configs = [island_job(folder, name) for name in RUNS]
+    results = run_ranks(interrupted_all, 4, configs, local=1, timeout_s=280)[0]
+    return folder, dict(zip(RUNS, results, strict=True))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_resumed_run_repeats_the_unbroken_one(runs: tuple[Path, dict[str, Any]], name: str) -> None:
+    folder, summaries = runs
+    unbroken, rest = summaries[name]
+    assert rest["start_step"] == KEPT_AT
+    assert rest["losses"] == unbroken["losses"][KEPT_AT:]
+    assert rest["grad_norms"] == unbroken["grad_norms"][KEPT_AT:]
+    assert rest["evaluations"] == unbroken["evaluations"]
+    numbers = ("step", "fragment", "drift_norm", "mean_norm", "cosine", "codec_error")
+    expected = [{key: sync[key] for key in numbers} for sync in unbroken["syncs"] if sync["step"] > KEPT_AT]
+    assert expected
+    for got, want in zip(rest["syncs"], expected, strict=True):
+        assert {key: got[key] for key in numbers} == pytest.approx(want, rel=1e-12)  # sums over ranks, in any order
+    ours, theirs = (everything(folder / run / "checkpoints" / f"step-{STEPS}") for run in (name, f"{name}-broken"))
+    assert ours.keys() == theirs.keys()
+    assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
+
+
+def test_a_checkpoint_is_the_agreed_model_unsliced(runs: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """And an export is what was evaluated last, whatever island looks."""
+    folder, summaries = runs
+    for name in ("feedback", "slices"):
+        stored = open_checkpoint(folder / name / "checkpoints")
+        plain = build_model(island_job(folder, name).model)  # the vocabulary aside
+        assert stored.tensors.keys() == dict(plain.named_parameters()).keys()
+        export(folder / name, tmp_path / name)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert torch.equal(theirs.lm_head.weight, stored.read(["lm_head.weight"])["lm_head.weight"])
+        assert theirs.num_parameters() == summaries[name][0]["num_parameters"]
+        islands = {key.split(".")[1] for key in everything(stored.folder) if key.startswith("islands.")}
+        assert islands == {str(island) for island in range(summaries[name][0]["islands"])}
+        differences = load_dcp(stored.folder, model=theirs)  # a folder like any other
+        assert not differences
+
+
+# -- other islands, other slices ---------------------------------------------------------------------------------------
+
+
+def look(config: Config) -> dict[str, Any]:
+    """Resume without training: the model, whole, where it differs from the folder's, and the optimizer's too."""
+    ranks = RankInfo.from_environment()
+    assert dist.group.WORLD is not None
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        trainer = Trainer(config, ranks, torch.device("cpu"), dist.group.WORLD)
+    stepper = trainer.stepper
+    assert isinstance(stepper, Simultaneous)
+    model, optimizer = stepper.module, stepper.optimizer
+    stored = everything(open_checkpoint(Path(config.train.output) / "checkpoints").folder)
+    inner = {name: value.clone() for name, value in laconic.unsliced_state_dict(model).items()}
+    with stepper.local.outer_parameters() if stepper.local else torch.no_grad():
+        outer = laconic.unsliced_state_dict(model)
+    places = sliced_parts(model)
+    wrong, without = [], []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if not optimizer.state.get(parameter):
+            without.append(name)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            whole, sliced, index = places.get(name, (name, None, 0))
+            saved = stored.get(f"optim.state.{whole}.{key}", stored.get(f"optim.state.{name}.{key}"))
+            assert saved is not None
+            held = value.full_tensor() if isinstance(value, laconic.RaggedTensor) else value
+            if sliced is not None and saved.shape == sliced.shape:
+                saved = sliced.split(saved)[index]
+            wrong += [] if torch.equal(held, saved) else [f"{name}.{key}"]
+    return {
+        "printed": printed.getvalue(),
+        "start": trainer.start_step,
+        "outer": [name for name, value in outer.items() if not torch.equal(value, stored[f"model.{name}"])],
+        "inner": [name for name, value in inner.items() if not torch.equal(value, stored[f"model.{name}"])],
+        "momentum": _momentum(stepper, stored),
+        "wrong": wrong,
+        "without": without,
+    }
+
+
+def _momentum(stepper: Simultaneous, stored: dict[str, Tensor]) -> list[str]:
+    """Whose outer momentum is not the folder's, or zero if it has none; those of parts are left out."""
+    told = stepper.local.state_dict() if stepper.local else {}
+    momenta = {key: value.full_tensor() for key, value in told.items() if key.startswith("outer_optimizer.")}
+    return [
+        key
+        for key, value in momenta.items()
+        if "_slice" not in key and "_shared" not in key
+        if not torch.equal(value, stored.get(f"outer.optimizer.{key.partition('.')[2]}", torch.zeros_like(value)))
+    ]
+
+
+def look_all(configs: list[Config]) -> list[dict[str, Any]]:
+    return [look(config) for config in configs]
+
+
+def changed(config: Config, output: Path, **sync: Any) -> Config:
+    output_ = shutil.copytree(config.train.output, output)
+    given = replace(config.sync, **sync)
+    return replace(config, sync=given, train=replace(config.train, output=str(output_), resume=True))
+
+
+def test_any_islands_go_on_from_the_agreed_parameters(runs: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """Saved by four islands with a slice each, or by two without: loaded by more, fewer, one, none, other slices."""
+    folder, _ = runs
+    four, two = island_job(folder, "slices"), island_job(folder, "feedback")
+    blocks = island_job(folder, "adamw8bit")
+    cases = {
+        "2 islands, 2 slices": (four, {"islands": 2, "slices": 2}),
+        "2 islands, 1 slice": (four, {"islands": 2, "slices": 1}),
+        "1 island": (four, {"islands": 1, "slices": 1}),
+        "4 islands, 2 slices of MLPs": (four, {"slices": 2, "slice_include": ("mlp",)}),
+        "4 islands from 2, sliced": (two, {"islands": 4, "slices": 4}),
+        "no islands": (two, {key: getattr(type(two.sync)(), key) for key in two.sync.__dataclass_fields__}),
+        "8 bits, the same slices": (blocks, {"islands": 2}),
+        "8 bits, other slices": (blocks, {"islands": 4, "slices": 4}),
+    }
+    configs = [changed(config, tmp_path / str(i), **sync) for i, (config, sync) in enumerate(cases.values())]
+    by_rank = run_ranks(look_all, 4, configs, local=1, timeout_s=280)
+    printed = [found["printed"].splitlines()[-1] for found in by_rank[0]]
+    for number, name in enumerate(cases):
+        for rank in range(4):
+            found = by_rank[rank][number]
+            assert found["start"] == STEPS, name
+            assert found["outer"] == found["inner"] == found["momentum"] == [], name
+            if cases[name][0] is four or name == "no islands":
+                assert found["wrong"] == found["without"] == [], name
+            if "same" in name:
+                assert found["without"] == []
+                assert bool(found["wrong"]) == (rank >= 2), "the second island has kept its own"
+            if name == "8 bits, other slices":
+                assert all("_slice" in part for part in found["without"])
+                assert found["without"]
+    assert "was saved by 4 islands, this run has 2: every island starts from the outer parameters" in printed[0]
+    assert "islands that train slices 0, 1, 2, 3 of 4, this run's train 0, 1, 0, 1 of 2: every island" in printed[3]
+    assert "was saved by 2 islands: this run goes on from what they agreed on" in printed[5]
+
+
+def test_a_run_without_islands_becomes_one_with(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"steps": 2, "save_every": 0, "output": str(tmp_path / "out")}
+    plain = job(tmp_path, train=settings)
+    run_ranks(train, 2, plain, local=1)
+    sliced = replace(job(tmp_path, sync={"mode": "local", "every": 2, "slices": 2}, train={**settings, "resume": True}))
+    for found in run_ranks(look, 2, sliced, local=1):
+        assert found["start"] == 2
+        assert found["outer"] == found["inner"] == found["wrong"] == found["without"] == []
