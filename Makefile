@@ -23,10 +23,11 @@ test: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 bench: install
-	$(BIN)/python benchmarks/wire.py
+	$(BIN)/python -m benchmarks.wire
 
 clean:
 	rm -rf $(VENV) build dist runs

@@ -57,7 +57,7 @@ def test_missing_package_says_what_to_install(
     assert "'package_that_is_not_there'; pip install 'laconic[train]'" in capsys.readouterr().err
 
 
-def test_a_bug_of_ours_is_not_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_module_of_laconic_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cli.COMMANDS, "echo", ("laconic.no_such_room:main", "a test"))
     with pytest.raises(ModuleNotFoundError):
         cli.main(["echo"])

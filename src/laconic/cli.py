@@ -1,4 +1,4 @@
-"""The `laconic` command: finds the command and hands over, importing nothing that it does not need."""
+"""The `laconic` command. It imports the module of one subcommand, and no other."""
 
 import importlib
 import importlib.metadata
@@ -10,9 +10,13 @@ COMMANDS = {
     "export": ("laconic.hf.export:main", "turn a checkpoint into a Hugging Face safetensors folder"),
     "compare": ("laconic.compare.cli:main", "run one job under several strategies in the lab, side by side"),
     "lab": ("laconic.lab.cli:main", "run a script under torchrun on an emulated cluster with a slow wire"),
-    "plan": ("laconic.plan.cli:main", "what a run will take: the padding of a model's layouts at any number of ranks"),
+    "plan": (
+        "laconic.plan.cli:main",
+        "compute the cost of a run: the padding of a model's layouts at any number of ranks",
+    ),
 }
-"""Name -> (module:function, what it does). The function takes the arguments after the name, returns the exit code."""
+"""For each subcommand its function, as "module:function", and a line of help.
+The function takes the arguments after the subcommand's name and returns the exit code."""
 
 
 def _usage() -> str:
@@ -24,7 +28,7 @@ def _usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 1 for a failed run, 2 for a mistake in the arguments."""
+    """Run one subcommand; return its exit code: 0, 1 for a failed run, 2 for a mistake in the arguments."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] in (["--help"], ["-h"], ["help"]):
         print(_usage())

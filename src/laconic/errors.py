@@ -1,5 +1,5 @@
-"""Errors that a user can mend."""
+"""Errors that a user can fix."""
 
 
 class JobError(ValueError):
-    """A user can mend this: a command shows it as one message without a traceback and exits with code 2."""
+    """The user can fix the cause. Commands show the message without a traceback and exit with code 2."""

@@ -1,7 +1,5 @@
 """Files that appear whole or not at all."""
 
-from __future__ import annotations
-
 import os
 import uuid
 from collections.abc import Iterator
@@ -11,38 +9,32 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, and rename the file that the body writes there to `path`.
+    """Yield a temporary path beside `path`, and rename the file that the block writes there to `path`.
 
-    A reader sees the old file or the new one, never a part. If the body fails, the temporary file is removed and `path`
-    stays as it was. Several processes may replace one path: the last to finish wins.
+    A reader sees the old file or the new file, never a part. If the block fails, the temporary file is removed and
+    `path` stays as it was. If several processes replace one path, the last to finish wins.
 
-    Args:
-        path: the file to create or replace; its folder must exist.
-        durable: fsync the new file first, so that a power cut leaves one of the two files. The name itself is durable
-            once the caller calls `sync_folder`.
+    The folder of `path` must exist. With `durable` the new file is fsynced first, so that a power cut leaves one of the
+    two files. The name itself is durable after a call of `sync` on the folder.
     """
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         yield temporary
         if durable:
-            _sync(temporary)
+            sync(temporary)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Create or replace the file `path` with `text`, in UTF-8, as `replacing` does."""
+    """Create or replace the file `path` with `text`, in UTF-8; see `replacing`."""
     with replacing(path, durable=durable) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` survive a power cut."""
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Make the content of a file, or the names in a folder, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

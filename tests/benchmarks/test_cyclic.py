@@ -1,9 +1,8 @@
-"""What benchmarks/cyclic.py counts and compares, on small jobs, and how rows are recorded."""
+"""How benchmarks.cyclic counts and compares, on small jobs, and how its command chooses and records rows."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,65 +12,64 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from benchmarks import record
+from benchmarks.cyclic import accuracy, devices, digits, sleeping, traces
+from benchmarks.cyclic.__main__ import BENCHMARK
+from benchmarks.cyclic.bench import QUICK, Bench
+from benchmarks.measure import Benchmark
 from laconic.cyclic.schedule.rule import Rule
 from laconic.cyclic.schedule.schedule import Schedule
 from tests.ranks import run_ranks
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import _cyclic_accuracy as accuracy
-import _cyclic_jobs as jobs
-import cyclic
-import record
-
 
 @pytest.fixture
-def bench(tmp_path: Path) -> cyclic.Bench:
-    return cyclic.Bench(**cyclic.QUICK, out=tmp_path)  # type: ignore[arg-type]
+def bench(tmp_path: Path) -> Bench:
+    return Bench(**QUICK, out=tmp_path)  # type: ignore[arg-type]
 
 
-def test_sleeping_stages_are_watched_from_outside() -> None:
+def test_sleeping_stages_are_observed_from_outside() -> None:
     batches, n = 3, 2
-    watched = run_ranks(jobs.run_sleeping, n, "v2", "replicated", n, batches, 0.02)
+    observations = run_ranks(sleeping.run_sleeping, n, "v2", "replicated", n, batches, 0.02)
     ops = 2 * n * batches
-    for worker in watched:
+    for worker in observations:
         assert [change for _, change in worker.log.alive].count(1) == ops // 2
         assert sum(change for _, change in worker.log.alive) == 0
         assert len(worker.log.sent_bytes) == len(worker.log.received_bytes) == ops  # one moment before each op
         assert worker.end_s - worker.start_s >= ops * 0.02
-        assert {size for step in worker.log.sent_bytes for size in step} == {jobs.STAGE_BYTES}
-    alive = [count for _, count in jobs.live_over_time(watched)]
+        assert {size for step in worker.log.sent_bytes for size in step} == {sleeping.STAGE_BYTES}
+    alive = [count for _, count in sleeping.live_over_time(observations)]
     assert alive[-1] == 0
     assert max(alive) >= n * (n + 1) // 2 - 1
 
 
 def test_live_activations_are_summed_over_workers_in_time() -> None:
-    def worker(*events: tuple[float, int]) -> jobs.Watched:
-        return jobs.Watched(start_s=0.0, end_s=1.0, log=jobs.Log(alive=list(events)), on_time=1.0)
+    def worker(*events: tuple[float, int]) -> sleeping.Observation:
+        return sleeping.Observation(start_s=0.0, end_s=1.0, log=sleeping.Log(alive=list(events)), on_time=1.0)
 
     both = [worker((0.1, 1), (0.3, -1)), worker((0.2, 1), (0.3, 1), (0.4, -1), (0.5, -1))]
-    assert jobs.live_over_time(both) == [(0.1, 1), (0.2, 2), (0.3, 1), (0.3, 2), (0.4, 1), (0.5, 0)]
+    assert sleeping.live_over_time(both) == [(0.1, 1), (0.2, 2), (0.3, 1), (0.3, 2), (0.4, 1), (0.5, 0)]
 
 
 def test_stages_of_shared_devices_must_agree() -> None:
     schedule = Schedule(Rule.named("v2", 2), "shared")
     a, b = (torch.full((2,), value).numpy() for value in (1.0, 2.0))
-    assert [part.tolist() for part in cyclic._stages_of(schedule, [[a], [a], [b]])] == [[1, 1], [2, 2]]
+    assert [part.tolist() for part in devices.stages_of_devices(schedule, [[a], [a], [b]])] == [[1, 1], [2, 2]]
     with pytest.raises(AssertionError):
-        cyclic._stages_of(schedule, [[a], [b], [b]])
+        devices.stages_of_devices(schedule, [[a], [b], [b]])
 
 
-def test_the_trace_row_holds_models_to_their_claims(bench: cyclic.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trace_row_holds_models_to_their_claims(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def build() -> Any:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)))
         return model, lambda: model(torch.ones(32, 64)).sum()
 
-    easy = cyclic.MODELS[0].__class__(name="easy", required=0.4, build=build)
-    monkeypatch.setattr(cyclic, "MODELS", (easy,))
-    row = cyclic.traced_bytes(bench)
+    easy = traces.MODELS[0].__class__(name="easy", required=0.4, build=build)
+    monkeypatch.setattr(traces, "MODELS", (easy,))
+    row = traces.traced_bytes(bench)
     assert row.is_met
     assert row.required == "easy -40%"
-    monkeypatch.setattr(cyclic, "MODELS", (easy, dataclasses.replace(easy, name="hard", required=0.6)))
-    assert not cyclic.traced_bytes(bench).is_met
+    monkeypatch.setattr(traces, "MODELS", (easy, dataclasses.replace(easy, name="hard", required=0.6)))
+    assert not traces.traced_bytes(bench).is_met
 
 
 # ------------------------------------------------------------------------------------------------ accuracy
@@ -113,14 +111,14 @@ def study(*, is_loss: bool = True, seeds: int = 2) -> accuracy.Study:
 
 
 def test_every_rule_learns_and_gets_the_setting_that_validates_best() -> None:
-    told: list[str] = []
-    found = accuracy.outcomes(study(), told.append)
+    lines: list[str] = []
+    found = accuracy.outcomes(study(), lines.append)
     assert [outcome.rule for outcome in found] == list(accuracy.RULES)
     for outcome in found:
         assert outcome.setting == _FAST
         assert len(outcome.results) == 2
         assert outcome.mean < 0.5 * accuracy.train(study(), outcome.rule, _SLOW, 0)[1]
-    assert len(told) == len(accuracy.RULES) * 3  # two rates, and the rest of the seeds
+    assert len(lines) == len(accuracy.RULES) * 3  # two rates, and the rest of the seeds
 
 
 def test_equal_seeds_repeat_to_the_bit() -> None:
@@ -150,7 +148,7 @@ def test_noise_is_the_deviation_between_seeds(is_loss: bool, better: float, wors
 
 
 def test_the_small_resnet_is_cut_into_stages_that_all_train() -> None:
-    made = accuracy.digits(seeds=1, tuning_seeds=1, epochs=1, settings=())
+    made = digits.study(seeds=1, tuning_seeds=1, epochs=1, settings=())
     task = made.task(0)
     (first, *_) = task.batches(made.steps)
     assert len(first) == accuracy.WORKERS
@@ -163,21 +161,35 @@ def test_the_small_resnet_is_cut_into_stages_that_all_train() -> None:
 # ------------------------------------------------------------------------------------------------ the command
 
 
-def test_every_row_of_the_claim_can_be_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def canned() -> Benchmark[Bench]:
+    """The benchmark with rows that take no time."""
     row = record.Row(key="live", claim="live", required="10", measured="10", is_met=True)
-    monkeypatch.setattr(cyclic, "ROWS", dict.fromkeys(cyclic.ROWS, lambda bench: row))
-    monkeypatch.setattr(sys, "argv", ["cyclic.py", "--quick"])
-    assert cyclic.main() == 0
-    assert capsys.readouterr().out.count("| live ") == len(cyclic.ROWS)
+    return dataclasses.replace(BENCHMARK, rows=dict.fromkeys(BENCHMARK.rows, lambda bench: row))
+
+
+def test_every_row_of_the_claim_can_be_asked_for(
+    canned: Benchmark[Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert canned.main(["--quick"]) == 0
+    assert capsys.readouterr().out.count("| live ") == len(BENCHMARK.rows)
     monkeypatch.setattr(record, "RESULTS", tmp_path / "RESULTS.md")
-    monkeypatch.setattr(sys, "argv", ["cyclic.py", "--rows", "live"])
-    assert cyclic.main() == 0
+    assert canned.main(["--rows", "live"]) == 0
     text = (tmp_path / "RESULTS.md").read_text()
     assert text.startswith("# Results")
-    assert "`python benchmarks/cyclic.py --rows live`" in text
-    monkeypatch.setattr(sys, "argv", ["cyclic.py", "--rows", "speed"])
+    assert "`python -m benchmarks.cyclic --rows live`" in text
     with pytest.raises(SystemExit):
-        cyclic.main()
+        canned.main(["--rows", "speed"])
     assert "there is no row 'speed'" in capsys.readouterr().err
+
+
+def test_a_row_that_fails_lets_the_others_go_on(canned: Benchmark[Bench], capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(bench: Bench) -> record.Row:
+        raise RuntimeError("the wire is cut")
+
+    failing = dataclasses.replace(canned, rows={**canned.rows, "bytes": fail})
+    assert failing.main(["--quick"]) == 1
+    out, err = capsys.readouterr()
+    assert out.count("| live ") == len(BENCHMARK.rows) - 1
+    assert "the wire is cut" in err
+    assert "rows that failed: bytes" in err

@@ -1,8 +1,7 @@
-"""What benchmarks/optimizers.py counts and compares, and how it records rows."""
+"""How benchmarks.optimizers counts bytes and states, and how it records rows."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from benchmarks import record
+from benchmarks.optimizers.__main__ import BENCHMARK
+from benchmarks.optimizers.bench import TINY_MIX
+from benchmarks.optimizers.collective_bytes import CollectiveBytes
+from benchmarks.optimizers.muon import measure_muon
+from benchmarks.optimizers.states import measure_adamw8bit
 from tests.ranks import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import optimizers
-import record
-from _collective_bytes import CollectiveBytes
 
 
 def job_redistributions() -> dict[str, float]:
@@ -49,24 +49,26 @@ def test_each_collective_is_counted_as_its_best_algorithm_moves_it() -> None:
         }
 
 
-def test_what_the_ranks_measure() -> None:
-    measured = run_ranks(optimizers.measure_muon, 4, optimizers._TINY_MIX, local=2)[0]
+def test_muon_moves_fewer_bytes_than_torch_and_none_for_whole_matrices() -> None:
+    measured = run_ranks(measure_muon, 4, TINY_MIX, local=2)[0]
     assert measured["whole"] == 0 < measured["rows"] <= 1
     assert measured["fsdp2"] > 2
-    measured = run_ranks(optimizers.measure_adamw8bit, 4, optimizers._TINY_MIX, 2, local=2)[0]
+
+
+def test_adamw8bit_has_small_states_and_the_bits_of_one_process() -> None:
+    measured = run_ranks(measure_adamw8bit, 4, TINY_MIX, 2, local=2)[0]
     assert measured["is_equal"] == 1
     assert 2 < measured["state_bytes"] < 8
 
 
-def test_a_partial_run_is_recorded_beside_what_was_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_run_is_recorded_beside_earlier_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = tmp_path / "RESULTS.md"
     monkeypatch.setattr(record, "RESULTS", results)
     first = record.Row(key="ranks", claim="losses", required="equal", measured="equal", is_met=True)
     second = record.Row(key="muon-bytes", claim="bytes", required="<= 2", measured="0.3", is_met=True)
-    for command, row in (("--rows ranks", first), ("--rows muon-bytes", second)):
-        monkeypatch.setattr(sys, "argv", ["optimizers.py", *command.split()])
-        record.Record("optimizers.py", [row], optimizers.ROWS).save()
+    for row in (first, second):
+        record.Record("optimizers", [row], BENCHMARK.rows, ["--rows", row.key]).save()
     text = results.read_text()
     assert text.index("| bytes ") < text.index("| losses ")  # in the order of the claim, not of measuring
-    for command in ("--rows muon-bytes`", "--rows ranks`"):
-        assert f"`python benchmarks/optimizers.py {command}" in text
+    for key in ("muon-bytes", "ranks"):
+        assert f"`python -m benchmarks.optimizers --rows {key}`" in text

@@ -1,52 +1,49 @@
-"""What benchmarks/wire.py does with results, and how it records rows."""
+"""How benchmarks.wire computes bytes and times from results, and how rows are recorded."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import record
+from benchmarks.wire import __main__ as wire
+from benchmarks.wire import seconds, traffic
 from tests.compare.canned import canned, canned_host
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import record
-import wire
 
 W_BYTES = 25_000_000 * 4
 
 
 @pytest.mark.parametrize(("strategy", "weights_crossed"), [("none", 1.5), ("host", 1.0), ("device", 1.0)])
 def test_formula_of_full_training(strategy: str, weights_crossed: float) -> None:
-    assert wire._formula_bytes(canned_host(strategy=strategy)) == weights_crossed * W_BYTES
+    assert traffic.formula_bytes(canned_host(strategy=strategy)) == weights_crossed * W_BYTES
 
 
 def test_formula_of_lora_leaves_frozen_weights_out_where_they_rest() -> None:
     trainable = 100_000
     lora = {"job": "lora", "num_trainable": trainable}
-    assert wire._formula_bytes(canned_host(**lora)) == trainable * 4
+    assert traffic.formula_bytes(canned_host(**lora)) == trainable * 4
     frozen_bytes = W_BYTES - trainable * 4
-    assert wire._formula_bytes(canned_host(**lora, strategy="none")) == 1.5 * trainable * 4 + frozen_bytes
+    assert traffic.formula_bytes(canned_host(**lora, strategy="none")) == 1.5 * trainable * 4 + frozen_bytes
 
 
 def test_share_of_a_step_that_its_bytes_take() -> None:
-    assert wire._wire_share(canned(step_s=16.0, wire_bytes=300e6, rate_bits_per_s=200e6)) == 0.75
+    assert seconds.wire_fraction(canned(step_s=16.0, wire_bytes=300e6, rate_bits_per_s=200e6)) == 0.75
 
 
-def test_a_partial_run_is_recorded_beside_what_was_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_run_is_recorded_beside_earlier_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "_PICTURE", tmp_path / "docs" / "wire.png")
     results = tmp_path / "RESULTS.md"
     monkeypatch.setattr(record, "RESULTS", results)
-    monkeypatch.setattr(sys, "argv", ["wire.py", "--rows", "losses"])
     first = record.Row(key="losses", claim="losses", required="equal", measured="equal", is_met=True)
     second = record.Row(key="wire-full", claim="bytes", required="<= 1", measured="0.3", is_met=True)
-    wire._record([first], [canned(), canned_host()])
-    wire._record([second], [canned_host(step_s=1.25)])
+    for row, results_of_run in ((first, [canned(), canned_host()]), (second, [canned_host(step_s=1.25)])):
+        wire.save(record.Record("wire", [row], wire.BENCHMARK.rows, ["--rows", row.key]), results_of_run)
     text = results.read_text()
     assert text.index("| bytes ") < text.index("| losses ")  # in the order of the claim, not of measuring
     assert text.count("| laconic host |") == 1
     assert "1.250" in text
-    assert "`python benchmarks/wire.py --rows losses`" in text
+    assert "`python -m benchmarks.wire --rows losses`" in text
     assert (tmp_path / "docs" / "wire.png").exists()
 
 

@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of asynchronous saves."""
+"""The actions of the ranks in the tests of asynchronous saves."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def save_while_training(folder: str) -> dict[str, Any]:
 
 
 def one_at_a_time(folder: str) -> list[str]:
-    """In which order this rank passes the crash points of two saves, the second asked for at once."""
+    """The order in which this rank passes the crash points of two saves, one right after the other."""
     model, optimizer = _made()
     passed: list[str] = []
     commit.on_crash_point = lambda point: passed.append(f"{threading.current_thread().name}: {point}")
@@ -60,7 +60,7 @@ def one_at_a_time(folder: str) -> list[str]:
 
 
 def fail_in_the_background(folder: str) -> list[str]:
-    """What each call says: a good save, one that rank 1 cannot encode, one too early, and good ones."""
+    """The outcome of each call: a save, one that rank 1 cannot encode, one that raises its error, and others."""
     model, optimizer = _made()
     saver = checkpoint.AsyncSaver(folder)
     bad = {"thing": object() if dist.get_rank() == 1 else 1}

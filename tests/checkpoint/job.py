@@ -1,4 +1,4 @@
-"""A small training job under any strategy: what the checkpoint tests save, break and resume."""
+"""A small training job under any strategy, which the checkpoint tests save, break and resume."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,27 +15,28 @@ from torch import Tensor, nn
 
 from laconic import checkpoint
 from laconic.checkpoint import commit, state
+from tests.checkpoint.zoo import optimizer_tensors
 
 
-@dataclass(frozen=True, kw_only=True)
-class Crash:
+class Crash(NamedTuple):
     """SIGKILL for one rank at one of the writer's crash points, while it saves one step."""
 
+    point: str
+    """One of CRASH_POINTS."""
     rank: int
     step: int
-    point: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one rank has to show."""
+    """The results of one rank."""
 
     started_from: int
     losses: list[float]
     digest: str
-    """Of this rank's parts of parameters and optimizer state."""
+    """A hash of this rank's parts of parameters and optimizer state."""
     whole: dict[str, Tensor]
-    """Parameters, gathered."""
+    """The gathered parameters."""
 
 
 def make_model(hidden: int = 13) -> nn.Module:
@@ -97,12 +98,12 @@ def train(
 
 
 def load_only(folder: str, strategy: str) -> tuple[Outcome, dict[str, Tensor]]:
-    """What is in the newest checkpoint: parameters, and optimizer state gathered by name."""
+    """The newest checkpoint: parameters, and gathered optimizer state by name."""
     model = spread(make_model(), strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loaded = checkpoint.load_checkpoint(folder, model=model, optimizer=optimizer)
     assert loaded is not None
-    moments = {key: _full(value) for key, value in state.optimizer_tensors(model, optimizer).items()}
+    moments = {key: _full(value) for key, value in optimizer_tensors(model, optimizer).items()}
     outcome = Outcome(started_from=loaded["step"], losses=[], digest=digest(model, optimizer), whole=whole(model))
     return outcome, moments
 
@@ -122,7 +123,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    tensors: dict[str, Any] = state.model_tensors(model) | state.optimizer_tensors(model, optimizer)
+    tensors: dict[str, Any] = state.model_tensors(model) | optimizer_tensors(model, optimizer)
     hasher = hashlib.sha256()
     for key in sorted(tensors):
         local = tensors[key].to_local() if hasattr(tensors[key], "to_local") else tensors[key]

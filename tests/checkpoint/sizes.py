@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of checkpoints that change size, and that PyTorch's FSDP2 writes and reads."""
+"""The actions of the ranks in the tests of checkpoints of other sizes, and of PyTorch's FSDP2."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _sharded_for(name: str, *, seed: int) -> zoo.Zoo:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one rank saw: everything gathered, and the model's output."""
+    """One rank's view: all tensors gathered, and the model's output."""
 
     whole: dict[str, Tensor]
     logits: Tensor
@@ -111,12 +111,12 @@ def load_each(folder: str) -> dict[str, Seen]:
 
 
 def torch_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What PyTorch's tutorials save and load."""
+    """The tree that PyTorch's tutorials save and load."""
     return {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
 
 
 def torch_load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """What a program without laconic does, and no word of it is laconic's."""
+    """Load as a program without laconic does."""
     saved = torch_state(model, optimizer)
     dcp.load(saved, checkpoint_id=folder)
     set_model_state_dict(model, saved["model"])
@@ -125,21 +125,21 @@ def torch_load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) 
 
 def save_both_ways(folder: str) -> dict[str, Seen]:
     """FSDP2 in two layouts; laconic by its own function and by torch's."""
-    theirs, their_optimizer = _trained(zoo.shard_fsdp2)
-    dcp.save(torch_state(theirs, their_optimizer), checkpoint_id=f"{folder}/fsdp2")
+    fsdp2, fsdp2_optimizer = _trained(zoo.shard_fsdp2)
+    dcp.save(torch_state(fsdp2, fsdp2_optimizer), checkpoint_id=f"{folder}/fsdp2")
     flattened = StateDictOptions(flatten_optimizer_state_dict=True)
     titan = {
-        **get_model_state_dict(theirs),
-        "optimizer": get_optimizer_state_dict(theirs, their_optimizer, options=flattened),
+        **get_model_state_dict(fsdp2),
+        "optimizer": get_optimizer_state_dict(fsdp2, fsdp2_optimizer, options=flattened),
         "train_state": {"step": 2},
     }
     dcp.save(titan, checkpoint_id=f"{folder}/fsdp2 flattened")
-    deeper = {"app": torch_state(theirs, their_optimizer)}
+    deeper = {"app": torch_state(fsdp2, fsdp2_optimizer)}
     dcp.save(deeper, checkpoint_id=f"{folder}/fsdp2 deeper")
-    ours, our_optimizer = _trained(zoo.shard)
-    checkpoint.save_checkpoint(f"{folder}/laconic", 2, model=ours, optimizer=our_optimizer, extra={})
-    dcp.save(torch_state(ours, our_optimizer), checkpoint_id=f"{folder}/laconic by torch")
-    return {"fsdp2": look(theirs, their_optimizer), "laconic": look(ours, our_optimizer)}
+    sharded, sharded_optimizer = _trained(zoo.shard)
+    checkpoint.save_checkpoint(f"{folder}/laconic", 2, model=sharded, optimizer=sharded_optimizer, extra={})
+    dcp.save(torch_state(sharded, sharded_optimizer), checkpoint_id=f"{folder}/laconic by torch")
+    return {"fsdp2": look(fsdp2, fsdp2_optimizer), "laconic": look(sharded, sharded_optimizer)}
 
 
 def load_both_ways(folder: str) -> dict[tuple[str, str], Seen]:
@@ -220,5 +220,5 @@ def bytes_on_the_wire(folder: str, hidden: int) -> dict[str, int]:
     counted("save asynchronously", lambda: (saver.save(1, extra={}, **arguments), saver.wait()))
     assert (model.traffic.snapshot() - before).total() == 0  # type: ignore[operator]
     assert spy.num_calls > 0
-    local = [t.to_local() for t in zoo.state.optimizer_tensors(model, optimizer).values() if hasattr(t, "to_local")]
+    local = [t.to_local() for t in zoo.optimizer_tensors(model, optimizer).values() if hasattr(t, "to_local")]
     return {**found, "state": sum(tensor.nbytes for tensor in local)}

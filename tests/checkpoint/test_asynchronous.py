@@ -1,5 +1,4 @@
-"""A save in the background is the state at the call, to the bit, and keeps every promise of a save that is waited
-for."""
+"""A save in the background has the state at the call, to the bit, and keeps every promise of an ordinary save."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from tests.checkpoint import background
 from tests.ranks import run_ranks
 
 
-def test_it_is_the_state_at_the_call_to_the_bit(tmp_path: Path) -> None:
+def test_a_save_has_the_state_at_the_call_to_the_bit(tmp_path: Path) -> None:
     for seen in run_ranks(background.save_while_training, 3, str(tmp_path)):
         assert seen["under_way"] == [(False, True), (False, True)]
         assert seen["folder of 4"] == str(tmp_path / "async" / "step-4")
@@ -41,7 +40,7 @@ def test_one_save_is_under_way_at_a_time(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1", "step-2"]
 
 
-def test_a_failure_is_told_at_the_next_call_on_every_rank(tmp_path: Path) -> None:
+def test_a_failure_is_raised_by_the_next_call_on_every_rank(tmp_path: Path) -> None:
     for said in run_ranks(background.fail_in_the_background, 2, str(tmp_path)):
         assert [said[0], said[1], said[3]] == ["begun"] * 3
         for message in (said[2], said[4]):

@@ -179,7 +179,7 @@ def test_hostile_metadata_runs_nothing(payload: Any, saved: Path, tmp_path: Path
     with pytest.raises(CheckpointError, match=r"\.metadata (names|holds)"):
         storage.read_metadata(folder)
     manifest = commit.Manifest.read(folder)
-    files = tuple(commit.describe_file(folder / record.name, record.name) for record in manifest.files)
+    files = tuple(commit.describe_file(folder, record.name) for record in manifest.files)
     commit.Manifest(**{**vars(manifest), "files": files}).write(folder)
     with pytest.raises(CheckpointError):
         _load(folder)

@@ -1,5 +1,7 @@
-"""Checkpoints that are another model's or another program's: refused with all their names, or loaded as far as they
-fit. One process, no process group."""
+"""Checkpoints of another model or program are refused with all names, or loaded as far as they fit.
+
+One process, no process group.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ def test_strict_lists_every_tensor_that_differs(twelve_layers: Path) -> None:
         assert f"{layer}.weight.exp_avg (optimizer)" in str(caught.value)
 
 
-def test_what_fits_is_loaded_and_the_rest_is_told(twelve_layers: Path) -> None:
+def test_tensors_that_fit_are_loaded_and_the_others_are_listed(twelve_layers: Path) -> None:
     saved = checkpoint.open_checkpoint(twelve_layers)
     model = _wide(2)
     model.append(nn.Linear(2, 2))
@@ -94,7 +96,7 @@ def test_what_fits_is_loaded_and_the_rest_is_told(twelve_layers: Path) -> None:
     _trained(model, optimizer)  # half a state would raise
 
 
-def test_nothing_is_skipped_where_all_fits(twelve_layers: Path) -> None:
+def test_nothing_is_skipped_if_all_tensors_fit(twelve_layers: Path) -> None:
     model = _wide(12)
     model[0] = nn.Linear(5, 3)
     loaded = checkpoint.load_checkpoint(twelve_layers, model=model, optimizer=_adamw(model), strict=False)
@@ -160,18 +162,18 @@ def test_foreign_groups_come_back(tmp_path: Path) -> None:
         {"optim": get_optimizer_state_dict(model, optimizer), **get_model_state_dict(model)}, checkpoint_id=tmp_path
     )
     other = _wide(3)[:2]
-    mine = torch.optim.AdamW([{"params": layer.parameters()} for layer in other], lr=0.1)
-    assert not checkpoint.load_dcp(tmp_path, model=other, optimizer=mine)
-    for group, expected in zip(mine.param_groups, (0.01, 0.0), strict=True):
+    fresh = torch.optim.AdamW([{"params": layer.parameters()} for layer in other], lr=0.1)
+    assert not checkpoint.load_dcp(tmp_path, model=other, optimizer=fresh)
+    for group, expected in zip(fresh.param_groups, (0.01, 0.0), strict=True):
         assert (group["lr"], group["betas"], group["weight_decay"]) == (0.25, (0.5, 0.75), expected)
-    assert zoo.whole(other, mine).keys() == zoo.whole(model, optimizer).keys()
+    assert zoo.whole(other, fresh).keys() == zoo.whole(model, optimizer).keys()
     for name, tensor in zoo.whole(model, optimizer).items():
-        assert torch.equal(zoo.whole(other, mine)[name], tensor), name
+        assert torch.equal(zoo.whole(other, fresh)[name], tensor), name
     with pytest.raises(CheckpointError, match="group their parameters differently"):
         checkpoint.load_dcp(tmp_path, model=other, optimizer=_adamw(other))
 
 
-def test_of_two_models_in_a_folder_one_is_asked_for(tmp_path: Path) -> None:
+def test_two_models_in_a_folder_need_a_key(tmp_path: Path) -> None:
     model, average = _wide(2), _wide(2)
     for parameter in average.parameters():
         parameter.data.mul_(2)
@@ -183,12 +185,12 @@ def test_of_two_models_in_a_folder_one_is_asked_for(tmp_path: Path) -> None:
         checkpoint.load_dcp(tmp_path, model=other)
     assert not checkpoint.load_dcp(tmp_path, model=other, model_key="model")
     assert torch.equal(other[1].weight, model[1].weight)
-    mine = _adamw(other)
+    fresh = _adamw(other)
     with pytest.raises(CheckpointError, match="an optimizer of it under each of 'first', 'second'; say which one"):
-        checkpoint.load_dcp(tmp_path, model=other, optimizer=mine, model_key="model")
-    checkpoint.load_dcp(tmp_path, model=other, optimizer=mine, model_key="average", optimizer_key="second")
+        checkpoint.load_dcp(tmp_path, model=other, optimizer=fresh, model_key="model")
+    checkpoint.load_dcp(tmp_path, model=other, optimizer=fresh, model_key="average", optimizer_key="second")
     assert torch.equal(other[1].weight, average[1].weight)
-    assert mine.state[other[1].weight]["step"] == 2
+    assert fresh.state[other[1].weight]["step"] == 2
 
 
 def _one_step_further(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -200,7 +202,7 @@ def _one_step_further(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 @pytest.mark.parametrize("root", ["", "model", "app.model"])
-def test_names_that_end_alike_are_told_apart(root: str) -> None:
+def test_names_with_equal_ends_are_distinguished(root: str) -> None:
     names = {"weight", "layer.weight", "state.weight", "layer.step"}
     prefix = f"{root}." if root else ""
     saved = {f"{prefix}{name}" for name in names}
@@ -232,7 +234,7 @@ def test_hostile_values_in_a_foreign_folder_run_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
-def test_what_is_no_folder_of_dcp_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_dcp_did_not_write_is_refused(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "absent"):
         with pytest.raises(CheckpointError, match="is no DCP checkpoint"):
             checkpoint.load_dcp(folder, model=_wide(1))

@@ -1,4 +1,4 @@
-"""A model of everything that is awkward to store, trained and looked at whole under any sharding."""
+"""A model of tensors that are awkward to store, trained and gathered under any sharding."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import laconic
 from laconic.checkpoint import state
 from laconic.layout.packing import plan_bucket
 from laconic.ragged.redistribute import whole_on
-from laconic.ragged.tensor import RaggedSpec, RaggedTensor
+from laconic.ragged.spec import RaggedSpec
+from laconic.ragged.tensor import RaggedTensor
 
 
 class Zoo(nn.Module):
-    """Sizes that divide nothing, tied weights, buffers, a frozen unit; with `odd` also a scalar and an empty parameter,
-    which FSDP2 does not take."""
+    """Sizes that divide nothing, tied weights, buffers, and a frozen unit.
+
+    With `odd` also a scalar and an empty parameter, which FSDP2 refuses.
+    """
 
     seen: Tensor
 
@@ -79,15 +82,27 @@ def logits(model: Zoo) -> Tensor:
         return model(TOKENS).clone()
 
 
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The tensors of an optimizer's state as `NAME.KEY`."""
+    return {
+        f"{name}.{key}": value
+        for name, entries in state.optimizer_state(model, optimizer).items()
+        for key, value in entries.items()
+        if isinstance(value, Tensor)
+    }
+
+
 def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Parameters, buffers and optimizer state, gathered."""
-    tensors: dict[str, Any] = state.model_tensors(model) | state.optimizer_tensors(model, optimizer)
+    tensors: dict[str, Any] = state.model_tensors(model) | optimizer_tensors(model, optimizer)
     return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for name, t in tensors.items()}
 
 
 class Hoarder(torch.optim.Optimizer):
-    """State of every kind that laconic's optimizers have: like the parameter, of another shape, whole on one rank,
-    replicated, and numbers; made by `init_state`."""
+    """An optimizer with state of every kind that laconic's optimizers have, made by `init_state`.
+
+    Some tensors are like the parameter, of another shape, whole on one rank, or replicated; others are numbers.
+    """
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})

@@ -24,7 +24,7 @@ def job_position() -> tuple[int, ...]:
         for axis, size in (("node", cluster.num_nodes), ("local", cluster.num_local)):
             group = groups[axis]
             if size == 1:
-                assert group is None, "along an axis of one rank there is nobody to talk to"
+                assert group is None, "an axis of one rank has no peers"
             else:
                 assert group is not None
                 assert group.size() == size
@@ -40,6 +40,17 @@ def test_positions_come_from_torchruns_environment(num_nodes: int, num_local: in
         node, local = divmod(rank, num_local)
         assert position == (num_nodes, num_local, node, local, local * num_nodes + node)
     assert sorted(position[4] for position in found) == list(range(num_nodes * num_local))
+
+
+def job_levels() -> list[str]:
+    cluster = laconic.Cluster.of(laconic.init_mesh("cpu"))
+    shards = {cluster.global_rank(shard): shard for shard in range(cluster.size)}
+    return [cluster.level_to(shards[rank]) for rank in range(cluster.size)]
+
+
+def test_transfers_between_nodes_cross_the_wire() -> None:
+    first, second = ["local"] * 2 + ["node"] * 2, ["node"] * 2 + ["local"] * 2
+    assert run_ranks(job_levels, 4, local=2) == [first, first, second, second]
 
 
 def job_groups() -> tuple[list[int], list[int]]:
@@ -85,7 +96,7 @@ def job_other_meshes() -> None:
             laconic.Cluster.of(mesh)
 
 
-def test_other_meshes_are_taken_or_refused() -> None:
+def test_meshes_with_other_axes() -> None:
     run_ranks(job_other_meshes, 4, local=2)
 
 
@@ -105,9 +116,7 @@ def test_ranks_that_do_not_fill_the_mesh_are_refused() -> None:
 
 
 def job_unequal_nodes() -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = (
-        "2" if dist.get_rank() < 2 else "1"
-    )  # two ranks on the first node, one on the second
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if dist.get_rank() < 2 else "1"  # one rank on the second node
     with pytest.raises(ValueError, match=r"nodes of unequal size.*\[2, 2, 1\]"):
         laconic.init_mesh("cpu")
 
@@ -144,5 +153,5 @@ def job_not_in_mesh() -> None:
             laconic.Cluster.of(mesh)
 
 
-def test_a_rank_outside_the_mesh_is_told_so() -> None:
+def test_a_rank_outside_the_mesh_is_refused() -> None:
     run_ranks(job_not_in_mesh, 3)

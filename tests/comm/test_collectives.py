@@ -19,8 +19,10 @@ C = 12
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
-def everybodys(numel: int, dtype: torch.dtype, cluster: laconic.Cluster, seed: int = 0) -> dict[reference.Rank, Tensor]:
-    """Random data of every rank, known to all: values whose sums round."""
+def data_of_ranks(
+    numel: int, dtype: torch.dtype, cluster: laconic.Cluster, seed: int = 0
+) -> dict[reference.Rank, Tensor]:
+    """Random values for every rank, whose sums round. Every rank computes them all."""
     generator = torch.Generator().manual_seed(seed)
     ranks = product(range(cluster.num_nodes), range(cluster.num_local))
     return {rank: torch.randn(numel, generator=generator).to(dtype) for rank in ranks}
@@ -43,21 +45,21 @@ def job(by_sends: bool) -> None:
     assert local._sends == (loc > 1)
     node._sends, local._sends = node._sends and by_sends, local._sends and by_sends
     for dtype in DTYPES:
-        shards = everybodys(C, dtype, cluster)
+        shards = data_of_ranks(C, dtype, cluster)
         bucket = reference.gather(shards)
         for in_place in (False, True):
-            slice_ = torch.full((n * C,), -1, dtype=dtype)
-            own = slice_[me[0] * C : (me[0] + 1) * C] if in_place else torch.empty(C, dtype=dtype)
+            node_shard = torch.full((n * C,), -1, dtype=dtype)
+            own = node_shard[me[0] * C : (me[0] + 1) * C] if in_place else torch.empty(C, dtype=dtype)
             own.copy_(shards[me])
             before = cluster.traffic.snapshot()
-            if pending := node.all_gather(slice_, own):
+            if pending := node.all_gather(node_shard, own):
                 pending.wait()
             assert (pending is None) == (n == 1)
-            assert torch.equal(slice_, reference.slice_of(bucket, me[1], loc))
+            assert torch.equal(node_shard, reference.node_shard_of(bucket, me[1], loc))
             assert_sent(cluster, before, "node", "weights", (n - 1) * C * dtype.itemsize)
             full = torch.full((loc * n * C,), -1, dtype=dtype)
-            part = full[me[1] * n * C : (me[1] + 1) * n * C] if in_place else slice_
-            part.copy_(slice_)
+            part = full[me[1] * n * C : (me[1] + 1) * n * C] if in_place else node_shard
+            part.copy_(node_shard)
             before = cluster.traffic.snapshot()
             if pending := local.all_gather(full, part):
                 pending.wait()
@@ -65,10 +67,10 @@ def job(by_sends: bool) -> None:
             assert torch.equal(full, bucket)
             assert_sent(cluster, before, "local", "weights", (loc - 1) * n * C * dtype.itemsize)
 
-        gradients = everybodys(C * n * loc, dtype, cluster, seed=1)
-        mine = gradients[me].clone()
+        gradients = data_of_ranks(C * n * loc, dtype, cluster, seed=1)
+        whole = gradients[me].clone()
         before = cluster.traffic.snapshot()
-        inside = local.start_reduce_scatter(mine)
+        inside = local.start_reduce_scatter(whole)
         part = inside.finish()
         assert_sent(cluster, before, "local", "gradients", (loc - 1) * n * C * dtype.itemsize)
         before = cluster.traffic.snapshot()
@@ -76,8 +78,8 @@ def job(by_sends: bool) -> None:
         assert_sent(cluster, before, "node", "gradients", (n - 1) * C * dtype.itemsize)
         assert torch.equal(shard, reference.reduce_scatter(gradients)[me]), "the order of sums is part of the contract"
         if loc > 1:
-            assert inside.nbytes == ((loc - 1) * n * C * dtype.itemsize if by_sends else mine.nbytes)
-            assert torch.equal(mine, gradients[me]), "the input is left alone"
+            assert inside.nbytes == ((loc - 1) * n * C * dtype.itemsize if by_sends else whole.nbytes)
+            assert torch.equal(whole, gradients[me]), "the input is left alone"
         else:
             assert inside.nbytes == 0
 
@@ -94,33 +96,35 @@ def job(by_sends: bool) -> None:
 
 @pytest.mark.parametrize("by_sends", [True, False], ids=["sends", "collectives"])
 @pytest.mark.parametrize(("num_nodes", "num_local"), MESHES)
-def test_two_levels_gather_and_reduce_what_one_process_would(num_nodes: int, num_local: int, by_sends: bool) -> None:
+def test_gathers_and_reductions_over_two_levels_equal_one_process(
+    num_nodes: int, num_local: int, by_sends: bool
+) -> None:
     run_ranks(job, num_nodes * num_local, by_sends, local=num_local)
 
 
 def job_overlap() -> None:
-    """Several transfers under way at once, begun in one order and finished in another."""
+    """Several transfers are under way at once; they begin in one order and finish in another."""
     cluster = laconic.Cluster.of(laconic.init_mesh("cpu"))
     node, local = Communicator(cluster, "node"), Communicator(cluster, "local")
     me = (cluster.node_rank, cluster.local_rank)
     gathers = []
     for seed in range(4):
-        shards = everybodys(C, torch.float32, cluster, seed)
-        slice_ = torch.empty(cluster.num_nodes * C)
-        gathers.append((node.all_gather(slice_, shards[me]), slice_, reference.gather(shards)))
+        shards = data_of_ranks(C, torch.float32, cluster, seed)
+        node_shard = torch.empty(cluster.num_nodes * C)
+        gathers.append((node.all_gather(node_shard, shards[me]), node_shard, reference.gather(shards)))
     sums = []
     for seed in range(3):
-        gradients = everybodys(C * cluster.size, torch.float32, cluster, seed)
+        gradients = data_of_ranks(C * cluster.size, torch.float32, cluster, seed)
         sums.append((local.start_reduce_scatter(gradients[me]), gradients))
-    for pending, slice_, bucket in reversed(gathers):
+    for pending, node_shard, bucket in reversed(gathers):
         assert pending is not None
         pending.wait()
-        assert torch.equal(slice_, reference.slice_of(bucket, me[1], cluster.num_local))
+        assert torch.equal(node_shard, reference.node_shard_of(bucket, me[1], cluster.num_local))
     across = [(node.start_reduce_scatter(transfer.finish()), gradients) for transfer, gradients in sums]
     for transfer, gradients in reversed(across):
         assert torch.equal(transfer.finish(), reference.reduce_scatter(gradients)[me])
-    assert cluster.traffic.waited_s("node") > 0
-    assert cluster.traffic.waited_s() >= cluster.traffic.waited_s("node")
+    traffic = cluster.traffic.snapshot()
+    assert traffic.waited_s() >= traffic.waited_s("node") > 0
 
 
 def test_transfers_overlap_without_mixing() -> None:

@@ -1,4 +1,4 @@
-"""Cases, and the training jobs they amount to."""
+"""Cases, and their training jobs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from laconic.compare import STRATEGIES, Case
 from laconic.compare.case import config_of
-from laconic.config.job import Config, ConfigError, ModelConfig, ShardConfig, from_dict
+from laconic.config import Config, ConfigError, ModelConfig, ShardConfig, from_dict
 
 BASE = Config(model=ModelConfig(config={"model_type": "llama"}))
 

@@ -1,4 +1,4 @@
-"""What a person sees while a comparison runs."""
+"""The progress of a comparison on the screen."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from laconic.compare import Case
-from laconic.compare.progress import Reporter, make_reporter
+from laconic.compare.progress import ConsoleReporter
 from tests.compare.canned import canned_host
 
 CASE = Case(strategy="host", rate_bits_per_s=200e6, steps=4)
@@ -15,13 +15,12 @@ CASE = Case(strategy="host", rate_bits_per_s=200e6, steps=4)
 
 def shown(*, terminal: bool) -> str:
     text = io.StringIO()
-    reporter: Reporter = make_reporter(
-        num_runs=2, console=Console(file=text, force_terminal=terminal, width=120, color_system=None)
-    )
+    console = Console(file=text, force_terminal=terminal, width=120, color_system=None)
+    reporter = ConsoleReporter(console, num_runs=2)
     with reporter.running(CASE):
         for step in (1, 2):
             reporter.step(step, 2.5, 0.75)
-    reporter.step(3, 2.5, 0.75)  # told late: there is no bar any more
+    reporter.step(3, 2.5, 0.75)  # too late: there is no bar any more
     reporter.finished(CASE, canned_host())
     return text.getvalue()
 

@@ -1,4 +1,4 @@
-"""What is read from a run's folder."""
+"""Reading the output folder of a run."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_without_a_wire_or_a_count_there_are_no_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, 311),  # what rests, and what the watched step took on top
+        ({}, 311),  # the memory between steps, and the watched step's on top
         ({"step_peak_bytes": None, "resting_bytes": None}, None),
-        ({"allocated_peak_bytes": 999}, 999),  # a GPU's own account
+        ({"allocated_peak_bytes": 999}, 999),  # a GPU's allocator keeps its own peak
     ],
 )
 def test_device_memory_is_torchs_figure(tmp_path: Path, changes: dict[str, Any], expected: int | None) -> None:

@@ -12,11 +12,11 @@ from laconic.compare import Result, cli
 
 @pytest.mark.timeout(300)  # two starts of two ranks, on a machine that may be busy
 def test_two_strategies_side_by_side(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """laconic moves a third of FSDP2's bytes, to the same losses, and everything promised lies where it is said to."""
+    """The engine moves fewer bytes than FSDP2, to the same losses, and the report names files that exist."""
     out = job.parent / "out"
     argv = [str(job), "--strategies", "fsdp2,host", "--rates", "1gbit", "--local", "1", "--steps", "3", "--save"]
     assert cli.main([*argv, "--out", str(out)]) == 0
-    told = capsys.readouterr().out
+    shown = capsys.readouterr().out
     report = json.loads((out / "compare.json").read_text())
     fsdp2, host = map(Result.from_dict, report["results"])
     assert host.losses == pytest.approx(fsdp2.losses, rel=1e-5)
@@ -39,16 +39,16 @@ def test_two_strategies_side_by_side(job: Path, capsys: pytest.CaptureFixture[st
         "out/compare.png",
         "full-1gbit-host/checkpoints/step-3",
     ):
-        assert promised in told
+        assert promised in shown
 
 
 @pytest.mark.timeout(300)
 def test_a_refused_job_says_why_and_ends_with_1(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the trainer refuses on its ranks is told in one message, without a traceback."""
+    """The trainer's refusal on its ranks becomes one message, without a traceback."""
     (job.parent / "corpus.txt").write_text("short")
     argv = [str(job), "--strategies", "host", "--no-wire", "--nodes", "1", "--local", "1"]
     assert cli.main([*argv, "--out", "out"]) == 1
-    told = capsys.readouterr().err
-    assert "full training, laconic host, unshaped failed: the corpus" in told
-    assert "shorter than one sequence" in told
-    assert "Traceback" not in told
+    shown = capsys.readouterr().err
+    assert "full training, laconic host, unshaped failed: the corpus" in shown
+    assert "shorter than one sequence" in shown
+    assert "Traceback" not in shown

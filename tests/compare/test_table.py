@@ -1,4 +1,4 @@
-"""The table and the picture, of canned results."""
+"""The table and the picture, made from canned results."""
 
 from __future__ import annotations
 

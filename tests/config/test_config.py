@@ -1,4 +1,4 @@
-"""The configuration: strict reading, overrides, and what is written back."""
+"""The configuration: strict reading, options, and writing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from laconic.config.job import Config, ConfigError, all_keys, from_dict, load, to_dict, to_toml
+from laconic.config import Config, ConfigError, all_keys, from_dict, load, to_dict, to_toml
 from laconic.train.cli import main, parse
 
 MODEL = {"model_type": "llama"}

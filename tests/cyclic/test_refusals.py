@@ -1,4 +1,4 @@
-"""What cannot be is refused before it runs, and a failure of one worker ends all."""
+"""Impossible settings are refused before training, and the failure of one worker ends all workers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_bad_stages_and_optimizers() -> None:
         CyclicDataParallel([], loss_fn, sgd)
     with pytest.raises(ValueError, match="stage 1 has no trainable parameter"):
         CyclicDataParallel([linear, nn.ReLU()], loss_fn, sgd)
-    with pytest.raises(ValueError, match=r"0\.weight of stage 0 is also in another stage.*untie"):
+    with pytest.raises(ValueError, match=r"0\.weight in stage 0 and 0\.weight in stage 1 .*untie"):
         CyclicDataParallel([nn.Sequential(linear), nn.Sequential(linear, nn.ReLU())], loss_fn, sgd)
     with pytest.raises(ValueError, match="LBFGS evaluates the whole model"):
         CyclicDataParallel([linear], loss_fn, lambda p: torch.optim.LBFGS(p))
@@ -45,7 +45,7 @@ def test_bad_stages_and_optimizers() -> None:
 
 def test_bad_batches_and_settings() -> None:
     run = CyclicDataParallel(make_stages(3), loss_fn, sgd)
-    with pytest.raises(ValueError, match=r"wants all 3 workers' micro-batches here.*got 2"):
+    with pytest.raises(ValueError, match=r"needs the micro-batches of all 3 workers here.*got 2"):
         run.step(make_batch(3, 0)[:2])
     unequal = [*make_batch(3, 0)[:2], make_batch(3, 0, rows=5)[2]]
     with pytest.raises(ValueError, match=r"worker 2 has a batch of shapes.*equal size"):
@@ -67,7 +67,7 @@ class Odd(nn.Linear):
 
 
 class Meddler(nn.Linear):
-    """Changes a bias, which autograd does not guard, after its forward."""
+    """Changes its bias in place after its forward, which autograd does not notice."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, 3)
@@ -138,7 +138,7 @@ class Fails(nn.Module):
 
 
 def _live_or_die(how: str, states: str, rank: int, port: int, folder: str) -> None:
-    """One process of three; the survivors leave what they saw in `folder`."""
+    """One process of three. Survivors write the error that they saw to `folder`."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -151,7 +151,7 @@ def _live_or_die(how: str, states: str, rank: int, port: int, folder: str) -> No
             run.step(batch)
     except RuntimeError as error:
         Path(folder, str(rank)).write_text(str(error))
-        time.sleep(1)  # rank 0 has the store, where the others look for the traceback
+        time.sleep(1)  # rank 0 hosts the store, from which the others read the traceback
     os._exit(1)
 
 

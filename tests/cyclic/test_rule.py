@@ -1,4 +1,4 @@
-"""The rules against their published formulas, and against what a schedule can have."""
+"""The rules against their published formulas, and against the limits of the schedule."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_versions_follow_from_the_mask(num_stages: int) -> None:
         rule = Rule.named(name, num_stages)
         for worker in range(num_stages):
             for stage in range(num_stages):
-                assert rule.version(worker, stage, 0) == 0
-                assert rule.version(worker, stage, 5) == (5 if rule.mask[worker][stage] else 4)
+                assert rule.version_in_run(worker, stage, 0) == (0 if rule.mask[worker][stage] else -1)
+                assert rule.version_in_run(worker, stage, 5) == (5 if rule.mask[worker][stage] else 4)
 
 
 def test_slack() -> None:
@@ -49,18 +49,19 @@ def test_fresher_than_v2_is_refused(num_stages: int) -> None:
 
 
 def test_who_may_clip_by_the_global_norm() -> None:
-    for num_stages in range(4, 9):  # with fewer stages lag2 is late enough too
+    for num_stages in range(4, 9):  # with fewer stages lag2 may clip too
         allowed = [name for name in RULES if Rule.named(name, num_stages).allows_global_norm]
         assert allowed == ["dp", "v1", "clip"]
         clip = Rule.named("clip", num_stages)
-        for stage in range(1, num_stages):  # and nothing fresher may
+        for stage in range(1, num_stages):  # no fresher rule may clip
             hasty = tuple(switch - (stage == j) for j, switch in enumerate(clip.switch))
             if hasty[stage] >= num_stages - 1 - stage:
                 assert not Rule("hasty", num_stages, hasty).allows_global_norm
     assert all(Rule.named(name, 1).allows_global_norm for name in RULES)
 
 
-def test_versions_needed_agree_with_counting() -> None:
+def test_at_most_two_versions_of_a_stage_are_in_use() -> None:
+    """On average over stages and time steps 1 + (N - 1) / 2N versions are in use, if workers are staggered."""
     for num_stages in range(1, 9):
         for name in ("v1", "v2", "lag2", "clip"):
             rule = Rule.named(name, num_stages)
@@ -68,16 +69,16 @@ def test_versions_needed_agree_with_counting() -> None:
             for step in range(6 * num_stages, 8 * num_stages):
                 for stage in range(num_stages):
                     in_use = {
-                        rule.version(worker, stage, batch)
+                        rule.version_in_run(worker, stage, batch)
                         for batch in range(6)
                         for worker in range(num_stages)
                         if 0 <= step - 2 * (num_stages * batch + worker) - stage < 2 * (num_stages - stage)
                     }
                     most[stage] = max(most[stage], len(in_use))
                     total, samples = total + len(in_use), samples + 1
-            assert most == [rule.versions_needed(stage) for stage in range(num_stages)] or not rule.is_staggered
-            if rule.is_staggered:
-                assert rule.mean_versions() == pytest.approx(total / samples)
+            if rule.is_staggered:  # all rules but those of a single stage
+                assert most == [2] * (num_stages - 1) + [1]
+                assert total / samples == pytest.approx(1 + (num_stages - 1) / (2 * num_stages))
 
 
 def test_owners_are_a_permutation_where_the_switches_are() -> None:

@@ -1,4 +1,4 @@
-"""Every rule and placement against the closed form, to the bit."""
+"""Every rule and placement equals the oracle to the bit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_single_device_clips_by_the_global_norm(count: int) -> None:
         train(run, range(4), worker=None)
         run.drain()
         assert_equal(run, oracle, f"{rule}, {optimizer}")
-        with pytest.raises(AssertionError, match="differs"):  # there was something to clip
+        with pytest.raises(AssertionError, match="differs"):  # the clipping changed something
             assert_equal(run, free, "")
 
 
@@ -58,7 +58,9 @@ def job_trajectory(states: StatePlacement, count: int, rules: tuple[str, ...]) -
     clipped = [(rule, "sgd", 0.05) for rule in able if count == 3]
     for rule, optimizer, max_grad_norm in [*((*case, None) for case in cases(rules)), *clipped]:
         case = f"{states}, {rule}, {optimizer}, {max_grad_norm}"
-        stages = make_stages(count, seed=0 if dist.get_rank() == 0 else 1)  # they begin as on the first rank
+        stages = make_stages(
+            count, seed=0 if dist.get_rank() == 0 else 1
+        )  # all begin with the values of the first rank
         run = CyclicDataParallel(
             stages,
             nn.functional.cross_entropy,

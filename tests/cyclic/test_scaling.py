@@ -1,4 +1,4 @@
-"""Loss scaling: an overflow leaves an update out, and the scale follows it; on every device alike."""
+"""Loss scaling: an overflow skips an update and lowers the scale, on every device alike."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ END = 7
 
 
 def scaler() -> torch.amp.GradScaler:
-    """Begins too high: some batches overflow, and then it grows back."""
+    """A scaler that begins too high, so that some batches overflow, and then grows again."""
     return torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_factor=4.0, growth_interval=2)
 
 
 class Narrow(torch.autograd.Function):
-    """Its gradient passes through fp16."""
+    """The identity; its gradient passes through fp16."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def test_devices_agree(states: StatePlacement, ranks: int) -> None:
     run_ranks(job, ranks, states)
 
 
-def test_rules_that_cannot_are_refused() -> None:
+def test_rules_without_a_global_norm_are_refused() -> None:
     for rule in ("v2", "lag2"):
         with pytest.raises(ValueError, match=r"loss scaling need .* rules that can: dp, v1, clip\."):
             CyclicDataParallel(make_stages(4), loss_fn, OPTIMIZERS["sgd"], rule=rule, grad_scaler=scaler())

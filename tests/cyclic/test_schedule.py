@@ -1,4 +1,4 @@
-"""The time steps against the published figure, and programs of all devices played against each other."""
+"""The time steps against the published figure, and the programs of all devices executed together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections import Counter, defaultdict, deque
 
 import pytest
 
-from laconic.cyclic.schedule.messages import Compute, Instruction, Message, Run, Send, Square, Take, Update
+from laconic.cyclic.schedule.messages import Compute, Instruction, Message, Receive, Run, Send, Square, Update
+from laconic.cyclic.schedule.program import largest_burst, messages_per_step, program
 from laconic.cyclic.schedule.rule import RULES, Rule
 from laconic.cyclic.schedule.schedule import STATES, Schedule
 
@@ -66,16 +67,20 @@ def test_shared_devices_never_collide(num_stages: int) -> None:
         assert max(alive.values()) <= 1  # one stage's activation per device
 
 
+def messages_of(schedule: Schedule, batches: int) -> list[Message]:
+    return [message for step in messages_per_step(schedule, batches) for message in step]
+
+
 class Player:
-    """Runs the programs of all devices, one instruction at a time, with messages in order of each pair of devices."""
+    """Executes the programs of all devices. Messages from one device to another arrive in the order of sending."""
 
     def __init__(self, schedule: Schedule, batches: int, run: Run) -> None:
         self.schedule, self.batches, self.run = schedule, batches, run
         last = Run(is_pending=run.is_pending, num_batches=batches)
         self.todo: list[deque[Instruction]] = []
         for device in range(schedule.num_devices):
-            # A device does not know that the run will end until it does.
-            programs = [schedule.program(device, t, run if t < batches else last) for t in range(batches + 2)]
+            # Until the run ends, a device does not know how many batches it has.
+            programs = [program(schedule, device, t, run if t < batches else last) for t in range(batches + 2)]
             self.todo.append(deque(instruction for program in programs for instruction in program))
         self.links: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
         self.inbox: list[Counter[tuple[str, int, int, int]]] = [Counter() for _ in self.todo]
@@ -85,7 +90,7 @@ class Player:
         self.computed: Counter[tuple[int, int, bool]] = Counter()
 
     def arrive(self, device: int, key: tuple[str, int, int, int]) -> bool:
-        """Receive in order from every link until the message is there."""
+        """Receive from every link, in order, until the message has arrived; False if it was not sent yet."""
         for (_, target), queue in self.links.items():
             while target == device and queue and not self.inbox[device][key]:
                 if any(message.key == key for message in queue):
@@ -109,9 +114,9 @@ class Player:
                     self.links[device, message.target].append(message)
             case Square():
                 pass
-            case Take(message) if message.kind == "norm" and (device, message.index) in self.normed:
+            case Receive(message) if message.kind == "norm" and (device, message.index) in self.normed:
                 pass
-            case Take(message, is_needed):
+            case Receive(message, is_needed):
                 assert message.target == device
                 if not self.arrive(device, message.key):
                     return False
@@ -129,7 +134,7 @@ class Player:
                     self.inbox[device][key] -= 1
                     self.normed.add((device, held))
                 while held < version:
-                    if held >= 0:  # what was waiting when the run began is there
+                    if held >= 0:  # a gradient that waited when the run began is on the device
                         if not self.arrive(device, ("total", stage, held, rule.num_stages - 1)):
                             return False
                         self.inbox[device]["total", stage, held, rule.num_stages - 1] -= 1
@@ -139,7 +144,7 @@ class Player:
             case Compute(op, version):
                 assert version == (op.batch if rule.is_fresh(op.worker, op.stage) else op.batch - 1)
                 held = self.held(device, op.stage)
-                if states == "single" and not op.is_forward:  # the graph keeps the older version
+                if states == "single" and not op.is_forward:  # the graph still has the older version
                     assert held >= max(version, self.first)
                 else:
                     assert max(held, self.first) == max(version, self.first)
@@ -150,7 +155,7 @@ class Player:
 
     @property
     def first(self) -> int:
-        """The version that the run began with; -1 is another one only if a gradient was waiting."""
+        """The version that the run began with: -1 if a gradient waited to be applied, else 0."""
         return -1 if self.run.is_pending else 0
 
     def held(self, device: int, stage: int) -> int:
@@ -173,7 +178,7 @@ class Player:
 @pytest.mark.parametrize("is_pending", [False, True])
 @pytest.mark.parametrize("num_stages", range(1, 6))
 def test_programs_fit_together(num_stages: int, is_pending: bool) -> None:
-    """Versions are the rule's, nothing deadlocks, nothing is left over, and the drain brings the last version."""
+    """Ops use the versions of the rule, no device blocks, no message is left, and the drain brings the last version."""
     for schedule in schedules(num_stages):
         for batches in (0, 1, 2, 5):
             player = Player(schedule, batches, Run(is_pending=is_pending))
@@ -188,11 +193,11 @@ def test_programs_fit_together(num_stages: int, is_pending: bool) -> None:
 
 @pytest.mark.parametrize("num_stages", range(1, 7))
 def test_senders_order_is_all_a_receiver_needs(num_stages: int) -> None:
-    """Sends are never due in a batch before the one they leave in, so that what is promised can be awaited."""
+    """No message is due in an earlier batch than the one it is sent in, so a receiver can wait for it."""
     for schedule in schedules(num_stages):
         for batch in range(4):
             for device in range(schedule.num_devices):
-                for instruction in schedule.program(device, batch):
+                for instruction in program(schedule, device, batch):
                     if isinstance(instruction, Send):
                         assert instruction.message.sent_in == batch <= instruction.message.due_in <= batch + 2
 
@@ -201,10 +206,10 @@ def test_senders_order_is_all_a_receiver_needs(num_stages: int) -> None:
 @pytest.mark.parametrize("rule", STAGGERED)
 def test_messages_per_step_are_few(num_stages: int, rule: str) -> None:
     schedule = Schedule(Rule.named(rule, num_stages))
-    sends, receives = schedule.busiest(6)
+    sends, receives = largest_burst(schedule, 6)
     assert sends <= 2
     assert receives <= 2
-    steady = Counter(message.kind for message in schedule.messages(8) if message.sent_in == 5)
+    steady = Counter(message.kind for message in messages_of(schedule, 8) if message.sent_in == 5)
     assert steady["gradient"] == steady["weights"] == num_stages * (num_stages - 1)
     owners = [schedule.rule.owner(stage) for stage in range(num_stages)]
     assert steady["total"] == sum(owner != num_stages - 1 for owner in owners)
@@ -213,7 +218,7 @@ def test_messages_per_step_are_few(num_stages: int, rule: str) -> None:
 @pytest.mark.parametrize("num_stages", range(2, 9))
 def test_sharded_states_travel_on_rings(num_stages: int) -> None:
     schedule = Schedule(Rule.named("v2", num_stages), "sharded")
-    steady = [message for message in schedule.messages(6) if message.sent_in > 0]  # the first batch fills the rings
+    steady = [message for message in messages_of(schedule, 6) if message.sent_in > 0]  # the first batch fills the rings
     for kind in ("weights", "rear weights", "gradient"):
         hops = [message for message in steady if message.kind == kind]
         assert set(Counter((message.source, message.step) for message in hops).values()) == {1}
@@ -226,9 +231,11 @@ def test_sharded_states_travel_on_rings(num_stages: int) -> None:
 
 def test_shared_gradients_and_totals() -> None:
     schedule = Schedule(Rule.named("v2", 4), "shared")
-    steady = [message for message in schedule.messages(8) if message.sent_in in (3, 4, 5)]  # 3 is lcm-free enough
+    steady = [message for message in messages_of(schedule, 8) if message.sent_in in (3, 4, 5)]
     totals = Counter(message.stage for message in steady if message.kind == "total")
-    assert totals == {stage: 3 * (3 - stage) for stage in range(3)}  # N - j devices, one of which has it
+    assert totals == {
+        stage: 3 * (3 - stage) for stage in range(3)
+    }  # stage j has N - j devices; one of them made the total
     assert all(message.source != message.target for message in steady)
 
 

@@ -1,4 +1,4 @@
-"""A run that is saved, drained or not, and resumed is the run that was not interrupted, to the bit."""
+"""A run that is saved, drained or not, and resumed equals the run without interruption, to the bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make(count: int, seed: int, optimizer: str, mesh: DeviceMesh | None, **optio
 
 
 def together(state: dict[str, Any]) -> dict[str, Any]:
-    """All ranks' parts, as a folder would hold them."""
+    """The parts of all ranks, as in a checkpoint folder."""
     if not dist.is_initialized():
         return state
     parts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
@@ -52,7 +52,7 @@ def assert_resumes(count: int, rules: tuple[str, ...], mesh: DeviceMesh | None, 
         for step in range(END):
             if step in (0, 1, 3):
                 saved[step] = together(unbroken.state_dict())
-                # Tensors are those of the run; a checkpoint is a copy.
+                # The state holds tensors of the run; a checkpoint would hold copies.
                 saved[step] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in saved[step].items()}
             train(unbroken, range(step, step + 1), worker)
         unbroken.drain()
@@ -96,7 +96,7 @@ def test_shared_stages_resume() -> None:
 
 
 def job_folder(folder: str) -> None:
-    """Through a folder of torch.distributed.checkpoint, into another placement."""
+    """Save with torch.distributed.checkpoint, and load into other placements."""
     mesh = init_device_mesh("cpu", (3,))
     worker = dist.get_rank()
     oracle = make_oracle(3, Rule.named("v2", 3), "adamw")
@@ -110,7 +110,7 @@ def job_folder(folder: str) -> None:
         state = resumed.blank_state_dict()
         dcp.load(state, checkpoint_id=folder)
         resumed.load_state_dict(state)
-        assert resumed.param_groups[0]["lr"] == run.param_groups[0]["lr"]
+        assert resumed.optimizer.param_groups[0]["lr"] == run.optimizer.param_groups[0]["lr"]
         train(resumed, range(3, END), worker)
         resumed.drain()
         with resumed.consistent_parameters():
@@ -123,7 +123,7 @@ def test_folder_moves_between_placements(tmp_path: Path) -> None:
 
 
 def job_evaluation() -> None:
-    """The version that evaluation sees is the oracle's, one batch ago; it does not disturb the run."""
+    """Evaluation sees the oracle's version of one batch ago, and does not change the run."""
     mesh = init_device_mesh("cpu", (3,))
     worker = dist.get_rank()
     for states in ("replicated", "sharded"):
@@ -153,7 +153,7 @@ def test_evaluation_sees_one_version() -> None:
     run_ranks(job_evaluation, 3)
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_entries_that_do_not_fit_are_named() -> None:
     run = make(2, 0, "sgd", None)
     state = run.state_dict()
     with pytest.raises(ValueError, match=r"no 'stages\.1\.parameters\.linear\.weight'.*all ranks' parts"):

@@ -1,4 +1,4 @@
-"""Where models are cut, that stages compute what the model computes, and what is refused."""
+"""The places where models are cut, the equality of stages and model, and the models that are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import transformers as hf
 from torch import Tensor, nn
 
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.stages.cut import cut, partition, unstage
+from laconic.cyclic.stages.cut import cut
+from laconic.cyclic.stages.partition import partition
+from laconic.cyclic.stages.stage import unstage
 from tests.ranks import run_ranks
 
 VOCAB = 61
@@ -37,8 +39,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "bos_token_id": 1, "eos_token_id": 2,
     },
 }  # fmt: skip
-"""gemma3 gives its layers two kinds of mask, granite scales logits, bloom's layers return tuples, opt projects what
-leaves its layers, gpt2 has dropout."""
+"""gemma3 gives its layers two kinds of mask, granite scales logits, bloom's layers return tuples, opt projects the
+output of its layers, gpt2 has dropout."""
 
 
 def causal_lm(kind: str, **changes: Any) -> Any:
@@ -63,7 +65,7 @@ def tokens(rows: int = 2, length: int = 12, seed: int = 0) -> Tensor:
 
 
 def brute_force(costs: list[float], num_stages: int, tolerance: float = 0.05) -> tuple[float, float]:
-    """Least shortfall of a prefix, and with it the least largest stage, over all partitions."""
+    """The least shortfall of a prefix over all partitions, and the smallest largest stage with that shortfall."""
     total, found = sum(costs), []
     for inner in itertools.combinations(range(1, len(costs)), num_stages - 1):
         borders = (0, *inner, len(costs))
@@ -173,7 +175,7 @@ def test_the_model_lives_on_in_its_stages() -> None:
 
 
 def test_stages_train_as_the_model_does() -> None:
-    """All at once, in one process: the same bits as accumulated gradients of the whole model."""
+    """Rule dp in one process gives the bits of gradients accumulated over the whole model."""
     model, twin = causal_lm("llama"), causal_lm("llama")
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -195,7 +197,7 @@ def test_stages_train_as_the_model_does() -> None:
 
 
 class DropsLogits(hf.GPT2LMHeadModel):
-    """Asks itself, not a module of its own, whether it trains."""
+    """Looks at its own `training` flag, not at that of a submodule."""
 
     def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
         output = super().forward(input_ids, **kwargs)
@@ -215,8 +217,8 @@ def test_stages_train_and_evaluate_as_the_model_does() -> None:
     assert (chain(stages, tokens()) == 0).float().mean() == pytest.approx(0.5, abs=0.1)
 
 
-class SkipsALayer(hf.LlamaForCausalLM):
-    """Adds something between its body and its head that no module does."""
+class ChangesLogits(hf.LlamaForCausalLM):
+    """Changes its logits in its own forward, outside of any module."""
 
     def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
         output = super().forward(input_ids, **kwargs)
@@ -227,18 +229,18 @@ class SkipsALayer(hf.LlamaForCausalLM):
 
 def test_a_model_that_is_more_than_its_parts_is_refused() -> None:
     config = hf.AutoConfig.for_model("llama", **GROUPED)
-    with pytest.raises(ValueError, match=r"SkipsALayer is not the sequence of .*by up to 1\.0e-03"):
-        cut(SkipsALayer(config), 2)
+    with pytest.raises(ValueError, match=r"ChangesLogits is not the sequence of .*by up to 1\.0e-03"):
+        cut(ChangesLogits(config), 2)
 
 
-def test_a_model_with_parameters_beside_is_refused() -> None:
+def test_a_model_with_parameters_of_its_own_is_refused() -> None:
     model = causal_lm("llama")
     model.register_parameter("scale", nn.Parameter(torch.ones(1)))
     with pytest.raises(ValueError, match=r"belong to no layer.*scale"):
         cut(model, 2)
 
 
-def test_what_is_no_language_model_is_refused() -> None:
+def test_other_models_are_refused() -> None:
     class Plain(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -330,7 +332,7 @@ def test_by_memory_and_by_costs() -> None:
 
 
 def test_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that only layers advance: stages take the same time, and the first the more where that cannot be."""
+    """Only layers advance the clock. Stages take the same time, or the first stage takes more."""
     clock = SimpleNamespace(now_s=0.0)
     monkeypatch.setattr("laconic.cyclic.stages.cut.time", SimpleNamespace(perf_counter=lambda: clock.now_s))
 
@@ -359,7 +361,7 @@ def test_measuring_leaves_no_trace() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_every_stage_gets_something_to_train() -> None:
+def test_every_stage_has_a_trainable_parameter() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
     stages = cut(model, 2, by=[5, 1, 1, 1, 1])
     assert [sum(p.numel() for p in stage.parameters()) for stage in stages] == [20, 20]
@@ -368,7 +370,7 @@ def test_every_stage_gets_something_to_train() -> None:
         cut(model, 2, by="parameters")
 
 
-def test_what_cannot_be_cut() -> None:
+def test_impossible_cuts_are_refused() -> None:
     model = nn.Sequential(*layers(4, 4, 4))
     with pytest.raises(ValueError, match="3 stages need at least as many blocks, and the model has 2"):
         cut(model, 3, by="parameters")
@@ -399,7 +401,7 @@ def test_shared_modules_across_stages_are_refused() -> None:
 
 
 def job_cut() -> list[int]:
-    """By costs that differ from rank to rank, as measured ones would."""
+    """Costs that differ between ranks, as measured costs do."""
     import torch.distributed as dist
 
     costs = [[1, 1, 1, 3], [3, 1, 1, 1]][dist.get_rank()]

@@ -1,4 +1,4 @@
-"""What the stagger is for: flat activations, short messages; and what a run reports of it."""
+"""The effects of the stagger, flat activations and short messages, and their measurement."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from laconic.cyclic.report import Report, peak_together
 from laconic.cyclic.runtime import CyclicDataParallel
+from laconic.cyclic.schedule.program import messages_per_step
+from laconic.cyclic.schedule.rule import Rule
 from laconic.cyclic.schedule.schedule import Schedule
 from tests.ranks import run_ranks
 
@@ -33,7 +35,7 @@ class _Takes(torch.autograd.Function):
 
 
 class Slow(nn.Module):
-    """A stage that takes its time."""
+    """A stage whose forward and backward take a given time."""
 
     def __init__(self, forward_s: float, backward_s: float) -> None:
         super().__init__()
@@ -53,7 +55,7 @@ def job_live(rule: str, times: tuple[float, float], steps: int) -> Report:
         [Slow(*times) for _ in range(COUNT)], loss_fn, lambda p: torch.optim.SGD(p, lr=0.1), mesh, rule=rule
     )
     for step in range(steps):
-        if step == 2:  # the fill, and the measurement of times, are over
+        if step == 2:  # the pipeline is filled, and durations are measured
             run.report.clear_trace()
         run.step((torch.randn(2, 8), torch.randn(2, 8)))
     report = run.report
@@ -62,8 +64,10 @@ def job_live(rule: str, times: tuple[float, float], steps: int) -> Report:
 
 
 def peaks(reports: list[Report]) -> list[int]:
-    """The most stage activations alive over all workers, in each of worker 0's batches."""
-    begins = [moment for moment, alive in reports[0].trace if alive == 1][::2]  # it comes up to 1 and down to 1
+    """The largest number of stage activations alive on all workers, in each of worker 0's batches."""
+    begins = [moment for moment, alive in reports[0].trace if alive == 1][
+        ::2
+    ]  # the number rises to 1 and falls to 1 in every batch
     return [
         peak_together([[event for event in r.trace if event[0] < end] for r in reports], since=begin)
         for begin, end in pairwise(begins)
@@ -71,11 +75,11 @@ def peaks(reports: list[Report]) -> list[int]:
 
 
 def test_live_activations_stay_flat() -> None:
-    """On a machine that does other things too a worker may be late in one batch or another, hence the best of some."""
+    """A worker may be late in single batches on a busy machine, so the best of several batches counts."""
     for times in ((0.06, 0.06), (0.04, 0.08)):
         reports = run_ranks(job_live, COUNT, "v2", times, 8)
         assert min(peaks(reports)) <= COUNT * (COUNT + 1) // 2 + COUNT // 2
-        assert all(r.live_peak == COUNT and r.live_now == 0 for r in reports)  # no worker saves anything itself
+        assert all(r.live_peak == COUNT and r.live_now == 0 for r in reports)  # a single worker saves no memory
         assert all(len(r.durations_s) == len(r.waits_s) == 2 * COUNT for r in reports)
     reports = run_ranks(job_live, COUNT, "dp", (0.06, 0.06), 6)
     assert max(peaks(reports)) == COUNT**2
@@ -85,52 +89,75 @@ def job_bytes(states: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (COUNT,))
     stages = [nn.Linear(16, 16, bias=False) for _ in range(COUNT)]
     run = CyclicDataParallel(stages, loss_fn, lambda p: torch.optim.SGD(p, lr=0.1), mesh, states=states)  # type: ignore[arg-type]
-    told = []
+    by_step = []
     for _ in range(4):
         before = run.traffic.snapshot()
         run.step((torch.randn(2, 16), torch.randn(2, 16)))
-        told.append(run.traffic.snapshot() - before)
+        by_step.append(run.traffic.snapshot() - before)
     held = {stage: run._placement.buffers[stage].untyped_storage().nbytes() for stage in range(COUNT)}
     owned = run.rule.switch.index(dist.get_rank() or 0)
     passing = 16 * 16 * 4 if states == "replicated" else 0
     assert held == {stage: 16 * 16 * 4 if stage == owned else passing for stage in range(COUNT)}
-    steady, burst = told[-1], run.report.largest_burst
+    steady, burst = by_step[-1], run.report.largest_burst
     by_op = run.report.bytes_per_step
     run.drain()
     return {
-        "sent": {purpose: steady.total("node", purpose, "sent") for purpose in ("weights", "gradients", "control")},  # type: ignore[arg-type]
+        "sent": {purpose: steady.total("local", purpose, "sent") for purpose in ("weights", "gradients", "control")},  # type: ignore[arg-type]
         "burst": burst,
         "by_op": by_op,
         "is_first": dist.get_rank() == 0,
     }
 
 
-def test_bytes_are_the_schedules() -> None:
-    """Counted bytes are the planner's messages times a stage's bytes, and never more than two stages at once."""
+def test_bytes_are_those_of_the_schedule() -> None:
+    """Counted bytes are the schedule's messages times a stage's bytes; a worker sends at most two stages at once."""
     stage_bytes = 16 * 16 * 4
     for states in ("replicated", "sharded"):
         results = run_ranks(job_bytes, COUNT, states)
-        schedule = Schedule.of("v2", COUNT, states)  # type: ignore[arg-type]
+        schedule = Schedule(Rule.named("v2", COUNT), states)  # type: ignore[arg-type]
         for worker, result in enumerate(results):
-            mine = [m for m in schedule.messages(9) if m.source == worker and m.sent_in == 3]
-            weights = sum(m.kind in ("weights", "rear weights") for m in mine) * stage_bytes
+            own = [m for step in messages_per_step(schedule, 9) for m in step if m.source == worker and m.sent_in == 3]
+            weights = sum(m.kind in ("weights", "rear weights") for m in own) * stage_bytes
             assert result["sent"]["weights"] == weights
-            assert result["sent"]["gradients"] == (len(mine) * stage_bytes - weights)
+            assert result["sent"]["gradients"] == (len(own) * stage_bytes - weights)
             assert sum(result["by_op"]) == weights + result["sent"]["gradients"]
             assert result["sent"]["control"] == (8 if worker < COUNT - 1 else 0)
             assert max(result["by_op"]) <= 2 * stage_bytes
-        if states == "replicated":  # as a ring's all-reduce: 2 (N - 1) / N of the model
+        if states == "replicated":  # a ring all-reduce also sends 2 (N - 1) / N of the model
             total = sum(r["sent"]["weights"] + r["sent"]["gradients"] for r in results)
             assert total == (2 * COUNT * (COUNT - 1) + COUNT - 1) * stage_bytes
+
+
+def job_levels() -> dict[str, int]:
+    mesh = init_device_mesh("cpu", (COUNT,))
+    stages = [nn.Linear(16, 16, bias=False) for _ in range(COUNT)]
+    run = CyclicDataParallel(stages, loss_fn, lambda p: torch.optim.SGD(p, lr=0.1), mesh)
+    for _ in range(3):
+        run.step((torch.randn(2, 16), torch.randn(2, 16)))
+    run.drain()
+    traffic = run.traffic.snapshot()
+    return {level: traffic.total(level, "gradients", "sent") for level in ("local", "node")}  # type: ignore[arg-type]
+
+
+def test_only_messages_between_nodes_count_as_such() -> None:
+    """On two nodes of two ranks worker 1 sends gradients to the other node, workers 0 and 2 to the same node."""
+    first, second, third, last = run_ranks(job_levels, COUNT, local=2)
+    sum_bytes = 3 * COUNT * 16 * 16 * 4  # of three batches
+    assert first == third == {"local": sum_bytes, "node": 0}
+    assert second == {"local": 0, "node": sum_bytes}
+    owners = Rule.named("v2", COUNT).owner
+    totals = [owners(stage) // 2 for stage in range(COUNT) if owners(stage) != COUNT - 1]
+    stage_bytes = sum_bytes // COUNT
+    assert last == {"local": totals.count(1) * stage_bytes, "node": totals.count(0) * stage_bytes}
 
 
 def test_report_of_waits() -> None:
     report = Report()
     for wait_s in (0.0, 0.05, 0.2, 0.0):
-        report.op(duration_s=1.0, wait_s=wait_s)
+        report.add_op(duration_s=1.0, wait_s=wait_s)
     assert report.on_time == 0.75
-    report.sent(7)
-    report.sent(5)
+    report.add_sent(7)
+    report.add_sent(5)
     assert report.largest_burst == 12
     report.begin_step()
     assert report.on_time == 1.0

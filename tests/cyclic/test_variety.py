@@ -1,4 +1,4 @@
-"""Models that real ones are made of: other layouts and dtypes, recomputation, running statistics, schedulers."""
+"""The features of real models: memory formats, dtypes, recomputation, running statistics, schedulers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from laconic.cyclic.flat import Layout
-from laconic.cyclic.parcel import HEADER_BYTES, Form
+from laconic.cyclic.buffers import HEADER_BYTES, ActivationMeta, ByteLayout
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.cyclic.schedule.rule import Rule
 from laconic.cyclic.schedule.schedule import StatePlacement
@@ -26,7 +25,7 @@ Batch = list[tuple[Tensor, Tensor]]
 
 
 class Recomputed(nn.Module):
-    """Saves its input alone, and reads its parameters again in the backward."""
+    """Saves only its input, and reads its parameters again in the backward."""
 
     def __init__(self, reentrant: bool = False) -> None:
         super().__init__()
@@ -37,7 +36,7 @@ class Recomputed(nn.Module):
 
 
 class Cast(nn.Module):
-    """A part in bf16 beside fp32, with shapes that do not fill 16 bytes."""
+    """Has bf16 and fp32 parameters, with sizes that are no multiples of 16 bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +106,7 @@ def test_workers() -> None:
 
 
 def job_shapes() -> None:
-    """Shared stages are told the shapes of activations once for every shape of batch."""
+    """A device sends the shapes of activations once for every shape of batch."""
     mesh = init_device_mesh("cpu", (3,))
     stages = [nn.Linear(6, 5), nn.Linear(5, 3)]
     run = CyclicDataParallel(stages, nn.functional.cross_entropy, adamw, mesh, states="shared")
@@ -115,7 +114,7 @@ def job_shapes() -> None:
     for rows in (4, 4, 2, 4, 2):
         before = run.traffic.snapshot()
         run.step([(torch.randn(rows, 6), torch.zeros(rows, dtype=torch.int64)) for _ in range(2)])
-        sent = (run.traffic.snapshot() - before).total("node", direction="sent")
+        sent = (run.traffic.snapshot() - before).total(direction="sent")
         headers.append(sent // HEADER_BYTES)
     run.drain()
     assert headers == ([1, 0, 1, 0, 0] if dist.get_rank() < 2 else [0] * 5)
@@ -136,7 +135,7 @@ def test_running_statistics_stay_local_and_follow_the_data() -> None:
 
 
 def test_learning_rate_scheduler() -> None:
-    """torch's own drive the optimizers of all stages, and complain of nothing."""
+    """A scheduler of torch drives the optimizers of all stages, without a warning."""
     torch.manual_seed(0)
     stages = vectors()
     oracle = Oracle(copy.deepcopy(stages), nn.functional.cross_entropy, adamw, Rule.named("v2", 4))
@@ -152,18 +151,18 @@ def test_learning_rate_scheduler() -> None:
     run.drain()
     for own, other in zip(run.stages, oracle.stages, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(own.parameters(), other.parameters(), strict=True))
-    assert [group["lr"] for group in run.param_groups] == [pytest.approx(0.01 * 0.1**2)] * 4
+    assert [group["lr"] for group in run.optimizer.param_groups] == [pytest.approx(0.01 * 0.1**2)] * 4
 
 
 def test_layout_keeps_values_and_strides() -> None:
     tensors = [
         torch.randn(3, 5, 2, 2).to(memory_format=torch.channels_last),
         torch.randn(7, dtype=torch.float16),
-        torch.randn(4, 6).t(),  # not dense in order: laid out anew
+        torch.randn(4, 6).t(),  # neither contiguous nor channels_last: copied in order
         torch.tensor(3, dtype=torch.int64),
         torch.zeros(0, 4),
     ]
-    layout = Layout(tensors)
+    layout = ByteLayout(tensors)
     views = layout.views(layout.pack(tensors, torch.device("cpu")))
     for view, tensor in zip(views, tensors, strict=True):
         assert torch.equal(view, tensor)
@@ -172,9 +171,11 @@ def test_layout_keeps_values_and_strides() -> None:
     assert layout.num_bytes == 240 + 16 + 96 + 16
 
 
-def test_form_survives_its_header() -> None:
-    form = Form.of([torch.zeros(2, 3, requires_grad=True), torch.zeros(4, dtype=torch.bool), torch.tensor(1.0)])
-    assert Form.from_header(form.header(torch.device("cpu"))) == form
-    assert [t[0] for t in form.gradients().tensors] == [(2, 3)]
+def test_metadata_survive_their_header() -> None:
+    meta = ActivationMeta.of(
+        [torch.zeros(2, 3, requires_grad=True), torch.zeros(4, dtype=torch.bool), torch.tensor(1.0)]
+    )
+    assert ActivationMeta.from_header(meta.header(torch.device("cpu"))) == meta
+    assert [t[0] for t in meta.gradients().tensors] == [(2, 3)]
     with pytest.raises(ValueError, match="hands on 400 tensors"):
-        Form.of([torch.zeros(1)] * 400).header(torch.device("cpu"))
+        ActivationMeta.of([torch.zeros(1)] * 400).header(torch.device("cpu"))

@@ -20,12 +20,12 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 
 class First(nn.Module):
-    """Hands on a tuple: hidden states, a mask that wants no gradient, and a skip connection that does."""
+    """Returns hidden states, a mask that requires no gradient, and a skip connection that requires one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.idle = nn.Parameter(torch.ones(3))  # without a part in any batch
+        self.idle = nn.Parameter(torch.ones(3))  # no batch uses it
 
     def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         hidden = self.linear(x)
@@ -33,7 +33,7 @@ class First(nn.Module):
 
 
 class Middle(nn.Module):
-    """An odd number of elements, a norm, and a part that is frozen."""
+    """Has parameters with an odd number of elements, and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Middle(nn.Module):
 
 
 class Last(nn.Module):
-    """One tensor out."""
+    """Returns one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Last(nn.Module):
 
 
 class Alone(nn.Module):
-    """The only stage there is."""
+    """The only stage of a model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def make_stages(count: int, seed: int = 0) -> list[nn.Module]:
 
 
 def make_batch(count: int, step: int, rows: int = 4) -> list[tuple[tuple[Tensor, Tensor], Tensor]]:
-    """Every worker's micro-batch."""
+    """The micro-batches of all workers."""
     generator = torch.Generator().manual_seed(step)
     return [
         (

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from laconic.config.job import DataConfig, JobError
+from laconic.config import DataConfig, JobError
 from laconic.data import tokens as data
 from laconic.data.corpus import open_corpus
 from laconic.hf.tokenizer import ByteTokenizer, load_tokenizer

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 
 from laconic import checkpoint
-from laconic.config.job import Config, DataConfig, LoraConfig, ModelConfig, to_dict
+from laconic.config import Config, DataConfig, LoraConfig, ModelConfig, to_dict
 from laconic.hf import export
 from laconic.hf.models import build_model
 from tests.hf.zoo import LORA, NO_LORA, TINY, spread, tokens, whole

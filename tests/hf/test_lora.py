@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from laconic import checkpoint
-from laconic.config.job import JobError, LoraConfig, ModelConfig
+from laconic.config import JobError, LoraConfig, ModelConfig
 from laconic.hf import lora
 from laconic.hf.models import build_model
 from tests.hf.zoo import LORA, TINY, differing, spread, tokens, whole

@@ -13,9 +13,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.initialization import no_init_weights
 
-from laconic.config.job import JobError, LoraConfig, ModelConfig
+from laconic.config import JobError, LoraConfig, ModelConfig
+from laconic.hf.folder import ModelFolderError
 from laconic.hf.models import build_model, layers_to_shard
-from laconic.hf.weights import ModelFolderError
 from tests.hf.zoo import LORA, NO_LORA, STRATEGIES, TINY, differing, spread, tokens, whole
 from tests.ranks import run_ranks
 

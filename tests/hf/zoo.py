@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from laconic.config.job import LoraConfig, ModelConfig
+from laconic.config import LoraConfig, ModelConfig
 from laconic.hf.models import build_model, layers_to_shard, materialize
 
 _LLAMA = {

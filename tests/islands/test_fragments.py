@@ -1,4 +1,4 @@
-"""When which fragment is sent and applied; and which parameters are in it."""
+"""The steps in which fragments are sent and applied, and the parameters in them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def test_every_fragment_is_sent_and_applied_once_a_round(every: int, fragments: 
     sent = {t: f for t in range(1, 5 * every + 1) if (f := schedule.sends(t)) is not None}
     for begin in range(1, 4 * every):
         window = [sent[t] for t in range(begin, begin + every) if t in sent]
-        assert sorted(window) == list(range(fragments)), "once in any round"
+        assert sorted(window) == list(range(fragments)), "each fragment once in every round"
     for t, fragment in sent.items():
         assert schedule.applies(t + overlap) == fragment
-    under_way = 0
+    in_flight = 0
     for t in range(1, 5 * every + 1):
-        under_way += schedule.sends(t) is not None
-        assert under_way <= 1
-        under_way -= schedule.applies(t) is not None
+        in_flight += schedule.sends(t) is not None
+        assert in_flight <= 1
+        in_flight -= schedule.applies(t) is not None
     assert list(sent.values())[: fragments + 1] == [*range(1, fragments), 0, 1 % fragments]
 
 
@@ -33,12 +33,12 @@ def test_every_fragment_is_sent_and_applied_once_a_round(every: int, fragments: 
         (8, 4, 2, r"overlap=2 must be less than every / fragments = 2"),
     ],
 )
-def test_schedules_that_cannot_be_kept_are_refused(every: int, fragments: int, overlap: int, message: str) -> None:
+def test_invalid_schedules_are_refused(every: int, fragments: int, overlap: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SyncSchedule(every=every, fragments=fragments, overlap=overlap)
 
 
-def test_layers_are_dealt_to_fragments() -> None:
+def test_layers_are_assigned_to_fragments() -> None:
     names = ["embed.weight", *(f"model.layers.{i}.mlp.{j}.weight" for i in range(5) for j in range(2)), "head.weight"]
     strided = fragment_of(names, 2)
     assert {n: f for n, f in strided.items() if "layers" not in n} == {"embed.weight": 0, "head.weight": 0}

@@ -1,6 +1,6 @@
-"""Trajectories that local steps must keep from release to release: golden.json, and how it was made.
+"""Trajectories of local steps that must not change from release to release, in golden.json.
 
-python -m tests.islands.test_golden    writes golden.json anew; say in the commit why numbers change
+python -m tests.islands.test_golden    rewrites golden.json; say in the commit why the numbers change
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Bowl(nn.Module):
-    """Two layers of four numbers, drawn to a place of each island's own: no random numbers, no kernels that differ."""
+    """Two layers of four numbers, pulled to another place on each island, without random numbers or complex kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Bowl(nn.Module):
 
 
 def job() -> dict[str, list[list[list[float]]]]:
-    """By case, step and layer: this island's parameters after each step."""
+    """Return this island's parameters by case, step and layer."""
     mesh = laconic.init_mesh("cpu", islands=ISLANDS, nodes=1, local=1)
     found = {}
     for name, options in CASES.items():
@@ -61,7 +61,7 @@ def job() -> dict[str, list[list[list[float]]]]:
 
 
 def trajectories() -> dict[str, Any]:
-    """By case and island."""
+    """Return the parameters by case, island, step and layer."""
     by_island = run_ranks(job, ISLANDS, local=1)
     return {name: [found[name] for found in by_island] for name in CASES}
 
@@ -76,13 +76,13 @@ def test_trajectories_are_the_golden_ones() -> None:
             got, torch.tensor(want), atol=2e-6, rtol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
         )
     first = torch.tensor(golden["diloco"])
-    assert not torch.equal(first[0, 2], first[1, 2]), "islands go their own ways between syncs"
-    assert torch.equal(first[0, 3], first[1, 3]), "and agree at them"
+    assert not torch.equal(first[0, 2], first[1, 2]), "islands differ between syncs"
+    assert torch.equal(first[0, 3], first[1, 3]), "islands are equal after a sync"
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "codec" in CASES[name]])
-def test_codes_show_in_the_golden_numbers(name: str) -> None:
-    """A codec that did nothing would keep fp32's trajectory."""
+def test_codecs_change_the_golden_numbers(name: str) -> None:
+    """A codec without effect would keep the trajectory of fp32."""
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
     assert (torch.tensor(golden[name]) - torch.tensor(golden["diloco"])).abs().max() > 1e-4
 

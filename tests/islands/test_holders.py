@@ -11,17 +11,9 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.islands.local_steps import LocalSteps
-from laconic.partial.patterns import sliced_layer
-from tests.partial.models import Mlp, MlpNet
+from tests.partial.models import MlpNet, partial_net
 from tests.ranks import run_ranks
 from tests.shard.helpers import inputs, squared_error
-
-MLPS = [sliced_layer(Mlp, kind="mlp", rows=["up"], columns=["down"])]
-
-
-def net(slice: int, slices: int) -> nn.Module:
-    torch.manual_seed(0)
-    return laconic.partial_updates(MlpNet(), slice=slice, slices=slices, include=["mlp"], patterns=MLPS)
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -35,10 +27,10 @@ def slice_of(name: str) -> int | None:
     return int(name[-1]) if "_slice" in name else None
 
 
-def job_merge(islands: int, local: int, held: list[int], slices: int, sharded: bool) -> None:
+def job_merge(islands: int, local: int, held: list[int], num_slices: int, sharded: bool) -> None:
     mesh = laconic.init_mesh("cpu", islands=islands, nodes=1, local=local)
     island, rank = dist.get_rank() // local, dist.get_rank() % local
-    model = net(held[island], slices)
+    model = partial_net(held[island], num_slices)
     if sharded:
         for child in model.children():
             if not isinstance(child, nn.ModuleList):
@@ -51,23 +43,23 @@ def job_merge(islands: int, local: int, held: list[int], slices: int, sharded: b
         start = values(model)
         for step in range(3):
             squared_error(model, inputs(10 * round_ + step, 2 * island + rank)).backward()
-            if step == 2:  # by hand: the inner step first, what every island has, then the agreement
+            if step == 2:  # take the inner step, record the parameters of every island, then sync
                 local_steps.optimizer.step()
-                mine = values(model)
-                for name, value in mine.items():
+                own = values(model)
+                for name, value in own.items():
                     if slice_of(name) not in (None, held[island]):
-                        assert torch.equal(value, start[name]), f"{name} is not this island's, and does not move"
+                        assert torch.equal(value, start[name]), f"{name} is frozen on this island, and does not move"
                 local_steps.advance()
             else:
                 local_steps.step()
             local_steps.zero_grad()
         everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, mine)
+        dist.all_gather_object(everywhere, own)
         got = values(model)
         for name, before in outer.items():
             holders = [i for i in range(islands) if slice_of(name) in (None, held[i])]
             if not holders:
-                assert torch.equal(got[name], start[name]), "nobody holds it: it stays, and has no momentum"
+                assert torch.equal(got[name], start[name]), "without a holder it does not move and has no momentum"
                 continue
             mean = torch.stack([before - everywhere[i * local][name] for i in holders]).mean(0)
             momentum[name] = 0.9 * momentum[name] + mean
@@ -76,19 +68,19 @@ def job_merge(islands: int, local: int, held: list[int], slices: int, sharded: b
 
 
 @pytest.mark.parametrize(
-    ("islands", "local", "held", "slices", "sharded"),
+    ("islands", "local", "held", "num_slices", "sharded"),
     [(3, 1, [0, 1, 1], 2, False), (2, 2, [1, 0], 2, True), (2, 1, [0, 2], 4, True)],
 )
-def test_drifts_are_averaged_over_those_who_hold_the_slice(
-    islands: int, local: int, held: list[int], slices: int, sharded: bool
+def test_pseudo_gradients_are_averaged_over_the_holders_of_the_slice(
+    islands: int, local: int, held: list[int], num_slices: int, sharded: bool
 ) -> None:
-    run_ranks(job_merge, islands * local, islands, local, held, slices, sharded, local=local)
+    run_ranks(job_merge, islands * local, islands, local, held, num_slices, sharded, local=local)
 
 
 def job_one_slice() -> None:
     mesh = laconic.init_mesh("cpu", islands=2, nodes=1, local=1)
     torch.manual_seed(0)
-    models = [net(0, 1), MlpNet()]
+    models = [partial_net(0, 1), MlpNet()]
     torch.manual_seed(0)
     models[1] = MlpNet()
     for model in models:

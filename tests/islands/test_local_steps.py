@@ -1,4 +1,4 @@
-"""Local steps against islands in one process, around plain and sharded models; and what they degenerate to."""
+"""Local steps, around plain and sharded models, compared with the oracle and with plain training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic
-from laconic.codec.codecs import CODECS
+from laconic.codec import CODECS
 from laconic.islands.fragments import fragment_of
 from laconic.islands.local_steps import LocalSteps
 from tests.ranks import run_ranks
@@ -128,14 +128,15 @@ def job_degenerate() -> None:
         assert_equal(values(model), values(plain), atol=1e-6, rtol=1e-5)
 
 
-def test_what_local_steps_degenerate_to() -> None:
+def test_local_steps_equal_plain_training_in_the_limits() -> None:
     run_ranks(job_degenerate, 2, local=2)
 
 
 def job_codecs() -> None:
     mesh = laconic.init_mesh("cpu", islands=3, nodes=1, local=1)
     for name, codec in CODECS.items():
-        model = build(make, seed=dist.get_rank())  # differently built: all begin from island 0's parameters
+        # Islands build their models with different seeds, and all start from island 0's parameters.
+        model = build(make, seed=dist.get_rank())
         local = LocalSteps(model, adamw(model), mesh=mesh, every=2, codec=name, error_feedback=name == "fp4")
         first = build(make, seed=0)
         assert_equal(values(model), values(first), atol=0, rtol=0)
@@ -189,7 +190,7 @@ def job_resume(options: Job) -> None:
     run(model, unbroken, range(7, 14))
 
     again, resumed = start(1)
-    run(again, resumed, range(1))  # an optimizer that has state to be filled
+    run(again, resumed, range(1))  # creates the optimizer state that is filled below
     live = resumed.state_dict()
     resumed.load_state_dict(
         {
@@ -202,8 +203,8 @@ def job_resume(options: Job) -> None:
             parameter.to_local().copy_(inner[name])
     for parameter, state in zip(again.parameters(), states, strict=True):
         for key, value in state.items():
-            mine = resumed.optimizer.state[parameter][key]
-            (mine.to_local() if isinstance(mine, laconic.RaggedTensor) else mine).copy_(value)
+            live_state = resumed.optimizer.state[parameter][key]
+            (live_state.to_local() if isinstance(live_state, laconic.RaggedTensor) else live_state).copy_(value)
     run(again, resumed, range(7, 14))
     assert resumed.steps == unbroken.steps == 14
     assert_equal(values(again), values(model), atol=0, rtol=0)
@@ -218,7 +219,7 @@ def _like(model: Any, key: str, value: Any) -> Any:
     return model.get_parameter(name).like(value)
 
 
-def test_a_resumed_run_is_the_unbroken_one() -> None:
+def test_a_resumed_run_equals_the_unbroken_one() -> None:
     run_ranks(
         job_resume, 4, {"every": 4, "fragments": 2, "overlap": 1, "codec": "fp4", "error_feedback": True}, local=2
     )
@@ -236,7 +237,7 @@ def job_refusals() -> None:
     local = LocalSteps(model, adamw(model), mesh=mesh, every=1)
     with torch.no_grad():
         next(model.parameters()).fill_(float("nan"))
-    with pytest.raises(ValueError, match="an island has diverged"):
+    with pytest.raises(ValueError, match="training has diverged"):
         local.advance()
 
 

@@ -1,4 +1,4 @@
-"""Islands that are lost, restarted and joined: they go on from the last agreement."""
+"""Islands that are lost, restarted or added: all go on from the last sync."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.shard.helpers import build, shard, squared_error
 
 
 def train(islands: int, local: int, machines: list[str] | None, upto: int, seed: int = 0) -> tuple[int, Any]:
-    """Train as island rank // local on its machine; returns the step it began after, and the model."""
+    """Train as island rank // local on its machine; return the step after which it began, and the model."""
     mesh = laconic.init_mesh("cpu", islands=islands, nodes=1, local=local)
     island, rank = dist.get_rank() // local, dist.get_rank() % local
     model = shard(build(make, seed=seed), mesh=mesh) if local > 1 else build(make, seed=seed)
@@ -44,7 +44,7 @@ def job(islands: int, local: int, machines: list[str] | None, upto: int, seed: i
 
 
 @pytest.mark.parametrize("local", [1, 2])
-def test_a_restarted_run_is_the_unbroken_one_from_the_last_sync_on(local: int, tmp_path: Path) -> None:
+def test_a_restarted_run_equals_the_unbroken_one_from_the_last_sync_on(local: int, tmp_path: Path) -> None:
     machines = [str(tmp_path / f"machine-{i}") for i in range(3)]
     first = run_ranks(job, 2 * local, 2, local, machines, 5, local=local)  # the fifth step is lost
     assert [begun for begun, _ in first] == [0] * (2 * local)
@@ -68,7 +68,7 @@ def test_islands_come_and_go(tmp_path: Path) -> None:
     for damaged in (tmp_path / "machine-1").iterdir():
         damaged.write_bytes(damaged.read_bytes()[:100])
     begun, got = run_ranks(job, 2, 2, 1, machines[:2], 4, 3, local=1)[1]
-    assert begun == 4, "what one has lost, the other remembers"
+    assert begun == 4, "an island without a file gets the state of the other"
     assert_equal(got, before[0][1], atol=0, rtol=0)
 
 
@@ -98,7 +98,7 @@ with open({log!r}, "a") as log:
 """
 
 
-def test_a_run_outlives_a_machine(tmp_path: Path) -> None:
+def test_a_run_survives_the_loss_of_a_machine(tmp_path: Path) -> None:
     script, log = tmp_path / "train.py", tmp_path / "log.txt"
     repository = str(Path(__file__).parents[2])
     script.write_text(textwrap.dedent(SCRIPT).format(repository=repository, log=str(log)))
@@ -116,7 +116,7 @@ def test_a_run_outlives_a_machine(tmp_path: Path) -> None:
             env = {**os.environ, "MACHINE": str(tmp_path / f"machine-{machine}"), "OMP_NUM_THREADS": "1"}
             agents.append(subprocess.Popen(command, env=env, start_new_session=True))
             if machine == 0:
-                _wait(lambda: _listens(port), 60)  # this agent holds the store, and must be the one that stays
+                _wait(lambda: _listens(port), 60)  # this agent holds the store, so it must stay
         _wait(lambda: (tmp_path / "machine-1").exists() and any((tmp_path / "machine-1").iterdir()), 90)
         _kill(agents[1])
         assert agents[0].wait(120) == 0
@@ -132,7 +132,7 @@ def test_a_run_outlives_a_machine(tmp_path: Path) -> None:
 def _wait(condition: Any, timeout_s: float) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < end, "nothing happened"
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.1)
 
 
@@ -142,7 +142,7 @@ def _listens(port: int) -> bool:
 
 
 def _kill(agent: subprocess.Popen[bytes]) -> None:
-    """An agent and its worker, as when the machine dies; the worker has a session of its own."""
+    """Kill an agent and its worker, as when the machine dies. The worker has its own process session."""
     children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
     pids = children.read_text().split() if children.exists() else []
     for pid in [*map(int, pids), agent.pid]:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.lab import traces
 
-# One process that dies by SIGTERM, one that ignores it and left its session, as a daemon does.
+# One process dies by SIGTERM. The other ignores it and has left its session, as a daemon does.
 _NODE = """
 import os, signal, subprocess, sys, time
 daemon = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
@@ -51,14 +51,14 @@ class RunningLab:
     namespaces: list[int]
 
     def wait(self) -> int:
-        """How it ended; not reading on, since processes that it left behind may hold the pipe."""
+        """Return the exit code. Do not read to the end, since processes that stay behind may hold the pipe."""
         returncode = self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
         return returncode
 
     def remains(self) -> dict[str, object]:
-        """What is there that was not there before; empty if nothing is."""
+        """Return the processes, namespaces and files of the lab that still exist; empty if none does."""
         found = {
             "processes": traces.processes_with_marker(self.marker),
             "namespaces": [inode for inode in self.namespaces if traces.network_namespace_is_held(inode)],
@@ -68,7 +68,7 @@ class RunningLab:
 
 
 class Starter:
-    """Starts labs that keep their files in one folder and their processes marked."""
+    """A starter of labs that keep their files in one folder and mark their processes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -109,7 +109,7 @@ def test_after_success_and_failure(start: Starter, exit_code: int, wire: str) ->
 @pytest.mark.parametrize("wire", ["wire", "no-wire"])
 def test_after_ctrl_c(start: Starter, wire: str) -> None:
     lab = start("wait", wire)
-    assert lab.remains().keys() >= {"processes", "files"}, "this test would not see what it looks for"
+    assert lab.remains().keys() >= {"processes", "files"}, "this test would not notice leftovers"
     lab.process.send_signal(signal.SIGINT)
     assert lab.wait() != 0
     assert lab.remains() == {}
@@ -118,7 +118,7 @@ def test_after_ctrl_c(start: Starter, wire: str) -> None:
 @pytest.mark.parametrize("wire", ["wire", "no-wire"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_after_the_lab_is_killed(start: Starter, wire: str, number: signal.Signals) -> None:
-    """Nobody waits for the keeper then, so it may take a moment."""
+    """Nobody waits for the keeper, so it may take a moment."""
     lab = start("wait", wire)
     lab.process.send_signal(number)
     assert lab.wait() == -number
@@ -134,7 +134,7 @@ def test_kernel_ends_a_wired_lab_when_the_keeper_is_killed(start: Starter) -> No
     assert lab.remains() == {}, "the next lab removes the folder"
 
 
-def test_the_next_lab_ends_what_a_killed_keeper_left(start: Starter) -> None:
+def test_the_next_lab_ends_the_processes_of_a_killed_keeper(start: Starter) -> None:
     lab = start("wait", "no-wire")
     os.kill(lab.keeper, signal.SIGKILL)
     assert lab.wait() != 0

@@ -7,7 +7,7 @@ import pytest
 from laconic.lab import InterfaceBytes, interface_bytes
 
 
-def test_outside_a_lab_there_is_nothing_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_are_no_counters_outside_a_lab(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LACONIC_LAB_INTERFACE", raising=False)
     assert interface_bytes() is None
     monkeypatch.setenv("LACONIC_LAB_INTERFACE", "")
@@ -20,7 +20,7 @@ def test_unknown_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         interface_bytes()
 
 
-def test_counts_what_passes_and_subtracts() -> None:
+def test_counts_passing_bytes_and_subtracts() -> None:
     before = interface_bytes("lo")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         for _ in range(10):

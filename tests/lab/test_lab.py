@@ -1,4 +1,4 @@
-"""The lab itself: its wire, its nodes and what it says about them. Plain commands instead of torchrun, to be quick."""
+"""The wire and the nodes of a lab, and its results. Plain commands replace torchrun, to be quick."""
 
 import sys
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def python(lab: Lab, code: str, *arguments: str, timeout_s: float = 60.0, **keyw
 
 
 def transfer(lab: Lab, num_bytes: int) -> RunResult:
-    """Send `num_bytes` from every other node to node 0, which prints the seconds it took."""
+    """Send `num_bytes` from every other node to node 0, which prints the seconds that they take."""
     return python(lab, _TRANSFER, str(num_bytes), str(lab.nodes - 1))
 
 
@@ -66,7 +66,7 @@ def test_interfaces_count_the_bytes_that_were_sent(lab: Lab, rate_bits_per_s: fl
 
 @pytest.mark.parametrize("rate_bits_per_s", [20e6, 200e6, 1e9])
 def test_no_more_passes_than_the_rate_allows(lab: Lab, rate_bits_per_s: float) -> None:
-    """The other half, that no less passes, depends on who else uses the cores."""
+    """Whether as much passes as the rate allows depends on other users of the cores."""
     lab.set_rate(rate_bits_per_s)
     assert lab.rate_bits_per_s == rate_bits_per_s
     num_bytes = int(rate_bits_per_s / 8)
@@ -77,7 +77,7 @@ def test_no_more_passes_than_the_rate_allows(lab: Lab, rate_bits_per_s: float) -
     assert unshaped_seconds < seconds
 
 
-def test_many_nodes_share_the_link_of_the_one_they_send_to() -> None:
+def test_senders_share_the_link_of_their_receiver() -> None:
     with Lab(nodes=3, rate_bits_per_s=100e6) as lab:
         result = transfer(lab, 5_000_000)
     assert 2 * 5e6 * 8 / float(result.nodes[0].output) < 1.05 * 100e6
@@ -95,13 +95,13 @@ def test_a_node_sees_its_own_interface_and_nothing_of_the_host(lab: Lab) -> None
 
 
 def test_addresses_have_names(lab: Lab) -> None:
-    """Without names torch asks an unreachable name server about every connection, and complains."""
+    """Without names torch asks an unreachable name server for every connection, and complains."""
     result = python(lab, "import socket; print(socket.getnameinfo(('::ffff:10.77.0.2', 1), socket.NI_NAMEREQD)[0])")
     assert [node.output for node in result.nodes] == ["node1\n"] * 2
 
 
 def test_processes_know_their_own_number(lab: Lab) -> None:
-    """/proc shows the PID namespace of the lab, or psutil would measure somebody else."""
+    """/proc shows the PID namespace of the lab, or psutil would measure another process."""
     result = python(lab, "import os; print(os.readlink('/proc/self') == str(os.getpid()))")
     assert [node.output for node in result.nodes] == ["True\n"] * 2
 
@@ -137,7 +137,7 @@ def test_a_command_that_does_not_exist_fails(lab: Lab) -> None:
     assert "/no/such/program" in result.nodes[0].output
 
 
-def test_timeout_ends_what_ignores_sigterm(lab: Lab) -> None:
+def test_timeout_ends_processes_that_ignore_sigterm(lab: Lab) -> None:
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     result = python(lab, code, timeout_s=0.5, grace_s=0.2)
     assert result.timed_out

@@ -26,7 +26,7 @@ except LabUnavailable as error:
 
 
 def report(how: str, wire: str, folder: Path) -> dict[str, object]:
-    """What a lab finds when it is made with the privileges `how`."""
+    """Make a lab with the privileges `how`, and return its report."""
     package = str(Path(__file__).parents[2] / "src/laconic")
     command = [sys.executable, "-c", _REPORT, package, wire]
     if how != "root":
@@ -53,7 +53,7 @@ def test_makes_a_wire(how: str, tmp_path: Path) -> None:
         assert (int(pid) < 50) == (how != "masked-proc"), "PIDs of its own unless /proc cannot show them"
 
 
-def test_refusal_says_what_to_do(tmp_path: Path) -> None:
+def test_refusal_names_remedies(tmp_path: Path) -> None:
     message = str(report("nothing", "wire", tmp_path)["unavailable"])
     assert "run as root" in message
     assert "user.max_user_namespaces" in message

@@ -27,7 +27,7 @@ def test_none_is_no_limit() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "200", "200mb", "mbit", "-5mbit", "200 mbit/s", "unlimited"])
-def test_refuses_what_is_no_rate(text: str) -> None:
+def test_refuses_other_texts(text: str) -> None:
     with pytest.raises(ValueError, match="200mbit"):
         parse_rate(text)
 
@@ -39,7 +39,7 @@ def test_refuses_rates_that_the_filter_cannot_keep(text: str) -> None:
 
 
 @pytest.mark.parametrize("bits_per_s", [1e6, 20e6, 123_456_789, 2.5e9, 34e9])
-def test_writes_what_it_reads(bits_per_s: float) -> None:
+def test_reads_a_written_rate_back(bits_per_s: float) -> None:
     assert parse_rate(format_rate(bits_per_s)) == pytest.approx(bits_per_s, rel=1e-9)
 
 

@@ -1,7 +1,7 @@
-"""Scripts under torchrun in the lab: what they see, what is shown of them, and how they fail.
+"""Scripts under torchrun in the lab: their environment, their output and their failures.
 
-Those whose output is compared write whole lines: torchrun starts Python with -u, and then `print` writes the end of a
-line separately, after which nodes that write to one pipe may mix.
+Scripts whose output is compared write whole lines. torchrun starts Python with -u, so `print` would write the end of a
+line separately, and lines of nodes that write to one pipe could mix.
 """
 
 import json
@@ -117,7 +117,7 @@ def test_the_traceback_of_the_first_failing_rank_is_the_one_shown(script: Path, 
     ],
 )
 def test_a_rank_that_fails_ends_all(lab: Lab, script: Path, end: str, exit_code: int, error: str) -> None:
-    """The others would sleep for ever: nothing tells them."""
+    """The other ranks would sleep for ever, because nothing wakes them."""
     script.write_text(
         f"import os, signal, sys, threading, time\nif os.environ['RANK'] == '1':\n    {end}\ntime.sleep(600)\n"
     )
@@ -130,7 +130,7 @@ def test_a_rank_that_fails_ends_all(lab: Lab, script: Path, end: str, exit_code:
 
 
 def test_a_script_runs_as_it_would_alone(script: Path) -> None:
-    """Its name, arguments, path and module are its own, as `multiprocessing` needs them."""
+    """The script has its own name, arguments, path and module, which `multiprocessing` needs."""
     script.write_text(
         textwrap.dedent("""
         import multiprocessing, os, sys
@@ -158,18 +158,18 @@ def test_a_script_runs_as_it_would_alone(script: Path) -> None:
 
 def test_node_0_keeps_its_terminal(script: Path) -> None:
     script.write_text("import sys; sys.stdout.write(f'{sys.stdout.isatty()} {sys.stderr.isatty()}\\n')")
-    ours, theirs = pty.openpty()
+    own_end, terminal = pty.openpty()
     command = [*LABORATORY, "--nodes", "2", "--local", "1", "--no-wire", "--", str(script)]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
-        os.close(theirs)
+    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal) as process:
+        os.close(terminal)
         shown = b""
         while True:
             try:
-                part = os.read(ours, 4096)
-            except OSError:  # what Linux says at the end of a terminal
+                part = os.read(own_end, 4096)
+            except OSError:  # the end of a terminal, on Linux
                 break
             shown += part
-    os.close(ours)
+    os.close(own_end)
     assert process.returncode == 0, shown
     assert {"True True", "[node 1] False False"} <= set(shown.decode().splitlines())
 

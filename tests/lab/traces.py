@@ -1,4 +1,4 @@
-"""What a lab could leave behind, looked for from outside."""
+"""Finding the leftovers of a lab from outside."""
 
 import os
 import time
@@ -9,7 +9,7 @@ MARKER = "LACONIC_TEST_MARKER"
 
 
 def wait_until(condition: Callable[[], bool], *, at_most_s: float = 60.0) -> bool:
-    """Whether `condition` came true; for what the kernel or another process does in its own time."""
+    """Wait until `condition` is true, and return whether it became so; for events in other processes or the kernel."""
     deadline = time.monotonic() + at_most_s
     while not condition():
         if time.monotonic() > deadline:
@@ -23,7 +23,7 @@ def _processes() -> Iterator[Path]:
 
 
 def processes_with_marker(marker: str) -> set[int]:
-    """PIDs of the living processes that were started with MARKER=marker in their environment."""
+    """Return the PIDs of the living processes that were started with MARKER=marker in their environment."""
     found = set()
     for process in _processes():
         try:
@@ -35,7 +35,7 @@ def processes_with_marker(marker: str) -> set[int]:
 
 
 def network_namespace_is_held(inode: int) -> bool:
-    """Whether some process is in the namespace, holds its descriptor, or has it mounted."""
+    """Return whether some process is in the namespace, holds its descriptor, or has it mounted."""
     name = f"net:[{inode}]"
     for process in _processes():
         try:
@@ -54,5 +54,5 @@ def network_namespace_is_held(inode: int) -> bool:
 
 
 def interfaces() -> set[str]:
-    """Names of the interfaces in our own network namespace."""
+    """Return the names of the interfaces in this process's network namespace."""
     return {line.partition(":")[0].strip() for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]}

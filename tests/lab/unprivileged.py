@@ -1,10 +1,10 @@
-"""Runs a command with less privilege than this process has: python unprivileged.py HOW COMMAND...
+"""Run a command with less privilege than this process has: python unprivileged.py HOW COMMAND...
 
 HOW is one of
     user         no right to make a network, but to make user namespaces, as most users have on most kernels
     masked-proc  the same with a part of /proc hidden, as in a container; the kernel then refuses a /proc of one's own
     nothing      no right to make user namespaces either
-The user keeps its number, so that it can read the interpreter wherever that lies. Needs root.
+The user keeps its number, so that it can read the interpreter anywhere. Needs root.
 """
 
 import ctypes

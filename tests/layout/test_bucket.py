@@ -52,7 +52,7 @@ def test_an_extent_lies_where_the_bucket_has_it(shapes: list[tuple[int, int]], n
     assert torch.equal(bucket, shards.flatten())
 
 
-def test_an_empty_extent_begins_nowhere() -> None:
+def test_the_offset_of_a_missing_extent_is_zero() -> None:
     layout = plan([(3,)], 4)
     assert layout.extent(0, 2) is None
     assert layout.offset_in_shard(0, 2) == 0
@@ -74,7 +74,7 @@ def test_a_row_is_the_innermost_run(shape: tuple[int, ...], block: int) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.data(), SHAPE)
-def test_boxes_cover_an_extent_exactly_in_order_and_few(data: st.DataObject, shape: tuple[int, ...]) -> None:
+def test_a_few_boxes_cover_an_extent_exactly_and_in_order(data: st.DataObject, shape: tuple[int, ...]) -> None:
     numel = math.prod(shape)
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))

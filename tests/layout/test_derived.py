@@ -1,4 +1,4 @@
-"""What is kept per block of a tensor lies where the block lies, and is a RaggedTensor like any other."""
+"""A tensor with entries per block lies where the blocks lie, and is a RaggedTensor like any other."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import laconic
-from laconic.layout.bucket import DerivedLayout, Extent
+from laconic.layout.bucket import Extent
+from laconic.layout.derived import DerivedLayout
 from laconic.layout.packing import plan_bucket
-from laconic.ragged.tensor import RaggedSpec, RaggedTensor
+from laconic.ragged.spec import RaggedSpec
+from laconic.ragged.tensor import RaggedTensor
 from tests.ranks import run_ranks
 
 
@@ -31,7 +33,7 @@ from tests.ranks import run_ranks
 def test_entries_follow_their_elements(
     runs: int, rest: int, elements: int, items: int, before: int, num_shards: int
 ) -> None:
-    """Entry by entry: the rank that holds a run of elements, the last perhaps shorter, holds its entries."""
+    """The rank that holds a run of elements holds the entries of the run; the last run may be shorter."""
     numel = max(1, (runs - 1) * elements + 1 + rest % elements)
     base = plan_bucket(["a", "t"], [(before,), (numel,)], [1, elements], num_shards=num_shards, itemsize=16)
     count = -(-numel // elements)
@@ -62,7 +64,7 @@ def test_a_cut_inside_a_block_is_refused(shape: tuple[int, ...], block: int, ele
 
 
 def _scales(runs: int, items: int) -> tuple[RaggedTensor, Tensor]:
-    """(runs, items) entries of a (7 runs, 3) tensor cut over the mesh, and the same as a plain tensor."""
+    """The (runs, items) entries of a (7 runs, 3) tensor, cut over the mesh, and the same entries as a plain tensor."""
     from laconic.comm.cluster import Cluster
 
     cluster = Cluster.of(laconic.init_mesh("cpu"))

@@ -1,4 +1,4 @@
-"""Blocks by rule, by function and by name pattern; what is refused."""
+"""Blocks by rule, by function and by name pattern, and the errors of each."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_elements_per_block(block: Block, shape: tuple[int, ...], numel: int) ->
 
 @pytest.mark.parametrize("make", [rows, elements])
 @pytest.mark.parametrize("count", [0, -1])
-def test_a_block_of_nothing_is_refused(make: Any, count: int) -> None:
+def test_a_block_without_elements_is_refused(make: Any, count: int) -> None:
     with pytest.raises(ValueError, match=f"a block of {count} {make.__name__} cuts nothing; it needs at least 1"):
         make(count)
 
@@ -62,7 +62,7 @@ def test_the_first_pattern_that_matches_counts() -> None:
         {"mlp.*": rows(2), "*.w": whole(), "*.b": elements(3)},
         parameters(mlp_w=(6, 5), out_w=(6, 5), out_b=(9,), scale=(4, 4)),
     )
-    assert found.numels == (10, 30, 3, 4), "what matches nothing gets one row"
+    assert found.numels == (10, 30, 3, 4), "a parameter that no pattern matches gets one row"
     assert found.used == {"mlp.*", "*.w", "*.b"}
     check_matched([found])
 
@@ -80,7 +80,7 @@ def test_a_function_is_held_to_the_size_of_the_tensor(size: int) -> None:
         resolve(lambda name, parameter: size, parameters(w=(6, 5)))
 
 
-def test_what_is_no_granularity_is_refused() -> None:
+def test_other_values_are_refused() -> None:
     with pytest.raises(ValueError, match=r"granularity is 32; it must be a block such as laconic.rows\(32\)"):
         resolve(32, parameters(w=(6, 5)))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"granularity\['\*'\] is 32; it must be a block"):
@@ -117,7 +117,7 @@ def job_units_of_several_buckets() -> None:
                 {slot.block for slot in bucket.layout.slots if slot.block > 1} for bucket in block._laconic_unit.buckets
             ]
             assert sorted(widths, key=max) == [{33}, {57}]
-        check_matched([unit.module._laconic_blocks for unit in model._units()])
+        check_matched([unit.blocks for unit in model._units()])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
         oracle = oracle_of(model, wide)
         for step in range(3):
@@ -148,12 +148,12 @@ def job_whole_tensors() -> None:
     assert total.tolist() == [1200, 30]
 
 
-def test_whole_tensors_lie_on_one_rank_and_waste_is_warned_about() -> None:
+def test_whole_tensors_lie_on_one_rank_and_waste_gives_a_warning() -> None:
     run_ranks(job_whole_tensors, 3, local=3)
 
 
 def job_low_rank_adapters() -> None:
-    """Rows of rank-8 adapters would pad; nobody asked for rows."""
+    """Whole rows of rank-8 adapters would pad, and the user did not ask for rows."""
     adapters = nn.ModuleDict({"a": nn.Linear(256, 8, bias=False), "b": nn.Linear(8, 321, bias=False)})
     module = nn.Sequential(adapters["a"], adapters["b"])
     laconic.fully_shard(module, mesh=laconic.init_mesh("cpu"))

@@ -1,4 +1,4 @@
-"""Small tensors on one thread: on a busy machine threads wait for each other longer than they compute."""
+"""Runs small tensors on one thread: on a busy machine, threads wait for each other longer than they compute."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What every optimizer of the family must keep: registering a member in `MEMBERS` is what tests it.
+"""The optimizers that tests/optim/test_family.py tests: every member of `MEMBERS`, with all that the tests need.
 
-Ranks are given the gradients, so that the optimizer alone is on trial: with equal gradients every member's numbers must
-be those of one process, on any number of ranks, and through checkpoints to any other number.
+Ranks are given the gradients, so the tests see the optimizer alone. With equal gradients, every member must have the
+results of one process, on any number of ranks, and through checkpoints to any other number.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SAVED_AFTER = 3
 
 
 class Small(nn.Module):
-    """Sizes that divide nothing, tensors shorter than the ranks are many, and one that most ranks hold nothing of."""
+    """Odd sizes, tensors with fewer elements than there are ranks, and one of which most ranks hold nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ class _Parameter(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One optimizer, as it is used."""
+    """One optimizer, as users call it."""
 
     make: Callable[[nn.Module], torch.optim.Optimizer]
-    """From the model, sharded or not."""
+    """Makes the optimizer from the model, sharded or not."""
     granularity: Any = None
-    """What it asks of `fully_shard`."""
+    """The granularity for `fully_shard`."""
     rtol: float = 0.0
-    """Largest allowed difference to one process, in parts of a tensor's largest magnitude; 0: not one bit."""
+    """The largest difference to one process, relative to a tensor's largest magnitude; 0 asks for equal bits."""
 
 
 def _adamw8bit(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -131,7 +131,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def alone(name: str) -> dict[str, Tensor]:
-    """What one process without sharding arrives at."""
+    """The results of one process without sharding."""
     model = build()
     optimizer = MEMBERS[name].make(model)
     train(model, optimizer, 0, STEPS)
@@ -140,7 +140,7 @@ def alone(name: str) -> dict[str, Tensor]:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What the ranks found out about one member."""
+    """The results of all ranks for one member."""
 
     unbroken: dict[str, Tensor]
     """After `STEPS` steps."""
@@ -151,11 +151,11 @@ class Outcome:
     resharded: dict[str, Tensor] | None
     """The same, from a checkpoint of another number of ranks."""
     empty_parts: int
-    """Parts of parameters and states in which a rank holds nothing."""
+    """The number of parts, of parameters and states, in which a rank holds nothing."""
 
 
 def try_all(folder: str, previous: int | None) -> dict[str, Outcome | str]:
-    """All members on these ranks; of a member that fails, the traceback."""
+    """The outcome of every member on these ranks; the traceback of a member that fails."""
     mesh = laconic.init_mesh("cpu")
     outcomes: dict[str, Outcome | str] = {}
     for name, member in MEMBERS.items():

@@ -1,5 +1,7 @@
-"""AdamW8bit, against the tile-by-tile reference and itself on other numbers of ranks; many ranks at once are in
-test_family.py."""
+"""AdamW8bit against the tile-by-tile reference, and against itself on other numbers of ranks.
+
+test_family.py runs it on several ranks at once.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ HYPER: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-8, "weight_
 
 
 def gradient(shape: tuple[int, ...], step: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Of very different magnitudes, some of them zero."""
+    """A gradient of very different magnitudes, with some zeros."""
     generator = torch.Generator().manual_seed(1000 * step + math.prod(shape))
     size = 10 ** (-6 * torch.rand(shape, generator=generator))
     return (torch.randn(shape, generator=generator) * size * (size > 1e-5)).to(dtype)
@@ -39,7 +41,7 @@ def initial(shape: tuple[int, ...]) -> Tensor:
 
 
 def stepped(parameters: list[Any], steps: int = 4, **options: Any) -> AdamW8bit:
-    """Plain parameters after some steps, with a learning rate that changes."""
+    """An optimizer after some steps on plain parameters, with a learning rate that changes."""
     optimizer = AdamW8bit(parameters, **HYPER | options)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = HYPER["lr"] / (step + 1)
@@ -76,7 +78,7 @@ def test_equals_the_reference_to_the_bit(dtype: torch.dtype, block: Tiling) -> N
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 6, 7])
 def test_the_number_of_ranks_changes_no_bit(num_ranks: int) -> None:
-    """Parameters, codes and scales, put together from ranks of which some hold nothing."""
+    """Parameters, codes and scales are equal when they are joined from all ranks, of which some hold nothing."""
     for shape in SHAPES[:-1]:
         alone = nn.Parameter(initial(shape))
         expected = stepped([alone]).state[alone]
@@ -96,8 +98,8 @@ def test_the_number_of_ranks_changes_no_bit(num_ranks: int) -> None:
 
 
 def test_neither_length_nor_position_in_memory_changes_a_bit() -> None:
-    """[Note: One rounding per operation]: element for element the same, wherever a vector register begins."""
-    rule = _Rule.of({"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}, step=3)
+    """[Note: One rounding per operation]: each element is the same wherever a vector register begins."""
+    rule = _Rule({"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}, step=3)
     tensors = [initial((4099,)), gradient((4099,), 0), gradient((4099,), 1), gradient((4099,), 2).square()]
     expected = [tensor.clone() for tensor in tensors]
     rule.apply_(*expected)
@@ -108,7 +110,7 @@ def test_neither_length_nor_position_in_memory_changes_a_bit() -> None:
 
 
 def test_trains_as_adamw_does() -> None:
-    """Least squares from one start: the same loss within five per cent, when it has fallen to a hundredth."""
+    """On least squares, when the loss has fallen to a hundredth, it is within five per cent of AdamW's."""
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(256, 96, generator=generator), torch.randn(256, 64, generator=generator)
     losses = {}
@@ -127,7 +129,7 @@ def test_trains_as_adamw_does() -> None:
 
 
 def test_state_takes_two_bytes_per_parameter() -> None:
-    """On a transformer's shapes."""
+    """On the shapes of a transformer."""
     shapes = [(512, 256), (256, 256), (683, 256), (256, 683), (256,), (1000, 256)]
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     optimizer = stepped(parameters, steps=1)
@@ -136,8 +138,7 @@ def test_state_takes_two_bytes_per_parameter() -> None:
 
 
 def test_a_second_moment_that_is_not_zero_does_not_become_zero() -> None:
-    """Otherwise a first moment over eps would be the update: beside a gradient of 1, one of 1e-4 would take steps of
-    1e4 learning rates."""
+    """Otherwise the update would be a first moment divided by eps: 1e4 learning rates for a gradient of 1e-4."""
     weight = nn.Parameter(torch.zeros(64, 64))
     optimizer = AdamW8bit([weight], lr=1.0, weight_decay=0.0)
     weight.grad = torch.full((64, 64), 1e-4)
@@ -147,7 +148,7 @@ def test_a_second_moment_that_is_not_zero_does_not_become_zero() -> None:
     assert weight.abs().max() < 10
 
 
-def test_granularity_is_what_the_optimizer_asks_for() -> None:
+def test_granularity() -> None:
     shapes = {(100, 7): 7, (100, 70): 32 * 70, (20, 300): 20 * 300, (9, 40, 35): 32 * 35, (9,): 1, (5000,): 256}
     for shape, block in {**shapes, (): 1, (0, 4): 1}.items():
         assert AdamW8bit.granularity("", torch.empty(shape)) == block, shape
@@ -168,19 +169,19 @@ def test_a_cut_block_is_refused_with_the_remedy() -> None:
 @pytest.mark.parametrize(
     ("wrong", "part"),
     [
-        ({"lr": -1.0}, "lr=-1.0 must not be negative"),
-        ({"betas": (0.9, 1.0)}, r"must both lie in \[0, 1\)"),
+        ({"lr": -1.0}, "lr must be at least 0, got -1.0"),
+        ({"betas": (0.9, 1.0)}, r"betas must be at least 0 and below 1, got \(0.9, 1.0\)"),
         ({"eps": -1e-8}, "eps"),
         ({"weight_decay": -0.1}, "weight_decay"),
         ({"min_8bit_size": -1}, "min_8bit_size"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any], part: str) -> None:
+def test_settings_out_of_range(wrong: dict[str, Any], part: str) -> None:
     with pytest.raises(ValueError, match=part):
         AdamW8bit([nn.Parameter(torch.zeros(2))], **wrong)
 
 
-def test_other_peoples_sharding_is_refused() -> None:
+def test_other_sharding_is_refused() -> None:
     parameter = nn.Parameter(torch.zeros(4, 4).t()[:, :2])
     with pytest.raises(ValueError, match="not contiguous"):
         AdamW8bit([parameter])
@@ -201,7 +202,7 @@ def test_a_refused_group_leaves_no_trace() -> None:
 
 
 def test_a_step_is_seen_on_every_rank() -> None:
-    """Also by the rank that holds nothing: all ranks must agree on whether gathered weights are stale."""
+    """A rank that holds nothing counts the change too: all ranks must agree on whether gathered weights are stale."""
     bumps = [0, 0, 0]
     parts = ragged(initial((32, 128)), 3, block=32 * 128)
     for rank, part in enumerate(parts):
@@ -213,7 +214,7 @@ def test_a_step_is_seen_on_every_rank() -> None:
 
 
 def test_state_dicts_keep_their_types() -> None:
-    """torch alone would give codes and scales the parameter's type; the loaded copy is a copy, and goes on alike."""
+    """Codes and scales keep their types, where torch takes the parameter's. The loaded state is a copy, and works."""
     parameters = [nn.Parameter(initial(shape).bfloat16()) for shape in SHAPES]
     optimizer = stepped(parameters, steps=2)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -226,15 +227,15 @@ def test_state_dicts_keep_their_types() -> None:
         for key, value in optimizer.state[one].items():
             assert other.state[two][key].dtype == value.dtype
             assert torch.equal(other.state[two][key], value)
-    for instance, mine in [(optimizer, parameters), (other, twins)]:
-        for parameter in mine:
+    for instance, own in [(optimizer, parameters), (other, twins)]:
+        for parameter in own:
             parameter.grad = gradient(tuple(parameter.shape), 2, torch.bfloat16)
         instance.step()
     assert all(torch.equal(one, two) for one, two in zip(parameters, twins, strict=True))
     assert torch.equal(saved["state"][0]["step"], torch.tensor(2.0))
 
 
-def test_parameters_without_gradient_rest() -> None:
+def test_parameters_without_gradient_do_not_change() -> None:
     one, two = nn.Parameter(initial((70, 96))), nn.Parameter(initial((70, 96)))
     optimizer = AdamW8bit([{"params": [one]}, {"params": [two], "lr": 0.5}], lr=0.1)
 
@@ -249,7 +250,7 @@ def test_parameters_without_gradient_rest() -> None:
 
 
 def test_empty_state_is_that_before_the_first_step() -> None:
-    """What a checkpoint is loaded into: every state's shape and type, all zero, and without effect on the numbers."""
+    """Checkpoints load into this state: it has every shape and type, is all zero, and does not change the results."""
     stepped_first, prepared = nn.Parameter(initial((70, 96))), nn.Parameter(initial((70, 96)))
     optimizer = AdamW8bit([prepared], **HYPER)
     optimizer.init_state(prepared)
@@ -283,7 +284,7 @@ def test_working_memory_changes_no_bit(panel: int, monkeypatch: pytest.MonkeyPat
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_equals_the_torch_version(dtype: torch.dtype) -> None:
-    """Where triton is installed this is the fused kernel, elsewhere the torch version on the device."""
+    """With triton this tests the fused kernel, without it the torch version on the device."""
     on_cpu = [nn.Parameter(initial(shape).to(dtype)) for shape in SHAPES]
     on_gpu = [nn.Parameter(initial(shape).to(dtype).cuda()) for shape in SHAPES]
     optimizers = [AdamW8bit(on_cpu, **HYPER), AdamW8bit(on_gpu, **HYPER)]

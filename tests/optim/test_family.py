@@ -1,4 +1,4 @@
-"""The promises that every optimizer of the family keeps, on 1, 2, 3, 4 and 6 ranks. See family.py."""
+"""The promises of every optimizer in tests/optim/family.py, on 1, 2, 3, 4 and 6 ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.optim.family import MEMBERS, Outcome
 from tests.ranks import run_ranks
 
 WORLDS = {4: 2, 1: 1, 6: 3, 2: 2, 3: 1}
-"""Ranks and ranks per node, in the order in which each loads the checkpoint of the one before it."""
+"""Ranks, and ranks per node. Each world loads the checkpoint of the world before it in this order."""
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -81,7 +81,7 @@ def test_resumes_to_the_same_bits(outcomes: dict[int, dict[str, Outcome | str]],
 
 @parametrized
 @pytest.mark.parametrize(("saved_by", "world"), list(pairwise(WORLDS)))
-def test_goes_on_with_another_number_of_ranks(
+def test_resumes_on_another_number_of_ranks(
     outcomes: dict[int, dict[str, Outcome | str]], saved_by: int, world: int, name: str
 ) -> None:
     resharded = of(outcomes, world, name).resharded
@@ -91,6 +91,6 @@ def test_goes_on_with_another_number_of_ranks(
 
 @parametrized
 def test_some_ranks_held_nothing(outcomes: dict[int, dict[str, Outcome | str]], name: str) -> None:
-    """Otherwise this suite would not try what it says."""
+    """The suite covers ranks that hold nothing."""
     assert of(outcomes, 1, name).empty_parts == 0
     assert of(outcomes, 6, name).empty_parts > 6

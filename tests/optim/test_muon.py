@@ -1,4 +1,4 @@
-"""Muon against torch.optim.Muon and the naive twin: the same bits on any number of ranks, given the same gradients."""
+"""Muon against torch.optim.Muon and the naive reference: equal bits on any number of ranks, given equal gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
@@ -19,12 +18,21 @@ from laconic.optim.matrix import matrices_and_rest
 from laconic.optim.muon import Muon
 from laconic.optim.newton_schulz import COEFFICIENTS, orthogonalize
 from laconic.optim.shampoo import Shampoo
-from laconic.ragged.dtensor import OuterShard
-from laconic.ragged.tensor import RaggedSpec, RaggedTensor
-from tests.optim.matrices import cut_specs, optimizer_bytes, parameters, random_tensors, set_grads
+from laconic.ragged.dtensor import DTensorShard
+from laconic.ragged.spec import RaggedSpec
+from laconic.ragged.tensor import RaggedTensor
+from tests.optim.matrices import (
+    assert_same_owners,
+    cut_specs,
+    job_training,
+    optimizer_bytes,
+    parameters,
+    random_tensors,
+    set_grads,
+)
 from tests.ranks import run_ranks
 from tests.reference import muon as reference
-from tests.shard.helpers import MESHES, Net, Place, build, full_gradients, full_parameters, inputs, shard, squared_error
+from tests.shard.helpers import MESHES, Net, Place
 
 MATRICES = [(7, 5), (12, 33), (33, 12), (20, 20), (1, 9), (9, 1), (4, 5, 6), (5, 6, 4)]
 VECTORS = [(3,), (40,), (), (2, 3, 4, 5)]
@@ -37,7 +45,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def job_given_gradients() -> dict[str, Any]:
-    """Steps with a schedule, and one in which some have no gradient."""
+    """Take steps with a schedule; in one of them some parameters have no gradient."""
     cluster = Cluster.of(laconic.init_mesh("cpu"))
     specs = cut_specs(SHAPES, cluster)
     values = random_tensors(SHAPES, seed=0)
@@ -47,7 +55,7 @@ def job_given_gradients() -> dict[str, Any]:
         plain = [nn.Parameter(value.clone()) for value in values]
         optimizers = [Muon(_groups(p), **settings) for p in (params, plain)]
         matrices = [value.clone() for value in values[: len(MATRICES)]]
-        naive = reference.Muon(matrices, **_naive(settings))
+        naive = reference.Muon(matrices, **settings)
         flat, by_torch = _torch_twins(values)
         torch_optimizers = [
             torch.optim.Muon(flat, **settings),
@@ -90,7 +98,7 @@ def job_given_gradients() -> dict[str, Any]:
             buffer = optimizers[0].state[p]["momentum_buffer"]
             assert isinstance(buffer, RaggedTensor)
             assert buffer.spec == spec
-        facts["owners"] = list(optimizers[0].owners._owners.values())
+        facts["owners"] = list(optimizers[0].owners.by_matrix.values())
     return facts
 
 
@@ -98,13 +106,8 @@ def _groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
     return [{"params": params[: len(MATRICES)]}, {"params": params[len(MATRICES) :], "algorithm": "adamw"}]
 
 
-def _naive(settings: dict[str, Any]) -> dict[str, Any]:
-    renamed = {"adjust_lr_fn": "adjust"}
-    return {renamed.get(key, key): value for key, value in settings.items()}
-
-
 def _flattened(tensors: list[Any]) -> list[Any]:
-    """Stacks taken apart, for torch.optim.Muon."""
+    """The matrices of all tensors, stacks taken apart, for torch.optim.Muon."""
     flat: list[Any] = []
     for tensor, shape in zip(tensors, MATRICES, strict=True):
         if len(shape) == 2:
@@ -122,53 +125,34 @@ def _torch_twins(values: list[torch.Tensor]) -> tuple[list[nn.Parameter], list[n
 @pytest.mark.parametrize(("nodes", "local"), MESHES)
 def test_same_bits_as_torch_given_the_same_gradients(nodes: int, local: int) -> None:
     results = run_ranks(job_given_gradients, nodes * local, local=local)
-    assert all(result == results[0] for result in results), "the same owners, on every rank"
-    assert (results[0]["moved"] == 0) == (nodes * local == 1)
+    assert_same_owners(results)
 
 
 # -- in training -------------------------------------------------------------------------------------------------------
 
 
-def job_training() -> list[float]:
-    """Some steps of a sharded model, and of a twin that is given the gradients it got."""
-    model = shard(build())
-    twin = build()
-    settings: dict[str, Any] = {"lr": 0.05, "adjust_lr_fn": "match_rms_adamw"}
-    optimizer, twin_optimizer = (Muon(matrices_and_rest(m), **settings) for m in (model, twin))
-    losses = []
-    for _ in range(6):
-        loss = squared_error(model, inputs(0, dist.get_rank()))
-        loss.backward()
-        for name, grad in full_gradients(model).items():
-            twin.get_parameter(name).grad = grad
-        optimizer.step()
-        twin_optimizer.step()
-        model.zero_grad()
-        for name, parameter in full_parameters(model).items():
-            assert torch.equal(parameter, twin.get_parameter(name)), name
-        losses.append(float(loss.detach()))
-    return losses
-
-
 @pytest.mark.parametrize(("nodes", "local"), [(1, 3), (2, 2)])
 def test_training_a_sharded_model(nodes: int, local: int) -> None:
-    for losses in run_ranks(job_training, nodes * local, local=local):
+    settings = {"lr": 0.05, "adjust_lr_fn": "match_rms_adamw"}
+    for losses in run_ranks(job_training, nodes * local, Muon, settings, local=local):
         assert losses[-1] < losses[0]
 
 
 # -- alone -------------------------------------------------------------------------------------------------------------
 
 
-def test_torchs_signature() -> None:
-    ours = inspect.signature(Muon.__init__).parameters
-    theirs = inspect.signature(torch.optim.Muon.__init__).parameters
-    assert list(ours) == list(theirs)[: len(ours)], "later releases may have more"
-    assert [p.default for p in ours.values()] == [theirs[name].default for name in ours]
+def test_the_signature_is_that_of_torch() -> None:
+    laconic_parameters = inspect.signature(Muon.__init__).parameters
+    torch_parameters = inspect.signature(torch.optim.Muon.__init__).parameters
+    assert list(laconic_parameters) == list(torch_parameters)[: len(laconic_parameters)], "later releases may have more"
+    assert [p.default for p in laconic_parameters.values()] == [
+        torch_parameters[name].default for name in laconic_parameters
+    ]
 
 
 @pytest.mark.parametrize("shape", [(6, 6), (3, 17), (17, 3), (1, 4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_orthogonalized_as_torch_does_and_its_input_left_alone(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_orthogonalize_equals_torch_and_leaves_its_input_alone(shape: tuple[int, int], dtype: torch.dtype) -> None:
     from torch.optim._muon import _zeropower_via_newtonschulz
 
     (matrix,) = random_tensors([shape], seed=3, dtype=dtype)
@@ -198,7 +182,7 @@ def test_a_bfloat16_momentum_buffer_is_not_normalised() -> None:
 @pytest.mark.parametrize(
     ("how", "factor"), [("original", 1.0), ("match_rms_adamw", 0.6), ("spectral_unclamped", 2 / 3)]
 )
-def test_learning_rate_adjusted_to_the_shape(how: str, factor: float) -> None:
+def test_the_learning_rate_depends_on_the_shape(how: str, factor: float) -> None:
     start, grad = torch.zeros(4, 9), random_tensors([(4, 9)], seed=5)[0]
     parameter = nn.Parameter(start.clone())
     parameter.grad = grad
@@ -220,7 +204,7 @@ def test_a_vector_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr": -1.0}, "lr must not be negative, got -1.0"),
+        ({"lr": -1.0}, "lr must be at least 0, got -1.0"),
         ({"weight_decay": -0.1}, "weight_decay"),
         ({"momentum": -0.1}, "momentum"),
         ({"ns_steps": 100}, "ns_steps must be at least 0 and below 100"),
@@ -275,13 +259,13 @@ def test_groups_can_serve_several_optimizers_and_optimizers_be_copied() -> None:
                 parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     copies = [p for group in twin.param_groups for p in group["params"]]
-    for mine, other in zip((p for group in muon.param_groups for p in group["params"]), copies, strict=True):
-        assert mine is not other
-        assert torch.equal(mine, other)
+    for original, copied in zip((p for group in muon.param_groups for p in group["params"]), copies, strict=True):
+        assert original is not copied
+        assert torch.equal(original, copied)
 
 
 class Sorted(nn.Module):
-    """One of each kind; the head is tied to nothing and known by being last."""
+    """One parameter of each kind. The head is untied, and recognised as the last linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,11 +291,13 @@ def test_matrices_and_rest() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [Muon, Shampoo])
-def test_a_matrix_that_another_axis_cuts_too_is_refused_by_name(optimizer: Any) -> None:
+def test_a_matrix_over_another_mesh_axis_is_refused_by_name(optimizer: Any) -> None:
     layout = plan_bucket(["up.weight"], [(2, 6)], [6], num_shards=1, itemsize=4)
-    half = OuterShard(mesh=None, placement=Shard(0), shape=(4, 6), offset=(0, 0), local_shape=(2, 6))  # type: ignore[arg-type]
-    spec = RaggedSpec(cluster=Place(), layout=layout, index=0, outer=half)  # type: ignore[arg-type]
+    half = DTensorShard(mesh=None, placement=Shard(0), shape=(4, 6), offset=(0, 0), local_shape=(2, 6))  # type: ignore[arg-type]
+    spec = RaggedSpec(cluster=Place(), layout=layout, index=0, dtensor=half)  # type: ignore[arg-type]
     parameter = nn.Parameter(RaggedTensor(torch.zeros(12), spec))
-    with pytest.raises(ValueError, match=r'up\.weight is cut over another mesh axis as well.*algorithm="adamw"'):
+    with pytest.raises(
+        ValueError, match=r'up\.weight of shape .* is cut over another mesh axis as well.*algorithm="adamw"'
+    ):
         optimizer([parameter])
     optimizer([{"params": [parameter], "algorithm": "adamw"}])

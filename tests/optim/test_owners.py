@@ -1,4 +1,4 @@
-"""Who owns which matrix, and the way there and back."""
+"""The owners of matrices, and the transfers to them and back."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def test_costliest_first_then_largest_then_in_order() -> None:
     assert [index for index, _ in assign([first, second, third], [0.0, 0.0])] == [1, 2, 0]
 
 
-def test_among_equals_the_owner_is_who_holds_most() -> None:
+def test_among_equal_ranks_the_one_that_holds_most_is_the_owner() -> None:
     (matrix,) = matrices_of([(7, 5)], Place(1, 3))
-    held = [matrix.held(shard) for shard in range(3)]
+    held = [matrix.num_held(shard) for shard in range(3)]
     assert sum(held) == 35
     assert assign([matrix], [0.0] * 3) == [(0, held.index(max(held)))]
     assert assign([matrix], [4.0, 0.0, 4.0])[0][1] == 1
@@ -82,15 +82,15 @@ def test_a_whole_matrix_stays_where_it_is() -> None:
     assert dict(assign(matrices, [0.0] * 3)) == dict(enumerate(homes))
 
 
-def test_a_whole_matrix_moves_from_a_grossly_overworked_rank() -> None:
-    """Ten buckets, and each keeps its only matrix in shard 0."""
+def test_a_whole_matrix_leaves_a_rank_with_far_too_much_work() -> None:
+    """Ten buckets of one matrix, which lies in shard 0."""
     matrices = matrices_of([(4, 4)] * 10, Place(1, 5), block=0, per_bucket=1)
     assert {matrix.home for matrix in matrices} == {0}
     loads = [0.0] * 5
     owners = dict(assign(matrices, loads))
     each = matrices[0].cost
     stayed = sum(owner == 0 for owner in owners.values())
-    assert stayed * each == STAY_WITHIN * sum(loads) / 5, "as many as may"
+    assert stayed * each == STAY_WITHIN * sum(loads) / 5, "as many as STAY_WITHIN allows"
     assert max(loads) == STAY_WITHIN * sum(loads) / 5
     assert min(loads) > 0
 
@@ -105,14 +105,14 @@ def test_later_matrices_are_added_to_the_work_that_is_there() -> None:
     owners = Owners()
     owners.add(together[:1])
     owners.add(together[1:])
-    assert owners.loads(together[0].spec.cluster) == [9.0, 3.0]
+    assert owners.loads[together[0].spec.cluster] == [9.0, 3.0]
 
 
 # -- there and back ----------------------------------------------------------------------------------------------------
 
 
-class Told(Work):
-    """Work made of functions."""
+class FunctionWork(Work):
+    """Work made of three functions."""
 
     def __init__(self, send: Any, work: Any, receive: Any) -> None:
         self.send, self.work, self.receive = send, work, receive  # type: ignore[method-assign]
@@ -122,19 +122,19 @@ def job_there_and_back(block: int | None) -> dict[str, Any]:
     cluster = Cluster.of(laconic.init_mesh("cpu"))
     matrices = matrices_of(SHAPES, cluster, block=block)
     values = [value.bfloat16() for value in random_tensors(SHAPES, seed=1)]
-    want = [-2 * value.T.contiguous().T + value.sum() for value in values]  # needs all of it
+    want = [-2 * value.T.contiguous().T + value.sum() for value in values]  # needs all elements
     owners = Owners(round_bytes=100)
     owners.add(matrices)
     got: dict[int, RaggedTensor] = {}
     events: list[str] = []
 
-    def told(index: int) -> Told:
+    def work_on(index: int) -> FunctionWork:
         def send() -> RaggedTensor:
             events.append("send")
             return cut(values[index], matrices[index].spec)
 
         def work(whole: torch.Tensor) -> torch.Tensor:
-            assert owners.owner_of(matrices[index]) == cluster.shard_index
+            assert owners.by_matrix[matrices[index]] == cluster.shard_index
             assert torch.equal(whole, values[index])
             events.append("work")
             return -2 * whole + whole.sum()
@@ -143,12 +143,12 @@ def job_there_and_back(block: int | None) -> dict[str, Any]:
             events.append("receive")
             got[index] = outcome
 
-        return Told(send, work, receive)
+        return FunctionWork(send, work, receive)
 
     def check(chosen: list[int]) -> None:
         got.clear()
         events.clear()
-        owners.run({matrices[index]: told(index) for index in chosen})
+        owners.run({matrices[index]: work_on(index) for index in chosen})
         for index in chosen:
             if matrices[index].numel == 0:
                 assert index not in got, "nothing to do"
@@ -168,21 +168,21 @@ def job_there_and_back(block: int | None) -> dict[str, Any]:
     assert (
         moved
         == 2 * 2 * owners.moved_elements()
-        == 2 * 2 * sum(moved_elements(m.spec, whole_on(m.spec, owners.owner_of(m))) for m in matrices)
+        == 2 * 2 * sum(moved_elements(m.spec, whole_on(m.spec, owners.by_matrix[m])) for m in matrices)
     )
     check([0, 2, 9])  # others have no gradient this time
     check([])
     for round_ in first:
-        mine = [m.nbytes for m, is_mine in zip(round_.matrices, round_.mine, strict=True) if is_mine]
-        assert sum(mine) <= 100 or len(mine) == 1
-    owned = [owners.owner_of(matrix) for matrix in matrices]
+        own = [m.nbytes for m, is_own in zip(round_.matrices, round_.is_own, strict=True) if is_own]
+        assert sum(own) <= 100 or len(own) == 1
+    owned = [owners.by_matrix[matrix] for matrix in matrices]
     return {
         "owners": owned,
         "moved": moved,
         "events": everything,
         "rounds": num_rounds,
         "sizes": [len(round_.matrices) for round_ in first],
-        "mine": [sum(round_.mine) for round_ in first],
+        "num_own": [sum(round_.is_own) for round_ in first],
         "matrix_bytes": sum(m.nbytes for m in matrices),
     }
 
@@ -190,20 +190,20 @@ def job_there_and_back(block: int | None) -> dict[str, Any]:
 @pytest.mark.parametrize(("nodes", "local"), MESHES)
 def test_there_and_back(nodes: int, local: int) -> None:
     results = run_ranks(job_there_and_back, nodes * local, None, local=local)
-    assert len({tuple(result["owners"]) for result in results}) == 1, "every rank has the same owners in mind"
+    assert len({tuple(result["owners"]) for result in results}) == 1, "every rank has the same owners"
     assert results[0]["moved"] <= 2 * results[0]["matrix_bytes"]
     assert (results[0]["moved"] == 0) == (nodes * local == 1)
     for result in results:
         assert result["rounds"] > 2
-        assert result["events"] == two_slots(result["sizes"], result["mine"])
+        assert result["events"] == events_of_rounds(result["sizes"], result["num_own"])
 
 
-def two_slots(sizes: list[int], mine: list[int]) -> str:
+def events_of_rounds(sizes: list[int], num_own: list[int]) -> str:
     """Sends, works and receives in the order of [Note: Rounds]."""
     expected = "s" * sizes[0]
-    for k, num_mine in enumerate(mine):
+    for k, num_works in enumerate(num_own):
         expected += "s" * sizes[k + 1] if k + 1 < len(sizes) else ""  # the next round comes in ...
-        expected += "w" * num_mine  # ... while this one is worked on ...
+        expected += "w" * num_works  # ... while this one is worked on ...
         expected += "r" * sizes[k - 1] if k else ""  # ... and the last one has gone back
     return expected + "r" * sizes[-1]
 
@@ -218,7 +218,7 @@ def test_ranks_that_own_nothing_and_ranks_that_disagree() -> None:
 
 
 def job_few_matrices() -> int:
-    """Fewer matrices than ranks; then ranks with different matrices in mind."""
+    """Fewer matrices than ranks; then ranks with different matrices."""
     cluster = Cluster.of(laconic.init_mesh("cpu"))
     matrices = matrices_of([(9, 4), (2, 3)], cluster)
     values = random_tensors([(9, 4), (2, 3)], seed=2)
@@ -229,18 +229,18 @@ def job_few_matrices() -> int:
         worked.append(1)
         return whole.flip(0)
 
-    def told(matrix: Matrix, value: torch.Tensor) -> Told:
-        return Told(lambda: cut(value, matrix.spec), work, outcomes.append)
+    def work_on(matrix: Matrix, value: torch.Tensor) -> FunctionWork:
+        return FunctionWork(lambda: cut(value, matrix.spec), work, outcomes.append)
 
     owners = Owners()
     owners.add(matrices)
-    owners.run(dict(zip(matrices, map(told, matrices, values), strict=True)))
+    owners.run(dict(zip(matrices, map(work_on, matrices, values), strict=True)))
     by_name = {outcome.spec.layout.slots[outcome.spec.index].name: outcome for outcome in outcomes}
     for matrix, value in zip(matrices, values, strict=True):
-        assert torch.equal(by_name[matrix.name].full_tensor(), value.flip(0))
+        assert torch.equal(by_name[matrix.spec.slot.name].full_tensor(), value.flip(0))
 
-    confused = Owners()
-    confused.add(matrices[: 1 + min(1, dist.get_rank())])
+    disagreeing = Owners()
+    disagreeing.add(matrices[: 1 + min(1, dist.get_rank())])
     with pytest.raises(ValueError, match="same parameters in the same order"):
-        confused.run({})
+        disagreeing.run({})
     return len(worked)

@@ -1,13 +1,17 @@
-"""Small models of every kind that partial updates know, and what their tests share."""
+"""Small models of every kind that partial updates know, and helpers of their tests."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from laconic.partial.patterns import sliced_layer
+from laconic.partial.updates import partial_updates
 from laconic.ragged.parts import sliced_parameters
+from tests.shard.helpers import Net
 
 VOCAB = 50
 _COMMON = {
@@ -103,34 +107,40 @@ class Mlp(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
-class MlpNet(nn.Module):
-    """Input layer, MLPs, output layer, of the interface of tests/shard/helpers.Net."""
+class MlpNet(Net):
+    """Input layer, MLPs, output layer."""
+
+    make_block = Mlp
 
     def __init__(self, d: int = 6, h: int = 24) -> None:
-        super().__init__()
-        self.inp = nn.Linear(5, d)
-        self.blocks = nn.ModuleList(Mlp(d, h) for _ in range(2))
-        self.out = nn.Linear(d, 3)
+        super().__init__(2, d, h)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.out(x)
+
+MLPS = [sliced_layer(Mlp, kind="mlp", rows=["up"], columns=["down"])]
+
+
+def plain_net() -> MlpNet:
+    torch.manual_seed(0)
+    return MlpNet()
+
+
+def partial_net(slice_index: int, num_slices: int = 4) -> nn.Module:
+    return partial_updates(plain_net(), slice_index=slice_index, num_slices=num_slices, include=["mlp"], patterns=MLPS)
+
+
+def active_mask(model: nn.Module) -> dict[str, Tensor]:
+    """For every parameter of the unsliced model, which coordinates train."""
+    return _unslice(model, lambda parameter: torch.full(parameter.shape, parameter.requires_grad))
 
 
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Gradients by the names and in the shapes of the unsliced model; zero where frozen."""
-    parameters = dict(model.named_parameters())
+    return _unslice(model, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
 
-    def gradient(name: str) -> Tensor:
-        parameter = parameters[name]
-        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
-    gradients = {}
-    parts = set()
+def _unslice(model: nn.Module, value_of: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
+    values = {name: value_of(parameter) for name, parameter in model.named_parameters()}
     for name, sliced in sliced_parameters(model).items():
         prefix = name.removesuffix(sliced.name)
-        parts |= {prefix + part for part in sliced.part_names}
-        gradients[name] = sliced.join([gradient(prefix + part) for part in sliced.part_names])
-    return gradients | {name: gradient(name) for name in parameters if name not in parts}
+        values[name] = sliced.join([values.pop(prefix + part) for part in sliced.part_names])
+    return values

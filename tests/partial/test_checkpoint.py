@@ -23,9 +23,9 @@ from tests.ranks import run_ranks
 adamw = partial(torch.optim.AdamW, lr=1e-2)
 
 
-def trained(kind: str, slice: int, slices: int, *, sharded: bool = False, steps: int = 2) -> tuple[Any, Any]:
+def trained(kind: str, slice_index: int, num_slices: int, *, sharded: bool = False, steps: int = 2) -> tuple[Any, Any]:
     """A sliced model and its optimizer, which has state."""
-    model = partial_updates(build(kind), slice=slice, slices=slices)
+    model = partial_updates(build(kind), slice_index=slice_index, num_slices=num_slices)
     if sharded:
         mesh = laconic.init_mesh("cpu")
         for module in [*layers_to_shard(model), model]:
@@ -43,7 +43,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """Of the second moment: by whole, then by part; whole if nothing is sliced."""
+    """The second moments by parameter, then by part; a parameter that is not sliced is its own part."""
     places = sliced_parts(model)
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
@@ -53,10 +53,12 @@ def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dic
     return found
 
 
-def assert_loaded(folder: Path, model: nn.Module, slices: int, slice: int, kind: str, *, sharded: bool = False) -> None:
-    """A model with other slices gets the same values, and of the moments what there are, zero for the rest."""
+def assert_loaded(
+    folder: Path, model: nn.Module, num_slices: int, slice_index: int, kind: str, *, sharded: bool = False
+) -> None:
+    """A model with other slices gets the same values, and the moments that were saved, zero for others."""
     wanted, saved = unsliced_state_dict(model), unsliced_moments(folder, model)
-    other, optimizer = trained(kind, slice, slices, sharded=sharded, steps=0)
+    other, optimizer = trained(kind, slice_index, num_slices, sharded=sharded, steps=0)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.fill_(7.0)
@@ -75,7 +77,7 @@ def assert_loaded(folder: Path, model: nn.Module, slices: int, slice: int, kind:
 
 
 def unsliced_moments(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
-    """As the folder has them under the unsliced model's names."""
+    """The second moments in the folder, by the unsliced model's names."""
     from laconic.checkpoint import storage
 
     names = [name for name in unsliced_state_dict(model) if "rotary" not in name]
@@ -105,8 +107,8 @@ def test_a_checkpoint_is_unsliced_and_loads_into_any_slices(kind: str, tmp_path:
             assert torch.equal(value, joined[place[2]] if joined and place else saved[owner])
             if joined and place and place[2] == 1:  # and of the slice that nobody trains, nothing
                 assert not joined[0].any()
-    for slices, slice in ((2, 0), (4, 1), (1, 0)):
-        assert_loaded(tmp_path, model, slices, slice, kind)
+    for num_slices, slice_index in ((2, 0), (4, 1), (1, 0)):
+        assert_loaded(tmp_path, model, num_slices, slice_index, kind)
 
 
 def _sharded(folder: str, kind: str) -> None:
@@ -116,8 +118,8 @@ def _sharded(folder: str, kind: str) -> None:
         save_checkpoint(folder, 1, model=model, optimizer=optimizer, extra={})
     state, read = unsliced_state_dict(model), open_checkpoint(folder)
     assert all(torch.equal(value, state[name]) for name, value in read.read(read.tensors).items())
-    for slices, slice in ((4, 3), (1, 0)):
-        assert_loaded(Path(folder), model, slices, slice, kind, sharded=True)
+    for num_slices, slice_index in ((4, 3), (1, 0)):
+        assert_loaded(Path(folder), model, num_slices, slice_index, kind, sharded=True)
         dist.barrier()
 
 

@@ -1,4 +1,4 @@
-"""What a step of a model of 1.3 B parameters costs less, counted without computing it."""
+"""The savings of a step of a model of 1.3 B parameters, counted without computing it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import pytest
 
-from benchmarks._partial import step_cost
+from benchmarks.local_steps.partial import step_cost
 from laconic.partial.patterns import Kind
 
 

@@ -1,4 +1,4 @@
-"""Which coordinates are whose: slices tile every sliced tensor, and are the heads and units they should be."""
+"""Slices tile every sliced tensor, and consist of the right heads and units."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from laconic.partial.patterns import Cut, LayerPattern, Segment, sliced_layer
-from laconic.partial.updates import active_mask, partial_updates
+from laconic.partial.cuts import Cut, Segment
+from laconic.partial.patterns import LayerPattern, sliced_layer
+from laconic.partial.updates import partial_updates
 from laconic.ragged.parts import slice_of_parameters, sliced_parameters
-from tests.partial.models import MODELS, Mlp, MlpNet, build
+from tests.partial.models import MLPS, MODELS, Mlp, MlpNet, active_mask, build
 from tests.reference.partial import mask_by_hand
-
-MLPS = [sliced_layer(Mlp, kind="mlp", rows=["up"], columns=["down"])]
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("slices", [2, 8])
-def test_slices_tile_every_sliced_tensor_once_and_leave_the_rest_to_all(kind: str, slices: int) -> None:
+@pytest.mark.parametrize("num_slices", [2, 8])
+def test_slices_tile_every_sliced_tensor_and_share_all_others(kind: str, num_slices: int) -> None:
     plain = build(kind)
-    models = [partial_updates(copy.deepcopy(plain), slice=i, slices=slices) for i in range(slices)]
+    models = [partial_updates(copy.deepcopy(plain), slice_index=i, num_slices=num_slices) for i in range(num_slices)]
     masks = [active_mask(model) for model in models]
     sliced = sliced_parameters(models[0])
     assert sliced
@@ -31,19 +30,19 @@ def test_slices_tile_every_sliced_tensor_once_and_leave_the_rest_to_all(kind: st
         held = sum(mask[name].int() for mask in masks)
         assert held.shape == parameter.shape
         expected = (
-            {1, slices}
-            if name in sliced and len(sliced[name].part_names) > slices
-            else {1 if name in sliced else slices}
+            {1, num_slices}
+            if name in sliced and len(sliced[name].part_names) > num_slices
+            else {1 if name in sliced else num_slices}
         )
         assert set(held.unique().tolist()) == expected, name
 
 
 def test_every_matrix_of_mlps_and_attention_is_sliced_and_nothing_else() -> None:
     for kind, count in (("llama", 7), ("llama-mha-biases", 7 + 5), ("phi3", 4), ("gpt2", 6), ("gpt-neox", 6)):
-        names = sliced_parameters(partial_updates(build(kind), slice=0, slices=4))
+        names = sliced_parameters(partial_updates(build(kind), slice_index=0, num_slices=4))
         assert len(names) == 2 * count, kind  # two layers
         assert not any(word in name for name in names for word in ("norm", "embed", "head", "ln_", "wte")), kind
-    names = sliced_parameters(partial_updates(build("gpt-oss-eager"), slice=0, slices=4))
+    names = sliced_parameters(partial_updates(build("gpt-oss-eager"), slice_index=0, num_slices=4))
     assert {name.split(".", 3)[3] for name in names} == {
         "self_attn.q_proj.weight",
         "self_attn.q_proj.bias",
@@ -59,7 +58,7 @@ def test_every_matrix_of_mlps_and_attention_is_sliced_and_nothing_else() -> None
 
 
 def test_grouped_heads_stay_with_their_keys() -> None:
-    model = partial_updates(build("qwen3"), slice=1, slices=4)  # 8 heads of 6, 4 groups
+    model = partial_updates(build("qwen3"), slice_index=1, num_slices=4)  # 8 heads of 6, 4 groups
     mask = active_mask(model)
     layer = "model.layers.0.self_attn"
     heads, group = list(range(2 * 6, 4 * 6)), list(range(6, 12))
@@ -71,29 +70,31 @@ def test_grouped_heads_stay_with_their_keys() -> None:
 
 
 def test_keys_are_shared_when_there_are_fewer_groups_than_slices() -> None:
-    model = partial_updates(build("llama"), slice=5, slices=8)
+    model = partial_updates(build("llama"), slice_index=5, num_slices=8)
     mask = active_mask(model)
     assert mask["model.layers.1.self_attn.k_proj.weight"].all()
     assert torch.equal(mask["model.layers.1.self_attn.q_proj.weight"], mask_by_hand((32, 32), 0, [20, 21, 22, 23]))
-    fused = active_mask(partial_updates(build("phi3"), slice=5, slices=8))["model.layers.1.self_attn.qkv_proj.weight"]
+    fused = active_mask(partial_updates(build("phi3"), slice_index=5, num_slices=8))[
+        "model.layers.1.self_attn.qkv_proj.weight"
+    ]
     assert torch.equal(fused, mask_by_hand((64, 32), 0, [20, 21, 22, 23, *range(32, 64)]))
 
 
 def test_fused_matrices_are_cut_in_each_of_the_matrices_they_hold() -> None:
-    gpt2 = active_mask(partial_updates(build("gpt2"), slice=3, slices=4))
+    gpt2 = active_mask(partial_updates(build("gpt2"), slice_index=3, num_slices=4))
     thirds = [third * 32 + i for third in range(3) for i in range(24, 32)]
     assert torch.equal(gpt2["transformer.h.0.attn.c_attn.weight"], mask_by_hand((32, 96), 1, thirds))
     assert torch.equal(gpt2["transformer.h.0.attn.c_attn.bias"], mask_by_hand((96,), 0, thirds))
     assert torch.equal(gpt2["transformer.h.0.mlp.c_proj.weight"], mask_by_hand((128, 32), 0, list(range(96, 128))))
     assert gpt2["transformer.h.0.mlp.c_proj.bias"].all()
-    mixtral = active_mask(partial_updates(build("mixtral-eager"), slice=1, slices=4))
+    mixtral = active_mask(partial_updates(build("mixtral-eager"), slice_index=1, num_slices=4))
     halves = [*range(12, 24), *range(48 + 12, 48 + 24)]
     assert torch.equal(mixtral["model.layers.0.mlp.experts.gate_up_proj"], mask_by_hand((4, 96, 32), 1, halves))
     assert torch.equal(
         mixtral["model.layers.0.mlp.experts.down_proj"], mask_by_hand((4, 32, 48), 2, list(range(12, 24)))
     )
     assert mixtral["model.layers.0.mlp.gate.weight"].all()
-    side_by_side = active_mask(partial_updates(build("gpt-oss-eager"), slice=1, slices=4))
+    side_by_side = active_mask(partial_updates(build("gpt-oss-eager"), slice_index=1, num_slices=4))
     pairs = list(range(24, 48))
     assert torch.equal(side_by_side["model.layers.0.mlp.experts.gate_up_proj"], mask_by_hand((4, 32, 96), 2, pairs))
     assert torch.equal(side_by_side["model.layers.0.mlp.experts.gate_up_proj_bias"], mask_by_hand((4, 96), 1, pairs))
@@ -105,7 +106,9 @@ def test_experts_that_are_modules_are_sliced_one_by_one() -> None:
             super().__init__()
             self.w1, self.w2, self.w3 = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 8)
 
-    mask = active_mask(partial_updates(nn.ModuleList(Expert() for _ in range(3)), slice=1, slices=2, include=["mlp"]))
+    mask = active_mask(
+        partial_updates(nn.ModuleList(Expert() for _ in range(3)), slice_index=1, num_slices=2, include=["mlp"])
+    )
     for expert in range(3):
         for name in ("w1", "w3"):
             assert torch.equal(mask[f"{expert}.{name}.weight"], mask_by_hand((8, 6), 0, [4, 5, 6, 7]))
@@ -116,7 +119,7 @@ def test_experts_that_are_modules_are_sliced_one_by_one() -> None:
 
 def test_include_chooses_the_kinds() -> None:
     for include, word in ((["mlp"], ".mlp."), (["attention"], ".self_attn.")):
-        names = sliced_parameters(partial_updates(build("llama"), slice=0, slices=2, include=include))  # type: ignore[arg-type]
+        names = sliced_parameters(partial_updates(build("llama"), slice_index=0, num_slices=2, include=include))  # type: ignore[arg-type]
         assert names
         assert all(word in name for name in names)
 
@@ -130,10 +133,12 @@ def test_users_declare_their_own_modules() -> None:
             self.make, self.use = nn.Linear(5, 12), nn.Linear(12, 5)
 
     by_heads = sliced_layer(Mixer, kind="attention", rows=["make"], columns=["use"], units=lambda module: module.heads)
-    mask = active_mask(partial_updates(Mixer(), slice=1, slices=3, include=["attention"], patterns=[by_heads]))
+    mask = active_mask(
+        partial_updates(Mixer(), slice_index=1, num_slices=3, include=["attention"], patterns=[by_heads])
+    )
     assert torch.equal(mask["make.weight"], mask_by_hand((12, 5), 0, [4, 5, 6, 7]))
-    with pytest.raises(ValueError, match=r"slices=2 does not divide the 3 heads or other units of make\.weight"):
-        partial_updates(Mixer(), slice=1, slices=2, include=["attention"], patterns=[by_heads])
+    with pytest.raises(ValueError, match=r"num_slices=2 does not divide the 3 heads or other units of make\.weight"):
+        partial_updates(Mixer(), slice_index=1, num_slices=2, include=["attention"], patterns=[by_heads])
 
     table = LayerPattern(
         kind="mlp",
@@ -143,12 +148,14 @@ def test_users_declare_their_own_modules() -> None:
             else []
         ),
     )
-    mask = active_mask(partial_updates(nn.Embedding(4, 6), slice=2, slices=3, include=["mlp"], patterns=[table]))
+    mask = active_mask(
+        partial_updates(nn.Embedding(4, 6), slice_index=2, num_slices=3, include=["mlp"], patterns=[table])
+    )
     assert torch.equal(mask["weight"], mask_by_hand((4, 6), 1, [4, 5]))
 
 
 def test_all_islands_have_the_same_parameters() -> None:
-    models = [partial_updates(build("phi3"), slice=i, slices=8) for i in range(8)]
+    models = [partial_updates(build("phi3"), slice_index=i, num_slices=8) for i in range(8)]
     shapes = [[(name, p.shape) for name, p in model.named_parameters()] for model in models]
     assert all(other == shapes[0] for other in shapes)
     assert all(slice_of_parameters(other) == slice_of_parameters(models[0]) for other in models)
@@ -161,15 +168,18 @@ def test_all_islands_have_the_same_parameters() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"slice": 0, "slices": 5}, r"slices=5 does not divide the 8 heads .*q_proj"),
-        ({"slice": 0, "slices": 9, "include": ["mlp"]}, r"does not divide the 48 rows or columns of .*gate_proj"),
-        ({"slice": 2, "slices": 2}, "slice 0 to slices - 1"),
-        ({"slice": 0, "slices": 0}, "slices must be positive"),
-        ({"slice": 0, "slices": 2, "include": ["router"]}, "'router'"),
-        ({"slice": 0, "slices": 2, "include": []}, "include is empty"),
+        ({"slice_index": 0, "num_slices": 5}, r"num_slices=5 does not divide the 8 heads .*q_proj"),
+        (
+            {"slice_index": 0, "num_slices": 9, "include": ["mlp"]},
+            r"does not divide the 48 rows or columns of .*gate_proj",
+        ),
+        ({"slice_index": 2, "num_slices": 2}, "slice_index 0 to num_slices - 1"),
+        ({"slice_index": 0, "num_slices": 0}, "num_slices must be positive"),
+        ({"slice_index": 0, "num_slices": 2, "include": ["router"]}, "'router'"),
+        ({"slice_index": 0, "num_slices": 2, "include": []}, "include is empty"),
     ],
 )
-def test_what_cannot_be_dealt_out_is_refused_by_name_before_anything_changes(arguments: dict, message: str) -> None:
+def test_unequal_slices_are_refused_by_name_before_anything_changes(arguments: dict, message: str) -> None:
     model = build("llama")
     names = [name for name, _ in model.named_parameters()]
     with pytest.raises(ValueError, match=message):
@@ -179,47 +189,46 @@ def test_what_cannot_be_dealt_out_is_refused_by_name_before_anything_changes(arg
 
 def test_models_that_cannot_be_sliced_are_refused() -> None:
     with pytest.raises(ValueError, match="no attention and no mlp layer of MlpNet is known"):
-        partial_updates(MlpNet(), slice=0, slices=2)
+        partial_updates(MlpNet(), slice_index=0, num_slices=2)
     with pytest.raises(ValueError, match="sliced already"):
-        partial_updates(partial_updates(build("llama"), slice=0, slices=2), slice=0, slices=2)
+        partial_updates(partial_updates(build("llama"), slice_index=0, num_slices=2), slice_index=0, num_slices=2)
     tied = nn.ModuleList([Mlp(), Mlp()])
     tied[1].up.weight = tied[0].up.weight
     with pytest.raises(ValueError, match=r"0\.up\.weight and 1\.up\.weight are tied"):
-        partial_updates(tied, slice=0, slices=2, include=["mlp"], patterns=MLPS)
+        partial_updates(tied, slice_index=0, num_slices=2, include=["mlp"], patterns=MLPS)
     whole = sliced_layer(nn.ModuleList, kind="mlp", rows=["0.up"], columns=["0.down"])
     with pytest.raises(ValueError, match=r"two patterns slice 0\.up\.weight"):
-        partial_updates(nn.ModuleList([Mlp()]), slice=0, slices=2, include=["mlp"], patterns=[whole, *MLPS])
+        partial_updates(nn.ModuleList([Mlp()]), slice_index=0, num_slices=2, include=["mlp"], patterns=[whole, *MLPS])
     by_experts = Cut(parameter="weight", dim=0, segments=(Segment(start=0, stop=4, units=4),))
     stack = LayerPattern(kind="mlp", find=lambda module: [by_experts])
     with pytest.raises(ValueError, match=r"weight of shape \(4, 2, 3\) is cut along dim 0"):
-        partial_updates(nn.Conv1d(2, 4, 3, bias=False), slice=0, slices=2, include=["mlp"], patterns=[stack])
+        partial_updates(nn.Conv1d(2, 4, 3, bias=False), slice_index=0, num_slices=2, include=["mlp"], patterns=[stack])
     bias = Cut(parameter="up.bias", dim=0, segments=(Segment(start=0, stop=6, units=6),))
     short = LayerPattern(kind="mlp", find=lambda module: [bias] if isinstance(module, Mlp) else [])
     with pytest.raises(ValueError, match="do not cover dim 0"):
-        partial_updates(Mlp(), slice=0, slices=2, include=["mlp"], patterns=[short])
+        partial_updates(Mlp(), slice_index=0, num_slices=2, include=["mlp"], patterns=[short])
 
 
 @given(
     widths=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.booleans()), min_size=1, max_size=4),
-    slices=st.integers(1, 4),
+    num_slices=st.integers(1, 4),
 )
-def test_parts_and_whole_are_each_other(widths: list[tuple[int, int, bool]], slices: int) -> None:
+def test_parts_and_whole_are_each_other(widths: list[tuple[int, int, bool]], num_slices: int) -> None:
     """(units per slice, width of a unit, shared) of every segment."""
     segments, start = [], 0
     for units, width, is_shared in widths:
-        count = slices * units + (1 if is_shared else 0)
+        count = num_slices * units + (1 if is_shared else 0)
         segments.append(Segment(start=start, stop=start + count * width, units=count, may_be_shared=is_shared))
         start = segments[-1].stop
     cut = Cut(parameter="weight", dim=1, segments=tuple(segments))
-    sliced = cut.applied((2, start, 3), slices)
-    whole = torch.randn(2, start, 3)
-    parts = sliced.split(whole) if start and len(cut.shared(slices)) < len(segments) else None
-    if parts is None:
+    sliced = cut.apply((2, start, 3), num_slices)
+    covered = [index for piece in sliced.pieces for index in range(piece.start, piece.start + piece.length)]
+    assert covered == list(range(start))
+    if cut.is_shared(num_slices):
         return
+    whole = torch.randn(2, start, 3)
+    parts = sliced.split(whole)
     assert len(parts) == len(sliced.part_names)
-    assert len({part.shape for part in parts[:slices]}) == 1
+    assert len({part.shape for part in parts[:num_slices]}) == 1
     assert sum(part.numel() for part in parts) == whole.numel()
     assert torch.equal(sliced.join(parts), whole)
-    covered = sorted(i for k in range(slices) for a, b in cut.ranges(k, slices) for i in range(a, b))
-    covered += [i for a, b in cut.shared(slices) for i in range(a, b)]
-    assert sorted(covered) == list(range(start))

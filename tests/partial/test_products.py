@@ -1,4 +1,4 @@
-"""What is computed and kept: outputs and input gradients to the bit, gradients of active parts, and nothing else."""
+"""Outputs and input gradients equal those of the whole layer to the bit; frozen parts cost neither FLOPs nor memory."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from laconic.partial.patterns import sliced_layer
 from laconic.partial.sliced import SlicedTensor
-from laconic.partial.updates import active_mask, partial_updates
+from laconic.partial.updates import partial_updates
 from laconic.ragged.parts import sliced_parameters
-from tests.partial.models import MODELS, Mlp, build, lm_loss, tokens, whole_gradients
+from tests.partial.models import MLPS, MODELS, Mlp, active_mask, build, lm_loss, tokens, whole_gradients
 from tests.reference.partial import MaskedTraining
 
-MLPS = [sliced_layer(Mlp, kind="mlp", rows=["up"], columns=["down"])]
 
-
-def partial_mlp(slice: int, slices: int, **sizes: Any) -> tuple[Mlp, Mlp]:
+def partial_mlp(slice_index: int, num_slices: int, **sizes: Any) -> tuple[Mlp, Mlp]:
     """Whole and sliced."""
     torch.manual_seed(0)
     whole = Mlp(**sizes)
-    return whole, partial_updates(copy.deepcopy(whole), slice=slice, slices=slices, include=["mlp"], patterns=MLPS)  # type: ignore[return-value]
+    return whole, partial_updates(
+        copy.deepcopy(whole), slice_index=slice_index, num_slices=num_slices, include=["mlp"], patterns=MLPS
+    )  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize(("slice", "slices"), [(2, 4), (7, 8)])
-def test_active_gradients_are_those_of_the_full_backward(kind: str, slice: int, slices: int) -> None:
+@pytest.mark.parametrize(("slice_index", "num_slices"), [(2, 4), (7, 8)])
+def test_active_gradients_are_those_of_the_full_backward(kind: str, slice_index: int, num_slices: int) -> None:
     batches = [tokens(1), tokens(2)]
-    model = partial_updates(build(kind), slice=slice, slices=slices)
+    model = partial_updates(build(kind), slice_index=slice_index, num_slices=num_slices)
     oracle = MaskedTraining(build(kind), active_mask(model), lm_loss)
     assert torch.equal(model(batches[0]).logits, oracle.model(batches[0]).logits)
     want = oracle.gradients(batches)
@@ -71,7 +70,7 @@ def test_outputs_and_input_gradients_are_the_whole_layers_to_the_bit(
 
 def test_one_slice_changes_nothing() -> None:
     plain, model = build("llama"), build("llama")
-    assert partial_updates(model, slice=0, slices=1) is model
+    assert partial_updates(model, slice_index=0, num_slices=1) is model
     assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
     for each in (plain, model):
         lm_loss(each, tokens()).backward()
@@ -84,12 +83,12 @@ def test_one_slice_changes_nothing() -> None:
 def test_frozen_layers_stay_as_they_are() -> None:
     model = build("llama")
     model.model.layers[0].requires_grad_(False)
-    partial_updates(model, slice=0, slices=2)
+    partial_updates(model, slice_index=0, num_slices=2)
     assert all(name.startswith("model.layers.1.") for name in sliced_parameters(model))
     assert not any(p.requires_grad for p in model.model.layers[0].parameters())
 
 
-# -- what is saved -----------------------------------------------------------------------------------------------------
+# -- saved tensors -----------------------------------------------------------------------------------------------------
 
 
 def saved_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
@@ -109,14 +108,14 @@ def saved_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
     return sum(nbytes for nbytes, _ in kept.values())
 
 
-@pytest.mark.parametrize("slices", [1, 2, 4])
-def test_frozen_columns_inputs_are_not_kept(slices: int) -> None:
+@pytest.mark.parametrize("num_slices", [1, 2, 4])
+def test_frozen_columns_inputs_are_not_kept(num_slices: int) -> None:
     d, h, rows = 8, 48, 5
-    whole, sliced = partial_mlp(0, slices, d=d, h=h)
-    model = sliced if slices > 1 else whole
+    whole, sliced = partial_mlp(0, num_slices, d=d, h=h)
+    model = sliced if num_slices > 1 else whole
     x = torch.randn(rows, d, requires_grad=True)
     # the input of up, which its rows need; the input of gelu; the columns of its output that down's columns need
-    assert saved_bytes(model, lambda: model(x)) == 4 * rows * (d + h + h // slices)
+    assert saved_bytes(model, lambda: model(x)) == 4 * rows * (d + h + h // num_slices)
 
 
 def test_nothing_is_kept_for_a_layer_that_trains_nothing() -> None:
@@ -129,7 +128,7 @@ def test_nothing_is_kept_for_a_layer_that_trains_nothing() -> None:
         assert not model(x).requires_grad
 
 
-# -- what is computed --------------------------------------------------------------------------------------------------
+# -- FLOPs -------------------------------------------------------------------------------------------------------------
 
 
 def flops(run: Callable[[], Tensor]) -> int:
@@ -138,41 +137,41 @@ def flops(run: Callable[[], Tensor]) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("slices", [2, 4, 8])
-def test_gradients_of_frozen_parts_are_not_computed(slices: int) -> None:
+@pytest.mark.parametrize("num_slices", [2, 4, 8])
+def test_gradients_of_frozen_parts_are_not_computed(num_slices: int) -> None:
     d, h, rows = 8, 64, 5
-    whole, model = partial_mlp(slices - 1, slices, d=d, h=h)
+    whole, model = partial_mlp(num_slices - 1, num_slices, d=d, h=h)
     x = torch.randn(rows, d, requires_grad=True)
     once = 2 * rows * 2 * d * h  # a product with each of the matrices
     assert flops(lambda: whole(x)) == 3 * once
-    assert flops(lambda: model(x)) == 2 * once + once // slices
+    assert flops(lambda: model(x)) == 2 * once + once // num_slices
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral-eager", "gpt-oss-eager"])
 def test_flops_of_a_model_fall_by_the_formula(kind: str) -> None:
     # torch's counter does not know grouped_mm, so experts are counted in the eager implementation
-    batch, slices = tokens(), 4
+    batch, num_slices = tokens(), 4
     before = flops(lambda: lm_loss(build(kind), batch))
-    model = partial_updates(build(kind), slice=0, slices=slices)
+    model = partial_updates(build(kind), slice_index=0, num_slices=num_slices)
     after = flops(lambda: lm_loss(model, batch))
     matrices = {name: s for name, s in sliced_parameters(model).items() if s.is_factor}
     # a token meets a matrix of attention once, and 2 of the 4 experts' (each counted once here, as tokens meet it)
     numel = sum(torch.Size(s.shape).numel() / (2 if len(s.shape) == 3 else 1) for s in matrices.values())
-    assert before - after == 2 * batch.numel() * numel * (1 - 1 / slices)
+    assert before - after == 2 * batch.numel() * numel * (1 - 1 / num_slices)
 
 
-@pytest.mark.parametrize("slices", [1, 4])
-def test_checkpointing_recomputes_no_more_than_it_does_for_the_whole_layer(slices: int) -> None:
+@pytest.mark.parametrize("num_slices", [1, 4])
+def test_checkpointing_recomputes_no_more_than_it_does_for_the_whole_layer(num_slices: int) -> None:
     d, h, rows = 8, 64, 5
-    whole, sliced = partial_mlp(0, slices, d=d, h=h)
-    model = sliced if slices > 1 else whole
+    whole, sliced = partial_mlp(0, num_slices, d=d, h=h)
+    model = sliced if num_slices > 1 else whole
     x = torch.randn(rows, d, requires_grad=True)
     matrix = 2 * rows * d * h
     # both twice, one again (the block ends with the other, whose input is all that is wanted), and both gradients
-    assert flops(lambda: checkpoint(model, x, use_reentrant=False)) == 4 * matrix + matrix + 2 * matrix // slices
+    assert flops(lambda: checkpoint(model, x, use_reentrant=False)) == 4 * matrix + matrix + 2 * matrix // num_slices
 
 
-# -- company -----------------------------------------------------------------------------------------------------------
+# -- checkpointing, autocast, compilation ------------------------------------------------------------------------------
 
 
 def test_under_activation_checkpointing_autocast_and_compilation() -> None:
@@ -200,7 +199,7 @@ def test_under_activation_checkpointing_autocast_and_compilation() -> None:
     torch.testing.assert_close(sliced.up.weight_slice1.grad, whole.up.weight.grad[16:32], rtol=0.02, atol=1e-4)
 
 
-def test_what_is_no_product_of_a_weight_is_refused_and_of_a_bias_computed() -> None:
+def test_other_functions_than_products_are_refused_for_a_weight_and_computed_for_a_bias() -> None:
     _, model = partial_mlp(0, 2)
     weight: Any = model.up.weight
     assert isinstance(weight, SlicedTensor)
@@ -238,7 +237,7 @@ def test_batches_of_products_with_fused_experts() -> None:
 
     torch.manual_seed(0)
     whole = Experts()
-    model = partial_updates(copy.deepcopy(whole), slice=2, slices=4, include=["mlp"])
+    model = partial_updates(copy.deepcopy(whole), slice_index=2, num_slices=4, include=["mlp"])
     x = torch.randn(3, 5, 8)
     for each in (whole, model):
         each(x).square().sum().backward()

@@ -12,9 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import laconic
-from laconic.partial.patterns import sliced_layer
 from laconic.partial.updates import (
-    active_mask,
     assign_slice,
     partial_updates,
     unsliced,
@@ -22,29 +20,18 @@ from laconic.partial.updates import (
 )
 from laconic.ragged.parts import sliced_parameters
 from laconic.shard.reduce import BucketGradients
-from tests.partial.models import MODELS, Mlp, MlpNet, build, lm_loss, tokens
+from tests.partial.models import MLPS, MODELS, MlpNet, active_mask, build, lm_loss, partial_net, plain_net, tokens
 from tests.ranks import run_ranks
 from tests.reference.partial import MaskedTraining
 from tests.shard.helpers import inputs, squared_error
 
-MLPS = [sliced_layer(Mlp, kind="mlp", rows=["up"], columns=["down"])]
 adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 sgd = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.1)
 
 
-def partial_net(slice: int, slices: int = 4) -> nn.Module:
-    torch.manual_seed(0)
-    return partial_updates(MlpNet(), slice=slice, slices=slices, include=["mlp"], patterns=MLPS)
-
-
-def plain_net() -> nn.Module:
-    torch.manual_seed(0)
-    return MlpNet()
-
-
 @pytest.mark.parametrize("kind", ["llama-mha-biases", "gpt2", "mixtral-grouped_mm"])
 def test_training_equals_masked_training_and_frozen_coordinates_do_not_move(kind: str) -> None:
-    model = partial_updates(build(kind), slice=1, slices=4)
+    model = partial_updates(build(kind), slice_index=1, num_slices=4)
     masks = active_mask(model)
     oracle = MaskedTraining(build(kind), masks, lm_loss, make_optimizer=adamw, max_norm=0.5)
     optimizer = adamw(model.parameters())
@@ -66,7 +53,7 @@ def test_training_equals_masked_training_and_frozen_coordinates_do_not_move(kind
 @pytest.mark.parametrize("kind", MODELS)
 def test_unsliced_layout_round_trip(kind: str) -> None:
     plain = build(kind)
-    model = partial_updates(copy.deepcopy(plain), slice=1, slices=2)
+    model = partial_updates(copy.deepcopy(plain), slice_index=1, num_slices=2)
     state, want = unsliced_state_dict(model), plain.state_dict()
     assert list(state) == list(want)
     assert all(torch.equal(state[name], value) for name, value in want.items())
@@ -74,7 +61,7 @@ def test_unsliced_layout_round_trip(kind: str) -> None:
     other = build(kind)
     for parameter in other.parameters():
         nn.init.uniform_(parameter)
-    partial_updates(other, slice=3, slices=4)
+    partial_updates(other, slice_index=3, num_slices=4)
     other.load_state_dict(state)
     assert all(torch.equal(value, want[name]) for name, value in unsliced_state_dict(other).items())
     plain.load_state_dict(state)
@@ -95,7 +82,7 @@ def test_unsliced_lets_others_initialise_and_save(tmp_path: Any) -> None:
     import transformers
 
     plain = build("gpt2")
-    model = partial_updates(build("gpt2"), slice=1, slices=2)
+    model = partial_updates(build("gpt2"), slice_index=1, num_slices=2)
     with unsliced(model):
         assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
         model.save_pretrained(tmp_path)
@@ -109,7 +96,7 @@ def test_unsliced_lets_others_initialise_and_save(tmp_path: Any) -> None:
 
 
 def test_another_slice_takes_over_where_this_one_stopped() -> None:
-    model = partial_net(0, slices=2)
+    model = partial_net(0, num_slices=2)
     optimizer = adamw(model.parameters())
 
     def step() -> None:
@@ -121,7 +108,7 @@ def test_another_slice_takes_over_where_this_one_stopped() -> None:
     first = unsliced_state_dict(model)
     masks = active_mask(model)
     squared_error(model, inputs(0, 0)).backward()
-    assign_slice(model, slice=1, optimizer=optimizer)
+    assign_slice(model, slice_index=1, optimizer=optimizer)
     assert {p for p in model.parameters() if p.grad is not None} <= {p for p in model.parameters() if p.requires_grad}
     assert all(p.requires_grad for p in optimizer.state)
     assert all(torch.equal(value, first[name]) for name, value in unsliced_state_dict(model).items())
@@ -133,16 +120,16 @@ def test_another_slice_takes_over_where_this_one_stopped() -> None:
         assert torch.equal(masks[name], ~taken[name])
         assert torch.equal(second[name][masks[name]], first[name][masks[name]])
         assert not torch.equal(second[name][taken[name]], first[name][taken[name]])
-    with pytest.raises(ValueError, match="slice=2 must be 0 to 1"):
-        assign_slice(model, slice=2)
+    with pytest.raises(ValueError, match="slice_index=2 must be 0 to 1"):
+        assign_slice(model, slice_index=2)
     with pytest.raises(ValueError, match="not sliced"):
-        assign_slice(plain_net(), slice=0)
+        assign_slice(plain_net(), slice_index=0)
 
 
 def test_a_model_without_values_is_sliced_and_filled_later() -> None:
     with torch.device("meta"):
         model = MlpNet()
-    partial_updates(model, slice=1, slices=2, include=["mlp"], patterns=MLPS)
+    partial_updates(model, slice_index=1, num_slices=2, include=["mlp"], patterns=MLPS)
     model.to_empty(device="cpu")
     model.load_state_dict(plain_net().state_dict())
     x, _ = inputs(0, 0)
@@ -182,7 +169,7 @@ def _train_sharded() -> list[Any]:
         model.zero_grad()
     for step in range(4):
         if step == 2:
-            assign_slice(model, slice=2, optimizer=optimizer)
+            assign_slice(model, slice_index=2, optimizer=optimizer)
         squared_error(model, inputs(step, dist.get_rank())).backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
         optimizer.step()
@@ -203,7 +190,7 @@ def _train_sharded() -> list[Any]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_sharded_model_trains_as_the_plain_one(ranks: int) -> None:
     results = run_ranks(_train_sharded, ranks)
-    masks = [active_mask(partial_net(slice)) for slice in (1, 2)]
+    masks = [active_mask(partial_net(slice_index)) for slice_index in (1, 2)]
     oracle = MaskedTraining(plain_net(), masks[0], squared_error, make_optimizer=sgd, max_norm=0.1)
     norms = []
     for step in range(4):

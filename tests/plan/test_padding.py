@@ -1,4 +1,4 @@
-"""`laconic plan layout`: the table, the rules beside it, the picture, and what it refuses."""
+"""`laconic plan layout`: the table, the rules beside it, the picture, and refusals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from laconic import cli
 from laconic.layout.granularity import rows
-from laconic.plan.draw import draw
+from laconic.plan.layout_picture import draw_layout
 from laconic.plan.padding import layout_rows, plan_of
 from laconic.plan.rules import fsdp2_numel, lcm_numel
 from laconic.plan.shapes import DEEPSEEK_V3, GPT_OSS_120B, LLAMA_3_70B, UnitShapes, units_of
@@ -50,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_units_of_a_config_are_those_the_trainer_shards(folder: Path) -> None:
+def test_units_of_a_config_are_the_units_of_the_trainer(folder: Path) -> None:
     layer, rest = units_of(str(folder))
     assert (layer.count, layer.name, rest.count) == (3, "LlamaDecoderLayer", 1)
     assert dict(zip(layer.names, layer.shapes, strict=True))["mlp.down_proj.weight"] == (32, 80)
@@ -84,7 +84,7 @@ def test_explanations_name_tensors(capsys: pytest.CaptureFixture[str]) -> None:
     assert "(gate_up_proj) make shards multiples of 92,160" in shown
 
 
-def test_json_holds_what_the_table_shows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_holds_the_numbers_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "layout", "--model", "llama-3-70b", "--ranks", "8,100", "--rows", "16", "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)
     assert (first["num_ranks"], second["num_ranks"], second["num_rows"]) == (8, 100, 16)
@@ -95,7 +95,7 @@ def test_json_holds_what_the_table_shows(capsys: pytest.CaptureFixture[str]) -> 
     assert {"cause", "tensors", "text", "shard_numel"} <= set(second["buckets"][0])
 
 
-def test_a_model_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "layout", "--model", "no-such-model"]) == 2
     message = capsys.readouterr().err
     assert "'no-such-model'" in message
@@ -108,16 +108,16 @@ def test_a_config_that_is_no_language_model_is_refused(tmp_path: Path, capsys: p
     assert "no causal language model" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("ranks", ["0", "8,x", "-4"])
-def test_ranks_must_be_positive_numbers(ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("ranks", "wrong"), [("0", "0"), ("8,x", "x"), ("-4", "-4")])
+def test_ranks_must_be_positive_numbers(ranks: str, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         cli.main(["plan", "layout", "--model", "llama-3-70b", f"--ranks={ranks}"])
     assert stopped.value.code == 2
-    assert "is not a list of positive numbers" in capsys.readouterr().err
+    assert f"--ranks: '{wrong}' is not a positive number" in capsys.readouterr().err
 
 
 def drawn(unit: UnitShapes, num_ranks: int, num_rows: int) -> ElementTree.Element:
-    return ElementTree.fromstring(draw(plan_of(unit, num_ranks, rows(num_rows), itemsize=2), "a < b"))
+    return ElementTree.fromstring(draw_layout(plan_of(unit, num_ranks, rows(num_rows), itemsize=2), "a < b"))
 
 
 def test_the_picture_shows_every_extent_to_scale() -> None:

@@ -1,4 +1,4 @@
-"""Tensors cut anew: every pair of layouts, packed, counted, and nothing moved that is in place."""
+"""Redistribution between every pair of layouts: values, counted bytes, and tensors that stay in place."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch.distributed as dist
 import laconic
 from laconic.comm.cluster import Cluster
 from laconic.layout.packing import plan_bucket
-from laconic.ragged.redistribute import moved_elements, redistribute, whole_on
-from laconic.ragged.tensor import RaggedSpec, RaggedTensor
+from laconic.ragged.redistribute import moved_elements, whole_on
+from laconic.ragged.spec import RaggedSpec
+from laconic.ragged.tensor import RaggedTensor, redistribute
 from tests.ranks import run_ranks
 from tests.shard.helpers import MESHES, Place, moved
 
@@ -42,8 +43,8 @@ def cut(whole: torch.Tensor, spec: RaggedSpec) -> RaggedTensor:
     return RaggedTensor(spec.part_of(whole).clone(), spec)
 
 
-class _Traffic:
-    """What `moved` asks of a model."""
+class HasTraffic:
+    """An object with the traffic of a cluster, as `moved` takes it."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.traffic = cluster.traffic
@@ -56,7 +57,7 @@ def job_every_pair() -> None:
     for source in specs.values():
         tensors = [cut(value, spec) for value, spec in zip(whole, source, strict=True)]
         for target in specs.values():
-            with moved(_Traffic(cluster)) as m:
+            with moved(HasTraffic(cluster)) as m:
                 results = redistribute(tensors, target).wait()
             for result, value, spec in zip(results, whole, target, strict=True):
                 assert isinstance(result, RaggedTensor)
@@ -72,7 +73,9 @@ def job_every_pair() -> None:
             assert int(received) == int(sent) == want
             if source is target:
                 assert want == 0
-                assert all(a is b for a, b in zip(results, tensors, strict=True)), "in place, it is the same tensor"
+                assert all(a is b for a, b in zip(results, tensors, strict=True)), (
+                    "a tensor that stays in place is the same object"
+                )
         mixed = [None if index % 2 else spec for index, spec in enumerate(specs["owners"])]
         for result, value, spec in zip(redistribute(tensors, mixed).wait(), whole, mixed, strict=True):
             if spec is None:
@@ -83,11 +86,11 @@ def job_every_pair() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "local"), MESHES)
-def test_every_cut_from_every_cut(nodes: int, local: int) -> None:
+def test_tensors_go_from_every_cut_to_every_cut(nodes: int, local: int) -> None:
     run_ranks(job_every_pair, nodes * local, local=local)
 
 
-def job_several_under_way() -> None:
+def job_several_at_once() -> None:
     cluster = Cluster.of(laconic.init_mesh("cpu"))
     specs = layouts(cluster)
     whole = [torch.arange(float(torch.Size(shape).numel())).view(shape) for shape in SHAPES]
@@ -108,8 +111,8 @@ def job_several_under_way() -> None:
         redistribute(tensors[:1], specs["rows"][1:2])
 
 
-def test_several_are_under_way_at_once() -> None:
-    run_ranks(job_several_under_way, 3, local=1)
+def test_several_redistributions_are_under_way_at_once() -> None:
+    run_ranks(job_several_at_once, 3, local=1)
 
 
 def test_moved_elements_by_hand() -> None:

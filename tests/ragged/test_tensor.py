@@ -1,4 +1,4 @@
-"""RaggedTensor. Where nothing is sent, all ranks' parts are made and checked in this process."""
+"""RaggedTensor. Tests without communication make and check the parts of all ranks in one process."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def random(shape: tuple[int, ...] = (5, 3), seed: int = 0, dtype: torch.dtype = 
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-# -- what it looks like ------------------------------------------------------------------------------------------------
+# -- how it looks ------------------------------------------------------------------------------------------------------
 
 
-def test_it_shows_the_global_shape_and_holds_its_extent() -> None:
+def test_it_has_the_global_shape_and_holds_its_extent() -> None:
     value = random()
     parts = ragged(value, RANKS, block=3)
     for part in parts:
@@ -49,14 +49,14 @@ def test_it_shows_the_global_shape_and_holds_its_extent() -> None:
     assert "extent=Extent(start=0, stop=6)" in repr(parts[0])
 
 
-def test_a_parameter_of_it_is_a_parameter() -> None:
+def test_it_can_be_a_parameter() -> None:
     parameter = nn.Parameter(ragged(random(), RANKS)[0])
     assert isinstance(parameter, nn.Parameter)
     assert isinstance(parameter, RaggedTensor)
     assert parameter.requires_grad
 
 
-def test_layouts_are_equal_by_what_they_say() -> None:
+def test_specs_are_equal_if_they_cut_alike_over_one_cluster() -> None:
     a, b, other = (ragged(random(shape), RANKS)[0] for shape in ((5, 3), (5, 3), (3, 5)))
     assert a.spec == a.clone().spec == a.detach().spec
     assert a.spec != b.spec, "another cluster object is another cluster"
@@ -166,7 +166,7 @@ def test_it_cannot_be_pickled() -> None:
         pickle.dumps(ragged(random(), RANKS)[0])
 
 
-def test_copies_are_tensors_of_their_own() -> None:
+def test_copies_share_no_memory() -> None:
     edits: list[int] = []
     parts = ragged(random(), RANKS, bump=lambda: edits.append(1))
     parameter = nn.Parameter(parts[0])
@@ -283,37 +283,37 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def job_optimizers() -> None:
     for name, make in OPTIMIZERS.items():
         plain, sharded = build(Odd), make_odd()
-        ours, theirs = make(sharded.parameters()), make(plain.parameters())
+        optimizers = [make(model.parameters()) for model in (plain, sharded)]
         for step in range(3):
             for model in (plain, sharded):
                 with_gradients(model, seed=10 * step)
-            ours.step()
-            theirs.step()
+            for optimizer in optimizers:
+                optimizer.step()
         for (key, want), got in zip(plain.named_parameters(), sharded.parameters(), strict=True):
             torch.testing.assert_close(got.full_tensor(), want.detach(), rtol=1e-6, atol=1e-7, msg=f"{name}: {key}")
 
 
 @pytest.mark.parametrize(("world_size", "local"), [(3, 1), (4, 2)])
-def test_optimizers_step_parts_as_they_step_wholes(world_size: int, local: int) -> None:
+def test_optimizers_step_ragged_parameters_as_plain_ones(world_size: int, local: int) -> None:
     run_ranks(job_optimizers, world_size, local=local)
 
 
 def job_norms() -> None:
     plain, sharded = build(Odd), make_odd()
-    ours = [p for p in sharded.parameters() if p.numel()]  # torch has no infinity norm of nothing
-    theirs = [p for p in plain.parameters() if p.numel()]
+    ragged_parameters = [p for p in sharded.parameters() if p.numel()]  # torch has no infinity norm of an empty tensor
+    parameters = [p for p in plain.parameters() if p.numel()]
     for order in (2.0, 1.0, 3.0, float("inf")):
         for scale in (1.0, 0.01):
             for model in (plain, sharded):
                 with_gradients(model, scale)
-            want = nn.utils.clip_grad_norm_(theirs, 1.5, norm_type=order)
-            got = nn.utils.clip_grad_norm_(ours, 1.5, norm_type=order)
+            want = nn.utils.clip_grad_norm_(parameters, 1.5, norm_type=order)
+            got = nn.utils.clip_grad_norm_(ragged_parameters, 1.5, norm_type=order)
             assert type(got) is Tensor
             torch.testing.assert_close(got, want)
-            for p, q in zip(theirs, ours, strict=True):
+            for p, q in zip(parameters, ragged_parameters, strict=True):
                 torch.testing.assert_close(q.grad.full_tensor(), p.grad)
-        many = torch._foreach_norm([q.grad for q in ours], order)
-        for norm, p, q in zip(many, theirs, ours, strict=True):
+        many = torch._foreach_norm([q.grad for q in ragged_parameters], order)
+        for norm, p, q in zip(many, parameters, ragged_parameters, strict=True):
             want = torch.linalg.vector_norm(p.grad, order)  # type: ignore[arg-type]
             torch.testing.assert_close(norm, want)
             torch.testing.assert_close(torch.linalg.vector_norm(q.grad, order) + 0, want)
@@ -325,12 +325,12 @@ def job_norms() -> None:
 
 
 @pytest.mark.parametrize(("world_size", "local"), [(1, 1), (3, 3), (4, 2)])
-def test_norms_and_clipping_are_of_the_whole(world_size: int, local: int) -> None:
+def test_norms_and_clipping_use_the_whole_tensors(world_size: int, local: int) -> None:
     run_ranks(job_norms, world_size, local=local)
 
 
 def job_half_norm(dtype: torch.dtype) -> None:
-    """The square of a norm of 300 is beyond fp16; bf16 adds squares with eight bits."""
+    """fp16 cannot hold the square of 640; bf16 would add squares with eight bits."""
     model = laconic.fully_shard(nn.Linear(64, 64, bias=False).to(dtype), mesh=laconic.init_mesh("cpu"))
     model.weight.grad = torch.zeros_like(model.weight).fill_(10.0)
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
@@ -349,7 +349,7 @@ def job_control_bytes() -> None:
     original = Communicator.all_reduce
 
     def counting(self: Communicator, tensor: Tensor, *args: Any) -> Tensor:
-        messages.append((self.name, tensor.nbytes))
+        messages.append((self.level, tensor.nbytes))
         return original(self, tensor, *args)
 
     Communicator.all_reduce = counting  # type: ignore[method-assign]
@@ -396,7 +396,7 @@ def job_trunc_normal() -> None:
         assert torch.equal(model.weight.full_tensor(), want), bounds
 
 
-def test_any_and_all_ask_all_ranks() -> None:
+def test_any_and_all_cover_all_ranks() -> None:
     run_ranks(job_any, 3, local=1)
 
 
@@ -405,7 +405,7 @@ def test_truncated_normals_equal_the_unsharded_ones() -> None:
 
 
 def job_scaler(poisoned_rank: int | None) -> bool:
-    """Returns whether the step was taken."""
+    """Return whether the scaler took the step."""
     model = make_odd()
     before = model.vector.full_tensor()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

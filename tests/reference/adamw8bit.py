@@ -1,4 +1,4 @@
-"""AdamW with 8-bit moments, one tile after the other, on whole tensors: what laconic.optim.AdamW8bit must equal."""
+"""AdamW with 8-bit moments on whole tensors, one tile after the other. laconic.optim.AdamW8bit must equal it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def dynamic_map(signed: bool) -> Tensor:
 
 
 def dice(bits: Tensor) -> Tensor:
-    """For each int64, numbers of 4096 equally far ones from 0 up to 1: a hash of its last 32 bits."""
+    """For each int64 a multiple of 1/4096 from 0 up to 1: a hash of its last 32 bits."""
     mixed = bits * 0x85EBCA6B % 2**32
     mixed = mixed - 2**32 * (mixed >= 2**31)
     mixed = (mixed ^ (mixed >> 15)) * 0xC2B2AE35 % 2**32
@@ -32,8 +32,11 @@ def dice(bits: Tensor) -> Tensor:
 
 
 def encode(values: Tensor, signed: bool, *, step: int, width: int) -> tuple[Tensor, Tensor]:
-    """Codes and scale of one block. A number between two codes takes the upper one if it lies above a border that its
-    bits, its place in the block and the step draw; but a second moment becomes 0 only if it is 0."""
+    """The codes and the scale of one block.
+
+    A value between two numbers of the map takes the upper one if it lies above a border. The value's bits, its place in
+    the block and the step draw the border. A second moment becomes 0 only if it is 0.
+    """
     table = dynamic_map(signed)
     scale = values.abs().max()
     ratio = (values / scale if scale > 0 else values).contiguous()
@@ -53,7 +56,7 @@ def decode(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
 
 
 def blocks(shape: tuple[int, ...], tile: int | None, flat: int) -> list[tuple[slice, ...]]:
-    """The blocks of a tensor seen as a matrix (all dims but the last are one), or as a vector."""
+    """The blocks of a tensor, as a matrix whose rows are all dims but the last, or as a vector."""
     numel = math.prod(shape)
     if tile is None or len(shape) < 2:
         return [(slice(begin, min(begin + flat, numel)),) for begin in range(0, numel, flat)]
@@ -66,7 +69,7 @@ def blocks(shape: tuple[int, ...], tile: int | None, flat: int) -> list[tuple[sl
 
 
 class ReferenceAdamW8bit:
-    """One group."""
+    """The optimizer with one group of parameters."""
 
     def __init__(
         self,
@@ -108,7 +111,7 @@ class ReferenceAdamW8bit:
                 )
 
     def _adamw(self, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
-        """Every operation rounds once, so that no order or grouping of elements can change a bit."""
+        """Take one step. Every operation rounds once, so no grouping of elements can change a bit."""
         beta1, beta2 = self.betas
         p32, g = p.float(), g.float()
         m.copy_(m * beta1 + g * (1 - beta1))

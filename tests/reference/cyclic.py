@@ -1,8 +1,9 @@
-"""Cyclic data parallelism in closed form: one process, no schedule, no messages.
+"""The oracle of cyclic data parallelism: one process, no schedule, no messages.
 
-Every worker's gradient is taken at the versions that its rule prescribes; gradients are divided by N first and added in
-the order of workers; each stage's optimizer then steps from its newest version. arXiv 2403.08837, equations CDP-v1 and
-CDP-v2.
+Every worker computes its gradient with the versions that the rule gives it. Gradients are divided by N and then added
+in the order of workers. Then each stage's optimizer steps from the newest version.
+
+Source: arXiv 2403.08837, equations CDP-v1 and CDP-v2.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ class Oracle:
         self.restart()
 
     def restart(self) -> None:
-        """What a drain does: all workers have the newest version, and the next batch is a first one."""
+        """End a run, as a drain does: all workers have the newest version, and the next batch begins a run."""
         self.newest = [[p.detach().clone() for p in parameters] for parameters in self.parameters]
         self.older = self.newest
         while self.unseen:
             self._see(self.unseen.pop(0))
 
     def set(self, **settings: Any) -> None:
-        """Hyper-parameters of the gradients from here on."""
+        """Set hyper-parameters for the gradients of the next batches."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group.update(settings)
 
     def step(self, micro_batches: Sequence[tuple[Any, Any]]) -> list[Tensor]:
-        """One batch: worker i has micro-batch i. Returns their losses."""
+        """Train one batch; worker i has micro-batch i. Returns their losses."""
         if len(self.unseen) == 2:
-            self._see(self.unseen.pop(0))  # what overflowed is heard of two batches later
+            self._see(self.unseen.pop(0))  # an overflow changes the scale two batches later
         count, sums, losses = len(self.stages), [[] for _ in self.stages], []
         for worker, (inputs, targets) in enumerate(micro_batches):
             for stage in range(count):
@@ -91,7 +92,7 @@ class Oracle:
             p.data = value.clone()
 
     def _ready(self, sums: list[list[Tensor]]) -> bool:
-        """Scale back and clip; False if the batch overflowed."""
+        """Undo the loss scale and clip; False if the batch overflowed."""
         square = torch.zeros((), dtype=torch.float64)
         for stage_sums in reversed(sums):  # the last stage's sum is complete first
             square = square + torch.stack([s.double().square().sum() for s in stage_sums]).sum()
@@ -111,7 +112,7 @@ class Oracle:
                 s.mul_(factor.to(s.dtype))
 
     def _see(self, is_finite: bool) -> None:
-        """The rule of torch.amp.GradScaler."""
+        """Update the scale by the rule of torch.amp.GradScaler."""
         assert self.scaler is not None
         self.good_batches = self.good_batches + 1 if is_finite else 0
         if not is_finite:

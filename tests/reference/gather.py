@@ -1,4 +1,4 @@
-"""Two-level gather and reduce as one process would do them. A rank is (node, local); C elements per shard."""
+"""Oracle of gathers and reductions over two levels, in one process. A rank is (node, local); C elements per shard."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ def shard_of(rank: Rank, num_nodes: int) -> int:
 
 
 def gather(shards: Mapping[Rank, Tensor]) -> Tensor:
-    """The bucket: every rank's shard, in order of shards."""
+    """The bucket: the shards of all ranks, in the order of shards."""
     num_nodes = 1 + max(node for node, _ in shards)
     return torch.cat([shards[rank] for rank in sorted(shards, key=lambda rank: shard_of(rank, num_nodes))])
 
 
-def slice_of(bucket: Tensor, local: int, num_local: int) -> Tensor:
-    """What rank (any, local) holds after the gather across nodes."""
+def node_shard_of(bucket: Tensor, local: int, num_local: int) -> Tensor:
+    """The node shard of rank (any, local): what it holds after the gather across nodes."""
     return bucket.chunk(num_local)[local]
 
 
 def sum_over_ranks(buckets: Mapping[Rank, Tensor]) -> Tensor:
-    """The sum of all ranks' buckets, in the order that defines its rounding: over a node's ranks, then over nodes."""
+    """The sum of the buckets of all ranks: over the ranks of each node first, then over nodes."""
     num_nodes, num_local = (1 + max(place) for place in zip(*buckets, strict=True))
     per_node = [reduce(torch.add, [buckets[node, local] for local in range(num_local)]) for node in range(num_nodes)]
     return reduce(torch.add, per_node)
 
 
 def reduce_scatter(buckets: Mapping[Rank, Tensor]) -> dict[Rank, Tensor]:
-    """Every rank's shard of the sum."""
+    """The shard of the sum for every rank."""
     num_nodes = 1 + max(node for node, _ in buckets)
     shards = sum_over_ranks(buckets).chunk(len(buckets))
     return {rank: shards[shard_of(rank, num_nodes)] for rank in buckets}

@@ -1,4 +1,4 @@
-"""Local steps in one process: every island a model of its own, every formula written out."""
+"""Local steps in one process: one model for each island, and every formula in plain sight."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Islands:
         self.lr, self.beta, self.code = lr, momentum, code
         self.step_number = 0
         self.sent: dict[int, dict[str, Tensor]] = {}
-        """By the step after which it is applied."""
+        """The means in flight, by the step after which they are applied, and by parameter."""
 
     def step(self, losses: Callable[[nn.Module, int], Tensor]) -> None:
-        """One inner step of every island on `losses(model, island)`, then what is due of the outer ones."""
+        """Take an inner step of every island on `losses(model, island)`, then send and apply as the schedule says."""
         for island, (model, optimizer) in enumerate(zip(self.models, self.inner, strict=True)):
             losses(model, island).backward()
             optimizer.step()
@@ -57,5 +57,5 @@ class Islands:
                     own.copy_(self.mixing * own + (1 - self.mixing) * self.outer[name])
 
     def _mean(self, name: str) -> Tensor:
-        drifts = [self.code(self.outer[name] - model.get_parameter(name)) for model in self.models]
-        return self.code(torch.stack(drifts).sum(0) / len(drifts))
+        differences = [self.code(self.outer[name] - model.get_parameter(name)) for model in self.models]
+        return self.code(torch.stack(differences).sum(0) / len(differences))

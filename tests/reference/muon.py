@@ -1,8 +1,9 @@
-"""Muon as its paper's pseudo-code says it: one process, one matrix after the other."""
+"""Muon as the pseudo-code of its author has it: one process, one matrix after the other."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,26 +24,13 @@ def orthogonalize(matrix: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
 
 
 class Muon:
-    """Steps on (rows, columns) matrices and stacks of them."""
+    """Muon on (rows, columns) matrices and stacks of them. Settings are those of torch.optim.Muon."""
 
-    def __init__(
-        self,
-        parameters: list[Tensor],
-        *,
-        lr: float = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        adjust: str = "original",
-    ) -> None:
+    lr, weight_decay, momentum, nesterov, adjust_lr_fn = 1e-3, 0.1, 0.95, True, "original"
+
+    def __init__(self, parameters: list[Tensor], **settings: Any) -> None:
+        self.__dict__.update(settings)
         self.parameters = parameters
-        self.lr, self.weight_decay, self.momentum, self.nesterov, self.adjust = (
-            lr,
-            weight_decay,
-            momentum,
-            nesterov,
-            adjust,
-        )
         self.averages = [torch.zeros_like(p) for p in parameters]
 
     def step_some(self, grads: dict[int, Tensor]) -> None:
@@ -60,4 +48,4 @@ class Muon:
             "original": math.sqrt(max(1, rows / columns)),
             "match_rms_adamw": 0.2 * math.sqrt(max(rows, columns)),
             "spectral_unclamped": math.sqrt(rows / columns),
-        }[self.adjust]
+        }[self.adjust_lr_fn]

@@ -1,4 +1,4 @@
-"""Partial updates the wasteful way: the whole model, full backward, and a mask over gradients and steps."""
+"""The oracle of partial updates: the whole model, full backward, and a mask over gradients and steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class MaskedTraining:
-    """One island: its coordinates train, the others get no gradient and do not move, whatever the optimizer does."""
+    """One island. Its coordinates train; the others get no gradient and do not move, under any optimizer."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class MaskedTraining:
         self.optimizer = make_optimizer(model.parameters())
 
     def gradients(self, batches: list[Any]) -> dict[str, Tensor]:
-        """Of the mean loss over batches, zero where frozen; left in `.grad`."""
+        """The gradients of the mean loss over batches, also in `.grad`; zero where frozen."""
         self.model.zero_grad()
         for batch in batches:
             (self.loss(self.model, batch) / len(batches)).backward()
@@ -46,7 +46,7 @@ class MaskedTraining:
         return norm
 
     def hand_over(self, masks: dict[str, Tensor]) -> None:
-        """Train other coordinates: those that were not trained until now begin without momentum."""
+        """Train other coordinates. Coordinates that were not trained so far begin without momentum."""
         for name, parameter in self.model.named_parameters():
             self.optimizer.state[parameter]["momentum_buffer"] *= self.masks[name] & masks[name]
         self.masks = masks

@@ -1,4 +1,4 @@
-"""What the planner must find, by trying everything. Symbols as in the planner: tensors are (numel, block)."""
+"""The best plans, found by trying everything. Tensors are (numel, block), as in laconic/layout/packing.py."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def is_legal(start: int, numel: int, block: int, shard_numel: int) -> bool:
 
 
 def earliest(pointer: int, numel: int, block: int, shard_numel: int) -> int | None:
-    """The first legal start >= pointer. Legality repeats with the shards, so one shard's worth of starts settles it."""
+    """The first legal start from `pointer` on. Legal starts repeat with the shards, so trying two shards is enough."""
     candidates = range(pointer, pointer + 2 * shard_numel)
     return next((start for start in candidates if is_legal(start, numel, block, shard_numel)), None)
 
 
 def fits(tensors: Sequence[tuple[int, int]], num_shards: int, shard_numel: int) -> bool:
-    """True if there is any placement in the given order: every start is tried, not only the earliest."""
+    """True if any placement in the given order fits. This tries every start, not only the earliest."""
     pointers = {0}
     for numel, block in tensors:
         pointers = {
@@ -43,12 +43,12 @@ def smallest_shard(tensors: Sequence[tuple[int, int]], num_shards: int, quantum:
 
 
 def smallest_shard_of_any_order(tensors: Sequence[tuple[int, int]], num_shards: int, quantum: int) -> int:
-    """The same over all orders of the tensors."""
+    """The smallest of `smallest_shard` over all orders of the tensors."""
     return min(smallest_shard(order, num_shards, quantum) for order in set(itertools.permutations(tensors)))
 
 
 def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
-    """Every way to put items into parts, whatever they are."""
+    """All partitions of the items."""
     if not items:
         yield []
         return
@@ -59,7 +59,7 @@ def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
 
 
 def least_numel(tensors: Sequence[tuple[int, int]], num_shards: int, quantum: int) -> int:
-    """Elements of all buckets of the best partition and orders: nothing can be padded less."""
+    """The elements of all buckets under the best partition and the best orders."""
     return min(
         sum(
             num_shards * smallest_shard_of_any_order([tensors[index] for index in part], num_shards, quantum)

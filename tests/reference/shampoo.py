@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,41 +14,28 @@ def inverse_root(factor: Tensor, exponent: float, ridge: float) -> Tensor:
 
 
 class Shampoo:
-    """Steps on one (rows, columns) matrix in fp64."""
+    """Shampoo on one (rows, columns) matrix in fp64. Settings are those of `laconic.optim.Shampoo`."""
 
-    def __init__(
-        self,
-        matrix: Tensor,
-        *,
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
-        block_size: int = 1024,
-        update_every: int = 10,
-        start_step: int | None = None,
-        grafting: str = "adam",
-        grafting_eps: float = 1e-8,
-        exponent: float = 0.25,
-    ) -> None:
+    lr, betas, eps, weight_decay = 1e-3, (0.9, 0.999), 1e-6, 0.0
+    block_size, update_every, start_step = 1024, 10, None
+    grafting, grafting_eps, exponent = "adam", 1e-8, 0.25
+
+    def __init__(self, matrix: Tensor, **settings: Any) -> None:
+        self.__dict__.update(settings)
         self.matrix = matrix.double()
-        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
-        self.update_every, self.start = update_every, start_step or update_every
-        self.grafting, self.grafting_eps, self.exponent = grafting, grafting_eps, exponent
+        self.start = self.start_step or self.update_every
         self.moments = [torch.zeros_like(self.matrix) for _ in range(2)]
         rows, columns = matrix.shape
         self.blocks = [
-            (slice(top, top + block_size), slice(left, left + block_size))
-            for top in range(0, rows, block_size)
-            for left in range(0, columns, block_size)
+            (slice(top, top + self.block_size), slice(left, left + self.block_size))
+            for top in range(0, rows, self.block_size)
+            for left in range(0, columns, self.block_size)
         ]
-        self.left = [torch.zeros(len(m), len(m), dtype=torch.float64) for m in (self.matrix[b] for b in self.blocks)]
-        self.right = [torch.zeros(m.shape[1], m.shape[1], dtype=torch.float64) for m in map(self._of, self.blocks)]
+        sizes = [self.matrix[block].shape for block in self.blocks]
+        self.left = [torch.zeros(height, height, dtype=torch.float64) for height, _ in sizes]
+        self.right = [torch.zeros(width, width, dtype=torch.float64) for _, width in sizes]
         self.roots: list[tuple[Tensor, Tensor]] = []
         self.t = 0
-
-    def _of(self, block: tuple[slice, slice]) -> Tensor:
-        return self.matrix[block]
 
     def step(self, grad: Tensor) -> None:
         self.t += 1

@@ -1,8 +1,8 @@
-"""A training step over N x L ranks as one process would do it: the meaning of `fully_shard`, in the open.
+"""The oracle of `fully_shard`: a training step over N x L ranks, in one process.
 
 Weights are rounded to the compute dtype; every rank's gradient is rounded to the reduce dtype; gradients are summed
 over a node's ranks for each micro-batch, then over micro-batches, then over nodes, and divided once by the number of
-ranks. Clipping and AdamW act on the whole. Nothing here is sharded, cached, overlapped or clever.
+ranks. Clipping and AdamW act on the whole model. Nothing is sharded, cached or overlapped.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 Loss = Callable[[nn.Module, Any], Tensor]
-"""From a model and one rank's micro-batch to the loss to differentiate."""
+"""A function from a model and one rank's micro-batch to the loss."""
 
 
 class Oracle:
-    """A whole model in one process, trained as the ranks of a cluster train theirs."""
+    """A whole model in one process that trains as the ranks of a cluster do."""
 
     def __init__(
         self,
@@ -38,11 +38,11 @@ class Oracle:
         self.num_steps = 0
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The master weights by name; tied ones once."""
+        """Return the master weights by name, each tied weight once."""
         return dict(self.model.named_parameters())
 
     def one_rank(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """One rank's loss and gradients for one micro-batch, in the compute dtype."""
+        """Compute one rank's loss and gradients for one micro-batch, in the compute dtype."""
         worker = copy.deepcopy(self.model)
         for parameter in worker.parameters():
             parameter.grad = None
@@ -54,7 +54,7 @@ class Oracle:
         return loss.detach(), gradients
 
     def gradients(self, micro_batches: Sequence[Sequence[Any]]) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
-        """Losses and averaged gradients of `micro_batches[a][rank]`. Sets nothing."""
+        """Compute losses and averaged gradients of `micro_batches[a][rank]`. Changes nothing."""
         losses: list[list[Tensor]] = []
         nodes: list[dict[str, Tensor]] = [{} for _ in range(self.num_nodes)]
         for batches in micro_batches:
@@ -81,7 +81,7 @@ class Oracle:
         weight_decay: float = 1e-2,
         max_norm: float | None = None,
     ) -> Tensor:
-        """Clip to `max_norm`, then one AdamW step; returns the norm before clipping."""
+        """Clip to `max_norm`, then take one AdamW step. Returns the norm before clipping."""
         norm = torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt()
         if max_norm is not None:
             scale = min(1.0, max_norm / (float(norm) + 1e-6))
@@ -101,7 +101,7 @@ class Oracle:
 
 
 def _sum(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Add dicts name by name, in the order given; a rank without a gradient adds zero."""
+    """Add dicts name by name, in the given order. A rank without a gradient adds zero."""
     total: dict[str, Tensor] = {}
     for row in rows:
         for name, value in row.items():

@@ -1,4 +1,4 @@
-"""What the engine's tests share: small models, a cluster that is only a position, and byte formulas."""
+"""Shared by the engine's tests: small models, a cluster without communication, byte formulas, and assertions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 import laconic
 from laconic.comm.traffic import Level, Purpose, Snapshot
 from laconic.layout.packing import plan_bucket
-from laconic.ragged.tensor import RaggedSpec, RaggedTensor
+from laconic.ragged.spec import RaggedSpec
+from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import Bucket
 from laconic.shard.gather import GatherState
-from laconic.shard.ledger import FlatBuffer, Ledger
-from laconic.shard.unit import UnitState, unit_of
+from laconic.shard.ledger import Ledger
+from laconic.shard.unit import unit_of
 from tests.reference.step import Oracle
 
 MESHES = [(1, 1), (1, 3), (3, 1), (2, 2), (3, 2), (2, 3)]
@@ -27,7 +28,7 @@ MESHES = [(1, 1), (1, 3), (3, 1), (2, 2), (3, 2), (2, 3)]
 
 @dataclass(eq=False)
 class Place:
-    """A rank of a cluster that nobody else is in: enough for everything but communication."""
+    """A rank of a cluster without other ranks: enough for everything but communication."""
 
     num_nodes: int = 1
     num_local: int = 1
@@ -53,14 +54,14 @@ def places(num_nodes: int, num_local: int) -> list[Place]:
 def ragged(
     value: Tensor, num_shards: int, *, block: int = 1, bump: Callable[[], None] | None = None
 ) -> list[RaggedTensor]:
-    """`value` cut over as many ranks as one node has shards: one RaggedTensor per rank."""
+    """Cut `value` over `num_shards` ranks of one node; return every rank's RaggedTensor."""
     layout = plan_bucket(["t"], [tuple(value.shape)], [block], num_shards=num_shards, itemsize=16)
     specs = [RaggedSpec(cluster=place, layout=layout, index=0) for place in places(1, num_shards)]  # type: ignore[arg-type]
     return [RaggedTensor(spec.part_of(value).clone(), spec, bump=bump) for spec in specs]
 
 
 def whole(parts: list[RaggedTensor]) -> Tensor:
-    """The tensor that `ragged` cut."""
+    """Join the tensor that `ragged` cut."""
     return torch.cat([part.to_local() for part in parts]).view(parts[0].shape)
 
 
@@ -77,12 +78,14 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Input layer, blocks, output layer: the blocks are units, the rest is the root's."""
+    """Input layer, blocks, output layer: each block is a unit, the rest belongs to the root."""
+
+    make_block: type[nn.Module] = Block
 
     def __init__(self, num_blocks: int = 3, d: int = 17, h: int = 29) -> None:
         super().__init__()
         self.inp = nn.Linear(5, d)
-        self.blocks = nn.ModuleList(Block(d, h) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(self.make_block(d, h) for _ in range(num_blocks))
         self.out = nn.Linear(d, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,13 +96,13 @@ class Net(nn.Module):
 
 
 def build(make: Callable[[], nn.Module] = Net, *, seed: int = 0) -> nn.Module:
-    """A model with the same values on every rank and in every process."""
+    """Build a model with the same values on every rank and in every process."""
     torch.manual_seed(seed)
     return make()
 
 
 def shard(model: nn.Module, units: list[nn.Module] | None = None, **policies: Any) -> Any:
-    """`fully_shard` the units (default: `model.blocks`), then the model, over torchrun's mesh."""
+    """Call `fully_shard` on the units (default: `model.blocks`), then on the model, over torchrun's mesh."""
     mesh = policies.pop("mesh", None) or laconic.init_mesh("cpu")
     for unit in units if units is not None else list(model.blocks):  # type: ignore[arg-type]
         laconic.fully_shard(unit, mesh=mesh, **policies)
@@ -107,7 +110,7 @@ def shard(model: nn.Module, units: list[nn.Module] | None = None, **policies: An
 
 
 def inputs(seed: int, rank: int, rows: int = 4, width: int = 5) -> tuple[Tensor, Tensor]:
-    """A rank's regression batch for `Net`."""
+    """Draw a rank's regression batch for `Net`."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randn(rows, width, generator=generator), torch.randn(rows, 3, generator=generator)
 
@@ -118,7 +121,7 @@ def squared_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, seed: int = 0) -> Tensor:
-    """One step of `Net` on this rank's batch, ending without gradients."""
+    """Take one step of `Net` on this rank's batch; gradients are None afterwards."""
     loss = squared_error(model, inputs(seed, dist.get_rank()))
     loss.backward()
     if optimizer is not None:
@@ -128,30 +131,30 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter's whole gradient. Collective."""
+    """Gather every parameter's whole gradient. Collective."""
     return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}  # type: ignore[union-attr]
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter, whole. Collective."""
+    """Gather every parameter. Collective."""
     return {name: p.full_tensor() for name, p in model.named_parameters()}  # type: ignore[union-attr]
 
 
 def buckets(*modules: nn.Module) -> list[Bucket]:
-    """The buckets of all units below the modules."""
+    """Return the buckets of all units below the modules."""
     units = [unit for module in modules for child in module.modules() if (unit := unit_of(child)) is not None]
     return [bucket for unit in units for bucket in unit.buckets]
 
 
 def account(bucket: Bucket) -> Ledger:
-    """Give a bucket that stands alone a ledger."""
+    """Give a bucket without a unit a ledger."""
     ledger = Ledger()
-    bucket.account(ledger)
+    bucket.open_account(ledger)
     return ledger
 
 
 def gather_bytes(level: Level, which: list[Bucket]) -> int:
-    """What one rank sends on `level` when the buckets are gathered once: (R - 1) pieces, each a shard or a slice."""
+    """Bytes one rank sends on `level` per gather of the buckets: (R - 1) pieces, each a shard or a node shard."""
     total = 0
     for bucket in which:
         n, loc, c = bucket.cluster.num_nodes, bucket.cluster.num_local, bucket.layout.shard_numel
@@ -161,7 +164,7 @@ def gather_bytes(level: Level, which: list[Bucket]) -> int:
 
 
 def reduce_bytes(level: Level, which: list[Bucket]) -> int:
-    """What one rank sends on `level` when the trainable buckets' gradients are reduced once."""
+    """Bytes one rank sends on `level` per reduction of the trainable buckets."""
     total = 0
     for bucket in which:
         if bucket.is_frozen:
@@ -173,7 +176,7 @@ def reduce_bytes(level: Level, which: list[Bucket]) -> int:
 
 
 class Moved:
-    """Bytes one rank sent while a `moved` block ran."""
+    """The bytes that one rank sent while a `moved` block ran."""
 
     snapshot: Snapshot
 
@@ -193,7 +196,7 @@ class Moved:
 
 @contextmanager
 def moved(model: Any) -> Iterator[Moved]:
-    """Count what this rank sends in the body."""
+    """Count the bytes that this rank sends in the body."""
     result, before = Moved(), model.traffic.snapshot()
     yield result
     result.snapshot = model.traffic.snapshot() - before
@@ -205,7 +208,7 @@ Batches = list[list[tuple[Tensor, Tensor]]]
 
 
 def micro_batches(num: int, seed: int = 0) -> Batches:
-    """`[a][rank]`"""
+    """Batches of `Net`, by micro-batch and rank."""
     return [[inputs(100 * seed + a, rank) for rank in range(dist.get_world_size())] for a in range(num)]
 
 
@@ -215,7 +218,7 @@ def oracle_of(model: Any, make: Callable[[], nn.Module] = Net, loss: Any = squar
 
 
 def assert_gradients(model: Any, oracle: Oracle, batches: Any, **tolerance: float) -> None:
-    """The model's gradients are the oracle's, for `batches[a][rank]`."""
+    """Assert that the model's gradients for `batches[a][rank]` equal the oracle's."""
     _, want = oracle.gradients(batches)
     got = full_gradients(model)
     for name, parameter in oracle.parameters().items():
@@ -225,19 +228,19 @@ def assert_gradients(model: Any, oracle: Oracle, batches: Any, **tolerance: floa
 
 
 def assert_nothing_gathered(model: Any) -> None:
-    """Every unit is resharded, shows its sharded parameters and holds no memory of the engine's."""
+    """Assert that every unit is resharded, shows its sharded parameters and holds no full buffer."""
     for module in model.modules():
         unit = unit_of(module)
         if unit is not None:
-            assert unit.gather.stage is GatherState.IDLE, unit.name
-            assert unit.state is UnitState.IDLE, unit.name
+            assert unit.gather.state is GatherState.IDLE, unit.name
+            assert not unit.is_in_backward, unit.name
             for bucket in unit.buckets:
-                assert not (isinstance(bucket._full, FlatBuffer) and bucket._full.is_allocated), unit.name
+                assert bucket._full is None or not bucket._full.is_allocated, unit.name
     assert all(isinstance(p, laconic.RaggedTensor) for p in model.parameters())
 
 
 def held_bytes(model: Any) -> int:
-    """What a model holds between steps: its shards, and slices that rest on the device."""
+    """The bytes that a model holds between steps: its shards, and the node shards that stay on the device."""
     shards = sum(bucket.shard.nbytes for bucket in buckets(model) if not bucket.is_shard_dropped)
-    resting = [b.resting for b in buckets(model) if b.resting is not None and not b.resting.is_in_slab]
-    return shards + sum(r.nbytes for r in resting if r._buffer is not None)
+    caches = [b.cached for b in buckets(model) if b.cached is not None and not b.cached.is_in_slab]
+    return shards + sum(cached.nbytes for cached in caches if cached._buffer is not None)

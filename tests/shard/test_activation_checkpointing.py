@@ -1,4 +1,4 @@
-"""Activation checkpointing: recomputed forwards move and hold nothing more."""
+"""Activation checkpointing: recomputed forwards send no more bytes and hold no more memory."""
 
 from __future__ import annotations
 
@@ -8,24 +8,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from laconic.shard.unit import UnitState, unit_of
+from laconic.shard.unit import unit_of
 from tests.ranks import run_ranks
-from tests.shard.helpers import (
-    Block,
-    Net,
-    assert_gradients,
-    assert_nothing_gathered,
-    build,
-    micro_batches,
-    moved,
-    oracle_of,
-    shard,
-    squared_error,
-    train_step,
-)
+from tests.shard import helpers
 
 
-class Checkpointed(Net):
+class Checkpointed(helpers.Net):
     """Blocks are recomputed: each in a checkpoint, or two in one, or the inside of a block."""
 
     def __init__(self, kind: str, reentrant: bool) -> None:
@@ -47,7 +35,7 @@ class Checkpointed(Net):
         return self.out(x)
 
 
-class InnerCheckpoint(Block):
+class InnerCheckpoint(helpers.Block):
     def forward(self, x: Tensor) -> Tensor:
         return x + checkpoint(lambda h: self.down(torch.relu(self.up(h))), x, use_reentrant=False)
 
@@ -55,30 +43,30 @@ class InnerCheckpoint(Block):
 def make_checkpointed(kind: str, reentrant: bool) -> nn.Module:
     if kind != "inner":
         return Checkpointed(kind, reentrant)
-    model = Net()
+    model = helpers.Net()
     for block in model.blocks:
         block.__class__ = InnerCheckpoint
     return model
 
 
 def job_checkpointing(cache: str, kind: str, reentrant: bool) -> None:
-    model = shard(build(lambda: make_checkpointed(kind, reentrant)), cache=cache)
-    reference, oracle = shard(build(), cache=cache), oracle_of(model)
+    model = helpers.shard(helpers.build(lambda: make_checkpointed(kind, reentrant)), cache=cache)
+    reference, oracle = helpers.shard(helpers.build(), cache=cache), helpers.oracle_of(model)
     for seed in range(2):
-        batches = micro_batches(2, seed)
+        batches = helpers.micro_batches(2, seed)
         measured, peaks = [], []
         for net in (reference, model):
             net.reset_peak_memory()
-            with moved(net) as m:
+            with helpers.moved(net) as m:
                 for number, batch in enumerate(batches):
                     net.set_requires_gradient_sync(number == 1)
-                    squared_error(net, batch[dist.get_rank()]).backward()
+                    helpers.squared_error(net, batch[dist.get_rank()]).backward()
             measured.append((m.weights, m.gradients, m.sent("local", "weights"), m.sent("local", "gradients")))
             peaks.append(net.memory().device_peak_bytes)
-            assert_nothing_gathered(net)
-        assert measured[0] == measured[1], "recomputing moves not a byte more"
-        assert peaks[1] <= peaks[0], "nor holds one more"
-        assert_gradients(model, oracle, batches)
+            helpers.assert_nothing_gathered(net)
+        assert measured[0] == measured[1], "recomputing sends no more bytes"
+        assert peaks[1] <= peaks[0], "recomputing holds no more memory"
+        helpers.assert_gradients(model, oracle, batches)
         for net in (reference, model):
             with torch.no_grad():
                 for parameter in net.parameters():
@@ -89,23 +77,23 @@ def job_checkpointing(cache: str, kind: str, reentrant: bool) -> None:
 @pytest.mark.parametrize(
     ("kind", "reentrant"), [("each", False), ("each", True), ("pair", False), ("pair", True), ("inner", False)]
 )
-def test_activation_checkpointing_gathers_nothing_more(kind: str, reentrant: bool) -> None:
+def test_activation_checkpointing_gathers_no_more_often(kind: str, reentrant: bool) -> None:
     cache = {"each": "host", "pair": "none", "inner": "device"}[kind]
     run_ranks(job_checkpointing, 4, cache, kind, reentrant, local=2)
 
 
 def job_states() -> None:
-    model = shard(build(lambda: Checkpointed("each", False)), cache="none")
+    model = helpers.shard(helpers.build(lambda: Checkpointed("each", False)), cache="none")
     units = [unit_of(block) for block in model.blocks]
-    states: list[UnitState] = []
+    states: list[bool] = []
     for unit in units:
         assert unit is not None
-        unit.module.up.register_full_backward_hook(lambda *_, unit=unit: states.append(unit.state))  # type: ignore[union-attr, misc]
+        unit.module.up.register_full_backward_hook(lambda *_, unit=unit: states.append(unit.is_in_backward))  # type: ignore[union-attr, misc]
     for _ in range(2):
         states.clear()
-        train_step(model)
-        assert states == [UnitState.BACKWARD] * len(units), "a recomputed forward took a unit out of its backward"
-        assert_nothing_gathered(model)
+        helpers.train_step(model)
+        assert states == [True] * len(units), "a recomputed forward took a unit out of its backward"
+        helpers.assert_nothing_gathered(model)
 
 
 def test_a_recomputed_forward_is_part_of_backward() -> None:

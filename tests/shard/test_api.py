@@ -1,4 +1,4 @@
-"""What `fully_shard` gives a module: names, setters, unsharding by hand; and what it refuses later."""
+"""The interface of a sharded module: names, setters, unshard and reshard, and edits that it refuses."""
 
 from __future__ import annotations
 
@@ -12,87 +12,71 @@ from torch import Tensor, nn
 import laconic
 from laconic.shard.gather import GatherState
 from tests.ranks import run_ranks
-from tests.shard.helpers import (
-    Block,
-    Net,
-    assert_nothing_gathered,
-    buckets,
-    build,
-    full_gradients,
-    full_parameters,
-    gather_bytes,
-    held_bytes,
-    inputs,
-    micro_batches,
-    moved,
-    oracle_of,
-    shard,
-    squared_error,
-    train_step,
-)
+from tests.shard import helpers
 
 # -- setters ----------------------------------------------------------------------------------------------------------
 
 
 def job_keep_gathered() -> None:
-    model = shard(build(), cache="none", reshard_after_forward=False)
-    everything = gather_bytes("node", buckets(model))
-    batch = inputs(0, dist.get_rank())
-    with moved(model) as m:
-        loss = squared_error(model, batch)
-        assert all(unit.gather.stage is GatherState.FULL for unit in model._units())
+    model = helpers.shard(helpers.build(), cache="none", reshard_after_forward=False)
+    everything = helpers.gather_bytes("node", helpers.buckets(model))
+    batch = helpers.inputs(0, dist.get_rank())
+    with helpers.moved(model) as m:
+        loss = helpers.squared_error(model, batch)
+        assert all(unit.gather.state is GatherState.FULL for unit in model._units())
         loss.backward()
     assert m.weights == everything, "kept from forward to backward"
-    assert_nothing_gathered(model)
+    helpers.assert_nothing_gathered(model)
     with torch.no_grad():
         model(batch[0])
-    assert_nothing_gathered(model)  # forward alone leaves nothing, whatever the setting
+    helpers.assert_nothing_gathered(model)  # forward alone leaves nothing, whatever the setting
 
     model.set_reshard_after_forward(True)
-    with moved(model) as m:
-        train_step(model)
-    assert m.weights == 2 * everything, "the root too, once told so"
+    with helpers.moved(model) as m:
+        helpers.train_step(model)
+    assert m.weights == 2 * everything, "the root too, once it is set"
     model.set_reshard_after_forward(False, recurse=False)
-    with moved(model) as m:
-        train_step(model)
-    assert m.weights == 2 * gather_bytes("node", buckets(model.blocks)) + gather_bytes(
+    with helpers.moved(model) as m:
+        helpers.train_step(model)
+    assert m.weights == 2 * helpers.gather_bytes("node", helpers.buckets(model.blocks)) + helpers.gather_bytes(
         "node", model._laconic_unit.buckets
     )
 
     model.set_reshard_after_forward(False)
     model.set_reshard_after_backward(False)
-    with moved(model) as m:
+    with helpers.moved(model) as m:
         for _ in range(3):
-            train_step(model)
+            helpers.train_step(model)
     assert m.weights == everything, "kept from one micro-batch to the next"
     optimizer = torch.optim.SGD([p for u in model._units() for b in u.buckets for p in b.sharded], lr=0.1)
-    squared_error(model, batch).backward()
+    helpers.squared_error(model, batch).backward()
     optimizer.step()
     optimizer.zero_grad()
-    plain = build()
-    squared_error_all = sum(squared_error(plain, b) for b in micro_batches(1)[0]) / dist.get_world_size()
+    plain = helpers.build()
+    squared_error_all = (
+        sum(helpers.squared_error(plain, b) for b in helpers.micro_batches(1)[0]) / dist.get_world_size()
+    )
     squared_error_all.backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    with moved(model) as m:
+    with helpers.moved(model) as m:
         torch.testing.assert_close(model(batch[0]), plain(batch[0]))
-    assert m.weights == everything, "gathered anew after a step"
+    assert m.weights == everything, "gathered again after a step"
     model.set_reshard_after_backward(True)
     model(batch[0]).sum().backward()
-    assert_nothing_gathered(model)
+    helpers.assert_nothing_gathered(model)
 
 
-def test_units_stay_gathered_as_long_as_they_are_told() -> None:
+def test_units_stay_gathered_as_their_setters_say() -> None:
     run_ranks(job_keep_gathered, 4, local=2)
 
 
 def job_divide() -> None:
-    model = shard(build(), cache="none")
-    oracle = oracle_of(model)
-    batches = micro_batches(1)
+    model = helpers.shard(helpers.build(), cache="none")
+    oracle, batches = helpers.oracle_of(model), helpers.micro_batches(1)
     model.set_gradient_divide_factor(1.0)
-    squared_error(model, batches[0][dist.get_rank()]).backward()
+    helpers.squared_error(model, batches[0][dist.get_rank()]).backward()
     _, want = oracle.gradients(batches)
-    for name, got in full_gradients(model).items():
+    for name, got in helpers.full_gradients(model).items():
         torch.testing.assert_close(got, want[name] * dist.get_world_size(), msg=name)
     for factor in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="must be a positive number"):
@@ -104,12 +88,12 @@ def test_the_divide_factor_can_be_set() -> None:
 
 
 def job_manual_unshard() -> None:
-    model = shard(build(), cache="none")
-    plain = dict(build().named_parameters())
-    with moved(model) as m:
+    model = helpers.shard(helpers.build(), cache="none")
+    plain = dict(helpers.build().named_parameters())
+    with helpers.moved(model) as m:
         handle = model.unshard(async_op=True)
         assert handle is not None
-        assert isinstance(model.inp.weight, laconic.RaggedTensor), "not before it is waited for"
+        assert isinstance(model.inp.weight, laconic.RaggedTensor), "the sharded parameter stays until wait()"
         handle.wait()
         assert type(model.inp.weight) is nn.Parameter
         assert torch.equal(model.inp.weight, plain["inp.weight"])
@@ -117,14 +101,16 @@ def job_manual_unshard() -> None:
         model.reshard()
         model.reshard()
     assert isinstance(model.inp.weight, laconic.RaggedTensor)
-    assert m.weights == gather_bytes("node", model._laconic_unit.buckets)
+    assert m.weights == helpers.gather_bytes("node", model._laconic_unit.buckets)
     model.blocks[1].unshard()
     assert torch.equal(model.blocks[1].up.weight, plain["blocks.1.up.weight"])
-    with moved(model) as m:
+    with helpers.moved(model) as m:
         model.unshard()
-        torch.testing.assert_close(model(inputs(0, 0)[0]), build()(inputs(0, 0)[0]))
-    untouched = [b for i in (0, 2) for b in buckets(model.blocks[i])]
-    assert m.weights == gather_bytes("node", untouched + model._laconic_unit.buckets), "block 1 was there already"
+        torch.testing.assert_close(model(helpers.inputs(0, 0)[0]), helpers.build()(helpers.inputs(0, 0)[0]))
+    untouched = [b for i in (0, 2) for b in helpers.buckets(model.blocks[i])]
+    assert m.weights == helpers.gather_bytes("node", untouched + model._laconic_unit.buckets), (
+        "block 1 was there already"
+    )
 
 
 def test_unshard_and_reshard_by_hand() -> None:
@@ -132,16 +118,16 @@ def test_unshard_and_reshard_by_hand() -> None:
 
 
 def job_unshard_ahead() -> None:
-    batch, plain = inputs(0, 0), build()
-    model = shard(build(), cache="host")
+    batch, plain = helpers.inputs(0, 0), helpers.build()
+    model = helpers.shard(helpers.build(), cache="host")
     for block in model.blocks:
-        block.unshard()  # before the root has been seen: FSDP2 allows it
+        block.unshard()  # before the root has run: FSDP2 allows it
     torch.testing.assert_close(model(batch[0]), plain(batch[0]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
-        train_step(model, optimizer)
-    assert model.memory().device_bytes == held_bytes(model), "one account holds all"
-    assert_nothing_gathered(model)
+        helpers.train_step(model, optimizer)
+    assert model.memory().device_bytes == helpers.held_bytes(model), "one ledger counts all units"
+    helpers.assert_nothing_gathered(model)
 
     handle = model.unshard(async_op=True)
     with torch.no_grad():
@@ -150,29 +136,32 @@ def job_unshard_ahead() -> None:
         for parameter in plain.parameters():
             parameter.fill_(0.5)
     handle.wait()
-    torch.testing.assert_close(model(batch[0]), plain(batch[0]), msg="what was under way is stale, and gathered anew")
+    torch.testing.assert_close(
+        model(batch[0]), plain(batch[0]), msg="the pending gather is stale, and the unit is gathered again"
+    )
 
 
-def test_unshard_ahead_of_the_first_forward_and_of_an_edit() -> None:
+def test_unshard_before_the_first_forward_and_before_an_edit() -> None:
     run_ranks(job_unshard_ahead, 4, local=2)
 
 
 def job_names() -> None:
-    plain, model = build(), shard(build(), cache="none")
+    plain, model = helpers.build(), helpers.shard(helpers.build(), cache="none")
     assert type(model).__name__ == "ShardedNet"
     assert isinstance(model, laconic.ShardedModule)
-    assert isinstance(model, Net)
-    assert isinstance(model.blocks[0], Block)
+    assert isinstance(model, helpers.Net)
+    assert isinstance(model.blocks[0], helpers.Block)
     assert list(dict(model.named_parameters())) == list(dict(plain.named_parameters()))
     assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
     identities = [id(p) for p in model.parameters()]
-    train_step(model, torch.optim.AdamW(model.parameters()))
+    helpers.train_step(model, torch.optim.AdamW(model.parameters()))
     assert [id(p) for p in model.parameters()] == identities, "the optimizer's parameters are the model's"
     model.load_state_dict(plain.state_dict())
     assert list(model.state_dict()) == list(plain.state_dict())
-    for name, value in full_parameters(model).items():
+    for name, value in helpers.full_parameters(model).items():
         assert torch.equal(value, plain.get_parameter(name)), name
-    squared_error(model, inputs(0, 0))  # the root stays gathered, yet a state dict is of sharded parameters
+    # The root stays gathered after forward, yet a state dict holds sharded parameters.
+    helpers.squared_error(model, helpers.inputs(0, 0))
     assert all(isinstance(value, laconic.RaggedTensor) for value in model.state_dict().values())
 
 
@@ -183,8 +172,8 @@ def test_names_classes_and_identities_stay() -> None:
 # -- edits of gathered parameters -------------------------------------------------------------------------------------
 
 
-class Edits(Net):
-    """Edits a gathered parameter in its own forward."""
+class Edits(helpers.Net):
+    """A model that edits a gathered parameter in its own forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -193,8 +182,8 @@ class Edits(Net):
 
 
 def job_edit_gathered() -> None:
-    for make in (Edits, Net):
-        model = shard(build(make), cache="host")
+    for make in (Edits, helpers.Net):
+        model = helpers.shard(helpers.build(make), cache="host")
         if make is Edits:
             with (
                 pytest.raises(
@@ -202,7 +191,7 @@ def job_edit_gathered() -> None:
                 ),
                 torch.no_grad(),
             ):
-                model(inputs(0, 0)[0])
+                model(helpers.inputs(0, 0)[0])
         else:
             model.unshard()
             with torch.no_grad():
@@ -217,12 +206,12 @@ def test_editing_a_gathered_parameter_is_refused() -> None:
 
 
 def job_replaced() -> None:
-    model = shard(build(), cache="none")
+    model = helpers.shard(helpers.build(), cache="none")
     model.blocks[1].up.weight = nn.Parameter(torch.zeros(29, 17))
     with pytest.raises(
         RuntimeError, match=r"up.weight is no longer the one fully_shard made.*load_state_dict\(assign=True\)"
     ):
-        model(inputs(0, 0)[0])
+        model(helpers.inputs(0, 0)[0])
 
 
 def test_a_replaced_parameter_is_refused_when_it_would_be_lost() -> None:
@@ -231,27 +220,27 @@ def test_a_replaced_parameter_is_refused_when_it_would_be_lost() -> None:
 
 def job_compiled() -> None:
     """Blocks compiled before they are sharded, in place or wrapped, and a compiled root."""
-    batch = inputs(0, dist.get_rank())
-    _, want = oracle_of(shard(build())).gradients(micro_batches(1))
+    batch = helpers.inputs(0, dist.get_rank())
+    _, want = helpers.oracle_of(helpers.shard(helpers.build())).gradients(helpers.micro_batches(1))
 
     def check(run: Any, model: Any) -> None:
-        squared_error(run, batch).backward()
-        got = {name.replace("_orig_mod.", ""): value for name, value in full_gradients(model).items()}
+        helpers.squared_error(run, batch).backward()
+        got = {name.replace("_orig_mod.", ""): value for name, value in helpers.full_gradients(model).items()}
         assert set(got) == set(want)
         for name, value in want.items():
             torch.testing.assert_close(got[name], value, msg=name)
 
-    in_place: Any = build()
+    in_place: Any = helpers.build()
     for block in in_place.blocks:
         block.compile(backend="eager")
-    check(shard(in_place), in_place)
-    wrapped: Any = build()
+    check(helpers.shard(in_place), in_place)
+    wrapped: Any = helpers.build()
     for index, block in enumerate(wrapped.blocks):
         wrapped.blocks[index] = torch.compile(block, backend="eager")
-    check(shard(wrapped), wrapped)
-    root = shard(build())
+    check(helpers.shard(wrapped), wrapped)
+    root = helpers.shard(helpers.build())
     check(torch.compile(root, backend="eager"), root)
 
 
-def test_compiled_modules_train_alike() -> None:
+def test_compiled_modules_have_the_same_gradients() -> None:
     run_ranks(job_compiled, 2, local=1)

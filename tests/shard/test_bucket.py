@@ -7,26 +7,34 @@ import torch
 from torch import Tensor, nn
 
 from laconic.layout.bucket import row_block
-from laconic.shard.bucket import Bucket, Managed
-from laconic.shard.cache import RestingSlice
+from laconic.layout.packing import plan_bucket
+from laconic.shard.bucket import Bucket, ManagedParameter
+from laconic.shard.cache import CachedShard
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
 from tests.reference import gather as reference
 from tests.shard.helpers import Block, Place, account, build, places
 
 
-def bucket_of(module: nn.Module, place: Place, **options: Any) -> Bucket:
+def bucket_of(module: nn.Module, place: Place, *, compute_dtype: torch.dtype = torch.float32) -> Bucket:
     managed = [
-        Managed(
+        ManagedParameter(
             name=name,
             parameter=parameter,
-            block=row_block(parameter.shape),
-            places=((module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]),),
+            places=[(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])],
         )
         for name, parameter in module.named_parameters()
     ]
-    options = {"compute_dtype": None, "reduce_dtype": None, **options}
-    return Bucket(managed, cluster=place, **options)  # type: ignore[arg-type]
+    shapes = [tuple(item.parameter.shape) for item in managed]
+    layout = plan_bucket(
+        [item.name for item in managed],
+        shapes,
+        [row_block(shape) for shape in shapes],
+        num_shards=place.size,
+        itemsize=compute_dtype.itemsize,
+    )
+    cluster: Any = place
+    return Bucket(managed, layout, cluster=cluster, compute_dtype=compute_dtype, reduce_dtype=compute_dtype)
 
 
 def fill_full(bucket: Bucket, shards: list[Tensor]) -> None:
@@ -34,7 +42,7 @@ def fill_full(bucket: Bucket, shards: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("num_nodes", "num_local"), [(1, 1), (3, 1), (1, 3), (3, 2), (2, 3)])
-def test_shards_in_order_are_the_bucket_and_the_gathered_parameters_its_views(num_nodes: int, num_local: int) -> None:
+def test_shards_in_order_make_the_bucket_and_gathered_parameters_are_its_views(num_nodes: int, num_local: int) -> None:
     want = dict(build(Block).named_parameters())
     ranks = places(num_nodes, num_local)
     modules = [build(Block) for _ in ranks]
@@ -48,13 +56,13 @@ def test_shards_in_order_are_the_bucket_and_the_gathered_parameters_its_views(nu
         assert type(parameter) is nn.Parameter
         assert torch.equal(parameter, want[name])
         assert parameter.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
-    for bucket in made:  # this rank's slice is where the gather across nodes lands, its shard is inside
+    for bucket in made:  # the gather across nodes lands in this rank's node shard, which contains its shard
         account(bucket)
         fill_full(bucket, [b.shard for b in made])
-        node_slice = bucket.slice_of_full()
-        assert torch.equal(node_slice, reference.slice_of(full, bucket.cluster.local_rank, num_local))
-        assert torch.equal(bucket.own_part(node_slice), bucket.shard)
-        assert node_slice.numel() == bucket.slice_numel
+        node_shard = bucket.node_shard_of_full()
+        assert torch.equal(node_shard, reference.node_shard_of(full, bucket.cluster.local_rank, num_local))
+        assert torch.equal(bucket.own_part(node_shard), bucket.shard)
+        assert node_shard.numel() == bucket.node_shard_numel
 
 
 def test_shards_start_on_sixteen_bytes_in_the_smallest_dtype() -> None:
@@ -95,7 +103,7 @@ def test_every_kind_of_edit_changes_the_version() -> None:
 
 
 def test_an_edit_of_an_empty_part_changes_the_version() -> None:
-    """All ranks must agree on what is stale, also those that hold nothing of a tensor."""
+    """Ranks that hold nothing of a tensor must agree with the others whether it is stale."""
     bucket = bucket_of(nn.Linear(3, 1), Place(4, 1, node_rank=3))
     parameter: Any = bucket.sharded[0]
     assert parameter.extent is None
@@ -105,7 +113,7 @@ def test_an_edit_of_an_empty_part_changes_the_version() -> None:
         assert bucket.version != before
 
 
-def test_filling_the_full_buffer_is_no_edit_and_editing_it_is_refused() -> None:
+def test_gathering_into_the_full_buffer_is_no_edit_and_editing_it_is_refused() -> None:
     module = build(Block)
     bucket = bucket_of(module, Place())
     account(bucket)
@@ -206,25 +214,25 @@ def test_meta_parameters_become_real_ones() -> None:
 
 
 @pytest.mark.parametrize("in_slab", [False, True])
-def test_a_frozen_shard_lives_in_its_slice_and_comes_out_to_train(in_slab: bool) -> None:
+def test_a_frozen_shard_lives_in_its_node_shard_until_it_trains(in_slab: bool) -> None:
     module = build(Block).requires_grad_(False)
     bucket = bucket_of(module, Place(2, 1, node_rank=1))
     ledger = account(bucket)
-    bucket.resting = RestingSlice(
-        bucket.slice_numel, torch.float32, torch.device("cpu"), ledger, Lanes(torch.device("cpu"))
+    bucket.cached = CachedShard(
+        bucket.node_shard_numel, torch.float32, torch.device("cpu"), ledger, Lanes(torch.device("cpu"))
     )
     if in_slab:
-        bucket.resting.rest_in(torch.zeros(bucket.resting.nbytes, dtype=torch.uint8))
-    bucket.own_part(bucket.resting.buffer()).copy_(bucket.shard)
+        bucket.cached.move_to_slab(torch.zeros(bucket.cached.nbytes, dtype=torch.uint8))
+    bucket.own_part(bucket.cached.buffer()).copy_(bucket.shard)
     want, parameter, version = bucket.shard.clone(), bucket.sharded[0], bucket.version
-    rest_bytes = 0 if in_slab else bucket.resting.nbytes
+    rest_bytes = 0 if in_slab else bucket.cached.nbytes
     bucket.drop_shard()
     bucket.drop_shard()
     assert bucket.is_shard_dropped
     assert ledger.device_bytes == rest_bytes
     assert bucket.version == version
     assert torch.equal(bucket.shard, want)
-    assert bucket.shard.untyped_storage().data_ptr() == bucket.resting.buffer().untyped_storage().data_ptr()
+    assert bucket.shard.untyped_storage().data_ptr() == bucket.cached.buffer().untyped_storage().data_ptr()
     assert bucket.sharded[0] is parameter
     with torch.no_grad():
         parameter.add_(1)
@@ -232,14 +240,14 @@ def test_a_frozen_shard_lives_in_its_slice_and_comes_out_to_train(in_slab: bool)
     bucket.restore_shard()
     assert ledger.device_bytes == rest_bytes + bucket.shard.nbytes
     assert torch.equal(parameter.to_local(), want[: parameter.to_local().numel()] + 1)  # type: ignore[attr-defined]
-    assert bucket.shard.untyped_storage().data_ptr() != bucket.resting.buffer().untyped_storage().data_ptr()
+    assert bucket.shard.untyped_storage().data_ptr() != bucket.cached.buffer().untyped_storage().data_ptr()
 
 
-def test_a_shard_is_not_dropped_into_a_slice_of_another_dtype() -> None:
+def test_a_shard_is_not_dropped_into_a_node_shard_of_another_dtype() -> None:
     bucket = bucket_of(build(Block).requires_grad_(False), Place(2, 1), compute_dtype=torch.bfloat16)
     ledger = account(bucket)
-    bucket.resting = RestingSlice(
-        bucket.slice_numel, torch.bfloat16, torch.device("cpu"), ledger, Lanes(torch.device("cpu"))
+    bucket.cached = CachedShard(
+        bucket.node_shard_numel, torch.bfloat16, torch.device("cpu"), ledger, Lanes(torch.device("cpu"))
     )
     bucket.drop_shard()
     assert not bucket.is_shard_dropped
@@ -250,6 +258,6 @@ def test_a_ledger_keeps_the_peak_until_it_is_reset() -> None:
     ledger.hold(10)
     ledger.hold(30)
     ledger.hold(-25)
-    assert (ledger.report().device_bytes, ledger.report().device_peak_bytes) == (15, 40)
+    assert (ledger.device_bytes, ledger.device_peak_bytes) == (15, 40)
     ledger.reset_peak()
-    assert ledger.report().device_peak_bytes == 15
+    assert ledger.device_peak_bytes == 15

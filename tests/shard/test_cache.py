@@ -11,24 +11,12 @@ from torch import nn
 
 import laconic
 from laconic.shard import cache as cache_module
-from laconic.shard.cache import Cache, RestingSlice, choose_device_slices, make_slab
+from laconic.shard.cache import Cache, CachedShard, choose_device_shards, make_slab
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
 from laconic.shard.unit import unit_of
 from tests.ranks import run_ranks
-from tests.shard.helpers import (
-    Block,
-    Net,
-    buckets,
-    build,
-    full_parameters,
-    gather_bytes,
-    inputs,
-    moved,
-    shard,
-    squared_error,
-    train_step,
-)
+from tests.shard import helpers
 
 CPU = torch.device("cpu")
 
@@ -44,7 +32,7 @@ CPU = torch.device("cpu")
         ({"device_budget_bytes": 5}, "device_budget_bytes=5 needs cache='host'.*got cache='none'"),
     ],
 )
-def test_a_policy_that_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_policies_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Cache(**options)
 
@@ -68,14 +56,14 @@ def test_a_policy_knows_its_cost(where: Any, crossings: int) -> None:
     ("budget", "chosen"),
     [(0, set()), (3, set()), (4, {3}), (9, {3}), (10, {3, 2}), (12, {3, 2, 1}), (99, {0, 1, 2, 3})],
 )
-def test_a_budget_keeps_the_last_slices(budget: int, chosen: set[int]) -> None:
-    assert choose_device_slices([5, 2, 6, 4], budget) == chosen
+def test_a_budget_keeps_the_last_node_shards(budget: int, chosen: set[int]) -> None:
+    assert choose_device_shards([5, 2, 6, 4], budget) == chosen
 
 
 # -- host memory -------------------------------------------------------------------------------------------------------
 
 
-def test_a_slab_has_exactly_the_bytes_asked_for() -> None:
+def test_a_slab_has_exactly_the_requested_bytes() -> None:
     slab = make_slab(1_000_003, CPU)
     assert (slab.nbytes, slab.dtype) == (1_000_003, torch.uint8)
     assert make_slab(0, CPU).numel() == 0
@@ -117,51 +105,52 @@ def test_a_tight_memlock_limit_falls_back_to_pageable_memory(monkeypatch: pytest
     assert slab.fill_(3).sum() == 3 * 4096
 
 
-def test_the_machine_says_how_much_memory_it_has() -> None:
+def test_available_memory_is_plausible() -> None:
     assert 1e6 < cache_module._available_bytes() < 1e15
 
 
-# -- one slice ---------------------------------------------------------------------------------------------------------
+# -- one node shard ----------------------------------------------------------------------------------------------------
 
 
-def resting(ledger: Ledger) -> RestingSlice:
-    return RestingSlice(8, torch.float32, CPU, ledger, Lanes(CPU))
+def cached_shard(ledger: Ledger) -> CachedShard:
+    return CachedShard(8, torch.float32, CPU, ledger, Lanes(CPU))
 
 
-def test_a_slice_on_the_device_is_accounted_and_given_back() -> None:
+def test_a_node_shard_on_the_device_is_counted_until_it_is_freed() -> None:
     ledger = Ledger()
-    slice_ = resting(ledger)
-    assert not slice_.holds(0)
-    landing = slice_.landing(None)
-    assert (ledger.device_bytes, slice_.nbytes) == (32, 32)
-    landing.fill_(5)
-    slice_.keep(landing, version=3)
-    assert slice_.holds(3)
-    assert not slice_.holds(4)
-    assert slice_.fetch(None)[0].data_ptr() == landing.data_ptr(), "no copy where none is needed"
-    slice_.drop()
+    cached = cached_shard(ledger)
+    assert not cached.holds(0)
+    node_shard = cached.buffer()
+    assert (ledger.device_bytes, cached.nbytes) == (32, 32)
+    node_shard.fill_(5)
+    cached.store(node_shard, version=3)
+    assert cached.holds(3)
+    assert not cached.holds(4)
+    cached.load_into(cached.buffer())
+    assert cached.buffer().data_ptr() == node_shard.data_ptr(), "no copy from a direct cache"
+    cached.free()
     assert ledger.device_bytes == 0
-    assert not slice_.holds(3)
+    assert not cached.holds(3)
 
 
-def test_a_slice_in_the_slab_costs_no_device_memory_and_stays() -> None:
+def test_a_node_shard_in_the_slab_takes_no_device_memory_and_stays() -> None:
     ledger = Ledger()
-    slice_ = resting(ledger)
+    cached = cached_shard(ledger)
     slab = torch.zeros(32, dtype=torch.uint8)
-    slice_.rest_in(slab)
-    slice_.landing(None).fill_(1)
-    slice_.keep(slice_.buffer(), version=1)
-    slice_.drop()
-    assert slice_.holds(1)
+    cached.move_to_slab(slab)
+    cached.buffer().fill_(1)
+    cached.store(cached.buffer(), version=1)
+    cached.free()
+    assert cached.holds(1)
     assert ledger.device_bytes == 0
     assert slab.view(torch.float32).eq(1).all()
 
 
-def test_a_slice_under_way_is_not_valid() -> None:
-    slice_ = resting(Ledger())
-    slice_.keep(slice_.landing(None), version=1)
-    slice_.landing(None)
-    assert not slice_.holds(1)
+def test_a_node_shard_that_is_being_gathered_is_not_valid() -> None:
+    cached = cached_shard(Ledger())
+    cached.store(cached.buffer(), version=1)
+    cached.invalidate()
+    assert not cached.holds(1)
 
 
 # -- in a model --------------------------------------------------------------------------------------------------------
@@ -170,20 +159,20 @@ CACHES: list[Any] = ["host", "device", Cache(where="host", device_budget_bytes=4
 
 
 def forward_bytes(model: Any) -> int:
-    """Weights this rank sends across nodes in one forward without gradients, which must leave the cache as it is."""
-    with moved(model) as m, torch.no_grad():
-        model(inputs(0, dist.get_rank())[0])
+    """Count this rank's bytes of weights across nodes in one forward without gradients. The cache must not change."""
+    with helpers.moved(model) as m, torch.no_grad():
+        model(helpers.inputs(0, dist.get_rank())[0])
     return m.weights
 
 
 def job_staleness(cache: Any) -> None:
-    model = shard(build(), cache=cache)
+    model = helpers.shard(helpers.build(), cache=cache)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    everything = gather_bytes("node", buckets(model))
+    everything = helpers.gather_bytes("node", helpers.buckets(model))
     ema = [p.detach().clone() for p in model.parameters()]
     weight = model.blocks[1].up.weight
-    block = gather_bytes("node", buckets(model.blocks[1]))
-    plain_state = {name: torch.randn(p.shape) for name, p in build().named_parameters()}
+    block = helpers.gather_bytes("node", helpers.buckets(model.blocks[1]))
+    plain_state = {name: torch.randn(p.shape) for name, p in helpers.build().named_parameters()}
 
     def swap() -> None:
         for p, average in zip(model.parameters(), ema, strict=True):
@@ -193,17 +182,17 @@ def job_staleness(cache: Any) -> None:
 
     def scaler_skips() -> None:
         scaler = torch.amp.GradScaler("cpu")
-        squared_error(model, inputs(0, dist.get_rank())).backward()
+        helpers.squared_error(model, helpers.inputs(0, dist.get_rank())).backward()
         scaler.scale(torch.zeros(()))
         weight.grad.to_local().fill_(float("inf"))
         scaler.step(optimizer)
         model.zero_grad()
 
     keep_valid: dict[str, Any] = {
-        "evaluation": lambda: model(inputs(5, dist.get_rank())[0]),
-        "a backward without a step": lambda: train_step(model),
+        "evaluation": lambda: model(helpers.inputs(5, dist.get_rank())[0]),
+        "a backward without a step": lambda: helpers.train_step(model),
         "a step skipped for overflow": scaler_skips,
-        "reading": lambda: (full_parameters(model), [p.detach().clone().add_(1) for p in model.parameters()]),
+        "reading": lambda: (helpers.full_parameters(model), [p.detach().clone().add_(1) for p in model.parameters()]),
         "a state dict": lambda: model.state_dict(),
         "train and eval mode": lambda: model.eval().train(),
         "an average of the weights": lambda: torch._foreach_lerp_(ema, [p.detach() for p in model.parameters()], 0.5),
@@ -211,7 +200,7 @@ def job_staleness(cache: Any) -> None:
         "clipping": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
     }
     make_stale: dict[str, tuple[Any, int]] = {
-        "an optimizer step": (lambda: train_step(model, optimizer), everything),
+        "an optimizer step": (lambda: helpers.train_step(model, optimizer), everything),
         "a load": (lambda: model.load_state_dict(plain_state), everything),
         "a load of another sharded state": (lambda: model.load_state_dict(model.state_dict()), everything),
         "an edit": (lambda: weight.mul_(1.5), block),
@@ -227,7 +216,7 @@ def job_staleness(cache: Any) -> None:
         with torch.enable_grad() if name.startswith(("a backward", "a step")) else torch.no_grad():
             event()
         if cache != "host" and name.startswith(("a backward", "a step")):
-            forward_bytes(model)  # slices on the device are given back after backward, as a step is to follow
+            forward_bytes(model)  # backward frees node shards on the device, because a step usually follows
         assert forward_bytes(model) == 0, name
     for name, (event, stale_bytes) in make_stale.items():
         with torch.enable_grad() if name == "an optimizer step" else torch.no_grad():
@@ -236,31 +225,31 @@ def job_staleness(cache: Any) -> None:
         assert forward_bytes(model) == stale_bytes, name
         assert forward_bytes(model) == 0, name
         with torch.no_grad():
-            torch.testing.assert_close(model(inputs(0, dist.get_rank())[0]), want, msg=name)
+            torch.testing.assert_close(model(helpers.inputs(0, dist.get_rank())[0]), want, msg=name)
 
 
 def model_output(model: Any) -> torch.Tensor:
-    """What a plain model with these parameters computes."""
-    plain = build()
-    plain.load_state_dict(full_parameters(model))
+    """Compute the output of a plain model with these parameters."""
+    plain = helpers.build()
+    plain.load_state_dict(helpers.full_parameters(model))
     with torch.no_grad():
-        return plain(inputs(0, dist.get_rank())[0])
+        return plain(helpers.inputs(0, dist.get_rank())[0])
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=["host", "device", "budget"])
-def test_slices_become_stale_exactly_when_parameters_change(cache: Any) -> None:
+def test_node_shards_become_stale_exactly_when_parameters_change(cache: Any) -> None:
     run_ranks(job_staleness, 3 if cache == "host" else 2, cache, local=1)
 
 
 def job_host_bytes(param_dtype: torch.dtype | None) -> int:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    model = build(lambda: Net(4, d=128, h=384))
-    shard(model, cache="host", mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
+    model = helpers.build(lambda: helpers.Net(4, d=128, h=384))
+    helpers.shard(model, cache="host", mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
     assert model.memory().host_bytes == 0, "allocated when first used"
-    train_step(model)
+    helpers.train_step(model)
     assert model.memory().host_bytes == sum(
-        bucket.slice_numel * bucket.compute_dtype.itemsize for bucket in buckets(model)
+        bucket.node_shard_numel * bucket.compute_dtype.itemsize for bucket in helpers.buckets(model)
     )
     return model.memory().host_bytes
 
@@ -270,28 +259,30 @@ def job_host_bytes(param_dtype: torch.dtype | None) -> int:
 def test_a_nodes_host_memory_is_one_copy_of_the_weights(
     world_size: int, local: int, param_dtype: torch.dtype | None
 ) -> None:
-    one_copy = sum(p.numel() for p in Net(4, d=128, h=384).parameters()) * (param_dtype or torch.float32).itemsize
+    one_copy = (
+        sum(p.numel() for p in helpers.Net(4, d=128, h=384).parameters()) * (param_dtype or torch.float32).itemsize
+    )
     by_rank = run_ranks(job_host_bytes, world_size, param_dtype, local=local)
     for node in range(world_size // local):
         assert one_copy <= sum(by_rank[node * local : (node + 1) * local]) <= 1.01 * one_copy
 
 
 def job_budget() -> None:
-    model = build(lambda: Net(4))
+    model = helpers.build(lambda: helpers.Net(4))
     units = [*model.blocks]
-    unit_bytes = 4 * 2 * 516  # two nodes: a slice is the whole bucket of a block, 1032 elements
-    shard(model, cache=Cache(where="host", device_budget_bytes=2 * unit_bytes + 100))
-    train_step(model)
-    on_device = [not bucket.resting.is_in_slab for unit in units for bucket in buckets(unit)]  # type: ignore[union-attr]
-    sizes = [bucket.resting.nbytes for unit in units for bucket in buckets(unit)]  # type: ignore[union-attr]
+    unit_bytes = 4 * 2 * 516  # two nodes: a node shard is the whole bucket of a block, 1032 elements
+    helpers.shard(model, cache=Cache(where="host", device_budget_bytes=2 * unit_bytes + 100))
+    helpers.train_step(model)
+    on_device = [not bucket.cached.is_in_slab for unit in units for bucket in helpers.buckets(unit)]  # type: ignore[union-attr]
+    sizes = [bucket.cached.nbytes for unit in units for bucket in helpers.buckets(unit)]  # type: ignore[union-attr]
     assert sizes == [unit_bytes] * 4
     assert on_device == [False, False, True, True]
-    assert all(bucket.resting.is_in_slab for bucket in unit_of(model).buckets)  # type: ignore[union-attr]
-    assert model.memory().host_bytes == sum(b.resting.nbytes for b in buckets(model) if b.resting.is_in_slab)  # type: ignore[union-attr]
+    assert all(bucket.cached.is_in_slab for bucket in unit_of(model).buckets)  # type: ignore[union-attr]
+    assert model.memory().host_bytes == sum(b.cached.nbytes for b in helpers.buckets(model) if b.cached.is_in_slab)  # type: ignore[union-attr]
     with torch.no_grad():
-        model(inputs(0, 0)[0])
+        model(helpers.inputs(0, 0)[0])
     held = model.memory().device_bytes
-    assert held == 4 * sum(bucket.layout.shard_numel for bucket in buckets(model)) + 2 * unit_bytes
+    assert held == 4 * sum(bucket.layout.shard_numel for bucket in helpers.buckets(model)) + 2 * unit_bytes
 
 
 def test_a_budget_keeps_the_last_layers_on_the_device() -> None:
@@ -299,15 +290,15 @@ def test_a_budget_keeps_the_last_layers_on_the_device() -> None:
 
 
 def job_one_node() -> None:
-    model = shard(build(), cache="host")
-    with moved(model) as m:
-        train_step(model)
+    model = helpers.shard(helpers.build(), cache="host")
+    with helpers.moved(model) as m:
+        helpers.train_step(model)
     assert m.weights == m.gradients == 0
     assert model.memory().host_bytes == 0
-    assert all(bucket.resting is None for bucket in buckets(model))
+    assert all(bucket.cached is None for bucket in helpers.buckets(model))
 
 
-def test_on_one_node_there_is_nothing_to_cache() -> None:
+def test_on_one_node_nothing_is_cached() -> None:
     run_ranks(job_one_node, 2, local=2)
 
 
@@ -329,35 +320,35 @@ def adapted() -> nn.Module:
 
 
 def job_frozen(cache: Any, caches_frozen: bool) -> None:
-    model = build(adapted)
+    model = helpers.build(adapted)
     mesh = laconic.init_mesh("cpu")
-    shard(model, list(model), mesh=mesh, cache=cache)
+    helpers.shard(model, list(model), mesh=mesh, cache=cache)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    frozen = [bucket for bucket in buckets(model) if bucket.is_frozen]
-    trained = [bucket for bucket in buckets(model) if not bucket.is_frozen]
+    frozen = [bucket for bucket in helpers.buckets(model) if bucket.is_frozen]
+    trained = [bucket for bucket in helpers.buckets(model) if not bucket.is_frozen]
     assert (len(frozen), len(trained)) == (3, 3)
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
-    shard_bytes = 4 * sum(bucket.layout.shard_numel for bucket in buckets(model))
+    shard_bytes = 4 * sum(bucket.layout.shard_numel for bucket in helpers.buckets(model))
     assert model.memory().device_bytes == shard_bytes
-    expected = build(adapted)
+    expected = helpers.build(adapted)
     for step in range(4):
-        with moved(model) as m:
+        with helpers.moved(model) as m:
             for sync in (False, True):
                 model.set_requires_gradient_sync(sync)
                 model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        per_step = gather_bytes("node", trained)
+        per_step = helpers.gather_bytes("node", trained)
         if not caches_frozen:
-            assert m.weights == 4 * (per_step + gather_bytes("node", frozen))
+            assert m.weights == 4 * (per_step + helpers.gather_bytes("node", frozen))
         else:
-            assert m.weights == per_step + (gather_bytes("node", frozen) if step == 0 else 0)
+            assert m.weights == per_step + (helpers.gather_bytes("node", frozen) if step == 0 else 0)
             assert all(bucket.is_shard_dropped for bucket in frozen)
         assert m.gradients == sum(bucket.layout.shard_numel * 4 for bucket in trained) * (
             frozen[0].cluster.num_nodes - 1
         )
     frozen_bytes = 4 * sum(bucket.layout.shard_numel for bucket in frozen)
-    resting = sum(b.resting.nbytes for b in frozen if b.resting and not b.resting.is_in_slab)
+    resting = sum(b.cached.nbytes for b in frozen if b.cached and not b.cached.is_in_slab)
     if caches_frozen:
         assert model.memory().device_bytes == shard_bytes - frozen_bytes + resting
     for name, parameter in expected.named_parameters():
@@ -371,9 +362,9 @@ def test_frozen_weights_cross_once_in_the_run_and_leave_the_device(cache: Any) -
 
 
 def job_unfreeze(cache: Any) -> None:
-    """Frozen, used, edited, loaded, unfrozen, trained: always the values a plain model would have."""
-    plain, model = build(adapted), build(adapted)
-    shard(model, list(model), cache=cache)
+    """Frozen, used, edited, loaded, unfrozen, trained: the values always equal those of a plain model."""
+    plain, model = helpers.build(adapted), helpers.build(adapted)
+    helpers.shard(model, list(model), cache=cache)
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))  # the same on all ranks
 
     def step(net: Any) -> torch.Tensor:
@@ -401,7 +392,7 @@ def job_unfreeze(cache: Any) -> None:
     state = {name: torch.randn(p.shape) * 0.1 for name, p in plain.named_parameters()}
     both(lambda net: net.load_state_dict(state))
     same()
-    frozen = [bucket for bucket in buckets(model) if bucket.is_frozen]
+    frozen = [bucket for bucket in helpers.buckets(model) if bucket.is_frozen]
     assert all(bucket.is_shard_dropped for bucket in frozen)
     for net in (plain, model):
         net[0].base.weight.requires_grad_(True)
@@ -423,20 +414,20 @@ def test_unfreezing_loading_and_merging_into_frozen_weights(cache: Any) -> None:
 
 
 def job_bf16_frozen() -> None:
-    """A slice in the compute dtype cannot give fp32 weights back, so the shard stays."""
+    """A node shard in the compute dtype has not the bits of fp32 weights, so the shard stays."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    model = build(lambda: nn.Sequential(Block(), Block())).requires_grad_(False)
-    shard(model, list(model), cache="host", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model = helpers.build(lambda: nn.Sequential(helpers.Block(), helpers.Block())).requires_grad_(False)
+    helpers.shard(model, list(model), cache="host", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     x = torch.randn(2, 17)
-    with torch.no_grad(), moved(model) as first:
+    with torch.no_grad(), helpers.moved(model) as first:
         model(x)
-    with torch.no_grad(), moved(model) as second:
+    with torch.no_grad(), helpers.moved(model) as second:
         model(x)
-    assert first.weights == gather_bytes("node", buckets(model)) > 0
+    assert first.weights == helpers.gather_bytes("node", helpers.buckets(model)) > 0
     assert second.weights == 0
-    assert not any(bucket.is_shard_dropped for bucket in buckets(model))
-    for name, parameter in build(lambda: nn.Sequential(Block(), Block())).named_parameters():
+    assert not any(bucket.is_shard_dropped for bucket in helpers.buckets(model))
+    for name, parameter in helpers.build(lambda: nn.Sequential(helpers.Block(), helpers.Block())).named_parameters():
         assert torch.equal(model.get_parameter(name).full_tensor(), parameter)  # type: ignore[operator]
 
 

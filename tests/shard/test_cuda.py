@@ -29,7 +29,7 @@ from laconic.shard import lanes, unit
 from laconic.shard.cache import make_slab
 from laconic.shard.unit import unit_of
 from tests.ranks import run_ranks
-from tests.shard.helpers import Net, buckets, build, full_parameters, inputs, shard, squared_error
+from tests.shard import helpers
 
 pytestmark = [
     pytest.mark.cuda,
@@ -37,14 +37,14 @@ pytestmark = [
 ]
 
 LATE = 4_000_000
-"""Clock cycles by which a late transfer is late: some 2 ms, in which the host issues whole layers."""
+"""The delay of a late transfer in clock cycles: some 2 ms, in which the host issues whole layers."""
 
 
 # -- one process as rank 0 of a cluster with late collectives ----------------------------------------------------------
 
 
 class LateWork:
-    """A collective in the manner of NCCL: issued now, run late beside all else, its tensors kept until waited for."""
+    """A collective as NCCL runs it: issued now, run later on its own stream; it keeps its tensors until `wait`."""
 
     def __init__(self, run: Callable[[], object], *tensors: Tensor, delay: int) -> None:
         self._tensors = tensors
@@ -61,7 +61,7 @@ class LateWork:
 
 
 def play_rank_0(num_nodes: int, num_local: int, device_type: str = "cuda") -> Any:
-    """Replace this process's group by a cluster nobody else is in; every other rank holds what rank 0 does."""
+    """Replace this process's group by a cluster without other processes; every rank holds the data of rank 0."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=num_nodes * num_local)
@@ -70,7 +70,7 @@ def play_rank_0(num_nodes: int, num_local: int, device_type: str = "cuda") -> An
 
 @contextmanager
 def transfers(*, late: int, synchronous: bool) -> Iterator[None]:
-    """Make collectives and lanes late, or safe by brute force, and overwrite what the engine has just given back."""
+    """Delay collectives and lanes, or synchronise around each, and overwrite memory that the engine has just freed."""
     running_as_it_is, unshard_as_it_is, reshard_as_it_is = lanes.Lane.running, unit.Unit.unshard, unit.Unit.reshard
     originals = _compat.all_gather_flat, _compat.reduce_scatter_flat
 
@@ -115,15 +115,15 @@ def transfers(*, late: int, synchronous: bool) -> Iterator[None]:
 
 
 def overwrite_free_memory(owner: unit.Unit) -> None:
-    """Take what compute may take now, in the sizes the engine uses, and fill it with NaN."""
+    """Allocate memory of the sizes that the engine uses, and fill it with NaN."""
     held = []
     for bucket in owner.buckets:
-        for numel in (bucket.layout.numel, bucket.slice_numel, bucket.layout.shard_numel):
+        for numel in (bucket.layout.numel, bucket.node_shard_numel, bucket.layout.shard_numel):
             held += [torch.full((numel,), torch.nan, device=bucket.shard.device) for _ in range(2)]
 
 
 class Slow(torch.autograd.Function):
-    """The identity, late in both directions: compute lags behind the host and behind the lanes."""
+    """The identity with a delay in both directions: compute lags behind the host and behind the lanes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, delay: int) -> Tensor:
@@ -138,7 +138,7 @@ class Slow(torch.autograd.Function):
 
 
 class SlowNet(nn.Module):
-    """Blocks of which one can be skipped: then a unit has sums of earlier micro-batches and no gradients of its own.
+    """Blocks of which one can be skipped: then a unit has partial sums of earlier micro-batches and no new gradients.
 
     The output layer is frozen, so that the skipped first block's sums are the last thing to be reduced.
     """
@@ -158,9 +158,9 @@ class SlowNet(nn.Module):
 
 def trained(mesh: Any, cache: str, device: torch.device, *, compute_late: int, side_stream: bool) -> list[Tensor]:
     """This rank's parameters after 3 optimizer steps of 2 micro-batches, the second of which skips a block."""
-    model = build(SlowNet)
+    model = helpers.build(SlowNet)
     model.delay = compute_late
-    model = shard(model.to(device), mesh=mesh, cache=cache)
+    model = helpers.shard(model.to(device), mesh=mesh, cache=cache)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randn(8, 64, generator=generator).to(device) for _ in range(6)]
@@ -178,7 +178,7 @@ def trained(mesh: Any, cache: str, device: torch.device, *, compute_late: int, s
 
 
 def race(num_nodes: int, num_local: int, device_type: str = "cuda") -> list[str]:
-    """The combinations whose result depends on how late things are."""
+    """Return the combinations whose result depends on the delays."""
     mesh = play_rank_0(num_nodes, num_local, device_type)
     device = torch.device(device_type)
     wrong = []
@@ -195,12 +195,12 @@ def race(num_nodes: int, num_local: int, device_type: str = "cuda") -> list[str]
 
 
 @pytest.mark.parametrize(("num_nodes", "num_local"), [(2, 1), (1, 2), (2, 2)])
-def test_nothing_depends_on_how_late_transfers_are(num_nodes: int, num_local: int) -> None:
+def test_results_do_not_depend_on_delays(num_nodes: int, num_local: int) -> None:
     assert run_ranks(race, 1, num_nodes, num_local)[0] == []
 
 
 class Wide(nn.Module):
-    """Blocks that outweigh their activations by far."""
+    """Blocks that are much larger than their activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,11 +213,11 @@ class Wide(nn.Module):
 
 
 def peaks(device_type: str = "cuda") -> tuple[dict[str, int], int]:
-    """torch's peak allocated bytes of a warm step by cache, and the bytes of the weights."""
+    """Measure the peak of allocated bytes in a warm step for each cache, and the bytes of the weights."""
     mesh = play_rank_0(2, 2, device_type)
     measured = {}
     for cache in ("none", "host", "device"):
-        model = shard(build(Wide).to(device_type), mesh=mesh, cache=cache)
+        model = helpers.shard(helpers.build(Wide).to(device_type), mesh=mesh, cache=cache)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(4):
             if step == 2:
@@ -243,24 +243,24 @@ def test_peak_allocated_memory_by_cache() -> None:
 
 
 def against_unsharded(cache: str, accumulation: int, device_type: str = "cuda") -> None:
-    """Three AdamW steps equal those of one process with everybody's batches."""
-    reference = build(Net).to(device_type)
-    model = shard(build(Net).to(device_type), mesh=laconic.init_mesh(device_type), cache=cache)
+    """Compare three AdamW steps with those of one process on the batches of all ranks."""
+    reference = helpers.build(helpers.Net).to(device_type)
+    model = helpers.shard(helpers.build(helpers.Net).to(device_type), mesh=laconic.init_mesh(device_type), cache=cache)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
     world, rank = dist.get_world_size(), dist.get_rank()
     for step in range(3):
         for micro in range(accumulation):
             seed = step * accumulation + micro
-            batches = [tuple(part.to(device_type) for part in inputs(seed, r)) for r in range(world)]
-            sum(squared_error(reference, batch) / world for batch in batches).backward()  # type: ignore[arg-type, union-attr]
+            batches = [tuple(part.to(device_type) for part in helpers.inputs(seed, r)) for r in range(world)]
+            sum(helpers.squared_error(reference, batch) / world for batch in batches).backward()  # type: ignore[arg-type, union-attr]
             model.set_requires_gradient_sync(micro == accumulation - 1)
-            squared_error(model, batches[rank]).backward()
+            helpers.squared_error(model, batches[rank]).backward()
         norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (reference, model)]
         torch.testing.assert_close(norms[1], norms[0], rtol=1e-4, atol=1e-6)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    whole = full_parameters(model)
+    whole = helpers.full_parameters(model)
     for name, expected in reference.named_parameters():
         assert whole[name].device.type == device_type
         torch.testing.assert_close(whole[name], expected.detach(), rtol=1e-4, atol=1e-5)
@@ -282,29 +282,29 @@ def test_two_by_two_ranks_on_one_gpu_over_gloo_equal_unsharded(cache: str, accum
 
 
 def choice_of_implementation() -> list[bool]:
-    """Whether optimizers choose their list implementation by themselves, as they do for plain parameters on a GPU."""
+    """Return whether optimizers choose their foreach implementation for plain and for sharded parameters."""
     from torch.optim.optimizer import _default_to_fused_or_foreach
 
-    model = shard(build(Net).cuda(), mesh=laconic.init_mesh("cuda"))
-    plain = build(Net).cuda()
+    model = helpers.shard(helpers.build(helpers.Net).cuda(), mesh=laconic.init_mesh("cuda"))
+    plain = helpers.build(helpers.Net).cuda()
     return [_default_to_fused_or_foreach(list(m.parameters()), False, use_fused=False)[1] for m in (plain, model)]
 
 
-def test_optimizers_take_lists_of_ragged_tensors_by_default() -> None:
+def test_optimizers_use_foreach_for_ragged_tensors_by_default() -> None:
     assert run_ranks(choice_of_implementation, 1)[0] == [True, True]
 
 
 def lora_like(device_type: str = "cuda") -> None:
-    """Frozen weights come to rest in host memory, are read back right from there, and can train again."""
-    reference = build(Net).to(device_type)
-    model = build(Net).to(device_type)
+    """Frozen weights move to host memory, are read correctly from there, and can train again."""
+    reference = helpers.build(helpers.Net).to(device_type)
+    model = helpers.build(helpers.Net).to(device_type)
     for m in (reference, model):
         m.blocks.requires_grad_(False)
-    model = shard(model, mesh=laconic.init_mesh(device_type), cache="host")
+    model = helpers.shard(model, mesh=laconic.init_mesh(device_type), cache="host")
     for _ in range(2):
         for m in (reference, model):
-            squared_error(m, tuple(part.to(device_type) for part in inputs(0, 0))).backward()  # type: ignore[arg-type]
-    frozen = buckets(*model.blocks)
+            helpers.squared_error(m, tuple(part.to(device_type) for part in helpers.inputs(0, 0))).backward()  # type: ignore[arg-type]
+    frozen = helpers.buckets(*model.blocks)
     assert all(bucket.is_shard_dropped and bucket.shard.device.type == "cpu" for bucket in frozen)
     whole = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
@@ -316,7 +316,7 @@ def lora_like(device_type: str = "cuda") -> None:
         if parameter.grad is not None:
             torch.testing.assert_close(parameter.grad.full_tensor(), whole[name].grad)  # type: ignore[attr-defined]
     model.blocks.requires_grad_(True)
-    squared_error(model, tuple(part.to(device_type) for part in inputs(0, 0))).backward()  # type: ignore[arg-type]
+    helpers.squared_error(model, tuple(part.to(device_type) for part in helpers.inputs(0, 0))).backward()  # type: ignore[arg-type]
     assert all(bucket.shard.device.type == device_type for bucket in frozen)
 
 
@@ -328,15 +328,15 @@ def test_frozen_weights_rest_in_host_memory() -> None:
 
 
 def page_locked_twice() -> list[bool]:
-    """Whether the slabs of two models, one after the other in one process, are page-locked."""
+    """Return whether the slabs of two models, one after the other in one process, are page-locked."""
     found = []
     for _ in range(2):
         mesh = laconic.init_mesh("cuda")
-        model = shard(build(Net).cuda(), mesh=mesh, cache="host")
+        model = helpers.shard(helpers.build(helpers.Net).cuda(), mesh=mesh, cache="host")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            squared_error(model, tuple(part.cuda() for part in inputs(0, 0))).backward()  # type: ignore[arg-type]
-        found += [bucket.resting.buffer().is_pinned() for bucket in buckets(model) if bucket.resting is not None]
+            helpers.squared_error(model, tuple(part.cuda() for part in helpers.inputs(0, 0))).backward()  # type: ignore[arg-type]
+        found += [bucket.cached.buffer().is_pinned() for bucket in helpers.buckets(model) if bucket.cached is not None]
         del model
         gc.collect()
     return found
@@ -349,7 +349,7 @@ def test_host_slab_is_page_locked_for_every_model_of_a_process() -> None:
 
 
 def refused() -> str:
-    """The warning when the driver refuses to page-lock; the device must be usable afterwards."""
+    """Return the warning when the driver refuses to page-lock. The device must be usable afterwards."""
     slab = make_slab(1 << 20, torch.device("cuda", 0))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -358,5 +358,5 @@ def refused() -> str:
     return "; ".join(str(each.message) for each in caught)
 
 
-def test_pageable_memory_will_do() -> None:
+def test_a_failure_to_page_lock_warns_and_leaves_the_device_usable() -> None:
     assert "page-lock" in run_ranks(refused, 1)[0]

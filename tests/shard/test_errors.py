@@ -1,4 +1,4 @@
-"""What a user can do wrong: refused before a step, by every rank, with the cause and the remedy."""
+"""Mistakes of a user: every rank refuses them before a step, with the cause and the remedy."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def job_bad_calls() -> None:
         lambda: laconic.fully_shard(both.blocks[1], mesh=mesh),
     )
     refused("blocks.1.up.weight is tied to", lambda: laconic.fully_shard(both, mesh=mesh))
-    one: Any = tied()  # both in one unit: fine
+    one: Any = tied()  # both in one unit is allowed
     laconic.fully_shard(one, mesh=mesh)
     assert one.blocks[0].up.weight is one.blocks[1].up.weight
 
@@ -85,11 +85,11 @@ def job_bad_calls() -> None:
             lambda size=block_size: laconic.fully_shard(layer, mesh=mesh, granularity=lambda name, p: size),
         )
     laconic.fully_shard(layer, mesh=mesh)
-    assert isinstance(layer.weight, laconic.RaggedTensor), "what was refused left the module whole"
+    assert isinstance(layer.weight, laconic.RaggedTensor), "a refused call leaves the module as it was"
 
 
 def job_wrong_device() -> None:
-    """A parameter that is not where the mesh computes."""
+    """A parameter on another device than the mesh."""
     refused(
         r"weight is on cpu, but the mesh is for cuda: move the model with .to\('cuda'\), or build it on",
         lambda: laconic.fully_shard(nn.Linear(3, 3), mesh=_cuda_mesh()),
@@ -118,7 +118,7 @@ def job_dtype_after_sharding() -> None:
             r"cannot change sharded parameters from torch.float32.*before fully_shard.*MixedPrecisionPolicy", change
         )
         assert all(isinstance(p, laconic.RaggedTensor) and p.dtype == torch.float32 for p in model.parameters())
-    train_step(model)  # and still works
+    train_step(model)  # the model still works
 
 
 def job_unsupported() -> None:
@@ -126,7 +126,7 @@ def job_unsupported() -> None:
     for operation in (
         lambda: model.inp.weight.sum(),
         lambda: nn.functional.linear(torch.zeros(1, 5), model.inp.weight),
-        lambda: model.inp(torch.zeros(1, 5)),  # a part of a unit, used without it
+        lambda: model.inp(torch.zeros(1, 5)),  # a part of a unit, used alone
     ):
         refused(
             r"not defined on a RaggedTensor.*to_local.*full_tensor.*call the sharded module",
@@ -165,7 +165,7 @@ class Hidden:
 
 
 def job_hidden_output() -> None:
-    """Tensors inside an object that nobody can look into: backward would find the weights gone."""
+    """Tensors inside an opaque object: without a refusal, backward would find the weights freed."""
 
     class Hides(nn.Linear):
         def forward(self, x: Tensor) -> Any:
@@ -174,7 +174,7 @@ def job_hidden_output() -> None:
     model = laconic.fully_shard(Hides(3, 3), mesh=cpu())
     refused("Hides.*Hidden", lambda: model(torch.ones(1, 3)))
     with torch.no_grad():
-        assert model(torch.ones(1, 3)).x.shape == (1, 3), "without a graph it does no harm"
+        assert model(torch.ones(1, 3)).x.shape == (1, 3), "without a graph it is allowed"
 
 
 def job_containers() -> None:
@@ -247,7 +247,7 @@ main()
 
 
 def test_under_torchrun_one_ranks_exception_ends_the_job(tmp_path: Path) -> None:
-    """The others wait for a collective that never comes; torchrun ends them, and shows the first failure."""
+    """The other ranks wait for a collective that never comes. torchrun ends them and shows the first failure."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
@@ -273,7 +273,7 @@ def test_the_first_lines_of_the_readme_work_without_a_launcher_but_say_what_is_m
 
 
 def job_skipped_loss() -> None:
-    """Losses that are thrown away on all ranks alike are no mistake."""
+    """It is no mistake to throw a loss away on all ranks."""
     model = shard(build())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):

@@ -1,4 +1,4 @@
-"""Overlap: whose weights are on their way while whose compute."""
+"""Overlap: the units whose gathers run while another unit computes."""
 
 from __future__ import annotations
 
@@ -12,26 +12,11 @@ from torch import Tensor
 from laconic.shard.gather import GatherState, UnitGather
 from laconic.shard.unit import unit_of
 from tests.ranks import run_ranks
-from tests.shard.helpers import (
-    Net,
-    assert_gradients,
-    assert_nothing_gathered,
-    buckets,
-    build,
-    full_gradients,
-    gather_bytes,
-    inputs,
-    micro_batches,
-    moved,
-    oracle_of,
-    shard,
-    squared_error,
-    train_step,
-)
+from tests.shard import helpers
 
 
 def events_of(model: Any, run: Callable[[], Any]) -> list[str]:
-    """What happens in `run`: `gather X` when X's gather begins, `forward X` when X computes."""
+    """Record the events of `run`: `gather X` when X's gather begins, `forward X` when X's forward begins."""
     events: list[str] = []
     names = {unit.gather: name or "root" for name, m in model.named_modules() if (unit := unit_of(m)) is not None}
     handles = []
@@ -44,7 +29,7 @@ def events_of(model: Any, run: Callable[[], Any]) -> list[str]:
     original = UnitGather.begin
 
     def begin(self: UnitGather) -> None:
-        if self.stage is GatherState.IDLE and self in names:
+        if self.state is GatherState.IDLE and self in names:
             events.append(f"gather {names[self]}")
         original(self)
 
@@ -59,24 +44,24 @@ def events_of(model: Any, run: Callable[[], Any]) -> list[str]:
 
 
 def gathered_before(events: list[str], compute: str) -> set[str]:
-    """Units whose gather had begun when `compute` happened, and which had not computed yet."""
+    """Return the units whose gather began before the event `compute` and whose forward did not."""
     place = events.index(compute)
     begun = {event.split()[1] for event in events[:place] if event.startswith("gather")}
     return begun - {event.split()[1] for event in events[: place + 1] if event.startswith("forward")}
 
 
 def job_prefetch() -> None:
-    model = shard(build(lambda: Net(4)), cache="none")
-    batch = inputs(0, dist.get_rank())
-    forward = events_of(model, lambda: squared_error(model, batch))
-    assert not gathered_before(forward, "forward blocks.1"), "nothing is known of the order yet"
-    train_step(model)
-    forward = events_of(model, lambda: squared_error(model, batch))
+    model = helpers.shard(helpers.build(lambda: helpers.Net(4)), cache="none")
+    batch = helpers.inputs(0, dist.get_rank())
+    forward = events_of(model, lambda: helpers.squared_error(model, batch))
+    assert not gathered_before(forward, "forward blocks.1"), "no order is recorded yet"
+    helpers.train_step(model)
+    forward = events_of(model, lambda: helpers.squared_error(model, batch))
     for index in range(3):
         assert gathered_before(forward, f"forward blocks.{index}") == {f"blocks.{index + 1}"}
     assert gathered_before(forward, "forward root") == {"blocks.0"}
-    assert not gathered_before(forward, "forward blocks.3"), "behind the last block there is only the root"
-    backward = events_of(model, squared_error(model, batch).backward)
+    assert not gathered_before(forward, "forward blocks.3"), "after the last block there is only the root"
+    backward = events_of(model, helpers.squared_error(model, batch).backward)
     gathers = [event for event in backward if event.startswith("gather")]
     assert gathers == [f"gather blocks.{index}" for index in (3, 2, 1, 0)], "each once, in reverse"
     model.zero_grad()
@@ -86,16 +71,16 @@ def job_prefetch() -> None:
         block.set_modules_to_backward_prefetch([])
     model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[1]])
     model.set_modules_to_backward_prefetch([model.blocks[3], model.blocks[2]])
-    with moved(model) as m:
-        forward = events_of(model, lambda: squared_error(model, batch).backward())
+    with helpers.moved(model) as m:
+        forward = events_of(model, lambda: helpers.squared_error(model, batch).backward())
     assert gathered_before(forward, "forward root") == {"blocks.0", "blocks.1"}
     assert gathered_before(forward, "forward blocks.0") == {"blocks.1", "blocks.2"}
     assert gathered_before(forward, "forward blocks.1") == {"blocks.2", "blocks.3"}
-    assert m.weights == 2 * gather_bytes("node", buckets(model.blocks)) + gather_bytes(
+    assert m.weights == 2 * helpers.gather_bytes("node", helpers.buckets(model.blocks)) + helpers.gather_bytes(
         "node", model._laconic_unit.buckets
     )
-    assert_gradients(model, oracle_of(model, lambda: Net(4)), micro_batches(1))
-    assert_nothing_gathered(model)
+    helpers.assert_gradients(model, helpers.oracle_of(model, lambda: helpers.Net(4)), helpers.micro_batches(1))
+    helpers.assert_nothing_gathered(model)
 
 
 def test_the_next_unit_is_gathered_while_this_one_computes() -> None:
@@ -103,12 +88,12 @@ def test_the_next_unit_is_gathered_while_this_one_computes() -> None:
 
 
 def job_prefetch_with_cache() -> None:
-    """Slices that land where they rest cost no more memory early: then two gathers across nodes are begun ahead."""
-    model = shard(build(lambda: Net(4)), cache="host")
+    """Node shards that arrive in the cache take no memory early, so two gathers across nodes begin ahead."""
+    model = helpers.shard(helpers.build(lambda: helpers.Net(4)), cache="host")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
-        train_step(model, optimizer)
-    forward = events_of(model, lambda: squared_error(model, inputs(0, dist.get_rank())))
+        helpers.train_step(model, optimizer)
+    forward = events_of(model, lambda: helpers.squared_error(model, helpers.inputs(0, dist.get_rank())))
     for index in range(4):
         ahead = {f"blocks.{i}" for i in (index + 1, index + 2) if i < 4}
         assert gathered_before(forward, f"forward blocks.{index}") == ahead
@@ -122,9 +107,9 @@ def test_with_a_cache_two_units_are_gathered_ahead() -> None:
 
 
 def job_changing_order() -> None:
-    """The order of execution may differ from the recorded one: then prefetching is off the mark, not the numbers."""
+    """An order that differs from the recorded one makes prefetching useless; the numbers stay right."""
 
-    class Reordered(Net):
+    class Reordered(helpers.Net):
         order = (0, 1, 2, 3)
 
         def __init__(self) -> None:
@@ -136,23 +121,23 @@ def job_changing_order() -> None:
                 x = self.blocks[index](x)
             return self.out(x)
 
-    model = shard(build(Reordered), cache="host")
+    model = helpers.shard(helpers.build(Reordered), cache="host")
     for order in ((0, 1, 2, 3), (3, 0, 2, 1), (1, 2), (2, 2, 0), (0, 1, 2, 3)):
         Reordered.order = order
-        batches = micro_batches(1, seed=sum(order))
-        squared_error(model, batches[0][dist.get_rank()]).backward()
-        _, want = oracle_of(model, Reordered).gradients(batches)
-        got = full_gradients(model)
+        batches = helpers.micro_batches(1, seed=sum(order))
+        helpers.squared_error(model, batches[0][dist.get_rank()]).backward()
+        _, want = helpers.oracle_of(model, Reordered).gradients(batches)
+        got = helpers.full_gradients(model)
         assert set(got) == set(want)
         for name, value in want.items():
             torch.testing.assert_close(got[name], value, msg=f"{order}: {name}")
-        assert_nothing_gathered(model)
+        helpers.assert_nothing_gathered(model)
         model.zero_grad()
-    for order in ((0, 1), (0,), (0, 1, 2), (2, 1, 0)):  # without a graph: what was begun for nothing must go as well
+    for order in ((0, 1), (0,), (0, 1, 2), (2, 1, 0)):  # without a graph: useless gathers must be freed as well
         Reordered.order = order
         with torch.no_grad():
-            model(inputs(0, 0)[0])
-        assert_nothing_gathered(model)
+            model(helpers.inputs(0, 0)[0])
+        helpers.assert_nothing_gathered(model)
 
 
 def test_another_order_than_the_recorded_one_is_only_slower() -> None:

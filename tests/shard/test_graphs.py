@@ -1,4 +1,4 @@
-"""Unusual graphs: shared and unused units, several outputs, several losses, two models; against the oracle."""
+"""Unusual graphs, compared with the oracle: shared and unused units, several outputs or losses, two models."""
 
 from __future__ import annotations
 
@@ -12,27 +12,11 @@ from torch import Tensor, nn
 
 import laconic
 from tests.ranks import run_ranks
-from tests.shard.helpers import (
-    Block,
-    Net,
-    assert_gradients,
-    assert_nothing_gathered,
-    buckets,
-    build,
-    full_gradients,
-    gather_bytes,
-    inputs,
-    micro_batches,
-    moved,
-    oracle_of,
-    reduce_bytes,
-    shard,
-    squared_error,
-)
+from tests.shard import helpers
 
 
-class Shared(Net):
-    """One block used twice in a row and once beside."""
+class Shared(helpers.Net):
+    """One block that is used before and after another, and one that is used twice side by side."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
@@ -40,8 +24,8 @@ class Shared(Net):
         return self.out(x + self.blocks[2](x) + self.blocks[2](2 * x))
 
 
-class Unused(Net):
-    """A block that is never used, one whose output is thrown away, and a parameter without a gradient."""
+class Unused(helpers.Net):
+    """A block that is never used, one whose output is not used, and a parameter without a gradient."""
 
     def __init__(self) -> None:
         super().__init__(5)
@@ -55,10 +39,10 @@ class Unused(Net):
         return self.out(x)
 
 
-class TwoOutputs(Net):
-    """Units that take and give several tensors, by keyword, in a dict, one of them straight to the loss."""
+class TwoOutputs(helpers.Net):
+    """Units that take tensors by keyword and return several in a dict; one goes directly to the loss."""
 
-    class Pair(Block):
+    class Pair(helpers.Block):
         def forward(self, x: Tensor, *, side: Tensor | None = None, scale: float = 1.0) -> dict[str, Any]:  # type: ignore[override]
             h = self.up(x)
             return {
@@ -81,18 +65,18 @@ class TwoOutputs(Net):
 
 
 class NoInputGradient(nn.Module):
-    """Units at the beginning, whose inputs need no gradient, two of them side by side."""
+    """First units whose inputs need no gradient, two of them side by side."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(5, 11), Block(5, 13), Block(5, 7)])
+        self.blocks = nn.ModuleList([helpers.Block(5, 11), helpers.Block(5, 13), helpers.Block(5, 7)])
         self.out = nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.blocks[2](self.blocks[0](x) * self.blocks[1](x)))
 
 
-class Normed(Net):
+class Normed(helpers.Net):
     """Weights that are computed from parameters inside the unit."""
 
     def __init__(self) -> None:
@@ -106,7 +90,7 @@ class NoOwnParameters(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(5, 8), Block(8, 5), nn.Linear(8, 3)])
+        self.blocks = nn.ModuleList([nn.Linear(5, 8), helpers.Block(8, 5), nn.Linear(8, 3)])
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -114,7 +98,7 @@ class NoOwnParameters(nn.Module):
         return x
 
 
-class InPlace(Net):
+class InPlace(helpers.Net):
     """The model changes a unit's output in place."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -126,8 +110,8 @@ class InPlace(Net):
         return self.out(x)
 
 
-class WithoutGraph(Net):
-    """A unit is used with a graph and without one in the same forward, as teachers and momentum encoders are."""
+class WithoutGraph(helpers.Net):
+    """Each unit runs with a graph and without one in the same forward, as teachers and momentum encoders do."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
@@ -138,7 +122,7 @@ class WithoutGraph(Net):
         return self.out(x)
 
 
-class Nested(Net):
+class Nested(helpers.Net):
     """Units inside units."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,27 +143,27 @@ GRAPHS: dict[str, Callable[[], nn.Module]] = {
 
 
 def job_graph(name: str, cache: str) -> None:
-    model: Any = build(GRAPHS[name])
+    model: Any = helpers.build(GRAPHS[name])
     units = list(model.blocks)
     if name == "nested":
         units = [module for block in model.blocks for module in (block.up, block.down, block)]
-    shard(model, units, cache=cache)
-    oracle = oracle_of(model, GRAPHS[name])
+    helpers.shard(model, units, cache=cache)
+    oracle = helpers.oracle_of(model, GRAPHS[name])
     for seed in range(3):
-        batches = micro_batches(2, seed)
+        batches = helpers.micro_batches(2, seed)
         for number, batch in enumerate(batches):
             model.set_requires_gradient_sync(number == 1)
-            squared_error(model, batch[dist.get_rank()]).backward()
-            assert_nothing_gathered(model)
+            helpers.squared_error(model, batch[dist.get_rank()]).backward()
+            helpers.assert_nothing_gathered(model)
         _, want = oracle.gradients(batches)
-        got = full_gradients(model)
+        got = helpers.full_gradients(model)
         for key, parameter in oracle.parameters().items():
             if key in want:
                 torch.testing.assert_close(got[key], want[key], msg=lambda text, key=key: f"{key}: {text}")
             else:
                 assert key not in got or torch.equal(got[key], torch.zeros_like(parameter)), key
         model.zero_grad()
-        with torch.no_grad():  # both models change alike
+        with torch.no_grad():  # the same change in both models
             for parameter in (*model.parameters(), *oracle.parameters().values()):
                 parameter.mul_(0.9)
 
@@ -191,37 +175,37 @@ def test_unusual_graphs_have_the_oracles_gradients(name: str) -> None:
 
 
 def job_unused_bytes() -> None:
-    """A unit that is not used costs nothing; its parameters keep no gradient."""
-    model: Any = build(Unused)
-    shard(model, cache="host")
-    with moved(model) as m:
-        squared_error(model, inputs(0, dist.get_rank())).backward()
-    used = [b for i in (0, 2, 3) for b in buckets(model.blocks[i])] + model._laconic_unit.buckets
-    assert m.gradients == reduce_bytes("node", used)
-    assert m.weights == gather_bytes("node", used + buckets(model.blocks[4]))
+    """An unused unit sends nothing, and its parameters get no gradient."""
+    model: Any = helpers.build(Unused)
+    helpers.shard(model, cache="host")
+    with helpers.moved(model) as m:
+        helpers.squared_error(model, helpers.inputs(0, dist.get_rank())).backward()
+    used = [b for i in (0, 2, 3) for b in helpers.buckets(model.blocks[i])] + model._laconic_unit.buckets
+    assert m.gradients == helpers.reduce_bytes("node", used)
+    assert m.weights == helpers.gather_bytes("node", used + helpers.buckets(model.blocks[4]))
     assert all(p.grad is None for i in (1, 4) for p in model.blocks[i].parameters())
     assert model.blocks[2].idle.weight.grad.full_tensor().eq(0).all()
 
 
-def test_unused_units_cost_nothing() -> None:
+def test_unused_units_send_nothing() -> None:
     run_ranks(job_unused_bytes, 2, local=1)
 
 
 def job_two_losses() -> None:
     """Two forwards before one backward, and a graph run backward twice."""
-    model = shard(build(), cache="host")
-    oracle = oracle_of(model)
-    batches = micro_batches(2)
+    model = helpers.shard(helpers.build(), cache="host")
+    oracle = helpers.oracle_of(model)
+    batches = helpers.micro_batches(2)
     rank = dist.get_rank()
-    (squared_error(model, batches[0][rank]) + squared_error(model, batches[1][rank])).backward()
-    assert_gradients(model, oracle, batches)
-    assert_nothing_gathered(model)
+    (helpers.squared_error(model, batches[0][rank]) + helpers.squared_error(model, batches[1][rank])).backward()
+    helpers.assert_gradients(model, oracle, batches)
+    helpers.assert_nothing_gathered(model)
     model.zero_grad()
-    loss = squared_error(model, batches[0][rank])
+    loss = helpers.squared_error(model, batches[0][rank])
     loss.backward(retain_graph=True)
     loss.backward()
-    assert_gradients(model, oracle, [batches[0], batches[0]])
-    assert_nothing_gathered(model)
+    helpers.assert_gradients(model, oracle, [batches[0], batches[0]])
+    helpers.assert_nothing_gathered(model)
 
 
 def test_two_forwards_or_two_backwards_of_one_graph() -> None:
@@ -229,16 +213,16 @@ def test_two_forwards_or_two_backwards_of_one_graph() -> None:
 
 
 def job_gradients_of_inputs() -> None:
-    model, plain = shard(build()), build()
-    x = inputs(0, dist.get_rank())[0]
-    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    model(ours).sum().backward()
-    plain(theirs).sum().backward()
-    torch.testing.assert_close(ours.grad, theirs.grad)
-    assert_nothing_gathered(model)
-    (again,) = torch.autograd.grad(model(ours).sum(), ours)
-    torch.testing.assert_close(again, theirs.grad)
-    assert_nothing_gathered(model)
+    model, plain = helpers.shard(helpers.build()), helpers.build()
+    x = helpers.inputs(0, dist.get_rank())[0]
+    sharded_input, plain_input = x.clone().requires_grad_(), x.clone().requires_grad_()
+    model(sharded_input).sum().backward()
+    plain(plain_input).sum().backward()
+    torch.testing.assert_close(sharded_input.grad, plain_input.grad)
+    helpers.assert_nothing_gathered(model)
+    (again,) = torch.autograd.grad(model(sharded_input).sum(), sharded_input)
+    torch.testing.assert_close(again, plain_input.grad)
+    helpers.assert_nothing_gathered(model)
 
 
 def test_inputs_get_their_gradients() -> None:
@@ -248,33 +232,36 @@ def test_inputs_get_their_gradients() -> None:
 def job_two_roots() -> None:
     """Two sharded models on one mesh: a teacher without a graph, then both in one loss."""
     mesh, rank = laconic.init_mesh("cpu"), dist.get_rank()
-    student, teacher = shard(build(), mesh=mesh, cache="host"), shard(build(seed=1), mesh=mesh)
-    assert student.traffic is teacher.traffic, "one mesh, one account"
+    student, teacher = (
+        helpers.shard(helpers.build(), mesh=mesh, cache="host"),
+        helpers.shard(helpers.build(seed=1), mesh=mesh),
+    )
+    assert student.traffic is teacher.traffic, "one mesh has one set of counters"
     ranks = range(dist.get_world_size())
     for seed in range(2):
-        plain_student, plain_teacher = build(), build(seed=1)
-        x = inputs(seed, rank)[0]
+        plain_student, plain_teacher = helpers.build(), helpers.build(seed=1)
+        x = helpers.inputs(seed, rank)[0]
         with torch.no_grad():
             target = teacher(x)
         (student(x) - target).square().mean().backward()
         for r in ranks:
-            x = inputs(seed, r)[0]
+            x = helpers.inputs(seed, r)[0]
             ((plain_student(x) - plain_teacher(x).detach()).square().mean() / len(ranks)).backward()
-        for name, gradient in full_gradients(student).items():
+        for name, gradient in helpers.full_gradients(student).items():
             torch.testing.assert_close(gradient, plain_student.get_parameter(name).grad, msg=name)
-        assert_nothing_gathered(student)
-        assert_nothing_gathered(teacher)
+        helpers.assert_nothing_gathered(student)
+        helpers.assert_nothing_gathered(teacher)
         student.zero_grad()
         plain_student.zero_grad()
-        x = inputs(seed, rank)[0]
+        x = helpers.inputs(seed, rank)[0]
         (student(x) * teacher(x)).mean().backward()
         for r in ranks:
-            x = inputs(seed, r)[0]
+            x = helpers.inputs(seed, r)[0]
             ((plain_student(x) * plain_teacher(x)).mean() / len(ranks)).backward()
         for model, plain in ((student, plain_student), (teacher, plain_teacher)):
-            for name, gradient in full_gradients(model).items():
+            for name, gradient in helpers.full_gradients(model).items():
                 torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
-            assert_nothing_gathered(model)
+            helpers.assert_nothing_gathered(model)
             model.zero_grad()
 
 

@@ -1,4 +1,4 @@
-"""A model built on the meta device, sharded and initialised has the values of one that never was sharded."""
+"""A model that is built on the meta device, sharded and then initialised has the values of a plain model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def custom(model: nn.Module) -> None:
 
 
 class Layers(nn.Module):
-    """Modules whose own `reset_parameters` do unlike things: rows set to zero, bounds from fan-in, in-projections."""
+    """Modules with different `reset_parameters`: rows set to zero, bounds from fan-in, in-projections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,10 +75,10 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 def initialise(model: nn.Module, init: Callable[[nn.Module], Any]) -> None:
     model.to_empty(device="cpu")
     if isinstance(model, transformers.PreTrainedModel):
-        model.tie_weights()  # which `to_empty` breaks in a plain model, and keeps in a sharded one
+        model.tie_weights()  # `to_empty` breaks ties in a plain model, and keeps them in a sharded one
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.fill_(77)  # what must not remain
+            parameter.fill_(77)  # a value that must not remain
     torch.manual_seed(11)
     init(model)
 
@@ -110,13 +110,13 @@ def test_initialising_parts_draws_the_same_numbers(world_size: int, local: int) 
 
 
 def job_trains() -> None:
-    """No rank ever holds more than its shard before the first forward; then the model trains as any other."""
+    """No rank holds more than its shard before the first forward. Afterwards the model trains like any other."""
     mesh = laconic.init_mesh("cpu")
     model: Any = on_meta(Net)
     for block in model.blocks:
         laconic.fully_shard(block, mesh=mesh, cache="host")
     laconic.fully_shard(model, mesh=mesh, cache="host")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # made before there is memory
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # made before the parameters have memory
     initialise(model, reset_all)
     assert model.memory().device_peak_bytes == sum(bucket.shard.nbytes for bucket in buckets(model))
     plain = on_meta(Net)
@@ -134,7 +134,7 @@ def test_a_model_from_meta_trains() -> None:
 
 
 def job_tied() -> None:
-    """Ties made before sharding hold after it."""
+    """Weights that are tied before sharding stay tied."""
     model: Any = on_meta(test_models.gpt2)
     laconic.fully_shard(model, mesh=laconic.init_mesh("cpu"))
     initialise(model, lambda m: m.init_weights())

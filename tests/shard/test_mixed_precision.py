@@ -12,24 +12,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import laconic
 from tests.ranks import run_ranks
 from tests.reference.step import Oracle
-from tests.shard.helpers import (
-    Net,
-    buckets,
-    build,
-    full_gradients,
-    full_parameters,
-    gather_bytes,
-    inputs,
-    moved,
-    reduce_bytes,
-    shard,
-)
+from tests.shard import helpers
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The loss a rank of the reference computes: it casts what `cast_forward_inputs` casts."""
+    """Compute the loss of one rank of the oracle, with inputs cast as `cast_forward_inputs` casts them."""
     x, y = batch
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     return (model(x.to(dtype)).float() - y).square().mean()
@@ -38,14 +27,14 @@ def error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def job_training(cache: str, reduce_dtype: torch.dtype | None) -> None:
     """Three steps with fp32 masters and bf16 compute, accumulated over two micro-batches."""
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype)
-    model: Any = build()
+    model: Any = helpers.build()
     mesh = laconic.init_mesh("cpu")
     for block in model.blocks:
         laconic.fully_shard(block, mesh=mesh, cache=cache, mp_policy=policy)  # type: ignore[arg-type]
     laconic.fully_shard(model, mesh=mesh, cache=cache, mp_policy=replace(policy, output_dtype=FP32))  # type: ignore[arg-type]
     cluster = model._laconic_unit.cluster
     oracle = Oracle(
-        build(),
+        helpers.build(),
         error,
         num_nodes=cluster.num_nodes,
         num_local=cluster.num_local,
@@ -54,20 +43,22 @@ def job_training(cache: str, reduce_dtype: torch.dtype | None) -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     for step in range(3):
-        batches = [[inputs(10 * step + a, rank) for rank in range(cluster.size)] for a in range(2)]
-        with moved(model) as m:
+        batches = [[helpers.inputs(10 * step + a, rank) for rank in range(cluster.size)] for a in range(2)]
+        with helpers.moved(model) as m:
             for a in range(2):
                 model.set_requires_gradient_sync(a == 1)
                 x, y = batches[a][dist.get_rank()]
                 (model(x) - y).square().mean().backward()
-        root, blocks = model._laconic_unit.buckets, buckets(model.blocks)
-        wire = {"none": 4 * gather_bytes("node", blocks) + 2 * gather_bytes("node", root)}
-        assert m.weights == wire.get(cache, gather_bytes("node", buckets(model)))
-        assert m.gradients == reduce_bytes("node", buckets(model))
+        root, blocks = model._laconic_unit.buckets, helpers.buckets(model.blocks)
+        wire = {"none": 4 * helpers.gather_bytes("node", blocks) + 2 * helpers.gather_bytes("node", root)}
+        assert m.weights == wire.get(cache, helpers.gather_bytes("node", helpers.buckets(model)))
+        assert m.gradients == helpers.reduce_bytes("node", helpers.buckets(model))
         itemsize = (reduce_dtype or BF16).itemsize
-        assert m.gradients == (cluster.num_nodes - 1) * itemsize * sum(b.layout.shard_numel for b in buckets(model))
+        assert m.gradients == (cluster.num_nodes - 1) * itemsize * sum(
+            b.layout.shard_numel for b in helpers.buckets(model)
+        )
         _, want = oracle.gradients(batches)
-        for name, got in full_gradients(model).items():
+        for name, got in helpers.full_gradients(model).items():
             assert got.dtype == FP32
             torch.testing.assert_close(
                 got, want[name], rtol=0.05, atol=4e-3, msg=lambda text, name=name: f"{name}: {text}"
@@ -79,7 +70,7 @@ def job_training(cache: str, reduce_dtype: torch.dtype | None) -> None:
     for state in optimizer.state.values():
         assert state["exp_avg"].dtype == FP32
     masters = oracle.parameters()
-    for name, got in full_parameters(model).items():
+    for name, got in helpers.full_parameters(model).items():
         assert got.dtype == FP32
         torch.testing.assert_close(
             got, masters[name].detach(), rtol=0, atol=3e-3, msg=lambda text, name=name: f"{name}: {text}"
@@ -97,7 +88,7 @@ def test_bf16_compute_trains_fp32_masters(
 
 
 class Weighted(nn.Module):
-    """Its gradient is its input."""
+    """A module whose gradient is its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +139,7 @@ def test_micro_batches_are_summed_in_the_reduce_dtype(local: int) -> None:
 
 
 class Probe(nn.Module):
-    """Records the dtypes it sees."""
+    """A module that records the dtypes of its inputs and parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +178,7 @@ def job_dtypes() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_what_is_cast_and_what_is_not(world_size: int) -> None:
+def test_only_floating_point_inputs_and_parameters_are_cast(world_size: int) -> None:
     run_ranks(job_dtypes, world_size, local=1)
 
 
@@ -207,9 +198,9 @@ class Mixed(nn.Module):
 
 
 def job_mix_of_dtypes(cache: str) -> None:
-    plain = build(Mixed)
-    model: Any = laconic.fully_shard(build(Mixed), mesh=laconic.init_mesh("cpu"), cache=cache)  # type: ignore[arg-type]
-    assert sorted(str(bucket.dtype) for bucket in buckets(model)) == [
+    plain = helpers.build(Mixed)
+    model: Any = laconic.fully_shard(helpers.build(Mixed), mesh=laconic.init_mesh("cpu"), cache=cache)  # type: ignore[arg-type]
+    assert sorted(str(bucket.dtype) for bucket in helpers.buckets(model)) == [
         "torch.bfloat16", "torch.float32", "torch.float64", "torch.int64",
     ]  # fmt: skip
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
@@ -233,14 +224,14 @@ def test_a_unit_may_mix_dtypes(cache: str) -> None:
 
 
 def job_integers_under_a_policy() -> None:
-    """`param_dtype` is for floating-point parameters."""
+    """`param_dtype` applies to floating-point parameters only."""
     policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
-    model: Any = laconic.fully_shard(build(Mixed), mesh=laconic.init_mesh("cpu"), mp_policy=policy)
+    model: Any = laconic.fully_shard(helpers.build(Mixed), mesh=laconic.init_mesh("cpu"), mp_policy=policy)
     model.unshard()
     assert model.table.dtype == torch.int64
     assert model.adapter.weight.dtype == BF16
-    assert torch.equal(model.table, build(Mixed).table)
-    assert torch.equal(model.adapter.weight, build(Mixed).adapter.weight.to(BF16))
+    assert torch.equal(model.table, helpers.build(Mixed).table)
+    assert torch.equal(model.adapter.weight, helpers.build(Mixed).adapter.weight.to(BF16))
 
 
 def test_integers_are_never_cast() -> None:
@@ -255,10 +246,10 @@ def job_off_is_off(local: int) -> list[Tensor]:
         MixedPrecisionPolicy(),
         MixedPrecisionPolicy(param_dtype=FP32, reduce_dtype=FP32, output_dtype=FP32),
     ):
-        model = shard(build(Net), mp_policy=policy)
-        x, y = inputs(0, dist.get_rank())
+        model = helpers.shard(helpers.build(helpers.Net), mp_policy=policy)
+        x, y = helpers.inputs(0, dist.get_rank())
         (model(x) - y).square().mean().backward()
-        results.append(torch.cat([gradient.flatten() for gradient in full_gradients(model).values()]))
+        results.append(torch.cat([gradient.flatten() for gradient in helpers.full_gradients(model).values()]))
     return results
 
 

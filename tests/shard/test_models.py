@@ -60,16 +60,8 @@ def mixtral() -> nn.Module:
 
 def t5() -> nn.Module:
     """Encoder and decoder; a position bias made in the first block goes through all of them."""
-    config = transformers.T5Config(
-        vocab_size=VOCAB,
-        d_model=16,
-        d_kv=4,
-        d_ff=28,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 28, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(vocab_size=VOCAB, **sizes, dropout_rate=0.0, decoder_start_token_id=0)
     return transformers.T5ForConditionalGeneration(config)
 
 
@@ -101,7 +93,7 @@ class OddMLP(nn.Module):
 
 
 def adapted_llama() -> nn.Module:
-    """A frozen base; what low-rank adapters, norms and biases would be trains."""
+    """A frozen base. The parameters train that a low-rank adapter would replace, and norms and biases."""
     model = llama()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.ndim == 1 or "q_proj" in name)
@@ -138,30 +130,29 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], dic
     "odd": (OddMLP, vector_batch),
     "adapted": (adapted_llama, text_batch),
 }
-COVER = {
-    (1, 1): "llama:none qwen2:host qwen3:device gpt2:none mixtral:host t5:device vit:none odd:host adapted:device",
-    (2, 1): "llama:host odd:none mixtral:device t5:none qwen3:host",
-    (1, 2): "gpt2:none vit:host qwen2:none adapted:device",
-    (3, 1): "gpt2:host vit:none qwen2:device adapted:host t5:device",
-    (1, 3): "llama:none odd:host mixtral:none qwen3:none",
-    (2, 2): "llama:device gpt2:none t5:host mixtral:host adapted:device",
-    (4, 1): "vit:host odd:host",
-    (1, 4): "qwen2:none qwen3:device",
-    (3, 2): "gpt2:device mixtral:none qwen3:device adapted:host",
-    (2, 3): "llama:none vit:device qwen2:host",
-    (6, 1): "odd:device",
-    (1, 6): "t5:none",
+COVER = """
+1x1  llama:none qwen2:host qwen3:device gpt2:none mixtral:host t5:device vit:none odd:host adapted:device
+2x1  llama:host odd:none mixtral:device t5:none qwen3:host
+1x2  gpt2:none vit:host qwen2:none adapted:device
+3x1  gpt2:host vit:none qwen2:device adapted:host t5:device
+1x3  llama:none odd:host mixtral:none qwen3:none
+2x2  llama:device gpt2:none t5:host mixtral:host adapted:device
+4x1  vit:host odd:host
+1x4  qwen2:none qwen3:device
+3x2  gpt2:device mixtral:none qwen3:device adapted:host
+2x3  llama:none vit:device qwen2:host
+6x1  odd:device
+1x6  t5:none
+"""
+"""The (model, cache) pairs for each mesh (nodes x local ranks): every model on every number of ranks."""
+RUNS = {
+    tuple(map(int, mesh.split("x"))): [(name, cache) for name, cache in (run.split(":") for run in runs)]
+    for mesh, *runs in (line.split() for line in COVER.strip().splitlines())
 }
-"""What runs on which mesh (nodes, local ranks), with which cache: every model on every number of ranks."""
-
-
-def runs_on(mesh: tuple[int, int]) -> list[tuple[str, str]]:
-    """(model, cache)"""
-    return [(name, cache) for name, cache in (entry.split(":") for entry in COVER[mesh].split())]
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
-    """Blocks, as users wrap them: what transformers would not split."""
+    """The blocks that users would wrap: those that transformers does not split."""
     names = getattr(model, "_no_split_modules", None) or []
     found = [module for module in model.modules() if type(module).__name__ in names]
     return found or list(model.blocks)  # type: ignore[arg-type]
@@ -231,16 +222,16 @@ def job(runs: list[tuple[str, str]]) -> None:
                 close(logits, oracle.model.eval()(**batch).logits, f"{what}: logits")
 
 
-@pytest.mark.parametrize("mesh", COVER, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
+@pytest.mark.parametrize("mesh", RUNS, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
 def test_models_train_as_in_one_process(mesh: tuple[int, int]) -> None:
     num_nodes, num_local = mesh
-    run_ranks(job, num_nodes * num_local, runs_on(mesh), local=num_local)
+    run_ranks(job, num_nodes * num_local, RUNS[mesh], local=num_local)
 
 
 def test_every_model_runs_on_every_number_of_ranks_and_with_several_caches() -> None:
     for size in (1, 2, 3, 4, 6):
-        meshes = [mesh for mesh in COVER if mesh[0] * mesh[1] == size]
-        assert sorted(name for mesh in meshes for name, _ in runs_on(mesh)) == sorted(MODELS)
+        meshes = [mesh for mesh in RUNS if mesh[0] * mesh[1] == size]
+        assert sorted(name for mesh in meshes for name, _ in RUNS[mesh]) == sorted(MODELS)
     for model in MODELS:
-        across = {cache for mesh in COVER if mesh[0] > 1 for name, cache in runs_on(mesh) if name == model}
+        across = {cache for mesh in RUNS if mesh[0] > 1 for name, cache in RUNS[mesh] if name == model}
         assert len(across) >= 2, model

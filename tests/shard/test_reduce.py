@@ -1,4 +1,4 @@
-"""Gradients: what is sent when over micro-batches, and that the sums are the oracle's."""
+"""Gradients over micro-batches: the bytes that are sent, and sums that equal the oracle's."""
 
 from __future__ import annotations
 
@@ -11,46 +11,34 @@ from torch import Tensor, nn
 
 import laconic
 from tests.ranks import run_ranks
-from tests.shard.helpers import (
-    assert_gradients,
-    assert_nothing_gathered,
-    buckets,
-    build,
-    full_gradients,
-    gather_bytes,
-    inputs,
-    micro_batches,
-    moved,
-    oracle_of,
-    reduce_bytes,
-    shard,
-    squared_error,
-)
+from tests.shard import helpers
 
 
 def job_accumulation(cache: Any, num_micro_batches: int) -> None:
-    model = shard(build(), cache=cache)
-    oracle = oracle_of(model)
-    root, blocks = model._laconic_unit.buckets, buckets(model.blocks)
+    model = helpers.shard(helpers.build(), cache=cache)
+    oracle = helpers.oracle_of(model)
+    root, blocks = model._laconic_unit.buckets, helpers.buckets(model.blocks)
     gathers = laconic.Cache.of(cache).node_gathers_per_step(num_micro_batches=num_micro_batches)
     for seed in range(2):
-        batches = micro_batches(num_micro_batches, seed)
-        with moved(model) as m:
+        batches = helpers.micro_batches(num_micro_batches, seed)
+        with helpers.moved(model) as m:
             for number, batch in enumerate(batches):
                 model.set_requires_gradient_sync(number == num_micro_batches - 1)
-                squared_error(model, batch[dist.get_rank()]).backward()
+                helpers.squared_error(model, batch[dist.get_rank()]).backward()
                 if number < num_micro_batches - 1:
                     assert all(p.grad is None for p in model.parameters())
-                assert_nothing_gathered(model)
+                helpers.assert_nothing_gathered(model)
         # The root stays gathered between its forward and its backward: one gather per micro-batch without a cache.
         root_gathers = num_micro_batches if cache == "none" else 1
-        assert m.weights == gathers * gather_bytes("node", blocks) + root_gathers * gather_bytes("node", root)
-        assert m.gradients == reduce_bytes("node", buckets(model))
-        assert m.sent("local", "weights") == num_micro_batches * (
-            2 * gather_bytes("local", blocks) + gather_bytes("local", root)
+        assert m.weights == gathers * helpers.gather_bytes("node", blocks) + root_gathers * helpers.gather_bytes(
+            "node", root
         )
-        assert m.sent("local", "gradients") == num_micro_batches * reduce_bytes("local", buckets(model))
-        assert_gradients(model, oracle, batches)
+        assert m.gradients == helpers.reduce_bytes("node", helpers.buckets(model))
+        assert m.sent("local", "weights") == num_micro_batches * (
+            2 * helpers.gather_bytes("local", blocks) + helpers.gather_bytes("local", root)
+        )
+        assert m.sent("local", "gradients") == num_micro_batches * helpers.reduce_bytes("local", helpers.buckets(model))
+        helpers.assert_gradients(model, oracle, batches)
         with torch.no_grad():  # "an optimizer step"
             for parameter in model.parameters():
                 parameter.add_(0)
@@ -90,18 +78,18 @@ def integer_batch(seed: int, rank: int) -> Tensor:
 
 
 def job_exact(cache: Any) -> None:
-    model = shard(build(Line), cache=cache)
+    model = helpers.shard(helpers.build(Line), cache=cache)
     size = dist.get_world_size()
 
     def loss(net: nn.Module, x: Tensor) -> Tensor:
         return net(x).sum()
 
-    oracle = oracle_of(model, Line, loss)
+    oracle = helpers.oracle_of(model, Line, loss)
     batches = [[integer_batch(a, rank) for rank in range(size)] for a in range(2)]
     for number, batch in enumerate(batches):
         model.set_requires_gradient_sync(number == 1)
         loss(model, batch[dist.get_rank()]).backward()
-    assert_gradients(model, oracle, batches, rtol=0, atol=0)
+    helpers.assert_gradients(model, oracle, batches, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("world_size", "local", "cache"), [(4, 2, "host"), (6, 3, "none"), (3, 1, "device")])
@@ -110,11 +98,11 @@ def test_gradients_of_integers_are_exact(world_size: int, local: int, cache: str
 
 
 def job_sync_of_partial_sums() -> None:
-    """The last micro-batch does not use a block: the sums of the earlier ones must still be sent."""
-    model = shard(build(), cache="host")
-    batches = micro_batches(2)
+    """The last micro-batch skips a block: the partial sums of the earlier ones must still be sent."""
+    model = helpers.shard(helpers.build(), cache="host")
+    batches = helpers.micro_batches(2)
     model.set_requires_gradient_sync(False)
-    squared_error(model, batches[0][dist.get_rank()]).backward()
+    helpers.squared_error(model, batches[0][dist.get_rank()]).backward()
     model.set_requires_gradient_sync(True)
 
     def without_last(net: Any, batch: Any) -> Tensor:
@@ -129,13 +117,13 @@ def job_sync_of_partial_sums() -> None:
 
     last = model.blocks[2]
     model.blocks[2] = Skip()
-    squared_error(model, batches[1][dist.get_rank()]).backward()
+    helpers.squared_error(model, batches[1][dist.get_rank()]).backward()
     model.blocks[2] = last
-    oracle = oracle_of(model)
+    oracle = helpers.oracle_of(model)
     _, first = oracle.gradients(batches[:1])
     oracle.loss = without_last
     _, second = oracle.gradients(batches[1:])
-    got = full_gradients(model)
+    got = helpers.full_gradients(model)
     assert set(got) == set(first)
     assert set(second) == {name for name in first if "blocks.2" not in name}
     for name, value in first.items():
@@ -148,22 +136,22 @@ def test_partial_sums_of_a_unit_the_last_micro_batch_skips_are_sent() -> None:
 
 def job_two_backwards_with_sync() -> None:
     """Without turning synchronisation off, gradients add up as well, at the cost of sending each time."""
-    model = shard(build(), cache="host")
-    batches = micro_batches(2)
-    with moved(model) as m:
+    model = helpers.shard(helpers.build(), cache="host")
+    batches = helpers.micro_batches(2)
+    with helpers.moved(model) as m:
         for batch in batches:
-            squared_error(model, batch[dist.get_rank()]).backward()
-    assert m.gradients == 2 * reduce_bytes("node", buckets(model))
-    assert m.weights == gather_bytes("node", buckets(model))
-    assert_gradients(model, oracle_of(model), batches)
+            helpers.squared_error(model, batch[dist.get_rank()]).backward()
+    assert m.gradients == 2 * helpers.reduce_bytes("node", helpers.buckets(model))
+    assert m.weights == helpers.gather_bytes("node", helpers.buckets(model))
+    helpers.assert_gradients(model, helpers.oracle_of(model), batches)
 
 
-def test_accumulating_with_synchronisation_on_is_right_too() -> None:
+def test_accumulating_with_synchronisation_on_gives_the_same_gradients() -> None:
     run_ranks(job_two_backwards_with_sync, 4, local=2)
 
 
 class Routed(nn.Module):
-    """A block of two dtypes, hence two buckets, of which all ranks use one and some ranks the other."""
+    """A block with two buckets, one for each dtype. All ranks use the first, some ranks the second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,12 +179,12 @@ def routed_error(model: nn.Module, batch: tuple[Tensor, bool]) -> Tensor:
 
 
 def job_routed(cache: str) -> None:
-    model = shard(build(Router), cache=cache)
-    oracle = oracle_of(model, Router, routed_error)
+    model = helpers.shard(helpers.build(Router), cache=cache)
+    oracle = helpers.oracle_of(model, Router, routed_error)
     for chosen in ({0}, {1, 3}, {0, 1, 2, 3}):
-        batches = [[(inputs(0, rank)[0], rank in chosen) for rank in range(dist.get_world_size())]]
+        batches = [[(helpers.inputs(0, rank)[0], rank in chosen) for rank in range(dist.get_world_size())]]
         routed_error(model, batches[0][dist.get_rank()]).backward()
-        assert_gradients(model, oracle, batches)
+        helpers.assert_gradients(model, oracle, batches)
         model.zero_grad()
 
 
@@ -207,11 +195,11 @@ def test_a_bucket_that_only_some_ranks_use(cache: str) -> None:
 
 def job_zeroed_in_place() -> None:
     """`zero_grad(set_to_none=False)`: the next gradients are added to the zeros."""
-    model = shard(build(), cache="host")
-    oracle, batches = oracle_of(model), micro_batches(1)
+    model = helpers.shard(helpers.build(), cache="host")
+    oracle, batches = helpers.oracle_of(model), helpers.micro_batches(1)
     for _ in range(2):
-        squared_error(model, batches[0][dist.get_rank()]).backward()
-        assert_gradients(model, oracle, batches)
+        helpers.squared_error(model, batches[0][dist.get_rank()]).backward()
+        helpers.assert_gradients(model, oracle, batches)
         model.zero_grad(set_to_none=False)
         assert all(p.grad.to_local().eq(0).all() for p in model.parameters())
 

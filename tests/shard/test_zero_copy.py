@@ -1,4 +1,4 @@
-"""Gathers land where kernels read, gradients are computed where they are reduced: what is allocated and copied."""
+"""Memory that is allocated and copied: gathers land where kernels read, gradients where they are reduced."""
 
 from __future__ import annotations
 
@@ -13,17 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from laconic.shard import linear
 from tests.ranks import run_ranks
-from tests.shard.helpers import (
-    Net,
-    assert_gradients,
-    buckets,
-    build,
-    inputs,
-    micro_batches,
-    oracle_of,
-    shard,
-    squared_error,
-)
+from tests.shard import helpers
 
 _COPIES = (
     "copy_",
@@ -63,21 +53,21 @@ def _plain(tree: Any) -> list[Tensor]:
 
 
 def job_watch(cache: str) -> None:
-    model = shard(build(lambda: Net(2, 64, 96)), cache=cache)
+    model = helpers.shard(helpers.build(lambda: helpers.Net(2, 64, 96)), cache=cache)
     optimizer = torch.optim.AdamW(model.parameters())
     watches = []
     for _ in range(4):
         watch = Watch()
         with watch:
-            squared_error(model, inputs(0, dist.get_rank())).backward()
+            helpers.squared_error(model, helpers.inputs(0, dist.get_rank())).backward()
         optimizer.step()
         optimizer.zero_grad()
         watches.append(watch)
     assert watches[2].allocated == watches[3].allocated, "the pattern is steady"
     assert watches[2].copied == watches[3].copied
 
-    all_buckets = buckets(model)
-    sizes = [bucket.layout.numel * 4 for bucket in buckets(model.blocks)]
+    all_buckets = helpers.buckets(model)
+    sizes = [bucket.layout.numel * 4 for bucket in helpers.buckets(model.blocks)]
     big = [entry for entry in watches[3].allocated if entry[1] > min(sizes) / 2]
     assert big == [("empty", size) for size in sizes], (
         f"one gradient bucket each, and nothing else above half of one: {big}"
@@ -86,8 +76,8 @@ def job_watch(cache: str) -> None:
     vectors = sum(slot.numel * 4 for bucket in all_buckets for slot in bucket.layout.slots if len(slot.shape) == 1)
     shards = sum(bucket.shard.nbytes for bucket in all_buckets)
     assert max(nbytes for _, nbytes in watches[3].copied) <= min(sizes) / 2
-    # A shard goes out of its place; a slice from the host cache goes to the device. Never a bucket.
-    slices = sum(bucket.slice_numel * 4 for bucket in all_buckets)
+    # Shards are copied into node shards, and node shards from the host cache. No whole bucket is copied.
+    slices = sum(bucket.node_shard_numel * 4 for bucket in all_buckets)
     gathers = {"none": 2 * shards, "host": shards + 2 * slices}[cache]
     assert sum(nbytes for _, nbytes in watches[3].copied) <= gathers + vectors, watches[3].copied
 
@@ -98,14 +88,14 @@ def test_nothing_as_large_as_a_bucket_is_allocated_or_copied(cache: str) -> None
 
 
 class Sink:
-    """A bucket of one gradient."""
+    """A gradient sink for one parameter."""
 
     def __init__(self, weight: nn.Parameter, dtype: torch.dtype = torch.float32) -> None:
         self.gradient = torch.zeros_like(weight, dtype=dtype)
         self.written = 0
-        linear.mark(weight, self, 0)
+        linear.set_sink(weight, self, 0)
 
-    def takes(self, dtype: torch.dtype) -> bool:
+    def accepts(self, dtype: torch.dtype) -> bool:
         return dtype == self.gradient.dtype
 
     def collect(self, index: int, parameter: nn.Parameter) -> None:
@@ -142,7 +132,7 @@ def test_gradients_are_those_of_a_plain_linear_layer(shape: tuple[int, ...], bia
         torch.testing.assert_close(twin.bias.grad, plain.bias.grad)
 
 
-def test_where_it_cannot_write_the_plain_path_is_taken() -> None:
+def test_the_plain_path_is_taken_where_the_product_cannot_be_written() -> None:
     plain, twin = layer()
     x = torch.randn(4, 5)
     sink = Sink(twin.weight, torch.bfloat16)
@@ -178,16 +168,16 @@ def test_a_gradient_of_a_gradient() -> None:
 
 
 def job_accumulate() -> None:
-    model = shard(build(), cache="host")
-    oracle, batches = oracle_of(model), micro_batches(3)
-    for number, batch in enumerate(batches):  # every micro-batch is reduced, and added to what is there in one go
-        squared_error(model, batch[dist.get_rank()]).backward()
-        bases = {id(p.grad.base) for bucket in buckets(model.blocks[0]) for p in bucket.sharded}
+    model = helpers.shard(helpers.build(), cache="host")
+    oracle, batches = helpers.oracle_of(model), helpers.micro_batches(3)
+    for number, batch in enumerate(batches):  # every micro-batch is reduced, and added to `.grad` in one operation
+        helpers.squared_error(model, batch[dist.get_rank()]).backward()
+        bases = {id(p.grad.base) for bucket in helpers.buckets(model.blocks[0]) for p in bucket.sharded}
         if number == 0:
             first = bases
         assert bases == first
-    assert len(first) == len(buckets(model.blocks[0]))
-    assert_gradients(model, oracle, batches)
+    assert len(first) == len(helpers.buckets(model.blocks[0]))
+    helpers.assert_gradients(model, oracle, batches)
 
 
 def test_gradients_of_several_steps_are_added_by_bucket() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from laconic.config.job import OptimizerConfig
+from laconic.config import OptimizerConfig
 from laconic.strategies.learning_rates import lr_at
 
 

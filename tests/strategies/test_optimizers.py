@@ -1,4 +1,4 @@
-"""The job's optimizers: what trains by which rule, exact resume, and refusals by name."""
+"""The job's optimizers: parameter groups, exact resume, and refusals by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from laconic.config.job import Config, ConfigError, from_dict, load, to_toml
+from laconic.config import Config, ConfigError, from_dict, load, to_toml
 from laconic.strategies.optimizers import make_optimizer, set_learning_rates
 from tests.ranks import run_ranks
 from tests.train.jobs import job, refusal, table, train, train_all
@@ -21,7 +21,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 def optimizer_job(folder: Path, name: str, shard: dict[str, Any] | None = None, **train: Any) -> Config:
-    """With matrices large enough for 8 bits."""
+    """A job with matrices large enough for 8 bits."""
     model = table(folder)["model"]["config"] | {"hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 1}
     return job(
         folder,
@@ -40,7 +40,7 @@ def optimizer_job(folder: Path, name: str, shard: dict[str, Any] | None = None, 
 
 @pytest.mark.timeout(300)
 def test_every_optimizer_trains_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    """2 nodes x 1 rank, half way and on; and as one rank does that holds everything."""
+    """2 nodes x 1 rank, unbroken or resumed half way, train as one rank with the whole model does."""
     configs = []
     for name in OPTIMIZERS:
         whole, broken = str(tmp_path / f"{name}-whole"), str(tmp_path / name)
@@ -59,8 +59,8 @@ def test_every_optimizer_trains_and_resumes_to_the_same_bits(tmp_path: Path) -> 
         assert alone["losses"] == pytest.approx(unbroken["losses"], rel=2e-3), name
 
 
-def test_blocks_are_what_the_job_says(tmp_path: Path) -> None:
-    """Whole matrices: Muon's steps send nothing of the optimizer's; the numbers are those of matrices that were cut."""
+def test_blocks_follow_the_job(tmp_path: Path) -> None:
+    """Matrices that stay whole train as matrices that are cut do."""
     configs = [
         optimizer_job(tmp_path, "muon", {"granularity": blocks} if blocks else {}, output=str(tmp_path / str(index)))
         for index, blocks in enumerate([None, "whole", {"*norm*": "1 row", "*": "whole"}])
@@ -70,7 +70,7 @@ def test_blocks_are_what_the_job_says(tmp_path: Path) -> None:
     assert by_pattern["losses"] == pytest.approx(cut["losses"], rel=1e-5)
 
 
-def test_a_cut_that_the_optimizer_cannot_have_is_refused(tmp_path: Path) -> None:
+def test_blocks_that_the_optimizer_cannot_use_are_refused(tmp_path: Path) -> None:
     config = optimizer_job(tmp_path, "adamw8bit", {"granularity": "5 rows"})
     for message in run_ranks(refusal, 2, config, local=2):
         assert "granularity=laconic.rows(32)" in message
@@ -121,7 +121,7 @@ def model() -> nn.Module:
 
 @pytest.mark.parametrize("name", ["muon", "shampoo"])
 def test_hidden_matrices_and_the_rest(tmp_path: Path, name: str) -> None:
-    """Matrices to the rule, the others to AdamW at a rate of their own, and only matrices decay."""
+    """The optimizer takes hidden matrices, AdamW the rest at a rate of its own; only matrices decay."""
     settings: dict[str, Any] = {"name": name, "lr": 0.1, "adamw_lr": 0.01, "weight_decay": 0.3, "warmup_steps": 2}
     config = job(tmp_path, optimizer=settings)
     optimizer = make_optimizer(model(), config)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from laconic.config.job import Config, JobError, from_dict
+from laconic.config import Config, JobError, from_dict
 
 TEXT = "".join(f"{n} bottles of beer on the wall, take one down, pass it around: {n - 1}.\n" for n in range(300, 0, -1))
 

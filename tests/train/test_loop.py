@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from laconic.config.job import Config, load, to_toml
+from laconic.config import Config, load, to_toml
 from laconic.strategies.optimizers import make_optimizer
 from laconic.train.cli import main
 from laconic.train.prepare import differences

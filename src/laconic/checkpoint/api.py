@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,10 +15,11 @@ from torch import nn
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from laconic.checkpoint import commit, keys, outer_state, parts, sidecar, state, storage
-from laconic.checkpoint.commit import CheckpointError, Manifest, reached
+from laconic.checkpoint.commit import CheckpointError, FileRecord, Manifest, reached
 from laconic.checkpoint.fill import Differences, Source, fill
-from laconic.checkpoint.parts import Assignment
+from laconic.checkpoint.island_slices import IslandSlices
 from laconic.comm.agreement import RankGroup
+from laconic.files import write_text
 from laconic.islands.local_steps import LocalSteps
 from laconic.ragged.joined import joined
 
@@ -32,18 +34,20 @@ def save_checkpoint(
     keep: int = 2,
     local_steps: LocalSteps | None = None,
 ) -> Path:
-    """Write `folder/step-N` so that a kill at any instant leaves it or the one before; all ranks call it.
+    """Write `folder/step-N` so that a kill at any instant leaves it or the checkpoint before. All ranks call it.
 
-    `extra` is this rank's own: dicts with string keys, lists, strings, numbers and tensors, such as `rng_state()`.
-    Every rank gets its own back. Of the checkpoints committed in `folder` the newest `keep` remain: two or more, so
-    that a damaged one can be survived.
-    `step-N` is also an ordinary folder of torch.distributed.checkpoint, with the keys of `{"model":
-    get_model_state_dict(...), "optim": get_optimizer_state_dict(...)}`, which a program without laconic can load.
-    A model with partial updates is written unsliced. With `local_steps` the model is what islands agreed on, and what
-    each of them needs to go on is beside it ([Note: The layout of a checkpoint] in checkpoint/parts.py).
-    Cost: each rank writes its shards and its share of what is replicated; names, sizes and hashes cross the wire,
-    state does not. `AsyncSaver` does it while training goes on.
-    Raises: CheckpointError on every rank if any rank cannot write; earlier checkpoints are then untouched.
+    Any program can load `step-N` with torch.distributed.checkpoint. It has the keys of `{"model":
+    get_model_state_dict(...), "optim": get_optimizer_state_dict(...)}`. Partial updates are written unsliced.
+    With `local_steps` the model has the outer parameters: [Note: The layout of a checkpoint] in checkpoint/parts.py.
+
+    All ranks share the file system of `folder`. The `keep` newest checkpoints remain in it, two or more, in case one is
+    damaged. `extra` are this rank's own values, which it gets back when it loads: dicts with string keys, lists,
+    strings, numbers and small tensors, such as `rng_state()`. Returns the checkpoint's folder. See also `AsyncSaver`.
+
+    Cost: each rank writes its shards and its share of replicated tensors. Only names, sizes and hashes cross the wire.
+
+    Raises:
+        CheckpointError: a rank cannot write. It is raised on every rank; earlier checkpoints stay as they were.
     """
     check_keep(keep)
     ranks = RankGroup(error=CheckpointError)
@@ -59,45 +63,53 @@ def load_checkpoint(
     strict: bool = True,
     local_steps: LocalSteps | None = None,
 ) -> dict[str, Any] | None:
-    """Put the newest intact checkpoint of `folder` (or the one that `folder` itself is) into model and optimizer.
+    """Load the newest intact checkpoint of `folder`, or the checkpoint that `folder` itself is. All ranks call it.
 
-    All ranks call it; the number of ranks and the strategy may differ from those that saved. The model must have
-    memory; the optimizer may be new. Returns this rank's `extra` with `step` added, or None if there is no checkpoint.
-    Where there are more ranks than saved, the additional ones get rank 0's `extra`.
-    With `local_steps`, whose inner optimizer this is, as many islands that train the same slices go on to the same
-    bits. Any others start from the outer parameters, outer optimizer state included, with inner optimizer state as far
-    as there is some for their slices; what was in flight is dropped. `islands` in the result, a sentence, then says so.
-    A checkpoint that does not match its manifest is skipped with a warning.
-    Without `strict`, what fits is loaded and the rest is left as it is; `skipped` in the result, a `Differences`, and a
-    warning say what that was.
-    Raises: CheckpointError if it is another model's or optimizer's, naming every tensor that differs, unless not
-    `strict`; or if none is intact.
+    The number of ranks and the strategy may differ from those that saved. A damaged checkpoint is skipped with a
+    warning. As many islands with the same slices go on to the same bits. Other islands start from the outer parameters
+    and the outer optimizer's state, with the inner optimizer state that fits their slices; an exchange in flight is
+    dropped. The model must have memory; the optimizer may be new; `local_steps` are those around the optimizer. Without
+    `strict`, the tensors that fit are loaded and the others stay as they are, with a warning.
+
+    Returns:
+        None if there is no checkpoint. Otherwise this rank's `extra` (rank 0's, if fewer ranks saved), with `step`;
+        with `skipped`, a `Differences`, unless `strict`; and with `islands`, a sentence, if islands start from the
+        outer parameters.
+
+    Raises:
+        CheckpointError: no checkpoint is intact; or, with `strict`, the checkpoint belongs to another model or
+            optimizer: the message names every tensor that differs.
     """
     ranks = RankGroup(error=CheckpointError)
     folder = Path(folder)
     found = ranks.on_rank_0(lambda: commit.candidates(folder), f"the checkpoint folder {folder} is not readable")
-    complaints: list[str] = []
-    for candidate in found:
-        problem = candidate.problem or _verify(candidate.folder, candidate.manifest, ranks)
-        if not problem:
-            own = _read_own_sidecar(candidate.folder, ranks)
-            assert candidate.manifest is not None
-            try:
-                differences, why = _load(candidate, own, model, optimizer, local_steps, strict=strict, ranks=ranks)
-            except storage.StorageError as error:
-                problem = str(error)
-            else:
-                skipped = {} if strict else {"skipped": _told(differences, candidate.folder, ranks)}
-                return {"step": candidate.manifest.step, **own["extra"], **skipped, **({"islands": why} if why else {})}
-        complaints.append(f"{candidate.folder}: {problem}")
-        if ranks.rank == 0:
-            warnings.warn(f"checkpoint {candidate.folder} is damaged and is skipped: {problem}", stacklevel=2)
-    if complaints:
-        raise CheckpointError(
-            f"none of the checkpoints in {folder} is intact ({'; '.join(complaints)}); "
-            "restore one from a backup, or start anew in another folder"
+
+    def find_damage(candidate: Path, records: Sequence[FileRecord]) -> list[str]:
+        share = records[ranks.rank :: ranks.size]
+        return [problem for problems in ranks.gather(commit.damage(candidate, share)) for problem in problems]
+
+    def load(candidate: Path, manifest: Manifest) -> dict[str, Any]:
+        own = sidecar.read(candidate, ranks.rank)
+        progress = own.get("islands")
+        saved, islands = IslandSlices.saved(progress), IslandSlices.of(model, local_steps, ranks)
+        source = Source(
+            folder=candidate,
+            entries=storage.tensors_of(storage.read_metadata(candidate)),
+            keys=keys.LACONIC_KEYS,
+            settings=own["optimizer"],
+            own_prefix=outer_state.own_optimizer_prefix(islands.island) if islands.has_own_state_in(saved) else None,
+            has_same_slices=islands.has_slices_of(saved),
+            is_uneven=local_steps is not None or bool(state.places(model)),
         )
-    return None
+        differences = fill(source, model, optimizer, strict=strict)
+        why = islands.difference(saved)
+        if local_steps is not None:
+            island = None if why else islands.island
+            outer_state.restore(source, model, local_steps, progress, step=manifest.step, island=island)
+        skipped = {} if strict else {"skipped": _with_warning(differences, candidate, ranks, stacklevel=5)}
+        return {"step": manifest.step, **own["extra"], **skipped, **({"islands": why} if why else {})}
+
+    return commit.use_newest(folder, found, load, find_damage=find_damage, warns=ranks.rank == 0)
 
 
 def load_dcp(
@@ -111,59 +123,59 @@ def load_dcp(
 ) -> Differences:
     """Load a folder that any program wrote with `torch.distributed.checkpoint`, such as one that trains with FSDP2.
 
-    The usual layouts are understood: a model's state dict at the top or under any keys, and an optimizer's as
-    `get_optimizer_state_dict` gives it, flattened or not. Where several fit (a model and its moving average, say),
-    `model_key` and `optimizer_key` say which: "app.model", or "" for the top. All ranks call it; their number is free.
-    The optimizer takes no step. Unlike torch's own loader this runs no code that the folder contains. Nothing in such a
-    folder tells when a bit has flipped; and its step and the like are the writer's own, for you to read.
-    Returns what was not loaded: nothing, with `strict`.
-    Raises: CheckpointError if `folder` is damaged or no such folder; with `strict`, also if anything differs, naming
-    every tensor that does.
+    All ranks call it; their number is free. The usual layouts are understood: a model's state dict at the top or under
+    any keys, and an optimizer's as `get_optimizer_state_dict` gives it, flattened or not. The optimizer takes no step.
+    Unlike torch's own loader this runs no code from the folder. Such a folder has no hashes, so a flipped bit goes
+    unnoticed. Other values, such as the step, are not read. Without `strict`, the tensors that fit are loaded and the
+    others stay as they are, with a warning. If several prefixes fit, as of a model and its moving average, `model_key`
+    and `optimizer_key` choose one: "app.model", or "" for the top. Returns what was not loaded.
+
+    Raises:
+        CheckpointError: `folder` is damaged or no such folder; several keys fit; or, with `strict`, anything differs:
+            the message names every tensor.
     """
     folder, ranks = Path(folder), RankGroup(error=CheckpointError)
 
     def read() -> Source:
         metadata = storage.read_metadata(folder)
-        entries = storage.tensors_of(metadata)
         places = state.places(model)
-        names, parameters = joined(state.model_tensors(model), places), joined(state.named_parameters(model), places)
         found = keys.Keys.found_in(
             metadata.state_dict_metadata,
-            tensors=names,
-            parameters=parameters,
+            tensors=joined(state.model_tensors(model), places),
+            parameters=joined(state.named_parameters(model), places),
             model=model_key,
             optimizer=optimizer_key,
             with_optimizer=optimizer is not None,
         )
         settings = keys.optimizer_settings(folder, metadata, found, model, optimizer) if optimizer is not None else None
-        return Source(folder=folder, entries=entries, keys=found, settings=settings)
+        return Source(folder=folder, entries=storage.tensors_of(metadata), keys=found, settings=settings)
 
-    source: list[Source] = []
+    source: list[Source] = []  # not gathered, as it is large
     ranks.on_all(lambda: source.append(read()), f"{folder} could not be read")
-    return _told(fill(source[0], model, optimizer, strict=strict), folder, ranks)
+    return _with_warning(fill(source[0], model, optimizer, strict=strict), folder, ranks)
 
 
-def _told(differences: Differences, folder: Path, ranks: RankGroup) -> Differences:
-    """Warn, once in the job, of what was not loaded."""
+def _with_warning(differences: Differences, folder: Path, ranks: RankGroup, *, stacklevel: int = 3) -> Differences:
     if differences and ranks.rank == 0:
-        warnings.warn(f"{folder} does not fit, and only what fits was loaded ({differences})", stacklevel=3)
+        warnings.warn(f"{folder} does not fit, and only what fits was loaded ({differences})", stacklevel=stacklevel)
     return differences
 
 
-# -- what the synchronous and the asynchronous way share ---------------------------------------------------------------
+# -- shared with asynchronous saves ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What one rank puts into a checkpoint."""
+    """One rank's part of a checkpoint."""
 
     tree: dict[str, Any]
-    """Of tensors and hyper-parameters, as PyTorch nests them."""
+    """Tensors and hyper-parameters, nested as PyTorch nests them."""
     aliases: dict[storage.KeyPath, storage.KeyPath]
+    """The further names of tied parameters, each with the first."""
     sidecar: str | ValueError
-    """This rank's JSON, or why there is none: to be raised where all ranks hear of it."""
+    """This rank's JSON, or why it could not be encoded: raised where all ranks learn of it."""
     planner: SavePlanner | None = None
-    """Holds the tensors, if `tree` is empty."""
+    """The planner that holds copies of the tensors, if `tree` is empty."""
 
     @staticmethod
     def of(
@@ -173,34 +185,34 @@ class Contents:
         local_steps: LocalSteps | None,
         ranks: RankGroup,
     ) -> Contents:
-        """References to the tensors, everything else as of now. Collective, with islands or slices."""
-        assignment = _assignment(model, local_steps, ranks)
+        """References to the tensors, and copies of all other values. Collective with islands or slices."""
+        islands = IslandSlices.of(model, local_steps, ranks)
         tensors = state.model_tensors(model)
+        values: dict[str, Any] = {"extra": extra, "optimizer": None}
         rest: dict[str, Any] = {}
         own_states: parts.OptimizerStates = {}
-        told: dict[str, Any] = {}
-        settings = None
         if optimizer is not None:
-            settings = state.optimizer_settings(model, optimizer)
-            states, own_states = parts.optimizer_states(model, optimizer, assignment, ranks)
+            values["optimizer"] = state.optimizer_settings(model, optimizer)
+            states, own_states = parts.optimizer_states(model, optimizer, islands, ranks)
             rest[keys.OPTIMIZER] = {keys.STATE: states, keys.GROUPS: state.param_groups(model, optimizer)}
         if local_steps is not None:
-            tensors, of_islands, progress = outer_state.tree(model, local_steps, assignment, tensors, own_states)
-            rest |= of_islands
-            told = {"islands": {**assignment.to_json(), **progress}}
-        tree = {keys.MODEL: joined(tensors, state.places(model)), **rest}
-        aliases: dict[storage.KeyPath, storage.KeyPath]
-        aliases = {(keys.MODEL, alias): (keys.MODEL, name) for alias, name in state.tied_names(model).items()}
+            tensors, added, progress = outer_state.tree(model, local_steps, islands.island, tensors, own_states)
+            rest |= added
+            values["islands"] = {**islands.to_json(), **progress}
         text: str | ValueError
         try:
-            text = sidecar.encode({"extra": extra, "optimizer": settings, **told})
+            text = sidecar.encode(values)
         except ValueError as error:
             text = error
-        return Contents(tree=tree, aliases=aliases, sidecar=text)
+        return Contents(
+            tree={keys.MODEL: joined(tensors, state.places(model)), **rest},
+            aliases={(keys.MODEL, alias): (keys.MODEL, name) for alias, name in state.tied_names(model).items()},
+            sidecar=text,
+        )
 
 
 def check_keep(keep: int) -> None:
-    """Raises: CheckpointError."""
+    """Refuse to keep a single checkpoint, with a CheckpointError."""
     if keep < 2:
         raise CheckpointError(
             f"keep={keep} checkpoints, expected 2 or more: a damaged newest one needs an older one to fall back to"
@@ -208,21 +220,21 @@ def check_keep(keep: int) -> None:
 
 
 def write(folder: Path, step: int, contents: Contents, *, keep: int, ranks: RankGroup) -> Path:
-    """[Note: Commit protocol], from the empty folder to the removal of the oldest one."""
+    """Write a checkpoint, by [Note: Commit protocol]. Collective; arguments and errors as in `save_checkpoint`."""
     temporary = ranks.on_rank_0(lambda: commit.begin(folder, step), f"the checkpoint folder {folder} is not writable")
     reached("begun")
     storage.save(contents.tree, temporary, aliases=contents.aliases, planner=contents.planner, group=ranks.group)
     reached("shards_written")
 
-    def write_own_files() -> list[commit.FileRecord]:
+    def write_own_files() -> list[FileRecord]:
         own = sidecar.name(ranks.rank)
         if isinstance(contents.sidecar, ValueError):
             raise contents.sidecar
-        sidecar.write(temporary / own, contents.sidecar)
+        write_text(temporary / own, contents.sidecar)
         reached("sidecar_written")
         names = [own, *sorted(path.name for path in temporary.glob(f"__{ranks.rank}_*"))]
         names += [".metadata"] if ranks.rank == 0 else []
-        return [commit.describe_file(temporary / name, name) for name in names]
+        return [commit.describe_file(temporary, name) for name in names]
 
     records = ranks.on_all(write_own_files, f"checkpoint {temporary} could not be written")
 
@@ -237,58 +249,6 @@ def write(folder: Path, step: int, contents: Contents, *, keep: int, ranks: Rank
         return commit.commit(folder, temporary, manifest, keep=keep)
 
     return ranks.on_rank_0(commit_all, f"checkpoint {temporary} could not be committed")
-
-
-def _load(
-    candidate: commit.Candidate,
-    own: dict[str, Any],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    local_steps: LocalSteps | None,
-    *,
-    strict: bool,
-    ranks: RankGroup,
-) -> tuple[Differences, str]:
-    """Fill all that is given from an intact checkpoint; returns what was not, and why islands start anew if they do."""
-    assert candidate.manifest is not None
-    told = own.get("islands")
-    saved, ours = Assignment.saved(told), _assignment(model, local_steps, ranks)
-    has_own = told is not None and local_steps is not None and saved.slice_of(ours.island) == ours.held[ours.island]
-    has_same_slices = saved.has_slices_of(ours)
-    source = Source(
-        folder=candidate.folder,
-        entries=storage.tensors_of(storage.read_metadata(candidate.folder)),
-        keys=keys.OURS,
-        settings=own["optimizer"],
-        own=outer_state.own_optimizer(ours.island) if has_own and has_same_slices else None,
-        has_same_slices=has_same_slices,
-        is_uneven=local_steps is not None or bool(state.places(model)),
-    )
-    differences = fill(source, model, optimizer, strict=strict)
-    why = outer_state.difference(saved, ours, had_islands=told is not None, has_islands=local_steps is not None)
-    if local_steps is not None:
-        island = None if why else ours.island
-        outer_state.restore(source, model, local_steps, told, step=candidate.manifest.step, island=island)
-    return differences, why
-
-
-def _assignment(model: nn.Module, local_steps: LocalSteps | None, ranks: RankGroup) -> Assignment:
-    if local_steps is None:
-        return Assignment.of(model, ranks, island=0, islands=1)
-    cluster = local_steps.cluster
-    return Assignment.of(model, ranks, island=cluster.island_rank, islands=cluster.num_islands)
-
-
-def _verify(folder: Path, manifest: Manifest | None, ranks: RankGroup) -> str:
-    """Every rank hashes its share of the files; the verdict is common. Empty if all is well."""
-    assert manifest is not None
-    mine = manifest.files[ranks.rank :: ranks.size]
-    return "; ".join(problem for problems in ranks.gather(commit.damage(folder, mine)) for problem in problems)
-
-
-def _read_own_sidecar(folder: Path, ranks: RankGroup) -> dict[str, Any]:
-    own = folder / sidecar.name(ranks.rank)
-    return sidecar.read(own if own.exists() else folder / sidecar.name(0))
 
 
 def _versions() -> dict[str, str]:

@@ -1,19 +1,19 @@
-"""`AsyncSaver`: a checkpoint is what training was at one instant, and training goes on while it is written.
+"""`AsyncSaver`: a checkpoint has the state of training at one instant, and training goes on while it is written.
 
 [Note: Saving in the background]
-At the call each rank copies its own parts of all tensors to host memory, and everything else it will write: from then
-on the save shares nothing with the run. The rest, the whole of [Note: Commit protocol], happens on a thread, whose
-ranks talk over a Gloo group of their own, so that nothing queues behind or before the run's collectives; only names,
-sizes and hashes go over it. The host memory is allocated once and used again, which is one reason why the next save
-waits for the one before.
+`save` copies this rank's parts of all tensors, and all other values, to host memory. From then on the save shares
+nothing with the run. A thread does the rest, which is all of [Note: Commit protocol]. The ranks' threads talk over a
+Gloo group of their own, so the save and the run's collectives never wait for each other. The host memory is allocated
+once and used again. That is one reason why a save waits for the one before.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -32,32 +32,31 @@ _ALIGNMENT_BYTES = 64
 
 
 class AsyncSaver:
-    """Saves checkpoints of one run in the background, one at a time. Made, used and waited for by all ranks alike.
+    """Saves checkpoints of one run in the background, one at a time. All ranks make it, use it and wait for it alike.
 
         with AsyncSaver("checkpoints") as saver:
             for step in range(steps):
                 ...
                 saver.save(step, model=model, optimizer=optimizer, extra={})
 
-    A save that fails raises its error at the next `save` or `wait`, so the last one needs a `wait`, which leaving the
-    `with` block does.
-    Cost: host memory for this rank's parts of parameters and optimizer state, once; if any lies on a GPU it is pinned,
-    for which torch rounds it up to a power of two. Of replicated tensors (DDP) every rank copies all. The run stands
-    still for the copy, and for what is left of the save before; writing and hashing take time of one core.
-    See [Note: Saving in the background] in checkpoint/asynchronous.py.
+    If a save fails, the next `save` or `wait` raises its error. Leaving the `with` block waits for the last save.
+
+    Cost: host memory, once, for this rank's parts of parameters and optimizer state, and for all replicated tensors
+    (DDP). On GPUs it is pinned, and torch rounds it up to a power of two. The run stands still for the copy, and until
+    the save before has ended. Writing and hashing take time of one core.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 2) -> None:
-        """Collective, as it makes a process group. `folder` and `keep` are those of `save_checkpoint`."""
+        """Make a process group for the saver, so all ranks call it. The arguments are those of `save_checkpoint`."""
         check_keep(keep)
         self.folder, self.keep = Path(folder), keep
         self._ranks = RankGroup(
             dist.new_group(backend="gloo") if dist.is_initialized() else None, error=CheckpointError
         )
         self._memory = HostMemory()
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1)
+        self._save: Future[Path] | None = None
         self._written: Path | None = None
-        self._error: BaseException | None = None
 
     def save(
         self,
@@ -68,55 +67,46 @@ class AsyncSaver:
         extra: dict[str, Any],
         local_steps: LocalSteps | None = None,
     ) -> None:
-        """Begin to write `folder/step-N`, with the state of this instant; see `save_checkpoint`.
+        """Begin to write `folder/step-N` with the state of this instant; the arguments are those of `save_checkpoint`.
 
-        Raises: the error of the save before, if it failed; then nothing is begun.
+        Raises:
+            CheckpointError: the save before failed, and no save is begun.
         """
         self.wait()
-        contents = self._snapshot(Contents.of(model, optimizer, extra, local_steps, self._ranks))
+        contents = Contents.of(model, optimizer, extra, local_steps, self._ranks)
+        contents = replace(contents, tree={}, planner=SnapshotPlanner(contents.tree, self._memory))
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._thread = threading.Thread(target=self._write, args=(step, contents, device), name=f"save step {step}")
-        self._thread.start()
+        self._save = self._thread.submit(self._write, step, contents, device)
 
     def wait(self) -> Path | None:
-        """Return when nothing is under way: the folder of the last save, or None if there was none.
+        """Wait for the save that is under way. Returns the last save's folder, or None if there was none.
 
-        Raises: CheckpointError (or what else it was) on every rank if it failed; the error is then told.
+        Raises:
+            CheckpointError: the save failed; raised once, on every rank. An error of another class is raised as it is.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        save, self._save = self._save, None
+        if save is not None:
+            self._written = save.result()
         return self._written
 
     def __enter__(self) -> AsyncSaver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None:
             self.wait()
-        elif self._thread is not None:  # the error that ends the run is the one to hear of
-            self._thread.join()
+        elif self._save is not None:  # only the error that ends the run is raised
+            self._save.exception()
 
-    def _snapshot(self, contents: Contents) -> Contents:
-        planner = SnapshotPlanner(contents.tree, self._memory)
-        return Contents(tree={}, aliases=contents.aliases, sidecar=contents.sidecar, planner=planner)
-
-    def _write(self, step: int, contents: Contents, device: int | None) -> None:
+    def _write(self, step: int, contents: Contents, device: int | None) -> Path:
+        threading.current_thread().name = f"save step {step}"
         if device is not None:
             torch.cuda.set_device(device)  # a thread starts on device 0, and would make a context there
-        try:
-            self._written = write(self.folder, step, contents, keep=self.keep, ranks=self._ranks)
-        except BaseException as error:  # raised where somebody hears it: wait()
-            self._error = error
+        return write(self.folder, step, contents, keep=self.keep, ranks=self._ranks)
 
 
 class SnapshotPlanner(dcp.DefaultSavePlanner):
-    """Plans what this rank writes when it is made, and holds copies of it; DCP's save then needs no state dict."""
+    """Plans this rank's writes when it is made, and holds copies of the values; DCP's save then needs no state dict."""
 
     def __init__(self, tree: dict[str, Any], memory: HostMemory) -> None:
         super().__init__(flatten_sharded_tensors=False)
@@ -134,16 +124,16 @@ class SnapshotPlanner(dcp.DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Called by DCP, with nothing in `state_dict`."""
+        """Do nothing, because the plan exists. DCP calls it with an empty `state_dict`."""
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """What was planned."""
+        """The plan from `__init__`."""
         self.plan = self._local_plan
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The copy, once there is one."""
+        """The copy of a value; before there are copies, the value."""
         return self._values[index] if hasattr(self, "_values") else super().lookup_object(index)
 
 
@@ -154,7 +144,7 @@ class HostMemory:
         self._block = torch.empty(0, dtype=torch.uint8)
 
     def copies_of(self, tensors: dict[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
-        """Copies as of now, which the next call overwrites."""
+        """Copies of this instant, in one allocation. The next call overwrites them."""
         begins, end = [], 0
         for tensor in tensors.values():
             begins.append(end)
@@ -164,7 +154,7 @@ class HostMemory:
             self._block = torch.empty(end, dtype=torch.uint8, pin_memory=on_gpu)
         copies = {}
         for (index, tensor), begin in zip(tensors.items(), begins, strict=True):
-            # A storage of its own within the block: of a view, DCP's writer would make another copy first.
+            # Each copy has a storage of its own within the block: DCP's writer would first copy a view.
             space = self._block.untyped_storage()[begin : begin + tensor.nbytes]
             copies[index] = torch.empty(0, dtype=tensor.dtype).set_(space, 0, tensor.shape)  # type: ignore[call-overload]
             copies[index].copy_(tensor.detach(), non_blocking=True)

@@ -1,17 +1,17 @@
-"""How a checkpoint folder comes into being, is trusted, and goes: the commit protocol, without tensors.
+"""The commit protocol: how a checkpoint folder is written, checked and removed. No tensors here.
 
 [Note: Commit protocol]
-A run's folder holds checkpoints `step-N` and a file `latest` that names one of them for humans and scripts. A
-checkpoint is written in `step-N.tmp`: every rank writes and fsyncs its own files, then rank 0 collects their names,
-sizes and hashes (a few bytes per rank; no state ever crosses the wire), writes `manifest.json`, fsyncs it and the
-folder, and renames the folder. The rename is the commit: a folder without `.tmp` and with a manifest was once complete.
-The manifest carries a checksum of itself, so that every byte of a checkpoint is covered.
+A run's folder holds checkpoints `step-N`, and a file `latest` that names the newest one for humans and scripts. A
+checkpoint is written in `step-N.tmp`. Every rank writes and fsyncs its own files. Then rank 0 collects their names,
+sizes and hashes. It writes `manifest.json`, fsyncs it and the folder, and renames the folder. The rename is the commit:
+a folder that has a manifest, and a name without `.tmp`, was complete once. The manifest contains a checksum of itself,
+so a hash covers every byte of a checkpoint.
 
-Loading trusts nothing: each rank hashes its share of the files, and a checkpoint that does not match its manifest is
-skipped with a warning in favour of the one committed before it. "Before" is the manifest's `sequence`, not the step:
-whoever goes back to step 5 of a run that had reached step 10 and saves step 7 wants 7 next time. A checkpoint of the
-same step is moved to `step-N.old` before the new one takes its name, and counts as a candidate, so at no instant is
-there none. `CRASH_POINTS` names the instants between these actions; the tests kill a rank at each.
+Loading trusts nothing. Each rank hashes its share of the files. A checkpoint that does not match its manifest is
+skipped with a warning, and the one committed before it is tried. "Before" is the manifest's `sequence`, not the step:
+if a run goes back from step 10 to step 5 and saves step 7, that is the newest. An earlier checkpoint of the same step
+is moved to `step-N.old` before the new one takes its name. It still counts as a candidate, so at every instant there is
+one. The tests kill a rank at each of `CRASH_POINTS`, the instants between these actions.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from laconic.files import sync_folder, write_text
+from laconic.files import sync, write_text
 
 FORMAT = "laconic-checkpoint-2"
 MANIFEST = "manifest.json"
 LATEST = "latest"
 CRASH_POINTS = (
-    "begun",  # step-N.tmp exists, empty
+    "begun",  # step-N.tmp exists and is empty
     "shards_written",  # this rank's tensors are on disk
     "sidecar_written",  # and its sidecar
     "manifest_written",  # complete, but still called step-N.tmp
@@ -42,18 +43,23 @@ CRASH_POINTS = (
     "pruned",
 )
 _NAME = re.compile(r"^step-(\d+)(\.old)?$")
+_T = TypeVar("_T")
 
 on_crash_point: Callable[[str], None] | None = None
-"""A test's hook, called with each name of CRASH_POINTS as it is passed."""
+"""A hook for tests, called with each name of CRASH_POINTS when the writer gets there."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint could not be written, or none could be loaded, or it belongs to something else."""
+    """A checkpoint could not be written, or none could be loaded, or it belongs to another model or run."""
+
+
+class StorageError(CheckpointError):
+    """The files of a folder could not be written or read. Raised on all ranks alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """What the manifest says about one file."""
+    """One file in the manifest."""
 
     name: str
     size_bytes: int
@@ -66,19 +72,20 @@ class Manifest:
 
     step: int
     sequence: int
-    """1 for a folder's first checkpoint, then counting up; the highest is the one to resume from."""
+    """1 for a folder's first checkpoint, then counting up. The highest is the one to resume from."""
     world_size: int
     versions: dict[str, str]
     files: tuple[FileRecord, ...]
     format: str = FORMAT
 
     def write(self, folder: Path) -> None:
+        """Write the manifest into a folder, durably."""
         body = asdict(self)
         write_text(folder / MANIFEST, json.dumps({**body, "checksum": _checksum(body)}, indent=1))
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """Raises: CheckpointError if the manifest is unreadable, altered, or of another format."""
+        """Read the manifest of a folder. Raises CheckpointError if it is unreadable, altered, or of another format."""
         try:
             body: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
             checksum = body.pop("checksum")
@@ -93,112 +100,68 @@ class Manifest:
         return Manifest(**{**body, "files": tuple(FileRecord(**record) for record in body["files"])})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A folder that may be a complete checkpoint."""
-
-    folder: Path
-    manifest: Manifest | None
-    problem: str = ""
-    """Why there is no manifest to go by."""
-
-
-def step_folder(folder: Path, step: int) -> Path:
-    return folder / f"step-{step}"
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def reached(point: str) -> None:
+    """Call the hook of the tests with the name of a crash point."""
     assert point in CRASH_POINTS, point
     if on_crash_point is not None:
         on_crash_point(point)
 
 
-def candidates(folder: Path) -> list[Candidate]:
-    """Checkpoints of a run's folder, the one to resume from first; or the single one that `folder` itself is."""
-    if (folder / MANIFEST).exists():
-        return [_candidate(folder)]
-    if not folder.is_dir():
-        return []
-    found = [_candidate(path) for path in folder.iterdir() if _NAME.match(path.name) and (path / MANIFEST).exists()]
-    # Damaged manifests go first, so that whoever resumes is told about them.
-    return sorted(found, key=lambda c: (c.manifest is None, c.manifest.sequence if c.manifest else 0), reverse=True)
-
-
-def describe_file(path: Path, name: str) -> FileRecord:
-    with path.open("rb") as file:
+def describe_file(folder: Path, name: str) -> FileRecord:
+    """The record of a file for the manifest; reads all of the file."""
+    with (folder / name).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileRecord(name=name, size_bytes=path.stat().st_size, sha256=digest)
-
-
-def damage(folder: Path, records: Iterable[FileRecord]) -> list[str]:
-    """What is wrong with the files that `records` describe; empty if nothing is. Cheap checks first."""
-    problems = []
-    for record in records:
-        path = folder / record.name
-        try:
-            size_bytes = path.stat().st_size
-            if size_bytes != record.size_bytes:
-                problems.append(f"{record.name} has {size_bytes} bytes instead of {record.size_bytes}")
-            elif describe_file(path, record.name).sha256 != record.sha256:
-                problems.append(f"{record.name} does not have the contents that were written")
-        except OSError as error:
-            problems.append(f"{record.name} is unreadable: {error.strerror or error}")
-    return problems
+    return FileRecord(name=name, size_bytes=(folder / name).stat().st_size, sha256=digest)
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Rank 0: an empty `step-N.tmp` to write into."""
+    """Make an empty `step-N.tmp` to write into. For rank 0. Raises OSError if `folder` is not writable."""
     temporary = folder / f"step-{step}.tmp"
-    if temporary.exists():
-        shutil.rmtree(temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     return temporary
 
 
 def commit(folder: Path, temporary: Path, manifest: Manifest, *, keep: int, patience_s: float = 10) -> Path:
-    """Rank 0, after every rank's files are on disk: make `temporary` the newest checkpoint, then remove the oldest."""
+    """Make `temporary` the newest checkpoint, then remove all but `keep`. For rank 0, once all files are on disk.
+
+    It waits `patience_s` for other ranks' files, which a network file system may show late.
+
+    Raises:
+        CheckpointError: this rank does not see a file that another rank has written.
+    """
     deadline_s = time.monotonic() + patience_s
     for record in manifest.files:
-        # A network file system may show another node's files a little late.
-        while not (seen := (temporary / record.name).is_file()) and time.monotonic() < deadline_s:
+        while not (is_there := (temporary / record.name).is_file()) and time.monotonic() < deadline_s:
             time.sleep(0.1)
-        if not seen:
+        if not is_there:
             raise CheckpointError(
                 f"rank 0 does not see {temporary / record.name}, which another rank has written; "
                 "the checkpoint folder must be on a file system that all nodes share"
             )
     manifest.write(temporary)
-    sync_folder(temporary)
+    sync(temporary)
     reached("manifest_written")
-    final, old = step_folder(folder, manifest.step), folder / f"step-{manifest.step}.old"
+    final, old = folder / f"step-{manifest.step}", folder / f"step-{manifest.step}.old"
     if final.exists():
         if (final / MANIFEST).exists():
-            if old.exists():
-                shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)
             final.rename(old)
         else:  # the rest of an interrupted removal
             shutil.rmtree(final)
         reached("old_set_aside")
     temporary.rename(final)
-    sync_folder(folder)
+    sync(folder)
     reached("renamed")
     write_text(folder / LATEST, final.name + "\n")
-    sync_folder(folder)
+    sync(folder)
     reached("latest_moved")
     _prune(folder, keep=keep)
     reached("pruned")
     return final
-
-
-def next_sequence(folder: Path) -> int:
-    return 1 + max((c.manifest.sequence for c in candidates(folder) if c.manifest), default=0)
-
-
-def _candidate(folder: Path) -> Candidate:
-    try:
-        return Candidate(folder=folder, manifest=Manifest.read(folder))
-    except (CheckpointError, KeyError, TypeError) as error:
-        return Candidate(folder=folder, manifest=None, problem=str(error))
 
 
 def _prune(folder: Path, *, keep: int) -> None:
@@ -209,6 +172,89 @@ def _prune(folder: Path, *, keep: int) -> None:
         # Without its manifest a half-removed folder is no candidate and causes no false alarm.
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A folder that may be a complete checkpoint."""
+
+    folder: Path
+    manifest: Manifest | None
+    problem: str = ""
+    """Why there is no readable manifest."""
+
+
+def candidates(folder: Path) -> list[Candidate]:
+    """The checkpoints in a run's folder, newest first; or the one checkpoint that `folder` itself is."""
+    if (folder / MANIFEST).exists():
+        return [_candidate(folder)]
+    if not folder.is_dir():
+        return []
+    found = [_candidate(path) for path in folder.iterdir() if _NAME.match(path.name) and (path / MANIFEST).exists()]
+    # Damaged manifests go first, so that a run that resumes warns of them.
+    return sorted(found, key=lambda c: (c.manifest is None, c.manifest.sequence if c.manifest else 0), reverse=True)
+
+
+def next_sequence(folder: Path) -> int:
+    """The sequence number of the next checkpoint."""
+    return 1 + max((c.manifest.sequence for c in candidates(folder) if c.manifest), default=0)
+
+
+def damage(folder: Path, records: Iterable[FileRecord]) -> list[str]:
+    """How files differ from their records; empty if they do not. Sizes are compared before hashes."""
+    problems = []
+    for record in records:
+        try:
+            size_bytes = (folder / record.name).stat().st_size
+            if size_bytes != record.size_bytes:
+                problems.append(f"{record.name} has {size_bytes} bytes instead of {record.size_bytes}")
+            elif describe_file(folder, record.name) != record:
+                problems.append(f"{record.name} does not have the contents that were written")
+        except OSError as error:
+            problems.append(f"{record.name} is unreadable: {error.strerror or error}")
+    return problems
+
+
+def use_newest(
+    folder: Path,
+    found: Sequence[Candidate],
+    use: Callable[[Path, Manifest], _T],
+    *,
+    find_damage: Callable[[Path, Sequence[FileRecord]], list[str]] = damage,
+    warns: bool = True,
+) -> _T | None:
+    """Use the newest intact checkpoint of a run's folder, and skip damaged ones with a warning, if `warns`.
+
+    `use` takes a checkpoint's folder and manifest. If it raises StorageError, the checkpoint is damaged too. Returns
+    its result, or None if there are no candidates. Raises CheckpointError if all candidates are damaged.
+    """
+    complaints: list[str] = []
+    for candidate in found:
+        manifest, problem = candidate.manifest, candidate.problem
+        if manifest is not None and not (problem := "; ".join(find_damage(candidate.folder, manifest.files))):
+            try:
+                return use(candidate.folder, manifest)
+            except StorageError as error:
+                problem = str(error)
+        complaints.append(f"{candidate.folder}: {problem}")
+        if warns:
+            warnings.warn(f"checkpoint {candidate.folder} is damaged and is skipped: {problem}", stacklevel=3)
+    if complaints:
+        raise CheckpointError(
+            f"none of the checkpoints in {folder} is intact ({'; '.join(complaints)}); "
+            "restore one from a backup, or start anew in another folder"
+        )
+    return None
+
+
+def _candidate(folder: Path) -> Candidate:
+    try:
+        return Candidate(folder=folder, manifest=Manifest.read(folder))
+    except (CheckpointError, KeyError, TypeError) as error:
+        return Candidate(folder=folder, manifest=None, problem=str(error))
 
 
 def _checksum(body: dict[str, Any]) -> str:

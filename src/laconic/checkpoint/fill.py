@@ -1,49 +1,50 @@
-"""Put what a DCP folder holds into a model and an optimizer, and say what does not fit."""
+"""Fill a model and an optimizer from a DCP folder, and list what does not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from laconic.checkpoint import parts, state, storage
-from laconic.checkpoint.commit import CheckpointError
+from laconic.checkpoint import state, storage
+from laconic.checkpoint.commit import CheckpointError, StorageError
 from laconic.checkpoint.keys import Keys, by_parameter
 from laconic.checkpoint.storage import Entry
 from laconic.comm.agreement import RankGroup
-from laconic.ragged.joined import joined
+from laconic.ragged.joined import JoinedTensor, joined
 
-_T = TypeVar("_T")
+_PART = re.compile(r"_(slice\d+|shared)$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Differences:
-    """By what a checkpoint and a run differ: all of it. Optimizer state is listed as `NAME.KEY (optimizer)`."""
+    """All differences between a checkpoint and a run. Optimizer state is listed as `NAME.KEY (optimizer)`."""
 
     missing: tuple[str, ...] = ()
-    """Only in the run; left as it was."""
+    """Tensors that only the run has; they stay as they were."""
     unexpected: tuple[str, ...] = ()
-    """Only in the checkpoint; not loaded."""
+    """Tensors that only the checkpoint has; they are not loaded."""
     different: tuple[str, ...] = ()
-    """In both, of another shape or dtype, which is told; not loaded."""
+    """Tensors with two shapes or dtypes, and which; they are not loaded."""
     optimizer: str = ""
-    """Why hyper-parameters could not be restored, which are then the run's."""
+    """Why hyper-parameters could not be restored. They stay as the run has them."""
 
     def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.different or self.optimizer)
+        return self != Differences()
 
     def __str__(self) -> str:
-        told = {
+        lists = {
             "only in the model": self.missing,
             "only in the checkpoint": self.unexpected,
             "different": self.different,
             "the optimizer": (self.optimizer,) if self.optimizer else (),
         }
-        return "; ".join(f"{what}: {', '.join(items)}" for what, items in told.items() if items)
+        return "; ".join(f"{title}: {', '.join(items)}" for title, items in lists.items() if items)
 
     def __add__(self, other: Differences) -> Differences:
         return Differences(
@@ -56,119 +57,171 @@ class Differences:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A DCP folder and how to read it."""
+    """A DCP folder, and how to read it."""
 
     folder: Path
     entries: Mapping[str, Entry]
     keys: Keys
     settings: dict[str, Any] | None
-    """As `state.optimizer_settings` gives them; None if there are none."""
-    own: str | None = None
-    """What comes before the names in this island's own optimizer state, if it has any there."""
+    """The optimizer's `state.optimizer_settings`; None if the folder has none."""
+    own_prefix: str | None = None
+    """The prefix of this island's own optimizer state, if the folder has some that fits."""
     has_same_slices: bool = True
-    """Whether the parts of sliced parameters are the same ones there and here."""
+    """True if sliced parameters have the same parts in the folder and in the run."""
     is_uneven: bool = False
-    """Whether ranks may ask for different tensors, as islands do."""
+    """True if ranks may ask for different tensors, as islands do."""
 
     def read(self, tensors: dict[str, Tensor]) -> None:
-        """Fill tensors by keys, in place. Collective."""
+        """Fill tensors by key, in place. Collective; each rank reads its part. Raises StorageError on all ranks."""
         if not self.is_uneven:
             storage.load(tensors, self.folder)
             return
-        try:
-            RankGroup(error=CheckpointError).on_all(
-                lambda: storage.load(tensors, self.folder, offline=True), f"{self.folder} is not readable"
-            )
-        except CheckpointError as error:
-            raise storage.StorageError(str(error)) from error
-
-    def locate(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> parts.Locations:
-        """The optimizer's state by parameter and key."""
-        return parts.locate(
-            state.optimized(model, optimizer),
-            state.places(model),
-            self.keys.state_entries(self.entries),
-            by_parameter(self.entries, self.own),
-            common_prefix=self.keys.state or "",
-            own_prefix=self.own or "",
-            has_same_slices=self.has_same_slices,
+        RankGroup(error=StorageError).on_all(
+            lambda: storage.load(tensors, self.folder, offline=True), f"{self.folder} is not readable"
         )
 
 
-def fill(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, strict: bool) -> Differences:
-    """Load in place. Collective; each rank reads what it holds.
+@dataclass(frozen=True, kw_only=True)
+class _Stored:
+    """A tensor of an optimizer's state in a folder."""
 
-    Raises: CheckpointError before any tensor is loaded, if `strict` and anything differs; or if the files are damaged.
+    key: str
+    entry: Entry
+    """The shape and dtype that the tensor has in this run."""
+    is_whole: bool = False
+    """True if this run has a part, and the folder has it joined with the other parts."""
+
+
+_StoredStates = dict[str, dict[str, _Stored]]
+"""The optimizer's state in a folder: by this run's parameters, then by key."""
+
+
+def fill(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, strict: bool) -> Differences:
+    """Load a model and an optimizer in place; returns what was not loaded. Collective; each rank reads its part.
+
+    Raises CheckpointError before any tensor is loaded, if `strict` and anything differs; StorageError for damage.
     """
     places = state.places(model)
     wanted = joined(state.model_tensors(model), places)
     saved = source.keys.model_entries(source.entries)
     for alias in state.tied_names(model):
         saved.pop(alias, None)
-    differences = compare(wanted, saved)
+    differences = _compare({name: Entry.of(tensor) for name, tensor in wanted.items()}, saved)
     fitting = {name: tensor for name, tensor in wanted.items() if saved.get(name) == Entry.of(tensor)}
-    filled = {f"{source.keys.model}{name}": tensor for name, tensor in fitting.items()}
+    targets = {f"{source.keys.model}{name}": tensor for name, tensor in fitting.items()}
     copies: list[tuple[Tensor, Tensor]] = []
     if optimizer is not None:
-        locations = source.locate(model, optimizer)
-        unfit = {name for name in locations if parts.whole_name(name, places) not in fitting}
-        differing, room = _prepare(source, model, optimizer, {n: at for n, at in locations.items() if n not in unfit})
+        stored = _stored_states(source, state.optimized(model, optimizer), places)
+        stored = {name: by_key for name, by_key in stored.items() if _whole_name(name, places) in fitting}
+        differing, room = _prepare(source, model, optimizer, stored)
         differences += differing
-        states, copies = parts.targets(room, locations, places)
-        filled |= states
+        copies = _add_targets(targets, room, stored, places)
     if differences and strict:
         raise CheckpointError(
             f"{source.folder} is a checkpoint of another model or optimizer ({differences}); use the configuration it "
             "was made with, pass strict=False to load what fits, or give another output folder"
         )
-    source.read(filled)
-    for number, same in copies:
-        number.copy_(same)
+    source.read(targets)
+    for copy, original in copies:
+        copy.copy_(original)
     return differences
 
 
-def _prepare(
-    source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, locations: parts.Locations
-) -> tuple[Differences, dict[str, dict[str, Tensor]]]:
-    """Restore hyper-parameters and make room for the state that was found. Returns what does not fit, and the room.
+def _stored_states(source: Source, parameters: Mapping[str, Tensor], places: state.Places) -> _StoredStates:
+    """Find state for parameters. An island's own state goes before the state for all."""
+    common, own = source.keys.state_entries(source.entries), by_parameter(source.entries, source.own_prefix)
+    found: _StoredStates = {}
+    for name, parameter in parameters.items():
+        whole, sliced, _ = places.get(name, (name, None, 0))
+        stored: dict[str, _Stored] = {}
+        if sliced is not None and whole in common:
+            for key, entry in common[whole].items():
+                is_whole = entry.shape == sliced.shape
+                shown = Entry(tuple(parameter.shape), entry.dtype) if is_whole else entry
+                stored[key] = _Stored(key=f"{source.keys.state}{whole}.{key}", entry=shown, is_whole=is_whole)
+        elif sliced is None or source.has_same_slices:
+            for key, entry in common.get(name, {}).items():
+                stored[key] = _Stored(key=f"{source.keys.state}{name}.{key}", entry=entry)
+        for key, entry in own.get(name, {}).items():
+            stored[key] = _Stored(key=f"{source.own_prefix}{name}.{key}", entry=entry)
+        if stored:
+            found[name] = stored
+    return found
 
-    Parts of sliced parameters may differ, as islands come and go and take up slices: what there is no state for, or
-    none that fits, begins without.
-    """
-    saved = source.keys.state_entries(source.entries)
-    if source.settings is None and not saved:
+
+def _prepare(
+    source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, stored: _StoredStates
+) -> tuple[Differences, dict[str, dict[str, Tensor]]]:
+    """Restore hyper-parameters, and make empty state for the stored one. Returns the differences, and the new state."""
+    saved, settings = source.keys.state_entries(source.entries), source.settings
+    if settings is None and not saved:
         return Differences(optimizer=f"was not saved, this run has {type(optimizer).__name__}"), {}
-    problem = state.settings_problem(model, optimizer, source.settings) if source.settings else ""
-    if source.settings and source.settings["class"] not in (None, type(optimizer).__name__):
-        return Differences(optimizer=problem), {}  # its state means something else
-    if source.settings and not problem:
-        state.restore_optimizer_groups(optimizer, source.settings)
-    found = {name: {key: at.entry for key, at in by_key.items()} for name, by_key in locations.items()}
+    problem = state.settings_problem(model, optimizer, settings) if settings else ""
+    if settings and settings["class"] not in (None, type(optimizer).__name__):
+        return Differences(optimizer=problem), {}  # the state of another class has another meaning
+    if settings and not problem:
+        state.restore_optimizer_groups(optimizer, settings)
+    found = {name: {key: one.entry for key, one in by_key.items()} for name, by_key in stored.items()}
     room = state.prepare_optimizer(model, optimizer, found)
+    made = {name: {key: Entry.of(tensor) for key, tensor in tensors.items()} for name, tensors in room.items()}
     places, parameters = state.places(model), state.optimized(model, optimizer)
-    ours = {name: tensors for name, tensors in room.items() if name not in places}
-    theirs = {name: found.get(name, entries) for name, entries in saved.items()}
-    theirs = {name: entries for name, entries in theirs.items() if not parts.is_of_slices(name, parameters, places)}
-    differing = compare(_flat(ours), _flat(theirs), " (optimizer)")
-    for name in [n for n, tensors in room.items() if {k: Entry.of(t) for k, t in tensors.items()} != found[n]]:
-        del room[name], optimizer.state[parameters[name]]  # half a state is none
-    if source.settings and not problem:
-        state.restore_optimizer_numbers(model, optimizer, source.settings)
+    # Parts of sliced parameters may differ, as islands come and go. A part that has no fitting state begins without.
+    sliced = _sliced_names(saved, parameters, places)
+    differing = _compare(
+        _flat({name: entries for name, entries in made.items() if name not in places}),
+        _flat({name: found.get(name, entries) for name, entries in saved.items() if name not in sliced}),
+        " (optimizer)",
+    )
+    for name in [name for name, entries in made.items() if entries != found[name]]:
+        del room[name], optimizer.state[parameters[name]]  # an optimizer cannot step with half a state
+    if settings and not problem:
+        state.restore_optimizer_numbers(model, optimizer, settings)
     return replace(differing, optimizer=problem), room
 
 
-def _flat(nested: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:
-    return {f"{name}.{key}": value for name, entries in nested.items() for key, value in entries.items()}
+def _add_targets(
+    targets: dict[str, Tensor], room: dict[str, dict[str, Tensor]], stored: _StoredStates, places: state.Places
+) -> list[tuple[Tensor, Tensor]]:
+    """Add the tensors of `room` to `targets`, by key. Returns (copy, original) pairs of numbers that parts share."""
+    parts: dict[str, list[Tensor | None]] = {}
+    copies = []
+    for name, tensors in room.items():
+        for key, tensor in tensors.items():
+            one = stored[name][key]
+            if one.is_whole:
+                _, sliced, index = places[name]
+                parts.setdefault(one.key, [None] * len(sliced.part_names))[index] = tensor
+                targets[one.key] = JoinedTensor(sliced, parts[one.key])
+            elif one.key in targets:
+                copies.append((tensor, targets[one.key]))
+            else:
+                targets[one.key] = tensor
+    return copies
 
 
-def compare(ours: Mapping[str, Tensor], saved: Mapping[str, Entry], kind: str = "") -> Differences:
-    """`kind` is put after each name."""
+def _whole_name(name: str, places: state.Places) -> str:
+    return places[name][0] if name in places else name
+
+
+def _sliced_names(saved: Iterable[str], parameters: Collection[str], places: state.Places) -> set[str]:
+    """The parameters of a folder that are sliced in this run, or were sliced in the run that saved them."""
+    sliced = {whole for whole, _, _ in places.values()}
+    wholes = {_whole_name(name, places) for name in parameters}
+    candidates = {name for name in saved if name not in parameters or name in places}
+    return {n for n in candidates if n in sliced or ((whole := _PART.sub("", n)) != n and whole in wholes)}
+
+
+def _flat(nested: Mapping[str, Mapping[str, Entry]]) -> dict[str, Entry]:
+    return {f"{name}.{key}": entry for name, entries in nested.items() for key, entry in entries.items()}
+
+
+def _compare(wanted: Mapping[str, Entry], saved: Mapping[str, Entry], suffix: str = "") -> Differences:
     return Differences(
-        missing=tuple(f"{name}{kind}" for name in sorted(ours.keys() - saved.keys())),
-        unexpected=tuple(f"{name}{kind}" for name in sorted(saved.keys() - ours.keys())),
+        missing=tuple(f"{name}{suffix}" for name in sorted(wanted.keys() - saved.keys())),
+        unexpected=tuple(f"{name}{suffix}" for name in sorted(saved.keys() - wanted.keys())),
         different=tuple(
-            f"{name}{kind} is {saved[name]} in the checkpoint and {Entry.of(ours[name])} in the model"
-            for name in sorted(ours.keys() & saved.keys())
-            if saved[name] != Entry.of(ours[name])
+            f"{name}{suffix} is {saved[name]} in the checkpoint and {wanted[name]} in the model"
+            for name in sorted(wanted.keys() & saved.keys())
+            if saved[name] != wanted[name]
         ),
     )

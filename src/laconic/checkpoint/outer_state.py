@@ -1,7 +1,6 @@
-"""What local steps add to a checkpoint: [Note: The layout of a checkpoint] in slices.py."""
+"""The tensors that local steps add to a checkpoint: [Note: The layout of a checkpoint] in checkpoint/parts.py."""
 
-from __future__ import annotations
-
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,112 +10,50 @@ from torch import Tensor, nn
 from laconic.checkpoint import state
 from laconic.checkpoint.fill import Source
 from laconic.checkpoint.keys import ISLANDS, OUTER
-from laconic.checkpoint.parts import Assignment, OptimizerStates
+from laconic.checkpoint.parts import OptimizerStates
 from laconic.islands.local_steps import LocalSteps
 from laconic.ragged.joined import joined
 
-_PARAMETERS, _OPTIMIZER, _MEAN, _LOST = "parameters", "optimizer", "mean", "lost"
-_SENT = ("drift", "sent")
-
-
-class Agreement:
-    """`LocalSteps.state_dict`, sorted: by kind, and by names of the model's parameters."""
-
-    def __init__(self, local_steps: LocalSteps) -> None:
-        """Waits for what is in flight."""
-        self.steps = 0
-        self.numbers: dict[str, Any] = {}
-        """Of the outer optimizer, what is no vector."""
-        self.vectors: dict[str, dict[str, Tensor]] = {}
-        """By kind (outer, outer_optimizer.KEY, mean, lost, drift, sent) and parameter; views."""
-        told = local_steps.state_dict()
-        names = {name.removeprefix("outer.") for name in told if name.startswith("outer.")}
-        for full_key, value in told.items():
-            kind, _, rest = full_key.partition(".")
-            name, _, key = rest.rpartition(".")
-            if kind == "steps":
-                self.steps = value
-            elif kind == "outer_optimizer" and name in names:
-                self.vectors.setdefault(f"{kind}.{key}", {})[state.strip(name)] = value
-            elif kind == "outer_optimizer":
-                self.numbers[rest] = value
-            else:
-                self.vectors.setdefault(kind, {})[state.strip(rest)] = value
-
-    def of(self, kind: str) -> dict[str, Tensor]:
-        """By parameter."""
-        return self.vectors.get(kind, {})
-
-    @property
-    def outer_optimizer(self) -> dict[str, dict[str, Tensor]]:
-        """By key and parameter."""
-        return {kind.partition(".")[2]: by for kind, by in self.vectors.items() if kind.startswith("outer_optimizer.")}
+_IN_FLIGHT = ("mean", "drift", "sent")
+"""The tensors of an exchange whose mean is not applied yet. The mean is equal on all islands."""
+_Vectors = dict[str, dict[str, Tensor]]
+"""Tensors by kind (outer, lost, mean, ...) or by the outer optimizer's key, and then by parameter."""
 
 
 def tree(
-    model: nn.Module, local_steps: LocalSteps, assignment: Assignment, tensors: dict[str, Tensor], own: OptimizerStates
+    model: nn.Module, local_steps: LocalSteps, island: int, tensors: dict[str, Tensor], own_states: OptimizerStates
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """The model that islands agreed on, by parts; the rest of the tree; and what is for the sidecar.
+    """The tensors that one island writes. Waits for an exchange that is under way.
 
-    Args:
-        tensors: the inner model's.
-        own: optimizer state that is this island's.
+    `tensors` are the inner model's; `own_states` is the island's own inner optimizer state. Returns the model's tensors
+    with outer parameters in place of inner ones, the tree under `outer` and `islands`, and values for the sidecar.
     """
-    agreed = Agreement(local_steps)
-    places, parameters = state.places(model), state.named_parameters(model)
-    outer = agreed.of("outer")
+    agreed = local_steps.state_dict()
+    vectors, optimizer, numbers = _sorted(agreed)
+    places, parameters, outer = state.places(model), state.named_parameters(model), vectors["outer"]
     model_tensors = {name: outer[name].to(t.dtype) if name in outer else t for name, t in tensors.items()}
-    shared: dict[str, Any] = {
-        _PARAMETERS: joined({n: t for n, t in outer.items() if parameters[n].dtype != t.dtype}, places),
-        _MEAN: joined(agreed.of(_MEAN), places),
-        _OPTIMIZER: {},
-    }
-    for key, by_name in agreed.outer_optimizer.items():
+    outer_optimizer: _Vectors = {}
+    for key, by_name in optimizer.items():
         for name, vector in joined(by_name, places).items():
-            shared[_OPTIMIZER].setdefault(name, {})[key] = vector
-    # Without mixing, what an island does not train is as in the outer parameters.
-    inner = {name: tensors[name] for name in outer if parameters[name].requires_grad or local_steps.mixing}
-    private: dict[str, Any] = {_PARAMETERS: inner, _OPTIMIZER: own}
-    private |= {kind: agreed.of(kind) for kind in (_LOST, *_SENT)}
-    rest = {OUTER: _filled(shared), ISLANDS: {str(assignment.island): _filled(private)}}
-    return model_tensors, rest, {"steps": agreed.steps, "numbers": agreed.numbers}
+            outer_optimizer.setdefault(name, {})[key] = vector
+    shared = {
+        "parameters": joined({name: t for name, t in outer.items() if parameters[name].dtype != t.dtype}, places),
+        "mean": joined(vectors["mean"], places),
+        "optimizer": outer_optimizer,
+    }
+    own = {
+        # Without mixing, the parameters that an island does not train equal the outer ones.
+        "parameters": {n: tensors[n] for n in outer if parameters[n].requires_grad or local_steps.mixing},
+        "optimizer": own_states,
+        **{kind: vectors[kind] for kind in ("lost", "drift", "sent")},
+    }
+    rest = {OUTER: _without_empty(shared), ISLANDS: {str(island): _without_empty(own)}}
+    return model_tensors, rest, {"steps": agreed["steps"], "numbers": numbers}
 
 
-def own_optimizer(island: int) -> str:
-    """What comes before the names in an island's own optimizer state."""
-    return f"{ISLANDS}.{island}.{_OPTIMIZER}."
-
-
-def _filled(sections: dict[str, Any]) -> dict[str, Any]:
-    return {name: section for name, section in sections.items() if section}
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
-def difference(saved: Assignment, ours: Assignment, *, had_islands: bool, has_islands: bool) -> str:
-    """Why islands cannot go on where they were, to be told; empty if they can."""
-    if not had_islands and not has_islands:
-        return ""
-    if not had_islands:
-        return "was saved without islands: all start from its parameters"
-    if not has_islands:
-        return f"was saved by {_count(saved)}: this run goes on from what they agreed on"
-    if saved.held == ours.held and saved.has_slices_of(ours):
-        return ""
-    if len(saved.held) != len(ours.held):
-        why = f"was saved by {_count(saved)}, this run has {len(ours.held)}"
-    else:
-        why = f"was saved by islands that train slices {_slices(saved)}, this run's train {_slices(ours)}"
-    return f"{why}: every island starts from the outer parameters, with the inner optimizer state that fits"
-
-
-def _count(assignment: Assignment) -> str:
-    return f"{len(assignment.held)} islands"
-
-
-def _slices(assignment: Assignment) -> str:
-    return f"{', '.join(map(str, assignment.held))} of {assignment.slices}"
+def own_optimizer_prefix(island: int) -> str:
+    """The prefix of parameters' names in an island's own optimizer state."""
+    return f"{ISLANDS}.{island}.optimizer."
 
 
 @torch.no_grad()
@@ -124,47 +61,45 @@ def restore(
     source: Source,
     model: nn.Module,
     local_steps: LocalSteps,
-    told: Mapping[str, Any] | None,
+    progress: Mapping[str, Any] | None,
     *,
     step: int,
     island: int | None,
 ) -> None:
-    """Have islands go on, once the model holds the agreed parameters. Collective.
+    """Restore local steps, once the model holds the outer parameters. Collective.
 
-    Args:
-        told: what `tree` gave for the sidecar; None if there were no islands.
-        step: of the checkpoint.
-        island: whose inner parameters these ranks go on with; None: all start from the agreed ones.
+    `progress` is from `tree`; None if the checkpoint, of step `step`, has no islands. The ranks continue the parameters
+    of `island`, or start from the outer ones if it is None. Raises StorageError if a rank could not read.
     """
     for fragment in local_steps.fragments:
-        fragment.have_state()
-    places = state.places(model)
-    ours = Agreement(local_steps)
-    parameters = state.named_parameters(model)
-    for name, outer in ours.of("outer").items():
-        outer.copy_(_like(parameters[name], outer))
-    shared = {f"{OUTER}.{_PARAMETERS}.{n}": t for n, t in joined(ours.of("outer"), places).items()}
-    for key, by_name in ours.outer_optimizer.items():
+        fragment.create_state()
+    agreed = {k: value for k, value in local_steps.state_dict().items() if k.partition(".")[0] not in _IN_FLIGHT}
+    prefix, steps = f"{ISLANDS}.{island}", int(progress["steps"]) if progress else step
+    if island is not None:
+        agreed |= _in_flight(source, local_steps, steps, prefix)
+    vectors, optimizer, _ = _sorted(agreed)
+    places, parameters = state.places(model), state.named_parameters(model)
+    for name, outer in vectors["outer"].items():
+        outer.copy_(parameters[name].detach().to(outer.device, outer.dtype))
+    targets = {f"{OUTER}.parameters.{name}": tensor for name, tensor in joined(vectors["outer"], places).items()}
+    targets |= {f"{OUTER}.mean.{name}": tensor for name, tensor in joined(vectors["mean"], places).items()}
+    for key, by_name in optimizer.items():
+        targets |= {f"{OUTER}.optimizer.{name}.{key}": tensor for name, tensor in joined(by_name, places).items()}
+    for by_name in (*optimizer.values(), vectors["lost"]):
         for vector in by_name.values():
             vector.zero_()
-        shared |= {f"{OUTER}.{_OPTIMIZER}.{n}.{key}": t for n, t in joined(by_name, places).items()}
-    for lost in ours.of(_LOST).values():
-        lost.zero_()
-    flying: dict[str, dict[str, Tensor]] = {}
-    own: dict[str, Tensor] = {}
     if island is not None:
-        prefix = f"{ISLANDS}.{island}"
-        flying = _in_flight(source, local_steps, int((told or {})["steps"]), prefix)
-        shared |= {f"{OUTER}.{_MEAN}.{n}": t for n, t in joined(flying.get(_MEAN, {}), places).items()}
-        own = {f"{prefix}.{_PARAMETERS}.{name}": parameters[name].detach() for name in ours.of("outer")}
-        for kind, by_name in {_LOST: ours.of(_LOST), **{kind: flying.get(kind, {}) for kind in _SENT}}.items():
-            own |= {f"{prefix}.{kind}.{name}": tensor for name, tensor in by_name.items()}
-    source.read({key: tensor for key, tensor in (shared | own).items() if key in source.entries})
-    _load(local_steps, flying, step=int(told["steps"]) if told else step, numbers=told["numbers"] if told else {})
+        targets |= {f"{prefix}.parameters.{name}": parameters[name].detach() for name in vectors["outer"]}
+        for kind in ("lost", "drift", "sent"):
+            targets |= {f"{prefix}.{kind}.{name}": tensor for name, tensor in vectors[kind].items()}
+    source.read({key: tensor for key, tensor in targets.items() if key in source.entries})
+    numbers = {f"outer_optimizer.{key}": number for key, number in (progress["numbers"] if progress else {}).items()}
+    known = {key: number for key, number in numbers.items() if key in agreed}
+    local_steps.load_state_dict({**agreed, **known, "steps": steps})
 
 
-def _in_flight(source: Source, local_steps: LocalSteps, steps: int, prefix: str) -> dict[str, dict[str, Tensor]]:
-    """Room for what was in flight, by kind and parameter, if this run's schedule has the same in flight."""
+def _in_flight(source: Source, local_steps: LocalSteps, steps: int, prefix: str) -> dict[str, Tensor]:
+    """Room for the exchange that was in flight, if this run's schedule has the same one in flight at that step."""
     schedule = local_steps.schedule
     sent = [schedule.sends(step) for step in range(max(1, steps - schedule.overlap + 1), steps + 1)]
     index = next((fragment for fragment in sent if fragment is not None), None)
@@ -175,22 +110,28 @@ def _in_flight(source: Source, local_steps: LocalSteps, steps: int, prefix: str)
     if saved != {state.strip(name) for name in fragment.parameters}:
         return {}
     return {
-        kind: {state.strip(n): t for n, t in fragment.named(torch.zeros_like(fragment.flat.detach())).items()}
-        for kind in (_MEAN, *_SENT)
+        f"{kind}.{name}": part
+        for kind in _IN_FLIGHT
+        for name, part in fragment.named(torch.zeros_like(fragment.flat.detach())).items()
     }
 
 
-def _load(
-    local_steps: LocalSteps, flying: Mapping[str, Mapping[str, Tensor]], *, step: int, numbers: Mapping[str, Any]
-) -> None:
-    """Give `LocalSteps` what its own vectors, which are filled, do not say."""
-    told = {k: v for k, v in local_steps.state_dict().items() if k.partition(".")[0] not in (_MEAN, *_SENT)}
-    told |= {f"outer_optimizer.{key}": number for key, number in numbers.items() if f"outer_optimizer.{key}" in told}
-    names = {state.strip(name): name for fragment in local_steps.fragments for name in fragment.parameters}
-    told |= {f"{kind}.{names[name]}": t for kind, by_name in flying.items() for name, t in by_name.items()}
-    local_steps.load_state_dict({**told, "steps": step})
+def _sorted(agreed: Mapping[str, Any]) -> tuple[_Vectors, _Vectors, dict[str, Any]]:
+    """`LocalSteps.state_dict` as vectors, the outer optimizer's vectors, and the outer optimizer's numbers."""
+    vectors: _Vectors = defaultdict(dict)
+    optimizer: _Vectors = defaultdict(dict)
+    numbers = {}
+    for full_key, value in agreed.items():
+        kind, _, rest = full_key.partition(".")
+        name, _, key = rest.rpartition(".")
+        if kind == "outer_optimizer" and f"outer.{name}" in agreed:
+            optimizer[key][state.strip(name)] = value
+        elif kind == "outer_optimizer":
+            numbers[rest] = value
+        elif kind != "steps":
+            vectors[kind][state.strip(rest)] = value
+    return vectors, optimizer, numbers
 
 
-def _like(parameter: Tensor, outer: Tensor) -> Tensor:
-    """A parameter's values where the outer ones rest."""
-    return parameter.detach().to(outer.device, outer.dtype)
+def _without_empty(sections: dict[str, Any]) -> dict[str, Any]:
+    return {name: section for name, section in sections.items() if section}

@@ -1,6 +1,4 @@
-"""What is not sharded: a tree of plain values and small tensors as JSON, never pickle; and the random number states."""
-
-from __future__ import annotations
+"""Sidecars: each rank's own values in a checkpoint, as JSON and never as pickle; and random number states."""
 
 import base64
 import json
@@ -12,32 +10,31 @@ from typing import Any
 
 import torch
 
-from laconic.files import write_text
-
 _TENSOR = "__tensor__"
 
 
 def name(rank: int) -> str:
+    """The file name of a rank's sidecar."""
     return f"rank-{rank:05d}.json"
 
 
 def encode(tree: dict[str, Any]) -> str:
-    """Raises: ValueError, naming the place, if the tree holds anything but dicts with string keys, lists, tuples (read
-    back as lists), str, int, float, bool, None and tensors."""
+    """JSON for a tree of dicts with string keys, lists, tuples, str, int, float, bool, None and small tensors.
+
+    Raises:
+        ValueError: the tree holds anything else; the message names the place.
+    """
     return json.dumps(_encode(tree, "extra"))
 
 
-def write(path: Path, text: str) -> None:
-    """`text` as `encode` made it."""
-    write_text(path, text)
-
-
-def read(path: Path) -> dict[str, Any]:
-    return _decode(json.loads(path.read_text()))
+def read(folder: Path, rank: int = 0) -> dict[str, Any]:
+    """The tree that a rank wrote into a checkpoint, with lists for tuples; rank 0's if that rank wrote none."""
+    path = folder / name(rank)
+    return json.loads((path if path.exists() else folder / name(0)).read_text(), object_hook=_decode)
 
 
 def rng_state() -> dict[str, Any]:
-    """This rank's random number states (torch on CPU and on the current CUDA device, Python, numpy if it is in use)."""
+    """This rank's random number states: torch's (CPU and current CUDA device), Python's, and numpy's if imported."""
     kind, words, gauss = random.getstate()
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [kind, list(words), gauss]}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -49,7 +46,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put back what `rng_state` returned, so that what is drawn next is what would have been drawn next."""
+    """Restore the states that `rng_state` returned, so that the same numbers are drawn next."""
     torch.set_rng_state(state["torch"])
     kind, words, gauss = state["python"]
     random.setstate((kind, tuple(words), gauss))
@@ -82,13 +79,9 @@ def _encode(value: Any, place: str) -> Any:
     )
 
 
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
+def _decode(value: dict[str, Any]) -> Any:
     if _TENSOR not in value:
-        return {key: _decode(item) for key, item in value.items()}
+        return value
     dtype, shape = getattr(torch, value["dtype"]), value["shape"]
     if not math.prod(shape):
         return torch.empty(shape, dtype=dtype)

@@ -1,11 +1,8 @@
 """A model and its optimizer as dicts of tensors by name; each rank sees its own part of every tensor.
 
-Names are those of the plain model: wrappers of DDP, activation checkpointing and torch.compile leave no trace, so that
-a checkpoint moves between strategies. torch's own `get_optimizer_state_dict` is not used: it steps the optimizer to
-create its state.
+Names are those of the plain model, without wrappers (DDP, activation checkpointing, torch.compile), so a checkpoint
+moves between strategies. torch's `get_optimizer_state_dict` is not used: it steps the optimizer to create its state.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,55 +15,80 @@ from laconic.checkpoint.storage import Entry
 from laconic.ragged.parts import SlicedParameter, sliced_parts
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-# Which kernels step is this run's choice: other ones want `step` on another device.
+# Each run chooses the kernels of its steps; other kernels want `step` on another device.
 _NOT_RESTORED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 Places = dict[str, tuple[str, SlicedParameter, int]]
 """For every part of a sliced parameter by name: the whole's name, how it is cut, and the part's index."""
 
 StateEntries = Mapping[str, Mapping[str, Entry]]
-"""What a folder holds of an optimizer: by parameter, then by key (`exp_avg`, `step`, ...)."""
+"""The tensors of an optimizer's state in a folder: by parameter, then by key (`exp_avg`, `step`, ...)."""
 
 
-def plain(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel, or the model."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def strip(name: str) -> str:
+    """A parameter's name without the names of wrappers."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Tied ones once, under the first of their names."""
-    return {strip(name): parameter for name, parameter in plain(model).named_parameters()}
+    """The parameters by name; tied ones once, under the first of their names."""
+    return {strip(name): parameter for name, parameter in _plain(model).named_parameters()}
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that a state dict has, with their names."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def places(model: nn.Module) -> Places:
-    """Of the parts of sliced parameters; none, if nothing is sliced."""
+    """The parts of sliced parameters; empty if nothing is sliced."""
     return {
         strip(name): (strip(whole), sliced, index)
-        for name, (whole, sliced, index) in sliced_parts(plain(model)).items()
+        for name, (whole, sliced, index) in sliced_parts(_plain(model)).items()
     }
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """The further names of tied parameters, each with the first."""
+    """The further names of tied parameters, each with the parameter's first name."""
     first = {id(parameter): name for name, parameter in named_parameters(model).items()}
-    every = plain(model).named_parameters(remove_duplicate=False)
+    every = _plain(model).named_parameters(remove_duplicate=False)
     return {strip(name): first[id(p)] for name, p in every if strip(name) != first[id(p)]}
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers; tied ones once. Gathered units are resharded."""
+    """Parameters and persistent buffers by name; tied ones once. Gathered units are resharded."""
     for module in model.modules():
         # Outside a step a root may still hold its gathered parameters (FSDP2 after a forward without backward).
         reshard = getattr(module, "reshard", None)
         if callable(reshard) and hasattr(module, "unshard"):
             reshard()
-    tensors: dict[str, Tensor] = {name: p.detach() for name, p in named_parameters(model).items()}
-    tensors.update(_persistent_buffers(plain(model)))
-    return tensors
+    tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in named_parameters(model).items()}
+    return tensors | {strip(name): buffer for name, buffer in persistent_buffers(_plain(model))}
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+# -- optimizers: writing -----------------------------------------------------------------------------------------------
+
+
+def optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The optimizer's parameters by name. Raises CheckpointError if one of them is not in the model."""
+    named = named_parameters(model)
+    return {name: named[name] for names in _group_parts(model, optimizer) for name in names}
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Tensors and numbers, by parameter, then by key."""
+    """The optimizer's tensors and numbers: by parameter, then by key."""
     return {
         name: dict(optimizer.state[parameter])
         for name, parameter in optimized(model, optimizer).items()
@@ -74,18 +96,8 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     }
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Under `NAME.KEY`."""
-    return {
-        f"{name}.{key}": value
-        for name, entries in optimizer_state(model, optimizer).items()
-        for key, value in entries.items()
-        if isinstance(value, Tensor)
-    }
-
-
 def optimizer_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer holds beside tensors, as JSON: class, hyper-parameters per group, numbers in its state."""
+    """The rest of an optimizer, as JSON: its class, hyper-parameters by group, and the numbers in its state."""
     groups = []
     for names, group in zip(_group_names(model, optimizer), optimizer.param_groups, strict=True):
         settings = {key: value for key, value in group.items() if key not in _NOT_RESTORED}
@@ -100,43 +112,46 @@ def optimizer_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def param_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Hyper-parameters as `torch.distributed.checkpoint.state_dict` has them: names in the parameters' place."""
+    """Hyper-parameters as `torch.distributed.checkpoint.state_dict` has them: names in place of the parameters."""
     return [
         {**{key: value for key, value in group.items() if key != "params"}, "params": names}
         for names, group in zip(_group_names(model, optimizer), optimizer.param_groups, strict=True)
     ]
 
 
+# -- optimizers: reading -----------------------------------------------------------------------------------------------
+
+
 def settings_problem(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> str:
-    """Why `saved`, an `optimizer_settings`, is not this optimizer's; empty if it is. A class of None is not known."""
+    """Why `saved`, an `optimizer_settings`, does not fit this optimizer; empty if it does. Its class may be None."""
     if saved["class"] not in (None, type(optimizer).__name__):
         return f"was written with {saved['class']}, this run uses {type(optimizer).__name__}"
-    ours, theirs = _group_names(model, optimizer), [list(group["names"]) for group in saved["groups"]]
-    if ours == theirs:
+    groups, saved_groups = _group_names(model, optimizer), [list(group["names"]) for group in saved["groups"]]
+    if groups == saved_groups:
         return ""
-    only_ours, only_theirs = ({name for group in groups for name in group} for groups in (ours, theirs))
-    if differing := sorted(only_ours ^ only_theirs):
+    names, saved_names = ({name for group in each for name in group} for each in (groups, saved_groups))
+    if differing := sorted(names ^ saved_names):
         return f"and this run's optimizer train different parameters: {', '.join(differing)}"
     return "and this run's optimizer group their parameters differently"
 
 
 def restore_optimizer_groups(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Hyper-parameters of groups that are known to be the same ones."""
+    """Restore the hyper-parameters in `saved`, an `optimizer_settings` with the same groups."""
     for group, saved_group in zip(optimizer.param_groups, saved["groups"], strict=True):
         for key, value in saved_group["settings"].items():
             if key in _NOT_RESTORED:
                 continue
-            ours = group.get(key)
-            if isinstance(ours, Tensor):
-                ours.fill_(value)
+            current = group.get(key)
+            if isinstance(current, Tensor):
+                current.fill_(value)
             elif isinstance(value, Tensor) and value.numel() == 1:  # a learning rate of a captured step
                 group[key] = value.item()
-            else:  # JSON has no tuples; betas are one
-                group[key] = tuple(value) if isinstance(ours, tuple) else value
+            else:  # JSON has no tuples, and betas are one
+                group[key] = tuple(value) if isinstance(current, tuple) else value
 
 
 def restore_optimizer_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """What the state holds beside tensors."""
+    """Restore the numbers in `saved`, an `optimizer_settings`, for parameters that have state."""
     parameters = optimized(model, optimizer)
     for full_key, value in saved["numbers"].items():
         name, _, key = full_key.rpartition(".")
@@ -147,10 +162,10 @@ def restore_optimizer_numbers(model: nn.Module, optimizer: torch.optim.Optimizer
 def prepare_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: StateEntries
 ) -> dict[str, dict[str, Tensor]]:
-    """Give the optimizer empty state for the parameters that `saved` has some for, and for no other; returns it.
+    """Give the optimizer empty state for the parameters in `saved`, and none for the others.
 
-    An optimizer with `init_state(parameter)` makes its own, of whatever shapes and cuts it needs; otherwise the state
-    is what the checkpoint holds, laid out like the parameter where it has its shape.
+    An optimizer with `init_state(parameter)` makes its own state. For others the state has the entries in `saved`, and
+    is cut like the parameter where it has its shape. Returns the new state's tensors, by parameter, then by key.
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     init_state = getattr(optimizer, "init_state", None)
@@ -169,15 +184,6 @@ def prepare_optimizer(
     return room
 
 
-def optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's parameters by name.
-
-    Raises: CheckpointError if it holds one that is not the model's.
-    """
-    named = named_parameters(model)
-    return {name: named[name] for names in _group_parts(model, optimizer) for name in names}
-
-
 def _empty_state(key: str, entry: Entry, parameter: Tensor, group: dict[str, Any]) -> Tensor:
     if entry.shape == tuple(parameter.shape) and not (key == "step" and parameter.ndim == 0):
         return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
@@ -186,8 +192,11 @@ def _empty_state(key: str, entry: Entry, parameter: Tensor, group: dict[str, Any
     return torch.zeros(entry.shape, dtype=entry.dtype, device=parameter.device if on_device else torch.device("cpu"))
 
 
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
 def _group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """The names in the unsliced model, each once."""
+    """For each group, its parameters' names in the unsliced model, each once."""
     parts = places(model)
     return [
         list(dict.fromkeys(parts[name][0] if name in parts else name for name in group))
@@ -196,7 +205,7 @@ def _group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[lis
 
 
 def _group_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """The names of parameters as they are."""
+    """For each group, its parameters' names in the model."""
     names = {id(parameter): name for name, parameter in named_parameters(model).items()}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if id(parameter) not in names:
@@ -205,16 +214,3 @@ def _group_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[lis
                 "create the optimizer after sharding, from model.parameters()"
             )
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield strip(f"{prefix}.{name}" if prefix else name), buffer
-
-
-def strip(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name

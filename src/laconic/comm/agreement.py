@@ -1,10 +1,8 @@
 """Agreement across ranks: small values that every rank learns, and errors that every rank raises.
 
-An error that a rank can foresee (no corpus, a full disk) must end all ranks with one message. So ranks exchange the
-outcome of an action before any of them goes on. `comm/failure.py` handles the errors that nobody foresees.
+A foreseeable error of one rank (no corpus, a full disk) must end all ranks with one message. So ranks exchange the
+outcome of an action before any of them goes on. `comm/failure.py` handles unforeseen errors.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,20 +17,17 @@ _T = TypeVar("_T")
 class RankGroup:
     """The ranks of a process group, or this process alone if torch.distributed is not initialised.
 
-    Every method is collective: all ranks of the group call it. Values travel pickled, so they must be small.
+    Every method is collective: all ranks of the group call it. Values are pickled, so they must be small.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, error: type[ValueError] = JobError) -> None:
-        """Args:
-        group: a group that carries CPU tensors; None is the default group.
-        error: what the methods raise on all ranks when an action fails on some.
-        """
+        """Take a group for CPU tensors (default: all ranks), and the error class that all raise if one fails."""
         self.group, self._error = group, error
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.size = dist.get_world_size(group) if dist.is_initialized() else 1
 
     def gather(self, value: _T) -> list[_T]:
-        """Every rank's value, in the order of ranks, on every rank."""
+        """Return the values of all ranks, in rank order, on every rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -40,7 +35,7 @@ class RankGroup:
         return values
 
     def broadcast(self, value: _T) -> _T:
-        """Rank 0's value on every rank."""
+        """Return the value of rank 0 on every rank."""
         if self.size == 1:
             return value
         values: list[Any] = [value]
@@ -48,27 +43,29 @@ class RankGroup:
         return values[0]
 
     def agree(self, action: Callable[[], _T], *, only: bool = True) -> _T | None:
-        """Run `action` on the ranks with `only`; return this rank's result, or None on the others.
+        """Run `action` on the ranks where `only` is true, and fail on all ranks if it fails on one.
 
-        `action` must not be collective.
+        `action` must not be collective. Returns the result of this rank; None where `only` is false.
 
-        Raises: the group's error class, on all ranks, if `action` raised ValueError on any. The message is that of the
-            first failed rank, and names the rank unless all failed.
+        Raises:
+            ValueError: `action` raised ValueError on some rank. The class is the `error` of this group. The message is
+                that of the first failed rank, and names the rank unless `action` failed on all ranks that ran it.
         """
         result, error = _attempt(action, ValueError) if only else (None, None)
         outcomes = self.gather((only, _message(error)))
         failed = [(rank, message) for rank, (_, message) in enumerate(outcomes) if message]
         if failed:
             rank, message = failed[0]
-            everywhere = len(failed) == sum(ran for ran, _ in outcomes)
-            raise self._error(message if everywhere else f"{message} (on rank {rank})") from error
+            is_everywhere = len(failed) == sum(has_run for has_run, _ in outcomes)
+            raise self._error(message if is_everywhere else f"{message} (on rank {rank})") from error
         return result
 
     def on_all(self, action: Callable[[], _T], failure: str) -> list[_T]:
-        """Run `action` on every rank; return every rank's result on every rank.
+        """Run `action` on every rank; return the results of all ranks, in rank order, on every rank.
 
-        Raises: the group's error class, on all ranks, if `action` raised OSError or ValueError on any. The message is
-            `failure` with the reasons of all failed ranks.
+        Raises:
+            ValueError: `action` raised OSError or ValueError on some rank. The class is the `error` of this group. The
+                message is `failure` with the messages of all failed ranks.
         """
         result, error = _attempt(action, OSError, ValueError)
         outcomes = self.gather((result, _message(error)))
@@ -78,7 +75,11 @@ class RankGroup:
         return [result for result, _ in outcomes]  # type: ignore[misc]
 
     def on_rank_0(self, action: Callable[[], _T], failure: str) -> _T:
-        """Run `action` on rank 0; return its result on every rank. Raises: as `on_all`."""
+        """Run `action` on rank 0; return its result on every rank.
+
+        Raises:
+            ValueError: see `on_all`.
+        """
         results: list[Any] = self.on_all(action if self.rank == 0 else lambda: None, failure)
         return results[0]
 
@@ -91,5 +92,5 @@ def _attempt(action: Callable[[], _T], *errors: type[Exception]) -> tuple[_T | N
 
 
 def _message(error: Exception | None) -> str:
-    """Empty if there is no error."""
+    """The message of an error, never empty; empty if there is no error."""
     return "" if error is None else str(error) or type(error).__name__

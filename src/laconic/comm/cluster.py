@@ -1,6 +1,6 @@
-"""Mesh and groups: where this rank stands in I islands x N nodes x L local ranks.
+"""The device mesh of I islands x N nodes x L local ranks, this rank's place in it, and the process groups.
 
-Axis names elsewhere: `dp_shard` is nodes x local ranks, `dp_replicate` is islands.
+In torchtitan's words, `dp_replicate` is the island axis, and `dp_shard` is the node and local axes together.
 """
 
 from __future__ import annotations
@@ -11,22 +11,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from laconic.comm.traffic import Traffic
+from laconic.comm.traffic import IslandLevel, Traffic
 
 AXES = ("island", "node", "local")
 
 
 def init_mesh(device_type: str, *, islands: int = 1, nodes: int | None = None, local: int | None = None) -> DeviceMesh:
-    """Build the mesh (island, node, local) from torchrun's environment, starting the default process group if needed.
+    """Build the mesh (island, node, local) from torchrun's environment; start the default process group if needed.
+
+    Collective over all ranks of the job. On CUDA it also selects this rank's device.
 
     Args:
         device_type: "cpu" or "cuda".
-        islands: groups of nodes that synchronise only now and then (`dp_replicate`); must divide the number of nodes.
-        nodes: nodes in one island. Default: all nodes divided by `islands`.
-        local: ranks per node. Default: torchrun's LOCAL_WORLD_SIZE.
+        islands: the number of islands, which must divide the number of nodes. More than one needs `LocalSteps`.
+        nodes: the number of nodes in one island. Default: all nodes divided by `islands`.
+        local: the number of ranks per node. Default: torchrun's LOCAL_WORLD_SIZE.
 
     Raises:
-        ValueError: the ranks do not fill the mesh, nodes have unequal numbers of ranks, or there is no launcher.
+        ValueError: the ranks do not fill the mesh, nodes have unequal numbers of ranks, or torchrun's environment is
+            missing and there is no process group.
     """
     _start_process_group(device_type)
     world = dist.get_world_size()
@@ -58,57 +61,69 @@ def _start_process_group(device_type: str) -> None:
 
 
 def _local_world_size(world: int) -> int:
-    """This node's number of ranks, after making sure that every node has as many."""
-    mine = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    """The number of ranks on this node. Collective: every rank checks that all nodes have equally many."""
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     if device == "cuda":  # NCCL needs the device before its first collective
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([mine], device=device))
+    dist.all_gather(sizes, torch.tensor([num_local], device=device))
     by_rank = [int(size) for size in sizes]
     if len(set(by_rank)) > 1:
         raise ValueError(
             f"nodes of unequal size: ranks per node, rank by rank, are {by_rank}; laconic needs the same number of "
             "ranks on every node"
         )
-    return mine
+    return num_local
 
 
 class Cluster:
-    """One island as one rank sees it: positions, groups and counters. Made once per mesh by `Cluster.of`.
+    """One island as one rank sees it: the places of the ranks, their process groups, and this rank's traffic.
 
-    Gathering and reducing use process groups of their own, so that a prefetched gather never queues behind a reduction.
+    Gathers and reductions have process groups of their own, so that a prefetched gather never queues behind a
+    reduction. `Cluster.of` makes one cluster per mesh.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        """Raises ValueError for meshes that are not (island, node, local), (node, local) or one axis."""
-        self.mesh = mesh
-        self.traffic = Traffic()
-        self.device_type = mesh.device_type
-        sharding = _sharding_ranks(mesh)  # (N, L), global ranks
-        self.num_nodes, self.num_local = sharding.shape
-        self._ranks: list[list[int]] = sharding.tolist()
-        position = (sharding == dist.get_rank()).nonzero()
+        """Make the process groups. Collective over the ranks of `mesh`.
+
+        Args:
+            mesh: has the axes (island, node, local), or (node, local), or one axis. A mesh of one axis crosses the wire
+                unless the axis is named "local".
+
+        Raises:
+            ValueError: the mesh has other axes, or this rank is not in the mesh.
+        """
+        islands = _islands(mesh)
+        position = (islands == dist.get_rank()).nonzero()
         if len(position) != 1:
             raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh}")
-        self.node_rank, self.local_rank = (int(index) for index in position[0])
+        self.mesh = mesh
+        self.device_type = mesh.device_type
+        self.traffic = Traffic()
+        self.num_islands, self.num_nodes, self.num_local = islands.shape
+        self.island_rank, self.node_rank, self.local_rank = position[0].tolist()
         self.size = self.num_nodes * self.num_local
-        families = _families(mesh)
-        self.gather_groups = _axis_groups(families)
-        self.reduce_groups = _axis_groups(families)
-        is_world = families[0].numel() == dist.get_world_size()
-        self.all_group = dist.group.WORLD if is_world else _own_group(families.flatten(1).tolist())
-        """Every rank of the island, in global order."""
-        self.num_islands = len(families)
-        self.island_rank = int((families == dist.get_rank()).nonzero()[0, 0])
-        # Islands exchange what rests in host memory, whatever device they compute on.
-        across = families.flatten(1).T.tolist()
-        self.island_group = _own_group(across, backend="gloo")
-        """The ranks at this rank's place in all islands, in the order of islands; None if there is one island."""
+        """The number of ranks in the island."""
+        self._ranks: list[list[int]] = islands[self.island_rank].tolist()  # by node, then by local rank
+        self.gather_groups = _axis_groups(islands)
+        """For each level the ranks of this island that differ on this level only; None if it has one rank."""
+        self.reduce_groups = _axis_groups(islands)
+        """The same ranks in other process groups."""
+        is_world = self.size == dist.get_world_size()
+        self.all_group = dist.group.WORLD if is_world else _own_group(islands.flatten(1).tolist())
+        """Every rank of the island, in the order of ranks; None for an island of one rank among several."""
+        # on every device, islands exchange tensors in host memory
+        self.island_group = _own_group(islands.flatten(1).T.tolist(), backend="gloo")
+        """The ranks with this rank's place in all islands, in the order of islands; None if there is one island."""
 
     @staticmethod
     def of(mesh: DeviceMesh) -> Cluster:
-        """The cluster of `mesh`; the same object for the same mesh. The first call is collective over all ranks."""
+        """The cluster of `mesh`; the same object for the same mesh. The first call is collective over all ranks.
+
+        Raises:
+            ValueError: see `Cluster`.
+        """
         cluster = getattr(mesh, "_laconic_cluster", None)
         if cluster is None:
             cluster = Cluster(mesh)
@@ -117,68 +132,57 @@ class Cluster:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device of this rank."""
         if self.device_type == "cuda":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device(self.device_type)
 
     @property
     def shard_index(self) -> int:
-        """Rank (n, l) owns shard l * N + n: see [Note: A bucket's order] in shard/bucket.py."""
-        return self.shard_index_of(self.node_rank, self.local_rank)
+        """The shard that this rank owns. Rank (n, l) owns l * N + n: [Note: A bucket's order] in shard/bucket.py."""
+        return self.local_rank * self.num_nodes + self.node_rank
 
     @property
     def ranks(self) -> set[int]:
         """All ranks of the island, by their numbers in the whole job."""
         return {rank for node in self._ranks for rank in node}
 
-    def node_of(self, shard: int) -> int:
-        """The node of the rank that owns `shard`."""
-        return shard % self.num_nodes
+    def level_to(self, shard: int) -> IslandLevel:
+        """The level of a transfer between this rank and the owner of `shard`."""
+        return "local" if shard % self.num_nodes == self.node_rank else "node"
 
     def global_rank(self, shard: int) -> int:
         """The rank, in the whole job, that owns `shard`."""
-        return self._ranks[self.node_of(shard)][shard // self.num_nodes]
-
-    def shard_index_of(self, node_rank: int, local_rank: int) -> int:
-        """The shard that rank (node_rank, local_rank) owns."""
-        return local_rank * self.num_nodes + node_rank
+        return self._ranks[shard % self.num_nodes][shard // self.num_nodes]
 
 
-def _sharding_ranks(mesh: DeviceMesh) -> torch.Tensor:
-    """The global ranks of this rank's island, (N, L)."""
+def _islands(mesh: DeviceMesh) -> torch.Tensor:
+    """The ranks of all islands, (I, N, L): every rank takes part in making every group."""
     names = mesh.mesh_dim_names
     ranks = mesh.mesh.cpu()
     if ranks.ndim == 3 and names == AXES:
-        island = (ranks == dist.get_rank()).nonzero()
-        return ranks[int(island[0, 0])] if len(island) else ranks[0]
-    if ranks.ndim == 2 and names in (None, AXES[1:]):
         return ranks
-    if ranks.ndim == 1:  # one level: a mesh named "local" says that no wire is crossed
-        return ranks[None, :] if names == ("local",) else ranks[:, None]
+    if ranks.ndim == 2 and names in (None, AXES[1:]):
+        return ranks[None]
+    if ranks.ndim == 1:
+        return ranks[None, None, :] if names == ("local",) else ranks[None, :, None]
     raise ValueError(
         f"fully_shard needs a mesh with axes {AXES}, {AXES[1:]} or a single axis, got shape {tuple(ranks.shape)} with "
         f"axes {names}; laconic.init_mesh builds one from torchrun's environment"
     )
 
 
-def _families(mesh: DeviceMesh) -> torch.Tensor:
-    """All islands of the mesh, (I, N, L): every rank must take part in making every group."""
-    own = _sharding_ranks(mesh)
-    return mesh.mesh.cpu().reshape(-1, *own.shape)
-
-
-def _axis_groups(families: torch.Tensor) -> dict[str, dist.ProcessGroup | None]:
-    """This rank's process group along each axis; None along an axis of one rank, where there is nobody to talk to."""
-    along_node = families.transpose(1, 2).reshape(-1, families.shape[1]).tolist()
-    along_local = families.reshape(-1, families.shape[2]).tolist()
-    return {"node": _own_group(along_node), "local": _own_group(along_local)}
+def _axis_groups(islands: torch.Tensor) -> dict[IslandLevel, dist.ProcessGroup | None]:
+    _, num_nodes, num_local = islands.shape
+    node = _own_group(islands.transpose(1, 2).reshape(-1, num_nodes).tolist())
+    return {"node": node, "local": _own_group(islands.reshape(-1, num_local).tolist())}
 
 
 def _own_group(lists_of_ranks: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
+    """Make a process group of each list, and return that of this rank; None for lists of one rank."""
     if len(lists_of_ranks[0]) == 1:
         return None
-    if sum(map(len, lists_of_ranks)) < dist.get_world_size():  # a part of a larger mesh: nobody knows the other parts
+    if sum(map(len, lists_of_ranks)) < dist.get_world_size():  # part of a larger mesh: other ranks make other groups
         own = next(ranks for ranks in lists_of_ranks if dist.get_rank() in ranks)
         return dist.new_group(own, backend=backend, use_local_synchronization=True)
     group, _ = dist.new_subgroups_by_enumeration(lists_of_ranks, backend=backend)

@@ -1,14 +1,12 @@
-"""The first failure of a job, shown by every rank.
+"""The first failure of a job, which every rank shows.
 
 [Note: Failing together]
-An error that nobody foresaw ends one rank in the middle of a step. The other ranks then hang in a collective or die of
-a closed connection, and whoever prints last buries the cause. So the first rank to fail leaves its traceback in the
-rendezvous store. The other ranks find it there, on their own error or by a watcher thread that looks every few seconds;
-they show it instead of their own traceback and exit. `lab/worker.py` does the same for any script, so it uses a file
-and imports nothing of laconic.
+An unforeseen error ends one rank in the middle of a step. The other ranks then hang in a collective or fail because a
+connection closes, and their messages bury the cause. So the first rank that fails writes its traceback to the
+rendezvous store. Every other rank reads it there, either when the rank fails itself, or in a thread that looks at the
+store every few seconds. The rank shows this traceback instead of its own and exits. `lab/worker.py` does the same for
+any script with a file instead of the store.
 """
-
-from __future__ import annotations
 
 import contextlib
 import os
@@ -28,44 +26,48 @@ _JOIN_S = 5.0
 
 
 class PeerFailedError(RuntimeError):
-    """Another rank failed first; the message is its traceback."""
+    """Another rank failed first; the message is the traceback of that rank."""
 
 
 def record_failure(error: BaseException, store: dist.Store | None = None) -> str:
-    """Leave the traceback of `error` as the job's first failure; return the first failure of another rank, or "".
+    """Record the traceback of `error` as the first failure of the job, unless there is one.
 
-    Without a reachable store (its host has failed) the result is "".
+    All ranks share `store`. Default: the rendezvous store. Returns the first failure if another rank had it, else "".
+    If the process that hosts the store has died, nothing is recorded and the result is "".
     """
-    own = f"{_begin(dist.get_rank())}\n{''.join(traceback.format_exception(error))}"
+    record = f"{_prefix(dist.get_rank())}\n{''.join(traceback.format_exception(error))}"
     try:
-        first = (store or _default_store()).compare_set(_KEY, "", own).decode()
-    except Exception:  # the store died with its host, which is then what failed
+        first = (store or _default_store()).compare_set(_KEY, "", record).decode()
+    except Exception:
         return ""
-    return _of_others(first)
+    return _if_of_peer(first)
 
 
 def first_failure(store: dist.Store | None = None) -> str:
-    """The first failure that another rank has recorded, or ""."""
+    """Return the first failure of the job if another rank recorded it, else ""; see `record_failure`."""
     store = store or _default_store()
     try:
-        return _of_others(store.get(_KEY).decode()) if store.check([_KEY]) else ""
-    except Exception:  # as above
+        return _if_of_peer(store.get(_KEY).decode()) if store.check([_KEY]) else ""
+    except Exception:  # the process that hosts the store has died
         return ""
 
 
 @contextlib.contextmanager
 def failing_together(world_size: int) -> Iterator[None]:
-    """Show the first failing rank's traceback on every rank, and end ranks that hang because of it.
+    """Show the traceback of the first failing rank on every rank: [Note: Failing together].
 
-    Raises: PeerFailedError in place of this rank's error, if another rank failed first. A JobError stays as it is.
+    A rank that hangs exits with code 1 at most 13 seconds after the first failure.
+
+    Raises:
+        PeerFailedError: the block failed on this rank, but first on another rank. A JobError is raised as it is.
     """
     if world_size == 1:
         yield
         return
     done = threading.Event()
-    # a clone has its own connection: the watcher never waits behind a blocking call of the main thread
-    own = _default_store().clone()  # type: ignore[attr-defined]
-    watcher = threading.Thread(target=_watch, args=(own, done), daemon=True)
+    # a clone has a connection of its own, so the thread never waits behind a blocking call of the main thread
+    watched = _default_store().clone()  # type: ignore[attr-defined]
+    watcher = threading.Thread(target=_watch, args=(watched, done), daemon=True)
     watcher.start()
     try:
         yield
@@ -76,7 +78,7 @@ def failing_together(world_size: int) -> Iterator[None]:
         raise
     finally:
         done.set()
-        watcher.join(_JOIN_S)  # a thread that leaves C++ while the interpreter ends aborts the process
+        watcher.join(_JOIN_S)  # a thread that returns from C++ while the interpreter ends aborts the process
 
 
 def _watch(store: dist.Store, done: threading.Event) -> None:
@@ -87,13 +89,12 @@ def _watch(store: dist.Store, done: threading.Event) -> None:
             os._exit(1)
 
 
-def _begin(rank: int) -> str:
-    """How the record of a rank begins."""
+def _prefix(rank: int) -> str:
     return f"rank {rank} failed first:"
 
 
-def _of_others(first: str) -> str:
-    return "" if first.startswith(_begin(dist.get_rank())) else first
+def _if_of_peer(first: str) -> str:
+    return "" if first.startswith(_prefix(dist.get_rank())) else first
 
 
 def _default_store() -> dist.Store:

@@ -1,11 +1,11 @@
-"""Where this process stands among the ranks, how it joins them and how it leaves.
+"""The place of this process among the ranks of the job; how it joins the job and how it exits.
 
-[Note: Leaving]
-A thread of Gloo lets go of a collective's tensors a moment after the collective is done. If Python has let go of them
-already, the thread needs the interpreter, and one that is being torn down ends the thread in a way that aborts the
-whole process (pytorch/pytorch#190489): on a busy machine a run now and then dies of SIGABRT after all its work is done.
-Destroying the process groups is no cure, as whatever still refers to one keeps its threads. So a process of its own
-leaves without the teardown, once what was registered at exit has run.
+[Note: Exit without teardown]
+A thread of Gloo releases the tensors of a collective a moment after the collective has finished. If Python has dropped
+them before, the thread needs the interpreter. An interpreter that shuts down ends such a thread in a way that aborts
+the process (pytorch/pytorch#190489). So on a busy machine a run sometimes dies of SIGABRT after all its work is done.
+To destroy the process groups does not help, since every reference to a group keeps its threads alive. Therefore a
+command of laconic exits without the shutdown of the interpreter, after its exit handlers have run.
 """
 
 from __future__ import annotations
@@ -26,17 +26,22 @@ from laconic.errors import JobError
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """Positions from torchrun's environment; without torchrun, one rank on one node."""
+    """The place of this process among the ranks of the job. Without torchrun there is one rank on one node."""
 
     rank: int
     world_size: int
     local_rank: int
     num_local: int
+    """The number of ranks on each node."""
     num_nodes: int
 
     @classmethod
     def from_environment(cls) -> RankInfo:
-        """Raises `JobError` for nodes of unequal size as far as one rank can see it."""
+        """Read torchrun's environment variables.
+
+        Raises:
+            JobError: the nodes have unequal numbers of ranks, as far as one rank can see it.
+        """
         world, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if world % local:
             raise JobError(
@@ -52,17 +57,32 @@ class RankInfo:
 
     @property
     def is_main(self) -> bool:
-        """Rank 0 talks to people and writes the logs."""
+        """True on the rank that prints and writes logs."""
         return self.rank == 0
 
     @property
     def is_first_on_node(self) -> bool:
-        """One rank per node prepares what the node shares."""
+        """True on the rank that prepares files which its node shares."""
         return self.local_rank == 0
 
 
+def node_of_rank(rank: int) -> int:
+    """Return the node on which a rank of the whole job runs; 0 without torchrun, which means one machine.
+
+    torchrun numbers the ranks node by node, LOCAL_WORLD_SIZE on each. `init_mesh` refuses nodes of unequal size.
+    """
+    num_local = os.environ.get("LOCAL_WORLD_SIZE")
+    return rank // int(num_local) if num_local else 0
+
+
 def pick_device(name: str, ranks: RankInfo) -> torch.device:
-    """The device of this rank; `auto` prefers a GPU."""
+    """Choose the device of this rank, and make a GPU the current one.
+
+    The name is "cpu", "cuda" or "auto", which prefers a GPU.
+
+    Raises:
+        JobError: `name` is "cuda" and there is no GPU.
+    """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -74,45 +94,42 @@ def pick_device(name: str, ranks: RankInfo) -> torch.device:
 
 @contextlib.contextmanager
 def process_group(ranks: RankInfo, device: torch.device, timeout_s: float) -> Iterator[dist.ProcessGroup]:
-    """Start the default process group (unless there is one) and yield a group that can carry CPU tensors."""
-    owned = not dist.is_initialized()
+    """Start the default process group, unless there is one, and yield a group that carries CPU tensors."""
+    is_owned = not dist.is_initialized()
     timeout = datetime.timedelta(seconds=timeout_s)
-    if owned:
+    if is_owned:
         # NCCL refuses two ranks on one GPU; Gloo carries CUDA tensors too, slowly
-        shared_gpu = device.type == "cuda" and ranks.num_local > torch.cuda.device_count()
-        backend = "nccl" if device.type == "cuda" and not shared_gpu else "gloo"
+        is_gpu_shared = device.type == "cuda" and ranks.num_local > torch.cuda.device_count()
+        backend = "nccl" if device.type == "cuda" and not is_gpu_shared else "gloo"
         if "MASTER_ADDR" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+    assert group is not None
     try:
-        group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
-        assert group is not None
         yield group
-    except JobError:  # on all ranks alike
-        _destroy(owned)
+    except JobError:  # all ranks raise it; after any other error peers may be dying, and a teardown could hang
+        if is_owned:
+            dist.destroy_process_group()
         raise
-    else:  # after any other error peers may be dying, and tearing down could hang; the process is about to end anyway
-        _destroy(owned)
-
-
-def _destroy(owned: bool) -> None:
-    if owned:
+    if is_owned:
         dist.destroy_process_group()
 
 
-class Leaving:
-    """Made at the start of a process, ends it with `code` and without a teardown: [Note: Leaving].
+class ExitWithoutTeardown:
+    """Makes the process exit without the shutdown of the interpreter: [Note: Exit without teardown].
 
-    What is registered at exit later runs before it; what was registered earlier, by imports, does not run. As long as
-    `code` is None, after an exception for example, the process ends as any other.
+    Make one at the start of a command, and set `code` at its end. Exit handlers that are registered in between run;
+    those that imports registered before do not run. If an exception ends the process first, `code` stays None and the
+    process ends as usual.
     """
 
     def __init__(self) -> None:
         self.code: int | None = None
-        atexit.register(self._leave)
+        atexit.register(self._exit)
 
-    def _leave(self) -> None:
+    def _exit(self) -> None:
         if self.code is not None:
             sys.stdout.flush()
             sys.stderr.flush()

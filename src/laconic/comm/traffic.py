@@ -1,7 +1,7 @@
-"""Bytes by level, purpose and direction, counted where they are sent.
+"""Traffic: bytes by level, purpose and direction, counted where they are sent.
 
-Every collective of the engine reports here what it puts on its level, so that a run's traffic is a sum of facts, not an
-estimate. In the lab the sum over a node's ranks is held to the kernel's interface counters.
+Every collective of laconic counts its own bytes, so the traffic of a run is a sum of facts and not an estimate. Tests
+in the lab compare the sum over the ranks of a node with the kernel's interface counters.
 """
 
 from __future__ import annotations
@@ -14,25 +14,32 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Level = Literal["island", "node", "local"]
-"""`island` and `node` cross the wire between machines; `local` stays inside one."""
+"""`island` and `node` cross the wire between nodes; `local` stays inside a node."""
+IslandLevel = Literal["node", "local"]
+"""The levels between the ranks of one island."""
 Purpose = Literal["weights", "gradients", "activations", "optimizer", "outer", "control"]
-"""`activations` is what stages on different devices hand on, `optimizer` what optimizers that need whole matrices move,
-`outer` what islands tell each other of their drift, `control` everything small: norms, losses, agreement between ranks;
-and what a user gathers by hand."""
+"""The reason for a transfer:
+
+- `weights`: parameters for forward and backward;
+- `gradients`: gradients of parameters;
+- `activations`: activations, and their gradients, between stages on different devices;
+- `optimizer`: matrices for optimizers that need whole matrices;
+- `outer`: pseudo-gradients between islands;
+- `control`: small messages (norms, losses, agreement between ranks), and tensors that the user gathers."""
 Direction = Literal["sent", "received"]
+"""`sent` leaves the rank that counts; `received` enters it."""
 
 WIRE_LEVELS: tuple[Level, ...] = ("island", "node")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What one rank had moved, and how long it had waited, at one moment. Subtract two for an interval."""
+    """The counters of one rank at one moment. The difference of two snapshots is the traffic between them."""
 
     sizes: Mapping[tuple[Level, Purpose, Direction], int] = field(default_factory=dict)
     """Bytes by (level, purpose, direction)."""
     waits: Mapping[Level, float] = field(default_factory=dict)
-    """Seconds this rank's thread stood still for a level. On CUDA waiting happens on the device and is not seen
-    here."""
+    """Seconds that this rank's thread was blocked, by level. With NCCL the device waits, which is not counted here."""
 
     def __sub__(self, earlier: Snapshot) -> Snapshot:
         return Snapshot(
@@ -43,7 +50,7 @@ class Snapshot:
     def total(
         self, level: Level | None = None, purpose: Purpose | None = None, direction: Direction | None = None
     ) -> int:
-        """Bytes of every entry that matches; None matches all."""
+        """Sum the bytes of every entry that matches; None matches everything."""
         wanted = (level, purpose, direction)
         return sum(
             size
@@ -52,29 +59,29 @@ class Snapshot:
         )
 
     def wire(self, direction: Direction = "sent", purpose: Purpose | None = None) -> int:
-        """Bytes that crossed between machines."""
+        """Sum the bytes that crossed the wire between nodes."""
         return sum(self.total(level, purpose, direction) for level in WIRE_LEVELS)
 
     def waited_s(self, level: Level | None = None) -> float:
-        """Seconds spent waiting for a level, or for all of them."""
+        """Seconds of waiting for `level`, or for all levels if it is None."""
         return sum(wait for key, wait in self.waits.items() if level is None or key == level)
 
 
 class Traffic:
-    """The counters of one rank in one cluster."""
+    """The counters of one rank in one cluster, from zero."""
 
     def __init__(self) -> None:
         self._sizes: Counter[tuple[Level, Purpose, Direction]] = Counter()
         self._waits: Counter[Level] = Counter()
 
     def count(self, level: Level, purpose: Purpose, *, sent_bytes: int, received_bytes: int) -> None:
-        """Add one transfer as this rank sees it."""
+        """Add the bytes that one transfer sends from this rank and brings to it."""
         self._sizes[level, purpose, "sent"] += sent_bytes
         self._sizes[level, purpose, "received"] += received_bytes
 
     @contextmanager
     def waiting(self, level: Level) -> Iterator[None]:
-        """Time the body as waiting for `level`."""
+        """Count the duration of the block as waiting for `level`."""
         start = time.perf_counter()
         try:
             yield
@@ -82,9 +89,5 @@ class Traffic:
             self._waits[level] += time.perf_counter() - start  # type: ignore[assignment]
 
     def snapshot(self) -> Snapshot:
-        """The counters now; immutable."""
+        """Copy the counters. The snapshot does not change afterwards."""
         return Snapshot(sizes=dict(self._sizes), waits=dict(self._waits))
-
-    def waited_s(self, level: Level | None = None) -> float:
-        """Seconds waited since the beginning."""
-        return self.snapshot().waited_s(level)

@@ -1,7 +1,4 @@
-"""One training job under several strategies, side by side in the lab: the `laconic compare` command.
-
-`Comparison` runs cases and is what benchmarks/wire.py is made of, too.
-"""
+"""One training job under several strategies, side by side in the lab: `laconic compare`, also for benchmarks."""
 
 from laconic.compare.case import STRATEGIES, Case, ComparisonError
 from laconic.compare.result import Result

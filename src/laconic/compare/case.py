@@ -1,13 +1,11 @@
-"""What is run: a job, a strategy and a rate, and the training configuration that they amount to."""
-
-from __future__ import annotations
+"""One run of a comparison: a job, a strategy and a rate, and the training configuration that they give."""
 
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from laconic.config.job import Config, ConfigError
+from laconic.config import Config, ConfigError
 from laconic.lab import format_rate
 
 Job = Literal["full", "lora"]
@@ -21,41 +19,47 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "host": ("laconic host", {"strategy": "laconic", "cache": "host"}),
     "device": ("laconic device", {"strategy": "laconic", "cache": "device"}),
 }
-"""Name -> (what people read, the keys of `[shard]`)."""
+"""Name -> (the label for people, the keys of `[shard]`)."""
+
+OWN_STRATEGIES = tuple(name for name, (_, keys) in STRATEGIES.items() if keys["strategy"] == "laconic")
+"""The strategies of laconic. The others are PyTorch's."""
 
 WATCHED_STEP = 2
-"""Counted from 1. The first that has optimizer states and, with frozen weights, a filled cache."""
+"""The step, counted from 1, whose memory is watched: the first with optimizer states and, if frozen, filled caches."""
 
 REFERENCE = "fsdp2"
-"""What the others are compared with."""
+"""The strategy that the others are compared with."""
 
 JOBS: dict[Job, str] = {"full": "full training", "lora": "LoRA"}
 
 
 class ComparisonError(RuntimeError):
-    """A run of the comparison failed; the message says which and why."""
+    """A run of the comparison failed; the message names the run and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run."""
+    """One run of a comparison.
+
+    Raises: ValueError if the strategy is unknown or there are too few steps to time one.
+    """
 
     strategy: str
     """A key of `STRATEGIES`."""
     job: Job = "full"
-    """All parameters, or adapters on a frozen model."""
+    """Training of all parameters (`full`), or of adapters on a frozen model (`lora`)."""
     rate_bits_per_s: float | None = None
-    """Of every node's link; None: not limited."""
+    """The rate of every node's link; None does not limit it."""
     steps: int = 8
-    """Optimizer steps, warm-up included."""
+    """The number of optimizer steps, warm-up included."""
     measure_memory: bool = True
-    """Have torch's allocator watched during the second step, which is then no use for timing."""
+    """Whether to watch torch's allocator during the second step, which then cannot be timed."""
     save: bool = False
-    """End with a checkpoint."""
+    """Whether the run ends with a checkpoint."""
     log_every: int = 1
-    """Steps between two lines of the run's log, and so of progress. Collecting a line's figures takes some 10 kB."""
+    """The steps from one line of the run's log to the next, and of progress. Each line costs some 10 kB on the wire."""
     repeat: int = 0
-    """Which of several equal runs."""
+    """The number of this run among several equal runs."""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -68,34 +72,35 @@ class Case:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps that are not timed: the first, which allocates and gathers for the first time, and the watched one."""
+        """The number of steps that are not timed: the first, which allocates and fills caches, and the watched one."""
         return WATCHED_STEP if self.measure_memory else 1
 
     @property
     def name(self) -> str:
-        """Of the folder of the run."""
-        parts = [
-            self.job,
-            format_rate(self.rate_bits_per_s),
-            self.strategy,
-            *([str(self.repeat)] if self.repeat else []),
-        ]
-        return "-".join(parts)
+        """The name of the run's folder."""
+        name = f"{self.job}-{format_rate(self.rate_bits_per_s)}-{self.strategy}"
+        return f"{name}-{self.repeat}" if self.repeat else name
 
     @property
     def label(self) -> str:
-        """For people."""
+        """The run in words."""
         rate = format_rate(self.rate_bits_per_s)
         return f"{JOBS[self.job]}, {STRATEGIES[self.strategy][0]}, {'unshaped' if rate == 'none' else rate}"
 
 
 def config_of(base: Config, case: Case, out: Path) -> Config:
-    """The training job of `case`: `base` but for the strategy, and quiet.
+    """Return the training job of `case`: `base` under another strategy, without progress, resuming and evaluation.
 
-    Raises: ConfigError if the strategy cannot run this job.
+    `out` is the folder of the comparison, for the tokens and the run's own folder.
+
+    Raises:
+        ConfigError: the strategy cannot run this job.
     """
+    keys = {"device_budget_bytes": 0, **STRATEGIES[case.strategy][1]}
+    if keys.get("cache") == "host":
+        del keys["device_budget_bytes"]  # the host cache keeps the job's own budget; no other has one
     try:
-        shard = dataclasses.replace(base.shard, **_fitting(base, STRATEGIES[case.strategy][1]))
+        shard = dataclasses.replace(base.shard, **keys)
     except ConfigError as error:
         raise ConfigError(f"{STRATEGIES[case.strategy][0]} cannot run this job: {error}") from error
     return dataclasses.replace(
@@ -112,8 +117,3 @@ def config_of(base: Config, case: Case, out: Path) -> Config:
             base.log, jsonl=True, progress=False, memory_step=WATCHED_STEP if case.measure_memory else 0
         ),
     )  # fmt: skip
-
-
-def _fitting(base: Config, keys: dict[str, Any]) -> dict[str, Any]:
-    """`keys`, without a budget that only the host cache has."""
-    return keys if keys.get("cache") == "host" else {**keys, "device_budget_bytes": 0}

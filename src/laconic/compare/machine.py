@@ -1,6 +1,4 @@
-"""What a figure was measured on."""
-
-from __future__ import annotations
+"""The machine and the software that a figure was measured with."""
 
 import contextlib
 import datetime
@@ -13,7 +11,7 @@ _PACKAGES = ("laconic", "torch", "transformers", "peft")
 
 
 def describe_machine() -> dict[str, str | int | float]:
-    """Processor, cores, memory, kernel and versions: what must stand beside a measurement."""
+    """Return processor, cores, memory, kernel and versions, which belong beside every measurement."""
     found: dict[str, str | int | float] = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "cpu": _cpu(),
@@ -23,13 +21,13 @@ def describe_machine() -> dict[str, str | int | float]:
         "python": platform.python_version(),
     }
     for name in _PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):  # run from a source tree, or without adapters
+        with contextlib.suppress(PackageNotFoundError):  # a source tree, or no adapters
             found[name] = version(name)
     return found
 
 
 def in_words(machine: dict[str, str | int | float]) -> str:
-    """One line of it."""
+    """Describe the result of `describe_machine` in one line."""
     software = ", ".join(f"{name} {machine[name]}" for name in ("python", *_PACKAGES) if name in machine)
     hardware = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
     return f"{hardware}, Linux {machine['kernel']}; {software}"

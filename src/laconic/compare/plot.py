@@ -1,30 +1,31 @@
-"""The picture a comparison ends with: seconds and megabytes per step, grouped by rate."""
-
-from __future__ import annotations
+"""The picture at the end of a comparison: seconds and megabytes per step, grouped by rate."""
 
 from collections.abc import Callable, Sequence
+from math import nan
 from pathlib import Path
 from typing import Any
 
 from laconic.compare.case import JOBS, STRATEGIES
 from laconic.compare.result import Result
-from laconic.compare.table import moved_bytes
 from laconic.lab import format_rate
 
-# Baselines are greys to blues, laconic's own warm; told apart by lightness too.
+# Baselines are grey or blue, laconic's own strategies warm. Their lightness differs too, for colour-blind readers.
 _COLORS = {
     "fsdp2": "#4d4d4d", "fsdp2-hpz": "#7f7f7f", "hsdp": "#4a78a8", "ddp": "#a3c1da",
     "none": "#f2c879", "host": "#d95f02", "device": "#8c3b00",
 }  # fmt: skip
 
-_METRICS: tuple[tuple[str, Callable[[Result], float | None]], ...] = (
+_METRICS: tuple[tuple[str, Callable[[Result], float]], ...] = (
     ("seconds per step", lambda result: result.step_s),
-    ("MB on the wire per node and step", lambda result: _megabytes(moved_bytes(result))),
+    (
+        "MB on the wire per node and step",
+        lambda result: nan if result.moved_bytes is None else result.moved_bytes / 1e6,
+    ),
 )
 
 
 def save_plot(results: Sequence[Result], path: Path, *, title: str) -> None:
-    """Write a PNG: a row of axes per measure, a column per job, a group of bars per rate.
+    """Write a PNG with a row of axes per measure, a column per job and a group of bars per rate.
 
     Raises: ModuleNotFoundError without matplotlib.
     """
@@ -47,33 +48,22 @@ def save_plot(results: Sequence[Result], path: Path, *, title: str) -> None:
     figure.savefig(path)
 
 
-def _bars(axes: Any, results: Sequence[Result], value: Callable[[Result], float | None]) -> None:
+def _bars(axes: Any, results: Sequence[Result], value: Callable[[Result], float]) -> None:
     rates = list(dict.fromkeys(result.rate_bits_per_s for result in results))
     strategies = [name for name in STRATEGIES if any(result.strategy == name for result in results)]
     width = 0.8 / len(strategies)
     for index, strategy in enumerate(strategies):
-        points = [
-            (rates.index(result.rate_bits_per_s) + (index - (len(strategies) - 1) / 2) * width, value(result))
-            for result in results
-            if result.strategy == strategy
-        ]
-        known = [(x, height) for x, height in points if height is not None]
+        shown = [result for result in results if result.strategy == strategy]
+        offset = (index - (len(strategies) - 1) / 2) * width
         bars = axes.bar(
-            [x for x, _ in known], [height for _, height in known],
+            [rates.index(result.rate_bits_per_s) + offset for result in shown], list(map(value, shown)),
             0.92 * width, color=_COLORS[strategy], label=STRATEGIES[strategy][0],
         )  # fmt: skip
         axes.bar_label(bars, fmt="{:.3g}", fontsize=7, padding=1)
-    axes.set_xticks(range(len(rates)), [_rate_label(rate) for rate in rates], fontsize=8)
+    labels = ["unshaped wire" if rate is None else f"{format_rate(rate)}/s" for rate in rates]
+    axes.set_xticks(range(len(rates)), labels, fontsize=8)
     axes.tick_params(axis="y", labelsize=8)
     axes.margins(y=0.14)
     axes.spines[["top", "right"]].set_visible(False)
     if len(rates) == 1:
         axes.set_xlim(-0.75, 0.75)
-
-
-def _rate_label(rate_bits_per_s: float | None) -> str:
-    return "unshaped wire" if rate_bits_per_s is None else f"{format_rate(rate_bits_per_s)}/s"
-
-
-def _megabytes(nbytes: float | None) -> float | None:
-    return None if nbytes is None else nbytes / 1e6

@@ -1,6 +1,4 @@
-"""What a person sees while a comparison runs: bars on a terminal, plain lines elsewhere."""
-
-from __future__ import annotations
+"""The progress of a comparison on the screen: bars on a terminal, plain lines elsewhere."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,85 +11,67 @@ from laconic.compare.result import Result
 
 
 class Reporter:
-    """Is told everything and does nothing."""
+    """The listener to a comparison. This one shows nothing."""
 
     @contextmanager
     def running(self, case: Case) -> Iterator[None]:
-        """Around a run."""
+        """Show that a run lasts as long as the body."""
         yield
 
     def step(self, step: int, loss: float, step_s: float) -> None:
-        """The run has taken a step; called from a thread."""
+        """Show that the run has taken a step. A thread calls this, perhaps after the end of `running`."""
 
     def finished(self, case: Case, result: Result) -> None:
-        """The run went well."""
+        """Show the result of a run."""
 
 
-def describe(result: Result) -> str:
-    """A run in half a line."""
-    parts = [f"{result.step_s:.3f} s per step"]
-    moved = result.wire_bytes if result.wire_bytes is not None else result.counted_bytes
-    if moved is not None:
-        parts.append(f"{moved / 1e6:.2f} MB on the wire per node and step")
-    parts.append(f"loss {result.loss:.4f}")
-    return ", ".join(parts)
+class ConsoleReporter(Reporter):
+    """A bar that moves with every step on a terminal, a line before each run elsewhere, and a line after each run.
 
+    `console` is this process's stdout by default. `num_runs` is the number of runs to come, if it is known.
+    """
 
-class LineReporter(Reporter):
-    """One line before each run and one after."""
-
-    def __init__(self, console: Console, *, num_runs: int | None = None) -> None:
-        self._console = console
-        self._num_runs = num_runs
+    def __init__(self, console: Console | None = None, *, num_runs: int | None = None) -> None:
+        self._console = console or Console()
+        self._of_all = f"/{num_runs}" if num_runs else ""
         self._started = 0
+        self._task: tuple[Progress, TaskID] | None = None
 
     @contextmanager
     def running(self, case: Case) -> Iterator[None]:
+        """See `Reporter.running`."""
         self._started += 1
-        self._say(f"{self._position()} {case.label}: {case.steps} steps ...")
-        yield
-
-    def finished(self, case: Case, result: Result) -> None:
-        self._say(f"{self._position()} {case.label}: {describe(result)} ({result.wall_s:.0f} s in all)")
-
-    def _position(self) -> str:
-        return f"[{self._started}/{self._num_runs}]" if self._num_runs else f"[{self._started}]"
-
-    def _say(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-class BarReporter(LineReporter):
-    """A bar that moves with every step, and a line when it is done."""
-
-    def __init__(self, console: Console, *, num_runs: int | None = None) -> None:
-        super().__init__(console, num_runs=num_runs)
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
-
-    @contextmanager
-    def running(self, case: Case) -> Iterator[None]:
-        self._started += 1
+        has_bar = self._console.is_terminal
+        if not has_bar:
+            self._print(f"{self._name(case)}: {case.steps} steps ...")
         columns = (
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
             TimeElapsedColumn(),
         )  # fmt: skip
         # `transient`: the bar makes room for the line about the result
-        with Progress(*columns, console=self._console, transient=True) as progress:
-            description = f"{self._position()} {case.label}"
-            self._task = progress.add_task(description, total=case.steps, note="starting")
-            self._progress = progress
+        with Progress(*columns, console=self._console, transient=True, disable=not has_bar) as progress:
+            self._task = progress, progress.add_task(self._name(case), total=case.steps, note="starting")
             try:
                 yield
             finally:
-                self._progress = None
+                self._task = None
 
     def step(self, step: int, loss: float, step_s: float) -> None:
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=step, note=f"loss {loss:.3f}, {step_s:.2f} s per step")
+        """See `Reporter.step`."""
+        if task := self._task:
+            task[0].update(task[1], completed=step, note=f"loss {loss:.3f}, {step_s:.2f} s per step")
 
+    def finished(self, case: Case, result: Result) -> None:
+        """See `Reporter.finished`."""
+        moved = result.moved_bytes
+        wire = f"{moved / 1e6:.2f} MB on the wire per node and step, " if moved is not None else ""
+        self._print(
+            f"{self._name(case)}: {result.step_s:.3f} s per step, {wire}loss {result.loss:.4f} "
+            f"({result.wall_s:.0f} s in all)"
+        )
 
-def make_reporter(*, num_runs: int | None = None, console: Console | None = None) -> Reporter:
-    """A bar where there is a terminal."""
-    console = console or Console()
-    return (BarReporter if console.is_terminal else LineReporter)(console, num_runs=num_runs)
+    def _name(self, case: Case) -> str:
+        return f"[{self._started}{self._of_all}] {case.label}"
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,6 +1,4 @@
-"""What a run showed."""
-
-from __future__ import annotations
+"""The measurements of one run."""
 
 import dataclasses
 import json
@@ -8,65 +6,68 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from laconic.compare.case import Case, Job
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One case as measured. Bytes on the wire are those a node sends, mean over nodes."""
+    """The measurements of one case. Bytes on the wire are bytes that a node sends, as a mean over nodes."""
 
     job: Job
     strategy: str
     rate_bits_per_s: float | None
     steps: int
-    """Optimizer steps taken."""
     step_s: float
-    """Seconds per step, the median of the timed ones."""
+    """The median seconds of the timed steps."""
     step_times_s: tuple[float, ...]
-    """Of each timed step."""
     wire_bytes: float | None
-    """Per node and step from the second step on, by the interface's counters; None without a wire."""
+    """The bytes per node and step from the second step on, by the interface's counters; None without a wire."""
     counted_bytes: float | None
-    """The same as the engine counts it; None for a baseline."""
+    """The same bytes as the engine counts them; None for a baseline."""
     traffic_bytes: dict[str, float]
-    """Per node and step from the second on, by "level/purpose", as the engine counts it."""
+    """The bytes per node and step from the second step on, by "level/purpose", as the engine counts them."""
     allocated_peak_bytes: int | None
-    """Most that torch had allocated on the fullest rank's device: parameters, gradients, optimizer, activations."""
+    """The peak of torch's allocator on the fullest rank: parameters, gradients, optimizer states, activations."""
     engine_peak_bytes: int | None
-    """Most that the engine's own buffers took on the fullest rank's device; None for a baseline."""
+    """The peak of the engine's own buffers on the fullest rank's device; None for a baseline."""
     host_bytes_per_node: int
-    """Cached slices in host memory."""
+    """The cached node shards in host memory."""
     wait_s: float | None
-    """Seconds per step a rank stood still for the wire, as the engine counts it; mean over ranks, median over steps."""
+    """Seconds per step that a rank waits for the wire, by the engine's count: mean over ranks, median over steps."""
     losses: tuple[float, ...]
-    """Of every step, mean over ranks."""
+    """The loss of every step, mean over ranks."""
     num_parameters: int
     num_trainable: int
     wall_s: float
-    """Of the whole run, start of Python included."""
+    """The seconds of the whole run, with the start of Python."""
     output: str
-    """Folder of the run: metrics, TensorBoard log, checkpoints."""
+    """The folder of the run: metrics, TensorBoard log, checkpoints."""
 
     @property
     def loss(self) -> float:
-        """After the last step."""
+        """The loss of the last step."""
         return self.losses[-1]
 
+    @property
+    def moved_bytes(self) -> float | None:
+        """The bytes per node and step by the interface, or as the engine counts them without a wire."""
+        return self.wire_bytes if self.wire_bytes is not None else self.counted_bytes
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Result:
-        """The inverse of `to_dict`, also after JSON."""
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Rebuild a result from `to_dict`, also after JSON."""
         lists = {key: tuple(values[key]) for key in ("step_times_s", "losses")}
         return cls(**{**values, **lists})
 
 
 def read_result(case: Case, folder: Path, *, wall_s: float) -> Result:
-    """The result of `case` from what the trainer left in `folder`."""
+    """Read the result of `case` from the trainer's output in `folder`; the run took `wall_s` seconds."""
     summary = json.loads((folder / "summary.json").read_text())
     nodes = summary["num_nodes"]
     times = summary["step_s"][case.warmup_steps :]
@@ -93,12 +94,10 @@ def read_result(case: Case, folder: Path, *, wall_s: float) -> Result:
 
 
 def _allocated_peak_bytes(summary: dict[str, Any]) -> int | None:
-    """A GPU's allocator keeps a peak; on a CPU it is what rests plus what the watched step took."""
-    if summary["allocated_peak_bytes"] is not None:
-        return summary["allocated_peak_bytes"]
-    if summary["step_peak_bytes"] is None:
-        return None
-    return summary["resting_bytes"] + summary["step_peak_bytes"]
+    """A GPU's allocator knows its peak; on a CPU it is the memory between steps, and the watched step's on top."""
+    if summary["allocated_peak_bytes"] is None and summary["step_peak_bytes"] is not None:
+        return summary["resting_bytes"] + summary["step_peak_bytes"]
+    return summary["allocated_peak_bytes"]
 
 
 def _median(values: Sequence[float | None]) -> float | None:
@@ -107,12 +106,11 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def _per_node(by_step: Sequence[int | None], nodes: int) -> float | None:
-    """Mean over the steps from the second on; the first fills caches."""
+    """The mean over the steps from the second on. The first step fills caches."""
     known = [value for value in by_step[1:] if value is not None]
     return statistics.fmean(known) / nodes if known else None
 
 
 def _by_kind(by_step: Sequence[dict[str, int]], nodes: int) -> dict[str, float]:
-    steps = by_step[1:]
-    kinds = sorted({kind for step in steps for kind in step})
-    return {kind: statistics.fmean(step.get(kind, 0) for step in steps) / nodes for kind in kinds}
+    kinds = sorted({kind for step in by_step[1:] for kind in step})
+    return {kind: statistics.fmean(step.get(kind, 0) for step in by_step[1:]) / nodes for kind in kinds}

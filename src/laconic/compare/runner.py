@@ -1,6 +1,4 @@
-"""Runs cases in one lab, and tells somebody how it goes."""
-
-from __future__ import annotations
+"""The runner of cases: one lab, one case after the other, and a reporter that shows the progress."""
 
 import json
 import shutil
@@ -8,13 +6,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from laconic.compare.case import Case, ComparisonError, config_of
 from laconic.compare.progress import Reporter
 from laconic.compare.result import Result, read_result
-from laconic.config.job import Config, to_toml
+from laconic.config import Config, to_toml
 from laconic.lab import Lab, RunResult
 
 _POLL_INTERVAL_S = 0.25
@@ -24,14 +21,21 @@ _SHOWN_LINES = 30
 class Comparison:
     """A lab that is open for as long as the `with` block lasts, and runs one case after the other.
 
-    Raises: laconic.lab.LabUnavailable on entry, if the machine cannot make a wire; ComparisonError from `run`.
+    Args:
+        base: the training job that all cases share.
+        out: the folder for the tokens, a folder per run, and any file of the caller.
+        nodes: the number of emulated nodes, with `local` ranks each.
+        wire: whether the lab has a wire with a rate.
+        timeout_s: the seconds after which a run has failed.
+
+    Raises:
+        laconic.lab.LabUnavailable: on entry, if the machine cannot make a wire.
     """
 
     def __init__(
         self, base: Config, out: Path, *, nodes: int = 2, local: int = 2, wire: bool = True,
         timeout_s: float = 1800.0, reporter: Reporter | None = None,
     ) -> None:  # fmt: skip
-        """`out` gets the tokens, a folder per run, and what else the caller writes there."""
         self.base, self.out, self.local = base, out.absolute(), local
         self.lab = Lab(nodes=nodes, wire=wire)
         self.timeout_s = timeout_s
@@ -42,16 +46,17 @@ class Comparison:
         self.lab.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.lab.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self.lab.close()
 
     def run(self, case: Case) -> Result:
-        """Run one case from the beginning to the end."""
+        """Train `case` from the beginning to the end, and return its measurements.
+
+        Raises: ComparisonError if the run fails, ConfigError if the strategy cannot run this job.
+        """
         config = config_of(self.base, case, self.out)
         folder = Path(config.train.output)
-        shutil.rmtree(folder, ignore_errors=True)  # an earlier comparison's
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier comparison
         folder.mkdir(parents=True)
         job = folder / "job.toml"
         job.write_text(to_toml(config), encoding="utf-8")
@@ -59,20 +64,20 @@ class Comparison:
             outcome = self.run_ranks(["-m", "laconic.train.cli", str(job)], case.rate_bits_per_s)
         (folder / "output.txt").write_text("".join(node.output for node in outcome.nodes), encoding="utf-8")
         if outcome.exit_code:
-            raise ComparisonError(f"{case.label} failed: {why(outcome)}")
+            raise ComparisonError(f"{case.label} failed: {explain_failure(outcome)}")
         result = read_result(case, folder, wall_s=outcome.wall_s)
         self.reporter.finished(case, result)
         return result
 
     def run_ranks(self, command: list[str], rate_bits_per_s: float | None) -> RunResult:
-        """Run any script on the lab's ranks at a rate."""
+        """Run any script on the lab's ranks, with every link limited to a rate; see `Lab.run`."""
         if self.lab.wire:
             self.lab.set_rate(rate_bits_per_s)
         return self.lab.run(command, local=self.local, timeout_s=self.timeout_s, show=False)
 
     @contextmanager
     def _following(self, metrics: Path) -> Iterator[None]:
-        """Pass the lines that rank 0 writes on to the reporter while the run lasts."""
+        """Pass the lines that rank 0 writes on to the reporter, as long as the body lasts."""
         done = threading.Event()
         follower = threading.Thread(target=self._follow, args=(metrics, done), daemon=True)
         follower.start()
@@ -83,23 +88,19 @@ class Comparison:
             follower.join()
 
     def _follow(self, metrics: Path, done: threading.Event) -> None:
-        told = 0
-        while True:
-            last = done.wait(_POLL_INTERVAL_S)
-            lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-            for line in lines[told:]:
-                try:
+        num_read, is_last = 0, False
+        while not is_last:
+            is_last = done.wait(_POLL_INTERVAL_S)
+            lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []
+            for line in lines[num_read:]:
+                if line.endswith("\n"):  # otherwise it is half written
                     row = json.loads(line)
-                except ValueError:  # half written
-                    break
-                self.reporter.step(row["step"], row["loss"], row["step_s"])
-                told += 1
-            if last:
-                return
+                    self.reporter.step(row["step"], row["loss"], row["step_s"])
+                    num_read += 1
 
 
-def why(outcome: RunResult) -> str:
-    """In words, for a person: what the trainer refused, the first traceback, or the last lines."""
+def explain_failure(outcome: RunResult) -> str:
+    """Explain a failed run: by the trainer's own message, the first traceback, or the last lines of output."""
     if outcome.timed_out:
         return f"ended at its timeout after {outcome.wall_s:.0f} s"
     lines = [line for node in outcome.nodes for line in node.output.splitlines()]
@@ -109,7 +110,7 @@ def why(outcome: RunResult) -> str:
     if outcome.failure is None:
         return _ending(lines)
     found = f"rank {outcome.failure.rank} failed first:\n{outcome.failure.error.rstrip()}"
-    if outcome.failure.exit_code < 0:  # by a signal: what there is to know, it said before
+    if outcome.failure.exit_code < 0:  # a signal, so its last lines of output may explain it
         found += "\n" + _ending(outcome.nodes[outcome.failure.node].output.splitlines())
     return found
 

@@ -1,6 +1,4 @@
-"""The table a comparison ends with: Markdown, aligned so that it reads on a terminal too."""
-
-from __future__ import annotations
+"""The table at the end of a comparison: Markdown with padded cells, so that it reads on a terminal too."""
 
 from collections.abc import Sequence
 
@@ -14,43 +12,28 @@ _COLUMNS = (
 _NUM_TEXT_COLUMNS = 3
 
 LEGEND = """\
-wire MB: sent by each node in one optimizer step, from the second on, by the interface's counters, headers included.
-device MB: the most torch's allocator held on a rank: parameters, gradients, optimizer, activations, transfers.
-host MB: cached slices, per node. loss: of the last step, mean over ranks."""
+wire MB: bytes that each node sends in one optimizer step from the second on, by the interface's counters, with headers.
+device MB: peak of torch's allocator on a rank: parameters, gradients, optimizer states, activations, transfers.
+host MB: cached node shards, per node. loss: last step, mean over ranks."""
 
 LEGEND_NO_WIRE = """\
-no wire: wire MB is what the engine counted, and baselines do not count. Otherwise as with a wire:
-device MB: the most torch's allocator held on a rank. host MB: cached slices, per node. loss: of the last step."""
+no wire: the engine counts wire MB, and baselines have no count. Otherwise as with a wire:
+device MB: peak of torch's allocator on a rank. host MB: cached node shards, per node. loss: last step."""
 
 
 def render(results: Sequence[Result]) -> str:
-    """One row per result, in their order, with ratios to FSDP2 in the same job at the same rate."""
-    rows = [_row(result, reference_of(result, results)) for result in results]
+    """Return one row per result, in order, with ratios to FSDP2 in the same job at the same rate, if it was run."""
+    fsdp2 = [result for result in reversed(results) if result.strategy == REFERENCE]
+    references = {(result.job, result.rate_bits_per_s): result for result in fsdp2}  # the first of equal runs
+    rows = [_row(result, references.get((result.job, result.rate_bits_per_s))) for result in results]
     return markdown(_COLUMNS, rows, num_text_columns=_NUM_TEXT_COLUMNS)
 
 
-def reference_of(result: Result, results: Sequence[Result]) -> Result | None:
-    """FSDP2 in the same job at the same rate, if it was run."""
-    same = (
-        other
-        for other in results
-        if (other.job, other.rate_bits_per_s) == (result.job, result.rate_bits_per_s) and other.strategy == REFERENCE
-    )
-    return next(same, None)
-
-
-def moved_bytes(result: Result) -> float | None:
-    """Per node and step: by the interface, or as counted where there is none."""
-    return result.wire_bytes if result.wire_bytes is not None else result.counted_bytes
-
-
 def _row(result: Result, reference: Result | None) -> list[str]:
-    moved = moved_bytes(result)
-    reference_moved = moved_bytes(reference) if reference else None
-    rate = format_rate(result.rate_bits_per_s)
+    moved, reference_moved = result.moved_bytes, reference.moved_bytes if reference else None
     return [
         JOBS[result.job],
-        "unshaped" if rate == "none" else rate,
+        "unshaped" if result.rate_bits_per_s is None else format_rate(result.rate_bits_per_s),
         STRATEGIES[result.strategy][0],
         f"{result.step_s:.3f}",
         f"{result.step_s / reference.step_s:.2f}" if reference else "-",
@@ -69,7 +52,7 @@ def _megabytes(nbytes: float | None) -> str:
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_text_columns: int) -> str:
-    """A Markdown table with padded cells; all but the first `num_text_columns` are aligned right."""
+    """Return a Markdown table with padded cells, aligned right but for the first `num_text_columns`."""
     widths = [max(len(row[index]) for row in [columns, *rows]) for index in range(len(columns))]
 
     def line(cells: Sequence[str]) -> str:

@@ -1,0 +1,38 @@
+"""The description of a training job: typed sections, read strictly from TOML and written back."""
+
+from laconic.config.job import Config, all_keys, from_dict, load, to_dict, to_toml
+from laconic.config.sections import (
+    ConfigError,
+    DataConfig,
+    LogConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    ShardConfig,
+    SyncConfig,
+    TrainConfig,
+    parse_block,
+)
+from laconic.errors import JobError
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "JobError",
+    "LogConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ScheduleConfig",
+    "ShardConfig",
+    "SyncConfig",
+    "TrainConfig",
+    "all_keys",
+    "from_dict",
+    "load",
+    "parse_block",
+    "to_dict",
+    "to_toml",
+]

@@ -1,78 +1,81 @@
 """One optimizer per stage, and the hyper-parameters that belong to each batch's gradient.
 
 [Note: Settings belong to the gradient]
-A gradient is applied on different time steps under different rules, and later than the batch it came from. Were it
-applied with the learning rate of that later moment, workers would drift apart at every change. So the settings of all
-groups are copied when a batch begins, and its gradient is applied with that copy, whenever that is.
+Rules apply a gradient at different time steps, all later than its batch. If an optimizer took the learning rate of that
+later moment, a change of it would reach different gradients under different rules. So the hyper-parameters of all
+groups are copied when a batch begins, and the gradient of the batch is applied with that copy.
 """
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-Settings = list[dict[str, Any]]
-"""Hyper-parameters per group, without the parameters."""
+Settings = list[dict[str, Any]]  # hyper-parameters per group, without the parameters
 
 
 class StageOptimizers(torch.optim.Optimizer):
-    """The optimizers of all stages, for learning-rate schedulers and for a user's hand: one list of groups.
+    """The optimizers of all stages as one list of groups, for learning-rate schedulers and for users.
 
-    Its `step()` applies nothing: gradients are applied by the schedule. It only lets schedulers see that steps are
-    taken.
+    The schedule applies the gradients. `step()` only shows learning-rate schedulers that a step was taken.
 
-    Raises: ValueError for an optimizer that calls the model again, or has no parameters of the stage.
+    Raises:
+        ValueError: an optimizer needs a closure, or does not hold exactly the parameters of its stage.
     """
 
     def __init__(self, make: MakeOptimizer, stages: Sequence[list[nn.Parameter]]) -> None:
+        self._make, self._parameters = make, stages
         self.by_stage = [make(list(parameters)) for parameters in stages]
         for stage, (optimizer, parameters) in enumerate(zip(self.by_stage, stages, strict=True)):
             _check(optimizer, parameters, stage)
         super().__init__([group for optimizer in self.by_stage for group in optimizer.param_groups], {})
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Nothing: see the class."""
+        """Do nothing: see the class."""
 
     def settings(self) -> list[Settings]:
         """A copy of all groups' hyper-parameters, by stage."""
         return [
-            [{key: _copied(value) for key, value in group.items() if key != "params"} for group in inner.param_groups]
+            [{key: copied(value) for key, value in group.items() if key != "params"} for group in inner.param_groups]
             for inner in self.by_stage
         ]
 
     def restore(self, stage: int, settings: Settings) -> None:
         """Give a stage's groups these hyper-parameters."""
         for group, saved in zip(self.by_stage[stage].param_groups, settings, strict=True):
-            group.update({key: _copied(value) for key, value in saved.items()})
+            group.update({key: copied(value) for key, value in saved.items()})
 
-    def apply(
-        self, stage: int, gradients: Sequence[Tensor], parameters: list[nn.Parameter], settings: Settings
-    ) -> None:
-        """Step a stage with the total gradient and the settings of its batch."""
+    def apply(self, stage: int, gradients: Sequence[Tensor], settings: Settings) -> None:
+        """Step a stage's optimizer with the total gradient and the settings of its batch."""
+        current, parameters = self.settings()[stage], self._parameters[stage]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        with self._bound(stage, settings):
+        self.restore(stage, settings)
+        try:
             self.by_stage[stage].step()
+        finally:
+            self.restore(stage, current)
         for parameter in parameters:
             parameter.grad = None
 
-    @contextmanager
-    def _bound(self, stage: int, settings: Settings) -> Iterator[None]:
-        now = self.settings()[stage]
-        self.restore(stage, settings)
-        try:
-            yield
-        finally:
-            self.restore(stage, now)
+    def blank_state(self, tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
+        """The state of each parameter after a first step, with zeros in all tensors. Overwrites `tensors`."""
+        parameters = [nn.Parameter(tensor) for tensor in tensors]
+        optimizer = self._make(parameters)
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        return [
+            {k: torch.zeros_like(v) if isinstance(v, Tensor) else v for k, v in optimizer.state.get(p, {}).items()}
+            for p in parameters
+        ]
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """A clone of a tensor, or any other value itself."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -86,6 +89,6 @@ def _check(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], sta
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if held != {id(p) for p in parameters}:
         raise ValueError(
-            f"the optimizer of stage {stage} holds {len(held)} parameters that are not just the {len(parameters)} it "
-            "was given; optimizer_fn must make a new optimizer of exactly its argument"
+            f"the optimizer of stage {stage} holds {len(held)} parameters, expected exactly the {len(parameters)} that "
+            "optimizer_fn was given; it must make a new optimizer of its argument"
         )

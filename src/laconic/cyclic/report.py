@@ -1,73 +1,73 @@
-"""What one device did in its steps, as it happened."""
-
-from __future__ import annotations
+"""Measurements of one device while it trains: live activations, bytes sent, durations and waits."""
 
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-_LATE = 0.1  # of an op's own duration: to wait longer than that is to be late
+_LATE = 0.1  # a device is late if it waits longer than this share of an op
 _TRACE_LENGTH = 1 << 16
 
 
 @dataclass
 class Report:
-    """Counters of one device; the last step's, unless said otherwise."""
+    """The counters of one device. They cover the last step, unless said otherwise."""
 
     live_now: int = 0
-    """Stage activations alive on this device: forwards whose backward has not run."""
+    """The number of stage activations alive on this device: forwards whose backward has not run."""
     live_peak: int = 0
-    """The most, since the beginning."""
+    """The largest `live_now` since the beginning."""
     bytes_per_step: list[int] = field(default_factory=lambda: [0])
-    """Bytes sent before the first op of the last step, and after each."""
+    """The bytes sent before the first op, and after each op."""
     largest_burst: int = 0
-    """The largest of them, since the beginning."""
+    """The largest number of bytes sent between two ops, since the beginning."""
     durations_s: list[float] = field(default_factory=list)
-    """Of each op of the last step, without waiting."""
+    """The duration of each op, without waiting."""
     waits_s: list[float] = field(default_factory=list)
-    """Stood still for messages before each op of the last step."""
+    """The time that the device waited for messages before each op."""
     trace: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_TRACE_LENGTH))
-    """(time.monotonic(), stage activations alive from then on), the latest; those of one machine's devices can be
-    merged by `peak_together`."""
+    """The latest changes of `live_now`, as (time.monotonic(), value). `peak_together` merges the traces of devices."""
 
     @property
     def on_time(self) -> float:
-        """The share of the last step's time steps for which this device did not wait, save for a tenth of an op."""
+        """The share of time steps before which this device waited less than a tenth of an op."""
         if not self.durations_s:
             return 1.0
-        patience = _LATE * sum(self.durations_s) / len(self.durations_s)
-        return sum(wait <= patience for wait in self.waits_s) / len(self.waits_s)
+        patience_s = _LATE * sum(self.durations_s) / len(self.durations_s)
+        return sum(wait_s <= patience_s for wait_s in self.waits_s) / len(self.waits_s)
 
     def begin_step(self) -> None:
-        """Forget the last step."""
+        """Clear the counters of the last step."""
         self.bytes_per_step, self.durations_s, self.waits_s = [0], [], []
 
-    def live(self, change: int) -> None:
-        """An activation has come, or gone."""
+    def add_live(self, change: int) -> None:
+        """Record that an activation has come (+1) or gone (-1)."""
         self.live_now += change
         self.live_peak = max(self.live_peak, self.live_now)
         self.trace.append((time.monotonic(), self.live_now))
 
-    def op(self, *, duration_s: float, wait_s: float) -> None:
-        """An op has run."""
+    def add_op(self, *, duration_s: float, wait_s: float) -> None:
+        """Record that an op has run."""
         self.durations_s.append(duration_s)
         self.waits_s.append(wait_s)
         self.bytes_per_step.append(0)
 
-    def sent(self, num_bytes: int) -> None:
-        """After the last op, or before the next one: that is one moment."""
+    def add_sent(self, num_bytes: int) -> None:
+        """Record that bytes were sent after the last op."""
         self.bytes_per_step[-1] += num_bytes
         self.largest_burst = max(self.largest_burst, self.bytes_per_step[-1])
 
     def clear_trace(self) -> None:
-        """Begin the trace, and the peaks, anew."""
+        """Clear the trace and the peaks."""
         self.trace.clear()
         self.live_peak, self.largest_burst = self.live_now, 0
 
 
 def peak_together(traces: Sequence[Iterable[tuple[float, int]]], since: float = 0.0) -> int:
-    """The most stage activations alive at one moment over several devices of one machine, from a moment on."""
+    """The largest number of stage activations alive at one moment on several devices of one machine.
+
+    `traces` has the `Report.trace` of each device; moments count from the time.monotonic() `since` on.
+    """
     events = sorted((moment, device, alive) for device, trace in enumerate(traces) for moment, alive in trace)
     alive_on, peak = dict.fromkeys(range(len(traces)), 0), 0
     for moment, device, alive in events:

@@ -1,12 +1,9 @@
-"""The cyclic schedule at work: N workers, two time steps apart, that tell each other everything point to point.
+"""The cyclic schedule at work: N workers, two time steps apart, that exchange everything point to point.
 
 Source: Fournier and Oyallon, "Cyclic Data Parallelism for Efficient Parallelism of Deep Neural Networks", arXiv
 2403.08837. Reference: tests/reference/cyclic.py, equal to the bit under every rule and placement.
 """
 
-from __future__ import annotations
-
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,53 +14,44 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from laconic.comm.failure import first_failure, record_failure
 from laconic.comm.traffic import Traffic
-from laconic.cyclic import snapshot
-from laconic.cyclic.flat import Layout
+from laconic.cyclic.baton import Baton
 from laconic.cyclic.links import Links, PeerLost
 from laconic.cyclic.optimizers import MakeOptimizer, StageOptimizers
-from laconic.cyclic.placement import Placement, Replicated, trainable
+from laconic.cyclic.placement import Placement
 from laconic.cyclic.report import Report
 from laconic.cyclic.scaling import LossScale
-from laconic.cyclic.schedule.messages import Run
 from laconic.cyclic.schedule.rule import Rule
 from laconic.cyclic.schedule.schedule import Schedule, StatePlacement
-from laconic.cyclic.sharded import Sharded
-from laconic.cyclic.worker import Baton, LossFn, Worker
-
-MicroBatch = tuple[Any, Any]
+from laconic.cyclic.snapshot import Snapshots
+from laconic.cyclic.stages.stage import refuse_shared, trainable
+from laconic.cyclic.worker import LossFn, MicroBatch, Worker
 
 
 class CyclicDataParallel:
-    """Trains stages with one worker per stage, each with its own micro-batch, staggered by two time steps.
+    """Trains stages with one worker per stage; each has its own micro-batch, two time steps after the previous worker.
+
+    All ranks construct it, and call each of its methods, alike. Parameters begin with the values of the mesh's first
+    rank. A worker saves as many activations as in plain data parallelism; it is their sum over workers that stays flat.
+    A trainable parameter that a batch does not use has a gradient of zero. Buffers (running statistics) stay local.
 
     Args:
-        stages: the model, cut in order; N modules, the same on all ranks. Stage k's output, a tensor or a tuple of
-            tensors, is stage k + 1's arguments. They must share no parameter, and be of one device.
+        stages: the model, cut in order into N modules, the same on all ranks. The output of stage k, a tensor or a
+            tuple of tensors, is the arguments of stage k + 1. They share no trainable parameter and are on one device.
         loss_fn: `loss_fn(output, targets)`, the mean over a micro-batch.
-        optimizer_fn: from a list of parameters to a new optimizer; called once per stage.
-        mesh: one axis of N ranks, or of N(N+1)/2 for shared stages. None, or one rank: all N micro-batches on one
-            device, interleaved.
-        rule: which versions workers use: "v2", "lag2", "clip", "v1", "dp" (all at once), a `Rule`, or a mask.
-        states: "replicated": all parameters on every worker, optimizer state with a stage's owner. "sharded":
-            parameters too rest with the owner alone, and travel on two rings. "shared": stages are spread over
-            N(N+1)/2 devices.
-        stagger: how much of 1/N of a batch the worker before must have done before one begins; 1 keeps activations
-            flat, less forgives slow links. 0 does not stagger.
-        max_grad_norm: clip gradients by the global norm over all stages; only under the rules "v1", "clip" and "dp", by
-            which updates can wait for it.
-        grad_scaler: scale losses with its settings, and leave out the update of a batch whose gradient overflowed;
-            under the same rules, and with a scale that follows two batches late. It is read, not updated: see
-            `loss_scale`.
-
-    All ranks make it, and call each of its methods, alike. Parameters begin as on the mesh's first rank.
-    Activations per worker are those of plain data parallelism; it is their sum over workers that is flat.
-    A trainable parameter without a part in a batch has a gradient of zero there. Buffers (running statistics) stay
-    local. A stage's frozen parameters stay where they are.
+        optimizer_fn: makes a new optimizer of a list of parameters; called once per stage.
+        mesh: one axis of N ranks (shared stages: N(N+1)/2). With None, or one rank, one device runs all micro-batches.
+        rule: the versions that workers use: "v2", "lag2", "clip", "v1", "dp" (all at once), a `Rule`, or a mask.
+        states: "replicated": every worker has all parameters, the owner of a stage has its optimizer state. "sharded":
+            only the owner keeps parameters too; they travel on two rings. "shared": N(N+1)/2 devices hold the stages.
+        stagger: the part of 1/N of a batch that the previous worker is ahead. 1 keeps activations flat, less tolerates
+            slow links, 0 does not stagger.
+        max_grad_norm: clip gradients by the global norm over all stages. Only the rules "v1", "clip" and "dp" allow it.
+        grad_scaler: scale losses with its settings, and skip the update of a batch whose gradient overflowed, under the
+            same rules; see [Note: Two batches late] in scaling.py. The scaler is read, not updated: see `loss_scale`.
 
     Raises:
-        ValueError: workers are not as many as stages; a stage without a trainable parameter, or one in two stages; an
-            optimizer that needs more than gradients; a rule that does not exist; a global norm under a rule that cannot
-            wait for it.
+        ValueError: workers are not as many as stages; a stage has no trainable parameter, or two stages share one; an
+            optimizer needs more than gradients; the rule does not exist, or cannot wait for the global norm.
     """
 
     def __init__(
@@ -83,110 +71,86 @@ class CyclicDataParallel:
         self.stages = list(stages)
         self.rule = Rule.of(rule, len(self.stages))
         is_scaled = grad_scaler is not None and grad_scaler.is_enabled()
+        mesh = None if mesh is not None and mesh.size() == 1 else mesh
         has_norm = max_grad_norm is not None or is_scaled
-        is_alone = mesh is None or mesh.size() == 1
-        self.schedule = Schedule(self.rule, "single" if is_alone else states, has_norm=has_norm)
-        if not is_alone:
-            assert mesh is not None
+        self.schedule = Schedule(self.rule, "single" if mesh is None else states, has_norm)
+        if mesh is not None:
             _check_mesh(mesh, self.schedule)
         if not 0 <= stagger <= 1:
             raise ValueError(f"stagger={stagger}, expected 0 (none) to 1 (an N-th of a batch)")
-        layouts = [Layout(trainable(stage)) for stage in self.stages]
-        device = trainable(self.stages[0])[0].device
-        self.make_optimizer = optimizer_fn
-        self.optimizer = StageOptimizers(optimizer_fn, [trainable(stage) for stage in self.stages])
-        """For learning-rate schedulers. A change made before `step` belongs to the gradient of that step's batch."""
-        self._links = Links(None if is_alone else mesh, device, lambda stage: layouts[stage].num_bytes)
+        by_stage = [list(trainable(stage).values()) for stage in self.stages]
+        self.optimizer = StageOptimizers(optimizer_fn, by_stage)
+        """For learning-rate schedulers. Hyper-parameters that change before `step` belong to its batch's gradient."""
+        self._links = Links(mesh, by_stage[0][0].device, lambda stage: self._placement.layouts[stage].num_bytes)
         number = self._links.mesh_rank
-        if not is_alone:
+        if mesh is not None:
             with self._failing_together():
-                self._begin_alike(layouts)
-        self._placement = self._place(number)
-        baton = None
-        if self.schedule.states in ("replicated", "sharded") and len(self.stages) > 1:
-            share = stagger if self.rule.is_staggered else 0.0
-            baton = Baton(self._links, number, len(self.stages), share, measures=device.type == "cpu")
-        scale = LossScale(grad_scaler) if grad_scaler is not None and is_scaled else None
+                self._broadcast_values()
+        self._placement = Placement(self.stages, self.schedule, number, self.optimizer)
+        count = len(self.stages) if self.schedule.has_device_per_worker else 1
+        share = stagger if self.rule.is_staggered and count > 1 else 0.0
         self._worker = Worker(
-            self.stages, loss_fn, self.schedule, number, self._links, self._placement, baton, max_grad_norm, scale
+            stages=self.stages,
+            loss_fn=loss_fn,
+            schedule=self.schedule,
+            number=number,
+            links=self._links,
+            placement=self._placement,
+            baton=Baton(self._links, number % count, count, share),
+            max_grad_norm=max_grad_norm,
+            loss_scale=LossScale(grad_scaler) if grad_scaler is not None and is_scaled else None,
         )
-        self._run, self._batch = Run(), 0
-        self.num_batches = 0
-        """Batches trained, over all runs."""
+        self._snapshots = Snapshots(self._worker)
 
-    def _place(self, number: int) -> Placement:
-        stages = range(len(self.stages))
-        owned = [stage for stage in stages if self.rule.owner(stage) == number]
-        match self.schedule.states:
-            case "replicated":
-                return Replicated(self.stages, owned, self.optimizer)
-            case "sharded":
-                return Sharded(self.stages, owned, self.optimizer)
-            case _:
-                return Placement(self.stages, self.schedule.stages_of(number), self.optimizer)
-
-    def _begin_alike(self, layouts: Sequence[Layout]) -> None:
-        for stage, layout in zip(self.stages, layouts, strict=True):
-            parameters = trainable(stage)
-            buffer = layout.pack((p.detach() for p in parameters), parameters[0].device)
-            self._links.broadcast(buffer, 0)
-            for parameter, value in zip(parameters, layout.views(buffer), strict=True):
-                parameter.data.copy_(value)
-            for rest in (*stage.buffers(), *(p.data for p in stage.parameters() if not p.requires_grad)):
-                value = rest.contiguous()
-                self._links.broadcast(value, 0)
-                rest.copy_(value)
-
-    # -- training ------------------------------------------------------------------------------------------------------
+    def _broadcast_values(self) -> None:
+        for stage in self.stages:
+            for tensor in (*stage.parameters(), *stage.buffers()):
+                value = tensor.data.contiguous()
+                self._links.broadcast(value.view(-1).view(torch.uint8), 0)
+                tensor.data.copy_(value)
 
     def step(self, batch: MicroBatch | Sequence[MicroBatch]) -> Tensor | None:
-        """Train one batch: this worker's (inputs, targets); with one device or shared stages all N workers', in order.
+        """Train one batch.
 
-        Inputs are a tensor or a tuple of tensors. Returns the loss of this worker's micro-batch, or the mean of all N
-        where all are here; None on a device of shared stages that does not have the last one.
-        Raises: ValueError for batches of unequal size; RuntimeError with the traceback of a worker that has ended.
+        Args:
+            batch: this worker's (inputs, targets); with one device, or shared stages, those of all N workers, in order.
+                Inputs are a tensor or a tuple of tensors. All workers' micro-batches have the same size.
+
+        Returns:
+            The loss of this worker's micro-batch, or the mean of all N losses if they are computed here. None on a
+            device of shared stages that does not run the last stage.
+
+        Raises:
+            ValueError: the sizes of micro-batches differ.
+            RuntimeError: a worker has ended; with that worker's traceback.
         """
         with self._failing_together():
-            data = self._by_worker(batch)
-            settings = self._worker.settings
-            settings[self._batch] = self.optimizer.settings()
-            settings.pop(self._batch - 4, None)
-            losses = self._worker.run(self._batch, self._run, data)
-            self._batch += 1
-            self.num_batches += 1
-            self.optimizer.step()
-            return torch.stack(list(losses.values())).mean() if losses else None
+            losses = self._worker.step(self._by_worker(batch))
+            return torch.stack(losses).mean() if losses else None
 
     def drain(self) -> None:
-        """Bring every stage to its newest version everywhere, and end the run: the next batch is a first one.
+        """Bring every stage to its newest version everywhere, and end the run. Collective.
 
-        Collective. After it parameters are equal on all workers (with sharded states: the owner's), and nothing is
-        under way, so that processes may end.
+        Afterwards parameters are equal on all workers (with sharded states: the owner's are the newest), no message is
+        under way, so that processes may end, and the next batch begins a new run.
         """
         with self._failing_together():
-            self._worker.pass_on(self._batch, self._run)
-            self._restart(is_pending=False)
+            self._worker.drain()
 
     def close(self) -> None:
-        """Drain, and end this object's connections; a process that ends need not."""
+        """Drain, and destroy this object's process groups. A process that ends need not do so."""
         self.drain()
         self._links.close()
 
-    def _restart(self, *, is_pending: bool) -> None:
-        self._run, self._batch = Run(is_pending=is_pending), 0
-        self._worker.settings.clear()
-        self._worker.squares.clear()
-        self._placement.begin_run(is_pending=is_pending)
-
     def _by_worker(self, batch: Any) -> dict[int, MicroBatch]:
-        """Micro-batches by worker, checked."""
-        if self.schedule.states in ("replicated", "sharded"):
+        """The micro-batches by worker, checked."""
+        if self.schedule.has_device_per_worker:
             inputs, targets = batch
             return {self._links.mesh_rank: (inputs, targets)}
-        if not isinstance(batch, (list, tuple)) or len(batch) != len(self.stages):
-            count = len(batch) if isinstance(batch, (list, tuple)) else type(batch).__name__
+        count = len(batch) if isinstance(batch, (list, tuple)) else type(batch).__name__
+        if count != len(self.stages):
             raise ValueError(
-                f'states="{self.schedule.states}" wants all {len(self.stages)} workers\' micro-batches here, a '
+                f'states="{self.schedule.states}" needs the micro-batches of all {len(self.stages)} workers here, a '
                 f"sequence of (inputs, targets), got {count}"
             )
         shapes = [_shapes(micro_batch) for micro_batch in batch]
@@ -196,37 +160,36 @@ class CyclicDataParallel:
                 f"worker {worker} has a batch of shapes {shapes[worker]}, but worker 0 one of {shapes[0]}; gradients "
                 "are averaged over workers with equal weight, so give all workers batches of equal size"
             )
-        self._links.shapes_of(self._batch, shapes[0])
+        self._links.set_shapes(self._worker.batch, shapes[0])
         return dict(enumerate(batch))
 
-    # -- between steps -------------------------------------------------------------------------------------------------
+    @property
+    def num_batches(self) -> int:
+        """The number of batches trained, over all runs."""
+        return self._worker.num_batches
 
     @property
     def report(self) -> Report:
-        """What this device did: live activations, bytes per time step, whether it was on time."""
+        """Measurements of this device: live activations, bytes per time step, waits."""
         return self._worker.report
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes by purpose: "weights", "gradients", "activations", "control"."""
+        """Bytes by level and purpose ("weights", "gradients", "activations", "control"); levels: "node" and "local"."""
         return self._links.traffic
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied with now."""
+        """The factor that losses are multiplied with now."""
         return 1.0 if self._worker.loss_scale is None else self._worker.loss_scale.scale
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizers' groups, stage by stage; the same as `optimizer.param_groups`."""
-        return self.optimizer.param_groups
-
     def set_hyperparameters(self, **settings: Any) -> None:
-        """Set them in all groups: `set_hyperparameters(lr=1e-3)`. They belong to the next batches' gradients.
+        """Set hyper-parameters in all groups, for the gradients of the batches to come: `set_hyperparameters(lr=1e-3)`.
 
-        Raises: ValueError for one that a group does not have.
+        Raises:
+            ValueError: a group does not have one of them.
         """
-        for group in self.param_groups:
+        for group in self.optimizer.param_groups:
             if unknown := set(settings) - set(group):
                 raise ValueError(
                     f"the optimizer has no hyper-parameter {sorted(unknown)[0]!r}; it has "
@@ -236,72 +199,69 @@ class CyclicDataParallel:
 
     @contextmanager
     def consistent_parameters(self) -> Iterator[int]:
-        """For evaluation: the stages have all parameters of one version, the same on every rank. Collective.
+        """Give all stages the parameters of one version, the same on every rank, for evaluation. Collective.
 
-        Yields that version: how many batches' gradients it has. It is one less than batches trained while a staggered
-        run goes on; after `drain` it is the newest. Training goes on afterwards as if nothing had been.
+        Yields that version, the number of batches whose gradients it contains: one less than the batches trained while
+        a staggered run goes on, the newest after `drain`. It has no effect on training.
         Cost: memory for the whole model on every rank, and one broadcast of it.
         """
         with self._failing_together():
-            version = snapshot.settle(self)
-            for stage in range(len(self.stages)):
-                keeper = snapshot.keeper_of_weights(self, stage)
-                is_here = keeper == self._links.mesh_rank
-                layout = self._placement.layouts[stage]
-                buffer = self._placement.buffers[stage] if is_here else layout.empty(self._placement.device)
-                if self.schedule.num_devices > 1:
-                    self._links.broadcast(buffer, keeper)
-                self._placement.show(stage, buffer.clone())
-        try:
+            version = self._snapshots.advance()
+            buffers = [self._copy_of_weights(stage) for stage in range(len(self.stages))]
+        with self._placement.showing(buffers):
             yield version
-        finally:
-            for stage in range(len(self.stages)):
-                self._placement.hide(stage)
+
+    def _copy_of_weights(self, stage: int) -> Tensor:
+        source = self._snapshots.weights_device(stage)
+        placement, is_here = self._placement, source == self._links.mesh_rank
+        buffer = placement.buffers[stage].clone() if is_here else placement.layouts[stage].empty(placement.device)
+        if self.schedule.num_devices > 1:
+            self._links.broadcast(buffer, source)
+        return buffer
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, flat: tensors and plain values. Collective, but nothing is gathered.
+        """This rank's part of the state, a flat dict of tensors and plain values. Collective, but nothing is gathered.
 
-        The run goes on unharmed, drained or not: weights of a version that all have, the optimizer state that goes
-        with them, and the gradient that waits to be applied. Together, all ranks' parts are a whole; write them with
-        torch.distributed.checkpoint, and read them back into `blank_state_dict()`.
+        It may be called at any time and does not change the run. It contains a version of the weights that all stages
+        have, its optimizer state, and the gradient that waits to be applied. The parts of all ranks together are the
+        whole state; write them with torch.distributed.checkpoint, and read them into `blank_state_dict()`.
         """
         with self._failing_together():
-            return snapshot.state_dict(self)
+            return self._snapshots.state_dict()
 
     def blank_state_dict(self) -> dict[str, Any]:
-        """What this rank needs of a checkpoint, to be filled by torch.distributed.checkpoint."""
-        return snapshot.blank_state_dict(self)
+        """The entries of a checkpoint that this rank needs, for torch.distributed.checkpoint to fill."""
+        return self._snapshots.blank_state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was saved, to the same bits. Collective; more keys than needed may be given.
+        """Continue where `state` was saved, to the same bits. Collective.
 
-        Another rule, or another placement on the same number of stages, may have saved it.
-        Raises: ValueError naming what is missing, or of another shape.
+        Another rule, or another placement of the same stages, may have saved it. Other keys are ignored.
+
+        Raises:
+            ValueError: an entry is missing, or has another shape.
         """
-        snapshot.check(self, state)
+        self._snapshots.check(state)
         self.drain()
-        snapshot.load(self, state)
-
-    # -- failures ------------------------------------------------------------------------------------------------------
+        self._snapshots.load(state)
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """Leave one's traceback where the others find it; show theirs when a message does not come."""
+        """Record this rank's traceback for the others, and show theirs if a message cannot be exchanged."""
         if self.schedule.num_devices == 1:
             yield
             return
         try:
             yield
         except PeerLost as error:
-            first = first_failure()
-            raise RuntimeError(f"{error}\n{first}" if first else str(error)) from error
+            raise RuntimeError("\n".join(filter(None, [str(error), first_failure()]))) from error
         except Exception as error:
             record_failure(error)
             raise
 
 
 def _shapes(micro_batch: MicroBatch) -> tuple[Any, ...]:
-    """Of inputs and targets; hashable, and what a stage's output depends on."""
+    """The shapes and dtypes of inputs and targets, hashable; they determine the shapes of activations."""
     tensors = [t for part in micro_batch for t in (part if isinstance(part, (tuple, list)) else [part])]
     return tuple((tuple(t.shape), str(t.dtype)) if isinstance(t, Tensor) else type(t).__name__ for t in tensors)
 
@@ -328,14 +288,7 @@ def _check_stages(stages: Sequence[nn.Module]) -> None:
                 f"stage {number} has no trainable parameter, so its worker's gradient would be empty; cut the model "
                 "elsewhere, or into fewer stages"
             )
-    places = Counter(id(p) for stage in stages for p in trainable(stage))
-    for number, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters():
-            if places[id(parameter)] > 1:
-                raise ValueError(
-                    f"{name} of stage {number} is also in another stage; a weight has one gradient and one version, so "
-                    "cut the model such that tied weights are in one stage, or untie them"
-                )
+    refuse_shared([trainable(stage) for stage in stages])
     devices = {p.device for stage in stages for p in stage.parameters()}
     if len(devices) > 1:
         raise ValueError(f"stages are on several devices, {', '.join(map(str, devices))}; move them all to one")

@@ -1,38 +1,36 @@
-"""Loss scaling for narrow gradients, when overflow is known late.
+"""Loss scaling for narrow gradients, whose overflow is known late.
 
 [Note: Two batches late]
-Whether a batch's gradient overflowed is known when its last sum is, and under a staggered rule the first workers have
-then begun the next batch. So the scale of batch t follows from the batches up to t - 2, on every device alike: all hear
-the global norm, which is not finite after an overflow. The update of such a batch is left out.
+A batch's gradient has overflowed if its global norm is not finite; its update is skipped. The norm is known when the
+last sum of the batch is complete. Under a staggered rule the first workers have begun the next batch by then. So the
+scale of batch t comes from the batches up to t - 2. All devices receive the norm, so all compute the same scale.
 """
-
-from __future__ import annotations
 
 import torch
 from torch import Tensor
 
 
 class LossScale:
-    """The scale of every batch, by the rule of `torch.amp.GradScaler` with its settings."""
+    """The loss scale of every batch, by the rule and the settings of a `torch.amp.GradScaler`."""
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self.scale, self.good_batches = scaler.get_scale(), 0
+        """The scale now, and the number of finite batches in a row."""
         self._growth, self._backoff = scaler.get_growth_factor(), scaler.get_backoff_factor()
         self._interval = scaler.get_growth_interval()
-        self.by_batch: dict[int, float] = {}
+        self.by_batch: dict[int, float] = {}  # the scales of the latest batches
 
-    def use(self, batch: int) -> float:
-        """The scale of a batch that is computed now."""
+    def begin(self, batch: int) -> None:
+        """Use the scale for a batch."""
         self.by_batch[batch] = self.scale
         self.by_batch.pop(batch - 4, None)
-        return self.scale
 
-    def saw(self, square: Tensor) -> None:
-        """The sum of squares of the next batch's gradient."""
+    def update(self, square: Tensor) -> None:
+        """Update the scale with the sum of squares of the next batch's gradient."""
         self.scale, self.good_batches = self.after(square)
 
     def after(self, square: Tensor) -> tuple[float, int]:
-        """The scale, and how many batches in a row were finite, once this has been seen."""
+        """The scale and the number of finite batches in a row that an update with this sum of squares would give."""
         if not torch.isfinite(square):
             return self.scale * self._backoff, 0
         if self.good_batches + 1 == self._interval:

@@ -1,188 +1,181 @@
-"""One device running its program: see [Note: Messages of a batch] in messages.py."""
-
-from __future__ import annotations
+"""One device of a run: it executes its programs. See [Note: Messages of a batch] in schedule/messages.py."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from laconic.cyclic.links import Key, Links
+from laconic.cyclic.baton import Baton
+from laconic.cyclic.links import Links
 from laconic.cyclic.optimizers import Settings
-from laconic.cyclic.placement import Placement, Used
+from laconic.cyclic.placement import Placement, UsedVersion
 from laconic.cyclic.report import Report
 from laconic.cyclic.scaling import LossScale
-from laconic.cyclic.schedule.messages import Compute, Message, Op, Run, Send, Square, Take, Update
+from laconic.cyclic.schedule.messages import Compute, Instruction, Key, Message, Op, Receive, Run, Send, Square, Update
+from laconic.cyclic.schedule.program import messages_to, program
 from laconic.cyclic.schedule.schedule import Schedule
 
 LossFn = Callable[[Any, Any], Tensor]
-_LOOKAHEAD = 2  # ops ahead that receives are posted: transfers then have a whole op to hide behind
+MicroBatch = tuple[Any, Any]  # inputs and targets
+_LOOKAHEAD = 2  # receives are posted this many ops ahead, so that a transfer has a whole op to finish
+_KEPT_BATCHES = 4  # settings and squares of this many batches are kept
 
 
 @dataclass
-class _Flight:
-    """One stage's forward, until its backward."""
+class _PendingBackward:
+    """The forward of a stage whose backward has not run."""
 
-    used: Used
+    used: UsedVersion
     inputs: list[Tensor]
     outputs: list[Tensor]
 
 
-def total_key(stage: int, batch: int, num_stages: int) -> Key:
-    """Where the total of a batch arrives."""
-    return "total", stage, batch, num_stages - 1
-
-
-def norm_key(batch: int, num_stages: int) -> Key:
-    """Where the sum of squares of a batch's gradient arrives."""
-    return "norm", 0, batch, num_stages - 1
-
-
+@dataclass(kw_only=True)
 class Worker:
-    """Executes programs; knows nothing of how parameters are kept or messages travel."""
+    """The state of one device within and between batches, and the execution of its programs."""
 
-    def __init__(
-        self,
-        stages: Sequence[nn.Module],
-        loss_fn: LossFn,
-        schedule: Schedule,
-        number: int,
-        links: Links,
-        placement: Placement,
-        baton: Baton | None,
-        max_grad_norm: float | None = None,
-        loss_scale: LossScale | None = None,
-    ) -> None:
-        self.stages, self.loss_fn, self.schedule, self.number = stages, loss_fn, schedule, number
-        self.links, self.placement, self.baton = links, placement, baton
-        self.max_grad_norm, self.loss_scale = max_grad_norm, loss_scale
-        self.report = Report()
-        self.settings: dict[int, list[Settings]] = {}
-        """Of the gradients of the run's latest batches, by batch and stage."""
-        self._flights: dict[tuple[int, int], _Flight] = {}
-        self._arguments: Any = None
-        """What the next op needs, or the last one made: tensors handed from stage to stage."""
-        self._results: list[Tensor] = []
-        self._sum: Tensor | None = None
-        self._square: Tensor | None = None
-        self.squares: dict[int, Tensor] = {}
-        """Sums of squares of the run's latest batches, where they are needed."""
-        self._losses: dict[int, Tensor] = {}
+    stages: Sequence[nn.Module]
+    """All stages; the device runs those that the schedule gives it."""
+    loss_fn: LossFn
+    schedule: Schedule
+    number: int
+    links: Links
+    placement: Placement
+    baton: Baton
+    max_grad_norm: float | None
+    loss_scale: LossScale | None
+    report: Report = field(default_factory=Report)
+    run: Run = field(default_factory=Run)
+    batch: int = 0
+    """The next batch of the run."""
+    num_batches: int = 0
+    """The number of batches trained, over all runs."""
+    settings: dict[int, list[Settings]] = field(default_factory=dict)
+    """The hyper-parameters of the run's latest batches, by batch and stage."""
+    squares: dict[int, Tensor] = field(default_factory=dict)
+    """The sums of squares of the run's latest gradients, where they are needed."""
+    _pending: dict[tuple[int, int], _PendingBackward] = field(default_factory=dict)  # by worker and stage
+    _received: list[Tensor] = field(default_factory=list)  # from the neighbouring stage, for the next op
+    _produced: list[Tensor] = field(default_factory=list)  # by the last op, for the neighbouring stage
+    _losses: list[Tensor] = field(default_factory=list)
+    _sum: Tensor | None = None  # the gradient of the last backward's stage, summed over workers
+    _square: Tensor | None = None  # the sum of squares over stages
 
-    # -- programs ------------------------------------------------------------------------------------------------------
-
-    def run(self, batch: int, run: Run, data: Mapping[int, tuple[Any, Any]]) -> dict[int, Tensor]:
-        """One batch of the run; `data` is (inputs, targets) by worker. Returns the losses known here, by worker."""
-        self.links.expect(self._coming(batch, run))
-        self._losses = {}
+    def step(self, data: Mapping[int, MicroBatch]) -> list[Tensor]:
+        """Train one batch on the micro-batches of these workers. Returns the losses that are computed here."""
+        batch, number = self.batch, self.number
+        self.settings[batch] = self.placement.optimizers.settings()
+        self.settings.pop(batch - _KEPT_BATCHES, None)
+        self.links.expect(messages_to(self.schedule, number, batch, self.run))
+        self._losses = []
         self.report.begin_step()
         if batch == 1 and -1 in self.squares and self.loss_scale is not None:
-            self.loss_scale.saw(self.squares[-1])  # of the run that was resumed
-        steps = [op.step for near in (batch, batch + 1) for op in self.schedule.ops(self.number, near)]
+            self.loss_scale.update(self.squares[-1])  # the last norm of the run that was resumed
+        steps = [op.step for near in (batch, batch + 1) for op in self.schedule.ops(number, near)]
         self.links.post(steps[1] + 2)
-        if self.baton is not None:
-            self.baton.begin(_batch_size(data[self.number]))
+        self.baton.begin(_num_rows(next(iter(data.values()))))
         done = 0
-        for instruction in self.schedule.program(self.number, batch, run):
-            match instruction:
-                case Compute(op, version):
-                    self.links.post(steps[min(done + _LOOKAHEAD, len(steps) - 1)] + 2)
-                    if self.baton is None or self.baton.is_passed:  # else the next worker cannot ask for anything yet
-                        self.links.release(op.step, batch)
-                    if self.baton is not None:
-                        self.baton.before_op(done)
-                    self._compute(op, version, data.get(op.worker))
-                    done += 1
-                    if self.baton is not None:
-                        self.baton.after_op(done)
-                case Send(message):
-                    self.report.sent(self.links.send(message, self._content(message)))
-                case Take(message):
-                    self._take(message)
-                case Update(stage, version):
-                    self._update(stage, version)
-                case Square(stage):
-                    self._add_square(stage)
-        if self.baton is not None:
+        for instruction in program(self.schedule, number, batch, self.run):
+            if not isinstance(instruction, Compute):
+                self.report.add_sent(self._exchange(instruction))
+                continue
+            self.links.post(steps[min(done + _LOOKAHEAD, len(steps) - 1)] + 2)
+            if self.baton.is_passed:  # otherwise the next worker cannot receive anything yet
+                self.links.release(instruction.op.step, batch)
+            self.baton.before_op(done)
+            self._compute(instruction.op, instruction.version, data.get(instruction.op.worker))
+            done += 1
+            self.baton.after_op(done)
+        if self.placement.device.type == "cpu":  # elsewhere ops run after the host has measured them
             self.baton.end(self.report.durations_s)
+        self.batch += 1
+        self.num_batches += 1
+        self.placement.optimizers.step()
         return self._losses
 
-    def pass_on(self, num_batches: int, run: Run) -> None:
-        """After the last batch: let its gradients and versions reach everybody, and compute nothing."""
-        last = Run(is_pending=run.is_pending, num_batches=num_batches)
-        for batch in (num_batches, num_batches + 1):
-            self.links.expect(self._coming(batch, last))
-            for instruction in self.schedule.program(self.number, batch, last):
-                match instruction:
-                    case Send(message):
-                        self.links.send(message, self._content(message))
-                    case Take(message, is_needed):
-                        if is_needed:  # of what nobody needs nothing may be left under way
-                            self._take(message)
-                        else:
-                            self.links.take(message)
-                    case Update(stage, version):
-                        self._update(stage, version)
+    def drain(self) -> None:
+        """Exchange the last gradients and versions of the run without computing anything, and begin a new run."""
+        last = Run(is_pending=self.run.is_pending, num_batches=self.batch)
+        for batch in (self.batch, self.batch + 1):
+            self.links.expect(messages_to(self.schedule, self.number, batch, last))
+            for instruction in program(self.schedule, self.number, batch, last):
+                self._exchange(instruction)
         self.links.finish()
+        self.begin_run(is_pending=False)
 
-    def _coming(self, batch: int, run: Run) -> list[Message]:
-        return list(_sent_to(self.schedule, self.number, batch, run))
+    def begin_run(self, *, is_pending: bool) -> None:
+        """Begin a run, with a gradient that waits to be applied or without."""
+        self.run, self.batch = Run(is_pending=is_pending), 0
+        self.settings.clear()
+        self.squares.clear()
+        self.placement.begin_run(is_pending=is_pending)
 
-    # -- messages ------------------------------------------------------------------------------------------------------
+    def total_key(self, stage: int, batch: int) -> Key:
+        """The key of a batch's total gradient, where it is applied."""
+        return "total", stage, batch, self.schedule.num_stages - 1
+
+    def _exchange(self, instruction: Instruction) -> int:
+        """Execute an instruction other than Compute; returns the bytes sent."""
+        match instruction:
+            case Send(message):
+                return self.links.send(message, self._content(message))
+            case Receive(message, is_needed):
+                if is_needed:
+                    self._receive(message)
+                else:
+                    self.links.take(message.key)
+            case Update(stage, version):
+                total = self.links.take(self.total_key(stage, version - 1))
+                if self.placement.version[stage] < version:  # a snapshot may have applied it already
+                    self.apply(stage, total)
+            case Square(stage):
+                self._add_square(stage)
+        return 0
 
     def _content(self, message: Message) -> Any:
-        """What a message that leaves now carries."""
         match message.kind:
             case "activation" | "activation gradient":
-                return self._results
+                return self._produced
             case "weights" | "rear weights":
                 return self.placement.content(message)
             case "square" | "norm":
                 return self._square
             case "total" if message.source != message.target and self.schedule.states == "shared":
-                return self.links.peek(message).clone()  # it is used here too, and must not change on its way
+                return self.links.peek(message.key).clone()  # this device uses it too, and changes it
             case _:
-                assert self._sum is not None
                 return self._sum
 
-    def _take(self, message: Message) -> None:
+    def _receive(self, message: Message) -> None:
         if message.kind == "norm":
             square = self.square(message.index)
             if self.loss_scale is not None:
-                self.loss_scale.saw(square)
+                self.loss_scale.update(square)
             return
-        arrived = self.links.take(message)
+        content = self.links.take(message.key)
         match message.kind:
             case "activation" | "activation gradient":
-                self._arguments = arrived
+                self._received = content
             case "square":
-                self._square = arrived
+                self._square = content
             case "weights" | "rear weights":
-                self.placement.install(message, arrived)
+                self.placement.install(message, content)
             case "gradient":
                 assert self._sum is not None
                 views = self.placement.layouts[message.stage].views
-                for before, own in zip(views(arrived), views(self._sum), strict=True):
-                    before.add_(own)
-                self._sum = arrived
-
-    def _update(self, stage: int, version: int) -> None:
-        """Bring a stage to a version; unless it was, for a checkpoint, brought there before."""
-        total = self.links.take(total_key(stage, version - 1, self.schedule.num_stages))
-        if self.placement.version[stage] < version:
-            self.apply(stage, total)
+                for sum_before, own in zip(views(content), views(self._sum), strict=True):
+                    sum_before.add_(own)
+                self._sum = content
 
     def apply(self, stage: int, total: Tensor) -> None:
-        """Make a stage's next version from the total gradient, which is used up."""
+        """Make the next version of a stage from the total gradient, which is overwritten."""
         batch = self.placement.version[stage]
         inverse = 1.0
         if self.loss_scale is not None:
             if not torch.isfinite(self.square(batch)):
-                self.placement.version[stage] += 1  # the same values again
+                self.placement.version[stage] += 1  # with the same values
                 return
             inverse = 1.0 / self.loss_scale.by_batch[batch]
             self._multiply(stage, total, torch.tensor(inverse, dtype=torch.float64))
@@ -196,11 +189,11 @@ class Worker:
             view.mul_(factor.to(view.dtype))
 
     def square(self, batch: int) -> Tensor:
-        """The sum of squares of all stages' totals, fp64."""
+        """The sum of squares of all stages' totals, a scalar of float64. Waits for the message."""
         if batch not in self.squares:
-            arrived = self.links.take(norm_key(batch, self.schedule.num_stages))
-            self.squares[batch] = arrived.view(torch.float64)[0]
-            self.squares.pop(batch - 4, None)
+            content = self.links.take(("norm", 0, batch, self.schedule.num_stages - 1))
+            self.squares[batch] = content.view(torch.float64)[0]
+            self.squares.pop(batch - _KEPT_BATCHES, None)
         return self.squares[batch]
 
     def _add_square(self, stage: int) -> None:
@@ -212,150 +205,73 @@ class Worker:
             square = self._square.view(torch.float64)[0] + square
         self._square = square.view(1).view(torch.uint8)
 
-    # -- computation ---------------------------------------------------------------------------------------------------
-
-    def _compute(self, op: Op, version: int, data: tuple[Any, Any] | None) -> None:
+    def _compute(self, op: Op, version: int, data: MicroBatch | None) -> None:
         wait_s, self.links.waited_s = self.links.waited_s, 0.0
         start = time.perf_counter()
         if self.loss_scale is not None:
-            self.loss_scale.use(op.batch)
+            self.loss_scale.begin(op.batch)
         if op.is_forward:
-            self.report.live(+1)
-            self._forward(op, version, data)
+            self.report.add_live(+1)
+            used = self._forward(op, version, data)
         else:
-            self._backward(op)
-            self.report.live(-1)
-        self.placement.leave(op)
-        self.report.op(duration_s=time.perf_counter() - start, wait_s=wait_s)
+            used = self._backward(op)
+            self.report.add_live(-1)
+        self.placement.leave(op, used)
+        self.report.add_op(duration_s=time.perf_counter() - start, wait_s=wait_s)
 
-    def _forward(self, op: Op, version: int, data: tuple[Any, Any] | None) -> None:
-        used = self.placement.enter(op, version)
+    def _forward(self, op: Op, version: int, data: MicroBatch | None) -> UsedVersion:
+        used = self.placement.enter_forward(op, version)
+        inputs, self._received = self._received, []
         if op.stage == 0:
             assert data is not None
             inputs = _as_list(data[0], "the inputs of a batch")
-        else:
-            inputs, self._arguments = self._arguments, None
         output = self.stages[op.stage](*inputs)
         if op.stage == self.schedule.num_stages - 1:
             assert data is not None
-            output = _scalar(self.loss_fn(output, data[1]))
-            self._losses[op.worker] = output.detach()
+            output = _checked_loss(self.loss_fn(output, data[1]))
+            self._losses.append(output.detach())
             if self.loss_scale is not None:
                 output = output * self.loss_scale.scale
         outputs = _as_list(output, f"the output of stage {op.stage}")
-        self._flights[op.worker, op.stage] = _Flight(used, inputs, outputs)
-        self._results = [t.detach().requires_grad_(t.requires_grad) for t in outputs]
+        self._pending[op.worker, op.stage] = _PendingBackward(used, inputs, outputs)
+        self._produced = [t.detach().requires_grad_(t.requires_grad) for t in outputs]
+        return used
 
-    def _backward(self, op: Op) -> None:
-        flight = self._flights.pop((op.worker, op.stage))
-        self.placement.reenter(op, flight.used)
-        outputs = [t for t in flight.outputs if t.requires_grad]
-        gradients, self._arguments = self._arguments, None
-        parameters = self.placement.parameters[op.stage]
+    def _backward(self, op: Op) -> UsedVersion:
+        pending = self._pending.pop((op.worker, op.stage))
+        self.placement.enter_backward(op, pending.used)
+        outputs = [t for t in pending.outputs if t.requires_grad]
+        gradients, self._received = self._received or None, []
+        parameters, layout = self.placement.parameters[op.stage], self.placement.layouts[op.stage]
         for parameter in parameters:
             parameter.grad = None
         torch.autograd.backward(outputs, gradients)
-        self._results = [_gradient(t) for t in flight.inputs if t.requires_grad]
-        self._sum = self.placement.layouts[op.stage].empty(self.placement.device)
-        for view, parameter in zip(self.placement.layouts[op.stage].views(self._sum), parameters, strict=True):
-            if parameter.grad is not None:  # a parameter without a part in this batch has a gradient of zero
+        inputs = (t for t in pending.inputs if t.requires_grad)
+        self._produced = [torch.zeros_like(t) if t.grad is None else t.grad for t in inputs]
+        self._sum = layout.empty(self.placement.device)
+        for view, parameter in zip(layout.views(self._sum), parameters, strict=True):
+            if parameter.grad is not None:  # a parameter that this batch does not use has a gradient of zero
                 torch.div(parameter.grad, self.schedule.num_stages, out=view)
                 parameter.grad = None
+        return pending.used
 
 
-class Baton:
-    """Makes workers begin one after the other: each may start a batch when the one before has done its share of it.
-
-    The share is 1/N of the time of a batch, times `stagger`; at first, when times are not known, and where the host
-    runs ahead of the device, two ops of 2N. The word that is passed is the size of the batch, which must be equal.
-
-    Without stagger (`dp`) the word is passed at once, and read when it does not hold anybody up.
-    """
-
-    def __init__(self, links: Links, number: int, count: int, stagger: float, *, measures: bool) -> None:
-        self._links, self._number, self._count = links, number, count
-        self._stagger, self._measures = stagger, measures
-        self._after = round(2 * stagger)
-        self._durations_s: list[float] = []
-        self._size = 0
-        self.is_passed = True
-        """Whether the next worker may run; until then nothing must be awaited from it."""
-        self._wait: Callable[[], int] | None = None
-
-    def begin(self, size: int) -> None:
-        """A batch of this size is to be computed."""
-        self._size, self.is_passed = size, self._number == self._count - 1
-        self._wait = self._links.ask_baton() if self._number > 0 else None
-        self._pass_if_due(0)
-
-    def before_op(self, done: int) -> None:
-        """Wait for one's turn."""
-        if done == (0 if self._stagger else self._count) and self._wait is not None:
-            self._receive(self._wait)
-
-    def after_op(self, done: int) -> None:
-        """Let the next one begin, if it is time."""
-        self._pass_if_due(done)
-
-    def end(self, durations_s: Sequence[float]) -> None:
-        """Choose the op after which the next batch's baton is passed."""
-        if not (self._measures and self._stagger):
-            return
-        before = self._durations_s or durations_s
-        self._durations_s = [(old + new) / 2 for old, new in zip(before, durations_s, strict=True)]
-        share, spent = self._stagger * sum(self._durations_s) / self._count, 0.0
-        for done, duration_s in enumerate(self._durations_s):
-            if spent + duration_s / 2 >= share:
-                self._after = min(max(done, 1), self._count + 1)
-                return
-            spent += duration_s
-
-    def _pass_if_due(self, done: int) -> None:
-        if not self.is_passed and done >= self._after:
-            self.is_passed = True
-            self._links.pass_baton(self._size)
-
-    def _receive(self, wait: Callable[[], int]) -> None:
-        self._wait = None
-        theirs = wait()
-        if theirs != self._size:
-            raise ValueError(
-                f"worker {self._number} has a batch of {self._size}, but worker {self._number - 1} one of {theirs}; "
-                "gradients are averaged over workers with equal weight, so give all workers batches of equal size"
-            )
-
-
-@lru_cache(maxsize=64)
-def _sent_to(schedule: Schedule, target: int, batch: int, run: Run) -> tuple[Message, ...]:
-    return tuple(
-        instruction.message
-        for source in range(schedule.num_devices)
-        if source != target
-        for instruction in schedule.program(source, batch, run)
-        if isinstance(instruction, Send) and instruction.message.target == target
-    )
-
-
-def _batch_size(data: tuple[Any, Any]) -> int:
+def _num_rows(data: MicroBatch) -> int:
     inputs = _as_list(data[0], "the inputs of a batch")
     return inputs[0].shape[0] if inputs and inputs[0].ndim else 1
 
 
-def _as_list(value: Any, what: str) -> list[Tensor]:
+def _as_list(value: Any, name: str) -> list[Tensor]:
     values = [value] if isinstance(value, Tensor) else value
     if not isinstance(values, (tuple, list)) or not all(isinstance(v, Tensor) for v in values):
-        raise ValueError(f"{what} must be a tensor or a tuple of tensors, got {type(value).__name__}")
+        raise ValueError(f"{name} must be a tensor or a tuple of tensors, got {type(value).__name__}")
     return list(values)
 
 
-def _scalar(loss: Tensor) -> Tensor:
+def _checked_loss(loss: Tensor) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise ValueError(
             f"loss_fn must return a scalar tensor that depends on the parameters, got {loss!r:.80}; return the mean "
             "over the micro-batch"
         )
     return loss
-
-
-def _gradient(tensor: Tensor) -> Tensor:
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

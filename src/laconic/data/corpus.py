@@ -1,6 +1,4 @@
-"""Documents as bytes, from every source, in an order that is the same on every machine."""
-
-from __future__ import annotations
+"""Documents from all kinds of sources, as bytes, in the same order on every machine."""
 
 import json
 import sysconfig
@@ -8,34 +6,39 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from laconic.config.job import DataConfig, JobError
+from laconic.config import DataConfig, JobError
 
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
 
 
 class Document(NamedTuple):
-    """One text and where it came from."""
+    """One text."""
 
     name: str
+    """Its source, for messages: a file, and a line or row in it."""
     text: bytes
+    """Its content, in UTF-8."""
 
 
 class Corpus(NamedTuple):
-    """What a source offers: documents, and what they depend on."""
+    """The documents of a source."""
 
     documents: Callable[[], Iterator[Document]]
-    """Reads them, in order."""
     identity: str
-    """Changes when the documents may have changed; cheap to compute."""
+    """A text that changes whenever the documents may have changed."""
 
 
 def open_corpus(config: DataConfig) -> Corpus:
-    """Find the source; raises `JobError` if it is not there or holds no file."""
+    """Find the source of a job's documents.
+
+    Raises:
+        JobError: the source does not exist or has no file.
+    """
     if config.kind == "python-stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         files = [path for path in _files(root, "*.py") if not _STDLIB_SKIPPED & set(path.relative_to(root).parts)]
         return _of_files(files, config, f"the standard library's sources in {root}", _whole_file)
-    assert config.path is not None  # DataConfig refuses to be made without
+    assert config.path is not None  # DataConfig requires it
     root = Path(config.path)
     if not root.exists():
         raise JobError(f"data.path = {config.path!r} does not exist")
@@ -57,10 +60,10 @@ def _files(root: Path, pattern: str) -> list[Path]:
 
 
 def _of_files(
-    files: list[Path], config: DataConfig, what: str, read: Callable[[Path, DataConfig], Iterator[Document]]
+    files: list[Path], config: DataConfig, source: str, read: Callable[[Path, DataConfig], Iterator[Document]]
 ) -> Corpus:
     if not files:
-        raise JobError(f"{what} holds no file for data.kind = {config.kind!r}")
+        raise JobError(f"{source} holds no file for data.kind = {config.kind!r}")
 
     def documents() -> Iterator[Document]:
         for path in files:
@@ -125,6 +128,6 @@ def _dataset_rows(folder: Path, text_field: str) -> Iterator[Document]:
 def _text(row: dict[str, Any], text_field: str, where: str) -> bytes:
     text = row.get(text_field)
     if not isinstance(text, str):
-        what = f"holds {text!r} there" if text_field in row else f"has only {sorted(row)}"
-        raise JobError(f"{where} has no text in the field {text_field!r} (data.text_field): it {what}")
+        content = f"holds {text!r} there" if text_field in row else f"has only {sorted(row)}"
+        raise JobError(f"{where} has no text in the field {text_field!r} (data.text_field): it {content}")
     return text.encode("utf-8", errors="surrogatepass")

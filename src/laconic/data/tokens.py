@@ -1,13 +1,10 @@
-"""Tokens in a memory-mapped file, and the batches cut from it.
+"""Tokens in memory-mapped files, and the rows of batches in them.
 
 [Note: One writer per node]
-The corpus is tokenised once: local rank 0 of each node writes `<split>-<fingerprint>.bin` under a temporary name and
-renames it, so a reader sees a whole file or none, two nodes on one shared folder do no harm to each other, and a killed
-run leaves nothing that looks finished. The fingerprint covers sources, tokenizer and split, so a changed corpus is a
-new file. The other ranks wait in `agree` (see agree.py) and then map what is there.
+Local rank 0 of each node tokenises the corpus and writes `<split>-<fingerprint>.bin` under a temporary name, which it
+then renames. So a reader sees a whole file or none, also after a killed run or with a folder that nodes share. The
+fingerprint covers sources, tokenizer and split. The other ranks wait in `RankGroup.agree` and then map the files.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -18,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from laconic.config.job import DataConfig, JobError
+from laconic.config import DataConfig, JobError
 from laconic.data.corpus import Corpus, Document, open_corpus
 from laconic.files import replacing, write_text
 from laconic.hf.tokenizer import Tokenizer
@@ -32,15 +29,18 @@ class TokenFiles:
     """The tokenised corpus of a job on this node."""
 
     train: np.ndarray
-    """Tokens to train on."""
     evaluation: np.ndarray
     """Held-out tokens; empty with eval_fraction = 0."""
     num_documents: int
-    """Documents in both."""
+    """The number of documents in both."""
 
 
 def prepare(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> Path:
-    """Tokenise the corpus unless `folder` already holds it; returns the index file. One rank per node calls this."""
+    """Tokenise the corpus unless `folder` already holds it; return the index file. See [Note: One writer per node].
+
+    Raises:
+        JobError: a corpus that cannot be read, is binary, or a folder that cannot be created.
+    """
     corpus = open_corpus(config)
     index = folder / f"corpus-{_fingerprint(corpus, tokenizer, config)}.json"
     if index.exists():
@@ -67,17 +67,21 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> Path:
             row.tofile(file)
             num_documents += 1
     summary = {"dtype": dtype.name, "num_documents": num_documents, "num_text_tokens": num_text_tokens}
-    write_text(index, json.dumps(summary), durable=False)  # last: the index says that the rest is whole
+    write_text(index, json.dumps(summary), durable=False)  # last, since the index shows that the files are complete
     return index
 
 
 def open_tokens(index: Path, config: DataConfig) -> TokenFiles:
-    """Map the files behind `index`; raises `JobError` if they are too short for one sequence."""
+    """Map the files of `index` into memory.
+
+    Raises:
+        JobError: the corpus is empty, or too short for one sequence.
+    """
     summary = json.loads(index.read_text())
 
     def split(name: str) -> np.ndarray:
         path = index.with_name(f"{name}-{index.stem}.bin")
-        if path.stat().st_size == 0:  # which numpy cannot map
+        if path.stat().st_size == 0:  # numpy cannot map an empty file
             return np.empty(0, summary["dtype"])
         return np.memmap(path, dtype=summary["dtype"], mode="r")
 
@@ -87,7 +91,7 @@ def open_tokens(index: Path, config: DataConfig) -> TokenFiles:
     if summary["num_text_tokens"] == 0:
         raise JobError(f"the corpus {source!r} is empty: no text in {summary['num_documents']} documents")
     if config.eval_fraction > 0 and (len(evaluation) < length or len(train) < length):
-        # too few documents to split by document: hold out the tail instead
+        # too few documents to hold out whole ones: hold out the tail of the tokens instead
         tokens = np.concatenate([train, evaluation])
         held_out = max(round(len(tokens) * config.eval_fraction), length)
         train, evaluation = tokens[: max(len(tokens) - held_out, 0)], tokens[max(len(tokens) - held_out, 0) :]
@@ -101,7 +105,7 @@ def open_tokens(index: Path, config: DataConfig) -> TokenFiles:
 
 
 def rows_at(tokens: np.ndarray, offsets: np.ndarray, length: int) -> np.ndarray:
-    """Rows of `length` tokens that start at `offsets`; shape offsets.shape + (length,), int64."""
+    """Rows of `length` tokens that start at `offsets`, as int64 of shape (*offsets.shape, length)."""
     rows = np.empty((*offsets.shape, length), dtype=np.int64)
     for where in np.ndindex(offsets.shape):
         start = int(offsets[where])
@@ -124,11 +128,11 @@ def _refuse_binary(document: Document) -> None:
 
 
 def _held_out(document: int, fraction: float) -> bool:
-    """Spread over the whole corpus, and the same on every machine."""
+    """Whether the document with this number is for evaluation: a random choice that is the same on every machine."""
     digest = hashlib.blake2b(document.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little") < fraction * 2**64
 
 
 def _fingerprint(corpus: Corpus, tokenizer: Tokenizer, config: DataConfig) -> str:
-    what = repr((_FORMAT, corpus.identity, tokenizer.identity, config.eval_fraction))
-    return hashlib.sha256(what.encode()).hexdigest()[:16]
+    identity = repr((_FORMAT, corpus.identity, tokenizer.identity, config.eval_fraction))
+    return hashlib.sha256(identity.encode()).hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""What knows transformers and peft: models, weights, adapters, tokenizers and export."""

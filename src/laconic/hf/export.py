@@ -1,16 +1,13 @@
 """`laconic export RUN OUT`: a checkpoint as a Hugging Face folder that transformers' `from_pretrained` loads.
 
-Offline: one process reads the ranks' shards from disk, one output file at a time, so that a model larger than this
-machine's memory can be exported and nothing has to be gathered over the wire during training.
+One process reads the ranks' shards from disk, one output file at a time, so the model may be larger than memory.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from laconic.checkpoint import StoredCheckpoint, open_checkpoint
-from laconic.config.job import DataConfig, JobError, LoraConfig, ModelConfig, from_dict
-from laconic.hf import lora as lora_
+from laconic.checkpoint.state import persistent_buffers
+from laconic.config import DataConfig, JobError, LoraConfig, ModelConfig, from_dict
+from laconic.hf import lora
 from laconic.hf.models import build_model
 
 _TOKENIZER_FILES = (
@@ -32,9 +30,11 @@ _TOKENIZER_FILES = (
     "chat_template*",
 )
 _DTYPES = ("float32", "bfloat16", "float16")
+_MAX_FILE_BYTES = 5_000_000_000
 
 
 def main(argv: list[str]) -> int:
+    """Run the command; return the exit code, 2 for a mistake that the user can mend."""
     parser = argparse.ArgumentParser(prog="laconic export", description=__doc__.splitlines()[0])
     parser.add_argument("run", help="the output folder of a run (its newest intact checkpoint) or a step-N folder")
     parser.add_argument("out", help="the folder to make")
@@ -42,22 +42,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dtype", choices=_DTYPES, help="convert to this dtype (default: as trained)")
     parser.add_argument("--base", help="where the run's model.path, or its config.json, lies now")
     parser.add_argument(
-        "--max-file-bytes", type=int, default=5_000_000_000, help="size of an output file, and the memory needed"
+        "--max-file-bytes", type=int, default=_MAX_FILE_BYTES, help="size of an output file, and the memory needed"
     )
-    arguments = parser.parse_args(argv)
+    options = vars(parser.parse_args(argv))
+    options["dtype"] = getattr(torch, options["dtype"]) if options["dtype"] else None
     try:
-        stored = export(
-            arguments.run,
-            arguments.out,
-            adapter=arguments.adapter,
-            dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
-            base=arguments.base,
-            max_file_bytes=arguments.max_file_bytes,
-        )
+        stored = export(**options)
     except (ValueError, OSError) as error:
         print(f"laconic export: {error}", file=sys.stderr)
         return 2
-    print(f"{arguments.out}: {stored.folder} (step {stored.step})")
+    print(f"{options['out']}: {stored.folder} (step {stored.step})")
     return 0
 
 
@@ -68,16 +62,21 @@ def export(
     adapter: bool = False,
     dtype: torch.dtype | None = None,
     base: str | Path | None = None,
-    max_file_bytes: int = 5_000_000_000,
+    max_file_bytes: int = _MAX_FILE_BYTES,
 ) -> StoredCheckpoint:
-    """Write `out`, whole or not at all; LoRA adapters are merged into the model unless `adapter`.
+    """Write the folder `out`, whole or not at all. Cost: host memory for one output file or the largest tensor.
 
-    Cost: host memory for one output file, `max_file_bytes` or the largest tensor. Raises: JobError, CheckpointError.
+    `run` is the output folder of a run, or one checkpoint. `adapter` writes the LoRA adapter alone; otherwise adapters
+    are merged. `dtype` is that of floating-point tensors; None keeps each tensor's own. `base` is where the run's
+    `model.path`, or its config.json, lies now. A file has up to `max_file_bytes`; a larger tensor has its own.
+
+    Raises:
+        JobError: `out` holds files already; the checkpoint is of another program or another model, or has no adapter.
+        CheckpointError: there is no intact checkpoint.
     """
-    out = Path(out)
+    run, out = Path(run), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise JobError(f"{out} exists already; give a folder that does not")
-    run = Path(run)
     stored = open_checkpoint(run / "checkpoints" if (run / "checkpoints").is_dir() else run)
     model_config, lora_config, tokenizer = _job(stored, base)
     if adapter and not lora_config.enabled:
@@ -90,7 +89,7 @@ def export(
         _write_adapter(model, stored, writing, dtype)
     else:
         _write_model(model, stored, writing, dtype, max_file_bytes)
-        _write_configuration(lora_.base_model(model), model_config, writing, dtype)
+        _write_configuration(lora.base_model(model), model_config, writing, dtype)
     if tokenizer != "bytes":
         _copy_tokenizer(Path(tokenizer), writing)
     if out.exists():
@@ -112,54 +111,43 @@ def _job(stored: StoredCheckpoint, base: str | Path | None) -> tuple[ModelConfig
         ) from error
 
 
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
 def _write_model(
     model: nn.Module, stored: StoredCheckpoint, out: Path, dtype: torch.dtype | None, max_file_bytes: int
 ) -> None:
+    from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
-    values = _values(model, stored)
-    sizes = {}
-    for name, (shape, held, _) in values.items():
-        converted = dtype if dtype is not None and held.is_floating_point else held
-        sizes[name] = shape.numel() * converted.itemsize
-    files = _fill(sizes, max_file_bytes)
-    names = (
-        ["model.safetensors"]
-        if len(files) == 1
-        else [f"model-{index:05d}-of-{len(files):05d}.safetensors" for index in range(1, len(files) + 1)]
-    )
-    for file_name, tensor_names in zip(names, files, strict=True):
-        tensors = {name: _as(values[name][2](), dtype) for name in tensor_names}
+    values = dict(_values(model, stored))
+    shapes = {name: _converted(tensor, dtype) for name, (tensor, _) in values.items()}  # on the meta device
+    files = split_torch_state_dict_into_shards(shapes, max_shard_size=max_file_bytes)
+    for file_name, names in files.filename_to_tensors.items():
+        tensors = {name: _converted(values[name][1](), dtype).contiguous() for name in names}
         save_file(tensors, out / file_name, metadata={"format": "pt"})
-    if len(files) > 1:
-        weight_map = {name: file_name for file_name, group in zip(names, files, strict=True) for name in group}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+    if files.is_sharded:
+        index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def _values(
-    model: nn.Module, stored: StoredCheckpoint
-) -> dict[str, tuple[torch.Size, torch.dtype, Callable[[], Tensor]]]:
-    """For each tensor of the base model by its name there: shape, dtype, and how to get its (merged) value.
-
-    Raises: JobError if the checkpoint does not hold what the model needs.
-    """
+def _values(model: nn.Module, stored: StoredCheckpoint) -> Iterator[tuple[str, tuple[Tensor, Callable[[], Tensor]]]]:
+    """For each tensor of the base model, by its name there: the empty tensor, and a function that gives its value."""
     stored_as = {id(tensor): name for name, tensor in _tensors(model)}
-    if stored_as_missing := sorted(set(stored_as.values()) - stored.tensors.keys()):
-        raise JobError(f"{stored.folder} lacks {', '.join(stored_as_missing[:8])}; it is a checkpoint of another model")
+    if missing := sorted(set(stored_as.values()) - stored.tensors.keys()):
+        raise JobError(f"{stored.folder} lacks {', '.join(missing[:8])}; it is a checkpoint of another model")
     adapted: dict[int, Any] = {}
-    for _, _, layer in lora_.adapted_layers(model):
+    for _, _, layer in lora.adapted_layers(model):
         for parameter in layer.get_base_layer().parameters():
             adapted.setdefault(id(parameter), layer)  # the outermost, where peft has wrapped a layer several times
-    values: dict[str, tuple[torch.Size, torch.dtype, Callable[[], Tensor]]] = {}
-    with lora_.adapters_put_aside(model):
-        for name, tensor in _tensors(lora_.base_model(model)):
-            if layer := adapted.get(id(tensor)):
-                value = _merged(layer, tensor, stored, stored_as)
-            else:
-                value = _read(stored, stored_as[id(tensor)])
-            values[name] = (tensor.shape, tensor.dtype, value)
-    return values
+    with lora.adapters_put_aside(model):
+        tensors = list(_tensors(lora.base_model(model)))
+    for name, tensor in tensors:
+        layer = adapted.get(id(tensor))
+        yield (
+            name,
+            (tensor, _merged(layer, tensor, stored, stored_as) if layer else _read(stored, stored_as[id(tensor)])),
+        )
 
 
 def _read(stored: StoredCheckpoint, name: str) -> Callable[[], Tensor]:
@@ -171,10 +159,8 @@ def _merged(layer: Any, parameter: Tensor, stored: StoredCheckpoint, stored_as: 
 
     def value() -> Tensor:
         slots = [(m, key, p) for m in layer.modules() for key, p in m._parameters.items() if p is not None]
-        filled = stored.read({stored_as[id(p)] for _, _, p in slots})
         try:
-            for module, key, p in slots:
-                module._parameters[key] = nn.Parameter(filled[stored_as[id(p)]], requires_grad=False)
+            _fill([(module, key, stored_as[id(p)]) for module, key, p in slots], stored)
             inner = [m for m in layer.modules() if hasattr(m, "merged_adapters")]
             for wrapper in reversed(inner):
                 wrapper.merge()
@@ -188,14 +174,36 @@ def _merged(layer: Any, parameter: Tensor, stored: StoredCheckpoint, stored_as: 
     return value
 
 
+def _fill(
+    slots: Iterable[tuple[nn.Module, str, str]], stored: StoredCheckpoint, dtype: torch.dtype | None = None
+) -> None:
+    """Read parameters, given as (module, name in the module, name in the checkpoint), and put them in their places."""
+    slots = list(slots)
+    values = stored.read({name for _, _, name in slots})
+    for module, key, name in slots:
+        value = _converted(values[name], dtype).contiguous()
+        module._parameters[key] = nn.Parameter(value, requires_grad=False)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters (tied ones once) and persistent buffers, by their names in a checkpoint."""
+    yield from model.named_parameters()
+    yield from persistent_buffers(model)
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+# -- the adapter, and what lies beside the weights ---------------------------------------------------------------------
+
+
 def _write_adapter(model: Any, stored: StoredCheckpoint, out: Path, dtype: torch.dtype | None) -> None:
     names = {id(tensor): name for name, tensor in _tensors(model)}
-    for _, _, layer in lora_.adapted_layers(model):
-        for module in lora_.adapter_modules(layer):
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    name = names[id(parameter)]
-                    module._parameters[key] = nn.Parameter(_as(stored.read([name])[name], dtype), requires_grad=False)
+    for _, _, layer in lora.adapted_layers(model):
+        modules = lora.adapter_modules(layer)
+        slots = [(m, key, names[id(p)]) for m in modules for key, p in m._parameters.items() if p is not None]
+        _fill(slots, stored, dtype)
     model.save_pretrained(out, save_embedding_layers=False)
 
 
@@ -217,34 +225,7 @@ def _copy_tokenizer(folder: Path, out: Path) -> None:
             f"laconic export: the tokenizer's folder {folder} is gone; copy its files to {out} yourself",
             file=sys.stderr,
         )
-        return
     for pattern in _TOKENIZER_FILES:
         for path in folder.glob(pattern):
             if path.is_file():
                 shutil.copy(path, out)
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters (tied ones once) and persistent buffers, as a checkpoint names them."""
-    yield from model.named_parameters()
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield (f"{prefix}.{name}" if prefix else name), buffer
-
-
-def _fill(sizes_bytes: dict[str, int], max_file_bytes: int) -> list[list[str]]:
-    files: list[list[str]] = [[]]
-    in_last_bytes = 0
-    for name, size_bytes in sizes_bytes.items():
-        if files[-1] and in_last_bytes + size_bytes > max_file_bytes:
-            files.append([])
-            in_last_bytes = 0
-        files[-1].append(name)
-        in_last_bytes += size_bytes
-    return files
-
-
-def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    converted = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-    return converted.contiguous()

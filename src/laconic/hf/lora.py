@@ -1,6 +1,4 @@
-"""LoRA by peft, on a model that may be on the meta device and sharded later: adapters train, the rest is frozen."""
-
-from __future__ import annotations
+"""LoRA by peft: adapters train and all other parameters are frozen. The model may be on the meta device."""
 
 import warnings
 from collections.abc import Iterator
@@ -9,17 +7,19 @@ from typing import Any
 
 from torch import nn
 
-from laconic.config.job import JobError, LoraConfig
+from laconic.config import JobError, LoraConfig
 
 ADAPTER = "default"
 
 
 def add_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
-    """Wrap a transformers causal LM, in place, as peft does; no adapter has values yet if the model is on meta.
+    """Put adapters around the linear layers of a transformers causal LM, in place. On meta they have no values yet.
 
-    Without targets every linear layer but the output layer is adapted. That is less than peft's "all-linear", which in
-    a mixture adapts the fused experts too, by swapping parameters in forward; a sharded parameter stays in place.
-    Raises: JobError if `lora.targets` names no linear layer of the model.
+    Without `lora.targets` every linear layer but the output layer gets an adapter. peft's "all-linear" would adapt a
+    mixture's fused experts too: it swaps their parameters in forward, and a sharded parameter must stay in place.
+
+    Raises:
+        JobError: `lora.targets` names no linear layer of the model.
     """
     import peft
 
@@ -56,11 +56,12 @@ def base_model(model: nn.Module) -> Any:
 
 
 def has_adapters(model: nn.Module) -> bool:
+    """True if peft has wrapped the model."""
     return hasattr(model, "peft_config")
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """(parent, name, layer) of every layer that peft has put an adapter around."""
+    """(parent, name in the parent, layer) of every layer that has an adapter."""
     if not has_adapters(model):
         return
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -73,7 +74,7 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
 
 @contextmanager
 def adapters_put_aside(model: nn.Module) -> Iterator[None]:
-    """Inside, the base model looks as before LoRA: its names are those of its folder and of its own initialisation."""
+    """Show the base model as it was before LoRA: with the names of its folder and of its own initialisation."""
     layers = list(adapted_layers(model))
     try:
         for parent, name, layer in layers:
@@ -85,13 +86,13 @@ def adapters_put_aside(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_modules(layer: Any) -> list[nn.Module]:
-    """The modules of an adapted layer that are not the layer itself."""
+    """The modules that peft has added to a layer."""
     base = {id(module) for module in layer.base_layer.modules()}
     return [module for module in layer.modules() if id(module) not in base]
 
 
 def reset_adapters(layer: Any) -> None:
-    """Draw one layer's adapter anew, as peft does when it creates it (A random, B zero)."""
+    """Initialise one layer's adapter as peft does: A random, B zero."""
     layer.reset_lora_parameters(ADAPTER, True)
 
 

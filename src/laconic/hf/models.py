@@ -1,16 +1,13 @@
-"""Any transformers causal LM: built on the meta device, sharded by whoever calls, then given values part by part.
+"""Builds any transformers causal LM: on the meta device first; the caller shards it; then it gets its values.
 
 [Note: Equal initialisation]
-A run must start from the same numbers whatever the strategy and the number of ranks, or `laconic compare` is void. So
-values are not drawn by the sharded tensors. Layer by layer, in the order in which transformers initialises, a layer's
-parameters are replaced by plain ones of full size in host memory, transformers' own `_initialize_weights` runs on them
-with the job's seed, and each rank keeps its part. The peak is one layer, as in the largest gather of a step. Whatever
-lies outside the layers (embeddings, the output layer) goes module by module. Tied parameters are drawn wherever they
-appear, as transformers does before tying, and the first draw counts. Parameters that partial updates slice are drawn
-whole, so that numbers do not depend on slices either.
+A run must start from the same numbers under every strategy and on any number of ranks, or `laconic compare` compares
+nothing. So `materialize` takes one layer after the other, in the order in which transformers initialises. It replaces
+the layer's parameters by plain ones of full size in host memory, lets transformers' own `_initialize_weights` fill them
+with the job's seed, and keeps this rank's part of each. Memory peaks at one layer. Modules outside the layers
+(embeddings, the output layer) go one by one. Tied parameters are drawn in every place, as transformers does before it
+ties them, and the first draw counts. Parameters that partial updates slice are drawn whole.
 """
-
-from __future__ import annotations
 
 import difflib
 import json
@@ -22,21 +19,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic.config.job import Config, JobError, LoraConfig, ModelConfig
-from laconic.hf import lora as lora_
-from laconic.hf.weights import ModelFolder, load_folder, write_whole
-from laconic.ragged.joined import JoinedTensor, whole_parameters
+from laconic.config import Config, JobError, LoraConfig, ModelConfig
+from laconic.hf.folder import ModelFolder
+from laconic.hf.lora import (
+    adapted_layers,
+    adapter_modules,
+    adapters_put_aside,
+    add_adapters,
+    base_model,
+    reset_adapters,
+)
+from laconic.hf.weights import load_folder, parameter_ids, write_whole
+from laconic.ragged.joined import whole_parameters
 
 META = torch.device("meta")
-# Keys that configuration files of the past have and transformers 5 still understands.
+# Older configuration files have these keys, and transformers 5 still understands them.
 _LEGACY_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "architectures", "vocab_size"}
 
 
 def build_model(config: ModelConfig, lora: LoraConfig | None = None, *, device: torch.device | str = META) -> nn.Module:
-    """The model of a job. On the meta device (the default) it has shapes only: shard it, then `materialize` it.
+    """Build the model of a job, with adapters if `lora` enables them.
 
-    On any other device it comes whole and with values.
-    Raises: JobError naming what is wrong with the configuration or the folder.
+    On meta (the default) it has shapes only: shard it, then call `materialize`. Elsewhere it is whole and has values.
+
+    Raises:
+        JobError: the configuration or the model folder is wrong; the message says where.
     """
     import transformers
 
@@ -58,7 +65,7 @@ def build_model(config: ModelConfig, lora: LoraConfig | None = None, *, device: 
     if config.activation_checkpointing:
         _checkpoint_activations(model)
     if lora is not None and lora.enabled:
-        model = lora_.add_adapters(model, lora)
+        model = add_adapters(model, lora)
     model.train()
     if torch.device(device) != META:
         materialize(model, config, device)
@@ -66,11 +73,11 @@ def build_model(config: ModelConfig, lora: LoraConfig | None = None, *, device: 
 
 
 def layers_to_shard(model: nn.Module) -> list[nn.Module]:
-    """The modules to give to `fully_shard` one by one, in forward order: the model's layers.
+    """The model's layers in forward order: the modules to give to `fully_shard` one by one.
 
-    transformers names their classes in `_no_split_modules`; a model that does not is cut at its longest ModuleList.
+    transformers names their classes in `_no_split_modules`. Otherwise they are the modules of the longest ModuleList.
     """
-    base = lora_.base_model(model)
+    base = base_model(model)
     names = set(getattr(base, "_no_split_modules", None) or ())
     found = list(_outermost(base, names))
     if not found:
@@ -81,19 +88,21 @@ def layers_to_shard(model: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()
 def materialize(model: nn.Module, config: Config | ModelConfig, device: torch.device | str) -> int:
-    """Give a model from `build_model`, sharded or not, its values on `device`; every rank calls it.
+    """Give a model from `build_model`, sharded or not, its values on `device`. Every rank calls it.
 
-    From `model.path` each rank reads its own part; otherwise the values are drawn, equal for equal seeds whatever the
-    sharding, see [Note: Equal initialisation]. Returns the bytes this rank has read.
-    Raises: ModelFolderError listing missing, unexpected and wrongly shaped tensors.
+    With `model.path` each rank reads its own part from the folder. Otherwise the values are drawn, equal for equal
+    seeds under every sharding: [Note: Equal initialisation]. Returns the bytes that this rank has read.
+
+    Raises:
+        ModelFolderError: the folder does not fit the model; the message lists the tensors.
     """
     config = config.model if isinstance(config, Config) else config
-    base = lora_.base_model(model)
+    base = base_model(model)
     layers = layers_to_shard(model)
     model.to_empty(device=device)
     bytes_read = 0
     loaded: set[int] = set()
-    with torch.random.fork_rng(devices=[]), lora_.adapters_put_aside(model):
+    with torch.random.fork_rng(devices=[]), adapters_put_aside(model):
         torch.manual_seed(config.init_seed)
         base.tie_weights()  # to_empty makes two of each tied parameter
         if config.path is not None:
@@ -103,14 +112,14 @@ def materialize(model: nn.Module, config: Config | ModelConfig, device: torch.de
         _initialise(base, layers, loaded)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.init_seed + 1)  # the adapters' draws do not depend on how the rest came to be
-        for _, _, layer in lora_.adapted_layers(model):
-            with _full_size(lora_.adapter_modules(layer), loaded=set(), drawn=set()):
-                lora_.reset_adapters(layer)
+        for _, _, layer in adapted_layers(model):
+            with _full_size(adapter_modules(layer), loaded=set(), drawn=set()):
+                reset_adapters(layer)
     return bytes_read
 
 
 def _initialise(base: Any, layers: list[nn.Module], loaded: set[int]) -> None:
-    """transformers' own initialisation of all computed buffers and of the parameters whose id is not in `loaded`."""
+    """Let transformers initialise all computed buffers, and the parameters whose ids are not in `loaded`."""
     from transformers import PreTrainedModel
 
     closed = {id(layer) for layer in layers}
@@ -132,10 +141,9 @@ def _initialise(base: Any, layers: list[nn.Module], loaded: set[int]) -> None:
 
 @contextmanager
 def _full_size(modules: Iterable[nn.Module], *, loaded: set[int], drawn: set[int]) -> Iterator[None]:
-    """Inside, the modules' own parameters are plain tensors of full size; afterwards each rank keeps its part.
+    """Show the modules' own parameters as plain tensors of full size; afterwards keep this rank's part of each.
 
-    Parameters in `loaded` have values already; tensors on the meta device, where drawing costs nothing, play them.
-    Parameters in `drawn` keep what they have.
+    Those in `loaded` have values: tensors on meta, where drawing costs nothing, stand in. Those in `drawn` keep theirs.
     """
     before = [(module, dict(module._parameters)) for module in modules]
     swapped: list[tuple[nn.Module, str, Tensor]] = []
@@ -143,7 +151,7 @@ def _full_size(modules: Iterable[nn.Module], *, loaded: set[int], drawn: set[int
         wholes = whole_parameters(module)
         shown: dict[str, nn.Parameter | None] = {name: None for name, parameter in own.items() if parameter is None}
         for name, parameter in wholes.items():
-            device = META if _ids(parameter) & loaded else torch.device("cpu")
+            device = META if parameter_ids(parameter) & loaded else torch.device("cpu")
             fill = float("nan") if parameter.dtype.is_floating_point else 0
             stand_in = torch.full(parameter.shape, fill, dtype=parameter.dtype, device=device)
             shown[name] = nn.Parameter(stand_in, requires_grad=False)
@@ -157,19 +165,14 @@ def _full_size(modules: Iterable[nn.Module], *, loaded: set[int], drawn: set[int
         for module, own in before:
             module._parameters = own
     for (module, name, parameter), stand_in in zip(swapped, stand_ins, strict=True):
-        if _ids(parameter) & (loaded | drawn):
+        if parameter_ids(parameter) & (loaded | drawn):
             continue
         if parameter.dtype.is_floating_point and stand_in.isnan().any():
             raise JobError(
                 f"transformers does not initialise {name} of {type(module).__name__}; load weights from a folder"
             )
         write_whole(parameter, stand_in)
-        drawn |= _ids(parameter)
-
-
-def _ids(parameter: Tensor) -> set[int]:
-    """Of a parameter, or of the parts of a sliced one."""
-    return {id(part) for part in (parameter.parts if isinstance(parameter, JoinedTensor) else [parameter])}
+        drawn |= parameter_ids(parameter)
 
 
 def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:

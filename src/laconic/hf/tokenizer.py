@@ -1,6 +1,4 @@
-"""Bytes, or a local Hugging Face tokenizer."""
-
-from __future__ import annotations
+"""Tokenizers of a job: bytes, or a local Hugging Face tokenizer."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,32 +7,33 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from laconic.config.job import JobError
+from laconic.config import JobError
 
 
 class Tokenizer(Protocol):
     """Turns documents into tokens."""
 
     vocab_size: int
-    """Tokens are below this."""
+    """The number of tokens; every token is smaller."""
     separator: int | None
-    """Written after each document."""
+    """The token after each document; None if there is none."""
     identity: str
-    """Changes whenever the tokens of some text would."""
+    """A text that differs between tokenizers that encode some text differently."""
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """One array of tokens per document."""
+        """Encode UTF-8 documents. Shapes: one array (tokens,) per document, of any integer dtype."""
         ...
 
 
 class ByteTokenizer:
-    """Every byte is a token. Byte 0 never occurs in text, which makes it the separator at no cost in vocabulary."""
+    """Every byte is a token. Byte 0 never occurs in text, so it is the separator and adds no token."""
 
     vocab_size = 256
     separator: int | None = 0
     identity = "bytes"
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """See `Tokenizer.encode`."""
         return [np.frombuffer(document, dtype=np.uint8) for document in documents]
 
 
@@ -52,6 +51,7 @@ class FolderTokenizer:
         self.identity = f"folder-{digest.hexdigest()}"
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """See `Tokenizer.encode`."""
         texts = [document.decode("utf-8", errors="replace") for document in documents]
         rows = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         return [np.asarray(row, dtype=np.int64) for row in rows]
@@ -66,7 +66,11 @@ def _load(folder: Path) -> Any:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or the tokenizer in the folder `name`."""
+    """The tokenizer that `data.tokenizer` names: "bytes", or a folder.
+
+    Raises:
+        JobError: there is no such folder, or transformers cannot read a tokenizer from it.
+    """
     if name == "bytes":
         return ByteTokenizer()
     folder = Path(name)

@@ -1,1 +1,1 @@
-"""Islands of machines that run on their own and agree rarely."""
+"""Local steps: islands of machines that train on their own and sync rarely."""

@@ -1,92 +1,99 @@
-"""The mean over islands of what each of them says, in codes: out to the rank that sums, and back to all.
+"""All-reduce over islands, in codes: values go to the rank that sums them, and the mean goes back to all.
 
 [Note: Two trips, one number]
-A vector is cut in as many parts as there are islands. Every island sends part j, encoded, to island j, which decodes
-what all of them say, its own included, sums in fp32 in the order of islands, divides, encodes the mean and sends it to
-all. Everybody, the summing island included, uses the decoded codes, so all islands have the same bits. Per rank that is
-2 (I - 1) / I of the encoded vector out and as much in, whatever the number of islands; codes are never summed.
+A vector is cut into as many parts as there are islands. Every island sends part j, encoded, to island j. Island j
+decodes the parts of all islands, its own included, sums them in fp32 in the order of islands, divides, encodes the mean
+and sends it to all. Every island, island j included, uses the decoded mean, so all islands have the same bits. Codes
+are never summed. A rank sends and receives 2 (I - 1) / I of the encoded vector.
 """
 
-from __future__ import annotations
-
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.codec.codecs import Codec
+from laconic.codec import Codec
 from laconic.comm.cluster import Cluster
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mean:
-    """What came of one exchange."""
+    """The result of one all-reduce."""
 
     value: Tensor
-    """(numel,), fp32, the same bits on every island."""
+    """The mean, (numel,), fp32, the same bits on every island."""
     sent: Tensor
-    """(numel,), fp32: what this island's own values were to the others, decoded."""
+    """This island's own values as the others decode them, (numel,), fp32."""
     sent_bytes: int
-    """That left this rank."""
+    took_s: float = 0.0
 
 
 class CompressedAllReduce:
-    """Means over the islands of a cluster. Not for two threads at once: messages are matched by their order."""
+    """Means over the islands of a cluster. Only one thread may use it: messages are matched by their order."""
 
     def __init__(self, cluster: Cluster, codec: Codec) -> None:
         self._cluster, self._codec = cluster, codec
-        self._group = cluster.island_group
         self._count, self._rank = cluster.num_islands, cluster.island_rank
 
+    @torch.no_grad()
     def mean(self, values: Tensor, divisor: Tensor | None = None) -> Mean:
-        """The mean of all islands' values. Collective over the islands; blocks.
+        """Compute the mean of all islands' values. Collective over islands; blocks until the mean is there.
 
-        Shapes: values (numel,), fp32, on the host. divisor: what sums are divided by, (numel,), the same on every
-        island; default: the number of islands. Where it is zero nobody holds the coordinate and the mean is zero.
-        Cost: 2 (I - 1) payloads of numel / I values out of this rank and into it; counted as "outer".
+        `divisor` divides the sums and is the same on every island. Where it is zero, no island holds the coordinate and
+        the mean is zero. Default: the number of islands.
+
+        Shapes: values (numel,), fp32, on the host; divisor (numel,) -> value and sent (numel,), fp32.
+        Cost: 2 (I - 1) payloads of numel / I values out of and into this rank, counted as "outer".
         """
+        began = time.perf_counter()
         numel, part = values.numel(), -(-values.numel() // self._count)
         rows = torch.zeros(self._count, part)
         rows.view(-1)[:numel] = values
-        codes = torch.stack([self._codec.encode(row) for row in rows])
-        sent = torch.cat([self._codec.decode(code, part) for code in codes])[:numel]
-
-        arrived = self._all_to_all(codes)
+        codes = [self._codec.encode(row) for row in rows]
+        sent = self._join(codes, numel)
+        arrived = self._exchange(codes)
         total = self._codec.decode(arrived[0], part)
         for code in arrived[1:]:
             total += self._codec.decode(code, part)
-        total = self._divided(total, divisor, self._rank * part)
-
-        means = self._all_gather(self._codec.encode(total))
-        value = torch.cat([self._codec.decode(code, part) for code in means])[:numel]
+        means = self._exchange([self._codec.encode(self._divide(total, divisor))] * self._count)
         sent_bytes = 2 * (self._count - 1) * self._codec.payload_bytes(part)
         self._cluster.traffic.count("island", "outer", sent_bytes=sent_bytes, received_bytes=sent_bytes)
-        return Mean(value=value, sent=sent, sent_bytes=sent_bytes)
+        value = self._join(means, numel)
+        return Mean(value=value, sent=sent, sent_bytes=sent_bytes, took_s=time.perf_counter() - began)
 
-    def _divided(self, total: Tensor, divisor: Tensor | None, begin: int) -> Tensor:
+    def _divide(self, total: Tensor, divisor: Tensor | None) -> Tensor:
+        """Divide the sum of this island's part of the vector, (part,)."""
         if divisor is None:
             return total / self._count
         own = torch.ones_like(total)
-        part = divisor[begin : begin + total.numel()]
+        part = divisor[self._rank * total.numel() :][: total.numel()]
         own[: part.numel()] = part
         return torch.where(own > 0, total / own.clamp(min=1), 0.0)
 
-    def _all_to_all(self, codes: Tensor) -> list[Tensor]:
-        """Row j to island j; what all islands sent here, in their order."""
-        arrived = [code if island == self._rank else torch.empty_like(code) for island, code in enumerate(codes)]
-        self._trade([codes[island] for island in range(self._count)], arrived)
-        return arrived
+    def _join(self, codes: Sequence[Tensor], numel: int) -> Tensor:
+        part = -(-numel // self._count)
+        return torch.cat([self._codec.decode(code, part) for code in codes])[:numel]
 
-    def _all_gather(self, code: Tensor) -> list[Tensor]:
-        arrived = [code if island == self._rank else torch.empty_like(code) for island in range(self._count)]
-        self._trade([code] * self._count, arrived)
-        return arrived
-
-    def _trade(self, outgoing: list[Tensor], arriving: list[Tensor]) -> None:
+    def _exchange(self, outgoing: Sequence[Tensor]) -> list[Tensor]:
+        """Send code j to island j; return the codes of all islands, in their order, this island's own included."""
+        arriving = [code if island == self._rank else torch.empty_like(code) for island, code in enumerate(outgoing)]
+        group = self._cluster.island_group
         others = [island for island in range(self._count) if island != self._rank and outgoing[island].numel()]
-        works = [dist.irecv(arriving[island], group=self._group, group_src=island) for island in others]
-        works += [dist.isend(outgoing[island], group=self._group, group_dst=island) for island in others]
+        works = [dist.irecv(arriving[island], group=group, group_src=island) for island in others]
+        works += [dist.isend(outgoing[island], group=group, group_dst=island) for island in others]
         for work in works:
             assert work is not None
             work.wait()
+        return arriving
+
+
+def gather_from_islands(cluster: Cluster, value: int) -> list[int]:
+    """Return every island's value, in the order of islands. Collective over the ranks at this place in all islands."""
+    if cluster.island_group is None:
+        return [value]
+    values = [torch.zeros(1, dtype=torch.int64) for _ in range(cluster.num_islands)]
+    dist.all_gather(values, torch.tensor([value]), group=cluster.island_group)
+    return [int(each) for each in values]

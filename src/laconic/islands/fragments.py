@@ -1,13 +1,11 @@
-"""Which parameters agree together, and in which step: arithmetic on a counter that all islands share.
+"""The fragments of a model, and the steps in which they sync: arithmetic on a step counter that all islands share.
 
 [Note: Streaming]
-Every parameter is in one fragment, and every fragment is sent once in `every` inner steps, in turn, so that a link sees
-small messages all the time instead of a large one now and then. What is sent after step t is applied after step
-t + overlap, and the link works behind that many steps. At most one fragment is under way, and which one follows from
-the step alone, so all islands and all their ranks exchange in one order (arXiv 2501.18512, section 2).
+Every parameter is in one fragment. The fragments sync in turn, each once in `every` inner steps, so that the wire
+carries small messages all the time in place of a large one now and then. A fragment that is sent after step t is
+applied after step t + overlap, and the wire has that many steps to carry it. At most one fragment is in flight, and the
+step alone says which one is next, so all ranks of all islands communicate in one order (arXiv 2501.18512, section 2).
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Iterable
@@ -21,14 +19,18 @@ _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSchedule:
-    """When fragments are sent and applied. Steps are counted from 1."""
+    """The steps in which fragments are sent and applied. Steps count from 1.
+
+    Raises:
+        ValueError: `every` or `fragments` is not positive; `overlap` is negative or not less than every / fragments;
+            `fragments` does not divide `every`.
+    """
 
     every: int
-    """Inner steps between two syncs of the same fragment."""
+    """The number of inner steps between two syncs of one fragment."""
     fragments: int = 1
-    """Parts of the model that are synced in turn; must divide `every`."""
     overlap: int = 0
-    """Inner steps between sending a fragment and applying what comes back; less than every / fragments."""
+    """The number of inner steps between sending a fragment and applying its mean; less than every / fragments."""
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.fragments < 1 or self.overlap < 0:
@@ -44,41 +46,40 @@ class SyncSchedule:
         if self.overlap >= self.interval:
             raise ValueError(
                 f"overlap={self.overlap} must be less than every / fragments = {self.interval}: one fragment at "
-                "most is under way"
+                "most is in flight"
             )
 
     @property
     def interval(self) -> int:
-        """Steps between two fragments' syncs."""
+        """The number of inner steps between the syncs of two fragments."""
         return self.every // self.fragments
 
     def sends(self, step: int) -> int | None:
-        """The fragment that is sent after inner step `step`; None: none is."""
+        """Return the fragment that is sent after inner step `step`; None if there is none."""
         if step < 1 or step % self.interval:
             return None
         return step // self.interval % self.fragments
 
     def applies(self, step: int) -> int | None:
-        """The fragment whose mean is applied after inner step `step`."""
+        """Return the fragment whose mean is applied after inner step `step`; None if there is none."""
         return self.sends(step - self.overlap)
 
 
 def fragment_of(names: Iterable[str], fragments: int, pattern: FragmentPattern = "strided") -> dict[str, int]:
-    """Each parameter's fragment: layer l goes to fragment l mod P, or, sequential, to l P // L; the rest to 0.
+    """Assign parameters to fragments by their layer, which is the first number in a parameter's name.
 
-    A layer is the first number in a parameter's name. Strided fragments keep the link evenly busy, as the parameters
-    of a fragment are used all over the step (arXiv 2501.18512).
+    Layer l of L goes to fragment l mod P with the strided pattern, and to l P // L with the sequential one. Parameters
+    without a layer go to fragment 0. Strided fragments keep the wire evenly busy (arXiv 2501.18512).
 
     Raises:
-        ValueError: more fragments than layers.
+        ValueError: there are more fragments than layers.
     """
     names = list(names)
     layers = {name: int(found[1]) for name in names if (found := _LAYER.search(name))}
     num_layers = max(layers.values(), default=-1) + 1
-    if fragments > max(1, num_layers):
-        raise ValueError(
-            f"fragments={fragments}, but the model has {num_layers} numbered layers; use at most {max(1, num_layers)}"
-        )
+    most = max(1, num_layers)
+    if fragments > most:
+        raise ValueError(f"fragments={fragments}, but the model has {num_layers} numbered layers; use at most {most}")
     if pattern == "strided":
         return {name: layers.get(name, 0) % fragments for name in names}
-    return {name: layers.get(name, 0) * fragments // max(1, num_layers) for name in names}
+    return {name: layers.get(name, 0) * fragments // most for name in names}

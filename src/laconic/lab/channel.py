@@ -1,42 +1,46 @@
-"""Messages between a lab and its keeper: JSON over a socket pair, with file descriptors beside it."""
+"""The messages between a lab and its keeper: JSON over a socket pair, with file descriptors beside it."""
 
 import json
+import os
 import socket
-import struct
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 _MAX_FDS = 250  # the kernel takes 253 in one message
-_LENGTH = struct.Struct("!I")
 
 
 class Channel:
-    """One end. Each side waits for the other's answer, so nothing here needs a lock."""
+    """One end of the socket pair. Each side waits for the other's answer, so the channel needs no lock."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._connection = Connection(os.dup(sock.fileno()))
 
     def fileno(self) -> int:
+        """Return the descriptor that becomes readable when a message arrives or the other side ends."""
         return self._socket.fileno()
 
     def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        data = json.dumps(message).encode()
-        socket.send_fds(self._socket, [_LENGTH.pack(len(data))], fds)
-        self._socket.sendall(data)
+        """Send a message and duplicates of open file descriptors.
 
-    def receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """The next message and its descriptors, or None when the other side is gone."""
+        Raises: BrokenPipeError if the other side has ended.
+        """
+        socket.send_fds(self._socket, [b"\0"], fds)
+        self._connection.send_bytes(json.dumps(message).encode())
+
+    def receive(self) -> tuple[dict[str, Any], list[int]]:
+        """Wait for the next message, and return it with its descriptors.
+
+        Raises: EOFError if the other side has ended.
+        """
         try:
-            header, fds, _, _ = socket.recv_fds(self._socket, _LENGTH.size, _MAX_FDS)
-            data = bytearray()
-            while header and len(data) < _LENGTH.unpack(header)[0]:
-                part = self._socket.recv(_LENGTH.unpack(header)[0] - len(data))
-                if not part:
-                    return None
-                data += part
-        except ConnectionError:
-            return None
-        return (json.loads(data), fds) if header else None
+            _, fds, _, _ = socket.recv_fds(self._socket, 1, _MAX_FDS)
+            return json.loads(self._connection.recv_bytes()), fds
+        except OSError as error:  # the other side ended in the middle of a message
+            raise EOFError from error
 
     def close(self) -> None:
+        """Close this end; the other side sees that."""
+        self._connection.close()
         self._socket.close()

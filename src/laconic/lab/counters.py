@@ -1,39 +1,38 @@
-"""What the kernel says went over an interface: the truth that byte counts are held to."""
+"""The kernel's counters of a network interface, which the engine's own byte counts must agree with."""
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 INTERFACE_VARIABLE = "LACONIC_LAB_INTERFACE"
-"""Set by the lab in every process of a node: the name of its interface. Absent or empty where there is no wire."""
+"""The environment variable in which the lab names a node's interface. It is absent or empty without a wire."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InterfaceBytes:
-    """Bytes that passed one interface since it was made, headers included."""
+    """The bytes that a node has sent and received over one interface since it exists, headers included."""
 
     sent: int
-    """Bytes the node put on the wire."""
     received: int
-    """Bytes the node took off the wire."""
 
     def __sub__(self, earlier: "InterfaceBytes") -> "InterfaceBytes":
         return InterfaceBytes(sent=self.sent - earlier.sent, received=self.received - earlier.received)
 
 
 def interface_bytes(interface: str | None = None) -> InterfaceBytes | None:
-    """The counters of this node's interface, shared by all ranks of the node; None outside a lab.
+    """Read the counters of this node's interface, which all its ranks share, or of `interface`; None outside a lab.
 
     A script reads them twice and subtracts. Cost: one small file of /proc.
-    Raises: ValueError if `interface` does not exist in this network namespace.
+
+    Raises:
+        ValueError: this network namespace has no interface of that name.
     """
     name = interface or os.environ.get(INTERFACE_VARIABLE)
     if not name:
         return None
-    # /proc/net belongs to the network namespace of the reader; /sys/class/net to that of whoever mounted /sys.
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        label, _, numbers = line.partition(":")
-        if label.strip() == name:
-            fields = numbers.split()
-            return InterfaceBytes(sent=int(fields[8]), received=int(fields[0]))
-    raise ValueError(f"there is no interface {name!r} in this network namespace; is {INTERFACE_VARIABLE} set by hand?")
+    # psutil reads /proc/net, which belongs to the reader's network namespace; /sys belongs to whoever mounted it.
+    counted = psutil.net_io_counters(pernic=True, nowrap=False).get(name)
+    if counted is None:
+        raise ValueError(f"this network namespace has no interface {name!r}; is {INTERFACE_VARIABLE} set by hand?")
+    return InterfaceBytes(sent=counted.bytes_sent, received=counted.bytes_recv)

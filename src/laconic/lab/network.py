@@ -1,8 +1,8 @@
-"""Makes the network of a lab, of the kernel's parts: see [Note: The wire]."""
+"""The network of a lab, made of the kernel's parts: see [Note: The wire]."""
 
+import contextlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from pyroute2 import IPRoute
@@ -13,80 +13,71 @@ from laconic.lab.wire import INTERFACE, MTU_BYTES, node_address, offloaded_bytes
 
 _TC_ROOT = 0xFFFFFFFF
 _TBF_HANDLE = 0x10000
-_NETWORK_FILE = "/proc/self/ns/net"
 
 
 class Network:
-    """A switch and its nodes. The calling process must be single-threaded, for it visits the namespaces it makes."""
+    """A switch and its nodes. The calling process visits the namespaces that it makes, so it must have one thread.
+
+    Raises: OSError or pyroute2.NetlinkError if the kernel refuses.
+    """
 
     def __init__(self, nodes: int) -> None:
-        self._home = os.open(_NETWORK_FILE, os.O_RDONLY)
-        try:
-            self._switch = self._new_namespace()
-            self._switch_route = IPRoute()  # a netlink socket stays in the namespace it was opened in
-            self._switch_route.link("add", ifname="switch", kind="bridge")
-            bridge = self._index(self._switch_route, "switch")
-            self._nodes: list[int] = []
-            self._node_routes: list[IPRoute] = []
-            for node in range(nodes):
-                self._add_node(node, bridge)
-            self._switch_route.link("set", index=bridge, state="up")
-        finally:
-            linux.set_network_namespace(self._home)
+        self._home = self._open_namespace()
+        self._nodes: list[int] = []
+        self._ends: list[tuple[IPRoute, int]] = []  # each end of a cable: a socket in its namespace, its index there
         self._shaped = False
+        try:
+            linux.unshare(linux.CLONE_NEWNET)
+            self._switch = self._open_namespace()
+            switch = IPRoute()  # a netlink socket stays in the namespace it was opened in
+            switch.link("add", ifname="switch", kind="bridge")
+            bridge = switch.link_lookup(ifname="switch")[0]
+            for node in range(nodes):
+                self._add_node(node, switch, bridge)
+            switch.link("set", index=bridge, state="up")
+        finally:
+            linux.setns(self._home, linux.CLONE_NEWNET)
 
     @staticmethod
-    def _new_namespace() -> int:
-        """Enter a new namespace and return its descriptor."""
+    def _open_namespace() -> int:
+        return os.open("/proc/self/ns/net", os.O_RDONLY)
+
+    def _add_node(self, node: int, switch: IPRoute, bridge: int) -> None:
         linux.unshare(linux.CLONE_NEWNET)
-        return os.open(_NETWORK_FILE, os.O_RDONLY)
-
-    @staticmethod
-    def _index(route: IPRoute, name: str) -> int:
-        return route.link_lookup(ifname=name)[0]
-
-    def _add_node(self, node: int, bridge: int) -> None:
-        namespace = self._new_namespace()
-        self._nodes.append(namespace)
+        self._nodes.append(self._open_namespace())
         route = IPRoute()
-        self._node_routes.append(route)
-        port = f"port{node}"
-        switch = self._switch_route
-        switch.link(
-            "add", ifname=port, kind="veth", mtu=MTU_BYTES,
-            peer={"ifname": INTERFACE, "mtu": MTU_BYTES, "net_ns_fd": namespace},
-        )  # fmt: skip
-        switch.link("set", index=self._index(switch, port), master=bridge, state="up")
+        peer = {"ifname": INTERFACE, "mtu": MTU_BYTES, "net_ns_fd": self._nodes[node]}
+        switch.link("add", ifname=f"port{node}", kind="veth", mtu=MTU_BYTES, peer=peer)
+        port, wire = switch.link_lookup(ifname=f"port{node}")[0], route.link_lookup(ifname=INTERFACE)[0]
+        switch.link("set", index=port, master=bridge, state="up")
         _disable_ipv6(INTERFACE)
-        wire = self._index(route, INTERFACE)
-        route.link("set", index=self._index(route, "lo"), state="up")
+        route.link("set", index=route.link_lookup(ifname="lo")[0], state="up")
         route.addr("add", index=wire, address=node_address(node), prefixlen=16)
         route.link("set", index=wire, state="up")
+        self._ends += [(route, wire), (switch, port)]
 
-    @contextmanager
+    @contextlib.contextmanager
     def inside(self, node: int) -> Iterator[None]:
-        """Run the body, and what it starts, in the namespace of `node`."""
-        linux.set_network_namespace(self._nodes[node])
+        """Run the body, and the processes it starts, in the namespace of `node`."""
+        linux.setns(self._nodes[node], linux.CLONE_NEWNET)
         try:
             yield
         finally:
-            linux.set_network_namespace(self._home)
+            linux.setns(self._home, linux.CLONE_NEWNET)
 
     def set_rate(self, bits_per_s: float | None) -> None:
         """Limit every link to `bits_per_s` in each direction; None removes the limit."""
-        ends = [(route, INTERFACE) for route in self._node_routes]
-        ends += [(self._switch_route, f"port{node}") for node in range(len(self._nodes))]
-        for route, name in ends:
-            index = self._index(route, name)
+        for route, index in self._ends:
             if self._shaped:
                 route.tc("del", index=index, handle=0, parent=_TC_ROOT)
-            # Read by TCP when a connection is made, so connections that outlive a change of rate keep the old size.
+            # TCP reads this size when it makes a connection, so older connections keep the old size.
             route.link("set", index=index, gso_max_size=offloaded_bytes(bits_per_s))
             if bits_per_s is not None:
                 route.tc("add", "tbf", index, _TBF_HANDLE, parent=_TC_ROOT, **token_bucket(bits_per_s))
         self._shaped = bits_per_s is not None
 
     def counters(self, node: int) -> InterfaceBytes:
+        """Return the counters of the interface of `node`."""
         with self.inside(node):
             counted = interface_bytes(INTERFACE)
         assert counted is not None
@@ -94,9 +85,6 @@ class Network:
 
 
 def _disable_ipv6(interface: str) -> None:
-    switch = Path(f"/proc/sys/net/ipv6/conf/{interface}/disable_ipv6")
-    if switch.exists():  # a kernel without IPv6 has nothing to turn off; a read-only /proc/sys keeps some chatter
-        try:
-            switch.write_text("1")
-        except OSError:
-            return
+    # A kernel without IPv6 has no such file. Where /proc/sys is read-only, some IPv6 chatter stays on the wire.
+    with contextlib.suppress(OSError):
+        Path(f"/proc/sys/net/ipv6/conf/{interface}/disable_ipv6").write_text("1")

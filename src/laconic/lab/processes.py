@@ -1,54 +1,55 @@
-"""Finding and ending every process below this one."""
+"""The processes below this one: finding them, ending them, and how one of them ended."""
 
 import contextlib
-import os
 import signal
 import time
+from collections.abc import Container, Iterable
 from pathlib import Path
 
+import psutil
 
-def _stat(pid: int) -> list[str]:
-    """Fields 3 and up of /proc/PID/stat: state, parent, ... (proc_pid_stat(5) counts from 1)."""
+
+def stat_fields(pid: int) -> list[str]:
+    """Return fields 3 and up of /proc/PID/stat: state, parent, and so on (proc_pid_stat(5) counts from 1).
+
+    Raises: FileNotFoundError or ProcessLookupError if there is no such process.
+    """
+    # The second field is the command's name in parentheses, which may contain anything.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def exit_status(pid: int) -> int | None:
-    """The wait status of a process that has ended and was not yet waited for; None when that is not known."""
+    """Return the wait status of a process that has ended and that its parent has not waited for, else None."""
+    # The process need not be a child of this one, so neither `os.waitpid` nor psutil can tell.
     with contextlib.suppress(OSError):
-        fields = _stat(pid)
+        fields = stat_fields(pid)
         if fields[0] == "Z":
             return int(fields[49])
     return None
 
 
-def descendants() -> set[int]:
-    """The living processes below this one. Orphans count, since this process adopts them (init, or a subreaper)."""
-    children: dict[int, list[int]] = {}
-    alive = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                fields = _stat(int(entry.name))
-                children.setdefault(int(fields[1]), []).append(int(entry.name))
-                if fields[0] not in "ZX":
-                    alive.add(int(entry.name))
-    found: set[int] = set()
-    queue = [os.getpid()]
-    while queue:
-        below = children.get(queue.pop(), [])
-        found.update(below)
-        queue.extend(below)
-    return found & alive
+def descendants(*, excluding: Container[int] = ()) -> list[psutil.Process]:
+    """Return the living processes below this one, adopted orphans among them, but not those with PIDs `excluding`."""
+    below = psutil.Process().children(recursive=True)
+    return [process for process in below if process.pid not in excluding and _is_alive(process)]
 
 
-def send(pids: set[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    """Send a signal to every process that still exists."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def kill_descendants() -> None:
-    """SIGKILL every process below this one, also those just being born, until none is left alive."""
-    while pids := descendants():
-        send(pids, signal.SIGKILL)
+    """Kill every process below this one, also those being born meanwhile, until none is alive."""
+    while below := descendants():
+        send(below, signal.SIGKILL)
         time.sleep(0.005)

@@ -12,7 +12,7 @@ MAX_RATE_BITS_PER_S = 34e9
 
 
 def parse_rate(text: str) -> float | None:
-    """Bits per second of `text`, or None for `none`, an unshaped wire.
+    """Return the bits per second of `text`, or None for `none`, a wire without a limit.
 
     Raises: ValueError if `text` is not a number with one of the units bit, kbit, mbit, gbit, or is out of range.
     """
@@ -26,9 +26,9 @@ def parse_rate(text: str) -> float | None:
 
 
 def check_rate(bits_per_s: float | None) -> float | None:
-    """The same rate, if the lab can shape to it.
+    """Return the same rate.
 
-    Raises: ValueError if it is out of range.
+    Raises: ValueError if the lab cannot limit a link to this rate.
     """
     if bits_per_s is not None and not MIN_RATE_BITS_PER_S <= bits_per_s <= MAX_RATE_BITS_PER_S:
         raise ValueError(
@@ -39,7 +39,7 @@ def check_rate(bits_per_s: float | None) -> float | None:
 
 
 def format_rate(bits_per_s: float | None) -> str:
-    """The shortest text that `parse_rate` reads back as this rate."""
+    """Return the shortest text that `parse_rate` reads back as this rate."""
     if bits_per_s is None:
         return "none"
     for unit in ("gbit", "mbit", "kbit"):

@@ -1,75 +1,64 @@
-"""Whose leftovers are whose: processes and folders carry the identity of the keeper that made them.
+"""The leftovers of a killed lab: processes and folders carry the identity of the keeper that made them.
 
 [Note: Leaving nothing behind]
-The keeper of a lab ends every process it started and removes its folder, whatever ends the lab itself: an exception,
-a signal, or SIGKILL, for the keeper sees its socket close. With a wire the processes also share a PID namespace whose
-first process dies with the keeper, so that the kernel ends them even if the keeper is killed. What may remain then is
-the folder, and without a wire the processes. Both carry the keeper's identity, and the next keeper removes those whose
-keeper is gone.
+The keeper of a lab ends every process that it started and removes its folder, whatever ends the lab: an exception, a
+signal or SIGKILL. It notices the lab's end because its socket closes. With a wire, the processes also share a PID
+namespace, whose first process dies with the keeper. Then the kernel ends all others, even if the keeper was killed.
+After a killed keeper the folder remains, and without a wire the processes too. The folder's name identifies the keeper
+and is in each process's environment. So the next keeper removes such folders, and ends such processes.
 """
 
+import contextlib
 import os
 import shutil
-import signal
 import tempfile
 from pathlib import Path
 
-OWNER_VARIABLE = "LACONIC_LAB_OWNER"
-_FOLDER_PREFIX = "laconic-lab-"
+import psutil
+
+from laconic.lab.processes import stat_fields
+from laconic.lab.worker import FOLDER_VARIABLE
+
+_PREFIX = "laconic-lab-"
 
 
-def identity(pid: int | None = None) -> str:
-    """PID namespace, PID and start time: unlike a PID alone it is never used twice."""
-    pid = os.getpid() if pid is None else pid
-    return f"{os.stat('/proc/self/ns/pid').st_ino}.{pid}.{_start_time(pid)}"
-
-
-def _start_time(pid: int) -> str:
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    fields = stat.rpartition(")")[2].split()  # the command's name, in parentheses, may contain anything
-    if fields[0] in "ZX":
-        raise ProcessLookupError(pid)
-    return fields[19]
-
-
-def make_folder(owner: str) -> Path:
-    folder = Path(tempfile.gettempdir()) / f"{_FOLDER_PREFIX}{owner}"
+def make_folder() -> Path:
+    """Make this keeper's folder. Its name is the PID namespace, PID and start time, which are never used twice."""
+    name = f"{_PREFIX}{_pid_namespace()}.{os.getpid()}.{_start_time(os.getpid())}"
+    folder = Path(tempfile.gettempdir()) / name
     folder.mkdir(mode=0o700)
     return folder
 
 
-def _is_gone(owner: str) -> bool:
-    """Whether the keeper `owner` lived in our PID namespace and has ended; of other namespaces we know nothing."""
-    parts = owner.split(".")
-    if len(parts) != 3 or not all(part.isdigit() for part in parts) or owner == identity():
+def _pid_namespace() -> str:
+    return str(os.stat("/proc/self/ns/pid").st_ino)
+
+
+def _start_time(pid: int) -> str | None:
+    """The clock ticks from boot to the start of a process, or None if it does not live."""
+    # psutil would add the time of boot, which moves whenever the machine's clock is corrected.
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        fields = stat_fields(pid)
+        return None if fields[0] in "ZX" else fields[19]
+    return None
+
+
+def _is_stale(folder: Path) -> bool:
+    """Whether the folder's keeper lived in our PID namespace and has ended. Other namespaces cannot be judged."""
+    namespace, *process = folder.name.removeprefix(_PREFIX).split(".")
+    if namespace != _pid_namespace() or len(process) != 2 or not process[0].isdigit():
         return False
-    if int(parts[0]) != os.stat("/proc/self/ns/pid").st_ino:
-        return False
-    try:
-        return _start_time(int(parts[1])) != parts[2]
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+    return _start_time(int(process[0])) != process[1]
 
 
 def clean() -> None:
-    """End the processes and remove the folders of this user's labs whose keeper is gone."""
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            try:
-                variables = (process / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue  # ended meanwhile, or another user's
-            prefix = f"{OWNER_VARIABLE}=".encode()
-            owners = [variable[len(prefix) :].decode() for variable in variables if variable.startswith(prefix)]
-            if owners and _is_gone(owners[0]):
-                try:
-                    os.kill(int(process.name), signal.SIGKILL)
-                except OSError:
-                    continue
-    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
-        try:
-            is_ours = folder.lstat().st_uid == os.geteuid()
-        except FileNotFoundError:
-            continue
-        if is_ours and _is_gone(folder.name.removeprefix(_FOLDER_PREFIX)):
-            shutil.rmtree(folder, ignore_errors=True)
+    """End the processes and remove the folders of this user's labs whose keeper has ended."""
+    for process in psutil.process_iter(["environ"]):
+        variables = process.info["environ"] or {}  # None of another user's process
+        if _is_stale(Path(variables.get(FOLDER_VARIABLE, ""))):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(FileNotFoundError):
+            if folder.lstat().st_uid == os.geteuid() and _is_stale(folder):
+                shutil.rmtree(folder, ignore_errors=True)

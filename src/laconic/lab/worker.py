@@ -1,16 +1,18 @@
-"""What torchrun starts in a lab: runs the user's script, and tells the keeper which rank failed first.
+"""The program that torchrun starts in a lab: it runs the user's script, and tells the keeper how the rank fared.
 
     python worker.py SCRIPT [ARGS...]    or    python worker.py -m MODULE [ARGS...]
 
-Started by its path and importing nothing of laconic, so that the script finds the interpreter as torchrun leaves it.
+torchrun starts this file by its path, and it imports nothing of laconic. So the user's script finds the interpreter as
+torchrun alone would leave it.
 
-[Note: Whose traceback is shown]
-When a rank fails, the others fail within milliseconds because their connection to it closes, and each would print a
-traceback longer than the one that matters. All nodes of a lab share one file system, so the first failing rank creates
-a file; a rank that finds it there was a consequence and says one line. Each rank tells the keeper when it starts and
-when it has failed in Python. One that dies without a word (killed, or os._exit) is seen by the keeper, which watches
-the process, and since nothing that another rank raises can kill a process, it was the cause, even if a victim was
-quicker to create the file.
+[Note: The first failing rank]
+This is [Note: Failing together] for scripts that know nothing of laconic. When a rank fails, the other ranks fail
+within milliseconds, because their connection to it closes. Each would print a traceback longer than the one that
+matters. All nodes of a lab share one file system, so the first rank to fail creates a file. A rank that finds this file
+there prints one line instead of its traceback.
+Each rank tells the keeper when it starts, and when it has failed in Python. A rank may also end without a word, by a
+signal or by os._exit. The keeper watches the processes and notices that. No exception of another rank can end a process
+in this way, so such a rank caused the failure of the others, even if another rank created the file earlier.
 """
 
 import contextlib
@@ -22,69 +24,65 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-FOLDER_VARIABLE = "LACONIC_LAB_FOLDER"
-EVENTS_FILE = "events"
-FAILURE_FILE = "failure.json"
+FOLDER_VARIABLE = "LACONIC_LAB_FOLDER"  # the environment variable with the path of the lab's folder
+EVENTS_FILE = "events"  # the pipe in that folder from which the keeper reads one JSON object a line
+FAILURE_FILE = "failure.json"  # the file in that folder which the first failing rank creates
 
 
-def _who() -> dict[str, int]:
+def _identify() -> dict[str, int]:
     names = {"rank": "RANK", "node": "GROUP_RANK", "local_rank": "LOCAL_RANK"}
     return {key: int(os.environ[variable]) for key, variable in names.items()}
 
 
-def _tell_keeper(event: str) -> None:
-    """One short line, written at once, into the pipe that the keeper reads."""
-    line = json.dumps(_who() | {"pid": os.getpid(), "event": event})
-    with contextlib.suppress(OSError):  # a keeper that is gone has already ended us, or will
+def _send_event(event: str) -> None:
+    line = json.dumps(_identify() | {"pid": os.getpid(), "event": event})
+    with contextlib.suppress(OSError):  # without a keeper this process is about to end
         pipe = os.open(Path(os.environ[FOLDER_VARIABLE]) / EVENTS_FILE, os.O_WRONLY | os.O_NONBLOCK)
-        os.write(pipe, line.encode() + b"\n")
+        os.write(pipe, line.encode() + b"\n")  # a short line arrives in one piece
         os.close(pipe)
 
 
 def _claim_failure(error: str, exit_code: int) -> bool:
-    """Whether this rank is the first to fail."""
+    """Record this rank's failure, and return whether it is the first."""
     try:
         with open(Path(os.environ[FOLDER_VARIABLE]) / FAILURE_FILE, "x") as file:
-            json.dump(_who() | {"exit_code": exit_code, "error": error}, file)
+            json.dump(_identify() | {"exit_code": exit_code, "error": error}, file)
     except FileExistsError:
         return False
     return True
 
 
-def _below_runpy(trace: TracebackType | None) -> TracebackType | None:
+def _skip_own_frames(trace: TracebackType | None) -> TracebackType | None:
     """The traceback without the frames of this file and of runpy."""
-    here = trace
-    while here is not None and (here.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>")):
-        here = here.tb_next
-    return here or trace  # a script that does not exist fails in runpy itself
-
-
-def _exit_code(error: SystemExit) -> int:
-    if error.code is None:
-        return 0
-    return error.code & 0xFF if isinstance(error.code, int) else 1
+    own_files = (__file__, runpy.__file__, "<frozen runpy>")
+    first = trace
+    while first is not None and first.tb_frame.f_code.co_filename in own_files:
+        first = first.tb_next
+    return first or trace  # a script that does not exist fails in runpy itself
 
 
 def main() -> None:
+    """Run the script or module of the command line as Python itself would."""
     del sys.argv[0]
     is_module = sys.argv[0] == "-m"
     if is_module:
         del sys.argv[0]
-    _tell_keeper("started")
+    _send_event("started")
     try:
         if is_module:
-            sys.path[0] = os.getcwd()  # what `python -m` does
+            sys.path[0] = os.getcwd()  # as `python -m` does
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))  # what `python SCRIPT` does
+            sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))  # as `python SCRIPT` does
             runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as error:
-        if _exit_code(error) != 0:
-            _claim_failure(f"exited with code {error.code}", _exit_code(error))
-            _tell_keeper("failed")
+        exit_code = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
+        if exit_code != 0:
+            _claim_failure(f"exited with code {error.code}", exit_code)
+            _send_event("failed")
         raise
     except BaseException as error:
-        error = error.with_traceback(_below_runpy(error.__traceback__))
+        error = error.with_traceback(_skip_own_frames(error.__traceback__))
         text = "".join(traceback.format_exception(error))
         if _claim_failure(text, 1):
             sys.excepthook(type(error), error, error.__traceback__)
@@ -92,7 +90,7 @@ def main() -> None:
             print(f"rank {os.environ['RANK']} stops, since another failed: {repr(error)[:120]}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        _tell_keeper("failed")
+        _send_event("failed")
         sys.exit(1)
 
 

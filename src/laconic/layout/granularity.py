@@ -1,6 +1,4 @@
-"""What must not be cut: the block of each parameter, from what a user asks `fully_shard(granularity=)` for."""
-
-from __future__ import annotations
+"""Granularity: which runs of a parameter must stay on one rank, as users ask for it in `fully_shard(granularity=)`."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,22 +13,23 @@ from laconic.layout.bucket import row_block
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """A run of a tensor's elements that stays on one rank; made by `rows`, `elements` and `whole`.
+    """A run of a tensor's elements that stays on one rank. `rows`, `elements` and `whole` make blocks.
 
-    Blocks are counted from the tensor's beginning, and the last may be partial. A block larger than the tensor is the
-    tensor.
+    Blocks are counted from the tensor's beginning. The last one may be partial. A smaller tensor is one block.
+
+    Raises:
+        ValueError: the count is below 1.
     """
 
     unit: Literal["rows", "elements", "whole"]
     count: int = 1
-    """Rows or elements."""
 
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ValueError(f"a block of {self.count} {self.unit} cuts nothing; it needs at least 1")
 
     def numel(self, shape: Sequence[int]) -> int:
-        """Elements per block of a tensor of this shape; at least 1."""
+        """The elements per block of a tensor of this shape; at least 1."""
         whole = max(1, math.prod(shape))
         if self.unit == "whole":
             return whole
@@ -40,102 +39,94 @@ class Block:
 
 
 def rows(count: int) -> Block:
-    """Blocks of `count` rows: `count` times the last dimension, leading dimensions taken together.
+    """Ask for blocks of `count` rows. A row is a run along the last dim; the other dims together count rows.
 
-    Tiles of k x k elements need rows(k), the least contiguous run that holds them. A vector has no rows: it may be cut
-    anywhere.
+    Tiles of k x k elements need rows(k), the smallest contiguous run of whole tiles. A vector may be cut anywhere.
     """
     return Block(unit="rows", count=count)
 
 
 def elements(count: int) -> Block:
-    """Blocks of `count` elements, of matrices and vectors alike."""
+    """Ask for blocks of `count` elements, in matrices and vectors alike."""
     return Block(unit="elements", count=count)
 
 
 def whole() -> Block:
-    """The whole tensor on one rank."""
+    """Ask for the whole tensor on one rank."""
     return Block(unit="whole")
 
 
 Granularity = Callable[[str, Tensor], int] | Block | Mapping[str, Block]
-"""What `fully_shard(granularity=)` takes.
+"""The argument of `fully_shard(granularity=)`: a block for all parameters, or one of these.
 
-A callable from a parameter's name in its unit and the parameter to elements per block; a block for all parameters; or
-blocks by pattern (as in `fnmatch`, such as "*.weight") of the parameter's name in its unit, where the first match
-counts and parameters that match none get one row.
-"""
+- A mapping from patterns (as in `fnmatch`, such as "*.weight") to blocks. The first pattern that matches a parameter's
+  name within its unit decides; a parameter that matches no pattern gets one row.
+- A function of the parameter's name within its unit and the parameter that returns the elements per block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """The blocks of one unit's parameters, and which patterns gave them."""
+    """The blocks of one unit's parameters, by their names within the unit, and the patterns that the user gave."""
 
     numels: tuple[int, ...]
-    """Elements per block, for each parameter."""
+    """The elements per block of each parameter."""
     names: tuple[str, ...]
     patterns: tuple[str, ...] = ()
-    """All that the user gave."""
     used: frozenset[str] = frozenset()
-    """Those that decided about a parameter."""
+    """The `patterns` that decided about a parameter."""
 
 
 def resolve(granularity: Granularity | None, parameters: Sequence[tuple[str, Tensor]]) -> Blocks:
-    """The blocks of a unit's parameters (name in the unit, parameter); None asks for one row each.
+    """Find the blocks of a unit's parameters, (name within the unit, parameter); None asks for one row of each.
+
+    Only shapes are read, so meta tensors will do.
 
     Raises:
-        ValueError: a callable's block has no element or more than the parameter; a mapping's value is no `Block`;
-            `granularity` is something else.
+        ValueError: a function returns less than one element or more than the parameter has; a mapping's value is no
+            `Block`; `granularity` is none of the three forms.
     """
+    granularity = rows(1) if granularity is None else granularity
+    _check(granularity)
+    patterns = tuple(granularity) if isinstance(granularity, Mapping) else ()
+    numels, used = [], set()
+    for name, parameter in parameters:
+        block: Block | int = rows(1)
+        if isinstance(granularity, Mapping):
+            matching = next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
+            if matching is not None:
+                used.add(matching)
+                block = granularity[matching]
+        else:
+            block = granularity if isinstance(granularity, Block) else granularity(name, parameter)
+        numel = block.numel(parameter.shape) if isinstance(block, Block) else block
+        if not 1 <= numel <= max(1, parameter.numel()):
+            raise ValueError(f"granularity of {name} is {numel}; it must be 1 to {parameter.numel()} elements")
+        numels.append(numel)
     names = tuple(name for name, _ in parameters)
-    if granularity is None:
-        granularity = rows(1)
-    if isinstance(granularity, Block):
-        return Blocks(numels=tuple(granularity.numel(parameter.shape) for _, parameter in parameters), names=names)
+    return Blocks(numels=tuple(numels), names=names, patterns=patterns, used=frozenset(used))
+
+
+def _check(granularity: Granularity) -> None:
     if isinstance(granularity, Mapping):
-        return _by_pattern(granularity, parameters)
-    if not callable(granularity):
+        for pattern, block in granularity.items():
+            if not isinstance(block, Block):
+                raise ValueError(
+                    f"granularity[{pattern!r}] is {block!r}; it must be a block: laconic.rows(k), laconic.elements(n) "
+                    "or laconic.whole()"
+                )
+    elif not isinstance(granularity, Block) and not callable(granularity):
         raise ValueError(
             f"granularity is {granularity!r}; it must be a block such as laconic.rows(32), a mapping of name patterns "
             "to blocks, or a function of (name, parameter) that returns elements per block"
         )
-    numels = []
-    for name, parameter in parameters:
-        numel = granularity(name, parameter)
-        if isinstance(numel, Block):
-            numel = numel.numel(parameter.shape)
-        if not 1 <= numel <= max(1, parameter.numel()):
-            raise ValueError(f"granularity of {name} is {numel}; it must be 1 to {parameter.numel()} elements")
-        numels.append(numel)
-    return Blocks(numels=tuple(numels), names=names)
-
-
-def _by_pattern(mapping: Mapping[str, Block], parameters: Sequence[tuple[str, Tensor]]) -> Blocks:
-    for pattern, block in mapping.items():
-        if not isinstance(block, Block):
-            raise ValueError(
-                f"granularity[{pattern!r}] is {block!r}; it must be a block: laconic.rows(k), laconic.elements(n) or "
-                "laconic.whole()"
-            )
-    used = set()
-    numels = []
-    for name, parameter in parameters:
-        block = rows(1)
-        for pattern, its_block in mapping.items():
-            if fnmatchcase(name, pattern):
-                used.add(pattern)
-                block = its_block
-                break
-        numels.append(block.numel(parameter.shape))
-    names = tuple(name for name, _ in parameters)
-    return Blocks(numels=tuple(numels), names=names, patterns=tuple(mapping), used=frozenset(used))
 
 
 def check_matched(units: Iterable[Blocks]) -> None:
-    """Refuse a pattern that decides about no parameter of the whole model.
+    """Refuse a pattern that decides about no parameter of the whole model, whose units are `units`.
 
     Raises:
-        ValueError: naming the pattern, and what takes its parameters or which names there are.
+        ValueError: the message names the pattern, and either the parameter that an earlier pattern takes from it or the
+            names that patterns may match.
     """
     units = list(units)
     used = frozenset().union(*(unit.used for unit in units))

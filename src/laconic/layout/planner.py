@@ -1,50 +1,45 @@
-"""Splits a unit's tensors into buckets and orders each, so that least is padded. A pure function of shapes and blocks.
+"""Splits a unit's tensors into buckets and orders each, for little padding. A pure function of shapes and blocks.
 
 [Note: Where padding comes from, and why buckets help]
-A tensor of two shards or more has borders one shard apart inside it, so the shard must be a multiple of its block. Two
-such tensors with rows of different lengths ask for the least common multiple of both, and a unit may be padded to twice
-its size on the way to the next multiple. In buckets of their own each asks for its own rows only. But a bucket is a
-collective more, and other borders cut other tensors. So all partitions into at most `MAX_BUCKETS` buckets are compared,
-keeping tensors of like block and weight together and each bucket in several orders, by
-
-    padded elements + 0.25 % of the unit for each bucket after the first,
-
-lower bounds first, so that few are ever packed. A unit whose tensors fit one bucket in the order in which they are
-defined, padded by 0.5 % or less, stays one: that is almost every unit whose blocks are rows.
+A tensor of two shards or more contains borders one shard apart, so the shard must be a multiple of the tensor's block.
+Two such tensors with rows of different lengths ask for the least common multiple of both, and the way to the next
+multiple may double the unit. In a bucket of its own, each tensor asks for its own rows only. But every further bucket
+costs a collective, and moves the borders to other places in the tensors. So the planner compares partitions of the
+tensors into at most `MAX_BUCKETS` buckets, with several orders of each bucket, by their padded elements, plus 0.25 % of
+the unit's elements for each bucket after the first. Tensors of equal block and similar weight stay together. The
+partitions with the smallest lower bounds come first, so few of them are ever packed. A unit stays in one bucket, in the
+order of definition, if that pads 0.5 % or less. Almost every unit whose blocks are rows does.
 """
 
-from __future__ import annotations
-
-import itertools
-import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from itertools import chain
 
+from laconic.layout import packing
 from laconic.layout.bucket import BucketLayout
-from laconic.layout.packing import NEGLIGIBLE, Tensors, pack, plan_bucket, quantum_of, round_up, shard_candidates
+from laconic.layout.packing import NEGLIGIBLE, Tensors, plan_bucket, quantum_of
 
 MAX_BUCKETS = 4
-"""Of one kind (dtype, trainability) in a unit."""
+"""The most buckets for a unit's tensors of one dtype and trainability."""
 _MAX_CLASSES = 6
-"""Sets of tensors that are kept together: 187 partitions. The smallest of a unit with more go with each other."""
+"""The most sets of tensors that stay together; they have 187 partitions. Further, smaller sets join the smallest."""
 _COLLECTIVE = 0.0025
-"""What a bucket more must save, of the unit's elements."""
+"""The share of the unit's elements that a further bucket must save."""
 _LIGHT = 0.05
-"""Of a unit: equal tensors that are less than this together are light."""
-
+"""Tensors of one size and block are light if all of them together are below this share of the unit's elements."""
 _WORTHWHILE = 11
-"""Another order must save 2 ** -11 of a shard to be looked for."""
+"""The search looks for another order only if it can save 2 ** -11 of a shard."""
 
-ORDERS: dict[str, Callable[[tuple[int, int]], int]] = {
-    "block, descending": lambda tensor: -tensor[1],
-    "block, ascending": lambda tensor: tensor[1],
-    "size, descending": lambda tensor: -tensor[0],
-    "definition": lambda tensor: 0,
-}
-"""Sort keys of (numel, block); what is equal keeps the order of definition. The first is best most often."""
+_ORDERS: tuple[Callable[[tuple[int, int]], int], ...] = (
+    lambda tensor: -tensor[1],  # the largest block first: the best order most of the time
+    lambda tensor: tensor[1],
+    lambda tensor: -tensor[0],
+    lambda tensor: 0,  # the order of definition
+)
+"""The orders to try, as sort keys of (numel, block). Equal tensors keep the order of definition."""
 
 Members = tuple[int, ...]
 """Indices of a unit's tensors."""
@@ -56,23 +51,17 @@ class UnitPlan:
 
     buckets: tuple[BucketLayout, ...]
     members: tuple[Members, ...]
-    """For each bucket, which of the unit's tensors are in it, in the order of its slots."""
+    """For each bucket, the unit's tensors in it, in the order of its slots."""
 
     @property
     def numel(self) -> int:
-        """Elements of all buckets, padding included."""
+        """The number of elements of all buckets, with padding."""
         return sum(bucket.numel for bucket in self.buckets)
 
     @property
     def padding(self) -> int:
-        """Elements that belong to no tensor."""
+        """The number of elements that belong to no tensor."""
         return sum(bucket.padding for bucket in self.buckets)
-
-    @cached_property
-    def padding_share(self) -> float:
-        """Of the tensors' own elements, what is added to them."""
-        own = self.numel - self.padding
-        return self.padding / own if own else 0.0
 
 
 def plan_unit(
@@ -84,30 +73,25 @@ def plan_unit(
     itemsize: int,
     may_shrink: bool = False,
 ) -> UnitPlan:
-    """Place a unit's tensors of one kind, in one bucket or several.
+    """Place a unit's tensors of one dtype and trainability, in the order of definition, in one bucket or several.
 
     Args:
-        names, shapes, blocks: one entry per tensor, in the order of definition; blocks in elements.
+        names: one name per tensor.
+        shapes: the tensors' global shapes.
+        blocks: the elements per block of each tensor.
         num_shards: N x L, the ranks that share the unit.
-        itemsize: bytes of the smallest dtype the buckets will be stored or sent in.
-        may_shrink: nobody asked for these blocks: give them up, tensors may be cut anywhere, if they cost more than
-            0.5 % of the unit. Then there is one bucket, in the order of definition.
+        itemsize: bytes of the smallest dtype in which the buckets are stored or sent.
+        may_shrink: True if the user did not ask for these blocks. There is then one bucket, in the order of definition.
+            Where whole blocks would cost more than 0.5 % of the unit, they shrink to single elements.
 
     Raises:
-        ValueError: a block of zero elements.
+        ValueError: a block has no element.
     """
-    tensors = tuple((math.prod(shape), block) for shape, block in zip(shapes, blocks, strict=True))
+    tensors = packing.tensors_of(names, shapes, blocks)
     quantum = quantum_of(itemsize)
-    everything = tuple(range(len(tensors)))
-    parts: tuple[Members, ...]
-    if any(block < 1 for block in blocks):
-        parts = (everything,)  # refused below, by name
-    elif may_shrink:
-        parts = (everything,)
-        if _is_costly(tensors, num_shards, quantum):
-            blocks = [1] * len(tensors)
-    else:
-        parts = best_parts(tensors, num_shards, quantum)
+    parts = (tuple(range(len(tensors))),) if may_shrink else best_parts(tensors, num_shards, quantum)
+    if may_shrink and _is_costly(tensors, num_shards, quantum):
+        blocks = [1] * len(tensors)
     buckets = tuple(
         plan_bucket(
             [names[index] for index in part],
@@ -122,10 +106,12 @@ def plan_unit(
 
 
 def warn_if_wasteful(plan: UnitPlan, itemsize: int) -> None:
-    """Warn if blocks make the plan take more than twice what its tensors need, `itemsize` bytes per element."""
+    """Warn if blocks make the plan more than twice as large as its tensors, at `itemsize` bytes per element."""
     num_shards = plan.buckets[0].num_shards
     quantum = quantum_of(itemsize)
-    least = sum(least_numel(bucket.numel - bucket.padding, num_shards, quantum) for bucket in plan.buckets)
+    least = num_shards * sum(
+        packing.least_shard(bucket.numel - bucket.padding, num_shards, quantum) for bucket in plan.buckets
+    )
     if plan.numel > 2 * least:
         slot = max((slot for bucket in plan.buckets for slot in bucket.slots), key=lambda slot: slot.block)
         warnings.warn(
@@ -137,100 +123,93 @@ def warn_if_wasteful(plan: UnitPlan, itemsize: int) -> None:
         )
 
 
-def least_numel(total: int, num_shards: int, quantum: int) -> int:
-    """Elements of a bucket that may cut its tensors anywhere."""
-    return num_shards * round_up(max(-(-total // num_shards), 1), quantum)
-
-
 def _is_costly(tensors: Tensors, num_shards: int, quantum: int) -> bool:
-    """Whether whole blocks take more than 0.5 % over what tensors that may be cut anywhere take."""
-    least = least_numel(sum(numel for numel, _ in tensors), num_shards, quantum)
-    return pack(tensors, num_shards, quantum, int(least * (1 + NEGLIGIBLE)) // num_shards) is None
+    """True if whole blocks take more than 0.5 % over the size of tensors that may be cut anywhere."""
+    least = num_shards * packing.least_shard(sum(numel for numel, _ in tensors), num_shards, quantum)
+    return packing.pack(tensors, num_shards, quantum, int(least * (1 + NEGLIGIBLE)) // num_shards) is None
 
 
 @lru_cache(maxsize=256)  # the layers of a model share one plan
 def best_parts(tensors: Tensors, num_shards: int, quantum: int) -> tuple[Members, ...]:
-    """The cheapest partition found, the tensors of each part in the order to place them.
+    """Find the cheapest partition: for each bucket its tensors, in the order in which to place them.
 
     Reference: tests/reference/planner.py. Source: [Note: Where padding comes from, and why buckets help].
     """
     total = sum(numel for numel, _ in tensors)
-    everything = tuple(range(len(tensors)))
-    one = pack(tensors, num_shards, quantum)
+    best: tuple[Members, ...] = (tuple(range(len(tensors))),)
+    one = packing.pack(tensors, num_shards, quantum)
     assert one is not None
     cost = num_shards * one.shard_numel
     if cost - total <= NEGLIGIBLE * total or one.shard_numel == quantum:
-        return (everything,)
-    best: tuple[Members, ...] = (everything,)
+        return best
     price = int(_COLLECTIVE * total)
     search = _Search(tensors, num_shards, quantum)
-    classes = _classes(tensors, quantum)
     partitions = [
-        tuple(tuple(sorted(itertools.chain.from_iterable(part))) for part in parts)
-        for parts in _partitions(classes, MAX_BUCKETS)
+        tuple(tuple(sorted(chain.from_iterable(part))) for part in parts)
+        for parts in _partitions(_classes(tensors, quantum), MAX_BUCKETS)
     ]
     for parts in sorted(partitions, key=lambda parts: (search.bound(parts) + price * len(parts), len(parts))):
-        budget = cost - price * (len(parts) - 1)
-        found = search.within(parts, budget - 1)
-        if found is not None:
-            best, numel = found
-            cost = numel + price * (len(parts) - 1)
+        surcharge = price * (len(parts) - 1)
+        ordered = search.order(parts, limit=cost - surcharge - 1)
+        if ordered is not None:
+            best, cost = ordered, search.bound(parts) + surcharge
     return best
 
 
 class _Search:
-    """Packs sets of tensors, each once, and no further than it could matter."""
+    """Packs sets of tensors, each set once, and only as far as it can matter."""
 
     def __init__(self, tensors: Tensors, num_shards: int, quantum: int) -> None:
-        self.tensors, self.num_shards, self.quantum = tensors, num_shards, quantum
-        self._least: dict[Members, int] = {}  # no smaller shard is possible
-        self._packed: dict[Members, tuple[int, Members]] = {}  # the smallest shard, and the order that has it
-
-    def least(self, members: Members) -> int:
-        """A lower bound of the shard size of these tensors."""
-        if members not in self._least:
-            tensors = tuple(self.tensors[index] for index in members)
-            self._least[members] = next(shard_candidates(tensors, self.num_shards, self.quantum))
-        return self._least[members]
+        self._tensors, self._num_shards, self._quantum = tensors, num_shards, quantum
+        self._least: dict[Members, int] = {}  # a lower bound of the shard size
+        self._ordered: dict[Members, Members] = {}  # the best order, once it is known; `_least` is then exact
 
     def bound(self, parts: tuple[Members, ...]) -> int:
-        """A lower bound of all buckets' elements."""
-        return self.num_shards * sum(self.least(part) for part in parts)
+        """A lower bound of the elements of all buckets; exact after `order`."""
+        return self._num_shards * sum(self._least_shard(part) for part in parts)
 
-    def within(self, parts: tuple[Members, ...], limit: int) -> tuple[tuple[Members, ...], int] | None:
-        """These parts, ordered, and their buckets' elements, if those are `limit` or fewer."""
+    def order(self, parts: tuple[Members, ...], limit: int) -> tuple[Members, ...] | None:
+        """The parts, each in its best order, if all buckets together have `limit` elements or fewer."""
         for part in parts:
-            rest = sum(self.least(other) for other in parts if other is not part)
-            if not self._pack(part, limit // self.num_shards - rest):
+            rest = sum(self._least_shard(other) for other in parts if other is not part)
+            if not self._pack(part, limit // self._num_shards - rest):
                 return None
-        return tuple(self._packed[part][1] for part in parts), self.bound(parts)
+        return tuple(self._ordered[part] for part in parts)
+
+    def _select(self, members: Members) -> Tensors:
+        return tuple(self._tensors[index] for index in members)
+
+    def _least_shard(self, members: Members) -> int:
+        if members not in self._least:
+            self._least[members] = next(
+                packing.shard_candidates(self._select(members), self._num_shards, self._quantum)
+            )
+        return self._least[members]
 
     def _pack(self, members: Members, limit: int) -> bool:
-        """Find the smallest shard of any order, if it is `limit` or less; either way the lower bound becomes true."""
-        if self.least(members) > limit:
+        """Find the order with the smallest shard, if that is `limit` or less; otherwise raise the lower bound."""
+        if self._least_shard(members) > limit:
             return False
-        if members in self._packed:
+        if members in self._ordered:
             return True
-        for key in ORDERS.values():
-            order = tuple(sorted(members, key=lambda index: key(self.tensors[index])))
-            packing = pack(tuple(self.tensors[index] for index in order), self.num_shards, self.quantum, limit)
-            if packing is not None and packing.shard_numel <= limit:
-                self._packed[members] = packing.shard_numel, order
-                if packing.shard_numel == self.least(members):
+        smallest = limit + 1
+        for key in _ORDERS:
+            order = tuple(sorted(members, key=lambda index: key(self._tensors[index])))
+            packed = packing.pack(self._select(order), self._num_shards, self._quantum, limit)
+            if packed is not None and packed.shard_numel <= limit:
+                self._ordered[members], smallest = order, packed.shard_numel
+                if smallest == self._least[members]:
                     break
-                limit = packing.shard_numel - 1 - (packing.shard_numel >> _WORTHWHILE)
-        if members not in self._packed:
-            self._least[members] = limit + 1
-            return False
-        self._least[members] = self._packed[members][0]
-        return True
+                limit = smallest - 1 - (smallest >> _WORTHWHILE)
+        self._least[members] = smallest
+        return members in self._ordered
 
 
 def _classes(tensors: Tensors, quantum: int) -> list[Members]:
-    """What is never parted: tensors of one block size, heavy and light ones apart, largest first.
+    """The sets of tensors that stay together, the largest first: tensors of one block size, heavy and light ones apart.
 
-    Light ones are short, so they fit into buckets whose shard is no multiple of their block; those that can be cut
-    anywhere go with the largest class.
+    Light tensors are short, so they fit into buckets whose shard is no multiple of their block. Tensors that may be cut
+    anywhere join the largest set.
     """
     total = sum(numel for numel, _ in tensors)
     weights: Counter[tuple[int, int]] = Counter()
@@ -247,7 +226,7 @@ def _classes(tensors: Tensors, quantum: int) -> list[Members]:
     largest, *others = ordered or [[]]
     kept, rest = others[: _MAX_CLASSES - 1], others[_MAX_CLASSES - 1 :]
     if rest:
-        kept[-1] = [*kept[-1], *itertools.chain.from_iterable(rest)]
+        kept[-1] = [*kept[-1], *chain.from_iterable(rest)]
     return [tuple(members) for members in ([*largest, *loose], *kept)]
 
 

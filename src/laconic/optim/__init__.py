@@ -1,6 +1,6 @@
 """Optimizers that need whole blocks or whole matrices, on parameters that laconic has sharded."""
 
-from laconic.codec.tiles import Tiling
+from laconic.codec import Tiling
 from laconic.optim.adamw8bit import AdamW8bit
 from laconic.optim.matrix import matrices_and_rest
 from laconic.optim.muon import Muon

@@ -1,16 +1,17 @@
-"""AdamW8bit's step in one kernel, one program per block: decode, step, code again, without temporaries in memory.
+"""AdamW8bit's step in one triton kernel, one program per block, without temporaries in memory.
 
-Bit-equal to the torch version for finite numbers: the same operations, each rounded once. So nothing is fused into
-multiply-adds, and root and quotient are the correctly rounded ones. Needs triton.
+The kernel is bit-equal to the torch version for finite numbers. It does the same operations and rounds each once, so it
+fuses no multiply-adds and takes correctly rounded roots and quotients. Reference: `_step_8bit` in optim/adamw8bit.py.
 """
 
-from __future__ import annotations
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from laconic.codec.tiles import DITHER_BITS, DITHER_FACTORS, Grid, dither_offset, dynamic_code
+from laconic.codec.dynamic_map import DITHER_BITS, DITHER_FACTORS, dither_offset, dynamic_map
+from laconic.codec.tiles import Grid
 
 _FIRST: tl.constexpr = tl.constexpr(DITHER_FACTORS[0])
 _SECOND: tl.constexpr = tl.constexpr(DITHER_FACTORS[1])
@@ -20,37 +21,44 @@ _UNIT: tl.constexpr = tl.constexpr(2.0**-DITHER_BITS)
 
 
 def step_8bit(
-    rule: tuple[float, ...], grid: Grid, values: Tensor, gradient: Tensor, moments: list[Tensor], scales: list[Tensor]
+    rule: Any, grid: Grid, values: Tensor, gradient: Tensor, moments: list[Tensor], scales: list[Tensor]
 ) -> None:
-    """One step of a rank's flat part.
+    """Take one step on a rank's flat part, in place. The arguments are those of `_step_8bit` in optim/adamw8bit.py.
 
-    Shapes: values and gradient (numel,), any floating dtype; moments 2 x (numel,), uint8; scales 2 x (number of
-    blocks,), fp32. `rule`: the scalars of `_Rule`, in order.
+    Shapes: `values` (the parameter) and `gradient` (numel,), any floating dtype. For both moments, codes (numel,),
+    uint8, and scales (number of blocks,), fp32.
     """
     rows, columns = grid.matrix(values).shape
     high, wide = grid.matrix_of_scales(scales[0]).shape
     if not high * wide:
         return
-    tables = [dynamic_code(values.device, signed=signed) for signed in (True, False)]
+    maps = [dynamic_map(values.device, signed=signed) for signed in (True, False)]
     _step_block[(high * wide,)](
         values,
         gradient.contiguous(),
         *moments,
         *scales,
-        *(table for code in tables for table in (code.values, code.gaps)),
+        *(table for code in maps for table in (code.values, code.gaps)),
         rows,
         columns,
         wide,
-        *rule[:-1],
-        dither_offset(int(rule[-1])),
+        rule.beta1,
+        1 - rule.beta1,
+        rule.beta2,
+        1 - rule.beta2,
+        rule.keep,
+        rule.step_size,
+        rule.root_factor,
+        rule.eps,
+        dither_offset(rule.step),
         HEIGHT=grid.height,
         WIDTH=grid.width,
         enable_fp_fusion=False,
     )
 
 
-def takes(grid: Grid) -> bool:
-    """Whether a block's sides are powers of two, as the kernel needs them, and few enough elements for registers."""
+def supports(grid: Grid) -> bool:
+    """True if the sides of a block are powers of two and its elements fit into registers."""
     numel = grid.height * grid.width
     return numel & (numel - 1) == 0 and grid.height & (grid.height - 1) == 0 and numel <= 4096
 
@@ -103,11 +111,11 @@ def _step_block(  # type: ignore[no-untyped-def]  # triton types its arguments
 
 @triton.jit
 def _store(moment, codes, scale, values, gaps, at, inside, salt):  # type: ignore[no-untyped-def]
-    """[Note: Dithered rounding] in codec/tiles.py."""
+    """Encode one moment: [Note: Dithered rounding] in codec/dynamic_map.py."""
     largest = tl.max(tl.abs(moment))
     tl.store(scale, largest)
     ratio = tl.div_rn(moment, tl.zeros_like(moment) + tl.where(largest == 0, 1.0, largest))
-    below = tl.zeros(moment.shape, tl.int32)  # how many of all numbers but the first are less: found by halving
+    below = tl.zeros(moment.shape, tl.int32)  # how many numbers after the first are smaller, by bisection
     for power in tl.static_range(8):
         half = 128 >> power
         below += tl.where(tl.load(values + below + half) < ratio, half, 0)

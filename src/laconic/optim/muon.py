@@ -1,11 +1,9 @@
-"""Muon: momentum, orthogonalised. torch.optim.Muon's maths and signature, on parameters of which ranks hold parts.
+"""Muon: orthogonalised momentum, with the maths and the signature of torch.optim.Muon, on sharded parameters.
 
-[Note: What Muon sends]
-Newton-Schulz begins by rounding its input to bfloat16 and ends in bfloat16. So that is what travels: rounding before
-the wire instead of after it changes no bit, and an fp32 matrix costs half its bytes in and half out.
+[Note: The dtype of Muon's transfers]
+Newton-Schulz rounds its input to bfloat16 first and returns bfloat16. So matrices travel in bfloat16, in both
+directions: rounding before the transfer instead of after it changes no bit, and halves the bytes of an fp32 matrix.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Iterable
@@ -15,29 +13,32 @@ import torch
 from torch import Tensor
 
 from laconic.optim import newton_schulz
-from laconic.optim.matrix import Group, MatrixOptimizer, name_of
-from laconic.optim.owners import Work
+from laconic.optim.base import Group, check_range, settings_in
+from laconic.optim.matrix import MatrixOptimizer
+from laconic.optim.owners import Matrix, Work
+from laconic.ragged.tensor import RaggedTensor
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
 _MAX_NS_STEPS = 100
 
 
 class Muon(MatrixOptimizer):
-    """torch.optim.Muon on whole matrices, each worked on by one rank; AdamW for the rest.
+    """torch.optim.Muon on whole matrices, each worked on by one rank; AdamW for all other parameters.
 
-    Equal to torch.optim.Muon bit for bit, given equal gradients, on any number of ranks. Parameters of a group are
-    matrices, or stacks of them (experts, rows, columns), each orthogonalised on its own. Groups with
-    `algorithm="adamw"` are AdamW's, with `lr` and `weight_decay` as given to the group or here, and `betas` (0.9,
-    0.999) and `eps` 1e-8 unless the group says otherwise; see `matrices_and_rest`.
-    Cost per step: what `Owners` moves, twice, in bfloat16; nothing for matrices that lie whole on a rank.
+    Given equal gradients, the results equal those of torch.optim.Muon to the bit, on any number of ranks. The
+    parameters of a group are matrices, or stacks of matrices (experts, rows, columns), each orthogonalised on its own.
+    Groups with `algorithm="adamw"` are AdamW's. They take `lr` and `weight_decay` from the group or from here, and have
+    `betas` (0.9, 0.999) and `eps` 1e-8 unless the group has its own. `matrices_and_rest` makes both groups.
+    Cost per step: every matrix goes to its owner and back in bfloat16 (`Owners.moved_elements`). A matrix that lies
+    whole on a rank moves nothing.
 
     Args:
-        params: parameters, named parameters, or groups.
-        lr: learning rate before it is adjusted to the matrix's shape.
-        weight_decay: decoupled, by the unadjusted learning rate.
-        momentum: of the average of gradients.
-        nesterov: orthogonalise the gradient with momentum ahead of it, not the average.
-        ns_coefficients, ns_steps, eps: of Newton-Schulz; at most 99 steps.
+        lr: learning rate, before it is adjusted to the matrix's shape.
+        weight_decay: decoupled, times the learning rate before adjustment.
+        momentum: decay of the average of gradients.
+        nesterov: orthogonalise the gradient, moved towards the average by `momentum`, and not the average itself.
+        eps: the smallest norm by which Newton-Schulz divides.
+        ns_steps: steps of Newton-Schulz, at most 99.
         adjust_lr_fn: factor on the learning rate of an A x B matrix. "original" or None: sqrt(max(1, A / B));
             "match_rms_adamw": 0.2 sqrt(max(A, B)); "spectral_unclamped": sqrt(A / B).
 
@@ -61,54 +62,42 @@ class Muon(MatrixOptimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "weight_decay": weight_decay,
-                "momentum": momentum,
-                "nesterov": nesterov,
-                "ns_coefficients": ns_coefficients,
-                "eps": eps,
-                "ns_steps": ns_steps,
-                "adjust_lr_fn": adjust_lr_fn,
-            },
-        )
+        super().__init__(params, settings_in(locals()))
 
-    def _check_group(self, group: Group) -> None:
-        if group["momentum"] < 0:
-            raise ValueError(f"momentum must not be negative, got {group['momentum']}")
-        if not 0 <= group["ns_steps"] < _MAX_NS_STEPS:
-            raise ValueError(f"ns_steps must be at least 0 and below {_MAX_NS_STEPS}, got {group['ns_steps']}")
+    def _check_rule(self, group: Group) -> None:
+        check_range(group, "momentum")
+        check_range(group, "ns_steps", high=_MAX_NS_STEPS)
         if len(group["ns_coefficients"]) != 3:
             raise ValueError(f"ns_coefficients must be three numbers, got {group['ns_coefficients']}")
         if group["adjust_lr_fn"] not in _ADJUSTMENTS:
             raise ValueError(f"adjust_lr_fn must be one of {_ADJUSTMENTS}, got {group['adjust_lr_fn']!r}")
-        for index, parameter in enumerate(group["params"]):
-            if parameter.ndim not in (2, 3):
-                raise ValueError(
-                    f"Muon is for matrices, and {name_of(group, index)} has shape {tuple(parameter.shape)}; put it "
-                    'into a group with algorithm="adamw" (laconic.optim.matrices_and_rest(model) sorts parameters)'
-                )
 
-    def _pieces(self, tensor: Tensor) -> list[Tensor]:
-        return [tensor] if tensor.ndim == 2 else [tensor[index] for index in range(tensor.shape[0])]
+    def _check_parameter(self, parameter: Tensor, name: str, group: Group) -> None:
+        super()._check_parameter(parameter, name, group)
+        if self._needs_whole(parameter, group) and parameter.ndim not in (2, 3):
+            raise ValueError(
+                f"Muon is for matrices, and {name} has shape {tuple(parameter.shape)}; {self.remedy} "
+                "(laconic.optim.matrices_and_rest(model) sorts parameters)"
+            )
 
-    def _cost(self, shape: torch.Size, group: Group) -> float:
-        rows, columns = shape
-        return newton_schulz.cost_of(rows, columns, group["ns_steps"])
-
-    def _dtype(self, parameter: Tensor) -> torch.dtype:
-        return newton_schulz.DTYPE  # [Note: What Muon sends]
+    def _matrices_of(self, parameter: RaggedTensor, group: Group) -> list[Matrix]:
+        rows, columns = parameter.shape[-2:]
+        cost = newton_schulz.cost_of(rows, columns, group["ns_steps"])
+        itemsize = newton_schulz.DTYPE.itemsize  # [Note: The dtype of Muon's transfers]
+        return [Matrix(spec=piece.spec, cost=cost, itemsize=itemsize) for piece in _pieces(parameter)]
 
     def _init_matrix(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
         state["momentum_buffer"] = torch.zeros_like(parameter)
 
     def _works(self, parameter: Tensor, group: Group) -> list[Work]:
-        assert parameter.grad is not None
-        tensors = (parameter, parameter.grad, self.state[parameter]["momentum_buffer"])
-        pieces = zip(*(self._pieces(tensor) for tensor in tensors), strict=True)
-        return [_Orthogonalized(p, grad, buffer, group) for p, grad, buffer in pieces]
+        tensors = parameter, parameter.grad, self.state[parameter]["momentum_buffer"]
+        pieces = zip(*map(_pieces, tensors), strict=True)
+        return [_Orthogonalized(p, grad, momentum_buffer, group) for p, grad, momentum_buffer in pieces]
+
+
+def _pieces(tensor: Any) -> list[Any]:
+    """The matrices of a tensor; views."""
+    return [tensor] if tensor.ndim == 2 else [tensor[index] for index in range(tensor.shape[0])]
 
 
 class _Orthogonalized(Work):
@@ -134,7 +123,7 @@ class _Orthogonalized(Work):
 
 
 def adjusted_lr(lr: float, how: str | None, shape: torch.Size) -> float:
-    """The learning rate of a (rows, columns) matrix."""
+    """The learning rate of a (rows, columns) matrix; `how` is the `adjust_lr_fn` of `Muon`."""
     rows, columns = shape
     if how == "match_rms_adamw":
         return lr * 0.2 * math.sqrt(max(rows, columns))

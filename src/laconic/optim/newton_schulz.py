@@ -1,14 +1,15 @@
-"""Orthogonalisation of a matrix by the quintic Newton-Schulz iteration that Muon uses."""
+"""Orthogonalisation of a matrix by the quintic Newton-Schulz iteration that Muon uses.
 
-from __future__ import annotations
+The one in `torch.optim._muon` is private, and normalises a bfloat16 input in place, which may be the caller's momentum.
+"""
 
 import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Keller Jordan's, chosen for a steep slope at zero; torch.optim.Muon's default."""
+"""Keller Jordan's coefficients, chosen for a steep slope at zero; the default of torch.optim.Muon."""
 DTYPE = torch.bfloat16
-"""What the iteration computes in, and therefore all that it needs of its input and says in its result."""
+"""The dtype of the iteration: it rounds its input to this type and returns a result of this type."""
 
 
 def orthogonalize(
@@ -16,11 +17,10 @@ def orthogonalize(
 ) -> Tensor:
     """Move all singular values of `matrix` towards 1: roughly U V^T of its singular value decomposition.
 
-    The same operations in the same order as torch.optim.Muon, hence the same bits.
-
+    The operations and their order are those of torch.optim.Muon, and so are the bits of the result.
     Shapes: (rows, columns), any floating dtype -> (rows, columns), bfloat16. `matrix` is not changed.
     Cost: `cost_of` multiplications.
-    Source: https://kellerjordan.github.io/posts/muon/.
+    Source: https://kellerjordan.github.io/posts/muon/. Reference: tests/reference/muon.py.
     """
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -36,6 +36,6 @@ def orthogonalize(
 
 
 def cost_of(rows: int, columns: int, steps: int) -> float:
-    """Multiplications of `orthogonalize`: two products with the long side and one without it per step."""
+    """The multiplications of `orthogonalize`: per step two products with the long side and one without it."""
     short, long = sorted((rows, columns))
     return float(steps * short * short * (2 * long + short))

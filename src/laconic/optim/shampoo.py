@@ -1,55 +1,53 @@
-"""Shampoo: gradients preconditioned from the left and the right, in blocks, at the step length of a simpler rule.
+"""Shampoo: gradients preconditioned from the left and the right, in blocks, with the step length of a simpler rule.
 
 [Note: Where Shampoo's state lives]
-Everything about a matrix lives with its owner: factors, their roots, and the two moments, which the owner needs whole
-for the length of the step. So one gradient comes in and one update goes back, and nothing else moves. The owner is
-decided when the optimizer first needs it, from shapes and layouts, before any step; checkpoints hold the state under
-global coordinates, so another number of ranks may have other owners.
+All state of a matrix lives with its owner: the factors, their roots, and the two moments, which the owner needs whole
+for the length of the step. So one gradient travels to the owner, one update travels back, and nothing else moves. The
+owner is known from shapes and layouts before the first step. Checkpoints hold the state under global coordinates, so
+another number of ranks may have other owners.
 """
-
-from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from laconic.optim.matrix import ADAMW, Group, MatrixOptimizer
-from laconic.optim.owners import Work
+from laconic.optim.base import Group, check_range, local_of, settings_in, zeros_beside
+from laconic.optim.matrix import ADAMW, MatrixOptimizer
+from laconic.optim.owners import Matrix, Work
+from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 
 Grafting = Literal["adam", "rmsprop", "sgd", "none"]
-_EIGENDECOMPOSITION_FLOPS = 25  # of an n x n matrix, in multiplications per n ** 3, roughly
+_EIGENDECOMPOSITION_FLOPS = 25
+"""Roughly the multiplications to decompose an n x n matrix, divided by n ** 3."""
 _TINY = 1e-30
 
 
 class Shampoo(MatrixOptimizer):
     """Shampoo with blocked preconditioners and grafting, each matrix worked on by one rank; AdamW for the rest.
 
-    Each block G of at most `block_size` rows and columns has factors L and R, running averages of G G^T and G^T G. Its
-    step is L^-exponent M R^-exponent, where M is the running average of G, scaled to the length that the grafted rule's
-    step has on this block. Vectors, and groups with `algorithm="adamw"`, are AdamW's. Of tensors with more than two
-    dimensions, the last two are the matrix's.
-    Cost per step: what `Owners` moves, twice, in the parameter's dtype; nothing for matrices that lie whole on a rank.
-    State, for blocks of m x n: 2 (m^2 + n^2) + 2 m n numbers in fp32, with the owner: [Note: Where Shampoo's state
-    lives]. Every `update_every` steps the owner decomposes its factors.
+    A block G has at most `block_size` rows and columns. Its factors L and R are running averages of G G^T and G^T G.
+    Its step is L^-exponent M R^-exponent, where M is the running average of G, scaled to the length of the grafted
+    rule's step on this block. AdamW takes vectors and groups with `algorithm="adamw"`. In a tensor of more than two
+    dims, the last two are those of the matrices. Cost per step: every matrix goes to its owner and back in its dtype
+    (`Owners.moved_elements`). A matrix that lies whole on a rank moves nothing. Every `update_every` steps the owner
+    decomposes its factors and renews their inverse roots.
+    State, for a block of m x n: 2 (m^2 + n^2) + 2 m n fp32 numbers: [Note: Where Shampoo's state lives].
 
     Args:
-        params: parameters, named parameters, or groups.
-        lr: learning rate.
-        betas: decay of the average of gradients; of the factors and of squared gradients.
-        eps: ridge of a factor, in parts of its largest eigenvalue.
-        weight_decay: decoupled.
-        block_size: longest side of a block.
-        update_every: steps between two computations of the factors' inverse roots.
-        start_step: the first step that is preconditioned; before, steps are the grafted rule's. Default: update_every.
-        grafting: the rule whose step length is used. "adam"; "rmsprop", which is Adam without correction of its
-            squares for the first steps; "sgd", the average of gradients; "none", Shampoo's own length.
-        grafting_eps: added to the root of squared gradients, there and in AdamW for vectors.
-        exponent: of each factor's inverse; 1/4 is Shampoo's for matrices, 1/2 is common too.
+        betas: decay of the average of gradients, and of the factors and squared gradients.
+        eps: ridge of a factor, relative to its largest eigenvalue.
+        weight_decay: decoupled weight decay.
+        start_step: the first preconditioned step; earlier steps are the grafted rule's. None is `update_every`.
+        grafting: the rule whose step length is used. "adam"; "rmsprop", which is Adam without bias correction of the
+            squares; "sgd", the average of gradients; "none", Shampoo's own length.
+        grafting_eps: added to the root of squared gradients, in the grafted rule and in AdamW for vectors.
+        exponent: the power of each factor's inverse. Shampoo's own is 1/4 for matrices; 1/2 is common too.
 
     Raises:
         ValueError: a setting is out of range.
@@ -75,48 +73,30 @@ class Shampoo(MatrixOptimizer):
         grafting_eps: float = 1e-8,
         exponent: float = 0.25,
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "block_size": block_size,
-                "update_every": update_every,
-                "start_step": start_step,
-                "grafting": grafting,
-                "grafting_eps": grafting_eps,
-                "exponent": exponent,
-            },
-        )
+        super().__init__(params, settings_in(locals()))
 
-    def _check_group(self, group: Group) -> None:
-        for key, lowest in (("block_size", 1), ("update_every", 1)):
-            if group[key] < lowest:
-                raise ValueError(f"{key} must be at least {lowest}, got {group[key]}")
-        if group["start_step"] is not None and group["start_step"] < 1:
-            raise ValueError(f"start_step must be at least 1, the first step, or None, got {group['start_step']}")
-        if not all(0 <= beta < 1 for beta in group["betas"]):
-            raise ValueError(f"betas must lie in [0, 1), got {group['betas']}")
-        for key in ("eps", "grafting_eps", "exponent"):
-            if not group[key] > 0:
-                raise ValueError(f"{key} must be positive, got {group[key]}")
+    def _check_rule(self, group: Group) -> None:
+        check_range(group, "block_size", "update_every", low=1)
+        check_range(group, "betas", high=1)
+        check_range(group, "eps", "grafting_eps", "exponent", is_open=True)
+        if group["start_step"] is not None:
+            check_range(group, "start_step", low=1)
         if group["grafting"] not in get_args(Grafting):
             raise ValueError(f"grafting must be one of {get_args(Grafting)}, got {group['grafting']!r}")
 
-    def _is_matrix(self, parameter: Tensor, group: Group) -> bool:
-        return group["algorithm"] != ADAMW and parameter.ndim >= 2
+    def _needs_whole(self, parameter: Tensor, group: Group) -> bool:
+        return super()._needs_whole(parameter, group) and parameter.ndim >= 2
 
     def _adamw_eps(self, group: Group) -> float:
-        return group["eps"] if group["algorithm"] == ADAMW else group["grafting_eps"]
+        return group["eps" if group["algorithm"] == ADAMW else "grafting_eps"]
 
-    def _cost(self, shape: torch.Size, group: Group) -> float:
+    def _matrices_of(self, parameter: RaggedTensor, group: Group) -> list[Matrix]:
         decomposition = _EIGENDECOMPOSITION_FLOPS / group["update_every"]
-        return sum(
+        cost = sum(
             2 * b.rows * b.columns * (b.rows + b.columns) + decomposition * (b.rows**3 + b.columns**3)
-            for b in blocks_of(tuple(shape), group["block_size"])
+            for b in blocks_of(tuple(parameter.shape), group["block_size"])
         )
+        return [Matrix(spec=parameter.spec, cost=cost, itemsize=parameter.dtype.itemsize)]
 
     def _init_matrix(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
         blocks = list(blocks_of(tuple(parameter.shape), group["block_size"]))
@@ -127,16 +107,12 @@ class Shampoo(MatrixOptimizer):
             shapes["exp_avg_sq"] = tuple(parameter.shape)
         state["step"] = torch.zeros((), dtype=torch.float32)
         for key, shape in shapes.items():
-            state[key] = self._zeros_on_owner(parameter, key, shape)
+            spec_of = partial(self._spec_on_owner, name=key, shape=shape)
+            state[key] = zeros_beside(parameter, shape, _compute_dtype(parameter), spec_of)
 
-    def _zeros_on_owner(self, parameter: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-        dtype = _computed_in(parameter)
-        if not isinstance(parameter, RaggedTensor):
-            return torch.zeros(shape, dtype=dtype, device=parameter.device)
+    def _spec_on_owner(self, parameter: RaggedTensor, name: str, shape: tuple[int, ...]) -> RaggedSpec:
         (matrix,) = self._matrices[parameter]
-        spec = self.owners.spec_on_owner(matrix, name, shape)
-        numel = spec.extent.numel if spec.extent is not None else 0
-        return RaggedTensor(torch.zeros(numel, dtype=dtype, device=parameter.to_local().device), spec)
+        return self.owners.spec_on_owner(matrix, name, shape)
 
     def _works(self, parameter: Tensor, group: Group) -> list[Work]:
         return [_Preconditioned(parameter, self.state[parameter], group)]
@@ -144,16 +120,15 @@ class Shampoo(MatrixOptimizer):
 
 @dataclass(frozen=True, slots=True)
 class PreconditionedBlock:
-    """A rectangle of a matrix, or of one matrix of a stack, with preconditioners of its own."""
+    """A rectangle of a matrix, or of one matrix of a stack, with its own preconditioners. `index` selects it."""
 
     index: tuple[slice | int, ...]
-    """Where it lies in the tensor."""
     rows: int
     columns: int
 
 
 def blocks_of(shape: tuple[int, ...], size: int) -> Iterator[PreconditionedBlock]:
-    """Cut the last two dimensions into blocks of at most `size` x `size`, row by row."""
+    """Cut the last two dims into blocks of at most `size` x `size`, row by row."""
     *outer, rows, columns = shape
     for stack in itertools.product(*(range(length) for length in outer)):
         for top in range(0, rows, size):
@@ -174,14 +149,13 @@ class _Preconditioned(Work):
     def work(self, whole: Tensor) -> Tensor:
         group, (beta1, beta2) = self.group, self.group["betas"]
         step = int(self.state["step"])
-        grad = whole.to(_computed_in(whole))
-        average = self._mine("exp_avg").view(whole.shape).lerp_(grad, 1 - beta1) / (1 - beta1**step)
+        grad = whole.to(_compute_dtype(whole))
+        average = local_of(self.state["exp_avg"]).view(whole.shape).lerp_(grad, 1 - beta1) / (1 - beta1**step)
         grafted = self._grafted(average, grad, step)
         start = group["start_step"] or group["update_every"]
         renew = step >= start and (step - start) % group["update_every"] == 0
-        factors, roots = self._per_block("left", "right"), self._per_block("left_root", "right_root")
         direction = torch.empty_like(grad)
-        for (block, left, right), (_, left_root, right_root) in zip(factors, roots, strict=True):
+        for block, (left, right, left_root, right_root) in self._blocks():
             part = grad[block.index]
             left.mul_(beta2).addmm_(part, part.T, alpha=1 - beta2)
             right.mul_(beta2).addmm_(part.T, part, alpha=1 - beta2)
@@ -206,31 +180,25 @@ class _Preconditioned(Work):
         if self.group["grafting"] in ("sgd", "none"):
             return average
         beta2 = self.group["betas"][1]
-        squares = self._mine("exp_avg_sq").view(grad.shape).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        squares = local_of(self.state["exp_avg_sq"]).view(grad.shape)
+        squares.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         if self.group["grafting"] == "adam":
             squares = squares / (1 - beta2**step)
         return average / (squares.sqrt() + self.group["grafting_eps"])
 
-    def _per_block(self, left: str, right: str) -> list[tuple[PreconditionedBlock, Tensor, Tensor]]:
-        """Each block with its (rows, rows) and (columns, columns) parts of two state tensors; views."""
+    def _blocks(self) -> Iterator[tuple[PreconditionedBlock, list[Tensor]]]:
+        """Each block with views of its left and right factor and of their roots: square matrices."""
         blocks = list(blocks_of(tuple(self.parameter.shape), self.group["block_size"]))
-        lefts = self._mine(left).split([b.rows**2 for b in blocks])
-        rights = self._mine(right).split([b.columns**2 for b in blocks])
-        return [
-            (b, one.view(b.rows, b.rows), other.view(b.columns, b.columns))
-            for b, one, other in zip(blocks, lefts, rights, strict=True)
-        ]
-
-    def _mine(self, key: str) -> Tensor:
-        tensor = self.state[key]
-        return tensor.to_local() if isinstance(tensor, RaggedTensor) else tensor
+        columns = []
+        for key in ("left", "right", "left_root", "right_root"):
+            sides = [block.rows if key.startswith("left") else block.columns for block in blocks]
+            flat = local_of(self.state[key]).split([side**2 for side in sides])
+            columns.append([piece.view(side, side) for piece, side in zip(flat, sides, strict=True)])
+        return zip(blocks, map(list, zip(*columns, strict=True)), strict=True)
 
 
 def inverse_root(factor: Tensor, exponent: float, ridge: float) -> Tensor:
-    """`factor` to the power of -exponent, its eigenvalues raised by `ridge` times the largest.
-
-    Shapes: (n, n), symmetric, positive semi-definite -> (n, n).
-    """
+    """Add `ridge` x its largest eigenvalue to `factor`, positive semi-definite (n, n), and raise it to -exponent."""
     try:
         values, vectors = torch.linalg.eigh(factor)
     except torch.linalg.LinAlgError:  # fp32 does not converge on some ill-conditioned factors
@@ -239,5 +207,5 @@ def inverse_root(factor: Tensor, exponent: float, ridge: float) -> Tensor:
     return (vectors * raised.pow(-exponent)) @ vectors.T
 
 
-def _computed_in(tensor: Tensor) -> torch.dtype:
+def _compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,103 +1,23 @@
-"""Which tensors of a model partial updates slice, and where: across the width of every MLP and attention layer.
+"""Which layers of a model are sliced: transformers' and a user's own. [Note: Slices of a layer] in partial/cuts.py."""
 
-[Note: What a slice is]
-A hidden unit of an MLP is a row of the matrices that make it, with its entry of their biases, and a column of the one
-that uses it; slice i of S has the i-th S-th of the units. In attention the units are heads, and with grouped queries
-the groups of heads that share keys and values. If S does not divide the groups but does divide the heads, queries and
-outputs are sliced and keys and values are shared: every slice trains them. Shared too is all that has no such units:
-embeddings, norms, routers, the output layer, and the biases of whatever adds to the residual stream. (Partial Parameter
-Updates, arXiv 2509.22418, slices across the width; which tensors, and the rule for groups, are ours.)
-"""
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from __future__ import annotations
+from torch import nn
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
-
-from torch import Tensor, nn
-
-from laconic.ragged.parts import Piece, SlicedParameter
+from laconic.partial.cuts import Cut, Segment
 
 Kind = Literal["mlp", "attention"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
-    """A run [start, stop) of one dim, of `units` equal parts that stay whole."""
-
-    start: int
-    stop: int
-    units: int
-    may_be_shared: bool = False
-    """Every slice trains all of it if its units cannot be dealt out evenly; without, that is an error."""
-
-    def is_shared(self, slices: int) -> bool:
-        """True if it is not sliced."""
-        return self.may_be_shared and self.units % slices != 0
-
-    def part(self, slice: int, slices: int) -> tuple[int, int]:
-        """Slice `slice` of it, [start, stop)."""
-        length = (self.stop - self.start) // slices
-        return self.start + slice * length, self.start + (slice + 1) * length
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cut:
-    """How one tensor of a module is sliced."""
-
-    parameter: str
-    """Its name in the module."""
-    dim: int
-    segments: tuple[Segment, ...]
-    """Of `dim`, in order, without gaps: a fused matrix has one for each matrix in it."""
-    is_factor: bool = True
-    """Inputs are multiplied with it; a bias, which is added, is not one."""
-
-    def shared(self, slices: int) -> tuple[tuple[int, int], ...]:
-        """The ranges of `dim` that every slice trains."""
-        return tuple((segment.start, segment.stop) for segment in self.segments if segment.is_shared(slices))
-
-    def ranges(self, slice: int, slices: int) -> tuple[tuple[int, int], ...]:
-        """The ranges of `dim` that slice `slice` alone trains; over all slices they tile what is not shared."""
-        return tuple(segment.part(slice, slices) for segment in self.segments if not segment.is_shared(slices))
-
-    def applied(self, shape: tuple[int, ...], slices: int) -> SlicedParameter:
-        """The parameter of this shape, cut so. All slices have parts of equal shape."""
-        ranges = [*(self.ranges(index, slices) for index in range(slices)), self.shared(slices)]
-        pieces = []
-        for part, runs in enumerate(ranges):
-            offset = 0
-            for start, stop in runs:
-                pieces.append(Piece(start=start, length=stop - start, part=part, offset=offset))
-                offset += stop - start
-        return SlicedParameter(
-            name=self.parameter,
-            shape=shape,
-            dim=self.dim,
-            slices=slices,
-            pieces=tuple(sorted(pieces, key=lambda piece: piece.start)),
-            is_factor=self.is_factor,
-        )
-
-    def check(self, name: str, slices: int) -> None:
-        """Refuse a number of slices that units cannot be dealt out to; `name` is the tensor's in the model."""
-        for segment in self.segments:
-            if segment.units % slices and not segment.may_be_shared:
-                kind = "rows or columns" if segment.units == segment.stop - segment.start else "heads or other units"
-                raise ValueError(
-                    f"slices={slices} does not divide the {segment.units} {kind} of {name}; use a divisor of "
-                    f"{segment.units}, or leave such layers out with include="
-                )
-
-
-@dataclass(frozen=True, kw_only=True)
 class LayerPattern:
-    """A kind of layer, recognised by its parts."""
+    """A kind of layer, as `include=` of `partial_updates` names it, and how it is recognised."""
 
     kind: Kind
     find: Callable[[nn.Module], Sequence[Cut]]
-    """The cuts of a module; none if it is no such layer."""
+    """The cuts of a module; none if the module is no such layer."""
 
 
 def sliced_layer(
@@ -108,82 +28,103 @@ def sliced_layer(
     columns: Sequence[str],
     units: Callable[[nn.Module], int] | None = None,
 ) -> LayerPattern:
-    """Declare how to slice modules of a class of one's own.
+    """Declare for `partial_updates(patterns=...)` how all modules of a user's own class are sliced.
 
-    Args:
-        module_class: the class; all its instances are sliced.
-        kind: what `include=` knows it as.
-        rows: children, linear layers, that make the units: their outputs are cut, and their biases.
-        columns: children, linear layers, that use the units: their inputs are cut.
-        units: how many parts, heads say, must stay whole, of a module. Default: every output is one.
+    `rows` are linear children that compute the units: their outputs are cut, weights and biases. `columns` are linear
+    children that use the units: their inputs are cut, weights only. `units` is the number of units of a module that
+    must stay whole, such as its heads; by default every output is one. A child that is not linear raises ValueError.
     """
 
     def find(module: nn.Module) -> list[Cut]:
         if not isinstance(module, module_class):
             return []
         for child in (*rows, *columns):
-            if not is_linear(module.get_submodule(child)):
+            if not _is_linear(layer := module.get_submodule(child)):
                 raise ValueError(
-                    f"{child} of {type(module).__name__} is a {type(module.get_submodule(child)).__name__}; rows and "
-                    "columns name linear layers. Give a LayerPattern that returns Cuts for other tensors"
+                    f"{child} of {type(module).__name__} is a {type(layer).__name__}; rows and columns name linear "
+                    "layers. Give a LayerPattern that returns Cuts for other tensors"
                 )
-        count = units(module) if units is not None else None
-        made = [
-            cut for child in rows for cut in outputs(module, child, [_segment(0, _width_out(module, child), count)])
-        ]
-        used = [inputs(module, child, count or _width_in(module, child)) for child in columns]
-        return [*made, *used]
+        num_units = units(module) if units is not None else None
+        made, used = ([_Linear(name, module.get_submodule(name)) for name in names] for names in (rows, columns))
+        return _cut_layer(made, used, num_units)
 
     return LayerPattern(kind=kind, find=find)
+
+
+def find_cuts(
+    model: nn.Module, include: Collection[Kind], patterns: Iterable[LayerPattern]
+) -> dict[str, tuple[nn.Module, Cut]]:
+    """Find all cuts of a model: by the tensor's name in the model, its module and its cut, by its name there.
+
+    In each module the first pattern that finds something counts; the user's `patterns` go before `PATTERNS`. Raises
+    ValueError if two patterns cut one tensor, or if a kind in `include` is found nowhere.
+    """
+    found: dict[str, tuple[nn.Module, Cut]] = {}
+    patterns = [pattern for pattern in (*patterns, *PATTERNS) if pattern.kind in include]
+    missing = set(include)
+    for prefix, module in model.named_modules():
+        kind, cuts = next(((p.kind, cuts) for p in patterns if (cuts := p.find(module))), (None, ()))
+        missing.discard(kind)
+        for cut in cuts:
+            path, _, name = cut.parameter.rpartition(".")
+            full_name = ".".join(filter(None, (prefix, cut.parameter)))
+            if full_name in found:
+                raise ValueError(f"two patterns slice {full_name}; give one that covers both layers")
+            found[full_name] = (module.get_submodule(path), replace(cut, parameter=name))
+    if missing:
+        raise ValueError(
+            f"no {' and no '.join(sorted(missing))} layer of {type(model).__name__} is known; declare its class with "
+            "patterns=[sliced_layer(...)], or leave it out of include"
+        )
+    return found
 
 
 # -- linear layers -----------------------------------------------------------------------------------------------------
 
 
-def is_linear(module: object) -> bool:
-    """nn.Linear, or the Conv1D of GPT-2, which stores its weight transposed."""
+class _Linear:
+    """A linear child of a module: nn.Linear, or the Conv1D of GPT-2, which stores its weight transposed."""
+
+    def __init__(self, name: str, layer: Any) -> None:
+        self.name, self.bias = name, getattr(layer, "bias", None)
+        self.is_conv1d = _is_conv1d(layer)
+        self.num_outputs, self.num_inputs = layer.weight.shape[:: -1 if self.is_conv1d else 1]
+
+    def cut_outputs(self, segments: Sequence[Segment]) -> list[Cut]:
+        """Cut the rows of the weight, and the bias."""
+        cuts = [Cut(parameter=f"{self.name}.weight", dim=int(self.is_conv1d), segments=tuple(segments))]
+        if self.bias is not None:
+            cuts.append(Cut(parameter=f"{self.name}.bias", dim=0, segments=tuple(segments), is_factor=False))
+        return cuts
+
+    def cut_inputs(self, units: int) -> Cut:
+        """Cut the columns of the weight; the bias belongs to all units."""
+        segments = (_segment(0, self.num_inputs, units),)
+        return Cut(parameter=f"{self.name}.weight", dim=int(not self.is_conv1d), segments=segments)
+
+
+def _cut_layer(rows: list[_Linear], columns: list[_Linear], units: int | None = None) -> list[Cut]:
+    """Cut layers that compute units, and layers that use them; without `units`, each output is one."""
+    cuts = [cut for layer in rows for cut in layer.cut_outputs([_segment(0, layer.num_outputs, units)])]
+    return cuts + [layer.cut_inputs(units or layer.num_inputs) for layer in columns]
+
+
+def _linears(module: nn.Module, *names: str) -> list[_Linear]:
+    """The children of these names if all of them are linear layers; otherwise none."""
+    layers = [_Linear(name, layer) for name in names if _is_linear(layer := module._modules.get(name))]
+    return layers if len(layers) == len(names) else []
+
+
+def _is_linear(module: object) -> bool:
     return isinstance(module, nn.Linear) or _is_conv1d(module)
 
 
-def outputs(module: nn.Module, child: str, segments: Sequence[Segment]) -> list[Cut]:
-    """Cut what a linear layer puts out: its weight and its bias."""
-    linear = module.get_submodule(child)
-    cuts = [Cut(parameter=f"{child}.weight", dim=int(_is_conv1d(linear)), segments=tuple(segments))]
-    if getattr(linear, "bias", None) is not None:
-        cuts.append(Cut(parameter=f"{child}.bias", dim=0, segments=tuple(segments), is_factor=False))
-    return cuts
-
-
-def inputs(module: nn.Module, child: str, units: int) -> Cut:
-    """Cut what a linear layer takes in: its weight alone, for the bias belongs to all units."""
-    dim = int(not _is_conv1d(module.get_submodule(child)))
-    return Cut(parameter=f"{child}.weight", dim=dim, segments=(_segment(0, _width_in(module, child), units),))
-
-
 def _is_conv1d(module: object) -> bool:
-    return any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)  # transformers is not imported for it
-
-
-def _weight(module: nn.Module, child: str) -> Tensor:
-    weight = module.get_submodule(child).weight
-    assert isinstance(weight, Tensor)
-    return weight
-
-
-def _width_out(module: nn.Module, child: str) -> int:
-    return _weight(module, child).shape[int(_is_conv1d(module.get_submodule(child)))]
-
-
-def _width_in(module: nn.Module, child: str) -> int:
-    return _weight(module, child).shape[int(not _is_conv1d(module.get_submodule(child)))]
+    return any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)  # does not import transformers
 
 
 def _segment(start: int, width: int, units: int | None = None, *, may_be_shared: bool = False) -> Segment:
     return Segment(start=start, stop=start + width, units=units or width, may_be_shared=may_be_shared)
-
-
-def _linears(module: nn.Module, *names: str) -> bool:
-    return all(is_linear(module._modules.get(name)) for name in names)
 
 
 # -- MLPs --------------------------------------------------------------------------------------------------------------
@@ -196,46 +137,45 @@ _MLPS = (
     (("dense_h_to_4h",), "dense_4h_to_h"),  # GPT-NeoX
     (("w1", "w3"), "w2"),  # experts, one by one
 )
-"""Children that make hidden units, and the child that uses them."""
+"""The children that compute hidden units, and the child that uses them."""
 
 
 def _mlp(module: nn.Module) -> list[Cut]:
-    for made, used in _MLPS:
-        if _linears(module, *made, used):
-            rows = [cut for child in made for cut in outputs(module, child, [_segment(0, _width_out(module, child))])]
-            return [*rows, inputs(module, used, _width_in(module, used))]
+    for rows, column in _MLPS:
+        if layers := _linears(module, *rows, column):
+            return _cut_layer(layers[:-1], layers[-1:])
     return []
 
 
 def _fused_mlp(module: nn.Module) -> list[Cut]:
     """Phi-3: gates and ups in one matrix."""
-    if not _linears(module, "gate_up_proj", "down_proj"):
+    if not (layers := _linears(module, "gate_up_proj", "down_proj")):
         return []
-    width = _width_in(module, "down_proj")
-    segments = [_segment(0, width), _segment(width, width)]
-    return [*outputs(module, "gate_up_proj", segments), inputs(module, "down_proj", width)]
+    gate_up, down = layers
+    width = down.num_inputs
+    return [*gate_up.cut_outputs([_segment(0, width), _segment(width, width)]), down.cut_inputs(width)]
 
 
 def _experts(module: nn.Module) -> list[Cut]:
-    """The experts of a mixture as transformers 5 has them: (experts, out, in) or, transposed, (experts, in, out)."""
+    """Transformers 5 stacks the experts of a mixture: (experts, out, in) or, transposed, (experts, in, out)."""
     down = module._parameters.get("down_proj")
     name = next((name for name in ("gate_up_proj", "up_proj") if module._parameters.get(name) is not None), None)
     if down is None or name is None or down.ndim != 3:
         return []
     up = module._parameters[name]
     assert up is not None
-    ups = 2 if name == "gate_up_proj" else 1
-    if up.shape[1:] == (ups * down.shape[2], down.shape[1]):
+    num_ups = 2 if name == "gate_up_proj" else 1
+    if up.shape[1:] == (num_ups * down.shape[2], down.shape[1]):
         up_dim, down_dim = 1, 2
-    elif up.shape[1:] == (down.shape[2], ups * down.shape[1]):
+    elif up.shape[1:] == (down.shape[2], num_ups * down.shape[1]):
         up_dim, down_dim = 2, 1
     else:
         return []
     width = down.shape[down_dim]
     if getattr(module, "is_concatenated", True):
-        segments = tuple(_segment(index * width, width) for index in range(ups))
-    else:  # gate and up of a unit lie side by side
-        segments = (_segment(0, ups * width, width),)
+        segments = tuple(_segment(index * width, width) for index in range(num_ups))
+    else:  # the gate and the up of a unit lie side by side
+        segments = (_segment(0, num_ups * width, width),)
     cuts = [Cut(parameter=name, dim=up_dim, segments=segments)]
     if module._parameters.get(f"{name}_bias") is not None:
         cuts.append(Cut(parameter=f"{name}_bias", dim=1, segments=segments, is_factor=False))
@@ -246,46 +186,47 @@ def _experts(module: nn.Module) -> list[Cut]:
 
 
 def _separate_attention(module: nn.Module) -> list[Cut]:
-    """Llama, Mistral, Qwen, GPT-OSS, OPT: a matrix each; what is head-major stays whole by heads."""
-    output = next((name for name in ("o_proj", "out_proj", "dense") if _linears(module, name)), None)
-    if output is None or not _linears(module, "q_proj", "k_proj", "v_proj"):
-        return []
-    heads = _heads(module, _width_in(module, output))
-    groups = _heads(module, _width_out(module, "k_proj"))
-    cuts = outputs(module, "q_proj", [_segment(0, _width_out(module, "q_proj"), heads)])
-    for child in ("k_proj", "v_proj"):
-        cuts += outputs(module, child, [_segment(0, _width_out(module, child), groups, may_be_shared=True)])
-    return [*cuts, inputs(module, output, heads)]
+    """Llama, Mistral, Qwen, GPT-OSS, OPT: a matrix each for queries, keys and values."""
+    for name in ("o_proj", "out_proj", "dense"):
+        if layers := _linears(module, "q_proj", "k_proj", "v_proj", name):
+            query, key, value, output = layers
+            heads, groups = _heads(module, output.num_inputs), _heads(module, key.num_outputs)
+            return [
+                *query.cut_outputs([_segment(0, query.num_outputs, heads)]),
+                *key.cut_outputs([_segment(0, key.num_outputs, groups, may_be_shared=True)]),
+                *value.cut_outputs([_segment(0, value.num_outputs, groups, may_be_shared=True)]),
+                output.cut_inputs(heads),
+            ]
+    return []
 
 
 def _fused_attention(module: nn.Module) -> list[Cut]:
     """GPT-2 and Phi-3: queries, keys and values below each other in one matrix."""
-    for fused, output in (("c_attn", "c_proj"), ("qkv_proj", "o_proj")):
-        if not _linears(module, fused, output) or _linears(module, "q_attn"):  # q_attn: across to an encoder
+    for names in (("c_attn", "c_proj"), ("qkv_proj", "o_proj")):
+        layers = _linears(module, *names)
+        if not layers or _linears(module, "q_attn"):  # q_attn: attention to an encoder
             continue
-        if fused == "c_attn" and not _is_conv1d(module._modules["c_attn"]):  # GPT-BigCode has another order
+        fused, output = layers
+        if fused.name == "c_attn" and not fused.is_conv1d:  # GPT-BigCode has another order
             continue
-        queries = _width_in(module, output)
-        keys = (_width_out(module, fused) - queries) // 2
+        queries = output.num_inputs
+        keys = (fused.num_outputs - queries) // 2
         heads, groups = _heads(module, queries), _heads(module, keys)
         segments = [
             _segment(0, queries, heads),
             _segment(queries, keys, groups, may_be_shared=True),
             _segment(queries + keys, keys, groups, may_be_shared=True),
         ]
-        return [*outputs(module, fused, segments), inputs(module, output, heads)]
+        return [*fused.cut_outputs(segments), output.cut_inputs(heads)]
     return []
 
 
 def _interleaved_attention(module: nn.Module) -> list[Cut]:
-    """GPT-NeoX: a head's query, key and value rows lie together."""
-    if not _linears(module, "query_key_value", "dense"):
+    """GPT-NeoX: the query, key and value rows of a head lie together."""
+    layers = _linears(module, "query_key_value", "dense")
+    if not layers or layers[0].num_outputs != 3 * layers[1].num_inputs:
         return []
-    width, queries = _width_out(module, "query_key_value"), _width_in(module, "dense")
-    if width != 3 * queries:
-        return []
-    heads = _heads(module, queries)
-    return [*outputs(module, "query_key_value", [_segment(0, width, heads)]), inputs(module, "dense", heads)]
+    return _cut_layer(layers[:1], layers[1:], _heads(module, layers[1].num_inputs))
 
 
 def _heads(module: nn.Module, width: int) -> int:
@@ -306,4 +247,3 @@ PATTERNS = (
     LayerPattern(kind="mlp", find=_fused_mlp),
     LayerPattern(kind="mlp", find=_experts),
 )
-"""What is known of transformers' models; the first that finds something in a module is taken."""

@@ -1,1 +1,1 @@
-"""What a run will take, computed before it runs."""
+"""Numbers of a run that can be computed before it starts."""

@@ -1,30 +1,32 @@
-"""`laconic plan`: what a run will take, computed before it runs."""
-
-from __future__ import annotations
+"""`laconic plan`: numbers of a run that can be computed before it starts."""
 
 import argparse
 import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from laconic.cyclic.schedule.rule import RULES, Rule
+from laconic.cyclic.schedule.schedule import STATES, Schedule
 from laconic.layout.granularity import rows
-from laconic.plan import timesteps
-from laconic.plan.draw import draw
+from laconic.plan.layout_picture import draw_layout
 from laconic.plan.padding import LayoutRow, layout_rows, plan_of
 from laconic.plan.shapes import KNOWN, UnitShapes, units_of
+from laconic.plan.timesteps import CyclicPlan
+from laconic.plan.timesteps_picture import SUFFIXES, draw_timesteps
 
-_DESCRIPTION = """\
-How much memory whole blocks cost: the padding of a model's units when each is shared by so many ranks and no run of so
-many rows is cut, beside PyTorch FSDP2's rule (each tensor's first dimension in equal parts) and Megatron-FSDP's (shards
-are multiples of all rows' least common multiple), which keep single rows whole. Needs no GPU and no other rank."""
+_LAYOUT = """\
+The memory that whole blocks cost: the padding of a model's units at several numbers of ranks, if no run of so many rows
+is cut. Beside it stand two rules that keep single rows whole: PyTorch FSDP2's (each tensor's first dimension in equal
+parts) and Megatron-FSDP's (shards are multiples of all rows' least common multiple). Needs no GPU and no other rank."""
 
-_EPILOG = f"""\
+_LAYOUT_EPILOG = f"""\
 models: {", ".join(KNOWN)} (one typical layer each), a transformers config.json, or a folder that has one
 
 examples:
@@ -32,98 +34,127 @@ examples:
   laconic plan layout --model ./my-model --ranks 8,12 --rows 1,32 --explain
   laconic plan layout --model llama-3-70b --ranks 8 --rows 16 --draw layer.svg"""
 
+_CYCLIC = """\
+The time steps of the cyclic schedule: the stage that each worker runs (F1: forward of the first stage; B4: backward of
+the fourth), the stage activations that are alive, and the messages. One time step is one stage's forward or backward.
+Needs no GPU and no other rank."""
+
+_CYCLIC_EPILOG = """\
+examples:
+  laconic plan cyclic --stages 4
+  laconic plan cyclic --stages 8 --rule lag2 --states sharded --json
+  laconic plan cyclic --stages 4 --draw cyclic.png"""
+
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; the exit code is 2 for a mistake in the arguments."""
+    """Run the command, and return its exit code: 2 for a mistake in the arguments, else 0."""
     options = _parse(argv)
-    return int(options.run(options))
-
-
-def _layout(options: argparse.Namespace) -> int:
     try:
-        units = units_of(options.model)
+        options.run(options)
     except ValueError as error:
-        print(f"laconic plan: {error}", file=sys.stderr)
-        return 2
-    found = list(layout_rows(units, options.ranks, options.rows, itemsize=options.itemsize))
-    if options.json:
-        print(json.dumps([_as_dict(row) for row in found], indent=1))
+        mistake = str(error)
+    except ModuleNotFoundError as error:
+        mistake = f"--draw needs {error.name}; pip install 'laconic[bench]'"
     else:
-        _show(options.model, units, found, explained=options.explain)
+        return 0
+    print(f"laconic plan {options.command}: {mistake}", file=sys.stderr)
+    return 2
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="laconic plan", description="Compute numbers of a run before it starts.")
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
+    layout = commands.add_parser("layout", help="the padding of a model's layouts at a list of group sizes")
+    layout.set_defaults(run=_layout)
+    layout.description, layout.epilog = _LAYOUT, _LAYOUT_EPILOG
+    cyclic = commands.add_parser("cyclic", help="the time steps, activations and messages of a cyclic schedule")
+    cyclic.set_defaults(run=_cyclic)
+    cyclic.description, cyclic.epilog = _CYCLIC, _CYCLIC_EPILOG
+    for command in (layout, cyclic):
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
+    layout.add_argument("--model", required=True, help="a known name, a config.json or a folder with one")
+    layout.add_argument(
+        "--ranks", type=_counts, default=[8, 64, 128], metavar="N,...", help="numbers of ranks that share a unit"
+    )
+    layout.add_argument("--rows", type=_counts, default=[1, 16, 32, 128], metavar="K,...", help="rows per block")
+    layout.add_argument(
+        "--itemsize", type=int, choices=(1, 2, 4), default=2, help="bytes of the smallest dtype sent (default: 2)"
+    )
+    layout.add_argument("--explain", action="store_true", help="name the tensors that force each bucket's size")
+    layout.add_argument("--json", action="store_true", help="print JSON, with explanations")
+    layout.add_argument("--draw", metavar="FILE.svg", help="draw the layout for the first number of ranks and of rows")
+    cyclic.add_argument("--stages", type=_count, required=True, metavar="N", help="stages of the model, and workers")
+    cyclic.add_argument("--rule", choices=RULES, default="v2", help="update rule (default: v2)")
+    cyclic.add_argument("--states", choices=STATES, default="replicated", help="placement (default: replicated)")
+    cyclic.add_argument("--batches", type=_count, default=3, metavar="T", help="batches of the run (default: 3)")
+    cyclic.add_argument("--json", action="store_true", help="print JSON, with every message")
+    cyclic.add_argument("--draw", metavar="FILE", help=f"draw it; the name ends in {', '.join(SUFFIXES)}")
+    return parser.parse_args(argv)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
+def _layout(options: argparse.Namespace) -> None:
+    units = units_of(options.model)
+    table = list(layout_rows(units, options.ranks, options.rows, itemsize=options.itemsize))
+    if options.json:
+        print(json.dumps([_as_dict(row) for row in table], indent=1))
+    else:
+        _print_layout(options.model, units, table, explains=options.explain)
     if options.draw:
         largest = max(units, key=lambda unit: unit.numel * (unit.count > 1 or len(units) == 1))
         num_ranks, num_rows = options.ranks[0], options.rows[0]
         plan = plan_of(largest, num_ranks, rows(num_rows), itemsize=options.itemsize)
-        title = f"{options.model}: {largest.name} on {num_ranks} ranks, blocks of {num_rows} row{'s' * (num_rows > 1)}"
-        Path(options.draw).write_text(draw(plan, title), encoding="utf-8")
-    return 0
+        title = f"{options.model}: {largest.name} on {num_ranks} ranks, blocks of {_count_rows(num_rows)}"
+        Path(options.draw).write_text(draw_layout(plan, title), encoding="utf-8")
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="laconic plan", description="What a run will take, before it runs.")
-    commands = parser.add_subparsers(required=True, metavar="command")
-    layout = commands.add_parser(
-        "layout",
-        help="the padding of a model's layouts at a list of group sizes",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    layout.add_argument("--model", required=True, help="a known name, a config.json or a folder with one")
-    layout.add_argument("--ranks", type=_counts, default=[8, 64, 128], metavar="N,...", help="that share a unit")
-    layout.add_argument("--rows", type=_counts, default=[1, 16, 32, 128], metavar="K,...", help="per block")
-    layout.add_argument(
-        "--itemsize", type=int, choices=(1, 2, 4), default=2, help="bytes of the smallest dtype sent (default: 2)"
-    )
-    layout.add_argument("--explain", action="store_true", help="say which tensors force each bucket's size")
-    layout.add_argument("--json", action="store_true", help="print JSON, with explanations")
-    layout.add_argument("--draw", metavar="FILE.svg", help="draw the first number of ranks and rows: what each holds")
-    layout.set_defaults(run=_layout)
-    timesteps.add_parser(commands)
-    return parser.parse_args(argv)
+def _cyclic(options: argparse.Namespace) -> None:
+    schedule = Schedule(Rule.named(options.rule, options.stages), options.states)
+    if options.draw and Path(options.draw).suffix not in SUFFIXES:
+        raise ValueError(f"--draw {options.draw} is no picture that can be written; end it in {', '.join(SUFFIXES)}")
+    plan = CyclicPlan(schedule=schedule, batches=options.batches)
+    print(json.dumps(plan.to_dict(), indent=1) if options.json else plan)
+    if options.draw:
+        draw_timesteps(plan, Path(options.draw))
 
 
-def _counts(text: str) -> list[int]:
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        counts = [0]
-    if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive numbers such as 8,64,100")
-    return counts
+def _count_rows(count: int) -> str:
+    return f"{count} row{'s' * (count > 1)}"
 
 
-def _show(model: str, units: Sequence[UnitShapes], found: Sequence[LayoutRow], *, explained: bool) -> None:
-    console = Console()
+def _print_layout(model: str, units: Sequence[UnitShapes], rows: Sequence[LayoutRow], *, explains: bool) -> None:
+    console = Console(highlight=False)
     total = sum(unit.count * unit.numel for unit in units)
-    named = ", ".join(f"{unit.count} x {unit.name}" if unit.count > 1 else unit.name for unit in units)
-    row_counts = list(dict.fromkeys(row.num_rows for row in found))
-    console.print(f"{model}: padding of {total:,} elements in {named}", highlight=False)
+    names = ", ".join(f"{unit.count} x {unit.name}" if unit.count > 1 else unit.name for unit in units)
+    console.print(f"{model}: padding of {total:,} elements in {names}")
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("ranks", justify="right")
-    for count in row_counts:
-        table.add_column(f"{count} row{'s' * (count > 1)}", justify="right")
-    table.add_column("FSDP2", justify="right")
-    table.add_column("LCM", justify="right")
-    for start in range(0, len(found), len(row_counts)):
-        group = found[start : start + len(row_counts)]
-        cells = [f"{row.padding:.2%}" + (f" ({row.num_buckets})" if row.num_buckets > 1 else "") for row in group]
-        table.add_row(str(group[0].num_ranks), *cells, f"{group[0].fsdp2:.2%}", f"{group[0].lcm:.2%}")
+    for name in ("ranks", *dict.fromkeys(_count_rows(row.num_rows) for row in rows), "FSDP2", "LCM"):
+        table.add_column(name, justify="right")
+    for num_ranks, group in groupby(rows, key=lambda row: row.num_ranks):
+        line = list(group)
+        cells = [f"{row.padding:.2%}" + (f" ({row.num_buckets})" if row.num_buckets > 1 else "") for row in line]
+        table.add_row(str(num_ranks), *cells, f"{line[0].fsdp2:.2%}", f"{line[0].lcm:.2%}")
     console.print(table)
-    if any(row.num_buckets > 1 for row in found):
-        console.print("(n): the largest number of buckets of a unit; a bucket is a collective.", highlight=False)
-    if explained:
-        for row in found:
-            console.print(f"\n{row.num_ranks} ranks, {row.num_rows} row{'s' * (row.num_rows > 1)}", highlight=False)
-            for unit, reason in row.explanations:
-                console.print(f"  {unit}: {reason}", highlight=False)
+    if any(row.num_buckets > 1 for row in rows):
+        console.print("(n): the largest number of buckets of a unit; a bucket is a collective.")
+    for row in rows if explains else []:
+        console.print(f"\n{row.num_ranks} ranks, {_count_rows(row.num_rows)}")
+        for unit, reason in row.explanations:
+            console.print(f"  {unit}: {reason}")
 
 
 def _as_dict(row: LayoutRow) -> dict[str, object]:
-    return {
-        **{key: value for key, value in dataclasses.asdict(row).items() if key != "explanations"},
-        "buckets": [
-            {"unit": unit, **dataclasses.asdict(reason), "padding": reason.padding, "text": str(reason)}
-            for unit, reason in row.explanations
-        ],
-    }
+    buckets = [
+        {"unit": unit, **dataclasses.asdict(reason), "padding": reason.padding, "text": str(reason)}
+        for unit, reason in row.explanations
+    ]
+    return {**{key: value for key, value in vars(row).items() if key != "explanations"}, "buckets": buckets}

@@ -1,6 +1,4 @@
-"""The padding of a model's layouts at a list of group sizes, beside what other rules would pad."""
-
-from __future__ import annotations
+"""The padding of a model's layouts at a list of group sizes, beside the padding of other rules."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,24 +12,25 @@ from laconic.plan.shapes import UnitShapes
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutRow:
-    """A model on one number of ranks with one granularity."""
+    """The padding of a model on one number of ranks with one granularity."""
 
     num_ranks: int
     num_rows: int
+    """The number of rows of a block."""
     padding: float
-    """Of the model's elements, what is added to them."""
+    """The padding as a share of the model's elements."""
     fsdp2: float
-    """The same under FSDP2's rule, which keeps single rows whole."""
+    """The same share under FSDP2's rule, which keeps single rows whole."""
     lcm: float
-    """The same under Megatron-FSDP's rule, which keeps single rows whole."""
+    """The same share under Megatron-FSDP's rule, which keeps single rows whole."""
     num_buckets: int
-    """Of the unit with the most."""
+    """The largest number of buckets of a unit."""
     explanations: tuple[tuple[str, Explanation], ...]
-    """Unit and reason, for each bucket."""
+    """The unit and the reason for the padding of each bucket."""
 
 
 def plan_of(unit: UnitShapes, num_ranks: int, block: Block, *, itemsize: int) -> UnitPlan:
-    """The plan of one unit whose tensors all have this granularity."""
+    """Plan one unit whose tensors all have this granularity; the smallest dtype has `itemsize` bytes."""
     blocks = [block.numel(shape) for shape in unit.shapes]
     return plan_unit(unit.names, unit.shapes, blocks, num_shards=num_ranks, itemsize=itemsize)
 
@@ -39,7 +38,7 @@ def plan_of(unit: UnitShapes, num_ranks: int, block: Block, *, itemsize: int) ->
 def layout_rows(
     units: Sequence[UnitShapes], ranks: Iterable[int], row_counts: Sequence[int], *, itemsize: int
 ) -> Iterator[LayoutRow]:
-    """One row for each number of ranks and of rows per block, in that order."""
+    """Yield a row for each number of ranks, and in it for each number of rows per block."""
     total = sum(unit.count * unit.numel for unit in units)
 
     def share(numels: Iterable[int]) -> float:
@@ -50,6 +49,7 @@ def layout_rows(
         lcm = share(lcm_numel(unit.shapes, num_ranks) for unit in units)
         for num_rows in row_counts:
             plans = [plan_of(unit, num_ranks, rows(num_rows), itemsize=itemsize) for unit in units]
+            reasons = [explain(plan, itemsize=itemsize) for plan in plans]
             yield LayoutRow(
                 num_ranks=num_ranks,
                 num_rows=num_rows,
@@ -58,8 +58,6 @@ def layout_rows(
                 lcm=lcm,
                 num_buckets=max(len(plan.buckets) for plan in plans),
                 explanations=tuple(
-                    (unit.name, reason)
-                    for unit, plan in zip(units, plans, strict=True)
-                    for reason in explain(plan, itemsize=itemsize)
+                    (unit.name, reason) for unit, found in zip(units, reasons, strict=True) for reason in found
                 ),
             )

@@ -1,6 +1,4 @@
-"""How much others pad: the rules that laconic's planner is compared with."""
-
-from __future__ import annotations
+"""The padding of other systems, with which laconic's planner is compared."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +7,7 @@ from laconic.layout.packing import round_up
 
 
 def fsdp2_numel(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> int:
-    """Elements gathered by PyTorch FSDP2: each tensor alone, its first dimension in ranks equal parts, rounded up.
+    """Return the elements that PyTorch FSDP2 gathers: it cuts each tensor's first dimension in equal parts, rounded up.
 
     Source: torch.distributed.fsdp, `Shard(0)` with padding to ceil(shape[0] / ranks).
     """
@@ -17,9 +15,9 @@ def fsdp2_numel(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> int:
 
 
 def lcm_numel(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> int:
-    """Elements of Megatron-FSDP's flat buffer, at the least: shards are multiples of all rows' least common multiple.
+    """Return the least elements of Megatron-FSDP's buffer: shards are multiples of all rows' least common multiple.
 
-    A row is shape[1:] here. The gaps that its aligned tensor starts add are left out.
+    A row is shape[1:] here. The alignment of each tensor's start adds gaps, which are left out.
     """
     shard = math.lcm(*(max(1, math.prod(shape[1:])) for shape in shapes))
     return round_up(sum(map(math.prod, shapes)), shard * num_ranks)

@@ -1,9 +1,8 @@
-"""Units to plan for: layers of known large models, and those of any transformers configuration."""
-
-from __future__ import annotations
+"""The units of models to plan for: layers of known large models, and all units of a transformers configuration."""
 
 import math
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 Shape = tuple[int, ...]
@@ -11,17 +10,17 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class UnitShapes:
-    """The tensors of one unit, in the order of definition."""
+    """The names and shapes of a unit's tensors, in the order of definition."""
 
     name: str
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
     count: int = 1
-    """How many such units the model has."""
+    """The number of equal units in the model."""
 
     @property
     def numel(self) -> int:
-        """Elements of one such unit."""
+        """The number of elements of one such unit."""
         return sum(map(math.prod, self.shapes))
 
 
@@ -59,17 +58,18 @@ KNOWN: dict[str, tuple[UnitShapes, ...]] = {
     "gpt-oss-120b": (GPT_OSS_120B,),
     "deepseek-v3": (DEEPSEEK_V3,),
 }
-"""One typical layer of each."""
+"""Name of a model -> one typical layer."""
 
 
 def units_of(model: str) -> tuple[UnitShapes, ...]:
-    """The different units of a model, as `laconic train` shards it: its layers, and what lies outside them.
+    """Return the different units into which `laconic train` shards a model: its layers, and the rest of the model.
 
     Args:
         model: a name of `KNOWN`, or the path of a transformers config.json or of a folder that has one.
 
     Raises:
-        ValueError: there is no such name or file, or transformers cannot build a causal language model from it.
+        ValueError: there is no such name or file.
+        JobError: transformers cannot build a causal language model from the file.
     """
     if model in KNOWN:
         return KNOWN[model]
@@ -83,28 +83,21 @@ def units_of(model: str) -> tuple[UnitShapes, ...]:
 
 
 def _units_of_config(path: Path) -> tuple[UnitShapes, ...]:
-    from laconic.config.job import JobError, ModelConfig
+    from laconic.config import ModelConfig
     from laconic.hf.models import build_model, layers_to_shard
 
-    try:
-        model = build_model(ModelConfig(config=str(path)))
-    except JobError as error:
-        raise ValueError(str(error)) from error
+    model = build_model(ModelConfig(config=str(path)))
     layers = layers_to_shard(model)
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    rest = {name: tuple(p.shape) for name, p in model.named_parameters() if id(p) not in inside}
-    units = [{name: tuple(p.shape) for name, p in layer.named_parameters()} for layer in layers]
-    found: dict[tuple[tuple[str, Shape], ...], UnitShapes] = {}
-    for name, shapes in [
-        *((type(layer).__name__, unit) for layer, unit in zip(layers, units, strict=True)),
-        ("rest", rest),
-    ]:
-        key = tuple(shapes.items())
-        if not key:
-            continue
-        known = found.get(key)
-        if known is None:
-            found[key] = UnitShapes(name=name, names=tuple(shapes), shapes=tuple(shapes.values()))
-        else:
-            found[key] = replace(known, count=known.count + 1)
-    return tuple(found.values())
+    rest = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in inside]
+    units = [(type(layer).__name__, list(layer.named_parameters())) for layer in layers]
+    keys = [
+        (tuple((key, tuple(parameter.shape)) for key, parameter in parameters), name)
+        for name, parameters in [*units, ("rest", rest)]
+        if parameters
+    ]
+    first_names = dict(reversed(keys))
+    return tuple(
+        UnitShapes(name=first_names[unit], names=tuple(dict(unit)), shapes=tuple(dict(unit).values()), count=count)
+        for unit, count in Counter(unit for unit, _ in keys).items()
+    )

@@ -1,17 +1,18 @@
-"""Parameters that another parallelism has cut already: a DTensor's shard on a mesh axis of its own.
+"""Parameters that another parallelism has cut over its own mesh axis before `fully_shard` cuts them.
 
 [Note: Two parallelisms, two meshes]
-Tensor (or expert) parallelism cuts a parameter first, over its own axis; what a rank holds of it then is cut again over
-the mesh of `fully_shard`, among the ranks with the same place on the outer axis. Between uses the parameter is a
-RaggedTensor of the *global* shape whose elements are a run of the outer shard; gathered, it is the DTensor it was, so
-the module computes as before. Norms sum over both meshes, counting what the outer axis only repeats once; checkpoints
-hold global coordinates, so they load under any other outer cut.
+Tensor parallelism and expert parallelism cut a parameter first, over their own mesh axis. Each rank then has one shard
+of a DTensor. `fully_shard` cuts this shard again, among the ranks that have the same place on the other axis. Between
+uses the parameter is a RaggedTensor of the *global* shape, and its elements are a run of the DTensor's shard. When the
+parameter is gathered, it is the DTensor again, so the module computes as before. Norms sum over both meshes, and count
+an element once if the other axis replicates it. Checkpoints hold global coordinates, so a checkpoint loads under any
+other cut of the DTensor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,26 +22,27 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from laconic.comm.cluster import Cluster
+from laconic.comm.collectives import all_reduce
 
 
 @dataclass(frozen=True)
-class OuterShard:
-    """This rank's part of a parameter on the outer axis."""
+class DTensorShard:
+    """This rank's shard of a DTensor parameter, which `fully_shard` cuts further. `shape` is the global shape."""
 
     mesh: DeviceMesh
     placement: Shard | Replicate
     shape: tuple[int, ...]
-    """Global."""
     offset: tuple[int, ...]
-    """Of this rank's part in the global tensor."""
+    """The global coordinates at which the shard begins."""
     local_shape: tuple[int, ...]
 
     @staticmethod
-    def of(parameter: Tensor, name: str, cluster: Cluster) -> OuterShard | None:
-        """What an outer parallelism has made of `parameter`, which `cluster` is to cut further; None for plain tensors.
+    def of(parameter: Tensor, name: str, cluster: Cluster) -> DTensorShard | None:
+        """Describe this rank's shard of `parameter`, which `fully_shard` will cut over `cluster`; None if it is plain.
 
         Raises:
-            ValueError: a DTensor over several axes, or neither sharded nor replicated, or over the axes of `cluster`.
+            ValueError: a DTensor is cut over several axes or over ranks of `cluster`, or has another placement than
+                Shard or Replicate.
         """
         if not isinstance(parameter, DTensor):
             return None
@@ -56,33 +58,32 @@ class OuterShard:
                 "as well; give fully_shard the other axes only, such as mesh['dp'] of a mesh ('dp', 'tp')"
             )
         local_shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
-        return OuterShard(mesh, placement, tuple(parameter.shape), tuple(offset), tuple(local_shape))
+        return DTensorShard(mesh, placement, tuple(parameter.shape), tuple(offset), tuple(local_shape))
 
     @property
-    def is_repeated(self) -> bool:
-        """True if another rank of the outer axis is the one that counts this part."""
+    def is_replica(self) -> bool:
+        """True if another rank of `mesh` holds the same elements and counts them in norms."""
         return isinstance(self.placement, Replicate) and self.mesh.get_local_rank() != 0
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The ranks of the outer axis."""
-        return self.mesh.get_group()
-
     def part_of(self, whole: Tensor) -> Tensor:
-        """This rank's part of a plain tensor of the global shape: a view."""
+        """Select this rank's shard of a plain tensor of the global shape: a view."""
         for dim, (start, size) in enumerate(zip(self.offset, self.local_shape, strict=True)):
             whole = whole.narrow(dim, min(start, whole.shape[dim]), size)
         return whole
 
-    def wrap(self, part: Tensor) -> DTensor:
-        """The DTensor of which `part`, of the local shape, is this rank's shard."""
+    def to_dtensor(self, shard: Tensor) -> DTensor:
+        """Wrap `shard`, of the local shape, as this rank's shard of the DTensor."""
         stride = torch.empty(self.shape, device="meta").stride()
         return DTensor.from_local(
-            part, self.mesh, [self.placement], run_check=False, shape=torch.Size(self.shape), stride=stride
+            shard, self.mesh, [self.placement], run_check=False, shape=torch.Size(self.shape), stride=stride
         )
 
-    def part_of_gradient(self, gradient: Any) -> Tensor:
-        """This rank's part of a gradient as autograd made it: sums still to be made over the outer axis are made."""
+    def part_of_gradient(self, gradient: Tensor) -> Tensor:
+        """Select this rank's shard of the gradient that autograd made; finish sums over `mesh` that are pending.
+
+        Raises:
+            ValueError: the gradient is a plain tensor.
+        """
         if not isinstance(gradient, DTensor):
             raise ValueError(
                 f"a gradient of a DTensor parameter came as a plain tensor of shape {tuple(gradient.shape)}"
@@ -93,17 +94,27 @@ class OuterShard:
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """What this rank holds of a parameter before `fully_shard`: the tensor itself, or a DTensor's shard."""
+    """The elements of a parameter that this rank holds before `fully_shard`: all, or those of a DTensor's shard."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
-def common_outer(outers: list[OuterShard | None]) -> OuterShard | None:
-    """The one outer cut among several tensors', or None.
+def common_mesh(meshes: Iterable[DeviceMesh | None]) -> DeviceMesh | None:
+    """The one DTensor mesh among those of several tensors; None if no tensor is a DTensor.
 
     Raises:
-        NotImplementedError: they lie on different outer meshes.
+        NotImplementedError: there are several meshes.
     """
-    found = [outer for outer in outers if outer is not None]
-    if any(outer.mesh != found[0].mesh for outer in found):
-        raise NotImplementedError("tensors on different outer meshes in one operation; treat mesh by mesh")
+    found = [mesh for mesh in meshes if mesh is not None]
+    if any(mesh != found[0] for mesh in found):
+        raise NotImplementedError(
+            "one operation got tensors that are DTensors over different meshes; call it once for each mesh"
+        )
     return found[0] if found else None
+
+
+def all_reduce_both(tensor: Tensor, cluster: Cluster, mesh: DeviceMesh | None, op: dist.ReduceOp.RedOpType) -> Tensor:
+    """Reduce a small tensor in place over `cluster`, and then over the DTensor mesh if there is one. Collective."""
+    all_reduce(cluster, tensor, op)
+    if mesh is not None:
+        dist.all_reduce(tensor, op, group=mesh.get_group())
+    return tensor

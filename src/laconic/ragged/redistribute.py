@@ -1,12 +1,13 @@
-"""From one cut of a tensor to another: between ragged layouts, to one rank, to all; packed, asynchronous.
+"""Redistribution: send tensors from one cut to another, packed and asynchronous.
 
-Which elements go where is arithmetic on the two layouts, so nothing but elements crosses the wire. Of many tensors, one
-message goes from each rank to each other that needs something of it.
+A cut is a ragged layout, or the whole tensor on one rank, or the whole tensor on every rank. Every rank computes from
+the two cuts which elements go where, so only elements cross the wire. A rank sends at most one message per dtype to
+each other rank, however many tensors there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,248 +16,188 @@ from torch import Tensor
 
 from laconic import _compat
 from laconic.comm.cluster import Cluster
-from laconic.comm.traffic import Level, Purpose
-from laconic.layout.bucket import BucketLayout, Extent, Slot
-from laconic.ragged.tensor import RaggedSpec, RaggedTensor
+from laconic.comm.collectives import Pending
+from laconic.comm.traffic import Purpose
+from laconic.layout.bucket import BucketLayout, Extent
+from laconic.ragged.spec import RaggedSpec
 
 
 def whole_on(spec: RaggedSpec, shard: int) -> RaggedSpec:
-    """The same tensor, all of it in shard `shard` (`Cluster.shard_index` of its owner), nothing elsewhere."""
-    slot = spec.layout.slots[spec.index]
-    size = max(1, slot.numel)
-    whole = Slot(name=slot.name, shape=slot.shape, block=size, offset=shard * size)
-    layout = BucketLayout(slots=(whole,), num_shards=spec.layout.num_shards, shard_numel=size)
-    return RaggedSpec(cluster=spec.cluster, layout=layout, index=0, outer=spec.outer)
+    """The spec of the same tensor when the owner of `shard` holds all of it and the other ranks hold nothing."""
+    slot, num_shards = spec.slot, spec.layout.num_shards
+    layout = BucketLayout.whole_in(shard, name=slot.name, shape=slot.shape, num_shards=num_shards)
+    return RaggedSpec(cluster=spec.cluster, layout=layout, index=0, dtensor=spec.dtensor)
 
 
 def moved_elements(spec: RaggedSpec, target: RaggedSpec | None) -> int:
-    """Elements that cross between ranks when a tensor goes from `spec` to `target`, summed over the ranks."""
+    """Count the elements that cross between ranks when a tensor goes from `spec` to `target`, summed over all ranks."""
     return sum(
-        part.numel
-        for receiver in range(spec.layout.num_shards)
-        for sender, part in _incoming(spec, target, receiver)
+        _overlap(held, wanted).numel
+        for sender, held in _extents(spec).items()
+        for receiver, wanted in _new_extents(spec, target).items()
         if sender != receiver
     )
 
 
-def redistribute(
-    tensors: Sequence[RaggedTensor], targets: Sequence[RaggedSpec | None], purpose: Purpose = "optimizer"
-) -> Redistribution:
-    """Begin to cut `tensors` anew as `targets` say; None asks for the whole tensor on every rank.
-
-    Collective over the island: the same tensors and targets, in the same order, on every rank. The tensors must stay as
-    they are until `Redistribution.wait`.
-    Cost: every element that a rank needs and does not have enters it once; memory for the results, and for packed
-    messages of several tensors.
-
-    Raises:
-        ValueError: a target is of another shape or another cluster.
-    """
-    return TransferPlan([tensor.spec for tensor in tensors], targets, purpose).start(tensors)
-
-
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A run of one tensor's elements that goes to, or comes from, one peer."""
+    """A run [start, stop) of this rank's flat part of one tensor."""
 
     tensor: int
-    extent: Extent
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def view(self, parts: Sequence[Tensor]) -> Tensor:
+        return parts[self.tensor][self.start : self.stop]
+
+
+_RunsByPeer = dict[int, list[_Run]]
 
 
 class TransferPlan:
-    """Who sends whom which elements, worked out once for exchanges that are repeated every step."""
+    """The elements that this rank sends and receives when tensors change their cut. A plan serves many transfers."""
 
     def __init__(
         self, sources: Sequence[RaggedSpec], targets: Sequence[RaggedSpec | None], purpose: Purpose = "optimizer"
     ) -> None:
-        """See `redistribute`."""
-        self.sources, self.targets, self.purpose = list(sources), list(targets), purpose
-        self.sends: dict[int, list[_Run]] = {}
-        """By receiving shard."""
-        self.receives: dict[int, list[_Run]] = {}
-        """By sending shard; what this rank keeps is under its own."""
-        for index, (source, target) in enumerate(zip(self.sources, self.targets, strict=True)):
-            _check(source, target, self.cluster)
-            me = self.cluster.shard_index
-            for sender, part in _incoming(source, target, me):
-                self.receives.setdefault(sender, []).append(_Run(index, part))
-            for receiver, part in _outgoing(source, target, me):
-                if receiver != me:
-                    self.sends.setdefault(receiver, []).append(_Run(index, part))
+        """Plan from present cuts, all over one cluster, to new ones; None asks for the whole tensor on every rank.
 
-    @property
-    def cluster(self) -> Cluster:
-        """Where all of the tensors live; there must be one tensor at least."""
-        return self.sources[0].cluster
+        The traffic is counted under `purpose`.
 
-    def start(self, tensors: Sequence[RaggedTensor]) -> Redistribution:
-        """Send these tensors, which are cut as `sources` say, on their way."""
-        return Redistribution(self, tensors)
+        Raises:
+            ValueError: a target has another shape or another cluster than its source.
+        """
+        self.purpose: Purpose = purpose
+        self.cluster: Cluster | None = sources[0].cluster if sources else None
+        # Runs of this rank's old parts by the shard that receives them, and of its new parts by the shard that sends
+        # them. Either shard may be this rank's own.
+        self.sends: _RunsByPeer = {}
+        self.receives: _RunsByPeer = {}
+        self.new_sizes: list[int | None] = []  # the elements of each new part; None where the old part stays
+        for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
+            if any(spec is not None and spec.cluster is not self.cluster for spec in (source, target)):
+                raise ValueError(f"{source.slot.name} is cut over another mesh; redistribute mesh by mesh")
+            if target is not None and target.shape != source.shape:
+                raise ValueError(f"a tensor of shape {source.shape} cannot be cut as one of shape {target.shape}")
+            old, new, own = _extents(source), _new_extents(source, target), source.cluster.shard_index
+            held, wanted = old.get(own, Extent(0, 0)), new.get(own, Extent(0, 0))
+            self.new_sizes.append(None if target is not None and held == wanted else wanted.numel)
+            for runs, part, peers in ((self.sends, held, new), (self.receives, wanted, old)):
+                for peer, extent in peers.items():
+                    shared = _overlap(part, extent)
+                    if shared.numel:
+                        run = _Run(index, shared.start - part.start, shared.stop - part.start)
+                        runs.setdefault(peer, []).append(run)
+
+    def start(
+        self, parts: Sequence[Tensor], finish: Callable[[int, Tensor], Tensor] = lambda index, part: part
+    ) -> Redistribution:
+        """Begin to send `parts`, this rank's flat part of each tensor under `sources`. Collective over the island.
+
+        The parts must not change until `Redistribution.wait` returns. `finish` makes each of its results from the
+        tensor's index and its new flat part.
+
+        Cost: each element that a rank needs and does not have enters the rank once. Memory for the new parts, and for
+        messages that hold elements of several tensors.
+        """
+        return Redistribution(self, parts, finish)
 
 
 class Redistribution:
-    """Tensors on their way to another cut."""
+    """Tensors under way to another cut."""
 
-    def __init__(self, exchange: TransferPlan, tensors: Sequence[RaggedTensor]) -> None:
-        self._exchange, self._tensors = exchange, list(tensors)
-        self._results = [self._destination(index) for index in range(len(self._tensors))]
-        self._works: list[dist.Work] = []
-        self._arriving: list[tuple[list[_Run], Tensor]] = []
-        self._keep: list[Tensor] = []  # messages the backend has yet to read
-        if self._tensors:
-            self._move_own()
-            for dtype in sorted({tensor.dtype for tensor in self._tensors}, key=str):  # an order all ranks share
-                self._begin(dtype)
-
-    def wait(self) -> list[RaggedTensor | Tensor]:
-        """The tensors in their new cut: RaggedTensors, or plain tensors of the global shape (DTensors, if another mesh
-        axis cuts them as well) where that was asked."""
-        if self._works:
-            cluster = self._exchange.cluster
-            with cluster.traffic.waiting("node" if cluster.num_nodes > 1 else "local"):
-                for work in self._works:
-                    work.wait()
-        for runs, message in self._arriving:
-            begin = 0
-            for run in runs:
-                _move(message[begin : begin + run.extent.numel], self._into(run))
-                begin += run.extent.numel
-        self._works, self._arriving, self._keep = [], [], []
-        return [self._wrapped(index) for index in range(len(self._tensors))]
-
-    # -- where elements come from and go to ----------------------------------------------------------------------------
-
-    def _destination(self, index: int) -> Tensor:
-        """Memory for this rank's part of a result: the tensor's own, where it holds that very part already."""
-        source, target = self._exchange.sources[index], self._exchange.targets[index]
-        local = self._tensors[index].to_local()
-        extent = _extent(target, source, source.cluster.shard_index)
-        if target is not None and extent == _extent(source, source, source.cluster.shard_index):
-            return local
-        return local.new_empty(extent.numel)
-
-    def _move_own(self) -> None:
-        for run in self._exchange.receives.get(self._exchange.cluster.shard_index, []):
-            _move(self._from(run), self._into(run))
-
-    def _from(self, run: _Run) -> Tensor:
-        source = self._exchange.sources[run.tensor]
-        begin = _extent(source, source, source.cluster.shard_index).start
-        return self._tensors[run.tensor].to_local()[run.extent.start - begin : run.extent.stop - begin]
-
-    def _into(self, run: _Run) -> Tensor:
-        source, target = self._exchange.sources[run.tensor], self._exchange.targets[run.tensor]
-        begin = _extent(target, source, source.cluster.shard_index).start
-        return self._results[run.tensor][run.extent.start - begin : run.extent.stop - begin]
-
-    def _wrapped(self, index: int) -> RaggedTensor | Tensor:
-        target, tensor = self._exchange.targets[index], self._tensors[index]
-        if target is None:
-            spec = tensor.spec
-            whole = self._results[index].view(spec.layout.slots[spec.index].shape)
-            return whole if spec.outer is None else spec.outer.wrap(whole)
-        return tensor if target == tensor.spec else RaggedTensor(self._results[index], target)
-
-    # -- messages ------------------------------------------------------------------------------------------------------
-
-    def _begin(self, dtype: torch.dtype) -> None:
-        """Exchange the runs of one dtype: at most one message between two ranks each way."""
-        cluster, me = self._exchange.cluster, self._exchange.cluster.shard_index
-        outgoing = {peer: self._of(dtype, runs) for peer, runs in self._exchange.sends.items()}
-        incoming = {peer: self._of(dtype, runs) for peer, runs in self._exchange.receives.items() if peer != me}
-        sent = {peer: self._packed(runs) for peer, runs in outgoing.items() if runs}
-        incoming = {peer: runs for peer, runs in incoming.items() if runs}
-        for peer, message in sent.items():
-            self._count(peer, sent_bytes=message.nbytes, received_bytes=0)
-        for peer, runs in incoming.items():
-            self._count(peer, sent_bytes=0, received_bytes=_numel(runs) * dtype.itemsize)
-        if cluster.size == 1:
+    def __init__(self, plan: TransferPlan, parts: Sequence[Tensor], finish: Callable[[int, Tensor], Tensor]) -> None:
+        """See `TransferPlan.start`."""
+        self._parts, self._finish = parts, finish
+        self._new_parts = [
+            part if size is None else part.new_empty(size) for part, size in zip(parts, plan.new_sizes, strict=True)
+        ]
+        self._pending: list[Pending] = []
+        self._arrivals: list[tuple[Tensor, list[_Run]]] = []  # messages, and the runs of new parts that they bring
+        self._departures: list[Tensor] = []  # messages that the backend may not have read yet
+        if plan.cluster is None:
             return
-        group = cluster.all_group
-        assert group is not None
-        if _compat.backend_of(group, cluster.device_type) == "gloo" and cluster.device_type == "cpu":
-            self._by_sends(dtype, sent, incoming, group)
+        own = plan.cluster.shard_index
+        for old, new in zip(plan.sends.get(own, []), plan.receives.get(own, []), strict=True):
+            _copy(old.view(parts), new.view(self._new_parts))
+        if plan.cluster.size > 1:
+            for dtype in sorted({part.dtype for part in parts}, key=str):  # the same order on all ranks
+                self._exchange(plan, plan.cluster, dtype)
+
+    def wait(self) -> list[Tensor]:
+        """Wait until all elements have arrived; return what `finish` makes of this rank's flat parts in the new cut."""
+        for pending in self._pending:
+            pending.wait()
+        for message, runs in self._arrivals:
+            pieces = message.split([run.numel for run in runs]) if runs else ()
+            for piece, run in zip(pieces, runs, strict=True):
+                _copy(piece, run.view(self._new_parts))
+        self._pending, self._arrivals, self._departures = [], [], []
+        return [self._finish(index, part) for index, part in enumerate(self._new_parts)]
+
+    def _exchange(self, plan: TransferPlan, cluster: Cluster, dtype: torch.dtype) -> None:
+        """Send and receive the elements of one dtype."""
+        outgoing, incoming = self._to_peers(plan.sends, cluster, dtype), self._to_peers(plan.receives, cluster, dtype)
+        for peer in {**outgoing, **incoming}:
+            sent, received = (_numel(runs.get(peer, [])) * dtype.itemsize for runs in (outgoing, incoming))
+            cluster.traffic.count(cluster.level_to(peer), plan.purpose, sent_bytes=sent, received_bytes=received)
+        messages = {peer: _packed([run.view(self._parts) for run in runs]) for peer, runs in outgoing.items()}
+        assert cluster.all_group is not None
+        if cluster.device_type == "cpu" and _compat.backend_of(cluster.all_group, "cpu") == "gloo":
+            works = self._send_each(messages, incoming, cluster)
         else:
-            self._by_collective(dtype, sent, incoming, group)
+            works = self._all_to_all(messages, incoming, cluster, dtype)
+        self._pending.append(Pending(works, cluster.traffic, "node" if cluster.num_nodes > 1 else "local"))
 
-    def _by_sends(
-        self, dtype: torch.dtype, sent: dict[int, Tensor], incoming: dict[int, list[_Run]], group: dist.ProcessGroup
-    ) -> None:
-        cluster = self._exchange.cluster
+    def _to_peers(self, runs: _RunsByPeer, cluster: Cluster, dtype: torch.dtype) -> _RunsByPeer:
+        """The runs of tensors of one dtype, without those that stay on this rank."""
+        chosen = {peer: [run for run in own if self._parts[run.tensor].dtype == dtype] for peer, own in runs.items()}
+        return {peer: own for peer, own in chosen.items() if own and peer != cluster.shard_index}
+
+    def _send_each(
+        self, messages: Mapping[int, Tensor], incoming: _RunsByPeer, cluster: Cluster
+    ) -> list[dist.Work | None]:
+        """Receive single runs straight into the new parts: [Note: Collectives on Gloo] in comm/collectives.py."""
+        works = []
         for peer, runs in incoming.items():
-            if len(runs) == 1:
-                message = self._into(runs[0])  # it lands where it belongs
-            else:
-                message = torch.empty(_numel(runs), dtype=dtype, device=cluster.device)
-            self._arriving.append((runs, message))
-            self._works.append(_started(dist.irecv(message, src=cluster.global_rank(peer), group=group)))
-        for peer, message in sent.items():
-            self._works.append(_started(dist.isend(message, dst=cluster.global_rank(peer), group=group)))
-        self._keep += sent.values()
+            first = runs[0].view(self._new_parts)
+            message = first if len(runs) == 1 else first.new_empty(_numel(runs))
+            self._arrivals.append((message, runs))
+            works.append(dist.irecv(message, src=cluster.global_rank(peer), group=cluster.all_group))
+        for peer, message in messages.items():
+            works.append(dist.isend(message, dst=cluster.global_rank(peer), group=cluster.all_group))
+        self._departures += messages.values()
+        return works
 
-    def _by_collective(
-        self, dtype: torch.dtype, sent: dict[int, Tensor], incoming: dict[int, list[_Run]], group: dist.ProcessGroup
-    ) -> None:
-        cluster = self._exchange.cluster
+    def _all_to_all(
+        self, messages: Mapping[int, Tensor], incoming: _RunsByPeer, cluster: Cluster, dtype: torch.dtype
+    ) -> list[dist.Work | None]:
         peers = sorted(range(cluster.size), key=cluster.global_rank)  # the order of the group's ranks
         nothing = torch.empty(0, dtype=dtype, device=cluster.device)
-        outgoing = torch.cat([sent.get(peer, nothing) for peer in peers])
-        sizes_out = [sent[peer].numel() if peer in sent else 0 for peer in peers]
-        sizes_in = [_numel(incoming.get(peer, [])) for peer in peers]
-        landing = outgoing.new_empty(sum(sizes_in))
-        work = dist.all_to_all_single(landing, outgoing, sizes_in, sizes_out, group=group, async_op=True)
-        self._works.append(_started(work))
-        self._keep.append(outgoing)
-        for peer, message in zip(peers, landing.split(sizes_in), strict=True):
-            if peer in incoming:
-                self._arriving.append((incoming[peer], message))
-
-    def _of(self, dtype: torch.dtype, runs: list[_Run]) -> list[_Run]:
-        return [run for run in runs if self._tensors[run.tensor].dtype == dtype]
-
-    def _packed(self, runs: list[_Run]) -> Tensor:
-        pieces = [self._from(run) for run in runs]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-    def _count(self, peer: int, *, sent_bytes: int, received_bytes: int) -> None:
-        cluster = self._exchange.cluster
-        level: Level = "local" if cluster.node_of(peer) == cluster.node_rank else "node"
-        cluster.traffic.count(level, self._exchange.purpose, sent_bytes=sent_bytes, received_bytes=received_bytes)
+        pieces = [messages.get(peer, nothing) for peer in peers]
+        runs = [incoming.get(peer, []) for peer in peers]
+        sizes_in, sizes_out = [_numel(own) for own in runs], [piece.numel() for piece in pieces]
+        departure, landing = torch.cat(pieces), nothing.new_empty(sum(sizes_in))
+        self._departures.append(departure)
+        self._arrivals += zip(landing.split(sizes_in), runs, strict=True)
+        group = cluster.all_group
+        return [dist.all_to_all_single(landing, departure, sizes_in, sizes_out, group=group, async_op=True)]
 
 
-def _check(source: RaggedSpec, target: RaggedSpec | None, cluster: Cluster) -> None:
-    if source.cluster is not cluster or (target is not None and target.cluster is not cluster):
-        raise ValueError(
-            f"{source.layout.slots[source.index].name} is cut over another mesh; redistribute mesh by mesh"
-        )
-    if target is not None and target.shape != source.shape:
-        raise ValueError(f"a tensor of shape {source.shape} cannot be cut as one of shape {target.shape}")
+def _extents(spec: RaggedSpec) -> dict[int, Extent]:
+    """The elements of a tensor that each shard holds; shards that hold nothing are left out."""
+    extents = {shard: spec.layout.extent(spec.index, shard) for shard in spec.layout.holders(spec.index)}
+    return {shard: extent for shard, extent in extents.items() if extent is not None}
 
 
-def _incoming(source: RaggedSpec, target: RaggedSpec | None, receiver: int) -> Iterator[tuple[int, Extent]]:
-    """(sending shard, elements) of all that `receiver` shall hold."""
-    wanted = _extent(target, source, receiver)
-    for sender in source.layout.holders(source.index):
-        part = _overlap(_extent(source, source, sender), wanted)
-        if part.numel:
-            yield sender, part
-
-
-def _outgoing(source: RaggedSpec, target: RaggedSpec | None, sender: int) -> Iterator[tuple[int, Extent]]:
-    """(receiving shard, elements) of all that `sender` holds."""
-    held = _extent(source, source, sender)
-    receivers = range(source.layout.num_shards) if target is None else target.layout.holders(target.index)
-    for receiver in receivers:
-        part = _overlap(held, _extent(target, source, receiver))
-        if part.numel:
-            yield receiver, part
-
-
-def _extent(spec: RaggedSpec | None, of: RaggedSpec, shard: int) -> Extent:
-    """What `shard` holds under `spec`; under None, which is replicated, the whole of `of`'s tensor."""
-    if spec is None:
-        return Extent(0, of.layout.slots[of.index].numel)
-    return spec.layout.extent(spec.index, shard) or Extent(0, 0)
+def _new_extents(source: RaggedSpec, target: RaggedSpec | None) -> dict[int, Extent]:
+    if target is None:
+        return dict.fromkeys(range(source.layout.num_shards), Extent(0, source.slot.numel))
+    return _extents(target)
 
 
 def _overlap(a: Extent, b: Extent) -> Extent:
@@ -265,14 +206,13 @@ def _overlap(a: Extent, b: Extent) -> Extent:
 
 
 def _numel(runs: Sequence[_Run]) -> int:
-    return sum(run.extent.numel for run in runs)
+    return sum(run.numel for run in runs)
 
 
-def _move(source: Tensor, into: Tensor) -> None:
-    if source.data_ptr() != into.data_ptr():
-        into.copy_(source)
+def _packed(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is not in the group"
-    return work
+def _copy(source: Tensor, target: Tensor) -> None:
+    if source.data_ptr() != target.data_ptr():
+        target.copy_(source)

@@ -1,97 +1,76 @@
-"""RaggedTensor: what `model.parameters()` shows between uses.
+"""RaggedTensor: the tensors that `model.parameters()` shows between uses.
 
 [Note: Kinds of tensor]
-A parameter exists in two forms. *Sharded*: a `RaggedTensor` of the global shape whose local part is a view of this
-rank's shard; the optimizer, checkpoints and the user see this one. *Gathered*: a plain `torch.nn.Parameter`, a view of
-the full bucket, which a module's forward and backward use (shard/bucket.py). A RaggedTensor never takes part in
-autograd: gradients arrive on it, ready-made.
+A parameter has two forms. *Sharded*: a RaggedTensor of the global shape, whose local part is a view of this rank's
+shard. Optimizers, checkpoints and users see this form. *Gathered*: a plain `torch.nn.Parameter`, which is a view of the
+full bucket. Forward and backward of a module use this form (shard/bucket.py). A RaggedTensor never takes part in
+autograd: the engine sets its gradient.
 
 [Note: Versions]
-A gathered slice is valid as long as the shard it was made from has not changed. Every change bumps the shard's autograd
-version counter: torch does it for in-place operations on views of the shard (`to_local()`), and `__torch_dispatch__`
-does it for operations on the RaggedTensor itself, on every rank, also where the local part is empty, because all ranks
-must agree on whether to gather. For the same reason a checkpoint load counts as a change when it asks which part to
-fill.
+A node shard is valid as long as the shard that it was gathered from has not changed. Every change bumps the autograd
+version counter of the shard. torch bumps it for in-place operations on views of the shard (`to_local()`). laconic bumps
+it for operations on the RaggedTensor itself. It does so on every rank, even if the local part is empty, because all
+ranks must agree whether to gather again. DCP's request for the boxes of a tensor counts as a change, too, because a
+checkpoint load fills the boxes in place.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from operator import add
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from laconic import _compat
-from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import Communicator
-from laconic.layout.bucket import BucketLayout, Extent, Slot
-from laconic.ragged.dtensor import OuterShard
+from laconic.comm.traffic import Purpose
+from laconic.layout.bucket import Extent, Slot, boxes
+from laconic.ragged.boxed import Box, BoxedTensor
+from laconic.ragged.redistribute import Redistribution, TransferPlan
+from laconic.ragged.spec import RaggedSpec
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from laconic.ragged.redistribute import Redistribution
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RaggedSpec:
-    """Where one tensor's elements live: a slot of a bucket's layout, cut over a cluster."""
-
-    cluster: Cluster
-    layout: BucketLayout
-    index: int
-    outer: OuterShard | None = None
-    """What another parallelism holds here of the tensor, of which this is a part: [Note: Two parallelisms, two meshes]
-    in ragged/dtensor.py."""
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, RaggedSpec)
-            and self.cluster is other.cluster
-            and self.index == other.index
-            and self.outer == other.outer
-            and self.layout == other.layout
-        )
-
-    def __hash__(self) -> int:
-        return hash((id(self.cluster), self.index, self.layout))
-
-    def __deepcopy__(self, memo: dict[int, object]) -> RaggedSpec:
-        return self  # a place, not a thing: asynchronous checkpoints copy tensors with their attributes
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Global shape."""
-        return self.outer.shape if self.outer is not None else self.layout.slots[self.index].shape
-
-    @property
-    def extent(self) -> Extent | None:
-        """This rank's elements."""
-        return self.layout.extent(self.index, self.cluster.shard_index)
-
-    def part_of(self, whole: Tensor) -> Tensor:
-        """This rank's flat part of a plain tensor of the global shape."""
-        whole = self.outer.part_of(whole) if self.outer is not None else whole
-        extent = self.extent or Extent(0, 0)
-        return whole.reshape(-1)[extent.start : extent.stop]
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""A function of (aten function, positional arguments, keyword arguments)."""
+OTHERS = "others"
+"""Stands for all aten functions that have no handler."""
+_handlers: dict[Any, Handler] = {}
 
 
-class RaggedTensor(torch.Tensor):
+def implements(*functions: Any) -> Callable[[Handler], Handler]:
+    """Make the decorated handler run aten functions that get a RaggedTensor, as in torchao's tensor subclasses.
+
+    Give overloads (`aten.norm.Scalar`), packets (`aten.clone`, which stands for all its overloads), or `OTHERS`.
+    """
+
+    def register(handler: Handler) -> Handler:
+        _handlers.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return register
+
+
+class RaggedTensor(BoxedTensor):
     """A tensor of which each rank holds one run of whole blocks, possibly none.
 
-    `.shape` is the global shape. Element-wise operations, foreach and fused ones included, run on the local part; norms
-    reduce over the mesh; in-place random fills draw the global tensor and keep this rank's part, so that equal seeds
-    give the unsharded values; `copy_` also takes a plain tensor of the global shape. Anything else raises.
+    `.shape` is the global shape. Element-wise operations, foreach and fused ones included, run on the local part. Norms
+    reduce over the mesh. In-place random fills draw the global tensor and keep this rank's part, so equal seeds give
+    the unsharded values. `copy_` also takes a plain tensor of the global shape. Every other operation raises
+    NotImplementedError. ragged/operations.py and ragged/norms.py hold the handlers.
+
+    Source: RaggedShard of veScale-FSDP (arXiv 2602.22437).
     """
 
     _local: Tensor
     _spec: RaggedSpec
     _bump: Callable[[], None] | None
 
-    @staticmethod
     def __new__(
         cls,
         local: Tensor,
@@ -102,9 +81,9 @@ class RaggedTensor(torch.Tensor):
     ) -> RaggedTensor:
         """Wrap `local`, the flat elements of `spec.extent`.
 
-        Args:
-            device: where the tensor claims to be, if not where `local` rests (a frozen shard may rest in host memory).
-            bump: called after every change made through this tensor; parameters bump their shard's version.
+        The tensor shares the memory of `local`. It reports `device`, if that is not the device of `local`: a frozen
+        shard may rest in host memory. `bump` is called after every change through this tensor; parameters bump the
+        version of their shard.
         """
         self = torch.Tensor._make_wrapper_subclass(cls, spec.shape, dtype=local.dtype, device=device or local.device)
         self._local, self._spec, self._bump = local, spec, bump
@@ -112,86 +91,99 @@ class RaggedTensor(torch.Tensor):
 
     @property
     def extent(self) -> Extent | None:
-        """This rank's run of the flattened global elements; None if it holds nothing."""
+        """This rank's run of the flattened elements; None if it holds nothing."""
         return self._spec.extent
 
     @property
     def spec(self) -> RaggedSpec:
-        """The tensor's place in its layout."""
+        """The layout of the tensor."""
         return self._spec
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh the tensor is cut over."""
+        """The mesh over which the tensor is cut."""
         return self._spec.cluster.mesh
 
     def to_local(self) -> Tensor:
-        """This rank's part, flat, a view: changing it in place changes the tensor (do so on every rank)."""
+        """Return this rank's part, flat: a view. An in-place change of it on any rank must happen on every rank."""
         return self._local
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor on every rank, gathered over the mesh. Collective.
+        """Gather the whole tensor on every rank. Collective.
 
-        Cost: as one gather of shards as long as the longest extent; counted as "control".
+        Cost: the gather of one shard per rank, each as long as the longest extent; counted as "control".
         """
         spec, layout = self._spec, self._spec.layout
-        lengths = [
-            extent.numel if (extent := layout.extent(spec.index, shard)) else 0 for shard in range(layout.num_shards)
-        ]
-        longest = max(lengths)
-        piece = torch.zeros(longest, dtype=self.dtype, device=self.device)
-        piece[: self._local.numel()] = self._local
-        for name in ("node", "local"):  # [Note: A bucket's order]: shards come out in order
-            level = Communicator(spec.cluster, name)
-            whole = piece.new_empty(piece.numel() * level.size)
-            if pending := level.all_gather(whole, piece, "control"):
+        extents = [layout.extent(spec.index, shard) or Extent(0, 0) for shard in range(layout.num_shards)]
+        longest = max(extent.numel for extent in extents)
+        gathered = torch.zeros(longest, dtype=self.dtype, device=self.device)
+        gathered[: self._local.numel()] = self._local
+        for level in ("node", "local"):  # [Note: A bucket's order]: shards come out in order
+            communicator = Communicator(spec.cluster, level)
+            piece, gathered = gathered, gathered.new_empty(gathered.numel() * communicator.size)
+            if pending := communicator.all_gather(gathered, piece, "control"):
                 pending.wait()
-            piece = whole
-        rows = piece.view(layout.num_shards, longest)
-        slot = layout.slots[spec.index]
-        whole = torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)]).view(slot.shape)
-        return whole if spec.outer is None else spec.outer.wrap(whole).full_tensor()
+        rows = gathered.view(layout.num_shards, longest)
+        whole = spec.assemble(torch.cat([row[: extent.numel] for row, extent in zip(rows, extents, strict=True)]))
+        return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
-    def redistribute(
-        self, target: RaggedSpec | None, *, async_op: bool = False
-    ) -> RaggedTensor | Tensor | Redistribution:
-        """This tensor cut as `target` says, or whole on every rank for None. Collective; see `shard.redistribute`.
+    def redistribute(self, target: RaggedSpec | None, *, async_op: bool = False) -> Tensor | Redistribution:
+        """Cut this tensor as `target`; None asks for the whole tensor on every rank. Collective; see `redistribute`.
 
-        With `async_op` a `Redistribution`, whose `wait()` gives a list of one.
+        With `async_op`, return a `Redistribution`, whose `wait()` returns a list of one tensor.
         """
-        from laconic.ragged.redistribute import redistribute  # it makes tensors of this class
-
-        under_way = redistribute([self], [target])
-        return under_way if async_op else under_way.wait()[0]
+        redistribution = redistribute([self], [target])
+        return redistribution if async_op else redistribution.wait()[0]
 
     def like(self, local: Tensor) -> RaggedTensor:
-        """Another tensor with this one's layout."""
-        return RaggedTensor(
-            local, self._spec, device=local.device if local.device != self._local.device else self.device
-        )
+        """Wrap `local` as this rank's part of another tensor with this tensor's layout."""
+        device = local.device if local.device != self._local.device else self.device
+        return RaggedTensor(local, self._spec, device=device)
 
     def rows(self, start: int, stop: int, *, keep_dim: bool) -> RaggedTensor:
-        """A view of rows [start, stop) of dim 0: the same borders between ranks, a shorter tensor; edits count as this
-        one's."""
-        if self._spec.outer is not None:
+        """Select rows [start, stop) of dim 0: a view. A change of it counts as a change of this tensor.
+
+        Without `keep_dim`, the result has no dim 0, and there must be one row.
+
+        Raises:
+            NotImplementedError: the tensor is a DTensor over another mesh axis.
+        """
+        spec, slot = self._spec, self._spec.slot
+        if spec.dtensor is not None:
             raise NotImplementedError(
-                "rows of a tensor that another mesh axis cuts as well; gather it with .full_tensor()"
+                "a tensor that another mesh axis cuts as well has no rows here; gather it with .full_tensor()"
             )
-        slot = self._spec.layout.slots[self._spec.index]
         inner = math.prod(slot.shape[1:])
         shape = (stop - start, *slot.shape[1:]) if keep_dim else slot.shape[1:]
         rows = Slot(name=slot.name, shape=shape, block=slot.block, offset=slot.offset + start * inner)
-        spec = RaggedSpec(cluster=self._spec.cluster, layout=replace(self._spec.layout, slots=(rows,)), index=0)
-        whole, part = self.extent or Extent(0, 0), spec.extent or Extent(0, 0)
-        begin = part.start + start * inner - whole.start if part.numel else 0
-        return RaggedTensor(self._local[begin : begin + part.numel], spec, device=self.device, bump=self._bump)
+        row_spec = RaggedSpec(cluster=spec.cluster, layout=replace(spec.layout, slots=(rows,)), index=0)
+        held, chosen = self.extent or Extent(0, 0), row_spec.extent or Extent(0, 0)
+        begin = chosen.start + start * inner - held.start if chosen.numel else 0
+        return RaggedTensor(self._local[begin : begin + chosen.numel], row_spec, device=self.device, bump=self._bump)
+
+    def note_change(self) -> None:
+        """Count a change of the elements, on every rank: [Note: Versions]."""
+        if self._bump is not None:
+            self._bump()
+
+    def held_boxes(self) -> list[Box]:
+        """See `BoxedTensor.held_boxes`."""
+        spec = self._spec
+        if self.numel() == 0:
+            return [((0,) * self.dim(), self._local.view(self.shape))] if spec.cluster.shard_index == 0 else []
+        origin = (0,) * self.dim() if spec.dtensor is None else spec.dtensor.offset
+        held, begin = [], 0
+        for offset, sizes in boxes(spec.slot.shape, self.extent or Extent(0, 0)):
+            end = begin + math.prod(sizes)
+            held.append((tuple(map(add, origin, offset)), self._local[begin:end].view(sizes)))
+            begin = end
+        return held
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedTensor:
-        # A tensor of its own, cut alike: not one with a process group of its own.
-        copied = RaggedTensor(self._local.clone(), self._spec, device=self.device)
+        copied = RaggedTensor(self._local.clone(), self._spec, device=self.device)  # with the same process groups
         copied.requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
-            copied._is_param = True  # what torch calls a Parameter
+            copied._is_param = True  # isinstance(copied, Parameter) asks for this attribute
         memo[id(self)] = copied
         return copied
 
@@ -211,63 +203,34 @@ class RaggedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # `kwargs` may be None, whatever the stub says
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        from laconic.ragged.operations import dispatch  # it wraps results in this class
+        handler = _handlers.get(func) or _handlers.get(func.overloadpacket) or _handlers[OTHERS]
+        return handler(func, args, kwargs or {})
 
-        return dispatch(func, args, kwargs or {})
 
-    # -- the protocol of torch.distributed.checkpoint (DCP) ------------------------------------------------------------
+def redistribute(
+    tensors: Sequence[RaggedTensor], targets: Sequence[RaggedSpec | None], purpose: Purpose = "optimizer"
+) -> Redistribution:
+    """Begin to cut `tensors` as `targets`. Collective over the island, with the same arguments on every rank.
 
-    def _checkpoint_chunks(self) -> list[Any]:
-        """This rank's boxes in the global tensor."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    The tensors lie over one cluster and have any dtypes. `Redistribution.wait` returns RaggedTensors, and for None
+    targets the whole tensors on every rank (DTensors, if the tensors were cut as DTensors before `fully_shard`). The
+    tensors must not change until then. A tensor whose part on this rank stays the same shares its memory with the
+    result. The traffic is counted under `purpose`. Cost: see `TransferPlan.start`.
 
-        from laconic.layout.bucket import boxes
+    Raises:
+        ValueError: a target has another shape or another cluster than its tensor.
+    """
+    plan = TransferPlan([tensor.spec for tensor in tensors], targets, purpose)
+    return plan.start([tensor.to_local() for tensor in tensors], partial(_in_new_cut, tensors, targets))
 
-        slot, outer = self._spec.layout.slots[self._spec.index], self._spec.outer
-        origin = outer.offset if outer is not None else (0,) * self.dim()
 
-        if self.numel() == 0 and self._spec.cluster.shard_index == 0:  # somebody must say that there is nothing
-            return [ChunkStorageMetadata(offsets=torch.Size([0] * self.dim()), sizes=self.shape)]
-        extent = self.extent or Extent(0, 0)
-        return [
-            ChunkStorageMetadata(
-                offsets=torch.Size(a + b for a, b in zip(origin, offsets, strict=True)), sizes=torch.Size(sizes)
-            )
-            for offsets, sizes in boxes(slot.shape, extent)
-        ]
-
-    def __create_chunk_list__(self) -> list[Any]:
-        if self._bump is not None:  # [Note: Versions]: DCP asks this before it fills the parts in place
-            self._bump()
-        return self._checkpoint_chunks()
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk, properties=TensorProperties.create_from_tensor(self._local), size=self.size()
-                ),
-            )
-            for chunk in self._checkpoint_chunks()
-        ]
-
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
-        if self.numel() == 0:
-            return self._local.view(self.shape)
-        extent = self.extent
-        assert extent is not None, f"{index} asks for a part of a tensor of which this rank holds nothing"
-        begin = extent.start
-        for chunk in self._checkpoint_chunks():
-            numel = math.prod(chunk.sizes)
-            if index.offset is None or tuple(index.offset) == tuple(chunk.offsets):
-                return self._local[begin - extent.start : begin - extent.start + numel].view(chunk.sizes)
-            begin += numel
-        raise ValueError(f"{index} is not a part this rank holds; it holds {self._checkpoint_chunks()}")
+def _in_new_cut(
+    tensors: Sequence[RaggedTensor], targets: Sequence[RaggedSpec | None], index: int, part: Tensor
+) -> Tensor:
+    tensor, target = tensors[index], targets[index]
+    if target is None:
+        return tensor.spec.assemble(part)
+    return tensor if target == tensor.spec else RaggedTensor(part, target)
 
 
 _compat.let_optimizers_batch(RaggedTensor)

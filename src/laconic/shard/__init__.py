@@ -1,0 +1,1 @@
+"""The engine: units, buckets, gather, cache and reduce."""

@@ -1,11 +1,11 @@
-"""`fully_shard` and the class it gives a module: FSDP2's call, FSDP2's method names."""
+"""`fully_shard` and the class that it gives a module: FSDP2's call and FSDP2's method names."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,12 +17,11 @@ from laconic.comm.cluster import Cluster, init_mesh
 from laconic.comm.traffic import Traffic
 from laconic.layout.granularity import Blocks, Granularity, resolve
 from laconic.layout.planner import plan_unit, warn_if_wasteful
-from laconic.ragged.dtensor import local_part
 from laconic.ragged.parts import slice_of_parameter
 from laconic.ragged.tensor import RaggedTensor
-from laconic.shard.bucket import Bucket, Managed
+from laconic.shard.bucket import Bucket, ManagedParameter
 from laconic.shard.cache import Cache, Where
-from laconic.shard.ledger import MemoryReport
+from laconic.shard.ledger import Ledger
 from laconic.shard.unit import Unit, unit_of, units_below
 
 
@@ -36,33 +35,55 @@ def fully_shard(
     granularity: Granularity | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
 ) -> nn.Module:
-    """Shard `module`'s parameters over the mesh, in place; it becomes one unit, gathered and freed as one.
+    """Shard `module`'s parameters over the mesh, in place, and return it. It is one unit, gathered and freed together.
 
-    Call it bottom up: on each block first, on the whole model last. Parameters that an inner call has taken are left to
-    it. The module's class becomes a `ShardedModule`; parameter names stay; parameters become `RaggedTensor`s.
+    Call it bottom up: on each block first, on the whole model last. Parameters that an inner call sharded stay as they
+    are. The module's class becomes a `ShardedModule`, its parameters become `RaggedTensor`s, and their names stay.
 
     Args:
-        module: the module to shard; may be on the meta device (then `to_empty` and initialise it afterwards).
-        mesh: (island, node, local), (node, local), or one axis, which is one level. Default: `init_mesh` for the device
-            of the parameters. Pass the same object to every call.
-        cache: where the unit's slice rests between forward and backward, and between steps while its parameters stay
-            the same: "none", "host", "device", or a `Cache`.
-        reshard_after_forward: False keeps the unit gathered until its backward. None means True, but False for the
-            root, which backward needs first. FSDP2's integer is `cache="device"`.
+        module: the module to shard. It may be on the meta device; then call `to_empty` and initialise it afterwards.
+        mesh: axes (island, node, local) or (node, local), or one axis, which is one level. Default: `init_mesh` for the
+            device of the parameters. Pass the same object to every call.
+        cache: where the node shard stays while the parameters do not change: "none", "host", "device", or a `Cache`.
+        reshard_after_forward: False keeps the unit gathered until its backward. None means False for the root, which
+            backward needs first, and True for other units. FSDP2's integer is `cache="device"`.
         mp_policy: torch's own. Without `reduce_dtype`, gradients are reduced in `param_dtype`, on every torch release.
-        granularity: what must not be cut: `laconic.rows(k)`, `elements(n)` or `whole()` for all parameters, a mapping
-            of name patterns to these, or a function of (name in the unit, parameter) to elements per block. The planner
-            then splits the unit into up to four buckets where that saves padding. Default: one row, and anywhere if
-            whole rows would take more than 0.5 % more.
+        granularity: the blocks that must stay on one rank: `laconic.rows(k)`, `elements(n)` or `whole()` for all
+            parameters, a mapping of name patterns to these, or a function of (name in the unit, parameter) to elements
+            per block. The planner then splits the unit into up to four buckets per kind where that saves padding.
+            Default: one row, or no blocks at all if whole rows take more than 0.5 % more.
         ignored_params: parameters to leave alone.
 
-    Returns:
-        `module`.
-
     Raises:
-        ValueError: the module is sharded already; a parameter is not contiguous, or on another device than the mesh, or
-            tied to a parameter of another unit; a bad mesh, cache or granularity.
+        ValueError: `module` is no module, has no forward or is sharded already; a parameter is complex or not
+            contiguous, is on another device than the mesh, or is tied to a parameter of another unit; the mesh, cache
+            or granularity is not valid.
     """
+    _check_call(module, reshard_after_forward)
+    policy = Cache.of(cache)
+    precision = mp_policy or MixedPrecisionPolicy()
+    if mesh is None:
+        mesh = init_mesh("cuda" if any(p.is_cuda for p in module.parameters()) else "cpu")
+    cluster = Cluster.of(mesh)
+    managed = _find_parameters(module, set(ignored_params))
+    blocks = resolve(granularity, [(item.name, item.local) for item in managed])
+    _check_parameters(managed, cluster)
+    may_shrink = granularity is None
+    buckets = [
+        bucket
+        for group in _group_by_kind(managed)
+        for bucket in _make_buckets(group, blocks, cluster, precision, may_shrink=may_shrink)
+    ]
+    for item in managed:
+        item.parameter._laconic_home = item.name  # type: ignore[attr-defined]  # recognises tied weights later
+    unit = Unit(module=module, buckets=buckets, blocks=blocks, cluster=cluster, cache=policy, precision=precision)
+    unit.reshard_after_forward = reshard_after_forward
+    module._laconic_unit = unit  # type: ignore[assignment]
+    module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # classes are hashable
+    return module
+
+
+def _check_call(module: nn.Module, reshard_after_forward: bool | None) -> None:
     if not isinstance(module, nn.Module):
         raise ValueError(
             f"fully_shard takes one module, got {type(module).__name__}; put modules that shall be gathered together "
@@ -76,44 +97,15 @@ def fully_shard(
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         raise ValueError(
             f"reshard_after_forward={reshard_after_forward}: laconic takes True, False or None; FSDP2's integer, which "
-            "keeps a slice on the device, is cache='device' (and cache='host' keeps it in host memory instead)"
+            "keeps a part of each parameter on the device, is cache='device' (cache='host' keeps it in host memory)"
         )
     if unit_of(module) is not None:
         raise ValueError(f"{type(module).__name__} is sharded already; call fully_shard once per module")
-    policy = Cache.of(cache)
-    precision = mp_policy or MixedPrecisionPolicy()
-    if mesh is None:
-        mesh = init_mesh("cuda" if any(p.is_cuda for p in module.parameters()) else "cpu")
-    cluster = Cluster.of(mesh)
-    managed, blocks = _managed_parameters(module, set(ignored_params), granularity)
-    _check(managed, cluster)
-    buckets = [
-        Bucket(part, cluster=cluster, compute_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
-        for group in _by_kind(managed)
-        for part in _planned(group, cluster, precision, may_shrink=granularity is None)
-    ]
-    for item in managed:
-        item.parameter._laconic_home = item.name  # type: ignore[attr-defined]  # recognises tied weights later
-    unit = Unit(
-        module,
-        type(module).__name__,
-        buckets,
-        cluster=cluster,
-        cache=policy,
-        precision=precision,
-        reshard_after_forward=reshard_after_forward,
-    )
-    module._laconic_unit = unit  # type: ignore[assignment]
-    module._laconic_blocks = blocks  # type: ignore[assignment]
-    module.__class__ = _sharded_class(type(module))
-    return module
 
 
-def _managed_parameters(
-    module: nn.Module, ignored: set[nn.Parameter], granularity: Granularity | None
-) -> tuple[list[Managed], Blocks]:
-    """The parameters below `module` that no inner unit has, each once, with all the places that show it."""
-    places: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
+def _find_parameters(module: nn.Module, ignored: set[nn.Parameter]) -> list[ManagedParameter]:
+    """Find the parameters below `module` that no inner unit has, each once, with all places that show it."""
+    found: dict[nn.Parameter, ManagedParameter] = {}
     for prefix, child in module.named_modules():
         for name, parameter in child._parameters.items():
             if parameter is None or parameter in ignored or isinstance(parameter, RaggedTensor):
@@ -126,16 +118,12 @@ def _managed_parameters(
                     "unit: do not call fully_shard on the module that holds the other one, so that this call takes "
                     "both, or untie them"
                 )
-            places.setdefault(parameter, []).append((child, name, full_name))
-    blocks = resolve(granularity, [(shown[0][2], local_part(parameter)) for parameter, shown in places.items()])
-    managed = [
-        Managed(name=name, parameter=parameter, block=block, places=tuple((child, key) for child, key, _ in shown))
-        for name, block, (parameter, shown) in zip(blocks.names, blocks.numels, places.items(), strict=True)
-    ]
-    return managed, blocks
+            managed = found.setdefault(parameter, ManagedParameter(name=full_name, parameter=parameter))
+            managed.places.append((child, name))
+    return list(found.values())
 
 
-def _check(managed: list[Managed], cluster: Cluster) -> None:
+def _check_parameters(managed: list[ManagedParameter], cluster: Cluster) -> None:
     for item in managed:
         parameter = item.parameter
         if not parameter.is_contiguous():
@@ -157,134 +145,144 @@ def _check(managed: list[Managed], cluster: Cluster) -> None:
             )
 
 
-def _by_kind(managed: list[Managed]) -> list[list[Managed]]:
-    """Buckets: tensors of one dtype and trainability, in order of appearance. A LoRA block has two.
+def _group_by_kind(managed: list[ManagedParameter]) -> list[list[ManagedParameter]]:
+    """Group parameters of one dtype and trainability, in order of appearance. A LoRA block has two groups.
 
-    Slices of partial updates are told apart whether they train or not, so that all islands have the same buckets.
+    Each slice of partial updates is a group of its own, trained or not, so that all islands have the same buckets.
     """
-    groups: dict[tuple[torch.dtype, bool, bool, int | None], list[Managed]] = {}
+    groups: dict[tuple[torch.dtype, bool, bool, int | None], list[ManagedParameter]] = {}
     for item in managed:
         parameter = item.parameter
-        slice = slice_of_parameter(*item.places[0])
-        kind = parameter.dtype, parameter.requires_grad, parameter.is_meta, slice
+        kind = parameter.dtype, parameter.requires_grad, parameter.is_meta, slice_of_parameter(*item.places[0])
         groups.setdefault(kind, []).append(item)
     return list(groups.values())
 
 
-def _planned(
-    group: list[Managed], cluster: Cluster, precision: MixedPrecisionPolicy, *, may_shrink: bool
-) -> list[list[Managed]]:
-    """The parameters of each bucket, in order, with the blocks they were planned with."""
+def _make_buckets(
+    group: list[ManagedParameter],
+    blocks: Blocks,
+    cluster: Cluster,
+    precision: MixedPrecisionPolicy,
+    *,
+    may_shrink: bool,
+) -> list[Bucket]:
+    numels = dict(zip(blocks.names, blocks.numels, strict=True))
     dtype = group[0].parameter.dtype
-    dtypes = [dtype, precision.param_dtype, precision.reduce_dtype] if dtype.is_floating_point else [dtype]
+    compute_dtype = (precision.param_dtype if dtype.is_floating_point else None) or dtype
+    reduce_dtype = precision.reduce_dtype or compute_dtype
     plan = plan_unit(
         [item.name for item in group],
-        [item.shape for item in group],
-        [item.block for item in group],
+        [tuple(item.local.shape) for item in group],
+        [numels[item.name] for item in group],
         num_shards=cluster.size,
-        itemsize=min(each.itemsize for each in dtypes if each is not None),
+        itemsize=min(each.itemsize for each in (dtype, compute_dtype, reduce_dtype)),
         may_shrink=may_shrink,
     )
     warn_if_wasteful(plan, dtype.itemsize)
     return [
-        [replace(group[index], block=slot.block) for index, slot in zip(part, bucket.slots, strict=True)]
-        for part, bucket in zip(plan.members, plan.buckets, strict=True)
+        Bucket(
+            [group[index] for index in members],
+            layout,
+            cluster=cluster,
+            compute_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype,
+        )
+        for members, layout in zip(plan.members, plan.buckets, strict=True)
     ]
 
 
+@functools.cache
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    if cls not in _SHARDED_CLASSES:
-        # The module's name too: transformers knows its own models by it, and initialises custom ones differently.
-        names = {"__module__": cls.__module__}
-        _SHARDED_CLASSES[cls] = type(f"Sharded{cls.__name__}", (ShardedModule, cls), names)
-    return _SHARDED_CLASSES[cls]
+    # The module's name too: transformers knows its own models by it, and initialises custom ones differently.
+    return type(f"Sharded{cls.__name__}", (ShardedModule, cls), {"__module__": cls.__module__})
 
 
-_SHARDED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
+@dataclass(frozen=True)
 class UnshardHandle:
-    """A gather under way, from `unshard(async_op=True)`."""
+    """The handle of a gather that `unshard(async_op=True)` began."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    def wait(self) -> None:
-        """Return with the parameters gathered."""
-        self._unit.unshard()
+    wait: Callable[[], None]
+    """Finish the gather and show the gathered parameters in the module."""
 
 
 class ShardedModule(nn.Module):
-    """What `fully_shard` makes of a module's class. Setters with `recurse` apply to all units below as well."""
+    """A module after `fully_shard`, with FSDP2's methods. Setters with `recurse` also set all sharded modules below."""
 
     _laconic_unit: Unit
-    _laconic_blocks: Blocks
 
     @property
     def traffic(self) -> Traffic:
         """The byte counters of this rank in this module's mesh."""
         return self._laconic_unit.cluster.traffic
 
-    def memory(self) -> MemoryReport:
-        """What the engine holds for this root module, on this rank."""
-        context = self._laconic_unit.context
-        if context is None:
-            shards = sum(bucket.shard.nbytes for unit in self._units() for bucket in unit.buckets)
-            return MemoryReport(device_bytes=shards, device_peak_bytes=shards, host_bytes=0)
-        return context.ledger.report()
+    def memory(self) -> Ledger:
+        """Return the bytes that the engine holds for this root module on this rank."""
+        ledger = self._laconic_unit.ledger
+        if ledger is None:  # it has not run yet
+            ledger = Ledger()
+            ledger.hold(sum(bucket.shard.nbytes for unit in self._units() for bucket in unit.buckets))
+        return replace(ledger)
 
     def reset_peak_memory(self) -> None:
-        """Start a new `device_peak_bytes` from what is held now."""
-        if self._laconic_unit.context is not None:
-            self._laconic_unit.context.ledger.reset_peak()
+        """Set `device_peak_bytes` of `memory()` to the bytes that are held now."""
+        if self._laconic_unit.ledger is not None:
+            self._laconic_unit.ledger.reset_peak()
 
     def _units(self, recurse: bool = True) -> list[Unit]:
-        if not recurse:
-            return [self._laconic_unit]
-        return units_below(self)
+        return units_below(self) if recurse else [self._laconic_unit]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters, and with `async_op` return at once a handle to wait on. Collective."""
+        """Gather this module's parameters. Collective over the mesh's node and local axes.
+
+        With `async_op` it returns at once, with a handle whose `wait()` finishes the gather.
+        """
         if async_op:
             self._laconic_unit.gather.begin()
-            return UnshardHandle(self._laconic_unit)
+            return UnshardHandle(self._laconic_unit.unshard)
         self._laconic_unit.unshard()
         return None
 
     def reshard(self) -> None:
-        """Give this unit's gathered parameters' memory back."""
+        """Free this module's gathered parameters and show the sharded ones.
+
+        Raises:
+            RuntimeError: a gathered parameter was edited in place; the edit would be lost.
+        """
         self._laconic_unit.reshard()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """With False, backward sums gradients inside the node only; the next one with True sends the sums across nodes.
+        """Set whether the next backward sends gradients across the nodes. For gradient accumulation.
 
-        Set it to False for all micro-batches of an optimizer step but the last. Costs one slice of the gradients, in
-        the reduce dtype, between the micro-batches.
+        Set it to False for all micro-batches of an optimizer step but the last. Backward then sums gradients inside the
+        node only, and a rank keeps one node shard of sums, in the reduce dtype, until a backward with sync sends them.
         """
         for unit in self._units(recurse):
             unit.requires_gradient_sync = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
-        """With False, keep units gathered between forward and backward: no second gather, at the cost of their
-        memory."""
+        """Set whether parameters are freed after forward. False saves the gather in backward and costs their memory."""
         for unit in self._units(recurse):
             unit.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """With False, keep units gathered from one micro-batch to the next; they are gathered anew when they change."""
+        """Set whether parameters are freed after backward. With False they are gathered again only when they change."""
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[ShardedModule]) -> None:
-        """Gather these units while this one computes forward, instead of the one that followed last time."""
+        """Set the modules to gather when this forward begins. Default: those that came next in the last forward."""
         self._laconic_unit.forward_prefetch = [module._laconic_unit for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: list[ShardedModule]) -> None:
-        """Gather these units while this one computes backward, instead of the one that ran before it in forward."""
+        """Set the modules to gather when this backward begins. Default: those that came before this one in forward."""
         self._laconic_unit.backward_prefetch = [module._laconic_unit for module in modules]
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = True) -> None:
-        """Divide summed gradients by `factor` instead of the number of ranks."""
+        """Set the divisor of summed gradients. The default is the number of ranks in the mesh's node and local axes.
+
+        Raises:
+            ValueError: `factor` is not positive or not finite.
+        """
         if not factor > 0 or math.isinf(factor):
             raise ValueError(f"the gradient divide factor must be a positive number, got {factor}")
         for unit in self._units(recurse):
@@ -292,7 +290,7 @@ class ShardedModule(nn.Module):
                 bucket.divide_by = factor
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `nn.Module.zero_grad`, also while units are kept gathered and `parameters()` are not the trained ones."""
+        """See `nn.Module.zero_grad`. Also zeroes the sharded parameters of units that are gathered now."""
         super().zero_grad(set_to_none)
         for parameter in (sharded for unit in self._units() for bucket in unit.buckets for sharded in bucket.sharded):
             if set_to_none:
@@ -307,8 +305,5 @@ class ShardedModule(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        self._laconic_unit.apply(fn, partial(super()._apply, fn, recurse))
+        self._laconic_unit.apply(fn, functools.partial(super()._apply, fn, recurse))
         return self
-
-
-__all__ = ["Cache", "ShardedModule", "UnshardHandle", "fully_shard"]

@@ -1,87 +1,83 @@
-"""One flat buffer of a unit: shard, slice, full, and the parameters that are views of them.
+"""One flat buffer of a unit: shard, node shard, full buffer, and the parameters that are views of them.
 
 [Note: A bucket's order]
-A bucket of N x L shards is owned so that rank (n, l) has shard l * N + n. Then the gather across the nodes, over ranks
-(0, l) ... (N - 1, l), yields shards l * N ... l * N + N - 1, which is slice l, contiguous; and the gather inside a
-node, over slices 0 ... L - 1, yields the bucket in order. Both land in place, so parameters are permanent views and
-nothing is copied in or out. Reduction mirrors it: inside the node first, which leaves slice l summed over the node,
-then across the nodes, which leaves the shard. (Owning shard n * L + l, as MiCS does, needs a
-strided copy between the levels.)
+Of the N * L shards of a bucket, rank (n, l) owns shard l * N + n. The gather across the nodes joins the shards of ranks
+(0, l) ... (N - 1, l): shards l * N ... l * N + N - 1, contiguous, which are node shard l. The gather inside a node
+joins node shards 0 ... L - 1: the bucket, in order. Both land in place, so parameters are permanent views of the full
+buffer. Reduction takes the same way back, first inside the node, then across the nodes. (If rank (n, l) owned shard
+n * L + l, as in MiCS, a strided copy would be needed between the levels.)
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from laconic.comm.cluster import Cluster
-from laconic.layout.bucket import BucketLayout
-from laconic.layout.packing import plan_bucket
-from laconic.ragged.dtensor import OuterShard, local_part
-from laconic.ragged.tensor import RaggedSpec, RaggedTensor
-from laconic.shard.cache import RestingSlice
-from laconic.shard.ledger import AliasBuffer, FlatBuffer, Ledger
-from laconic.shard.linear import GradientSink, mark, write_gradient_in_place
+from laconic.layout.bucket import BucketLayout, Extent
+from laconic.ragged.dtensor import DTensorShard, local_part
+from laconic.ragged.spec import RaggedSpec
+from laconic.ragged.tensor import RaggedTensor
+from laconic.shard.cache import CachedShard
+from laconic.shard.lanes import Lanes
+from laconic.shard.ledger import FlatBuffer, Ledger
+from laconic.shard.linear import GradientSink, set_sink, write_gradient_in_place
 
 
 @dataclass(frozen=True, kw_only=True)
-class Managed:
-    """A parameter of a unit before it is sharded, and every place in the module tree that shows it (tied weights)."""
+class ManagedParameter:
+    """A parameter that a unit is about to shard."""
 
     name: str
-    """Fully qualified within the unit: its first place."""
+    """The qualified name within the unit, of the first place."""
     parameter: nn.Parameter
-    block: int
-    places: tuple[tuple[nn.Module, str], ...]
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """Every (module, attribute) that shows the parameter; a tied weight has several."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Of what this rank holds of it before: [Note: Two parallelisms, two meshes] in ragged/dtensor.py."""
-        return tuple(local_part(self.parameter).shape)
+    def local(self) -> Tensor:
+        """The elements that this rank holds now: [Note: Two parallelisms, two meshes] in ragged/dtensor.py."""
+        return local_part(self.parameter)
 
 
 class Bucket:
-    """Parameters of one unit that share dtype and trainability."""
+    """Parameters of one unit that share dtype and trainability, in one flat buffer."""
 
     def __init__(
         self,
-        managed: list[Managed],
+        managed: Sequence[ManagedParameter],
+        layout: BucketLayout,
         *,
         cluster: Cluster,
-        compute_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
+        compute_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
     ) -> None:
-        dtype = managed[0].parameter.dtype
-        self.cluster = cluster
-        self.dtype = dtype
-        self.compute_dtype = compute_dtype if compute_dtype is not None and dtype.is_floating_point else dtype
-        self.reduce_dtype = reduce_dtype or self.compute_dtype
-        smallest = min(dtype.itemsize, self.compute_dtype.itemsize, self.reduce_dtype.itemsize)
-        self.layout: BucketLayout = plan_bucket(
-            [item.name for item in managed],
-            [item.shape for item in managed],
-            [item.block for item in managed],
-            num_shards=cluster.size,
-            itemsize=smallest,
-        )
+        """Copy this rank's shard of `managed`, the parameters of `layout` in its order, and show sharded parameters."""
+        self.layout, self.cluster = layout, cluster
+        self.dtype = managed[0].parameter.dtype
+        self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
         self.divide_by: float = cluster.size
-        """What summed gradients are divided by."""
-        self.ledger: Ledger | None = None
-        self.resting: RestingSlice | None = None
+        self.ledger = Ledger()
+        self.cached: CachedShard | None = None
         self._places = [item.places for item in managed]
-        self._outer = [OuterShard.of(item.parameter, item.name, cluster) for item in managed]
-        self._full: FlatBuffer | AliasBuffer | None = None
+        self._specs = [
+            RaggedSpec(cluster=cluster, layout=layout, index=i, dtensor=DTensorShard.of(p.parameter, p.name, cluster))
+            for i, p in enumerate(managed)
+        ]
+        self._full: FlatBuffer | None = None
         self._gathered: list[nn.Parameter] = []
         self._full_version = 0
         self._sink: GradientSink | None = None
         self._epoch = 0
         self.is_shard_dropped = False
-        self.shard = self._cut([local_part(item.parameter) for item in managed])
+        """True while the shard has no memory of its own: see `drop_shard`."""
+        self.shard = self._cut([item.local for item in managed])
+        """This rank's shard, (C,)."""
         self._device = self.shard.device
         self.sharded = [
             nn.Parameter(self._ragged(index), requires_grad=item.parameter.requires_grad)
@@ -90,47 +86,42 @@ class Bucket:
         self.show(self.sharded)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Bucket:
-        return (
-            self  # copies of its tensors still belong to it: asynchronous checkpoints copy them with their attributes
-        )
+        return self  # an asynchronous checkpoint copies tensors with their attributes; copies belong to this bucket
 
     # -- the shard, and the sharded parameters that are views of it ----------------------------------------------------
 
     def _cut(self, parameters: list[Tensor]) -> Tensor:
-        """This rank's shard of the given whole parameters."""
+        """Copy this rank's shard out of whole parameters."""
         shard = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=parameters[0].device)
         if not shard.is_meta:
             for index, parameter in enumerate(parameters):
-                extent = self.layout.extent(index, self.cluster.shard_index)
-                if extent is not None:
-                    begin = self.layout.offset_in_shard(index, self.cluster.shard_index)
-                    part = parameter.reshape(-1)[extent.start : extent.stop]
-                    shard[begin : begin + extent.numel].copy_(part)
+                extent = self._specs[index].extent or Extent(0, 0)
+                self.local_view(shard, index).copy_(parameter.reshape(-1)[extent.start : extent.stop])
         return shard
 
     def local_view(self, shard: Tensor, index: int) -> Tensor:
-        """Tensor `index`'s part of `shard`, flat, possibly empty."""
-        extent = self.layout.extent(index, self.cluster.shard_index)
+        """The elements of parameter `index` in `shard`, (C,): flat, possibly empty, a view."""
+        extent = self._specs[index].extent or Extent(0, 0)
         begin = self.layout.offset_in_shard(index, self.cluster.shard_index)
-        return shard[begin : begin + (extent.numel if extent else 0)]
+        return shard[begin : begin + extent.numel]
 
     def _ragged(self, index: int) -> RaggedTensor:
-        spec = RaggedSpec(cluster=self.cluster, layout=self.layout, index=index, outer=self._outer[index])
-        return RaggedTensor(self.local_view(self.shard, index), spec, device=self._device, bump=self._bump)
+        view = self.local_view(self.shard, index)
+        return RaggedTensor(view, self._specs[index], device=self._device, bump=self._bump)
 
     def _bump(self) -> None:
         torch.autograd.graph.increment_version(self.shard)
 
     @property
     def version(self) -> int:
-        """Counts every change of the parameters: [Note: Versions] in ragged/tensor.py."""
+        """A number that every change of the parameters increases: [Note: Versions] in ragged/tensor.py."""
         return self._epoch + self.shard._version
 
     def convert(self, function: Callable[[Tensor], Tensor]) -> None:
         """Apply `function`, such as a move from the meta device, to the shard; parameters keep their identity.
 
         Raises:
-            ValueError: `function` changes the dtype, which buffers and plans were made for.
+            ValueError: `function` changes the dtype; layouts and buffers were planned for the present one.
         """
         self.restore_shard()
         shard = function(self.shard)
@@ -146,16 +137,22 @@ class Bucket:
         self._device = shard.device
         self._move_shard(shard.detach(), self.version + 1)
 
-    def account(self, ledger: Ledger) -> None:
-        """Keep `ledger` from now on."""
+    def open_account(self, ledger: Ledger) -> None:
+        """Count this bucket's memory in `ledger` from now on."""
         self.ledger = ledger
         ledger.hold(self.shard.nbytes)
 
+    def add_cache(self, lanes: Lanes) -> CachedShard:
+        """Cache this bucket's node shard from now on."""
+        device = self.cluster.device
+        self.cached = CachedShard(self.node_shard_numel, self.compute_dtype, device, self.ledger, lanes)
+        return self.cached
+
     def close_account(self) -> None:
-        """Forget the ledger, and all memory but the shard."""
+        """Free all memory but the shard; another ledger will count it."""
         self.free_full()
         self.restore_shard()
-        self._full = self.resting = self.ledger = None
+        self._full = self.cached = None
 
     def _move_shard(self, shard: Tensor, version: int) -> None:
         self.shard = shard
@@ -170,90 +167,86 @@ class Bucket:
     # -- trainability --------------------------------------------------------------------------------------------------
 
     def part_of_gradient(self, index: int, gradient: Tensor) -> Tensor:
-        """What this rank holds of a gathered parameter's gradient, in the slot's shape."""
-        outer = self._outer[index]
-        return gradient if outer is None else outer.part_of_gradient(gradient)
+        """This rank's part of a gathered parameter's gradient, in the shape of its slot."""
+        dtensor = self._specs[index].dtensor
+        return gradient if dtensor is None else dtensor.part_of_gradient(gradient)
 
     @property
     def is_frozen(self) -> bool:
-        """True if no parameter of the bucket wants a gradient now."""
+        """True if no parameter of the bucket requires a gradient now."""
         return not any(parameter.requires_grad for parameter in self.sharded)
 
     def drop_shard(self) -> bool:
-        """Let a frozen shard live inside the resting slice, which contains it, and give its own memory back.
+        """Free the memory of a frozen shard and use its copy inside the cached node shard. Returns whether it did.
 
-        Only without mixed precision: a slice in the compute dtype could not give the parameter's own bits back.
+        It does nothing under mixed precision: a node shard in the compute dtype has not the parameters' own bits.
         """
-        if self.resting is None or self.compute_dtype != self.dtype or self.is_shard_dropped:
+        if self.cached is None or self.compute_dtype != self.dtype or self.is_shard_dropped:
             return False
-        assert self.ledger is not None
         self.ledger.hold(-self.shard.nbytes)
-        # `.data`: an alias with a version counter of its own, as gathers into the slice are no edits.
-        self._move_shard(self.own_part(self.resting.buffer()).data, self.version)
+        # `.data` is an alias with its own version counter: a gather into the node shard is no edit.
+        self._move_shard(self.own_part(self.cached.buffer()).data, self.version)
         self.is_shard_dropped = True
         return True
 
     def restore_shard(self) -> None:
-        """Give the shard memory of its own again: its parameters train from now on."""
+        """Give the shard memory of its own again: its parameters are about to train or to move."""
         if self.is_shard_dropped:
-            assert self.ledger is not None
             self._move_shard(self.shard.to(self._device, copy=True), self.version)
             self.ledger.hold(self.shard.nbytes)
             self.is_shard_dropped = False
 
-    def own_part(self, slice_: Tensor) -> Tensor:
-        """This rank's shard within its slice: [Note: A bucket's order]."""
+    def own_part(self, node_shard: Tensor) -> Tensor:
+        """This rank's shard within its node shard, (N * C,): [Note: A bucket's order]."""
         size = self.layout.shard_numel
-        return slice_[self.cluster.node_rank * size : (self.cluster.node_rank + 1) * size]
+        return node_shard[self.cluster.node_rank * size : (self.cluster.node_rank + 1) * size]
 
-    # -- full, and the gathered parameters that are views of it --------------------------------------------------------
+    # -- the full buffer, and the gathered parameters that are views of it ---------------------------------------------
 
     @property
-    def slice_numel(self) -> int:
-        """Elements of a slice: N shards."""
+    def node_shard_numel(self) -> int:
+        """The number of elements of a node shard: N shards."""
         return self.layout.shard_numel * self.cluster.num_nodes
 
     def allocate_full(self) -> Tensor:
-        """Memory for the whole bucket, (L * N * C,), in the compute dtype."""
+        """Allocate the full buffer, (L * N * C,), in the compute dtype, unless it is allocated already."""
         if self._full is None:
-            assert self.ledger is not None
-            if self.cluster.size == 1 and self.compute_dtype == self.dtype:
-                self._full = AliasBuffer(self.shard)  # the shard is the bucket: nothing to gather, nothing to free
-            else:
-                self._full = FlatBuffer(self.layout.numel, self.compute_dtype, self._device, self.ledger)
+            # An inference tensor has no versions and could not be trained with later.
             with torch.inference_mode(False), torch.enable_grad():
+                if self.cluster.size == 1 and self.compute_dtype == self.dtype:  # the shard is the bucket
+                    self._full = FlatBuffer(self.shard.data, None)
+                else:
+                    full = torch.empty(self.layout.numel, dtype=self.compute_dtype, device=self._device)
+                    self._full = FlatBuffer(full, self.ledger)
                 self._gathered = [self._gathered_parameter(index) for index in range(len(self.sharded))]
         return self._full.allocate()
 
-    def slice_of_full(self) -> Tensor:
-        """This rank's slice within the full buffer."""
-        begin = self.cluster.local_rank * self.slice_numel
-        return self.allocate_full()[begin : begin + self.slice_numel]
+    def node_shard_of_full(self) -> Tensor:
+        """This rank's node shard within the full buffer, which is allocated: (N * C,), a view."""
+        begin = self.cluster.local_rank * self.node_shard_numel
+        return self.allocate_full()[begin : begin + self.node_shard_numel]
 
     def free_full(self) -> None:
-        """Give the full buffer's memory back."""
+        """Free the full buffer."""
         if self._full is not None:
             self._full.free()
 
     def _gathered_parameter(self, index: int) -> nn.Parameter:
         assert self._full is not None
-        slot = self.layout.slots[index]
-        view = self._full.tensor[slot.offset : slot.offset + slot.numel].view(slot.shape)
-        outer = self._outer[index]
-        if outer is not None:
-            view = outer.wrap(view)
-        if not view.is_floating_point():  # a quantised table, say: it can never train
+        spec = self._specs[index]
+        view = spec.assemble(self._full.tensor[spec.slot.offset : spec.slot.offset + spec.slot.numel])
+        if not view.is_floating_point():  # such as a quantised table: it can never train
             return nn.Parameter(view, requires_grad=False)
         parameter = nn.Parameter(view)
         if self._sink is not None:
-            if outer is None:
-                mark(parameter, self._sink, index)
+            if spec.dtensor is None:
+                set_sink(parameter, self._sink, index)
             parameter.register_post_accumulate_grad_hook(partial(_collect, weakref.ref(self._sink), index))
         parameter.requires_grad_(self.sharded[index].requires_grad)
         return parameter
 
-    def send_gradients_to(self, sink: GradientSink) -> None:
-        """Let `sink` have the gradients of the gathered parameters."""
+    def set_gradient_sink(self, sink: GradientSink) -> None:
+        """Send the gradients of the gathered parameters to `sink`."""
         self._sink = sink
         for places in self._places:
             for module, name in places:
@@ -261,10 +254,10 @@ class Bucket:
                     write_gradient_in_place(module)
 
     def show_gathered(self) -> None:
-        """Let the modules see the gathered parameters.
+        """Show the gathered parameters in the modules.
 
         Raises:
-            RuntimeError: somebody replaced a sharded parameter in a module, and would lose it now.
+            RuntimeError: a module's sharded parameter was replaced; the replacement would be lost now.
         """
         assert self._full is not None
         for places, sharded, gathered, slot in zip(
@@ -272,18 +265,17 @@ class Bucket:
         ):
             if gathered.requires_grad != sharded.requires_grad:
                 gathered.requires_grad_(sharded.requires_grad)
-            for module, name in places:
-                if module._parameters.get(name) is not sharded:
-                    raise RuntimeError(
-                        f"parameter {slot.name} is no longer the one fully_shard made: it was replaced, for instance "
-                        "by load_state_dict(assign=True). Copy into it instead (load_state_dict without assign, or "
-                        "param.copy_(value) under torch.no_grad())"
-                    )
+            if any(module._parameters.get(name) is not sharded for module, name in places):
+                raise RuntimeError(
+                    f"parameter {slot.name} is no longer the one fully_shard made: it was replaced, for instance by "
+                    "load_state_dict(assign=True). Copy into it instead (load_state_dict without assign, or "
+                    "param.copy_(value) under torch.no_grad())"
+                )
         self.show(self._gathered)
         self._full_version = self._full.tensor._version
 
     def show_sharded(self) -> None:
-        """Let the modules see the sharded parameters again.
+        """Show the sharded parameters in the modules again.
 
         Raises:
             RuntimeError: a gathered parameter was edited in place; the edit would be lost.
@@ -293,26 +285,19 @@ class Bucket:
             self._full_version = self._full.tensor._version
             names = ", ".join(slot.name for slot in self.layout.slots)
             raise RuntimeError(
-                f"one of the gathered parameters {names} was edited in place, which does not change the parameter that "
-                "is trained. Edit the sharded parameter under torch.no_grad() while the module is resharded"
+                f"one of the gathered parameters {names} was edited in place, which does not change the sharded "
+                "parameter that trains. Edit the sharded parameter under torch.no_grad() while the module is resharded"
             )
 
-    def show(self, parameters: list[nn.Parameter]) -> None:
-        """Put `parameters` in the modules' places."""
+    def show(self, parameters: Sequence[nn.Parameter | None]) -> None:
+        """Show `parameters` in the modules; None hides one from `nn.Module._apply`, which must not see it."""
         for places, parameter in zip(self._places, parameters, strict=True):
             for module, name in places:
                 module._parameters[name] = parameter
 
-    def hide(self) -> None:
-        """Take the parameters out of the module tree, for the time of an `nn.Module._apply` that must not see them."""
-        for places in self._places:
-            for module, name in places:
-                module._parameters[name] = None
-
 
 def _collect(sink: weakref.ref[GradientSink], index: int, parameter: nn.Parameter) -> None:
-    """The hook of a gathered parameter. Weak, as Python's collector cannot see through a post-accumulate hook, and the
-    model would be part of a cycle that nobody can free."""
-    alive = sink()
-    assert alive is not None, "a gradient came for a model that is gone"
-    alive.collect(index, parameter)
+    """Collect a gradient. A strong reference to `sink`, held by the hook, would be a cycle that Python never frees."""
+    target = sink()
+    assert target is not None, "a gradient came for a model that is gone"
+    target.collect(index, parameter)

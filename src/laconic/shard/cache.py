@@ -1,7 +1,6 @@
-"""Where a gathered slice rests between its uses: nowhere, in host memory, on the device.
+"""Where a gathered node shard stays between its uses: nowhere, in host memory, or on the device.
 
-The cache is FCDP's (arXiv 2602.06499), held by versions instead of a dirty bit: a slice is good for as
-long as the parameters it was made from have not changed, however many micro-batches, evaluations or skipped steps pass.
+The cache is FCDP's (arXiv 2602.06499), with versions for its dirty bit: a shard is valid until its parameters change.
 """
 
 from __future__ import annotations
@@ -12,12 +11,14 @@ import resource
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from laconic.shard.lanes import Lanes, Mark
+from laconic.shard.lanes import Event, Lanes
 from laconic.shard.ledger import Ledger
 
 Where = Literal["none", "host", "device"]
@@ -25,14 +26,17 @@ Where = Literal["none", "host", "device"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cache:
-    """Where a gathered slice rests between its uses."""
+    """The policy that says where a unit's node shard stays between its uses.
+
+    Raises:
+        ValueError: `where` is unknown, or `device_budget_bytes` is negative or given without `where="host"`.
+    """
 
     where: Where = "none"
-    """`none` frees it after each use (ZeRO-3); `host` keeps it in pinned host memory (FCDP), 1 / (local ranks) of the
-    unit per rank; `device` keeps it there, as much again in device memory (ZeRO++ hpZ)."""
+    """`none` frees the node shard after each use (ZeRO-3). `host` keeps it in pinned host memory (FCDP): 1 / L of the
+    unit per rank, with L local ranks. `device` keeps it in device memory: 1 / L of the unit more (ZeRO++ hpZ)."""
     device_budget_bytes: int = 0
-    """Per rank, with `host` only: the last units, which backward wants first, rest on the device until this is
-    spent."""
+    """Bytes per rank, for `host` only: the last units, which backward uses first, stay on the device up to this."""
 
     def __post_init__(self) -> None:
         if self.where not in get_args(Where):
@@ -41,26 +45,25 @@ class Cache:
             raise ValueError(f"device_budget_bytes={self.device_budget_bytes} must not be negative")
         if self.device_budget_bytes and self.where != "host":
             raise ValueError(
-                f"device_budget_bytes={self.device_budget_bytes} needs cache='host', of which it moves a part to the "
-                f"device; got cache={self.where!r}"
+                f"device_budget_bytes={self.device_budget_bytes} needs cache='host', because it moves a part of the "
+                f"host cache to the device; got cache={self.where!r}"
             )
 
     @classmethod
     def of(cls, cache: Cache | Where) -> Cache:
-        """A policy from what `fully_shard(cache=)` takes."""
+        """The policy that `fully_shard(cache=)` was given, as an object or as a word."""
         return cache if isinstance(cache, Cache) else cls(where=cache)
 
     def node_gathers_per_step(self, *, num_micro_batches: int) -> int:
-        """Times a trainable bucket's weights cross the wire per optimizer step (arXiv 2602.06499)."""
+        """How often a trainable bucket's weights cross the wire per optimizer step (arXiv 2602.06499)."""
         return 2 * num_micro_batches if self.where == "none" else 1
 
 
-class RestingSlice:
-    """One bucket's slice between uses, with the version of the parameters it was made from.
+class CachedShard:
+    """The memory that keeps one bucket's node shard, and the version of the parameters that it was made from.
 
-    *Direct* memory can be gathered from and into as it is: the device's own, and host memory when the device is the
-    CPU. Otherwise the slice is staged in the bucket's full buffer, where it is gathered, and copied out and back on
-    lanes.
+    A *direct* cache can be gathered into and from without a copy: device memory, and host memory when the device is the
+    CPU. With any other cache the node shard is gathered in the bucket's full buffer, and lanes copy it out and back.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, ledger: Ledger, lanes: Lanes) -> None:
@@ -68,96 +71,81 @@ class RestingSlice:
         self._ledger, self._lanes = ledger, lanes
         self._version: int | None = None
         self._buffer: Tensor | None = None
-        self._in_slab = False
-        self._stored: Mark = None
+        self._stored: Event = None
+        self.is_in_slab = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slice."""
+        """The bytes of the node shard."""
         return self.numel * self._dtype.itemsize
 
     @property
     def is_direct(self) -> bool:
-        """True if the backend can use the memory without staging."""
-        return not self._in_slab or self._device.type == "cpu"
+        """True if collectives can use the cache's memory itself."""
+        return not self.is_in_slab or self._device.type == "cpu"
 
-    @property
-    def is_in_slab(self) -> bool:
-        """True if the slice rests in the host slab."""
-        return self._in_slab
-
-    def rest_in(self, slab: Tensor) -> None:
-        """Live in `slab`, uint8 (nbytes,), from now on."""
+    def move_to_slab(self, slab: Tensor) -> None:
+        """Keep the node shard in `slab`, uint8 of shape (nbytes,), from now on."""
         self._buffer = slab.view(self._dtype)
-        self._in_slab = True
+        self.is_in_slab = True
 
     def holds(self, version: int) -> bool:
-        """True if the slice made from parameters of `version` is here."""
+        """True if the cache has the node shard of the parameters of `version`."""
         return self._version == version
 
-    def landing(self, staging: Tensor | None) -> Tensor:
-        """Where the gather across nodes shall put the slice; `staging` is the slice's place in the full buffer."""
-        self._version = None
-        if not self.is_direct:
-            assert staging is not None
-            return staging
-        return self.buffer()
-
     def buffer(self) -> Tensor:
-        """The resting memory, (numel,)."""
+        """The cache's memory, (numel,)."""
         if self._buffer is None:
-            with torch.inference_mode(False):  # a frozen shard may come to live here, and shards have versions
+            with torch.inference_mode(False):  # it may become a frozen shard, which needs versions
                 self._buffer = torch.empty(self.numel, dtype=self._dtype, device=self._device)
             self._ledger.hold(self.nbytes)
         return self._buffer
 
-    def keep(self, slice_: Tensor, version: int) -> Mark:
-        """The slice has landed; returns the mark behind which its staging memory may be freed."""
+    def invalidate(self) -> None:
+        """Mark the cache as empty: a new node shard is being gathered."""
+        self._version = None
+
+    def store(self, node_shard: Tensor, version: int) -> Event:
+        """Keep a gathered node shard. Returns the event after which the memory of `node_shard` may be freed."""
         self._version = version
-        if self.is_direct:
+        if self.is_direct:  # the node shard was gathered in the cache's memory
             return None
-        with self._lanes.to_host.running(self._lanes.gather.mark()):
-            self.buffer().copy_(slice_, non_blocking=True)
-        self._stored = self._lanes.to_host.mark()
+        with self._lanes.to_host.running(self._lanes.gather.record_event()):
+            self.buffer().copy_(node_shard, non_blocking=True)
+        self._stored = self._lanes.to_host.record_event()
         return self._stored
 
-    def fetch(self, staging: Tensor | None) -> tuple[Tensor, Mark]:
-        """The slice for a gather inside the node, and the mark behind which it is there."""
+    def load_into(self, node_shard: Tensor) -> Event:
+        """Copy the cache to `node_shard`, unless it is direct. Returns the event after which the copy is complete."""
         if self.is_direct:
-            return self.buffer(), None
-        assert staging is not None
+            return None
         with self._lanes.to_device.running(self._stored):
-            staging.copy_(self.buffer(), non_blocking=True)
-        return staging, self._lanes.to_device.mark()
+            node_shard.copy_(self.buffer(), non_blocking=True)
+        return self._lanes.to_device.record_event()
 
-    def drop(self) -> None:
-        """Give device memory back; a slice in the slab stays, for as long as its version is right."""
-        if not self._in_slab and self._buffer is not None:
+    def free(self) -> None:
+        """Free device memory. A node shard in the slab stays."""
+        if not self.is_in_slab and self._buffer is not None:
             self._buffer = None
             self._version = None
             self._ledger.hold(-self.nbytes)
 
 
-def choose_device_slices(sizes: Sequence[int], budget_bytes: int) -> set[int]:
-    """Which of the slices, given in the order of forward, stay on the device: the last ones that fit the budget.
+def choose_device_shards(sizes_bytes: Sequence[int], budget_bytes: int) -> set[int]:
+    """Choose the node shards, by index in the order of forward, that stay on the device: the last that fit the budget.
 
-    Backward begins at the end, so the last layers' slices are wanted soonest; the paper keeps the first ones, which are
-    wanted last (arXiv 2602.06499, FCDP-Cache).
+    Backward uses the last units first. The paper keeps the first layers' shards (arXiv 2602.06499, FCDP-Cache).
     """
-    chosen = set()
-    for index in reversed(range(len(sizes))):
-        if sizes[index] > budget_bytes:
-            break
-        budget_bytes -= sizes[index]
-        chosen.add(index)
-    return chosen
+    held_bytes = accumulate(reversed(sizes_bytes))
+    num_chosen = sum(total <= budget_bytes for total in held_bytes)
+    return set(range(len(sizes_bytes) - num_chosen, len(sizes_bytes)))
 
 
 def make_slab(nbytes: int, device: torch.device, *, num_local: int = 1) -> Tensor:
-    """Host memory of exactly `nbytes`, uint8, page-locked if the device is a GPU. One of `num_local` on this machine.
+    """Allocate host memory of exactly `nbytes`, uint8, page-locked if the device is a GPU.
 
-    torch's pinned allocator rounds to powers of two (pytorch #95823), up to twice the bytes; an anonymous map does not.
-    Whoever lets the last view of it go must call `free_slab` first.
+    torch's pinned allocator rounds up to a power of two (pytorch #95823). Call `free_slab` before the slab's last view
+    goes. Warns if the machine has too little memory for the slabs of all `num_local` ranks, or if locking fails.
     """
     available = _available_bytes()
     if nbytes * num_local > available:
@@ -176,7 +164,7 @@ def _page_lock(slab: Tensor) -> None:
     error = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, 0))
     if error:
         if torch.cuda.is_initialized():
-            with contextlib.suppress(RuntimeError):  # the runtime keeps the error for torch's check of its next kernel
+            with contextlib.suppress(RuntimeError):  # else torch would raise the error at its next kernel
                 torch.cuda._sleep(0)
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 1e6:.1f} MB"
@@ -189,9 +177,9 @@ def _page_lock(slab: Tensor) -> None:
 
 
 def free_slab(slab: Tensor) -> None:
-    """End the page-locking of a slab from `make_slab`, when no transfer uses it any more.
+    """Unlock the pages of a slab from `make_slab`, once no transfer uses it any more.
 
-    Memory that is unmapped while the driver has it locked makes locking fail for what is mapped there next.
+    If memory is unmapped while the driver has it locked, locking fails for the memory that is mapped there next.
     """
     if slab.nbytes and torch.cuda.is_initialized() and slab.is_pinned():
         torch.cuda.synchronize()
@@ -199,8 +187,5 @@ def free_slab(slab: Tensor) -> None:
 
 
 def _available_bytes() -> int:
-    with open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise AssertionError("/proc/meminfo has no MemAvailable")
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    return next(int(kib) for name, kib, *_ in lines if name == "MemAvailable:") * 1024

@@ -1,162 +1,149 @@
-"""How a unit's weights come together: across the nodes, then inside the node.
+"""Gathering a unit's weights: first across the nodes, then inside the node.
 
 [Note: The same order on every rank]
-Process groups match transfers by their order, so every rank must issue the same ones in the same order on each group.
-All of them are therefore issued at fixed points of the program, never when something turns out to have arrived: a
-gather across nodes when it begins, the one inside the node when the weights are wanted (under NCCL, whose waiting does
-not block, at once).
+A process group matches transfers by their order, so every rank must issue the same transfers in the same order on each
+group. The engine therefore issues them at fixed points of the program and never looks at which transfer has arrived. It
+issues a gather across nodes when that gather begins, and the gather inside the node when the weights are used. Under
+NCCL, where waiting does not block the thread, it issues both at once.
 """
-
-from __future__ import annotations
 
 from enum import Enum, auto
 
 from laconic.comm.collectives import Communicator, Pending
 from laconic.shard.bucket import Bucket
-from laconic.shard.lanes import Lanes, Mark, wait_for
+from laconic.shard.lanes import Event, Lanes, wait_for
 
 
 class GatherState(Enum):
-    """Where a gather stands."""
+    """The progress of a unit's gather."""
 
     IDLE = auto()
-    """Nothing is gathered and nothing is under way."""
     NODE = auto()
-    """The slice is on its way across the wire, or rests here already."""
+    """The gather across nodes has begun, or the node shard is in the cache already."""
     LOCAL = auto()
-    """The slice is here, the bucket is coming together inside the node."""
+    """The gather inside the node has begun."""
     FULL = auto()
-    """The parameters may be used."""
 
 
 class BucketGather:
-    """One bucket's way from shard, or resting slice, to full."""
+    """The gather of one bucket: from this rank's shard, or from a cached node shard, to the full buffer."""
 
     def __init__(self, bucket: Bucket, node: Communicator, local: Communicator, lanes: Lanes) -> None:
         self.bucket, self._node, self._local, self._lanes = bucket, node, local, lanes
         self._pending: Pending | None = None
         self._version = 0
-        self._arrived: Mark = None
-        self._lands = False
-        self._releases: list[Mark] = []
+        self._loaded: Event = None
+        self._comes_from_cache = False
+        self._stored: Event = None
 
     @property
     def is_stale(self) -> bool:
         """True if the parameters have changed since the gather began."""
         return self._version != self.bucket.version
 
-    @property
-    def needs_staging(self) -> bool:
-        """True if the slice comes together in the full buffer, which beginning then allocates."""
-        return self.bucket.resting is None or not self.bucket.resting.is_direct
-
     def start_node(self) -> None:
-        """Issue the gather across nodes, unless the slice rests here in the right version."""
-        bucket, resting = self.bucket, self.bucket.resting
+        """Issue the gather across nodes, unless the cache has the node shard of this version."""
+        bucket, cached = self.bucket, self.bucket.cached
         self._version = bucket.version
-        self._lands = resting is None or not resting.holds(self._version)
-        if not self._lands:
-            assert resting is not None
-            self._slice, self._arrived = resting.fetch(None if resting.is_direct else bucket.slice_of_full())
-            return
-        if resting is None:
-            landing = bucket.slice_of_full()
-        else:
-            landing = resting.landing(None if resting.is_direct else bucket.slice_of_full())
+        self._comes_from_cache = cached is not None and cached.holds(self._version)
+        direct = cached.buffer() if cached is not None and cached.is_direct else None
+        self._node_shard = bucket.node_shard_of_full() if direct is None else direct
+        if cached is not None:
+            if self._comes_from_cache:
+                self._loaded = cached.load_into(self._node_shard)
+                return
+            cached.invalidate()
         with self._lanes.gather.running():
-            own = bucket.own_part(landing)
+            own = bucket.own_part(self._node_shard)
             if own.data_ptr() != bucket.shard.data_ptr():
                 own.copy_(bucket.shard, non_blocking=True)
-            self._pending = self._node.all_gather(landing, own)
-        self._slice = landing
+            self._pending = self._node.all_gather(self._node_shard, own)
 
     def start_local(self) -> None:
-        """Finish the slice and issue the gather inside the node."""
+        """Wait for the node shard and issue the gather inside the node."""
         full = self.bucket.allocate_full()
-        with self._lanes.gather.running(self._arrived):
+        with self._lanes.gather.running(self._loaded):
             _wait(self._pending)
-            self._pending = self._local.all_gather(full, self._slice)
+            self._pending = self._local.all_gather(full, self._node_shard)
 
-    def finish(self) -> Mark:
-        """Finish the gather; returns the mark behind which the full buffer may be used."""
+    def finish(self) -> Event:
+        """Finish the gather. Returns the event after which the full buffer may be used."""
         with self._lanes.gather.running():
             _wait(self._pending)
-        self._pending = self._arrived = None
-        mark = self._lanes.gather.mark()
-        if self.bucket.resting is not None and self._lands:  # now, so that the copy runs beside what compute does next
-            self._releases.append(self.bucket.resting.keep(self._slice, self._version))
-        del self._slice
-        return mark
+        self._pending = self._loaded = None
+        event = self._lanes.gather.record_event()
+        cached = self.bucket.cached
+        if cached is not None and not self._comes_from_cache:  # now, so that the copy runs beside the next computation
+            self._stored = cached.store(self._node_shard, self._version)
+        del self._node_shard
+        return event
 
     def release(self) -> None:
-        """Give the full buffer back, once copies from it are done."""
-        marks = [mark for mark in self._releases if mark is not None]
-        for mark in marks:
-            wait_for(mark)
-        self._releases.clear()
+        """Free the full buffer after the copy from it to the cache is done."""
+        stored, self._stored = self._stored, None
+        wait_for(stored)
         self.bucket.free_full()
-        if self.bucket.is_frozen and not self.is_stale and self.bucket.drop_shard() and marks:
-            marks[-1].synchronize()  # once in a run: from now on the host reads the parameter where the copy puts it
+        if self.bucket.is_frozen and not self.is_stale and self.bucket.drop_shard() and stored is not None:
+            stored.synchronize()  # once in a run: from now on the host reads the parameter in the cache
 
 
 class UnitGather:
-    """A unit's buckets, gathered together."""
+    """The gather of all buckets of a unit."""
 
     def __init__(self, buckets: list[Bucket], node: Communicator, local: Communicator, lanes: Lanes) -> None:
+        self._buckets = buckets
         self._gathers = [BucketGather(bucket, node, local, lanes) for bucket in buckets]
         self._is_stream_ordered = node.is_stream_ordered and local.is_stream_ordered
-        self._marks: list[Mark] = []
-        self.stage = GatherState.IDLE
+        self._events: list[Event] = []
+        self.state = GatherState.IDLE
 
     @property
-    def begins_for_free(self) -> bool:
-        """True if beginning allocates nothing that would not be held anyway."""
-        return not self._is_stream_ordered and not any(gather.needs_staging for gather in self._gathers)
+    def begins_without_memory(self) -> bool:
+        """True if `begin` allocates no memory that would otherwise be free."""
+        caches = [bucket.cached for bucket in self._buckets]
+        return not self._is_stream_ordered and all(cached is not None and cached.is_direct for cached in caches)
 
     def begin(self) -> None:
-        """Start, if nothing is under way: a fixed point of the program ([Note: The same order on every rank]).
-
-        Buckets whose parameters have changed since their gather began are gathered anew.
-        """
-        if self.stage is not GatherState.IDLE and any(gather.is_stale for gather in self._gathers):
+        """Begin a gather if none has begun or parameters changed since: [Note: The same order on every rank]."""
+        if self.state is not GatherState.IDLE and any(gather.is_stale for gather in self._gathers):
             self.release()
-        if self.stage is GatherState.IDLE:
+        if self.state is GatherState.IDLE:
             for gather in self._gathers:
                 gather.start_node()
-            self.stage = GatherState.NODE
+            self.state = GatherState.NODE
             if self._is_stream_ordered:
                 self.start_local()
-                self._marks = [gather.finish() for gather in self._gathers]
+                self._events = [gather.finish() for gather in self._gathers]
 
     def start_local(self) -> None:
-        """Start the gather inside the node, waiting for the slice if need be."""
-        if self.stage is GatherState.NODE:
+        """Begin the gather inside the node, once the node shards have arrived."""
+        if self.state is GatherState.NODE:
             for gather in self._gathers:
                 gather.start_local()
-            self.stage = GatherState.LOCAL
+            self.state = GatherState.LOCAL
 
     def finish(self) -> None:
-        """Return with the full buffers ready for compute."""
+        """Gather: on return, compute may use the full buffers."""
         self.begin()
         self._complete()
 
     def _complete(self) -> None:
-        if self.stage is GatherState.FULL:
+        if self.state is GatherState.FULL:
             return
         self.start_local()
-        for mark in self._marks or [gather.finish() for gather in self._gathers]:
-            wait_for(mark)
-        self._marks = []
-        self.stage = GatherState.FULL
+        for event in self._events or [gather.finish() for gather in self._gathers]:
+            wait_for(event)
+        self._events = []
+        self.state = GatherState.FULL
 
     def release(self) -> None:
-        """Give the full buffers back; a gather under way is finished first."""
-        if self.stage is GatherState.IDLE:
+        """Free the full buffers. A gather that has begun is finished first."""
+        if self.state is GatherState.IDLE:
             return
         self._complete()
         for gather in self._gathers:
             gather.release()
-        self.stage = GatherState.IDLE
+        self.state = GatherState.IDLE
 
 
 def _wait(pending: Pending | None) -> None:

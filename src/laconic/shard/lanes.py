@@ -1,47 +1,44 @@
-"""One CUDA stream per kind of transfer; on CPU the backend's asynchronous work plays that part and a lane is nothing.
+"""One CUDA stream for each kind of transfer. On CPU the backend's asynchronous work takes their place.
 
 [Note: Who may free a transfer buffer]
-Every buffer that a lane shares with compute is allocated and freed on the compute stream. A lane begins each job behind
-the compute stream's position at that moment, so memory that compute has just freed is safe to write; and compute waits
-for the lane's mark before it uses, or frees, what the lane has touched. Buffers that only one lane sees are allocated
-inside it. Hence no `record_stream`, and memory is bounded by what has been issued, not by when the host learns that it
-is done.
+The compute stream allocates and frees every buffer that it shares with a lane. A lane starts each job after everything
+that the compute stream has issued so far, so it may write to memory that compute has just freed. Compute waits for the
+lane's event before it uses or frees a buffer that the lane has touched. A buffer that only one lane uses is allocated
+on that lane. So the engine needs no `record_stream`, and the memory in use depends on what has been issued, not on when
+the host learns that a transfer is done.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
-Mark = Any
-"""A CUDA event, or None on CPU."""
+Event = torch.cuda.Event | None
+"""A CUDA event; None on CPU."""
 
 
 class Lane:
-    """A place in time: jobs of one lane run in order, beside the compute stream."""
+    """One CUDA stream for one kind of transfer: its jobs run in order, beside the compute stream."""
 
-    def __init__(self, device: torch.device, *, urgent: bool = False) -> None:
-        """With `urgent`, kernels of the lane go before compute's on a busy device."""
-        self._stream = torch.cuda.Stream(device, priority=-1 if urgent else 0) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, *, is_urgent: bool = False) -> None:
+        """The kernels of an urgent lane run before those of the compute stream when the device is busy."""
+        self._stream = torch.cuda.Stream(device, priority=-1 if is_urgent else 0) if device.type == "cuda" else None
 
     @contextmanager
-    def running(self, *after: Mark) -> Iterator[None]:
-        """Run the body on this lane, behind the compute stream's present position and behind the marks in `after`."""
+    def running(self, *after: Event) -> Iterator[None]:
+        """Issue the body on this lane, after everything on the compute stream so far and after the given events."""
         if self._stream is None:
             yield
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        for mark in after:
-            if mark is not None:
-                self._stream.wait_event(mark)
+        for event in after:
+            if event is not None:
+                self._stream.wait_event(event)
         with torch.cuda.stream(self._stream):
             yield
 
-    def mark(self) -> Mark:
-        """The lane's present position."""
+    def record_event(self) -> Event:
+        """An event that completes when everything issued on this lane so far is done."""
         return None if self._stream is None else self._stream.record_event()
 
 
@@ -49,11 +46,11 @@ class Lanes:
     """All lanes of a root module."""
 
     def __init__(self, device: torch.device) -> None:
-        self.gather, self.reduce = Lane(device, urgent=True), Lane(device, urgent=True)
+        self.gather, self.reduce = Lane(device, is_urgent=True), Lane(device, is_urgent=True)
         self.to_host, self.to_device = Lane(device), Lane(device)
 
 
-def wait_for(mark: Mark) -> None:
-    """Order the compute stream behind `mark`."""
-    if mark is not None:
-        torch.cuda.current_stream(mark.device).wait_event(mark)
+def wait_for(event: Event) -> None:
+    """Let the compute stream wait for `event`."""
+    if event is not None:
+        torch.cuda.current_stream(event.device).wait_event(event)

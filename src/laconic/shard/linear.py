@@ -1,16 +1,13 @@
-"""Weight gradients of linear layers, computed where they are reduced.
+"""Weight gradients of linear layers, written straight into the buffer that is reduced.
 
 [Note: Gradients written in place]
-Autograd allocates every gradient and hands it over; moving it into the bucket costs a second pass over memory, and the
-two exist side by side. The gradient of a linear layer's weight is one matrix product, and a product can be told where
-to write. So the linear layers of a unit run the function below, whose backward writes into the bucket and gives
-autograd nothing to accumulate. All other gradients are copied in as they arrive (`BucketGradients.collect`): autograd
-has no way to say where they shall go, and accumulating into a zeroed view of the bucket would read and write it once
-more. Where the product cannot be written (another reduce dtype, a graph of the gradient, autocast, compilation) the
-plain path is taken, with the same numbers.
+Autograd allocates every gradient. Moving a gradient into the bucket costs a second pass over memory, and for a moment
+both copies exist. The gradient of a linear layer's weight is one matrix product, and a product can write its result
+into given memory. So the linear layers of a unit run the function below: its backward writes the product into the
+bucket and returns no gradient to autograd. All other gradients are copied when they arrive (`BucketGradients.collect`):
+accumulating into a zeroed view would read and write the bucket once more. Where the product cannot be written (another
+reduce dtype, a graph of the gradient, autocast, compilation), the layer takes the plain path, with the same numbers.
 """
-
-from __future__ import annotations
 
 from types import MethodType
 from typing import Any, Protocol
@@ -23,26 +20,26 @@ from laconic import _compat
 
 
 class GradientSink(Protocol):
-    """Where a bucket's gradients go."""
+    """The destination of one bucket's gradients."""
 
-    def takes(self, dtype: torch.dtype) -> bool:
+    def accepts(self, dtype: torch.dtype) -> bool:
         """True if products of `dtype` can be written without a cast."""
 
     def collect(self, index: int, parameter: nn.Parameter) -> None:
-        """Take a gradient that autograd has put on a gathered parameter."""
+        """Move the gradient that autograd put on gathered parameter `index`."""
 
     def add_product(self, index: int, left: Tensor, right: Tensor) -> None:
-        """Add left @ right, (m, k) @ (k, n), to the gradient of parameter `index`, (m, n)."""
+        """Add left @ right to the gradient of parameter `index`. Shapes: (m, k) @ (k, n) -> (m, n)."""
 
 
 def write_gradient_in_place(module: nn.Module) -> None:
-    """Have `module`, if it is a linear layer, follow [Note: Gradients written in place]."""
+    """Replace the forward of `module`, if it is a linear layer: [Note: Gradients written in place]."""
     if type(module).forward is nn.Linear.forward:
         module.forward = MethodType(_forward, module)
 
 
-def mark(parameter: nn.Parameter, sink: GradientSink, index: int) -> None:
-    """Say where the gradient of a gathered parameter belongs."""
+def set_sink(parameter: nn.Parameter, sink: GradientSink, index: int) -> None:
+    """Set where a gathered parameter's gradient is written: parameter `index` of `sink`."""
     parameter._laconic_sink = (sink, index)  # type: ignore[attr-defined]
 
 
@@ -50,24 +47,24 @@ def _forward(module: nn.Linear, input: Tensor) -> Tensor:
     weight = module.weight
     if not _compat.is_transforming():
         sink, index = getattr(weight, "_laconic_sink", (None, 0))
-        if sink is not None and _is_plain(input, weight, sink):
+        if sink is not None and _can_write(input, weight, sink):
             return _Linear.apply(input, weight, module.bias, sink, index)
     return functional.linear(input, weight, module.bias)
 
 
-def _is_plain(input: Tensor, weight: Tensor, sink: GradientSink) -> bool:
+def _can_write(input: Tensor, weight: Tensor, sink: GradientSink) -> bool:
     return (
         weight.requires_grad
         and torch.is_grad_enabled()
         and type(input) in (Tensor, nn.Parameter)
         and input.dtype == weight.dtype
-        and sink.takes(weight.dtype)
+        and sink.accepts(weight.dtype)
         and not torch.is_autocast_enabled(input.device.type)
     )
 
 
 class _Linear(torch.autograd.Function):
-    """`functional.linear`, whose weight's gradient goes to a sink."""
+    """`functional.linear` that writes its weight's gradient into a sink."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, sink: GradientSink, index: int) -> Tensor:
@@ -80,13 +77,13 @@ class _Linear(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         rows = gradient.reshape(-1, gradient.shape[-1])
-        of_weight = None
+        weight_gradient = None
         if needs_weight:
             left, right = rows.t(), input.reshape(-1, input.shape[-1])
-            if torch.is_grad_enabled():  # create_graph=True: the gradient is part of a graph itself
-                of_weight = left @ right
+            if torch.is_grad_enabled():  # create_graph=True: the gradient itself is part of a graph
+                weight_gradient = left @ right
             else:
                 ctx.sink.add_product(ctx.index, left, right)
-        of_bias = rows.sum(0) if needs_bias else None
-        of_input = gradient @ weight if needs_input else None
-        return of_input, of_weight, of_bias, None, None
+        bias_gradient = rows.sum(0) if needs_bias else None
+        input_gradient = gradient @ weight if needs_input else None
+        return input_gradient, weight_gradient, bias_gradient, None, None

@@ -1,25 +1,23 @@
-"""A sharded module: its life through forward and backward, hooked onto the module it shards.
+"""A sharded module's life: gathered for its forward and its backward, by hooks on the module.
 
 [Note: When a unit is done with backward]
-A unit may free its weights, and reduce its gradients, when every operation of its forward has run backward. That is
-when gradients arrive at its inputs: autograd runs ready nodes youngest first, so the identity put on the inputs at the
-beginning of forward comes after all nodes made in it. The moment depends on the graph alone, not on which parameters
-got gradients, so all ranks issue the reductions in one order. A unit whose inputs need no gradient has no such moment;
-it is finished, with everything else that is left, by a callback at the end of backward, in the reverse order of the
-module tree.
+A unit may free its weights and reduce its gradients when every operation of its forward has run backward. That is when
+gradients arrive at its inputs: autograd runs the youngest ready node first, so the identity that the unit puts on its
+inputs at the start of forward comes after all nodes of that forward. This moment depends on the graph alone, not on
+which parameters got gradients, so all ranks issue the reductions in one order. A unit whose inputs need no gradient has
+no such moment. A callback at the end of backward finishes it, and all others left, in reverse order of the module tree.
 
 [Note: Recomputed forwards]
 Activation checkpointing runs a unit's forward again inside backward. The non-reentrant kind does so after gradients
-have reached the unit's outputs, so the weights are there already, and the recomputed graph is thrown away: it gets no
-hooks. The reentrant kind ran the first forward without a graph, so nothing is known of the unit yet and the recomputed
-forward is treated as the real one. Either way the weights stay until the backward that follows is done with them.
+have reached the unit's outputs: the weights are gathered already, and the recomputed graph is thrown away, so it gets
+no hooks. The reentrant kind runs the first forward without a graph. Then the unit has no hooks yet, and treats the
+recomputed forward as the real one. Either way the weights stay until the backward that follows has used them.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
-from enum import Enum, auto
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -31,95 +29,140 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from laconic import _compat
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import Communicator
-from laconic.layout.granularity import check_matched
+from laconic.layout.granularity import Blocks, check_matched
 from laconic.shard.bucket import Bucket
-from laconic.shard.cache import Cache, RestingSlice, choose_device_slices, free_slab, make_slab
+from laconic.shard.cache import Cache
+from laconic.shard.context import Context
 from laconic.shard.gather import UnitGather
-from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
-from laconic.shard.reduce import BucketGradients, Reduction, ReductionQueue
-
-PREFETCH = 2
-"""How many units ahead gathers across nodes begin; the second only if its slice lands where it rests."""
+from laconic.shard.reduce import BucketGradients, Reduction
 
 
-class UnitState(Enum):
-    """Where a unit stands in its step."""
-
-    IDLE = auto()
-    FORWARD = auto()
-    BACKWARD = auto()
-    """From the gradients' arrival at its outputs until it is done with backward."""
-
-
+@dataclass(eq=False, repr=False, kw_only=True)
 class Unit:
-    """The engine's side of one sharded module."""
+    """The engine's side of one sharded module. The outermost unit is the root and leads all units below it."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        buckets: list[Bucket],
-        *,
-        cluster: Cluster,
-        cache: Cache,
-        precision: MixedPrecisionPolicy,
-        reshard_after_forward: bool | None,
-    ) -> None:
-        self.module, self.name, self.buckets = module, name, buckets
-        self.cluster, self.cache, self.precision = cluster, cache, precision
-        self.reshard_after_forward = reshard_after_forward
-        self.reshard_after_backward = True
-        self.requires_gradient_sync = True
-        self.forward_prefetch: list[Unit] | None = None
-        self.backward_prefetch: list[Unit] | None = None
-        self.state = UnitState.IDLE
-        self.context: Context | None = None
-        self.gradients: list[BucketGradients] = []
+    module: nn.Module
+    buckets: list[Bucket]
+    blocks: Blocks
+    cluster: Cluster
+    cache: Cache
+    precision: MixedPrecisionPolicy
+    reshard_after_forward: bool | None = None
+    reshard_after_backward: bool = True
+    requires_gradient_sync: bool = True
+    forward_prefetch: list[Unit] | None = None
+    backward_prefetch: list[Unit] | None = None
+    is_in_backward: bool = False
+    """True from the first gradient at its outputs until the unit is done with backward."""
+    gradients: list[BucketGradients] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.name = type(self.module).__name__
+        self._root = self
+        self._units: list[Unit] = []  # of the root: all units of its tree, outermost first
+        self._context: Context | None = None
         self._gather: UnitGather | None = None
         self._is_shown = False
-        # What backward will still reach, by things that die with their graph: a forward nobody runs backward leaves no
-        # trace.
+        # Hooks that backward has yet to run. They die with their graph, also if the forward is never run backward.
         self._awaited_outputs: WeakSet[_OutputGradients] = WeakSet()
         self._awaited_inputs: WeakSet[Any] = WeakSet()
-        module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._post_forward)
-        module.register_state_dict_pre_hook(lambda *_: self.reshard())
+        self.module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+        self.module.register_forward_hook(self._post_forward)
+        self.module.register_state_dict_pre_hook(lambda *_: self.reshard())
 
-    def join(self, context: Context) -> None:
-        """Become part of a root's context: now that all units are known, transfers can be set up."""
-        self.context = context
+    # -- the units of one root -----------------------------------------------------------------------------------------
+
+    def lead(self) -> Context:
+        """Become the root of all units below, also of units that were unsharded by hand before, and share a context.
+
+        Raises:
+            RuntimeError: a unit below has run before, outside its root.
+            ValueError: a granularity pattern matches no parameter of any unit.
+        """
+        self._units = units_below(self.module)
+        check_matched(unit.blocks for unit in self._units)
+        context = Context(self.cluster)
+        names = {module: name for name, module in self.module.named_modules()}
+        for unit in self._units:
+            if unit._context is not None:
+                if unit._context.has_run:
+                    raise RuntimeError(
+                        f"{unit.name} ran before {self.name or 'the root module'}, which contains it; run the "
+                        "outermost sharded module first, and call fully_shard on all modules before the first forward"
+                    )
+                unit._leave()
+            unit._join(self, context)
+        for unit in self._units:
+            unit.name = names[unit.module] or unit.name
+        context.place_caches([(unit.cache, unit.buckets) for unit in self._units])
+        return context
+
+    def _join(self, root: Unit, context: Context) -> None:
+        self._root, self._context = root, context
+        # A unit may have another mesh than its root: [Note: Two parallelisms, two meshes] in ragged/dtensor.py.
         node, local = Communicator(self.cluster, "node"), Communicator(self.cluster, "local")
         self._gather = UnitGather(self.buckets, node, local, context.lanes)
         self.gradients = [
             BucketGradients(bucket, node, local, context.lanes, context.ledger) for bucket in self.buckets
         ]
         for bucket in self.buckets:
-            bucket.account(context.ledger)
+            bucket.open_account(context.ledger)
 
-    def leave(self) -> None:
-        """End the membership of a context in which nothing has run, for that of a root further out."""
+    def _leave(self) -> None:
         self.reshard()
         for bucket in self.buckets:
             bucket.close_account()
 
     @property
+    def context(self) -> Context:
+        """The state that the units of one root share. A unit without a root leads its own units from now on."""
+        return self._context or self.lead()
+
+    @property
     def gather(self) -> UnitGather:
-        """The gather of the unit's buckets; the unit must have joined a context."""
+        """The gather of the unit's buckets."""
         if self._gather is None:
-            Context(self)
+            self.lead()
         assert self._gather is not None
         return self._gather
 
     @property
+    def ledger(self) -> Ledger | None:
+        """The ledger of the root; None before anything has run."""
+        return None if self._context is None else self._context.ledger
+
+    @property
     def is_root(self) -> bool:
         """True for the outermost unit."""
-        return self.context is not None and self.context.root is self
+        return self._context is not None and self._root is self
+
+    def _finish_backward(self) -> None:
+        """Finish the backward of all units of this root, in an order that is the same on all ranks."""
+        for unit in reversed(self._units):
+            unit._finish_own_backward()
+        self.context.reductions.finish()
+        for unit in self._units:
+            if unit.reshard_after_backward:
+                unit.reshard()
+        self.context.end_backward()
+
+    def _abandon_backward(self) -> None:
+        """Drop the incomplete gradients of a backward that raised, in all units of this root."""
+        self.context.reductions.finish(keep=False)
+        for unit in self._units:
+            unit.is_in_backward = False
+            unit._awaited_outputs.clear()
+            unit._awaited_inputs.clear()
+            for gradients in unit.gradients:
+                gradients.discard()
+            unit.reshard()
+        self.context.end_backward()
 
     # -- gathered or not -----------------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
-        """Gather the parameters and show them to the module."""
+        """Gather the parameters and show them in the module."""
         self.gather.finish()
         if not self._is_shown:
             for bucket in self.buckets:
@@ -127,7 +170,7 @@ class Unit:
             self._is_shown = True
 
     def reshard(self) -> None:
-        """Show the sharded parameters to the module and give the gathered ones' memory back."""
+        """Show the sharded parameters in the module and free the gathered ones."""
         if self._gather is None:
             return
         try:
@@ -139,10 +182,10 @@ class Unit:
             self._gather.release()
 
     def apply(self, function: Callable[[Tensor], Tensor], super_apply: Callable[[], None]) -> None:
-        """Do `nn.Module._apply`: the shard is converted instead of the parameters that are views of it."""
+        """Run `nn.Module._apply`, but convert the shard in place of the parameters that are views of it."""
         self.reshard()
         for bucket in self.buckets:
-            bucket.hide()
+            bucket.show([None] * len(bucket.sharded))
         try:
             super_apply()
         finally:
@@ -162,14 +205,16 @@ class Unit:
         if self._is_recomputed():
             self.unshard()
             return args, kwargs
-        if self.context is None:
-            Context(self)
-        assert self.context is not None
-        self.state = UnitState.FORWARD
+        context = self.context
+        if self.is_root:
+            if context.is_in_backward and not _compat.in_backward():
+                self._abandon_backward()
+            context.begin_forward()
         for bucket in self.buckets:
             if bucket.is_shard_dropped and not bucket.is_frozen:
                 bucket.restore_shard()
-        self.context.entering_forward(self)
+        context.enter_forward(self.gather, _gathers(self.forward_prefetch))
+        self.unshard()
         if torch.is_grad_enabled():
             args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
@@ -180,19 +225,23 @@ class Unit:
             output = _cast(output, self.precision.output_dtype)
         if self._is_recomputed():
             return output
-        assert self.context is not None
-        self.state = UnitState.IDLE
-        if torch.is_grad_enabled():
+        has_graph = torch.is_grad_enabled()
+        if has_graph:
             self._watch_outputs(output)
         keeps = self.reshard_after_forward is False or (self.reshard_after_forward is None and self.is_root)
-        if not _compat.in_backward() and not (keeps and torch.is_grad_enabled()):
+        if not _compat.in_backward() and not (keeps and has_graph):
             self.reshard()
-        self.context.left_forward(self)
+        self.context.leave_forward(self.gather)
+        if self.is_root:
+            self.context.end_forward()
+            if not has_graph and not _compat.in_backward():  # no backward will free what was gathered
+                for unit in self._units:
+                    unit.reshard()
         return output
 
     def _is_recomputed(self) -> bool:
-        """[Note: Recomputed forwards]: True in a forward whose graph will be thrown away."""
-        return _compat.in_backward() and (self.state is UnitState.BACKWARD or len(self._awaited_outputs) > 0)
+        """True in a forward whose graph will be thrown away: [Note: Recomputed forwards]."""
+        return _compat.in_backward() and (self.is_in_backward or len(self._awaited_outputs) > 0)
 
     def _watch_inputs(self, args: Any, kwargs: Any) -> Any:
         leaves, tree = tree_flatten((args, kwargs))
@@ -204,18 +253,19 @@ class Unit:
         return tree_unflatten(leaves, tree)
 
     def _watch_outputs(self, output: Any) -> None:
-        tensors = [leaf for leaf in _tensors(output) if leaf.requires_grad]
+        leaves = tree_flatten(output)[0]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         if tensors:
             hook = _OutputGradients(self)
             self._awaited_outputs.add(hook)
             for tensor in tensors:
                 tensor.register_hook(hook)
         elif self._awaited_inputs or any(not bucket.is_frozen for bucket in self.buckets):
-            self._refuse_hidden(output)
+            self._refuse_hidden_tensors(leaves)
 
-    def _refuse_hidden(self, output: Any) -> None:
-        """A unit must see the tensors it returns, or backward would find its weights gone."""
-        for leaf in tree_flatten(output)[0]:
+    def _refuse_hidden_tensors(self, leaves: list[Any]) -> None:
+        """Refuse outputs that may hide tensors: without a hook on them, backward would find the weights freed."""
+        for leaf in leaves:
             if not isinstance(leaf, Tensor | str | bytes | int | float | complex | bool | None):
                 raise ValueError(
                     f"{self.name} returns a {type(leaf).__name__}, in which its tensors cannot be found, and nothing "
@@ -223,227 +273,79 @@ class Unit:
                     "register the type with torch.utils._pytree.register_pytree_node"
                 )
 
-    def await_inputs(self, node: Any) -> None:
-        """Expect `node`, on the inputs of a forward, to report that its backward is over."""
-        self._awaited_inputs.add(node)
-
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def outputs_have_gradients(self, hook: _OutputGradients) -> None:
-        """Backward begins with one of this unit's forwards: have the weights."""
-        assert self.context is not None
-        self._awaited_outputs.discard(hook)
-        self.context.entering_backward(self)
-        self.state = UnitState.BACKWARD
+    def await_inputs(self, node: Any) -> None:
+        """Expect `node`, on the inputs of a forward, to report the end of that forward's backward."""
+        self._awaited_inputs.add(node)
 
-    def inputs_have_gradients(self, node: Any) -> None:
-        """Backward is over with one of this unit's forwards: [Note: When a unit is done with backward]."""
+    def begin_backward(self, hook: _OutputGradients) -> None:
+        """Gather the weights: backward reaches the outputs of one of this unit's forwards."""
+        self._awaited_outputs.discard(hook)
+        if not self.context.is_in_backward:
+            self.context.is_in_backward = True
+            _compat.after_this_backward(self._root._finish_backward)
+        if not self.is_in_backward:
+            self.context.enter_backward(self.gather, _gathers(self.backward_prefetch))
+            self.unshard()
+            self.is_in_backward = True
+
+    def reach_inputs(self, node: Any) -> None:
+        """End the backward of one of this unit's forwards: [Note: When a unit is done with backward]."""
         self._awaited_inputs.discard(node)
         if not self._awaited_inputs:
-            self.end_backward()
+            self._end_backward()
         elif self._awaited_outputs:
-            self.state = UnitState.IDLE  # another forward's backward follows, and announces itself
+            self.is_in_backward = False  # the backward of another forward follows and begins at its outputs
 
-    def end_backward(self) -> None:
-        """Free the weights, send the gradients on their way."""
-        assert self.context is not None
+    def _end_backward(self) -> None:
+        """Free the weights and begin to reduce the gradients."""
         if self.reshard_after_backward:
             self.reshard()
-        self.state = UnitState.IDLE
-        # All its trainable buckets, whether or not gradients came on this rank: others may have some ([Note: Gradients
-        # that do not come] in shard/reduce.py).
+        self.is_in_backward = False
+        # All trainable buckets, with or without gradients here: [Note: Gradients that do not come] in shard/reduce.py.
         for gradients in self.gradients:
             if not gradients.bucket.is_frozen:
                 reduction = Reduction(gradients, gradients.take_full(), across_nodes=self.requires_gradient_sync)
                 self.context.reductions.add(reduction)
 
-    def abandon_backward(self) -> None:
-        """Forget a backward that raised: its gradients are incomplete."""
-        self.state = UnitState.IDLE
-        self._awaited_outputs.clear()
-        self._awaited_inputs.clear()
-        for gradients in self.gradients:
-            gradients.discard()
-        self.reshard()
-
-    def settle(self) -> None:
-        """The end of a backward: nothing of this one is awaited any more, and no sum stays behind when syncing."""
-        assert self.context is not None
-        if self.state is UnitState.BACKWARD or any(gradients.are_waiting for gradients in self.gradients):
-            self.end_backward()
+    def _finish_own_backward(self) -> None:
+        """Reduce the gradients that are left and, in a micro-batch that syncs, partial sums of earlier ones."""
+        if self.is_in_backward or any(gradients.has_gradients for gradients in self.gradients):
+            self._end_backward()
         if not self.requires_gradient_sync:
             return
         for gradients in self.gradients:
             if gradients.partial is not None and not self.context.reductions.has(gradients):
                 self.context.reductions.add(Reduction(gradients, None, across_nodes=True))
-            resting = gradients.bucket.resting
-            if resting is not None and not gradients.bucket.is_frozen and self.reshard_after_backward:
-                self.reshard()  # a gather under way may still be writing into the slice
-                resting.drop()  # the optimizer is about to make it stale
-
-
-class Context:
-    """What the units under one root share: order of execution, queues, lanes, the account and the host slab."""
-
-    def __init__(self, root: Unit) -> None:
-        """Take over all units below `root`, also those that were unsharded by hand before.
-
-        Raises:
-            RuntimeError: one of them has run on its own before, outside its root.
-            ValueError: a granularity pattern matches no parameter of any of them.
-        """
-        self.root = root
-        self.units = units_below(root.module)
-        check_matched(blocks for unit in self.units if (blocks := getattr(unit.module, "_laconic_blocks", None)))
-        device = root.cluster.device
-        self.ledger = Ledger()
-        self.lanes = Lanes(device)
-        self.reductions = ReductionQueue()
-        self._forward: list[Unit] = []  # the last complete forward, for prefetching the next unit
-        self._entered: list[Unit] = []  # this forward so far
-        self._left: list[Unit] = []  # finished forwards of this step, which backward visits in reverse
-        self._in_backward = False
-        for unit in self.units:
-            if unit.context is not None:
-                if unit.context.has_run:
-                    raise RuntimeError(
-                        f"{unit.name} ran before {root.name or 'the root module'}, which contains it; run the "
-                        "outermost sharded module first, and call fully_shard on all modules before the first forward"
-                    )
-                unit.leave()
-            unit.join(self)
-        names = {module: name for name, module in root.module.named_modules()}
-        for unit in self.units:
-            unit.name = names[unit.module] or unit.name
-        self._place_slices(device)
-
-    def _place_slices(self, device: torch.device) -> None:
-        """Give every bucket whose unit caches a place for its slice."""
-        slab_users: list[RestingSlice] = []
-        budget = max((unit.cache.device_budget_bytes for unit in self.units), default=0)
-        cached = [unit for unit in self.units if unit.cache.where != "none" and unit.cluster.num_nodes > 1]
-        for unit in cached:  # on one node nothing crosses a wire, and the slice is the shard
-            for bucket in unit.buckets:
-                bucket.resting = RestingSlice(bucket.slice_numel, bucket.compute_dtype, device, self.ledger, self.lanes)
-        hosted = [unit for unit in cached if unit.cache.where == "host"]
-        sizes = [sum(_resting(bucket).nbytes for bucket in unit.buckets) for unit in hosted]
-        on_device = choose_device_slices(sizes, budget)
-        for index, unit in enumerate(hosted):
-            if index not in on_device:
-                slab_users += [_resting(bucket) for bucket in unit.buckets]
-        if slab_users:
-            nbytes = sum(resting.nbytes for resting in slab_users)
-            slab = make_slab(nbytes, device, num_local=self.root.cluster.num_local)
-            self.ledger.host_bytes = slab.nbytes
-            if device.type == "cuda":
-                weakref.finalize(self, free_slab, slab).atexit = False  # keeps the slab until then
-            for resting, part in zip(slab_users, slab.split([resting.nbytes for resting in slab_users]), strict=True):
-                resting.rest_in(part)
-
-    @property
-    def has_run(self) -> bool:
-        """True once the root has begun a forward."""
-        return bool(self._forward or self._entered)
-
-    # -- the order of execution ----------------------------------------------------------------------------------------
-
-    def entering_forward(self, unit: Unit) -> None:
-        """Have `unit`'s weights, and start on the next one's."""
-        if unit is self.root and not _compat.in_backward():
-            if self._in_backward:
-                self._abandon_backward()
-            self._entered = []
-            if torch.is_grad_enabled():
-                self._left = []
-        unit.gather.begin()
-        following: list[Unit] = []
-        if self.root.state is UnitState.FORWARD:  # outside the root's forward no order is recorded
-            self._entered.append(unit)
-            position = len(self._entered)
-            if self._forward[position - 1 : position] == [unit]:
-                following = _worth_beginning(self._forward[position : position + PREFETCH])
-        if unit.forward_prefetch is not None:
-            following = unit.forward_prefetch
-        self._gather_with_prefetch(unit, following)
-
-    def left_forward(self, unit: Unit) -> None:
-        """Record the order; without a graph nothing may stay behind a forward."""
-        if torch.is_grad_enabled():
-            self._left.append(unit)
-        if unit is self.root:
-            self._forward, self._entered = self._entered, []
-            if not torch.is_grad_enabled() and not _compat.in_backward():
-                for other in self.units:
-                    other.reshard()
-
-    def entering_backward(self, unit: Unit) -> None:
-        """Have `unit`'s weights, and start on those of the one before it."""
-        if not self._in_backward:
-            self._in_backward = True
-            _compat.after_this_backward(self._settle)
-        if unit.state is UnitState.BACKWARD:
-            return
-        unit.gather.begin()
-        if unit.backward_prefetch is not None:
-            following = unit.backward_prefetch
-        else:
-            position = next((i for i in reversed(range(len(self._left))) if self._left[i] is unit), 0)
-            following = _worth_beginning(self._left[max(0, position - PREFETCH) : position][::-1])
-            del self._left[position:]
-        self._gather_with_prefetch(unit, following)
-
-    def _gather_with_prefetch(self, unit: Unit, following: Iterable[Unit]) -> None:
-        # The next unit's gather across nodes goes out when this one's has come in, and this unit's gather inside the
-        # node runs beside it. A second one keeps the wire busy in between, where it costs no memory.
-        unit.gather.start_local()
-        for other in following:
-            other.gather.begin()
-        unit.unshard()
-
-    def _abandon_backward(self) -> None:
-        self.reductions.abandon()
-        for unit in self.units:
-            unit.abandon_backward()
-        self._in_backward = False
-
-    def _settle(self) -> None:
-        """The end of backward: finish what is left, in an order that is the same on all ranks."""
-        for unit in reversed(self.units):
-            unit.settle()
-        self.reductions.finish()
-        for unit in self.units:
-            if unit.reshard_after_backward:
-                unit.reshard()
-        self._left = []
-        self._in_backward = False
-
-
-def _worth_beginning(following: list[Unit]) -> list[Unit]:
-    return [unit for distance, unit in enumerate(following) if distance == 0 or unit.gather.begins_for_free]
+            cached = gradients.bucket.cached
+            if cached is not None and not gradients.bucket.is_frozen and self.reshard_after_backward:
+                self.reshard()  # a gather that has begun may still write into the cache
+                cached.free()  # the optimizer is about to make it stale
 
 
 def units_below(module: nn.Module) -> list[Unit]:
-    """The units of `module` and all modules below, outermost first, each once (wrappers may show a module twice)."""
+    """Return the units of `module` and of all modules below, outermost first, each once."""
     return list(dict.fromkeys(unit for child in module.modules() if (unit := unit_of(child)) is not None))
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that `module` was made, if it was given to fully_shard."""
+    """Return the unit of a module that was given to `fully_shard`; None for other modules."""
     return getattr(module, "_laconic_unit", None)
 
 
 class _OutputGradients:
-    """A hook on the outputs of one forward: the first gradient to arrive tells the unit. Lives as long as the graph."""
+    """A hook on the outputs of one forward, which runs at the first gradient. It lives as long as the graph."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
 
     def __call__(self, gradient: Tensor) -> None:
-        self._unit.outputs_have_gradients(self)
+        self._unit.begin_backward(self)
 
 
 class _InputGradients(torch.autograd.Function):
-    """The identity; its backward tells the unit that gradients have reached its inputs."""
+    """The identity on the inputs of one forward; its backward reports that gradients have reached them."""
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -453,20 +355,15 @@ class _InputGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.unit.inputs_have_gradients(ctx)
+        ctx.unit.reach_inputs(ctx)
         return (None, *gradients)
 
 
-def _resting(bucket: Bucket) -> RestingSlice:
-    assert bucket.resting is not None
-    return bucket.resting
+def _gathers(units: list[Unit] | None) -> list[UnitGather] | None:
+    return None if units is None else [unit.gather for unit in units]
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
     return tree_map(
         lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, tree
     )
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]

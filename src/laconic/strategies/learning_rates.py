@@ -1,20 +1,19 @@
 """Learning-rate schedules: pure functions of the step."""
 
-from __future__ import annotations
-
 import math
 
-from laconic.config.job import OptimizerConfig
+from laconic.config import OptimizerConfig
 
 
 def lr_at(step: int, config: OptimizerConfig, *, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (0-based) in a run of `total_steps`."""
+    """The learning rate of optimizer step `step`, counted from 0, in a run of `total_steps`."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     return config.lr * _decay(step, config, total_steps)
 
 
 def _decay(step: int, config: OptimizerConfig, total_steps: int) -> float:
+    """The learning rate after the warm-up, as a share of the peak."""
     floor = config.min_lr_ratio
     match config.lr_schedule:
         case "constant":

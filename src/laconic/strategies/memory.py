@@ -1,7 +1,6 @@
-"""How much memory a step really takes where no allocator keeps a peak: on CPU, for every strategy alike."""
+"""The memory of a step on CPU, where no allocator keeps a peak, measured in the same way for every strategy."""
 
-from __future__ import annotations
-
+import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -10,38 +9,34 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class StepPeak:
-    """Filled when the profiled block ends."""
+    """The result of `measured_peak`."""
 
     nbytes: int | None = None
-    """The most that was allocated at once beyond what was there at the start."""
+    """The peak of the memory that was allocated in the body, in bytes; None until the body ends."""
 
 
 @contextmanager
 def measured_peak() -> Iterator[StepPeak]:
-    """Watch torch's CPU allocator during the body: activations, gathered weights, gradients, transfers, all of it.
+    """Watch torch's CPU allocator during the body: activations, gathered weights, gradients and transfers.
 
-    Memory that exists before and rests (parameters, optimizer states, a host cache) is not in the figure. It slows the
-    body down: do not time it.
+    Memory that was allocated before (parameters, optimizer states, a host cache) does not count. The profiler slows the
+    body down, so do not time it.
     """
     peak = StepPeak()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield peak
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    held = most = 0
-    for event in events:
-        held += event.nbytes()
-        most = max(most, held)
-    peak.nbytes = most
+    changes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    peak.nbytes = max(itertools.accumulate(changes, initial=0))
 
 
 def local_nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of this rank's part of plain or sharded tensors."""
-    locals_ = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
-    return sum(tensor.numel() * tensor.element_size() for tensor in locals_)
+    """The bytes of this rank's part of plain or sharded tensors."""
+    parts = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    return sum(part.numel() * part.element_size() for part in parts)
 
 
 def state_nbytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of this rank's part of the optimizer's states."""
+    """The bytes of this rank's part of the optimizer's states."""
     states = (value for state in optimizer.state.values() for value in state.values())
     return local_nbytes(value for value in states if torch.is_tensor(value))

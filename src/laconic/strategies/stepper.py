@@ -1,223 +1,118 @@
-"""How a job takes its steps: what the loop asks, and the answer of ranks that run at the same time.
+"""The interface between the training loop and a strategy.
 
-The loop knows rows, learning rates, clocks and records. What happens between rows and new weights, and what a
-checkpoint holds of it, is a `Stepper`'s: of the engine (`Simultaneous`, with islands or without), or of the cyclic
-schedule (strategies/staggered.py).
+A `Stepper` turns rows into new weights and knows which state belongs into a checkpoint. There are two: `Simultaneous`
+for the engine and PyTorch's baselines, with islands or without, and `CyclicStepper` for the cyclic schedule.
 """
 
-from __future__ import annotations
-
-import contextlib
-import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import laconic.checkpoint
-from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
-from laconic.config.job import Config
-from laconic.islands.local_steps import LocalSteps, SyncReport
-from laconic.strategies.memory import local_nbytes, state_nbytes
-from laconic.strategies.optimizers import make_optimizer
-from laconic.strategies.spread import Memory, Spread, spread
-from laconic.strategies.staggering import Staggering
-from laconic.strategies.sync import make_local_steps
+from laconic.islands.local_steps import SyncReport
+from laconic.shard.ledger import Ledger
+from laconic.strategies.cyclic_metrics import DeviceTimeline
 
 Save = Callable[..., Any]
-"""`save(model=, optimizer=, extra=, local_steps=)`, of a checkpoint."""
+"""`save(model=, optimizer=, extra=, local_steps=)`, which writes a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
-    """A step as one rank saw it."""
+class StepResult:
+    """The figures of one step on one rank."""
 
     loss: float | None
-    """Mean over the rows of this rank's micro-batches; None where another rank has it."""
+    """Mean over the rows of this rank's micro-batches; None on a rank that does not compute it."""
     grad_norm: float | None
-    """Before clipping; None if nobody has measured it."""
+    """The norm before clipping, the same on all ranks of an island; None if it is not measured."""
     syncs: tuple[SyncReport, ...] = ()
-    """What islands agreed on."""
-    staggering: Staggering | None = None
-    """What the cyclic schedule did."""
+    """The syncs of islands that ended with this step; as many on every rank."""
+    timeline: DeviceTimeline | None = None
+    """The cyclic schedule's measurements; on every rank, or on none."""
 
 
-class NotFinite(Exception):
-    """The loss or the gradient norm is not, and no more steps must be taken."""
+@dataclass(kw_only=True, eq=False)
+class NotFiniteError(Exception):
+    """The loss or the gradient norm is not finite, so training cannot go on."""
 
-    def __init__(self, *, loss: float, grad_norm: float | None, is_known_to_all: bool, weights: str) -> None:
-        super().__init__(f"loss {loss}, gradient norm {grad_norm}")
-        self.loss, self.grad_norm = loss, grad_norm
-        self.is_known_to_all = is_known_to_all
-        """Whether every rank raises this."""
-        self.weights = weights
-        """In what state they are: a sentence's end, with the step before as {step}."""
+    loss: float
+    grad_norm: float | None
+    is_on_all_ranks: bool
+    """Whether every rank raises this error."""
+    weights: str
+    """The state of the weights, as the end of a sentence; {step} stands for the last complete step."""
 
 
-class Stepper(Protocol):
-    """Takes the steps of one rank. All ranks make it, and call what is said to be collective, alike."""
+class Stepper(ABC):
+    """Takes the steps of one rank. All ranks make one, and all ranks call a collective method together."""
 
-    module: nn.Module
+    module: Any
     """The model, under its ordinary names."""
     optimizer: torch.optim.Optimizer
-    """Whose groups the learning rates are set in before each step."""
+    """The optimizer, in whose groups the loop sets learning rates before each step."""
     num_workers: int
-    """Shares of the global batch."""
+    """The number of parts of the global batch."""
     workers: range
-    """Those whose rows this rank is given."""
-    steps_per_sync: int | None
-    """Between two agreements of islands; None without islands."""
-    recovered_steps: int
-    """Of what islands remember beside checkpoints; 0: nothing."""
+    """The parts of the global batch that this rank trains on."""
+    steps_per_sync: int | None = None
+    """Steps between two syncs of islands; None without islands."""
+    recovered_steps: int = 0
+    """The steps that islands had taken at the last sync that a machine remembers; 0 if none does."""
 
     def begin(self) -> None:
-        """Before each step, outside its time."""
-        ...
-
-    def step(self, rows: Tensor, *, is_last: bool) -> Taken:
-        """Train on rows of shape (micro-batches, rows, tokens); after the last step nothing may be under way.
-        Collective. Raises: NotFinite."""
-        ...
-
-    def loss(self, rows: Tensor) -> Tensor:
-        """Mean next-token loss of rows of shape (rows, tokens). Collective."""
-        ...
-
-    def consistent(self) -> AbstractContextManager[Any]:
-        """Inside, the model is one that all ranks have, as an evaluation needs. Collective."""
-        ...
-
-    def save(self, save: Save, extra: dict[str, Any]) -> None:
-        """Call `save` with what goes into a checkpoint beside `extra`. Collective."""
-        ...
-
-    def load(self, folder: Path) -> dict[str, Any] | None:
-        """Go on from the newest intact checkpoint; returns its `extra`, or None if there is none. Collective.
-        Raises: ValueError."""
-        ...
-
-    def traffic(self, before: Snapshot | None = None) -> Snapshot | None:
-        """Bytes so far, where they are counted; `before` is where the step before ended."""
-        ...
-
-    def memory(self) -> Memory | None:
-        """Bytes held, where they are accounted for."""
-        ...
-
-    def resting_bytes(self) -> int:
-        """Weights and optimizer state between steps."""
-        ...
-
-    def close(self) -> None:
-        """After the last step. Collective."""
-        ...
-
-
-class Simultaneous:
-    """All ranks run at the same time, under the strategy of config.shard; as islands, under config.sync."""
-
-    def __init__(self, model: nn.Module, config: Config, ranks: RankInfo, device: torch.device) -> None:
-        self.spread: Spread = spread(model, config, ranks, device)
-        self.module = self.spread.module
-        self.optimizer = make_optimizer(model, config)
-        self.local: LocalSteps | None = None
-        """What steps in the optimizer's place where there are islands."""
-        if config.sync.is_local:
-            assert self.spread.mesh is not None
-            self.local = make_local_steps(self.module, self.optimizer, config.sync, self.spread.mesh)
-        self.num_workers, self.workers = ranks.world_size, range(ranks.rank, ranks.rank + 1)
-        self.steps_per_sync = self.local.schedule.interval if self.local else None
-        self.recovered_steps = self.local.steps if self.local else 0
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._max_grad_norm = config.optimizer.max_grad_norm or math.inf  # an infinite limit only measures
-
-    def begin(self) -> None:
-        """See Stepper."""
+        """Prepare a step. This is not part of the step's time."""
         self.module.train()
-        self.spread.reset_peak_memory()
 
-    def step(self, rows: Tensor, *, is_last: bool) -> Taken:
-        """See Stepper."""
-        losses = []
-        for index, micro_batch in enumerate(rows):
-            self.spread.set_sync(index == len(rows) - 1)
-            loss = self.loss(micro_batch) / len(rows)
-            loss.backward()
-            losses.append(loss.detach())
-        grad_norm, mean_loss = self._clip(), float(sum(losses))
-        if not math.isfinite(grad_norm) or not math.isfinite(mean_loss):
-            self._refuse_to_go_on(mean_loss, grad_norm)
-        syncs = self._update(is_last=is_last)
-        self.optimizer.zero_grad(set_to_none=True)
-        return Taken(loss=mean_loss, grad_norm=grad_norm, syncs=syncs)
+    @abstractmethod
+    def step(self, rows: Tensor, *, is_last: bool) -> StepResult:
+        """Train on `rows`, token ids of shape (micro-batches, rows, tokens). Collective.
+
+        With `is_last`, all transfers that otherwise run behind the next steps are complete at the end.
+
+        Raises:
+            NotFiniteError: before the optimizer's step.
+        """
 
     def loss(self, rows: Tensor) -> Tensor:
-        """See Stepper; the model shifts the labels and adds losses of its own (a router's, say)."""
-        return self.spread.forward_module(input_ids=rows, labels=rows, use_cache=False).loss
+        """Mean next-token loss of `rows`, of shape (rows, tokens), plus losses of the model's own. Collective."""
+        return self.module(input_ids=rows, labels=rows, use_cache=False).loss  # the model shifts the labels
 
-    def _clip(self) -> float:
-        """Global norm of the gradients before clipping: one number, the same on every rank of an island."""
-        norm = nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-
-    def _refuse_to_go_on(self, loss: float, grad_norm: float) -> None:
-        """[Note: Non-finite losses] A loss that is not finite on one rank makes the gradients, and so the norm, not
-        finite on all of its island: no rank needs to be asked, and none takes the optimizer's step. Other islands know
-        nothing of it, nor can they be asked for their figures; they end as with any rank that fails, [Note: Failing
-        together] in launch.py. So it is with the workers of the cyclic schedule, which have no common norm."""
-        raise NotFinite(
-            loss=loss,
-            grad_norm=grad_norm,
-            is_known_to_all=not math.isfinite(grad_norm) and self.local is None,
-            weights="as after step {step}",
-        )
-
-    def _update(self, *, is_last: bool) -> tuple[SyncReport, ...]:
-        """Take the optimizer's step, and what is due of the islands' agreements."""
-        if self.local is None:
-            self.optimizer.step()
-            return ()
-        self.local.step()
-        if is_last:
-            self.local.finish()
-        return tuple(self.local.reports)
-
+    @abstractmethod
     def consistent(self) -> AbstractContextManager[Any]:
-        """See Stepper: the model that islands agreed on."""
-        return self.local.outer_parameters() if self.local else contextlib.nullcontext()
+        """Inside, all ranks have the same model, as an evaluation needs. Collective."""
 
+    @abstractmethod
     def save(self, save: Save, extra: dict[str, Any]) -> None:
-        """See Stepper."""
-        save(model=self.module, optimizer=self.optimizer, local_steps=self.local, extra=extra)
+        """Call `save` with the state of a checkpoint, and `extra`. Collective."""
 
+    @abstractmethod
     def load(self, folder: Path) -> dict[str, Any] | None:
-        """See Stepper."""
-        return laconic.checkpoint.load_checkpoint(
-            folder, model=self.module, optimizer=self.optimizer, local_steps=self.local
-        )
+        """Load the newest intact checkpoint; return its `extra`, or None if there is no checkpoint. Collective.
 
+        Raises:
+            ValueError: the checkpoint belongs to another job.
+        """
+
+    @abstractmethod
     def traffic(self, before: Snapshot | None = None) -> Snapshot | None:
-        """See Stepper. What islands exchange behind training, between two steps too, is the next step's."""
-        now = self.spread.traffic()
-        if now is None or before is None or self.local is None:
-            return now
-        sizes = {key: before.sizes.get(key, 0) if key[1] == "outer" else size for key, size in now.sizes.items()}
-        return replace(now, sizes=sizes)
+        """The bytes sent and received so far; None if the strategy does not count them.
 
-    def memory(self) -> Memory | None:
-        """See Stepper."""
-        return self.spread.memory()
+        `before` has the counts after the last step. Bytes sent since then count for the next step if they belong to it.
+        """
 
+    def memory(self) -> Ledger | None:
+        """The bytes that the engine holds; None for a strategy without the engine."""
+        return None
+
+    @abstractmethod
     def resting_bytes(self) -> int:
-        """See Stepper."""
-        memory = self.memory()
-        weights = memory.device_bytes if memory else local_nbytes(self.module.parameters())
-        return weights + state_nbytes(self.optimizer)
+        """The bytes of weights and optimizer state on this rank between steps."""
 
-    def close(self) -> None:
-        """See Stepper."""
+    def close(self) -> None:  # noqa: B027  # some steppers have nothing to release
+        """Release threads and connections after the last step. Collective."""

@@ -1,4 +1,4 @@
-"""`python -m laconic.train CONFIG.toml`: what torchrun is given."""
+"""`python -m laconic.train CONFIG.toml`, the module for torchrun."""
 
 import sys
 

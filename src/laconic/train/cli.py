@@ -1,7 +1,5 @@
 """`laconic train CONFIG.toml [--section.key value ...]`, under torchrun or alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -11,10 +9,10 @@ from typing import Any, get_type_hints
 
 import tyro
 from torch.distributed.elastic.multiprocessing.errors import record
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
-from laconic.comm.launch import Leaving
-from laconic.config.job import Config, ConfigError, JobError, ModelConfig, load
+from laconic.comm.launch import ExitWithoutTeardown
+from laconic.config import Config, ConfigError, JobError, ModelConfig, load
 
 _USAGE = """laconic train CONFIG.toml [--section.key value ...]
 
@@ -26,22 +24,22 @@ _TABLE_PREFIX = "--model.config."
 
 
 def command(argv: list[str]) -> int:
-    """`main`, in a process that does nothing afterwards."""
-    leaving = Leaving()
+    """Call `main` in a process that exits afterwards: [Note: Exit without teardown] in comm/launch.py."""
+    leaving = ExitWithoutTeardown()
     leaving.code = main(argv)
     return leaving.code
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; returns the exit code: 2 for what the user can mend."""
+    """Run the command; return the exit code: 2, after one line, for a mistake that the user can correct."""
     return _recorded(argv) or 0
 
 
-@record  # so that torchrun shows the first failing rank's traceback; a JobError is not one of ours and gets none
+@record  # so that torchrun shows the first failing rank's traceback; a JobError gets a line instead
 def _recorded(argv: list[str]) -> int:
     try:
         config = parse(argv)
-        from laconic.train.loop import run  # late: a wrong key should not have to wait for transformers
+        from laconic.train.loop import run  # late, so that the message about a wrong key need not wait for transformers
 
         run(config)
     except JobError as error:
@@ -54,17 +52,19 @@ def _recorded(argv: list[str]) -> int:
 def parse(argv: list[str]) -> Config:
     """The configuration of a command line: defaults, then the file, then the options.
 
-    Raises: ConfigError for the file, SystemExit(2) with tyro's message for an option, SystemExit(0) for --help.
+    Raises:
+        ConfigError: a mistake in the file.
+        SystemExit: with code 2 and tyro's message for a mistake in an option, with code 0 for --help.
     """
     config = Config()
     if argv and not argv[0].startswith("-"):
         config, argv = load(argv[0]), argv[1:]
     table, argv = _table_options(argv)
     if table:
-        given = config.model.config
-        if isinstance(given, str):
-            raise ConfigError(f"{_TABLE_PREFIX}{next(iter(table))} needs model.config to be a table, it is {given!r}")
-        config = replace(config, model=replace(config.model, config={**(given or {}), **table}))
+        before = config.model.config
+        if isinstance(before, str):
+            raise ConfigError(f"{_TABLE_PREFIX}{next(iter(table))} needs model.config to be a table, got {before!r}")
+        config = replace(config, model=replace(config.model, config={**(before or {}), **table}))
     with _registry():
         return tyro.cli(
             Config,
@@ -83,7 +83,7 @@ def _is_main() -> bool:
 
 
 def _table_options(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Take `--model.config.KEY VALUE` out of the options: its keys are transformers', which tyro cannot know."""
+    """Split off options `--model.config.KEY VALUE`, since tyro does not know the keys of transformers."""
     table: dict[str, Any] = {}
     rest: list[str] = []
     words = iter(argv)
@@ -92,17 +92,15 @@ def _table_options(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
             rest.append(word)
             continue
         key, equals, value = word.removeprefix(_TABLE_PREFIX).partition("=")
-        if not equals:
-            given = next(words, None)
-            if given is None:
-                raise ConfigError(f"{word} needs a value")
-            value = given
-        table[key] = _toml_value(value)
+        following = value if equals else next(words, None)
+        if following is None:
+            raise ConfigError(f"{word} needs a value")
+        table[key] = _toml_value(following)
     return table, rest
 
 
 def _toml_value(text: str) -> Any:
-    """A number, boolean, list or table as TOML writes it; anything else is a string."""
+    """The value of a number, boolean, list or table in TOML; any other text stays a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -110,35 +108,24 @@ def _toml_value(text: str) -> Any:
 
 
 def _registry() -> ConstructorRegistry:
-    """Teach tyro TOML's booleans and the model table."""
+    """Teach tyro TOML's booleans, and keys that hold a table or a string."""
+    table: PrimitiveConstructorSpec[Any] = PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH|TABLE",
+        instance_from_str=lambda words: _toml_value(words[0]) if words[0].lstrip().startswith("{") else words[0],
+        is_instance=lambda value: value is None or isinstance(value, str | dict),
+        str_from_instance=lambda value: [json.dumps(value)],
+    )
+    boolean: PrimitiveConstructorSpec[Any] = PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="true|false",
+        instance_from_str=_boolean,
+        is_instance=lambda value: isinstance(value, bool),
+        str_from_instance=lambda value: [str(value).lower()],
+    )
+    specs = {bool: boolean, get_type_hints(ModelConfig)["config"]: table}
     registry = ConstructorRegistry()
-
-    @registry.primitive_rule
-    def boolean(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[bool] | None:
-        if info.type is not bool:
-            return None
-        return PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="true|false",
-            instance_from_str=_boolean,
-            is_instance=lambda value: isinstance(value, bool),
-            str_from_instance=lambda value: [str(value).lower()],
-        )
-
-    table_type = get_type_hints(ModelConfig)["config"]
-
-    @registry.primitive_rule
-    def model_table(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-        if info.type != table_type:
-            return None
-        return PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="PATH|TABLE",
-            instance_from_str=lambda words: _toml_value(words[0]) if words[0].lstrip().startswith("{") else words[0],
-            is_instance=lambda value: value is None or isinstance(value, str | dict),
-            str_from_instance=lambda value: [json.dumps(value)],
-        )
-
+    registry.primitive_rule(lambda info: specs.get(info.type))
     return registry
 
 

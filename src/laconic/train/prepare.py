@@ -1,36 +1,36 @@
-"""What a job needs before its first step, and what is refused there."""
-
-from __future__ import annotations
+"""The preparations of a job before its first step, which refuse what cannot work."""
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from torch import nn
 
+from laconic import files
 from laconic.checkpoint import commit
-from laconic.config.job import Config, JobError
+from laconic.comm.agreement import RankGroup
+from laconic.comm.launch import RankInfo
+from laconic.config import Config, JobError, to_dict, to_toml
+from laconic.data import tokens
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer import Tokenizer
+from laconic.strategies.cyclic import num_workers
+from laconic.strategies.islands import num_islands
+from laconic.strategies.stepper import Stepper
 
 CHECKPOINTS = "checkpoints"
-"""Folder of the checkpoints in the output folder."""
-
-
-def require_model(config: Config) -> None:
-    """Refuse a job that names no model, before anything is created."""
-    if config.model.config is None and config.model.path is None:
-        raise JobError(
-            "no model: set model.config (a table with `model_type`, or the path of a config.json) "
-            "or model.path (a folder)"
-        )
 
 
 def open_output(config: Config) -> None:
-    """Refuse a folder that cannot be written, or that holds another run's checkpoints, before anything costs time."""
+    """Create the output folder.
+
+    Raises:
+        JobError: the folder cannot be written, or another run has its checkpoints there.
+    """
     output = Path(config.train.output)
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -46,21 +46,33 @@ def open_output(config: Config) -> None:
         )
 
 
-def newest_step(checkpoints: Path) -> int:
-    """Of the newest checkpoint that looks complete; 0 if there is none."""
-    found = (candidate.manifest for candidate in commit.candidates(checkpoints))
-    return next((manifest.step for manifest in found if manifest is not None), 0)
-
-
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
+    """The job with the tokenizer's `vocab_size` in its model's table, if the table has none."""
     table = config.model.config
     if not isinstance(table, dict) or "vocab_size" in table:
         return config
-    table = {**table, "vocab_size": tokenizer.vocab_size}
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, config=table))
+    return replace(config, model=replace(config.model, config={**table, "vocab_size": tokenizer.vocab_size}))
+
+
+def show_configuration(config: Config, ranks: RankInfo, device_type: str, console: Console) -> None:
+    """Print the effective configuration and the launch; rank 0 also writes `config.toml`."""
+    launch = f"{ranks.num_nodes} nodes x {ranks.num_local} ranks, {device_type}"
+    if config.schedule.is_cyclic:
+        launch += f", {num_workers(config, ranks)} workers one after the other by {config.schedule.rule}"
+    if config.sync.is_local:
+        launch += f", {num_islands(config, ranks)} islands that sync every {config.sync.every} steps"
+    text = to_toml(config)
+    console.print(f"{text}\n{launch}", markup=False, highlight=False, soft_wrap=True)
+    if ranks.is_main:
+        files.write_text(Path(config.train.output) / "config.toml", text, durable=False)
 
 
 def build_checked(config: Config, tokenizer: Tokenizer) -> nn.Module:
+    """The job's model on the meta device.
+
+    Raises:
+        JobError: a model that cannot be built, or whose vocabulary is smaller than the tokenizer's.
+    """
     model = build_model(config.model, config.lora, device="meta")
     vocab_size = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     if tokenizer.vocab_size > vocab_size:
@@ -71,8 +83,62 @@ def build_checked(config: Config, tokenizer: Tokenizer) -> nn.Module:
     return model
 
 
+def open_corpus(
+    config: Config, tokenizer: Tokenizer, peers: RankGroup, ranks: RankInfo, console: Console
+) -> tokens.TokenFiles:
+    """The tokenised corpus. One rank per node makes it unless it is there. Collective.
+
+    Raises:
+        JobError: on all ranks, a corpus that cannot be read or is too short.
+    """
+    folder = Path(config.data.cache) if config.data.cache else Path(config.train.output) / "tokens"
+    peers.agree(lambda: tokens.prepare(config.data, tokenizer, folder), only=ranks.is_first_on_node)
+    corpus = peers.agree(lambda: tokens.open_tokens(tokens.prepare(config.data, tokenizer, folder), config.data))
+    assert corpus is not None
+    if config.train.eval_every and not len(corpus.evaluation):
+        raise JobError("train.eval_every is set, but data.eval_fraction = 0 holds nothing out; set one of the two")
+    console.print(
+        f"corpus: {corpus.num_documents:,} documents, {len(corpus.train):,} tokens to train on, "
+        f"{len(corpus.evaluation):,} held out",
+        highlight=False,
+    )
+    return corpus
+
+
+def resume(stepper: Stepper, config: Config, peers: RankGroup, console: Console) -> int:
+    """Go on from the last sync of islands or from the newest checkpoint, whichever is later. Collective.
+
+    Return the number of steps taken before; 0 if there is nothing to resume.
+
+    Raises:
+        JobError: the checkpoint belongs to another job.
+    """
+    checkpoints = Path(config.train.output) / CHECKPOINTS
+    newest = peers.broadcast(_newest_step(checkpoints) if peers.rank == 0 else 0)
+    if stepper.recovered_steps and stepper.recovered_steps >= newest:
+        console.print(f"going on from the sync of islands after step {stepper.recovered_steps}", highlight=False)
+        return stepper.recovered_steps
+    with as_job_error():
+        extra = stepper.load(checkpoints)
+    if extra is None:
+        console.print("nothing to resume: starting from step 0")
+        return 0
+    if changed := differences(extra["config"], to_dict(config)):
+        console.print(f"resuming with a changed configuration: {'; '.join(changed)}", markup=False)
+    console.print(f"resuming after step {extra['step']}", highlight=False)
+    if "islands" in extra:
+        console.print(f"the checkpoint {extra['islands']}", highlight=False, soft_wrap=True)
+    return int(extra["step"])
+
+
+def _newest_step(checkpoints: Path) -> int:
+    """The step of the newest checkpoint that looks complete; 0 if there is none."""
+    manifests = (candidate.manifest for candidate in commit.candidates(checkpoints))
+    return next((manifest.step for manifest in manifests if manifest is not None), 0)
+
+
 def differences(saved: dict[str, Any], current: dict[str, Any], prefix: str = "") -> list[str]:
-    """`key: old -> new` for each value that differs between two configurations, `train.resume` excepted."""
+    """`key: old -> new` for each value that differs between two configurations, except train.resume."""
     found = []
     for key in sorted({*saved, *current}):
         name, old, new = f"{prefix}{key}", saved.get(key), current.get(key)
@@ -85,7 +151,7 @@ def differences(saved: dict[str, Any], current: dict[str, Any], prefix: str = ""
 
 @contextlib.contextmanager
 def as_job_error() -> Iterator[None]:
-    """Before the first step a ValueError is about the job: a model, mesh or checkpoint that does not fit."""
+    """Turn a ValueError into a JobError: before the first step, a model, mesh or checkpoint does not fit the job."""
     try:
         yield
     except JobError:

@@ -1,6 +1,4 @@
-"""What a person sees while the job runs: a bar on a terminal, plain lines elsewhere."""
-
-from __future__ import annotations
+"""Loggers for the person who watches a run: a bar on a terminal, plain lines elsewhere."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +6,8 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from laconic.train.metrics import Logger, Step, Sync
+from laconic.train.loggers import Logger
+from laconic.train.records import Step, SyncMetrics
 
 
 def describe(step: Step, total: int) -> str:
@@ -32,8 +31,8 @@ def describe(step: Step, total: int) -> str:
     return " | ".join(parts)
 
 
-def describe_sync(sync: Sync, total: int) -> str:
-    """One line about an agreement of islands."""
+def describe_sync(sync: SyncMetrics, total: int) -> str:
+    """One line about a sync of islands."""
     parts = [
         f"step {sync.step:>{len(str(total))}}/{total}",
         f"synced fragment {sync.fragment}",
@@ -46,34 +45,35 @@ def describe_sync(sync: Sync, total: int) -> str:
 
 
 class LineLogger(Logger):
-    """A line every `every` steps and after the last; and one about the islands' last agreement, if there is a new
-    one."""
+    """Prints a line every `every` steps and after the last one, and a line about the latest sync of islands."""
 
     def __init__(self, console: Console, *, total: int, every: int) -> None:
         self._console = console
         self._total = total
         self._every = every
-        self._synced: Sync | None = None
+        self._last_sync: SyncMetrics | None = None
 
     def step(self, step: Step) -> None:
+        """See `Logger.step`."""
         if step.syncs:
-            self._synced = step.syncs[-1]
+            self._last_sync = step.syncs[-1]
         if step.step % self._every == 0 or step.step in (1, self._total):
-            self._say(describe(step, self._total))
-            if self._synced is not None:
-                self._say(describe_sync(self._synced, self._total))
-                self._synced = None
+            self._print(describe(step, self._total))
+            if self._last_sync is not None:
+                self._print(describe_sync(self._last_sync, self._total))
+                self._last_sync = None
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Logger.evaluation`."""
         shown = " | ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
-        self._say(f"step {step:>{len(str(self._total))}}/{self._total} | {shown}")
+        self._print(f"step {step:>{len(str(self._total))}}/{self._total} | {shown}")
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 class BarLogger(LineLogger):
-    """The lines, above a bar that moves with every step."""
+    """Prints the lines above a bar that moves with every step."""
 
     def __init__(self, console: Console, *, total: int, every: int, start: int) -> None:
         super().__init__(console, total=total, every=every)
@@ -89,8 +89,10 @@ class BarLogger(LineLogger):
         self._task = self._progress.add_task("train", total=total, completed=start, loss=math.nan)
         self._progress.start()
 
-    def tick(self, done: int, loss: float) -> None:
-        self._progress.update(self._task, completed=done, loss=loss)
+    def tick(self, step: int, loss: float) -> None:
+        """See `Logger.tick`."""
+        self._progress.update(self._task, completed=step, loss=loss)
 
     def close(self) -> None:
+        """See `Logger.close`."""
         self._progress.stop()

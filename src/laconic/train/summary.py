@@ -1,65 +1,54 @@
-"""What a run leaves behind in `summary.json`."""
-
-from __future__ import annotations
+"""The contents of `summary.json`, which a run leaves behind."""
 
 import contextlib
+import dataclasses
 import platform
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from laconic.config.job import to_dict
-from laconic.strategies.sync import num_islands
+from torch import nn
 
-if TYPE_CHECKING:
-    from laconic.train.loop import Trainer
+from laconic.comm.launch import RankInfo
+from laconic.config import Config, to_dict
+from laconic.strategies.islands import num_islands
+from laconic.train.records import Step
+
+_LISTS = ("step_s", "wait_s", "wire_bytes", "traffic_bytes", "interface_sent_bytes", "interface_received_bytes")
+"""Attributes of `Step` of which the summary has the values of all steps."""
+_PEAKS = ("device_peak_bytes", "host_bytes_per_node", "allocated_peak_bytes", "resident_bytes")
+"""Attributes of `Step` of which the summary has the largest value."""
 
 
-def summarise(trainer: Trainer) -> dict[str, Any]:
-    """What a run was and measured, as plain values."""
-    config, steps = trainer.config, trainer.history
-    parameters = list(trainer.stepper.module.parameters())
+def summarise(config: Config, ranks: RankInfo, model: nn.Module, steps: Sequence[Step]) -> dict[str, Any]:
+    """Describe a run and its steps in plain JSON values."""
+    parameters, is_cyclic = list(model.parameters()), config.schedule.is_cyclic
+    values = {key: [getattr(step, key) for step in steps] for key in (*_LISTS, *_PEAKS)}
     return {
-        "strategy": "cyclic" if config.schedule.is_cyclic else config.shard.strategy,
-        "islands": num_islands(config, trainer.ranks),
+        "strategy": "cyclic" if is_cyclic else config.shard.strategy,
+        "islands": num_islands(config, ranks),
         "slices": config.sync.slices,
-        "cache": None if config.schedule.is_cyclic or config.shard.strategy != "laconic" else config.shard.cache,
+        "cache": None if is_cyclic or config.shard.strategy != "laconic" else config.shard.cache,
         "lora": config.lora.enabled,
-        "num_nodes": trainer.ranks.num_nodes,
-        "num_local": trainer.ranks.num_local,
-        "device": trainer.device.type,
+        "num_nodes": ranks.num_nodes,
+        "num_local": ranks.num_local,
         "num_parameters": sum(parameter.numel() for parameter in parameters),
         "num_trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        "start_step": trainer.start_step,
-        "tokens_per_step": trainer.tokens_per_step,
         "losses": [step.loss for step in steps],
         "grad_norms": [step.grad_norm for step in steps],
-        "step_s": [step.step_s for step in steps],
-        "wait_s": [step.wait_s for step in steps],
-        "wire_bytes": [step.wire_bytes for step in steps],
-        "traffic_bytes": [step.traffic_bytes for step in steps],
-        "interface_sent_bytes": [step.interface_sent_bytes for step in steps],
-        "interface_received_bytes": [step.interface_received_bytes for step in steps],
-        "device_peak_bytes": _most(step.device_peak_bytes for step in steps),
-        "host_bytes_per_node": _most(step.host_bytes_per_node for step in steps),
-        "allocated_peak_bytes": _most(step.allocated_peak_bytes for step in steps),
-        **trainer.measured,
-        "resident_bytes": _most(step.resident_bytes for step in steps),
-        "syncs": [dict(sync.__dict__) for step in steps for sync in step.syncs],
-        "cyclic": [dict(step.cyclic.__dict__) for step in steps if step.cyclic is not None],
-        "evaluations": trainer.evaluations,
-        "output": str(trainer.output),
+        **{key: values[key] for key in _LISTS},
+        **{key: max((value for value in values[key] if value is not None), default=None) for key in _PEAKS},
+        "syncs": [dataclasses.asdict(sync) for step in steps for sync in step.syncs],
+        "cyclic": [dataclasses.asdict(step.cyclic) for step in steps if step.cyclic is not None],
+        "output": config.train.output,
         "versions": _versions(),
         "config": to_dict(config),
     }
 
 
-def _most(values: Any) -> int | None:
-    return max((value for value in values if value is not None), default=None)
-
-
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in ("laconic", "torch", "transformers", "peft"):
-        with contextlib.suppress(PackageNotFoundError):  # laconic run from a source tree
+        with contextlib.suppress(PackageNotFoundError):  # laconic may run from a source tree
             found[name] = version(name)
     return found

@@ -1,0 +1,1 @@
+"""Pure arithmetic: rules, time steps, places, programs and their messages."""

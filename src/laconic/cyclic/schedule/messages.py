@@ -1,44 +1,46 @@
-"""What devices do and tell each other: ops, messages, and the instructions that programs are made of.
+"""The ops, messages and instructions that a device's program is made of.
 
 [Note: Messages of a batch]
-N workers, N stages; s_j is the rule's switch (rule.py).
-  gradient     The sum over workers 0..i of stage j's gradients, from i to i + 1, after i's backward.
-  total        The sum over all workers; from the last worker to whoever applies it.
-  weights      Parameters of a version, along a ring that begins with the stage's owner, worker s_j mod N. Everyone
-               hands them on when it takes them into use itself, two steps after the one before.
-  rear weights The same for the backward, where parameters are not kept between forward and backward.
-  activation, activation gradient   Between stages on different devices.
-  square, norm The sum of squares of the totals of stages j..N-1, from each to the one before; and of all stages, to
-               everybody. Only where the global norm is asked for.
+There are N workers and N stages; s_j is the switch of stage j under the rule (rule.py). A batch sends these messages:
 
-states        parameters                 optimizer state   total goes to              version reaches others by
-replicated    all on every worker        owner             owner                      weights
-sharded       owner                      owner             owner                      weights and rear weights, always
-shared        one stage per device       every device      every device of the stage  total, in the order of first use
-single        one device                 the device        stays                      stays
+  gradient      The gradient of stage j, summed over workers 0..i. Worker i sends it to worker i + 1 after its backward.
+  total         The same sum over all workers. The last worker sends it to the devices that step the stage's optimizer.
+  weights       One version of a stage's parameters. It travels along a ring of workers, from the stage's owner, worker
+                s_j mod N. Each worker forwards it when it begins to use it, two time steps after the one before.
+  rear weights  The same version once more for the backward, if workers do not keep parameters after the forward.
+  activation, activation gradient
+                The output of a stage, and the gradient of its input, between stages on different devices.
+  square        The sum of squares of the totals of stages j..N-1. It travels from the last stage to the first.
+  norm          The sum of squares over all stages, for every device. Both are sent only if updates need the norm.
 
-A run begins with batch 0. Version t of a run has seen the gradients of batches 0..t-1 of the run. Version -1, which
-stale workers use in batch 0, is version 0 without the gradient that was waiting when the run began, if one was (a run
-resumed from the middle of things); otherwise it is version 0.
+states        parameters                 optimizer state   total goes to              other devices get a version by
+replicated    all stages, every worker   owner             owner                      weights
+sharded       owner                      owner             owner                      weights and rear weights
+shared        one stage per device       every device      every device of the stage  applying the total themselves
+single        one device                 that device       that device                -
+
+A run begins with batch 0. Version t of a stage contains the gradients of batches 0..t-1 of the run. Stale workers use
+version t - 1 in batch t, hence version -1 in batch 0. If the run was resumed while a gradient waited to be applied,
+version -1 lacks that gradient and version 0 contains it. In every other run the two versions are equal.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 MessageKind = Literal[
     "gradient", "total", "weights", "rear weights", "activation", "activation gradient", "square", "norm"
 ]
+Key = tuple[str, int, int, int]
+"""The kind, stage, index and worker of a message: they name its content at the receiver."""
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One stage's forward or backward of one micro-batch."""
+    """The forward or the backward of one stage on one micro-batch."""
 
     step: int
     worker: int
-    """Whose micro-batch it is, 0..N-1; where it runs is `device`."""
+    """The worker whose micro-batch it is, 0..N-1. The op runs on `device`, which need not be the same number."""
     device: int
     stage: int
     batch: int
@@ -46,93 +48,90 @@ class Op:
 
     @property
     def label(self) -> str:
-        """As papers print it, stages from 1: F1, B4."""
+        """The name of the op in papers, which count stages from 1: F1, B4."""
         return f"{'F' if self.is_forward else 'B'}{self.stage + 1}"
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one device sends another, or leaves for itself."""
+    """A transfer from one device to another, or a value that a device keeps for itself if both are the same."""
 
     kind: MessageKind
     source: int
     target: int
     stage: int
     index: int
-    """The version, for weights and rear weights; the batch of the gradient for all others."""
+    """The version, for weights and rear weights. The batch of the gradient, for all other kinds."""
     worker: int
-    """Whose micro-batch: of an activation, or the last one in a sum of gradients; of weights, who will use them."""
+    """The worker whose activation it is, the last worker in a sum of gradients, or the worker that uses the weights."""
     step: int
-    """It leaves at the beginning of this time step."""
+    """The time step at whose beginning the message leaves."""
     due: int
-    """It is needed at the beginning of this time step."""
+    """The time step at whose beginning the receiver needs it."""
     sent_in: int
-    """The sender's batch."""
+    """The sender's batch when it sends."""
     due_in: int
-    """The receiver's batch."""
+    """The receiver's batch when it needs the message."""
 
     @property
-    def key(self) -> tuple[str, int, int, int]:
-        """Names its content at the receiver."""
+    def key(self) -> Key:
+        """The name of the content at the receiver."""
         return self.kind, self.stage, self.index, self.worker
 
+    def __str__(self) -> str:
+        return f"the {self.kind} of stage {self.stage} between devices {self.source} and {self.target}"
 
-@dataclass(frozen=True, slots=True)
-class Compute:
+
+class Compute(NamedTuple):
     """Run the op with this version of its stage."""
 
     op: Op
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Take:
-    """Wait for the message; then use it, or throw it away."""
+class Receive(NamedTuple):
+    """Wait for the message; then use it, or throw it away if it is not needed."""
 
     message: Message
     is_needed: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Let the message go; do not wait."""
+class Send(NamedTuple):
+    """Start to send the message, without waiting for the receiver."""
 
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """Apply totals until the stage has this version."""
+class Update(NamedTuple):
+    """Apply total gradients until the stage, whose optimizer steps on this device, has this version."""
 
     stage: int
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Square:
-    """Add the squares of the total that was just completed to those of later stages."""
+class Square(NamedTuple):
+    """Add the squares of the total that is now complete to the squares of later stages."""
 
     stage: int
-    batch: int
 
 
-Instruction = Compute | Take | Send | Update | Square
+Instruction = Compute | Receive | Send | Update | Square
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a program must know of the run besides its batch."""
+    """The facts about a run, beside the batch, that its programs depend on."""
 
     is_pending: bool = False
-    """A gradient of the batch before was waiting when the run began."""
+    """Whether a gradient waited to be applied when the run began."""
     num_batches: int | None = None
-    """Batches with a gradient, known when the run is drained; programs of later batches only pass on what is left."""
+    """The number of batches with a gradient, known once the run is drained. Later programs only pass messages on."""
 
     def has_gradient(self, batch: int) -> bool:
-        """Whether this batch was, or will be, computed."""
+        """Whether the run computes this batch."""
         return batch >= 0 and (self.num_batches is None or batch < self.num_batches)
 
     def has_version(self, version: int) -> bool:
-        """Whether this version differs from the one before, and will exist."""
+        """Whether the run makes this version, and it differs from the version before."""
         first = 0 if self.is_pending else 1
         return version >= first and (self.num_batches is None or version <= self.num_batches)

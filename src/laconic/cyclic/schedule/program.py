@@ -1,61 +1,78 @@
-"""A device's program of one batch, from the schedule's times. See [Note: Messages of a batch] in messages.py."""
+"""Programs: the instructions of a device for one batch, and the messages that they send.
 
-from __future__ import annotations
+Programs are the only source of messages. The planner counts the messages in them, the runtime executes them, and a
+receiver learns from the sender's program which messages come and in which order. See [Note: Messages of a batch].
+"""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Literal
 
-from laconic.cyclic.schedule.messages import Compute, Instruction, Message, Op, Run, Send, Square, Take, Update
+from laconic.cyclic.schedule.messages import Compute, Instruction, Message, Op, Receive, Run, Send, Square, Update
+from laconic.cyclic.schedule.schedule import Schedule
 
-if TYPE_CHECKING:
-    from laconic.cyclic.schedule.schedule import Schedule
-
-
-def program(schedule: Schedule, device: int, batch: int, run: Run) -> list[Instruction]:
-    """What a device does in one batch of a run, in order."""
-    compile_ = _stage_on_devices if schedule.states in ("single", "shared") else _ring_of_workers
-    instructions = list(compile_(schedule, device, batch, run))
-    if schedule.has_norm and run.has_gradient(batch - 2):
-        return [Take(_norm_to(schedule, device, batch - 2)), *instructions]
-    return instructions
+_ENDLESS = Run()
 
 
-def _compute(schedule: Schedule, op: Op, version: int) -> Iterator[Instruction]:
-    """One stage's op, with what it takes from its neighbours and hands on to them."""
-    return _forward(schedule, op, version) if op.is_forward else _backward(schedule, op, version)
+def program(schedule: Schedule, device: int, batch: int, run: Run = _ENDLESS) -> list[Instruction]:
+    """The instructions of a device for one batch of a run, in order."""
+    compile_ = _ring_of_workers if schedule.has_device_per_worker else _stages_on_devices
+    has_norm = schedule.has_norm and run.has_gradient(batch - 2)
+    norm = [Receive(_norm_to(schedule, device, batch - 2))] if has_norm else []
+    return [*norm, *compile_(schedule, device, batch, run)]
 
 
-def _forward(schedule: Schedule, op: Op, version: int) -> Iterator[Instruction]:
-    if op.stage > 0:
-        yield Take(_activation(schedule, op, op.stage - 1))
-    yield Compute(op, version)
-    if op.stage < schedule.num_stages - 1:
-        yield Send(_activation(schedule, op, op.stage))
+@lru_cache(maxsize=64)
+def messages_to(schedule: Schedule, target: int, batch: int, run: Run = _ENDLESS) -> tuple[Message, ...]:
+    """Messages that other devices send to `target` in one batch; those of one sender in the order of its program."""
+    others = (source for source in range(schedule.num_devices) if source != target)
+    return tuple(m for source in others for m in _sent(schedule, source, batch, run) if m.target == target)
 
 
-def _backward(schedule: Schedule, op: Op, version: int) -> Iterator[Instruction]:
-    """And the gradients summed over this worker and those before it."""
-    if op.stage < schedule.num_stages - 1:
-        yield Take(_activation_gradient(schedule, op, op.stage + 1))
-    yield Compute(op, version)
-    if op.stage > 0:
-        yield Send(_activation_gradient(schedule, op, op.stage))
-    if op.worker > 0:
-        yield Take(_gradient(schedule, op.worker - 1, op.stage, op.batch))
-    yield from _norm(schedule, op)
-    yield Send(_gradient(schedule, op.worker, op.stage, op.batch))
+def messages_per_step(schedule: Schedule, batches: int) -> list[list[Message]]:
+    """The messages between devices in a run that is drained after `batches` batches, by the time step they leave at."""
+    run = Run(num_batches=batches)
+    messages = [
+        message
+        for batch in range(batches + 2)
+        for device in range(schedule.num_devices)
+        for message in _sent(schedule, device, batch, run)
+        if message.source != message.target
+    ]
+    # The last messages of the drain may leave after the last op.
+    steps = max([schedule.num_steps(batches), *(message.step + 1 for message in messages)])
+    by_step: list[list[Message]] = [[] for _ in range(steps)]
+    for message in sorted(messages, key=lambda message: (message.source, message.target)):
+        by_step[message.step].append(message)
+    return by_step
 
 
-# -- all stages on every worker ----------------------------------------------------------------------------------------
+def largest_burst(
+    schedule: Schedule, batches: int, kinds: Sequence[str] = ("gradient", "total", "weights")
+) -> tuple[int, int]:
+    """The largest number of messages of these kinds that one device sends, and receives, in one time step."""
+    sends, receives = 0, 0
+    for messages in messages_per_step(schedule, batches):
+        counted = [message for message in messages if message.kind in kinds]
+        sends = max(sends, *Counter(message.source for message in counted).values(), 0)
+        receives = max(receives, *Counter(message.target for message in counted).values(), 0)
+    return sends, receives
+
+
+def _sent(schedule: Schedule, device: int, batch: int, run: Run) -> Iterator[Message]:
+    for instruction in program(schedule, device, batch, run):
+        if isinstance(instruction, Send):
+            yield instruction.message
 
 
 def _ring_of_workers(schedule: Schedule, device: int, batch: int, run: Run) -> Iterator[Instruction]:
-    """`replicated` and `sharded`: device i is worker i."""
+    """The program for replicated and sharded states, where device i is worker i."""
     computes = run.has_gradient(batch)
     if batch == 0 and computes and schedule.states == "sharded":
         yield from _first_weights(schedule, device)
     for op in schedule.ops(device, batch):
-        version = batch if schedule.rule.is_fresh(op.worker, op.stage) else batch - 1
+        version = schedule.rule.version_in_run(op.worker, op.stage, batch)
         if op.is_forward and device == schedule.rule.owner(op.stage) and run.has_version(version):
             yield Update(op.stage, version)
         if op.is_forward or schedule.states == "sharded":
@@ -65,64 +82,47 @@ def _ring_of_workers(schedule: Schedule, device: int, batch: int, run: Run) -> I
 
 
 def _weights(schedule: Schedule, op: Op, version: int, run: Run) -> Iterator[Instruction]:
-    """Take this version from the worker before in the stage's ring, and hand it on to the one after."""
-    workers, owner = schedule.num_stages, schedule.rule.owner(op.stage)
-    switch = schedule.rule.switch[op.stage]
-    before = (op.worker - 1) % workers if version >= 0 or op.worker > 0 else owner
-    after = (op.worker + 1) % workers
-
-    def hop(source: int, target: int) -> Message:
-        """From worker to worker; a worker uses the version in batch `version` if it is fresh, in the next if not."""
-        is_first = version == -1 and source == owner and target == 0 and switch < workers
-        used = [version if schedule.rule.is_fresh(worker, op.stage) else version + 1 for worker in (source, target)]
-        step_of = schedule.forward_step if op.is_forward else schedule.backward_step
-        due = step_of(target, op.stage, used[1])
-        return Message(
-            kind="weights" if op.is_forward else "rear weights",
-            source=source,
-            target=target,
-            stage=op.stage,
-            index=version,
-            worker=target,
-            step=max(due - 2, 0) if is_first else step_of(source, op.stage, used[0]),
-            due=due,
-            sent_in=0 if is_first else used[0],
-            due_in=used[1],
-        )
+    """Receive a version from the previous worker in the stage's ring, and send it to the next worker."""
+    workers, owner, is_replicated = schedule.num_stages, schedule.rule.owner(op.stage), schedule.states == "replicated"
+    previous = (op.worker - 1) % workers if version >= 0 or op.worker > 0 else owner
+    following = (op.worker + 1) % workers
 
     def exists(message: Message) -> bool:
-        if schedule.states == "replicated":
-            return run.has_version(version)
-        return run.has_gradient(message.sent_in)
+        return run.has_version(version) if is_replicated else run.has_gradient(message.sent_in)
 
-    if op.worker != owner and exists(message := hop(before, op.worker)):
-        yield Take(message, is_needed=schedule.states == "replicated" or run.has_gradient(op.batch))
-    if after != owner and exists(message := hop(op.worker, after)):
+    if op.worker != owner and exists(message := _hop(schedule, op, version, previous, op.worker)):
+        yield Receive(message, is_needed=is_replicated or run.has_gradient(op.batch))
+    if following != owner and exists(message := _hop(schedule, op, version, op.worker, following)):
         yield Send(message)
 
 
+def _hop(schedule: Schedule, op: Op, version: int, source: int, target: int) -> Message:
+    """A version of the op's stage from one worker to another, for ops of the same direction."""
+    rule, stage = schedule.rule, op.stage
+    kind: Literal["weights", "rear weights"] = "weights" if op.is_forward else "rear weights"
+    step_of = schedule.forward_step if op.is_forward else schedule.backward_step
+    # A fresh worker uses the version in batch `version`, a stale worker in the batch after it.
+    sent_in, due_in = (version if rule.is_fresh(worker, stage) else version + 1 for worker in (source, target))
+    due = step_of(target, stage, due_in)
+    if version == -1 and source == rule.owner(stage) and target == 0 and rule.switch[stage] < schedule.num_stages:
+        return Message(kind, source, target, stage, version, target, max(due - 2, 0), due, 0, due_in)
+    return Message(kind, source, target, stage, version, target, step_of(source, stage, sent_in), due, sent_in, due_in)
+
+
 def _first_weights(schedule: Schedule, device: int) -> Iterator[Instruction]:
-    """Version -1 for those that are stale in batch 0: no worker before them had it, so the owner begins the chain."""
-    run = Run()
+    """Let the owner send version -1 to worker 0, if that is stale in batch 0: no worker before it had the version."""
     for stage, switch in enumerate(schedule.rule.switch):
-        if schedule.rule.owner(stage) != device or not 0 < switch < schedule.num_stages:
-            continue
-        for is_forward in (True, False):
-            first = Op(0, 0, 0, stage, 0, is_forward)
-            for instruction in _weights(schedule, first, -1, run):
-                if isinstance(instruction, Take):
-                    yield Send(instruction.message)
+        if schedule.rule.owner(stage) == device and 0 < switch < schedule.num_stages:
+            for is_forward in (True, False):
+                yield Send(_hop(schedule, Op(0, 0, 0, stage, 0, is_forward), -1, device, 0))
 
 
-# -- one stage per device, or everything on one ------------------------------------------------------------------------
-
-
-def _stage_on_devices(schedule: Schedule, device: int, batch: int, run: Run) -> Iterator[Instruction]:
-    """`shared` and `single`: a device runs a stage's micro-batches one after the other and applies totals itself."""
+def _stages_on_devices(schedule: Schedule, device: int, batch: int, run: Run) -> Iterator[Instruction]:
+    """The program for shared and single states: a device runs several workers' micro-batches and applies totals."""
     last, computes = schedule.num_stages - 1, run.has_gradient(batch)
     for op in schedule.ops(device, batch):
-        version = batch if schedule.rule.is_fresh(op.worker, op.stage) else batch - 1
-        if op.is_forward and run.has_version(version) and _is_new(schedule, op, version):
+        version = schedule.rule.version_in_run(op.worker, op.stage, batch)
+        if op.is_forward and run.has_version(version) and _is_first_use(schedule, op, version):
             yield from _pass_total_on(schedule, op, version - 1)
             yield Update(op.stage, version)
         if computes:
@@ -131,62 +131,79 @@ def _stage_on_devices(schedule: Schedule, device: int, batch: int, run: Run) -> 
             yield from _pass_total_on(schedule, op, batch)
 
 
-def _is_new(schedule: Schedule, op: Op, version: int) -> bool:
-    """Whether the device's micro-batch before used an older version."""
-    period = schedule.num_stages - op.stage if schedule.states == "shared" else 1
-    micro_batch = op.batch * schedule.num_stages + op.worker
-    before = micro_batch - period
-    if before < 0:
+def _is_first_use(schedule: Schedule, op: Op, version: int) -> bool:
+    """Whether the device's previous micro-batch used an older version."""
+    period = len(schedule.devices_of(op.stage))
+    previous = op.batch * schedule.num_stages + op.worker - period
+    if previous < 0:
         return version >= 0
-    batch, worker = divmod(before, schedule.num_stages)
-    return version > (batch if schedule.rule.is_fresh(worker, op.stage) else batch - 1)
-
-
-def _users(schedule: Schedule, stage: int, total_of: int) -> list[tuple[int, int, int]]:
-    """(device, worker, batch) of the first uses of the version that a total makes, one per device, in order.
-
-    Without the device that has the total already.
-    """
-    n, period = schedule.num_stages, len(schedule.devices_of(stage))
-    first = (total_of + 1) * n + schedule.rule.switch[stage]
-    uses = [divmod(micro_batch, n) for micro_batch in range(first, first + period)]
-    maker = schedule.device(n - 1, stage, total_of)
-    found = [(schedule.device(worker, stage, batch), worker, batch) for batch, worker in uses]
-    return [use for use in found if use[0] != maker]
+    batch, worker = divmod(previous, schedule.num_stages)
+    return version > schedule.rule.version_in_run(worker, op.stage, batch)
 
 
 def _pass_total_on(schedule: Schedule, op: Op, total_of: int) -> Iterator[Instruction]:
-    """From the device that completed the total, or the one that uses it now, to the next that will."""
+    """Pass a total on: from the device that completed it to the device that first uses the new version, and so on."""
     if total_of < 0 or schedule.states == "single":
-        return  # what was waiting when the run began is on every device of the stage
-    users = _users(schedule, op.stage, total_of)
-    devices = [device for device, _, _ in users]
-    if op.is_forward and op.device not in devices:
+        return  # a gradient that waited when the run began is on every device of the stage
+    n, devices = schedule.num_stages, schedule.devices_of(op.stage)
+    completed_on = schedule.device(n - 1, op.stage, total_of)
+    if op.is_forward and op.device == completed_on:
         return
-    place = devices.index(op.device) + 1 if op.is_forward else 0
-    if place < len(users):
-        device, worker, batch = users[place]
-        yield Send(
-            Message(
-                kind="total",
-                source=op.device,
-                target=device,
-                stage=op.stage,
-                index=total_of,
-                worker=schedule.num_stages - 1,
-                step=op.step if op.is_forward else op.step + 1,
-                due=schedule.forward_step(worker, op.stage, batch),
-                sent_in=op.batch,
-                due_in=batch,
-            )
-        )
+    first_use = (total_of + 1) * n + schedule.rule.switch[op.stage]
+    uses = [divmod(micro_batch, n) for micro_batch in range(first_use, first_use + len(devices))]
+    by_device = {schedule.device(worker, op.stage, batch): (batch, worker) for batch, worker in uses}
+    order = [completed_on, *(device for device in by_device if device != completed_on)]
+    place = order.index(op.device) + 1
+    if place < len(order):
+        batch, worker = by_device[order[place]]
+        step, due = op.step if op.is_forward else op.step + 1, schedule.forward_step(worker, op.stage, batch)
+        yield Send(Message("total", op.device, order[place], op.stage, total_of, n - 1, step, due, op.batch, batch))
+
+
+def _compute(schedule: Schedule, op: Op, version: int) -> Iterator[Instruction]:
+    """Run an op: receive its input from the neighbouring stage, send its output, and add up gradients over workers."""
+    last = schedule.num_stages - 1
+    hop = 1 if op.is_forward else -1
+    if 0 <= op.stage - hop <= last:
+        yield Receive(_activation(schedule, op, op.stage - hop))
+    yield Compute(op, version)
+    if 0 <= op.stage + hop <= last:
+        yield Send(_activation(schedule, op, op.stage))
+    if not op.is_forward:
+        if op.worker > 0:
+            yield Receive(_gradient(schedule, op.worker - 1, op.stage, op.batch))
+        if op.worker == last and schedule.has_norm:
+            yield from _norm(schedule, op)
+        yield Send(_gradient(schedule, op.worker, op.stage, op.batch))
+
+
+def _activation(schedule: Schedule, op: Op, stage: int) -> Message:
+    """The output of `stage` to the next stage, or in a backward the gradient of its input to the previous one."""
+    receiver = stage + 1 if op.is_forward else stage - 1
+    source, target = (schedule.device(op.worker, j, op.batch) for j in (stage, receiver))
+    step = (schedule.forward_step if op.is_forward else schedule.backward_step)(op.worker, receiver, op.batch)
+    kind: Literal["activation", "activation gradient"] = "activation" if op.is_forward else "activation gradient"
+    return Message(kind, source, target, stage, op.batch, op.worker, step, step, op.batch, op.batch)
+
+
+def _gradient(schedule: Schedule, worker: int, stage: int, batch: int) -> Message:
+    """The sum of a stage's gradients over workers 0..worker; the sum of the last worker is the total."""
+    source, step = schedule.device(worker, stage, batch), schedule.backward_step(worker, stage, batch) + 1
+    if worker < schedule.num_stages - 1:
+        target = schedule.device(worker + 1, stage, batch)
+        due = schedule.backward_step(worker + 1, stage, batch) + 1  # the next worker adds it after its own backward
+        return Message("gradient", source, target, stage, batch, worker, step, due, batch, batch)
+    target, due, due_in = source, step, batch
+    if schedule.has_device_per_worker:
+        target = schedule.rule.owner(stage)
+        due_in = batch + 1 if schedule.rule.is_fresh(target, stage) else batch + 2
+        due = schedule.forward_step(target, stage, due_in)
+    return Message("total", source, target, stage, batch, worker, step, due, batch, due_in)
 
 
 def _norm(schedule: Schedule, op: Op) -> Iterator[Instruction]:
-    """After the last worker's backward, stage by stage: the last stage's total is complete first."""
+    """Add up squares after the last worker's backward, from the last stage, whose total is complete first."""
     last = schedule.num_stages - 1
-    if not schedule.has_norm or op.worker != last:
-        return
 
     def square(stage: int) -> Message:
         source, target = (schedule.device(last, j, op.batch) for j in (stage, stage - 1))
@@ -194,8 +211,8 @@ def _norm(schedule: Schedule, op: Op) -> Iterator[Instruction]:
         return Message("square", source, target, stage, op.batch, last, step, step + 1, op.batch, op.batch)
 
     if op.stage < last:
-        yield Take(square(op.stage + 1))
-    yield Square(op.stage, op.batch)
+        yield Receive(square(op.stage + 1))
+    yield Square(op.stage)
     if op.stage > 0:
         yield Send(square(op.stage))
         return
@@ -204,42 +221,7 @@ def _norm(schedule: Schedule, op: Op) -> Iterator[Instruction]:
 
 
 def _norm_to(schedule: Schedule, device: int, batch: int) -> Message:
-    """The global norm of a batch, which everybody has when the batch after the next begins; who updates, earlier."""
+    """The global norm of a batch: devices that update need it then, all others when the batch after the next begins."""
     last = schedule.num_stages - 1
     step, due = schedule.backward_step(last, 0, batch) + 1, schedule.ops(device, batch + 2)[0].step
     return Message("norm", schedule.device(last, 0, batch), device, 0, batch, last, step, due, batch, batch + 2)
-
-
-# -- messages that all have --------------------------------------------------------------------------------------------
-
-
-def _gradient(schedule: Schedule, worker: int, stage: int, batch: int) -> Message:
-    """The sum over workers 0..worker; the last one's is the total."""
-    source, last = schedule.device(worker, stage, batch), schedule.num_stages - 1
-    step = schedule.backward_step(worker, stage, batch) + 1
-    if worker < last:
-        # It is added after the next worker's own backward.
-        due, due_in = schedule.backward_step(worker + 1, stage, batch) + 1, batch
-        target = schedule.device(worker + 1, stage, batch)
-        return Message("gradient", source, target, stage, batch, worker, step, due, batch, due_in)
-    target, due_in = source, batch
-    due = step
-    if schedule.states in ("replicated", "sharded"):
-        target = schedule.rule.owner(stage)
-        due_in = batch + 1 if schedule.rule.is_fresh(target, stage) else batch + 2
-        due = schedule.forward_step(target, stage, due_in)
-    return Message("total", source, target, stage, batch, worker, step, due, batch, due_in)
-
-
-def _activation(schedule: Schedule, op: Op, stage: int) -> Message:
-    """The output of `stage`, to the next one."""
-    source, target = (schedule.device(op.worker, j, op.batch) for j in (stage, stage + 1))
-    step = schedule.forward_step(op.worker, stage + 1, op.batch)
-    return Message("activation", source, target, stage, op.batch, op.worker, step, step, op.batch, op.batch)
-
-
-def _activation_gradient(schedule: Schedule, op: Op, stage: int) -> Message:
-    """The gradient of the input of `stage`, to the one before."""
-    source, target = (schedule.device(op.worker, j, op.batch) for j in (stage, stage - 1))
-    step = schedule.backward_step(op.worker, stage - 1, op.batch)
-    return Message("activation gradient", source, target, stage, op.batch, op.worker, step, step, op.batch, op.batch)

@@ -1,37 +1,40 @@
-"""When every micro-batch runs, and which messages that takes: pure arithmetic, no tensors.
+"""The schedule: at which time step and on which device every op runs. Pure arithmetic, no tensors.
 
-One time step is one stage's forward or one stage's backward. Worker i runs stage j of batch t in time steps
+A time step is the forward or the backward of one stage. Worker i runs stage j of batch t in the time steps
 
     forward   2N t + 2i + j            backward   2N t + 2i + 2N - 1 - j
 
-two steps after worker i - 1; under plain data parallelism all workers run when worker 0 does. What a device does is a
-flat list of instructions per batch, its *program*. Programs are the only source of messages: the planner counts them,
-the runtime executes them, and a receiver knows what will come, and in which order, from the sender's program.
+so it runs two time steps after worker i - 1. For N = 2 and two batches (F1: forward of the first stage):
 
-Source: Fournier and Oyallon, arXiv 2403.08837, figure 1 (the time steps); the messages are ours.
+    time step   0   1   2   3   4   5   6   7   8   9
+    worker 0   F1  F2  B2  B1  F1  F2  B2  B1
+    worker 1           F1  F2  B2  B1  F1  F2  B2  B1
+
+Under plain data parallelism all workers run when worker 0 does.
+
+Source: Fournier and Oyallon, arXiv 2403.08837, figure 1. The messages (messages.py, program.py) are our own.
 """
 
-from __future__ import annotations
-
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal
 
-from laconic.cyclic.schedule.messages import Instruction, Message, MessageKind, Op, Run, Send
-from laconic.cyclic.schedule.program import program
+from laconic.cyclic.schedule.messages import Op
 from laconic.cyclic.schedule.rule import RULES, Rule
 
 StatePlacement = Literal["single", "replicated", "sharded", "shared"]
 STATES: tuple[StatePlacement, ...] = ("single", "replicated", "sharded", "shared")
+"""The four ways to place model states: see the table in [Note: Messages of a batch]."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The time steps of N workers and N stages under a rule, with model states kept in one of four ways.
+    """The time steps of N workers and N stages under a rule, with model states placed in one of four ways.
 
-    `rule` with `is_staggered` False is plain data parallelism on the same machinery: everybody at once.
+    Raises:
+        ValueError: the placement does not exist, or the rule cannot serve it: shared stages need a staggered rule, and
+            the global norm needs a rule whose `allows_global_norm` is true.
     """
 
     rule: Rule
@@ -55,45 +58,38 @@ class Schedule:
                 "the optimizer"
             )
 
-    @staticmethod
-    def of(
-        rule: Rule | str | Sequence[Sequence[bool | int]], num_stages: int, states: StatePlacement = "replicated"
-    ) -> Schedule:
-        """From a rule, its name or a mask. Raises ValueError as `Rule.of` does."""
-        return Schedule(Rule.of(rule, num_stages), states)
-
     @property
     def num_stages(self) -> int:
-        """N, also the number of workers."""
+        """N, the number of stages and of workers."""
         return self.rule.num_stages
 
     @property
     def num_devices(self) -> int:
-        """1, N, or N(N+1)/2 if stages are shared."""
+        """The number of devices: 1, N, or N(N+1)/2 if stages are shared."""
         n = self.num_stages
         return {"single": 1, "shared": n * (n + 1) // 2}.get(self.states, n)
 
-    # -- time ----------------------------------------------------------------------------------------------------------
+    @property
+    def has_device_per_worker(self) -> bool:
+        """Whether each worker has a device of its own, which then has the worker's number."""
+        return self.states in ("replicated", "sharded")
 
     def forward_step(self, worker: int, stage: int, batch: int) -> int:
-        """The time step of this forward."""
+        """The time step of a forward."""
         return 2 * self.num_stages * batch + (2 * worker if self.rule.is_staggered else 0) + stage
 
     def backward_step(self, worker: int, stage: int, batch: int) -> int:
-        """The time step of this backward."""
+        """The time step of a backward."""
         return self.forward_step(worker, 0, batch) + 2 * self.num_stages - 1 - stage
 
     def num_steps(self, batches: int) -> int:
-        """Time steps of a whole run: 2N per batch, and 2(N - 1) to fill and to drain."""
+        """The number of time steps of a whole run: 2N per batch, and 2(N - 1) to fill and to drain."""
         return self.backward_step(self.num_stages - 1, 0, batches - 1) + 1 if batches else 0
 
-    # -- place ---------------------------------------------------------------------------------------------------------
-
     def device(self, worker: int, stage: int, batch: int) -> int:
-        """Where this micro-batch's stage runs.
+        """The device that runs a stage of a worker's micro-batch.
 
-        Shared stages: N - j devices have stage j; micro-batch m = t N + i uses number m mod (N - j) of them, which is
-        free at that time.
+        N - j devices hold a shared stage j. Micro-batch m = t N + i uses number m mod (N - j), which is free then.
         """
         if self.states == "single":
             return 0
@@ -113,14 +109,18 @@ class Schedule:
         """The stages that a device runs."""
         return tuple(stage for stage in range(self.num_stages) if device in self.devices_of(stage))
 
+    def updated_on(self, device: int) -> tuple[int, ...]:
+        """The stages whose optimizer steps on a device."""
+        if not self.has_device_per_worker:
+            return self.stages_of(device)
+        return tuple(stage for stage in range(self.num_stages) if self.rule.owner(stage) == device)
+
     def ops(self, device: int, batch: int) -> list[Op]:
-        """What a device computes of one batch, in its order."""
+        """The ops of a device for one batch, in their order."""
         return _ops_by_device(self, batch)[device]
 
-    # -- tables --------------------------------------------------------------------------------------------------------
-
     def table(self, batches: int) -> list[list[Op | None]]:
-        """Row i is worker i's op in every time step of a run; None while it idles, in the fill and the drain."""
+        """The ops of a run: row i has worker i's op for every time step, None where the worker idles."""
         rows: list[list[Op | None]] = [[None] * self.num_steps(batches) for _ in range(self.num_stages)]
         for batch in range(batches):
             for ops in _ops_by_device(self, batch):
@@ -129,66 +129,26 @@ class Schedule:
         return rows
 
     def live_activations(self, batches: int) -> list[int]:
-        """Stage activations alive during every time step, over all workers.
+        """The number of stage activations, over all workers, that are alive during every time step of a run.
 
-        One begins with its forward and ends with its backward; in steady state there are N(N+1)/2, and up to N^2 if all
-        workers run at once.
+        Each lives until the end of its backward. In steady state N(N+1)/2 are alive, or up to N^2 without stagger.
         """
         change = [0] * (self.num_steps(batches) + 1)
-        for row in self.table(batches):
-            for op in row:
-                if op is not None:
-                    change[op.step if op.is_forward else op.step + 1] += 1 if op.is_forward else -1
-        live, alive = [], 0
-        for step in range(self.num_steps(batches)):
-            alive += change[step]
-            live.append(alive)
-        return live
-
-    def messages(self, batches: int) -> list[Message]:
-        """All that crosses between devices in a run of `batches` batches, drained at its end; by time step."""
-        run = Run(num_batches=batches)
-        sent = [
-            instruction.message
-            for batch in range(batches + 2)
-            for device in range(self.num_devices)
-            for instruction in self.program(device, batch, run)
-            if isinstance(instruction, Send) and instruction.message.source != instruction.message.target
-        ]
-        return sorted(sent, key=lambda message: (message.step, message.source, message.target))
-
-    def messages_per_step(self, batches: int) -> list[list[Message]]:
-        """`messages` by the time step at whose beginning they leave; the drain's last are in later steps than ops."""
-        messages = self.messages(batches)
-        steps = max([self.num_steps(batches), *(message.step + 1 for message in messages)])
-        by_step: list[list[Message]] = [[] for _ in range(steps)]
-        for message in messages:
-            by_step[message.step].append(message)
-        return by_step
-
-    def busiest(self, batches: int, kinds: Sequence[MessageKind] = ("gradient", "total", "weights")) -> tuple[int, int]:
-        """The most messages of these kinds that one device sends, and receives, in one time step."""
-        most = (0, 0)
-        for messages in self.messages_per_step(batches):
-            sends = Counter(message.source for message in messages if message.kind in kinds)
-            receives = Counter(message.target for message in messages if message.kind in kinds)
-            most = max(most[0], *sends.values(), 0), max(most[1], *receives.values(), 0)
-        return most
-
-    # -- programs ------------------------------------------------------------------------------------------------------
-
-    def program(self, device: int, batch: int, run: Run = Run()) -> list[Instruction]:  # noqa: B008 (it is frozen)
-        """What a device does in one batch of a run, in order."""
-        return program(self, device, batch, run)
+        for op in (op for row in self.table(batches) for op in row if op is not None):
+            if op.is_forward:
+                change[op.step] += 1
+            else:
+                change[op.step + 1] -= 1
+        return list(accumulate(change))[:-1]
 
 
 @lru_cache(maxsize=8)
 def _ops_by_device(schedule: Schedule, batch: int) -> list[list[Op]]:
-    found: list[list[Op]] = [[] for _ in range(schedule.num_devices)]
+    ops: list[list[Op]] = [[] for _ in range(schedule.num_devices)]
     for worker in range(schedule.num_stages):
         for stage in range(schedule.num_stages):
             device = schedule.device(worker, stage, batch)
             forward, backward = (step(worker, stage, batch) for step in (schedule.forward_step, schedule.backward_step))
-            found[device].append(Op(forward, worker, device, stage, batch, True))
-            found[device].append(Op(backward, worker, device, stage, batch, False))
-    return [sorted(ops, key=lambda op: (op.step, op.worker)) for ops in found]
+            ops[device].append(Op(forward, worker, device, stage, batch, True))
+            ops[device].append(Op(backward, worker, device, stage, batch, False))
+    return [sorted(own, key=lambda op: (op.step, op.worker)) for own in ops]

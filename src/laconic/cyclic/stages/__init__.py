@@ -1,0 +1,1 @@
+"""Cutting a model into stages, and measuring what they save for backward."""

@@ -1,18 +1,19 @@
 """A transformers causal language model as a sequence of blocks: embedding, layers, head.
 
-[Note: Cutting somebody else's forward]
-What a layer needs besides the hidden states (masks, positions, rotary angles) is for the model's own code to say, and
-no two models agree. So the first block runs that code, with stand-ins in place of the layers: they return the hidden
-states as they are and write down what else they were given. Those tensors are carried from stage to stage. The last
-block runs the model's own code around its body, with the body replaced by what follows its layers. Nothing of this is
-certain for a model not seen before, so the blocks are run once beside the model, and a model whose logits they do not
-repeat to the bit is refused.
+[Note: Cutting a model's own forward]
+A layer needs more than the hidden states: masks, positions, rotary angles. Every model computes them in its own code,
+and no two models do it alike. So the blocks run the model's code instead of repeating it.
+  - The first block runs the model's body with a stand-in for each layer. A stand-in returns the hidden states unchanged
+    and records its other arguments. The tensors among these are carried from stage to stage.
+  - Each layer is called with the arguments that its stand-in was called with.
+  - The last block runs the whole model with its body replaced by the modules after the layers.
+No test covers every model. So `blocks_of` runs the blocks beside the model, and refuses a model whose logits they do
+not reproduce to the bit. The models are recognised by their parts, without an import of transformers.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,33 +21,33 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from laconic.cyclic.stages.stage import ModelBlock, Values
+
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and by name."""
 
 _EXAMPLE_TOKENS = 128
-_INPUTS = ("input_ids", "attention_mask", "position_ids")
-"""Of a language model, when an example gives them by position."""
+_INPUTS = ("input_ids", "attention_mask", "position_ids")  # the names of inputs that an example gives by position
 
 
-def blocks_of(model: nn.Module, example: Any) -> tuple[list[Any], tuple[Tensor, ...]]:
-    """The blocks of a causal language model, and the inputs of the first: the tensors of `example`.
+def blocks_of(model: nn.Module, example: Any) -> tuple[Sequence[ModelBlock], Values]:
+    """The blocks of a causal language model, and the inputs of the first block: the tensors of `example`.
 
     Raises:
         ValueError: the model has no list of layers, or is not the sequence of its parts.
     """
-    inputs = _named_inputs(model, example)
+    inputs = _inputs_by_name(model, example)
     anatomy = _examine(model, inputs)
     front = _Front(anatomy, inputs)
     layers = [
         _Layer(f"{anatomy.layers_path}.{index}", layer, call)
         for index, (layer, call) in enumerate(zip(anatomy.layers, front.calls, strict=True))
     ]
-    blocks = [front, *layers, _Tail(model, anatomy)]
+    blocks: list[ModelBlock] = [front, *layers, _Tail(model, anatomy)]
     _refuse_unfaithful(model, blocks, inputs)
     return blocks, tuple(inputs.values())
 
 
-def _named_inputs(model: nn.Module, example: Any) -> dict[str, Tensor]:
+def _inputs_by_name(model: nn.Module, example: Any) -> dict[str, Tensor]:
     if example is None:
         vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
         if vocab_size is None:
@@ -67,7 +68,11 @@ def _unknown(model: nn.Module) -> ValueError:
     )
 
 
-# ------------------------------------------------------------------------------------------------ anatomy
+@contextmanager
+def _dry_run(inputs: Mapping[str, Tensor]) -> Iterator[None]:
+    """Run the body without gradients, and restore random states."""
+    with torch.no_grad(), torch.random.fork_rng({value.device for value in inputs.values() if value.is_cuda}):
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,19 +83,15 @@ class _Anatomy:
     body_path: str
     layers: nn.ModuleList
     layers_path: str
-    before: dict[str, nn.Module]
-    """Children of the body that run before its layers or beside them: embeddings, rotary angles."""
-    after: dict[str, nn.Module]
-    """Children of the body that run after its layers, in order: the last norm."""
-    outside: dict[str, nn.Module]
-    """Modules with parameters outside the body: the head."""
+    before: dict[str, nn.Module]  # children of the body that run before or beside its layers: embeddings, rotary angles
+    after: dict[str, nn.Module]  # children of the body that run after its layers, in order: the last norm
+    outside: dict[str, nn.Module]  # modules with parameters outside the body: the head
     output_type: Callable[..., Any]
-    """Of the body."""
     layers_return_tuples: bool
 
 
 def _examine(model: nn.Module, inputs: Mapping[str, Tensor]) -> _Anatomy:
-    """Run the model once and watch what it calls."""
+    """Run the model once and record the order in which it calls its modules."""
     layers_path, layers = _find_layers(model)
     body_path, _, layers_name = layers_path.rpartition(".")
     body = model.get_submodule(body_path)
@@ -98,21 +99,18 @@ def _examine(model: nn.Module, inputs: Mapping[str, Tensor]) -> _Anatomy:
     outputs: list[Any] = []
     handles = [child.register_forward_hook(lambda module, *_: order.append(module)) for child in body.children()]
     handles += [layer.register_forward_hook(lambda *_: order.append(layers)) for layer in layers]
-    handles += [
-        module.register_forward_hook(lambda _module, _args, output: outputs.append(output))
-        for module in (layers[0], body)
-    ]
+    handles += [m.register_forward_hook(lambda *call: outputs.append(call[-1])) for m in (layers[0], body)]
     try:
-        with torch.no_grad(), torch.random.fork_rng(_cuda_devices(inputs)):
+        with _dry_run(inputs):
             model(**inputs, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
     if body is model or order.count(layers) != len(layers) or not hasattr(outputs[-1], "last_hidden_state"):
         raise _unknown(model)
-    first = order.index(layers)
     children = {name: child for name, child in body.named_children() if name != layers_name}
-    late = [child for child in order if child not in order[:first] and child is not layers]
+    first = order.index(layers)
+    late = [child for child in order[first:] if child not in order[:first] and child is not layers]
     after = dict(sorted(((n, c) for n, c in children.items() if c in late), key=lambda item: late.index(item[1])))
     covered = {module for module in model.modules() if body in set(module.modules())} | set(body.modules())
     return _Anatomy(
@@ -133,65 +131,69 @@ def _examine(model: nn.Module, inputs: Mapping[str, Tensor]) -> _Anatomy:
 
 
 def _find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The longest list of modules that is in no other list."""
-    found: dict[str, nn.ModuleList] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = module
-    if not found:
+    """The longest list of modules that is not inside another list."""
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    outermost = [name for name in lists if not any(name.startswith(f"{outer}.") for outer in lists)]
+    if not outermost:
         raise _unknown(model)
-    path = max(found, key=lambda name: len(found[name]))
-    return path, found[path]
-
-
-# ------------------------------------------------------------------------------------------------ blocks
+    path = max(outermost, key=lambda name: len(lists[name]))
+    return path, lists[path]
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """In a layer's arguments, one of the carried tensors."""
+    """The place of a carried tensor in a layer's arguments."""
 
     index: int
 
 
+class _Recorder:
+    """The forward of stand-ins: returns the hidden states and records the other arguments."""
+
+    def __init__(self, returns_tuple: bool) -> None:
+        self.calls: list[_Arguments] = []
+        self._returns_tuple = returns_tuple
+
+    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
+        self.calls.append((args, kwargs))
+        return (hidden,) if self._returns_tuple else hidden
+
+
 class _Front:
-    """Everything before the layers: inputs of the model -> hidden states and what is carried."""
+    """The block before the layers: from the model's inputs to hidden states and carried tensors."""
 
     def __init__(self, anatomy: _Anatomy, inputs: Mapping[str, Tensor]) -> None:
         self.modules = {f"{anatomy.body_path}.{name}": child for name, child in anatomy.before.items()}
         self._names = tuple(inputs)
-        self._given: list[_Arguments] = []
-        noting = _Noting(self._given, anatomy.layers_return_tuples)
-        stand_ins = nn.ModuleList(_stand_in(layer, noting) for layer in anatomy.layers)
+        self._recorder = _Recorder(anatomy.layers_return_tuples)
+        stand_ins = nn.ModuleList(_stand_in(layer, self._recorder) for layer in anatomy.layers)
         skipped = {name: nn.Identity() for name in anatomy.after}
         self._body = _shell(anatomy.body, **{anatomy.layers_path.rpartition(".")[2]: stand_ins}, **skipped)
-        self.shells = (self._body,)
-        with torch.no_grad(), torch.random.fork_rng(_cuda_devices(inputs)):
-            self._run(tuple(inputs.values()))
+        self.shells: Sequence[nn.Module] = [self._body]
+        with _dry_run(inputs):
+            _, calls = self._run(tuple(inputs.values()))
         slots: dict[int, _Slot] = {}
         self.calls = [
             tree_map_only(Tensor, lambda value: slots.setdefault(id(value), _Slot(len(slots))), arguments)
-            for arguments in self._given
-        ]
-        """Arguments of the layers beside the hidden states."""
-        self._given.clear()
+            for arguments in calls
+        ]  # the arguments of each layer beside the hidden states, with slots for tensors
 
-    def __call__(self, *values: Tensor) -> tuple[Tensor, ...]:
-        try:
-            hidden = self._run(values)
-            return hidden, *self._carried(hidden)
-        finally:
-            self._given.clear()
+    def __call__(self, *values: Tensor) -> Values:
+        hidden, calls = self._run(values)
+        return hidden, *self._carried(hidden, calls)
 
-    def _run(self, values: tuple[Tensor, ...]) -> Tensor:
+    def _run(self, values: Values) -> tuple[Tensor, list[_Arguments]]:
         if len(values) != len(self._names):
             raise ValueError(f"the model was cut for the inputs {self._names}, and is given {len(values)} tensors")
-        return self._body(**dict(zip(self._names, values, strict=True)), use_cache=False).last_hidden_state
+        self._recorder.calls = []
+        hidden = self._body(**dict(zip(self._names, values, strict=True)), use_cache=False).last_hidden_state
+        calls, self._recorder.calls = self._recorder.calls, []
+        return hidden, calls
 
-    def _carried(self, hidden: Tensor) -> list[Tensor]:
-        """What the layers were given now, in the slots of the first time."""
+    def _carried(self, hidden: Tensor, calls: Sequence[_Arguments]) -> list[Tensor]:
+        """The tensors in the slots of these calls."""
         found: dict[int, Tensor | None] = {}
-        for arguments, call in zip(self._given, self.calls, strict=True):
+        for arguments, call in zip(calls, self.calls, strict=True):
             leaves, known = tree_leaves(arguments), tree_leaves(call)
             is_as_known = len(leaves) == len(known) and all(
                 found.setdefault(expected.index, leaf) is leaf
@@ -204,43 +206,48 @@ class _Front:
                     "layers are given other arguments than on the example that the model was cut with; cut it with an "
                     "example like the batches (if they are padded, with an attention_mask that masks something)"
                 )
-        nothing = torch.empty(0, dtype=torch.bool, device=hidden.device)
-        return [nothing if value is None else value for _, value in sorted(found.items())]
+        absent = torch.empty(0, dtype=torch.bool, device=hidden.device)
+        return [absent if value is None else value for _, value in sorted(found.items())]
 
 
 class _Layer:
-    """One layer: (hidden states, carried) -> the same, the carried as they were."""
+    """The block of one layer: from hidden states and carried tensors to the same."""
+
+    shells: Sequence[nn.Module] = ()
 
     def __init__(self, name: str, layer: nn.Module, call: _Arguments) -> None:
-        self.modules, self.shells = {name: layer}, ()
+        self.modules = {name: layer}
         self._layer, self._call = layer, call
 
-    def __call__(self, hidden: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
-        given = [None if _is_nothing(value) else value for value in carried]
+    def __call__(self, *values: Tensor) -> Values:
+        hidden, *carried = values
+        # An empty tensor of bool stands for None, such as the mask of a batch without padding.
+        given = [None if value.dtype == torch.bool and value.numel() == 0 else value for value in carried]
         args, kwargs = tree_map_only(_Slot, lambda slot: given[slot.index], self._call)
         output = self._layer(hidden, *args, **kwargs)
         return (output[0] if isinstance(output, tuple) else output, *carried)
 
 
 class _Tail:
-    """Everything after the layers: hidden states -> logits."""
+    """The block after the layers: from hidden states to logits."""
 
     def __init__(self, model: nn.Module, anatomy: _Anatomy) -> None:
         self.modules = {f"{anatomy.body_path}.{name}": child for name, child in anatomy.after.items()}
         self.modules |= anatomy.outside
         names = anatomy.body_path.split(".")
         self._model: nn.Module = _BodyAfterLayers(anatomy)
-        self.shells: list[nn.Module] = [self._model]
+        shells: list[nn.Module] = [self._model]
         for depth in reversed(range(len(names))):
             self._model = _shell(model.get_submodule(".".join(names[:depth])), **{names[depth]: self._model})
-            self.shells.append(self._model)
+            shells.append(self._model)
+        self.shells: Sequence[nn.Module] = shells
 
-    def __call__(self, hidden: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
-        return (self._model(inputs_embeds=hidden, use_cache=False).logits,)
+    def __call__(self, *values: Tensor) -> Values:
+        return (self._model(inputs_embeds=values[0], use_cache=False).logits,)
 
 
 class _BodyAfterLayers(nn.Module):
-    """Called as the body is, by the model's own code, with hidden states in place of embeddings."""
+    """Takes the body's place in the model's own code, with hidden states for embeddings."""
 
     def __init__(self, anatomy: _Anatomy) -> None:
         super().__init__()
@@ -252,20 +259,15 @@ class _BodyAfterLayers(nn.Module):
         return self._output_type(last_hidden_state=inputs_embeds)
 
 
-def _is_nothing(value: Tensor) -> bool:
-    """Whether it is the empty tensor that is carried for None, such as the mask of a batch without padding."""
-    return value.dtype == torch.bool and value.numel() == 0
-
-
 def _shell(module: nn.Module, **children: nn.Module) -> Any:
-    """The same module, sharing everything, but with some children replaced."""
+    """A copy of a module that shares all its state, with some children replaced."""
     shell = copy.copy(module)
     shell.__dict__["_modules"] = {**module._modules, **children}
     return shell
 
 
-def _stand_in(layer: nn.Module, forward: _Noting) -> Any:
-    """A layer with the attributes of `layer`, which models look at, without its parts; see [Note: Cutting ...]."""
+def _stand_in(layer: nn.Module, forward: _Recorder) -> Any:
+    """A module with the attributes of a layer, which models look at, but without its parameters and submodules."""
     stand_in: Any = copy.copy(layer)
     for parts in ("_modules", "_parameters", "_buffers"):
         stand_in.__dict__[parts] = {}
@@ -273,30 +275,19 @@ def _stand_in(layer: nn.Module, forward: _Noting) -> Any:
     return stand_in
 
 
-class _Noting:
-    """A forward that returns the hidden states and notes the rest of its arguments."""
-
-    def __init__(self, given: list[_Arguments], returns_tuple: bool) -> None:
-        self._given, self._returns_tuple = given, returns_tuple
-
-    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
-        self._given.append((args, kwargs))
-        return (hidden,) if self._returns_tuple else hidden
-
-
-def _refuse_unfaithful(model: nn.Module, blocks: Sequence[Any], inputs: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless the blocks have all parameters, and give the model's logits."""
-    known = {id(p) for block in blocks for module in block.modules.values() for p in module.parameters()}
-    left = [name for name, p in model.named_parameters() if id(p) not in known]
+def _refuse_unfaithful(model: nn.Module, blocks: Sequence[ModelBlock], inputs: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless the blocks have all parameters of the model and compute its logits."""
+    covered = {id(p) for block in blocks for module in block.modules.values() for p in module.parameters()}
+    left = [name for name, p in model.named_parameters() if id(p) not in covered]
     if left:
         raise ValueError(
-            f"{type(model).__name__} has parameters that belong to no layer, nor to what is before or after: "
-            f"{', '.join(left)}; give a list of its modules"
+            f"{type(model).__name__} has parameters that belong to no layer, nor to a module before or after the "
+            f"layers: {', '.join(left)}; give a list of its modules"
         )
-    with torch.no_grad(), torch.random.fork_rng(_cuda_devices(inputs)):
-        random = torch.get_rng_state()
+    with _dry_run(inputs):
+        random_state = torch.get_rng_state()
         logits = model(**inputs, use_cache=False).logits
-        torch.set_rng_state(random)  # the same dropout
+        torch.set_rng_state(random_state)  # the same dropout
         values = tuple(inputs.values())
         for block in blocks:
             values = block(*values)
@@ -305,7 +296,3 @@ def _refuse_unfaithful(model: nn.Module, blocks: Sequence[Any], inputs: Mapping[
             f"{type(model).__name__} is not the sequence of its embedding, layers and head: cut into blocks it gives "
             f"other logits on the example, by up to {(logits - values[0]).abs().max():.1e}; give a list of its modules"
         )
-
-
-def _cuda_devices(inputs: Mapping[str, Tensor]) -> set[torch.device]:
-    return {value.device for value in inputs.values() if value.is_cuda}

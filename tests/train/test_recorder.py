@@ -1,4 +1,4 @@
-"""Records put together over ranks, and the loggers."""
+"""Records combined over ranks, and the loggers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from rich.console import Console
 
 from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
+from laconic.lab.counters import InterfaceBytes
+from laconic.shard.ledger import Ledger
 from laconic.strategies.memory import measured_peak
-from laconic.strategies.spread import Memory
-from laconic.train.metrics import JsonlLogger, Loggers, Step, StepRecord, TensorBoardLogger, reduce_records
+from laconic.strategies.stepper import StepResult
+from laconic.train.loggers import JsonlLogger, TensorBoardLogger
 from laconic.train.progress import BarLogger, LineLogger
+from laconic.train.recorder import reduce_records
+from laconic.train.records import Step, StepRecord
 from tests.ranks import run_ranks
 
 
@@ -29,15 +33,13 @@ def record(step: int, rank: int, *, counted: bool) -> StepRecord:
     }
     return StepRecord(
         step=step,
-        loss=1.0 + rank,
-        grad_norm=0.5,
         lr=0.1,
-        step_s=2.0,
+        result=StepResult(loss=1.0 + rank, grad_norm=0.5),
         data_s=0.0,
+        step_s=2.0,
         traffic=Snapshot(sizes=sizes, waits={"node": 0.25, "local": 9.0}) if counted else None,
-        interface_sent_bytes=100 if counted and rank % 2 == 0 else None,
-        interface_received_bytes=50 if counted and rank % 2 == 0 else None,
-        memory=Memory(device_bytes=3, device_peak_bytes=4 + rank, host_bytes=6) if counted else None,
+        interface=InterfaceBytes(sent=100, received=50) if counted and rank % 2 == 0 else None,
+        memory=Ledger(device_bytes=3, device_peak_bytes=4 + rank, host_bytes=6) if counted else None,
     )
 
 
@@ -104,7 +106,7 @@ def test_jsonl_continues_where_the_run_does(tmp_path: Path) -> None:
 def test_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    logger = Loggers([TensorBoardLogger(tmp_path, after_step=0)])
+    logger = TensorBoardLogger(tmp_path, after_step=0)
     logger.step(step_at(1))
     logger.step(step_at(2))
     logger.evaluation(2, {"eval_loss": 0.5})

@@ -1,4 +1,4 @@
-"""Islands in the trainer: what is refused, who trains what, what they agree on and what is told of it."""
+"""Islands in the trainer: refusals, the slice of each island, syncs and their figures."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 import laconic
-from laconic.codec.codecs import CODECS
+from laconic.codec import CODECS
 from laconic.comm.launch import RankInfo
-from laconic.config.job import Config, ConfigError, JobError, ModelConfig, SyncConfig, from_dict, load
+from laconic.config import Config, ConfigError, JobError, ModelConfig, SyncConfig, from_dict, load
 from laconic.hf.models import build_model
-from laconic.strategies.spread import spread
-from laconic.strategies.sync import deal_slices, num_islands
+from laconic.strategies.islands import assign_slices, num_islands
+from laconic.strategies.parallelize import parallelize
 from tests.hf.zoo import TINY, differing
 from tests.ranks import run_ranks
 from tests.train.jobs import job, refusal, train, train_all
@@ -62,7 +62,10 @@ def test_settings_that_make_no_sense_are_refused_by_name(sync: dict[str, Any], p
             "needs shard.strategy = 'laconic', got 'ddp'",
         ),
         ({"sync": LOCAL, "shard": {"strategy": "fsdp2"}}, "got 'fsdp2'"),
-        ({"sync": {**LOCAL, "slices": 2}, "lora": {"enabled": True}}, "adapters train, and they are not sliced"),
+        (
+            {"sync": {**LOCAL, "slices": 2}, "lora": {"enabled": True}},
+            "only adapters train, and adapters are not sliced",
+        ),
         ({"sync": {**LOCAL, "recovery": "x"}}, "set train.resume = true"),
         ({"sync": {**LOCAL, "islands": 2}}, "sync.islands = 2 does not divide the 1 nodes"),
         ({"sync": {**LOCAL, "slices": 2}}, "sync.slices = 2, but there are 1 islands"),
@@ -73,7 +76,7 @@ def test_jobs_that_cannot_have_islands_are_refused(tmp_path: Path, sections: dic
     assert part in refusal(job(tmp_path, **sections))
 
 
-def test_every_codec_can_be_asked_for() -> None:
+def test_every_codec_is_a_choice() -> None:
     assert set(get_args(get_type_hints(SyncConfig)["codec"])) == set(CODECS)
 
 
@@ -87,35 +90,35 @@ def test_an_island_is_made_of_whole_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("remembered", "slices", "dealt"),
+    ("recovered", "num_slices", "assigned"),
     [
         ([None] * 5, 2, [0, 1, 0, 1, 0]),  # island mod slices
         ([1, None, 0, None], 2, [1, 0, 0, 1]),
         ([2, None], 4, [2, 0]),
         ([0, 0, None], 2, [0, 0, 1]),
-        ([0, 0], 2, [0, 1]),  # nobody would train slice 1
+        ([0, 0], 2, [0, 1]),  # otherwise no island trains slice 1
         ([1, 1, 1, 1], 4, [1, 3, 2, 0]),
         ([None], 1, [0]),
     ],
 )
-def test_slices_are_kept_and_dealt_to_whoever_comes(
-    remembered: list[int | None], slices: int, dealt: list[int]
+def test_islands_keep_their_slices_and_new_islands_get_the_rarest(
+    recovered: list[int | None], num_slices: int, assigned: list[int]
 ) -> None:
-    assert deal_slices(remembered, slices) == dealt
+    assert assign_slices(recovered, num_slices) == assigned
 
 
 def initial(configs: list[Config]) -> list[dict[str, Tensor]]:
-    """Unsliced parameters and buffers before the first step, whole."""
+    """Unsliced parameters and buffers before the first step."""
     found = []
     for config in configs:
         model = build_model(config.model)
-        spread(model, config, RankInfo.from_environment(), torch.device("cpu"))
+        parallelize(model, config, RankInfo.from_environment(), torch.device("cpu"))
         found.append({name: value.clone() for name, value in laconic.unsliced_state_dict(model).items()})
     return found
 
 
 def test_a_sliced_model_begins_as_the_whole_one(tmp_path: Path) -> None:
-    """Drawn from the same seed, or read from a folder: of each tensor every rank its part."""
+    """The same values on any number of slices, drawn from a seed or read from a folder."""
     configs = []
     for name in ("llama", "gpt2", "mixtral"):
         drawn: dict[str, Any] = {"config": TINY[name], "init_seed": 3}
@@ -131,8 +134,8 @@ def test_a_sliced_model_begins_as_the_whole_one(tmp_path: Path) -> None:
                 assert differing(drawn_whole, other) == []
 
 
-def test_one_island_that_agrees_with_itself_trains_as_without(tmp_path: Path) -> None:
-    """With outer lr 1 and no momentum, after every step; to rounding. With LoRA only adapters are agreed on."""
+def test_one_island_that_syncs_with_itself_trains_as_without_islands(tmp_path: Path) -> None:
+    """A sync after every step, with outer lr 1 and no momentum, only rounds. With LoRA only adapters sync."""
     for lora in ({}, {"enabled": True, "rank": 2}):
         every_step, alone = (
             train(job(tmp_path, sync=sync, lora=lora, train={"output": str(tmp_path / f"{len(lora)}{len(sync)}")}))
@@ -148,8 +151,8 @@ def train_and_listen(configs: list[Config]) -> tuple[list[dict[str, Any]], str]:
         return train_all(configs), printed.getvalue()
 
 
-def test_what_islands_agree_on_is_told(tmp_path: Path) -> None:
-    """4 nodes: four islands, or two of two nodes. The final exchange, in flight after step 8, is applied too."""
+def test_syncs_are_logged(tmp_path: Path) -> None:
+    """4 nodes: four islands, or two of two nodes. The last exchange, in flight after step 8, is applied too."""
     sync = {**LOCAL, "every": 4, "fragments": 2, "overlap": 1, "codec": "int8"}
     tensorboard = {"tensorboard": True}
     configs = [
@@ -158,7 +161,7 @@ def test_what_islands_agree_on_is_told(tmp_path: Path) -> None:
         job(tmp_path, sync={**sync, "islands": 2}, train={"steps": 8, "eval_every": 4, "output": str(tmp_path / "2")}),
     ]
     (every_step, four, two), printed = run_ranks(train_and_listen, 4, configs, local=1)[0]
-    assert "4 islands that agree every 4 steps" in printed
+    assert "4 islands that sync every 4 steps" in printed
     assert "| synced fragment 0 | drift " in printed
     for islands, summary in ((4, four), (2, two)):
         assert summary["islands"] == islands
@@ -203,7 +206,7 @@ def test_an_elastic_run_goes_on_with_another_island(tmp_path: Path) -> None:
     sync = {**LOCAL, "every": 2, "slices": 2, "slice_include": ["mlp"], "recovery": machines}
     settings: dict[str, Any] = {"sync": sync, "optimizer": {"name": "adamw"}}
     run_ranks(train, 2, job(tmp_path, **settings, train={"steps": 5, "resume": True}), local=1)
-    (tmp_path / "machine-1").rename(tmp_path / "machine-2")  # it comes last now, and a new one is in its place
+    (tmp_path / "machine-1").rename(tmp_path / "machine-2")  # it is the last machine now, and a new one takes its place
     summary = run_ranks(train, 3, job(tmp_path, **settings, train={"steps": 8, "resume": True}), local=1)[0]
     assert summary["start_step"] == 4
     assert [report["step"] for report in summary["syncs"]] == [6, 8]

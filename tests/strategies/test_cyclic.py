@@ -1,4 +1,4 @@
-"""The cyclic schedule in the trainer: what is refused, that it trains what its rule says, checkpoints and figures."""
+"""The cyclic schedule in the trainer: refusals, training by the rule, checkpoints and figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from laconic.checkpoint import load_dcp, open_checkpoint
 from laconic.comm.launch import RankInfo
-from laconic.config.job import Config, ConfigError, JobError, ScheduleConfig, from_dict, load
+from laconic.config import Config, ConfigError, JobError, ScheduleConfig, from_dict, load
 from laconic.cyclic import Rule, cut
 from laconic.cyclic.report import Report
 from laconic.cyclic.schedule.rule import RULES
@@ -26,10 +26,11 @@ from laconic.data.sampler import Sampler
 from laconic.hf.export import export
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer import load_tokenizer
+from laconic.strategies.checks import check_workers
+from laconic.strategies.cyclic import num_workers
+from laconic.strategies.cyclic_metrics import DeviceTimeline, combine
 from laconic.strategies.learning_rates import lr_at
 from laconic.strategies.optimizers import make_stage_optimizer
-from laconic.strategies.staggered import num_workers
-from laconic.strategies.staggering import Staggering, together
 from tests.hf.zoo import TINY, differing
 from tests.ranks import run_ranks
 from tests.reference.cyclic import Oracle
@@ -125,11 +126,11 @@ def test_workers_come_from_the_launch(tmp_path: Path) -> None:
         workers(10, **CYCLIC, states="shared", workers=3)
 
 
-# -- what is trained ---------------------------------------------------------------------------------------------------
+# -- training ----------------------------------------------------------------------------------------------------------
 
 
 def cyclic_job(folder: Path, name: str, **sections: Any) -> Config:
-    """Of a small Llama of five blocks."""
+    """A job with a small Llama of five blocks."""
     sections = {"schedule": {}, "optimizer": {}, "train": {}, "model": {"config": MODEL}, **sections}
     optimizer = {"max_grad_norm": 0.0, "lr_schedule": "cosine", "warmup_steps": 1}
     output = {"steps": STEPS, "output": str(folder / name), "save_every": 2}
@@ -145,7 +146,7 @@ def trained(output: Path) -> dict[str, Tensor]:
 
 
 def by_oracle(config: Config, workers: int) -> tuple[dict[str, Tensor], list[float]]:
-    """One process in closed form: the weights after the last step, and the mean loss of each."""
+    """The weights after the last step and the mean loss of each step, by the single-process oracle."""
     model: Any = build_model(config.model, device="cpu")
     stages = cut(model, workers, example=torch.zeros(2, 16, dtype=torch.int64), by="parameters")
 
@@ -169,8 +170,8 @@ def by_oracle(config: Config, workers: int) -> tuple[dict[str, Tensor], list[flo
     return {name: value for pair in newest for name, value in zip(*pair, strict=True)}, losses
 
 
-def test_every_placement_trains_what_the_rule_says(tmp_path: Path) -> None:
-    """To the bit: as many ranks as workers, stages shared by more, and one rank that interleaves."""
+def test_every_placement_trains_by_the_rule(tmp_path: Path) -> None:
+    """Equal to the bit: as many ranks as workers, more ranks that share stages, and one rank that interleaves."""
 
     def of(rule: str, workers: int, states: str, name: str = "") -> Config:
         return cyclic_job(
@@ -198,7 +199,7 @@ def test_every_placement_trains_what_the_rule_says(tmp_path: Path) -> None:
 
 
 RULE_OF_TEST = {"lag2": 3, "clip": 3, "v2": 2}
-"""With its workers."""
+"""Rules and their numbers of workers."""
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -216,7 +217,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 
 
 def train_and_resume(configs: list[Config], broken: list[Config]) -> list[list[dict[str, Any]]]:
-    """Each whole; and then from a copy of what it had left after step 2."""
+    """The summaries of all jobs, unbroken; and again, resumed from a copy of the output after step 2."""
     whole = train_all(configs)
     if torch.distributed.get_rank() == 0:
         for config, resumed in zip(configs, broken, strict=True):
@@ -232,7 +233,7 @@ def copy_until(output: Path, copy: Path, *, step: int) -> None:
 
 
 def test_a_resumed_run_repeats_the_unbroken_one(tmp_path: Path) -> None:
-    """To the bit, from a checkpoint that a gradient is on its way to."""
+    """Equal to the bit, from a checkpoint with a pending gradient."""
     configs = [cyclic_job(tmp_path, name, **sections) for name, sections in RESUMED.items()]
     broken = [
         cyclic_job(tmp_path, f"{name}-resumed", **{**sections, "train": {**sections.get("train", {}), "resume": True}})
@@ -249,12 +250,12 @@ def test_a_resumed_run_repeats_the_unbroken_one(tmp_path: Path) -> None:
 
 
 def pending(output: Path, step: int) -> bool:
-    """Whether a checkpoint has a gradient that waits."""
+    """Whether a checkpoint has a pending gradient."""
     metadata = torch.distributed.checkpoint.FileSystemReader(output / "checkpoints" / f"step-{step}").read_metadata()
     return any(key.endswith(".pending_gradient") for key in metadata.state_dict_metadata)
 
 
-def test_one_rank_resumes_and_what_it_cannot_is_refused(tmp_path: Path) -> None:
+def test_one_rank_resumes_and_refuses_other_checkpoints(tmp_path: Path) -> None:
     unbroken = train(cyclic_job(tmp_path, "whole", schedule={"workers": 3}))
     for name in ("resumed", "other"):
         copy_until(tmp_path / "whole", tmp_path / name, step=2)
@@ -270,7 +271,7 @@ def test_one_rank_resumes_and_what_it_cannot_is_refused(tmp_path: Path) -> None:
 
 
 def test_checkpoints_are_of_the_model(tmp_path: Path) -> None:
-    """Drained or not: a folder that export and load_dcp know what to do with."""
+    """Export and load_dcp read a checkpoint, with a pending gradient or without."""
     run_ranks(train, 2, cyclic_job(tmp_path, "out", schedule={"states": "sharded"}))
     export(tmp_path / "out", tmp_path / "exported")
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
@@ -292,7 +293,7 @@ def train_and_listen(config: Config) -> tuple[dict[str, Any], str]:
         return train(config), printed.getvalue()
 
 
-def test_what_the_schedule_does_is_told(tmp_path: Path) -> None:
+def test_the_schedule_is_logged(tmp_path: Path) -> None:
     config = cyclic_job(tmp_path, "out", log={"tensorboard": True}, train={"save_every": -1})
     summary, printed = run_ranks(train_and_listen, 3, config)[0]
     assert "3 workers one after the other by lag2" in printed
@@ -318,28 +319,28 @@ def test_what_the_schedule_does_is_told(tmp_path: Path) -> None:
     assert tags == {f"cyclic/{name}" for name in summary["cyclic"][0]}
 
 
-def test_workers_are_put_together() -> None:
+def test_figures_of_workers_are_combined() -> None:
     """Two workers, two steps each, the second one two time steps behind; a time step is a second."""
     first = [report([0, 1, 3, 4], [0, 10, 0, 0, 4]), report([4.1, 5.1, 7.1, 8.1], [0, 10, 0, 0, 4])]
     second = [
         report([2.5, 3.5, 5.5, 6.5], [2, 0, 0, 0, 0], waited=True),
         report([6.6, 7.6, 9.6, 10.6], [2, 0, 0, 0, 0]),
     ]
-    begun, steady = (together([first, second], index, ["a", "a"]) for index in (0, 1))
+    begun, steady = (combine([first, second], index, ["a", "a"]) for index in (0, 1))
     assert (begun.live_peak, begun.live_now) == (2 + 1, 0 + 2)
     assert (steady.live_peak, steady.live_now) == (2 + 2, 0 + 2)
     assert begun.bytes_per_time_step == 16 / 8
     assert begun.largest_burst_bytes == 10
     assert (begun.stagger_kept, steady.stagger_kept) == (0.875, 1.0)
-    later = together([second, first], 1, ["a", "b"])  # clocks differ: the other machine's peak
+    later = combine([second, first], 1, ["a", "b"])  # clocks differ: the other machine's peak
     assert (later.live_peak, later.live_now) == (2 + 2, 0 + 2)
 
 
-def report(times: list[float], sizes: list[int], *, waited: bool = False) -> Staggering:
+def report(times: list[float], sizes: list[int], *, waited: bool = False) -> DeviceTimeline:
     """Two forwards and two backwards."""
     done = Report(bytes_per_step=sizes, durations_s=[1.0] * 4, waits_s=[0.5 if waited else 0.0, 0.0, 0.0, 0.0])
     done.trace.extend(zip([-2.0, -1.0, *times], [1, 0, 1, 2, 1, 0], strict=True))  # and something before
-    return Staggering.of(done)
+    return DeviceTimeline.of(done)
 
 
 def ranks(num_local: int) -> RankInfo:
@@ -352,7 +353,7 @@ def test_memory_is_measured_on_one_rank(tmp_path: Path) -> None:
     assert summary["step_peak_bytes"] > 0
     assert summary["resting_bytes"] > 3 * 4 * summary["num_parameters"]  # weights, two moments
     with pytest.raises(JobError, match=r"log\.memory_step = 4 and schedule\.kind = 'cyclic' on 2 ranks"):
-        num_workers(cyclic_job(tmp_path, "two", log=log), ranks(num_local=2))
+        check_workers(cyclic_job(tmp_path, "two", log=log), ranks(num_local=2))
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:

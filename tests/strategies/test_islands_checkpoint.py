@@ -18,11 +18,11 @@ from torch import Tensor
 import laconic
 from laconic.checkpoint import load_dcp, open_checkpoint, storage
 from laconic.comm.launch import RankInfo
-from laconic.config.job import Config
+from laconic.config import Config
 from laconic.hf.export import export
 from laconic.hf.models import build_model
 from laconic.ragged.parts import sliced_parts
-from laconic.strategies.stepper import Simultaneous
+from laconic.strategies.simultaneous import Simultaneous
 from laconic.train.loop import Trainer
 from tests.ranks import run_ranks
 from tests.train.jobs import job, table, train
@@ -115,25 +115,25 @@ def test_a_resumed_run_repeats_the_unbroken_one(runs: tuple[Path, dict[str, Any]
     assert expected
     for got, want in zip(rest["syncs"], expected, strict=True):
         assert {key: got[key] for key in numbers} == pytest.approx(want, rel=1e-12)  # sums over ranks, in any order
-    ours, theirs = (everything(folder / run / "checkpoints" / f"step-{STEPS}") for run in (name, f"{name}-broken"))
-    assert ours.keys() == theirs.keys()
-    assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
+    whole, broken = (everything(folder / run / "checkpoints" / f"step-{STEPS}") for run in (name, f"{name}-broken"))
+    assert whole.keys() == broken.keys()
+    assert [key for key in whole if not torch.equal(whole[key], broken[key])] == []
 
 
-def test_a_checkpoint_is_the_agreed_model_unsliced(runs: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """And an export is what was evaluated last, whatever island looks."""
+def test_a_checkpoint_has_the_outer_parameters_unsliced(runs: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """An export has the same weights, and so has every island's checkpoint."""
     folder, summaries = runs
     for name in ("feedback", "slices"):
         stored = open_checkpoint(folder / name / "checkpoints")
         plain = build_model(island_job(folder, name).model)  # the vocabulary aside
         assert stored.tensors.keys() == dict(plain.named_parameters()).keys()
         export(folder / name, tmp_path / name)
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        assert torch.equal(theirs.lm_head.weight, stored.read(["lm_head.weight"])["lm_head.weight"])
-        assert theirs.num_parameters() == summaries[name][0]["num_parameters"]
+        exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert torch.equal(exported.lm_head.weight, stored.read(["lm_head.weight"])["lm_head.weight"])
+        assert exported.num_parameters() == summaries[name][0]["num_parameters"]
         islands = {key.split(".")[1] for key in everything(stored.folder) if key.startswith("islands.")}
         assert islands == {str(island) for island in range(summaries[name][0]["islands"])}
-        differences = load_dcp(stored.folder, model=theirs)  # a folder like any other
+        differences = load_dcp(stored.folder, model=exported)  # a folder like any other
         assert not differences
 
 
@@ -180,9 +180,9 @@ def look(config: Config) -> dict[str, Any]:
 
 
 def _momentum(stepper: Simultaneous, stored: dict[str, Tensor]) -> list[str]:
-    """Whose outer momentum is not the folder's, or zero if it has none; those of parts are left out."""
-    told = stepper.local.state_dict() if stepper.local else {}
-    momenta = {key: value.full_tensor() for key, value in told.items() if key.startswith("outer_optimizer.")}
+    """The parameters, parts aside, whose outer momentum differs from the folder's (zero if the folder has none)."""
+    state = stepper.local.state_dict() if stepper.local else {}
+    momenta = {key: value.full_tensor() for key, value in state.items() if key.startswith("outer_optimizer.")}
     return [
         key
         for key, value in momenta.items()

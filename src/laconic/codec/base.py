@@ -1,0 +1,84 @@
+"""The interface of codecs, pure functions between fp32 values and bytes, and the simplest codec.
+
+[Note: Only decoded values count]
+Ranks that exchange encoded values stay equal only if all of them apply the same numbers. So a sender, too, uses the
+decoded values instead of its own. As the sender has both, it can measure the error of the codec.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+
+class Codec(ABC):
+    """Two pure functions between fp32 values and bytes. They take each block of values alone. The last may be short."""
+
+    name: str
+
+    @property
+    @abstractmethod
+    def max_relative_error(self) -> float:
+        """The bound of |decode(encode(x)) - x| / |x| in Euclidean norms, for every finite x that does not underflow."""
+
+    @abstractmethod
+    def payload_bytes(self, numel: int) -> int:
+        """The bytes that `numel` encoded values take."""
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Encode values (numel,), fp32, contiguous, as (payload_bytes(numel),), uint8, on the same device.
+
+        Raises:
+            ValueError: a value is NaN or infinite, or `values` is not a flat fp32 tensor.
+        """
+        if values.ndim != 1 or values.dtype != torch.float32:
+            raise ValueError(
+                f"a codec takes flat fp32 tensors, got shape {tuple(values.shape)}, {values.dtype}; use "
+                "x.float().view(-1)"
+            )
+        if not bool(torch.isfinite(values).all()):
+            raise ValueError(
+                f"{self.name} cannot encode NaN or infinity: training has diverged. Lower the (inner) learning rate, "
+                "clip gradients, or resume from an earlier checkpoint"
+            )
+        return self._encode(values) if values.numel() else values.new_empty(0, dtype=torch.uint8)
+
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        """Decode what `encode` returned: (payload_bytes(numel),), uint8 -> (numel,), fp32, on the same device.
+
+        Raises:
+            ValueError: the payload of `numel` values has another length.
+        """
+        if payload.shape != (self.payload_bytes(numel),):
+            raise ValueError(
+                f"{numel} values in {self.name} take {self.payload_bytes(numel)} bytes, got {tuple(payload.shape)}"
+            )
+        return self._decode(payload, numel) if numel else payload.new_empty(0, dtype=torch.float32)
+
+    @abstractmethod
+    def _encode(self, values: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _decode(self, payload: Tensor, numel: int) -> Tensor: ...
+
+
+class FloatCodec(Codec):
+    """Values rounded to a floating-point type, without scales."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.name, self._dtype = name, dtype
+
+    @property
+    def max_relative_error(self) -> float:
+        """Half a unit in the last place; zero for fp32."""
+        return 0.0 if self._dtype == torch.float32 else torch.finfo(self._dtype).eps / 2
+
+    def payload_bytes(self, numel: int) -> int:
+        """See `Codec.payload_bytes`: the size of the type for each value."""
+        return numel * self._dtype.itemsize
+
+    def _encode(self, values: Tensor) -> Tensor:
+        return values.to(self._dtype).view(torch.uint8)
+
+    def _decode(self, payload: Tensor, numel: int) -> Tensor:
+        return payload.clone().view(self._dtype).to(torch.float32)

@@ -1,0 +1,96 @@
+"""The safetensors files of a Hugging Face model folder.
+
+[Note: Why DCP's safetensors reader and writer are not used]
+`torch.distributed.checkpoint.HuggingFaceStorageReader` opens every safetensors file of a folder, those of adapters
+included, ignores the index, does not name a damaged file, and cannot read whole tensors one by one, as transformers'
+conversions need. `HuggingFaceStorageWriter` takes a state dict that is in memory, but `laconic export` holds one output
+file at a time. So this module and `export.py` use safetensors itself.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from laconic.errors import JobError
+
+_INDEX = "model.safetensors.index.json"
+
+
+class ModelFolderError(JobError):
+    """A model folder is unreadable or does not fit its own config.json."""
+
+
+class ModelFolder:
+    """The tensors in a folder's safetensors files. A file is opened when a tensor of it is first needed.
+
+    Raises:
+        ModelFolderError: the path is no folder, or lacks config.json or safetensors files, or a file is unreadable.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.bytes_read = 0
+        self._handles: dict[str, Any] = {}
+        if not self.folder.is_dir():
+            raise ModelFolderError(
+                f"model.path = {str(folder)!r} is not a folder; give a local folder with config.json"
+            )
+        if not (self.folder / "config.json").is_file():
+            raise ModelFolderError(
+                f"model.path = {str(folder)!r} has no config.json; is it a Hugging Face model folder?"
+            )
+        self._file_of = self._find_files()
+
+    def keys(self) -> list[str]:
+        """The names of all tensors, sorted."""
+        return sorted(self._file_of)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return tuple(self._open(self._file_of[key]).get_slice(key).get_shape())
+
+    def read(self, key: str, part: tuple[slice, ...] = ()) -> Tensor:
+        """Read a tensor, or the given part of it, in the dtype of the file.
+
+        Raises:
+            ModelFolderError: the file cannot be read.
+        """
+        file = self._open(self._file_of[key])
+        try:
+            tensor = file.get_slice(key)[part] if part else file.get_tensor(key)
+        except Exception as error:
+            raise ModelFolderError(f"cannot read {key} from {self.folder / self._file_of[key]}: {error}") from error
+        self.bytes_read += tensor.nbytes
+        return tensor
+
+    def _open(self, name: str) -> Any:
+        if name not in self._handles:
+            from safetensors import safe_open
+
+            try:
+                self._handles[name] = safe_open(self.folder / name, framework="pt")
+            except Exception as error:  # safetensors raises its own class, OSError and FileNotFoundError
+                raise ModelFolderError(f"{self.folder / name} is not a readable safetensors file: {error}") from error
+        return self._handles[name]
+
+    def _find_files(self) -> dict[str, str]:
+        """The name of the file of every tensor."""
+        index = self.folder / _INDEX
+        if index.is_file():
+            try:
+                return dict(json.loads(index.read_text())["weight_map"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise ModelFolderError(f"{index} is not a readable index of safetensors files: {error!r}") from error
+        files = sorted(path.name for path in self.folder.glob("*.safetensors") if not path.name.startswith("adapter_"))
+        if not files:
+            pickled = ", ".join(sorted(path.name for path in self.folder.glob("*.bin")))
+            remedy = (
+                f"it has {pickled}, pickled files that laconic does not open: load it once with transformers and "
+                "save_pretrained it"
+                if pickled
+                else "download the model with its .safetensors files"
+            )
+            raise ModelFolderError(f"model.path = {str(self.folder)!r} has no safetensors file; {remedy}")
+        return {key: name for name in files for key in self._open(name).keys()}  # noqa: SIM118

@@ -1,0 +1,148 @@
+"""Products with a sliced weight: the whole weight forward, gradients of the trained parts backward.
+
+[Note: Whole forward, compact backward]
+Forward and the gradient of the input multiply with the whole weight, which is put together for the moment of the
+product. So they equal those of the uncut layer to the bit. One product for each part would sum columns in another
+order, and round in between in low precision. The cost is a copy of one layer's weight, twice a step; no copy stays. The
+weight's gradient is computed for the trained parts only, with one product each. A part that is outputs needs the whole
+input; a part that is inputs needs its own columns of it. Nothing is kept for frozen parts.
+In a unit of the engine the product is written into the bucket: [Note: Gradients written in place] in shard/linear.py.
+
+[Note: Saved before computed]
+Activation checkpointing runs a block again only until all tensors are saved that backward needs, so the last product of
+a block is not computed again. But autograd saves a function's tensors when the function returns. So the function here
+returns an output without memory, and its caller computes the output then.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from laconic import _compat
+from laconic.ragged.parts import SlicedParameter
+from laconic.shard.linear import GradientSink
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """A product of an input with a sliced weight."""
+
+    sliced: SlicedParameter
+    call: Callable[[Tensor, Tensor, Any], Tensor]
+    """Takes the input, the whole weight and the bias, as torch's function expects them."""
+    dtype: torch.dtype
+    """The dtype of the product; under autocast the parts may have another."""
+    is_flipped: bool
+    """`call` expects the last two dims of the weight in the other order than the parts have them."""
+    is_out_in: bool
+    """The parts have the shape (..., out, in); otherwise (..., in, out)."""
+    sinks: tuple[tuple[GradientSink, int] | None, ...]
+    """For each part, where the engine wants its gradient, if the engine does."""
+    offsets: Tensor | None = None
+    """Of grouped products: where the input's rows for each expert end."""
+
+    def __call__(self, input: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        """Multiply, differentiably. `parts` are in the order of `part_names`. Cost: two copies of the weight a step."""
+        if _compat.is_transforming() or not torch.is_grad_enabled():
+            return _Multiply.apply(self, True, input, bias, *parts)
+        output = _Multiply.apply(self, False, input, bias, *parts)
+        with torch.no_grad():
+            output.data = self.forward(input, parts, bias)
+        return output
+
+    @property
+    def cuts_outputs(self) -> bool:
+        """True if each part has some of the outputs; False if it has some of the inputs."""
+        return (self.sliced.dim_from_end == -2) == self.is_out_in
+
+    def take(self, features: Tensor, part: int) -> Tensor:
+        """The outputs or inputs of one part, (..., features of the part)."""
+        return self.sliced.take(features, part, -1)
+
+    def forward(self, input: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        """The product itself."""
+        whole = self._join(parts)
+        return self.call(input, whole.transpose(-2, -1) if self.is_flipped else whole, bias)
+
+    def output_shape(self, input: Tensor) -> tuple[int, ...]:
+        """The shape of the product."""
+        sizes = self.sliced.shape[-2:]
+        return (*input.shape[:-1], sizes[0] if self.is_out_in else sizes[1])
+
+    def input_gradient(self, gradient: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """The gradient of the input, from that of the output."""
+        whole = self._join(parts)
+        return self._times(gradient, whole if self.is_out_in else whole.transpose(-2, -1))
+
+    def part_gradient(self, index: int, part: Tensor, gradient: Tensor, input: Tensor) -> Tensor | None:
+        """The gradient of a part, for autograd to accumulate; None if it was written where the engine reduces it.
+
+        Shapes: `gradient` is that of the part's outputs, (..., out); `input` is the part's inputs, (..., in).
+        """
+        if part.ndim == 2:  # all rows meet the same matrix
+            gradient, input = gradient.reshape(-1, gradient.shape[-1]), input.reshape(-1, input.shape[-1])
+        left, right = (gradient, input) if self.is_out_in else (input, gradient)
+        left = left.transpose(-2, -1)
+        sink, slot = self.sinks[index] or (None, 0)
+        if sink is not None and self.dtype == part.dtype and sink.accepts(part.dtype) and not _compat.is_transforming():
+            sink.add_product(slot, left, right)
+            return None
+        if self.offsets is None:
+            return (left @ right).to(part.dtype)
+        padded = self._times(_pad_rows(left.t()).t(), _pad_rows(right))
+        return padded[..., : left.shape[0], : right.shape[1]].to(part.dtype)
+
+    def _join(self, parts: Sequence[Tensor]) -> Tensor:
+        return self.sliced.join(parts).to(self.dtype)
+
+    def _times(self, left: Tensor, right: Tensor) -> Tensor:
+        return left @ right if self.offsets is None else functional.grouped_mm(left, right, offs=self.offsets)
+
+
+def _pad_rows(matrix: Tensor) -> Tensor:
+    """Pad the rows of a matrix to a multiple of 16 bytes, which grouped products require; a slice may have less."""
+    missing = -matrix.shape[1] % (16 // matrix.itemsize)
+    return functional.pad(matrix, (0, missing)) if missing else matrix
+
+
+class _Multiply(torch.autograd.Function):
+    """[Note: Whole forward, compact backward] and [Note: Saved before computed]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, product: Product, computes: bool, input: Tensor, bias: Tensor | None, *parts: Tensor
+    ) -> Tensor:
+        trained = [index for index in range(len(parts)) if ctx.needs_input_grad[4 + index]]
+        if product.cuts_outputs:
+            kept = [input] if trained else []
+        else:  # copies, because a view would keep the whole input
+            kept = [product.take(input, index).clone() for index in trained]
+        ctx.product, ctx.trained, ctx.num_kept = product, trained, len(kept)
+        ctx.save_for_backward(*kept, *parts)
+        if computes:
+            return product.forward(input, parts, bias)
+        output = input.new_empty(product.output_shape(input))
+        output.untyped_storage().resize_(0)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        product: Product = ctx.product
+        saved = ctx.saved_tensors
+        kept, parts = saved[: ctx.num_kept], saved[ctx.num_kept :]
+        part_gradients: list[Tensor | None] = [None] * len(parts)
+        for position, index in enumerate(ctx.trained):
+            if product.cuts_outputs:
+                outputs, inputs = product.take(gradient, index), kept[0]
+            else:
+                outputs, inputs = gradient, kept[position]
+            part_gradients[index] = product.part_gradient(index, parts[index], outputs, inputs)
+        bias_gradient = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.needs_input_grad[3] else None
+        input_gradient = product.input_gradient(gradient, parts) if ctx.needs_input_grad[2] else None
+        return (None, None, input_gradient, bias_gradient, *part_gradients)

@@ -1,0 +1,64 @@
+"""Norms of RaggedTensors over the mesh. The norms of a list (`clip_grad_norm_` with foreach) cost one message."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from laconic.ragged.dtensor import DTensorShard, all_reduce_both, common_mesh
+from laconic.ragged.tensor import RaggedTensor, implements
+
+aten = torch.ops.aten
+
+
+def _norms(tensors: Sequence[RaggedTensor], order: float) -> Tensor:
+    """The norms of tensors over one cluster, (number of tensors,), in float32 or wider. Collective."""
+    if order <= 0:
+        raise NotImplementedError(f"a RaggedTensor has norms of positive order, got {order}")
+    # float32 at least: float16 cannot hold the square of 256, and bfloat16 would add squares with 8 bits
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    mesh = common_mesh(tensor.spec.dtensor_mesh for tensor in tensors)
+    own = [
+        torch.linalg.vector_norm(tensor.to_local(), order, dtype=dtype)
+        if tensor.to_local().numel() and _is_counted_here(tensor.spec.dtensor, mesh)
+        else tensor.to_local().new_zeros((), dtype=dtype)
+        for tensor in tensors
+    ]
+    norms = torch.stack(own).to(tensors[0].device)
+    cluster = tensors[0].spec.cluster
+    if math.isinf(order):
+        return all_reduce_both(norms, cluster, mesh, dist.ReduceOp.MAX)
+    return all_reduce_both(norms.pow(order), cluster, mesh, dist.ReduceOp.SUM).pow(1.0 / order)
+
+
+def _is_counted_here(dtensor: DTensorShard | None, mesh: DeviceMesh | None) -> bool:
+    """False if another rank of the DTensor mesh counts the same elements."""
+    if dtensor is not None:
+        return not dtensor.is_replica
+    return mesh is None or mesh.get_local_rank() == 0
+
+
+def _order_of(args: tuple[Any, ...]) -> float:
+    return float(args[1]) if len(args) > 1 else 2.0
+
+
+@implements(aten.linalg_vector_norm.default, aten.norm.Scalar)
+def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    source = args[0]
+    dims = args[2] if len(args) > 2 else kwargs.get("dim")
+    if dims is not None and len(dims) not in (0, source.dim()):
+        raise NotImplementedError(f"a RaggedTensor has norms over all its elements only, not over dims {dims}")
+    return _norms([source], _order_of(args))[0]
+
+
+@implements(aten._foreach_norm.Scalar)
+def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    tensors, norms = args[0], dict[int, Tensor]()
+    for cluster in dict.fromkeys(tensor.spec.cluster for tensor in tensors):
+        positions = [position for position, tensor in enumerate(tensors) if tensor.spec.cluster is cluster]
+        norms |= zip(positions, _norms([tensors[i] for i in positions], _order_of(args)), strict=True)
+    return [norms[position] for position in range(len(tensors))]

@@ -1,0 +1,110 @@
+"""Refusals of jobs whose sections do not fit together, or do not fit the launch, before anything is created."""
+
+import dataclasses
+
+from laconic.comm.launch import RankInfo
+from laconic.config import Config, JobError, ShardConfig
+from laconic.cyclic.schedule.rule import RULES, Rule
+from laconic.strategies.cyclic import num_workers
+from laconic.strategies.islands import num_islands
+
+
+def check_job(config: Config, ranks: RankInfo) -> None:
+    """Refuse a job that cannot run.
+
+    Raises:
+        JobError: no model, an optimizer, islands or a cyclic schedule that other sections or the ranks do not allow.
+    """
+    name, strategy = config.optimizer.name, config.shard.strategy
+    _refuse_if(
+        config.model.config is None and config.model.path is None,
+        "no model: set model.config (a table with `model_type`, or the path of a config.json) or model.path (a folder)",
+    )
+    _refuse_if(
+        name != "adamw" and strategy not in ("laconic", "ddp"),
+        f"optimizer.name = {name!r} needs whole blocks or matrices, which shard.strategy = {strategy!r} cuts anywhere; "
+        "set shard.strategy to 'laconic' (or 'ddp', which cuts nothing), or optimizer.name to 'adamw'",
+    )
+    if config.sync.is_local:
+        _check_islands(config)
+    if config.schedule.is_cyclic:
+        _check_cyclic(config)
+        check_workers(config, ranks)
+    num_islands(config, ranks)
+
+
+def check_workers(config: Config, ranks: RankInfo) -> None:
+    """Refuse settings of a cyclic schedule that its number of workers or ranks does not allow.
+
+    Raises:
+        JobError: ranks that do not fit, a rule without a global gradient norm that is to be clipped, a rule that shared
+            stages do not allow, or a measurement of memory on several ranks.
+    """
+    workers = num_workers(config, ranks)
+    rule, limit = config.schedule.rule, config.optimizer.max_grad_norm
+    able = [name for name in reversed(RULES) if Rule.named(name, workers).allows_global_norm]
+    _refuse_if(
+        limit > 0 and rule not in able,
+        f"optimizer.max_grad_norm = {limit} (default: 1.0) clips by the norm of all stages' gradients, and under "
+        f"schedule.rule = {rule!r} some stages are updated before it is known; set optimizer.max_grad_norm = 0, or "
+        f"schedule.rule to {' or '.join(map(repr, able))}",
+    )
+    _refuse_if(
+        config.schedule.states == "shared" and rule == "dp",
+        "schedule.states = 'shared' needs workers at different times, and under schedule.rule = 'dp' all are at the "
+        "same stage at once; choose another rule",
+    )
+    _refuse_if(
+        config.log.memory_step > 0 and ranks.world_size > 1,
+        f"log.memory_step = {config.log.memory_step} and schedule.kind = 'cyclic' on {ranks.world_size} ranks: "
+        "messages are under way between steps, and torch's profiler then crashes; leave it out, or measure on one rank",
+    )
+
+
+def _check_islands(config: Config) -> None:
+    sync = config.sync
+    _refuse_if(
+        config.shard.strategy != "laconic",
+        f"sync.mode = 'local' needs shard.strategy = 'laconic', got {config.shard.strategy!r}, which synchronises all "
+        "ranks in every step; change one of the two",
+    )
+    _refuse_if(
+        sync.slices > 1 and config.lora.enabled,
+        f"sync.slices = {sync.slices} and lora.enabled = true: only adapters train, and adapters are not sliced; leave "
+        "sync.slices out",
+    )
+    _refuse_if(
+        sync.recovery is not None and not config.train.resume,
+        f"sync.recovery = {sync.recovery!r} is for a run that torchrun starts again, and which then goes on; set "
+        "train.resume = true (a run without anything to resume starts from step 0)",
+    )
+
+
+def _check_cyclic(config: Config) -> None:
+    _refuse_if(
+        config.sync.is_local,
+        "sync.mode = 'local' and schedule.kind = 'cyclic': islands train on their own, but workers of the cyclic "
+        "schedule exchange every gradient; change one of the two",
+    )
+    for field in dataclasses.fields(ShardConfig):
+        value = getattr(config.shard, field.name)
+        _refuse_if(
+            value != field.default,
+            f"shard.{field.name} = {value!r} and schedule.kind = 'cyclic', which takes the place of sharding; leave "
+            "shard.* out, and set schedule.states = 'sharded' to keep parameters with one worker each",
+        )
+    _refuse_if(
+        config.train.accumulation > 1,
+        f"train.accumulation = {config.train.accumulation} and schedule.kind = 'cyclic': every worker has one "
+        "micro-batch per step; raise train.micro_batch_size, or schedule.workers",
+    )
+    _refuse_if(
+        config.optimizer.name in ("muon", "shampoo"),
+        f"optimizer.name = {config.optimizer.name!r} and schedule.kind = 'cyclic': every stage has an optimizer of its "
+        "own, which cannot tell hidden layers from others; use 'adamw' or 'adamw8bit'",
+    )
+
+
+def _refuse_if(condition: bool, message: str) -> None:
+    if condition:
+        raise JobError(message)

@@ -1,0 +1,141 @@
+"""Checkpoints of the cyclic schedule, in the format of every other run.
+
+[Note: Checkpoints of the cyclic schedule]
+A checkpoint holds the model under its ordinary names, so that export and `load_dcp` need not know about stages. In the
+middle of a run, it is the newest model that all stages can have, and the gradient of the last batch is not applied yet.
+That gradient is stored as one more state of the optimizer, `pending_gradient`. Small values (the settings of its step,
+the cut into stages) are in each rank's `extra`. A resumed run makes the same cut and goes on to the same bits. After
+the last step of a run, no gradient is pending.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import laconic.checkpoint
+from laconic.checkpoint import commit, sidecar, state, storage
+from laconic.comm.agreement import RankGroup
+from laconic.config import JobError
+from laconic.cyclic import CyclicDataParallel
+from laconic.strategies.stepper import Save
+
+_PENDING = "pending_gradient"
+
+
+def save(run: CyclicDataParallel, model: nn.Module, save: Save, extra: dict[str, Any]) -> None:
+    """Call `save` with the state of `run` under the names of `model`. Collective."""
+    states = run.state_dict()
+    own_values = {key: value for key, value in states.items() if not isinstance(value, Tensor)}
+    values = {key: value for part in RankGroup().gather(own_values) for key, value in part.items()}
+    tensors: dict[Tensor, dict[str, Tensor]] = {}
+    for stage, name, parameter in _trainable(run):
+        if own := _tensors_of(states, stage, name, is_pending=values["is_pending"]):
+            tensors[parameter] = own
+    schedule = {"cut": [stage.num_blocks for stage in run.stages], "values": values}
+    with run.consistent_parameters():
+        optimizer = _StageStates(run.optimizer.param_groups, tensors)
+        save(model=model, optimizer=optimizer, extra={**extra, "schedule": schedule})
+
+
+def load(run: CyclicDataParallel, model: nn.Module, folder: Path) -> dict[str, Any] | None:
+    """Load the newest intact checkpoint into `run`; return its `extra`, or None if there is no checkpoint. Collective.
+
+    Raises:
+        JobError: the checkpoint has another number of stages, or none.
+    """
+    with run.consistent_parameters():
+        extra = laconic.checkpoint.load_checkpoint(folder, model=model, optimizer=None)
+        if extra is None:
+            return None
+        saved_cut(extra, len(run.stages))
+        step_folder = folder / f"step-{extra['step']}"
+        states = _read_states(run, model, extra["schedule"]["values"], step_folder if step_folder.exists() else folder)
+    run.load_state_dict(states)
+    return extra
+
+
+def newest_extra(checkpoints: Path) -> dict[str, Any] | None:
+    """The `extra` of rank 0 in the newest checkpoint that looks complete; None if there is none."""
+    for candidate in commit.candidates(checkpoints):
+        if candidate.manifest is not None:
+            return {"step": candidate.manifest.step, **sidecar.read(candidate.folder)["extra"]}
+    return None
+
+
+def saved_cut(saved: dict[str, Any] | None, workers: int) -> list[int] | None:
+    """The blocks of each stage in a checkpoint, by its `extra`; None without one.
+
+    Raises:
+        JobError: the run that saved it had no cyclic schedule, or another number of workers.
+    """
+    if saved is None:
+        return None
+    if "schedule" not in saved:
+        problem = "was written with schedule.kind = 'simultaneous', so its optimizer has no stages; go on with that"
+    else:
+        blocks = list(saved["schedule"]["cut"])
+        if len(blocks) == workers:
+            return blocks
+        problem = f"has {len(blocks)} stages, and this launch {workers} workers; go on with {len(blocks)} workers"
+    advice = "or export the model and begin anew from it (model.path)"
+    raise JobError(f"the checkpoint of step {saved['step']} {problem}, {advice}")
+
+
+class _StageStates(torch.optim.Optimizer):
+    """This rank's part of the state of all stages' optimizers, as a checkpoint expects it: in one optimizer."""
+
+    def __init__(self, groups: list[dict[str, Any]], tensors: dict[Tensor, dict[str, Tensor]]) -> None:
+        super().__init__([dict(group) for group in groups], {})
+        self.state.update(tensors)
+
+
+def _trainable(run: CyclicDataParallel) -> Iterator[tuple[int, str, nn.Parameter]]:
+    """(stage, name in the stage, parameter) of all trainable parameters."""
+    for stage, module in enumerate(run.stages):
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                yield stage, name, parameter
+
+
+def _tensors_of(states: dict[str, Any], stage: int, name: str, *, is_pending: bool) -> dict[str, Tensor]:
+    """The optimizer's tensors of one parameter in the state of a run, and its pending gradient if there is one."""
+    prefix, gradient = f"stages.{stage}.optimizer.{name}.", f"stages.{stage}.gradient.{name}"
+    own = {key.removeprefix(prefix): value for key, value in states.items() if key.startswith(prefix)}
+    if is_pending and gradient in states:
+        own[_PENDING] = states[gradient]
+    return {key: value for key, value in own.items() if isinstance(value, Tensor)}
+
+
+def _read_states(run: CyclicDataParallel, model: nn.Module, values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The state of a run from a checkpoint; `model` has been loaded from it already."""
+    states: dict[str, Any] = {**run.blank_state_dict(), **values}
+    for key in ("settings", "pending_settings"):
+        states[key] = _with_tuples(run.optimizer.settings(), values[key])
+    for stage, module in enumerate(run.stages):
+        for name, parameter in module.named_parameters():
+            states[f"stages.{stage}.parameters.{name}"] = parameter.detach().clone()
+        for name, buffer in module.named_buffers():
+            states[f"devices.{dist.get_rank()}.stages.{stage}.buffers.{name}"] = buffer.clone()
+    names = {id(parameter): name for name, parameter in state.named_parameters(model).items()}
+    wanted: dict[str, Tensor] = {}
+    for stage, name, parameter in _trainable(run):
+        if f"stages.{stage}.gradient.{name}" in states:  # this rank updates the stage
+            own = _tensors_of(states, stage, name, is_pending=values["is_pending"])
+            wanted |= {f"optim.state.{names[id(parameter)]}.{key}": value for key, value in own.items()}
+    storage.load(wanted, folder, offline=True)
+    return states
+
+
+def _with_tuples(current: Any, saved: Any) -> Any:
+    """Saved settings by stage and group, with tuples such as `betas` made of lists again, since JSON has no tuples."""
+    return [
+        [
+            {key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in saved_group.items()}
+            for group, saved_group in zip(groups, saved_groups, strict=True)
+        ]
+        for groups, saved_groups in zip(current, saved or current, strict=True)
+    ]

@@ -1,0 +1,90 @@
+"""The measurements of the cyclic schedule in one step: of one device, and of all devices together."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from laconic.comm.agreement import RankGroup
+from laconic.cyclic.report import Report, peak_together
+
+Event = tuple[float, int]
+"""(time.monotonic(), the number of stage activations alive on a device from then on)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceTimeline:
+    """One step of one device."""
+
+    events: tuple[Event, ...]
+    """One event per time step, since each creates or frees one stage's activations."""
+    bytes_per_step: tuple[int, ...]
+    """The bytes that the device sent in each time step."""
+    on_time: float
+    """The share of time steps for which the device did not wait."""
+
+    @staticmethod
+    def of(report: Report) -> DeviceTimeline:
+        """The last step of a report."""
+        num_events = len(report.durations_s)
+        return DeviceTimeline(
+            events=tuple(report.trace[index] for index in range(-num_events, 0)),
+            bytes_per_step=tuple(report.bytes_per_step),
+            on_time=report.on_time,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CyclicMetrics:
+    """One step of all devices. With several machines, whose clocks differ, live_now and live_peak are upper bounds."""
+
+    live_now: int
+    """Stage activations alive on all devices at the end of rank 0's step; devices of other machines: their peak."""
+    live_peak: int
+    """The largest number of stage activations alive at one moment of rank 0's step."""
+    bytes_per_time_step: float
+    """The bytes that a device sends in one time step, on average."""
+    largest_burst_bytes: int
+    """The largest number of bytes that a device sent in one time step."""
+    stagger_kept: float
+    """The share of time steps for which devices did not wait."""
+
+
+def gather_metrics(timelines: Sequence[DeviceTimeline], group: dist.ProcessGroup) -> list[CyclicMetrics]:
+    """Combine the same steps of all ranks. Collective; every rank sends some hundred bytes per step."""
+    machines, by_rank = zip(*RankGroup(group).gather((_machine(), tuple(timelines))), strict=True)
+    return [combine(by_rank, index, machines) for index in range(len(timelines))]
+
+
+def combine(by_rank: Sequence[Sequence[DeviceTimeline]], index: int, machines: Sequence[str]) -> CyclicMetrics:
+    """Combine step `index` of `by_rank`, the same steps of each device. Devices of one machine share a clock."""
+    step = [timelines[index] for timelines in by_rank]
+    # While rank 0 takes a step, other ranks may be in the step before or after.
+    near: list[list[Event]] = []  # events of the devices that share rank 0's clock
+    far_peaks = 0
+    for timelines, machine in zip(by_rank, machines, strict=True):
+        events = [event for timeline in timelines[max(index - 1, 0) : index + 2] for event in timeline.events]
+        if machine == machines[0]:
+            near.append(events)
+        else:
+            far_peaks += max(alive for _, alive in events)
+    start, end = step[0].events[0][0], step[0].events[-1][0]
+    until_end = [[event for event in events if event[0] <= end] for events in near]
+    sent = [nbytes for timeline in step for nbytes in timeline.bytes_per_step]
+    return CyclicMetrics(
+        live_now=sum(events[-1][1] for events in until_end if events) + far_peaks,
+        live_peak=peak_together(until_end, since=start) + far_peaks,
+        bytes_per_time_step=sum(sent) / sum(len(timeline.events) for timeline in step),
+        largest_burst_bytes=max(sent),
+        stagger_kept=sum(timeline.on_time for timeline in step) / len(step),
+    )
+
+
+def _machine() -> str:
+    """A name of this machine, the same for all processes that share a clock, in the lab's emulated nodes too."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.exists() else platform.node()

@@ -1,0 +1,111 @@
+"""A model under shard.strategy: laconic, or one of PyTorch's own ways to train in parallel.
+
+Every strategy gets the same initial weights, rows, optimizer and mixed precision, so that `laconic compare` compares
+nothing else. The baselines are PyTorch's own calls with the settings of a careful user.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic
+from laconic.comm.launch import RankInfo
+from laconic.config import Config, JobError, parse_block
+from laconic.hf.models import layers_to_shard, materialize
+from laconic.optim import AdamW8bit
+from laconic.strategies.islands import num_islands, slice_model
+
+# torch 2.13 has a new name for this argument, and warns of the old one.
+_BUFFER_SYNC = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel.__init__).parameters
+)
+
+
+def parallelize(
+    model: nn.Module, config: Config, ranks: RankInfo, device: torch.device
+) -> tuple[nn.Module, DeviceMesh | None]:
+    """Apply config.shard to `model`, which is on the meta device, and fill in its weights. Collective.
+
+    Return the module to call in forward, and with laconic the mesh of islands, nodes and local ranks.
+
+    Raises:
+        JobError: a strategy that this launch cannot have.
+        ValueError: a model or a granularity that the engine refuses.
+    """
+    strategy = config.shard.strategy
+    mesh = laconic.init_mesh(device.type, islands=num_islands(config, ranks)) if strategy == "laconic" else None
+    if mesh is not None:
+        slice_model(model, config.sync, mesh)
+        _fully_shard(model, laconic.fully_shard, _laconic_arguments(config, mesh))
+    elif strategy != "ddp":
+        _fully_shard(model, fully_shard, _fsdp2_arguments(config, ranks, device))
+    materialize(model, config.model, device)
+    if strategy != "ddp":
+        return model, mesh
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        **{_BUFFER_SYNC: False},  # type: ignore[arg-type]  # the buffers of a model do not change in training
+    )
+    return wrapped, None
+
+
+def granularity(config: Config) -> Any:
+    """The `granularity` of `fully_shard`: the job's blocks, or else the blocks that its optimizer needs."""
+    given = config.shard.granularity
+    if given is None:
+        return AdamW8bit.granularity if config.optimizer.name == "adamw8bit" else None
+    if isinstance(given, str):
+        return parse_block(given)
+    return {pattern: parse_block(text) for pattern, text in given.items()}
+
+
+def mixed_precision(config: Config) -> MixedPrecisionPolicy:
+    """The policy with both types set, since the default of `reduce_dtype` depends on the release of torch."""
+    shard = config.shard
+    reduce_dtype = shard.reduce_dtype or shard.param_dtype or config.model.dtype
+    return MixedPrecisionPolicy(
+        param_dtype=getattr(torch, shard.param_dtype) if shard.param_dtype else None,
+        reduce_dtype=getattr(torch, reduce_dtype),
+    )
+
+
+def _fully_shard(model: nn.Module, shard: Any, arguments: dict[str, Any]) -> None:
+    for module in [*layers_to_shard(model), model]:
+        shard(module, **arguments)
+
+
+def _common_arguments(config: Config) -> dict[str, Any]:
+    """The arguments of both `fully_shard`. The root reshards too, unless the user says otherwise, as ZeRO-3 does."""
+    reshard = config.shard.reshard_after_forward
+    return {"mp_policy": mixed_precision(config), "reshard_after_forward": True if reshard is None else reshard}
+
+
+def _laconic_arguments(config: Config, mesh: DeviceMesh) -> dict[str, Any]:
+    cache = laconic.Cache(where=config.shard.cache, device_budget_bytes=config.shard.device_budget_bytes)
+    return {**_common_arguments(config), "mesh": mesh, "cache": cache, "granularity": granularity(config)}
+
+
+def _fsdp2_arguments(config: Config, ranks: RankInfo, device: torch.device) -> dict[str, Any]:
+    arguments = _common_arguments(config)
+    if config.shard.strategy == "hsdp":
+        shape = (ranks.num_nodes, ranks.num_local)
+        return {**arguments, "mesh": init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))}
+    arguments["mesh"] = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    if config.shard.strategy == "fsdp2-hpz":
+        if ranks.num_local < 2:
+            raise JobError(
+                "shard.strategy = 'fsdp2-hpz' keeps parameters on the ranks of one node, so it needs at least 2 ranks "
+                f"per node, got {ranks.num_local}; use 'fsdp2' or more ranks per node"
+            )
+        arguments["reshard_after_forward"] = ranks.num_local
+    return arguments

@@ -1,0 +1,134 @@
+"""The stepper of ranks that run at the same time, under any value of shard.strategy, with islands or without.
+
+[Note: Non-finite losses]
+A loss that is not finite on one rank makes the gradient norm of its whole island not finite. All ranks of the island
+see the norm, so none takes the optimizer's step and no message is needed. Other islands, and workers of the cyclic
+schedule, have no common norm. They end as after any rank's failure: [Note: Failing together] in comm/failure.py.
+"""
+
+import contextlib
+import math
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic.checkpoint
+from laconic.comm.launch import RankInfo
+from laconic.comm.traffic import Snapshot
+from laconic.config import Config
+from laconic.islands.local_steps import LocalSteps, SyncReport
+from laconic.shard.ledger import Ledger
+from laconic.strategies.islands import make_local_steps
+from laconic.strategies.memory import local_nbytes, state_nbytes
+from laconic.strategies.optimizers import make_optimizer
+from laconic.strategies.parallelize import parallelize
+from laconic.strategies.stepper import NotFiniteError, Save, Stepper, StepResult
+
+
+class Simultaneous(Stepper):
+    """A `Stepper` of ranks that all run forward and backward at the same time."""
+
+    def __init__(self, model: nn.Module, config: Config, ranks: RankInfo, device: torch.device) -> None:
+        self.module = model
+        self._forward_module, mesh = parallelize(model, config, ranks, device)
+        self._engine: Any = model if mesh is not None else None
+        self.optimizer = make_optimizer(model, config)
+        self.local: LocalSteps | None = None
+        """The wrapper of the optimizer that synchronises islands; None without islands."""
+        if config.sync.is_local:
+            assert mesh is not None
+            self.local = make_local_steps(model, self.optimizer, config.sync, mesh)
+        self.num_workers, self.workers = ranks.world_size, range(ranks.rank, ranks.rank + 1)
+        self.steps_per_sync = self.local.schedule.interval if self.local else None
+        self.recovered_steps = self.local.steps if self.local else 0
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._max_grad_norm = config.optimizer.max_grad_norm or math.inf  # an infinite limit only measures
+
+    def begin(self) -> None:
+        """See `Stepper.begin`."""
+        super().begin()
+        if self._engine is not None:
+            self._engine.reset_peak_memory()
+
+    def step(self, rows: Tensor, *, is_last: bool) -> StepResult:
+        """See `Stepper.step`."""
+        losses = []
+        for index, micro_batch in enumerate(rows):
+            self._set_gradient_sync(index == len(rows) - 1)
+            loss = self.loss(micro_batch) / len(rows)
+            loss.backward()
+            losses.append(loss.detach())
+        grad_norm, mean_loss = self._clip(), float(sum(losses))
+        if not math.isfinite(grad_norm) or not math.isfinite(mean_loss):  # see [Note: Non-finite losses]
+            raise NotFiniteError(
+                loss=mean_loss,
+                grad_norm=grad_norm,
+                is_on_all_ranks=not math.isfinite(grad_norm) and self.local is None,
+                weights="as after step {step}",
+            )
+        syncs = self._update(is_last=is_last)
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepResult(loss=mean_loss, grad_norm=grad_norm, syncs=syncs)
+
+    def loss(self, rows: Tensor) -> Tensor:
+        """See `Stepper.loss`."""
+        return self._forward_module(input_ids=rows, labels=rows, use_cache=False).loss
+
+    def _set_gradient_sync(self, sync: bool) -> None:
+        """Say whether the next backward is the last one of its step, and must leave reduced gradients."""
+        if isinstance(self._forward_module, DistributedDataParallel):
+            self._forward_module.require_backward_grad_sync = sync  # as DDP.no_sync() does
+        else:
+            self.module.set_requires_gradient_sync(sync)  # of FSDP2 and of laconic
+
+    def _clip(self) -> float:
+        """Clip the gradients; return their global norm before, which is the same on every rank of an island."""
+        norm = nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def _update(self, *, is_last: bool) -> tuple[SyncReport, ...]:
+        """Take the optimizer's step; return the syncs of islands that ended with it."""
+        if self.local is None:
+            self.optimizer.step()
+            return ()
+        self.local.step()
+        if is_last:
+            self.local.finish()
+        return tuple(self.local.reports)
+
+    def consistent(self) -> AbstractContextManager[Any]:
+        """See `Stepper.consistent`. With islands, the model holds the outer parameters."""
+        return self.local.outer_parameters() if self.local else contextlib.nullcontext()
+
+    def save(self, save: Save, extra: dict[str, Any]) -> None:
+        """See `Stepper.save`."""
+        save(model=self.module, optimizer=self.optimizer, local_steps=self.local, extra=extra)
+
+    def load(self, folder: Path) -> dict[str, Any] | None:
+        """See `Stepper.load`."""
+        return laconic.checkpoint.load_checkpoint(
+            folder, model=self.module, optimizer=self.optimizer, local_steps=self.local
+        )
+
+    def traffic(self, before: Snapshot | None = None) -> Snapshot | None:
+        """See `Stepper.traffic`. Bytes between islands belong to the next step, even if they are sent before it."""
+        now = None if self._engine is None else self._engine.traffic.snapshot()
+        if now is None or before is None or self.local is None:
+            return now
+        sizes = {key: before.sizes.get(key, 0) if key[1] == "outer" else size for key, size in now.sizes.items()}
+        return replace(now, sizes=sizes)
+
+    def memory(self) -> Ledger | None:
+        """See `Stepper.memory`."""
+        return None if self._engine is None else self._engine.memory()
+
+    def resting_bytes(self) -> int:
+        """See `Stepper.resting_bytes`."""
+        memory = self.memory()
+        weights = memory.device_bytes if memory else local_nbytes(self.module.parameters())
+        return weights + state_nbytes(self.optimizer)

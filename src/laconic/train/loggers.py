@@ -1,0 +1,92 @@
+"""Loggers that write the figures of a run to files."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from laconic.train.records import Step
+
+_GROUPS = {
+    "train": ("loss", "grad_norm", "lr", "tokens"),
+    "speed": ("step_s", "data_s", "tokens_per_s", "allocated_peak_bytes"),
+    "wire": ("wait_s", "wire_bytes", "interface_sent_bytes", "interface_received_bytes"),
+    "memory": ("device_bytes", "device_peak_bytes", "host_bytes_per_node", "resident_bytes"),
+}
+"""TensorBoard's groups of figures."""
+
+
+class Logger:
+    """Receives the figures of a run. This base class ignores them."""
+
+    def tick(self, step: int, loss: float) -> None:
+        """Receive this rank's loss right after a step, before the figures of all ranks are known."""
+
+    def step(self, step: Step) -> None:
+        """Receive the figures of all ranks for a step."""
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Receive the figures of an evaluation after `step`."""
+
+    def close(self) -> None:
+        """Finish the output."""
+
+
+class JsonlLogger(Logger):
+    """Writes one JSON object per line, and flushes each line at once."""
+
+    def __init__(self, path: Path, *, after_step: int) -> None:
+        """Continue the file `path`, if there is one, without the lines after step `after_step`."""
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        complete = (line for line in lines if line.endswith("}\n"))  # a killed run may leave half a line
+        kept = [line for line in complete if json.loads(line).get("step", 0) <= after_step]
+        self._file: TextIO = path.open("w", encoding="utf-8")
+        self._file.writelines(kept)
+        self._file.flush()
+
+    def step(self, step: Step) -> None:
+        """See `Logger.step`."""
+        self._write(step.to_dict())
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Logger.evaluation`."""
+        self._write({"step": step, **values})
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """See `Logger.close`."""
+        self._file.close()
+
+
+class TensorBoardLogger(Logger):
+    """Writes scalars in the groups train, speed, wire, traffic_bytes, memory, sync, cyclic and eval."""
+
+    def __init__(self, folder: Path, *, after_step: int) -> None:
+        """Continue the events in `folder`, if there are any, without those after step `after_step`."""
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+        self._writer = SummaryWriter(str(folder), purge_step=after_step + 1 if after_step else None)
+
+    def step(self, step: Step) -> None:
+        """See `Logger.step`."""
+        row = step.to_dict()
+        scalars = {f"{group}/{key}": row[key] for group, keys in _GROUPS.items() for key in keys if key in row}
+        for group in ("traffic_bytes", "cyclic"):
+            scalars |= {f"{group}/{key}": value for key, value in row.get(group, {}).items()}
+        for sync in row.get("syncs", ()):
+            tag = f"fragment-{sync['fragment']}"
+            scalars |= {f"sync/{key}/{tag}": value for key, value in sync.items() if key not in ("step", "fragment")}
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step.step)
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Logger.evaluation`."""
+        for name, value in values.items():
+            self._writer.add_scalar(f"eval/{name}", value, step)
+
+    def close(self) -> None:
+        """See `Logger.close`."""
+        self._writer.close()

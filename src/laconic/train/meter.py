@@ -1,0 +1,63 @@
+"""Measurements of a training step on one rank."""
+
+import time
+
+import torch
+
+from laconic.comm.launch import RankInfo
+from laconic.comm.traffic import Snapshot
+from laconic.lab.counters import InterfaceBytes, interface_bytes
+from laconic.strategies.stepper import Stepper, StepResult
+from laconic.train.records import StepRecord
+
+
+class StepMeter:
+    """Measures the time, bytes and memory of steps. Call `fetch`, `start` and `stop` once per step, in this order.
+
+    A step's counters start where the step before ended: when it begins, another rank of the node may be sending.
+    """
+
+    def __init__(self, stepper: Stepper, ranks: RankInfo, device: torch.device) -> None:
+        self._stepper, self._device = stepper, device
+        self._reads_interface = ranks.is_first_on_node
+        self._last_interface: InterfaceBytes | None = None
+        self._last_traffic: Snapshot | None = None
+
+    def fetch(self) -> None:
+        """Start to measure the time before the step."""
+        self._fetch_start_s = time.perf_counter()
+
+    def start(self) -> None:
+        """Start to measure the step."""
+        self._synchronize()
+        self._interface = self._last_interface or self._read_interface()
+        self._traffic = self._stepper.traffic(self._last_traffic)
+        self._start_s = time.perf_counter()
+
+    def stop(self, step: int, lr: float, result: StepResult) -> StepRecord:
+        """End the measurement; return the record of the step."""
+        self._synchronize()
+        step_s = time.perf_counter() - self._start_s
+        interface = self._last_interface = self._read_interface()
+        traffic = self._last_traffic = self._stepper.traffic()
+        return StepRecord(
+            step=step,
+            lr=lr,
+            result=result,
+            data_s=self._start_s - self._fetch_start_s,
+            step_s=step_s,
+            traffic=traffic - self._traffic if traffic is not None and self._traffic is not None else None,
+            interface=interface - self._interface if interface and self._interface else None,
+            memory=self._stepper.memory(),
+        )
+
+    def skip(self) -> None:
+        """Ignore the bytes of the interface since the last step, for example those of an evaluation."""
+        self._last_interface = None
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _read_interface(self) -> InterfaceBytes | None:
+        return interface_bytes() if self._reads_interface else None

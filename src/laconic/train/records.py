@@ -1,0 +1,86 @@
+"""The figures of one optimizer step: of one rank, and of the whole cluster."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from laconic.comm.traffic import Snapshot
+from laconic.islands.local_steps import SyncReport
+from laconic.lab.counters import InterfaceBytes
+from laconic.shard.ledger import Ledger
+from laconic.strategies.cyclic_metrics import CyclicMetrics
+from laconic.strategies.stepper import StepResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step on one rank."""
+
+    step: int
+    """The number of optimizer steps taken, with this one: 1 for the first."""
+    lr: float
+    result: StepResult
+    data_s: float
+    """Seconds to fetch the rows, before the step."""
+    step_s: float
+    """Seconds from the first forward to the end of the optimizer."""
+    traffic: Snapshot | None
+    """Bytes and waiting during the step; None if the strategy does not count them."""
+    interface: InterfaceBytes | None
+    """Bytes of the node's network interface during the step; None but on one rank per node of a lab."""
+    memory: Ledger | None
+    """Bytes that the engine holds; None for a strategy without the engine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncMetrics(SyncReport):
+    """One sync of one fragment on the whole cluster: `sent_bytes` is the sum over ranks, other figures are means."""
+
+    bytes_per_token: float
+    """sent_bytes divided by the tokens of all islands since the sync of the fragment before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One optimizer step of the whole cluster."""
+
+    step: int
+    """The number of optimizer steps taken, with this one."""
+    tokens: int
+    """Tokens seen since the beginning of the run."""
+    loss: float
+    """Mean over all ranks, and so over islands."""
+    grad_norm: float | None
+    """Mean over islands; None if it is not measured."""
+    lr: float
+    step_s: float
+    """Rank 0's seconds for the step."""
+    data_s: float
+    """Rank 0's seconds to fetch the rows."""
+    tokens_per_s: float
+    """Tokens of the global batch per second of `step_s`."""
+    wait_s: float | None
+    """Seconds that a rank waited for the wire, mean over ranks; None if the strategy does not count them."""
+    wire_bytes: int | None
+    """Bytes that all ranks together sent between machines, as counted by the engine."""
+    traffic_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes that all ranks together sent, by "level/purpose"."""
+    interface_sent_bytes: int | None = None
+    """Bytes that all nodes' interfaces together sent, as counted by the kernel."""
+    interface_received_bytes: int | None = None
+    device_bytes: int | None = None
+    """Bytes that the engine holds on the device, of the fullest rank."""
+    device_peak_bytes: int | None = None
+    """The peak of `device_bytes` in the step."""
+    host_bytes_per_node: int | None = None
+    """Bytes of the host caches of all ranks, per node."""
+    allocated_peak_bytes: int | None = None
+    """torch.cuda.max_memory_allocated of the fullest rank; None on CPU."""
+    resident_bytes: int = 0
+    """Resident memory of the largest process."""
+    syncs: tuple[SyncMetrics, ...] = ()
+    cyclic: CyclicMetrics | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, without the figures that are not measured."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if value not in (None, {}, ())}
