@@ -12,7 +12,7 @@ import torch.distributed as dist
 from laconic.comm.agreement import RankGroup
 from laconic.cyclic.report import Report, peak_together
 
-Event = tuple[float, int]
+ActivationEvent = tuple[float, int]
 """(time.monotonic(), the number of stage activations alive on a device from then on)."""
 
 
@@ -20,7 +20,7 @@ Event = tuple[float, int]
 class DeviceTimeline:
     """One step of one device."""
 
-    events: tuple[Event, ...]
+    events: tuple[ActivationEvent, ...]
     """One event per time step, since each creates or frees one stage's activations."""
     bytes_per_step: tuple[int, ...]
     """The bytes that the device sent in each time step."""
@@ -64,7 +64,7 @@ def combine(by_rank: Sequence[Sequence[DeviceTimeline]], index: int, machines: S
     """Combine step `index` of `by_rank`, the same steps of each device. Devices of one machine share a clock."""
     step = [timelines[index] for timelines in by_rank]
     # While rank 0 takes a step, other ranks may be in the step before or after.
-    near: list[list[Event]] = []  # events of the devices that share rank 0's clock
+    near: list[list[ActivationEvent]] = []  # events of the devices that share rank 0's clock
     far_peaks = 0
     for timelines, machine in zip(by_rank, machines, strict=True):
         events = [event for timeline in timelines[max(index - 1, 0) : index + 2] for event in timeline.events]
