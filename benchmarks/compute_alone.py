@@ -1,9 +1,9 @@
-"""How long a job's forward and backward take when nobody communicates: run on the same ranks of the same lab.
+"""How long forward and backward of a job take when nobody communicates, on the same ranks of the same lab.
 
-    laconic lab --nodes 2 --local 2 -- benchmarks/compute_alone.py JOB.toml STEPS OUT.json
+    laconic lab --nodes 2 --local 2 -- -m benchmarks.compute_alone JOB.toml STEPS OUT.json
 
-Every rank has a model of its own and the optimizer of its share, so all compute what they compute in the sharded job,
-on the same cores at the same time. They meet before each step and nowhere else.
+Every rank has a model of its own and the optimizer of its shard. So each rank computes what it computes in the sharded
+job, on the same cores at the same time. The ranks only meet before each step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from laconic.config.job import load
+from laconic.config import load
 from laconic.hf.models import build_model
 
 _WARMUP_STEPS = 2
@@ -30,9 +30,9 @@ def main(job: str, steps: int, out: Path) -> None:
     config = load(job)
     model = build_model(config.model, config.lora, device="cpu")
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    share = nn.Parameter(torch.zeros(-(-sum(p.numel() for p in trainable) // dist.get_world_size())))
-    share.grad = torch.full_like(share, 1e-3)
-    optimizer = torch.optim.AdamW([share], lr=1e-4, fused=config.optimizer.fused)
+    shard = nn.Parameter(torch.zeros(-(-sum(p.numel() for p in trainable) // dist.get_world_size())))
+    shard.grad = torch.full_like(shard, 1e-3)
+    optimizer = torch.optim.AdamW([shard], lr=1e-4, fused=config.optimizer.fused)
     torch.manual_seed(dist.get_rank())
     vocab_size = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     rows = torch.randint(vocab_size, (config.train.micro_batch_size, config.data.sequence_length))
@@ -43,7 +43,7 @@ def main(job: str, steps: int, out: Path) -> None:
         loss = model(input_ids=rows, labels=rows, use_cache=False).loss
         middle_s = time.perf_counter()
         loss.backward()
-        nn.utils.clip_grad_norm_([share], config.optimizer.max_grad_norm)
+        nn.utils.clip_grad_norm_([shard], config.optimizer.max_grad_norm)
         optimizer.step()
         for parameter in trainable:
             parameter.grad = None

@@ -1,54 +1,108 @@
-"""What benchmarks of claims share: a command line that chooses rows, and each row kept as soon as it is measured."""
+"""The command line of every benchmark: it chooses rows, measures them, and keeps each as soon as it is measured."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
-from record import Row
+from benchmarks.record import Record, Row, rows_table
 
 B = TypeVar("B")
 
 
+class BenchmarkError(RuntimeError):
+    """The benchmark cannot run on this machine; the message says why and what helps."""
+
+
 class Options(argparse.Namespace):
-    """What was asked for."""
+    """The options of a benchmark's command."""
 
     rows: list[str]
+    """The keys of the rows to measure, in the order of the table."""
     quick: bool
+    """Whether to measure small jobs and record nothing."""
     out: Path
-    """For the runs' own folders; of benchmarks that have some."""
+    """The folder for the files of the runs."""
 
 
-def options_of(doc: str | None, known: Iterable[str], *, quick: str, out: Path | None = None) -> Options:
-    """Read the command line; `quick` says what that flag makes of the jobs, `out` is where runs go if not told."""
-    names = list(known)
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, epilog=f"rows: {', '.join(names)}"
-    )
-    parser.add_argument("--rows", default=",".join(names), metavar="A,B,...", help="which to measure (default: all)")
-    parser.add_argument("--quick", action="store_true", help=f"{quick}; prints, records nothing")
-    if out is not None:
-        parser.add_argument("--out", type=Path, default=out, metavar="DIR", help="for the runs' own folders")
-    options = parser.parse_args(namespace=Options())
-    chosen = str(options.rows).split(",")
-    for name in chosen:
-        if name not in names:
-            parser.error(f"there is no row {name!r}; there are {', '.join(names)}")
-    options.rows = [name for name in names if name in chosen]
-    return options
+def _save_rows(record: Record, bench: object) -> None:
+    record.save()
 
 
-def measure(
-    rows: Mapping[str, Callable[[B], Row]], options: Options, bench: B, record: Callable[[list[Row]], None]
-) -> list[Row]:
-    """Measure the rows asked for; all that are known so far are recorded after each, as a later one may fail."""
-    found: list[Row] = []
-    for name in options.rows:
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        found.append(rows[name](bench))
-        if not options.quick:
-            record(found)
-    return found
+def _no_details(bench: object) -> str:
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark(Generic[B]):
+    """A table of claims, and the command that measures them."""
+
+    name: str
+    """The module's name below `benchmarks`, and the title of its section in RESULTS.md."""
+    doc: str | None
+    """The description that `--help` shows."""
+    rows: Mapping[str, Callable[[B], Row]]
+    """The function that measures each row, by key, in the order of the table."""
+    prepare: Callable[[Options], AbstractContextManager[B]]
+    """Opens the state that all rows share. It may raise a BenchmarkError."""
+    save: Callable[[Record, B], None] = _save_rows
+    """Writes the record, with more than the rows where the benchmark has more."""
+    details: Callable[[B], str] = _no_details
+    """Text to print below the table."""
+
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        """Measure the rows that the command line names; return 1 if one of them failed.
+
+        Every row that is measured is recorded at once, because a later row may fail. A row that fails shows its
+        traceback, and the other rows go on.
+        """
+        arguments = sys.argv[1:] if arguments is None else list(arguments)
+        options = self._parse(arguments)
+        rows, failed = [], []
+        with contextlib.ExitStack() as stack:
+            options.out = options.out or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            try:
+                bench = stack.enter_context(self.prepare(options))
+            except BenchmarkError as error:
+                print(f"benchmarks.{self.name}: {error}", file=sys.stderr)
+                return 1
+            for key in options.rows:
+                print(f"{key} ...", file=sys.stderr, flush=True)
+                try:
+                    rows.append(self.rows[key](bench))
+                except Exception:
+                    traceback.print_exc()
+                    failed.append(key)
+                    continue
+                if not options.quick:
+                    self.save(Record(self.name, rows, self.rows, arguments), bench)
+            print(f"\n{rows_table(rows)}\n\n{self.details(bench)}".rstrip())
+        if failed:
+            print(f"benchmarks.{self.name}: rows that failed: {', '.join(failed)}", file=sys.stderr)
+        return 1 if failed else 0
+
+    def _parse(self, arguments: Sequence[str]) -> Options:
+        parser = argparse.ArgumentParser(
+            prog=f"python -m benchmarks.{self.name}",
+            description=self.doc,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog=f"rows: {', '.join(self.rows)}",
+        )
+        parser.add_argument("--rows", default=",".join(self.rows), metavar="A,B,...", help="default: all")
+        parser.add_argument("--quick", action="store_true", help="measure small jobs, and record nothing")
+        parser.add_argument("--out", type=Path, metavar="DIR", help="keep the files of the runs here")
+        options = parser.parse_args(arguments, namespace=Options())
+        chosen = str(options.rows).split(",")
+        for key in chosen:
+            if key not in self.rows:
+                parser.error(f"there is no row {key!r}; there are {', '.join(self.rows)}")
+        options.rows = [key for key in self.rows if key in chosen]
+        return options

@@ -1,4 +1,4 @@
-"""Writes what a benchmark showed into RESULTS.md: one section per benchmark, replaced when it is run again."""
+"""The record of a benchmark: a section of RESULTS.md, which the next run replaces, and a JSON file beside it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 import shlex
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,47 +19,53 @@ RESULTS = Path(__file__).with_name("RESULTS.md")
 _HEAD = """\
 # Results
 
-Every figure the documentation quotes, with the script that measures it. Running a script again replaces its section.
+Every figure the documentation quotes, with the command that measures it. Running a command again replaces its section.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One claim, held to a measurement."""
+    """One claim beside a measurement."""
 
     key: str
-    """Name for `--rows`."""
+    """The name for `--rows`."""
     claim: str
-    """What is measured."""
+    """The measured quantity."""
     required: str
-    """What it must be."""
+    """The value that the claim promises."""
     measured: str
-    """What it was."""
+    """The value that the benchmark found."""
     is_met: bool
     note: str = ""
-    """How it was measured, and the reason for a shortfall."""
+    """The method of the measurement, and the reason for a shortfall."""
     tried: str = ""
-    """What other settings gave before, where that fell short."""
+    """The results of other settings that fell short."""
     date: str = ""
-    """Of the measurement."""
+    """The day of the measurement."""
     command: str = ""
-    """That measured it."""
+    """The command that measured the row."""
 
 
-def rows_table(rows: list[Row]) -> str:
-    """The claims as Markdown, notes below."""
+def ratio_row(*, key: str, claim: str, ratio: float, limit: float, note: str = "") -> Row:
+    """Return the row of a ratio that must not exceed a limit."""
+    required, measured = f"<= {limit:.2f}x", f"{ratio:.3f}x"
+    return Row(key=key, claim=claim, required=required, measured=measured, is_met=ratio <= limit, note=note)
+
+
+def rows_table(rows: Sequence[Row]) -> str:
+    """Return the claims as a Markdown table with notes below."""
     cells = [[row.claim, row.required, row.measured, "yes" if row.is_met else "**no**"] for row in rows]
     table = markdown(("claim", "required", "measured", "met"), cells, num_text_columns=4)
-    notes = [f"- *{row.claim}*: {_told(row)}" for row in rows if row.note or row.tried]
+    notes = [f"- *{row.claim}*: {_note(row)}" for row in rows if row.note or row.tried]
     return "\n".join([table, "", *notes])
 
 
-def _told(row: Row) -> str:
+def _note(row: Row) -> str:
     return f"{row.note} Tried before: {row.tried}" if row.tried else row.note
 
 
 def write_section(title: str, body: str, path: Path = RESULTS) -> None:
-    """Replace the section `## title` of `path`, or add it at the end."""
+    """Replace the section `## title` of `path`, or append it."""
     text = path.read_text(encoding="utf-8") if path.exists() else _HEAD
     section = f"## {title}\n\n{body.strip()}\n"
     found = re.search(rf"^## {re.escape(title)}\n.*?(?=^## |\Z)", text, flags=re.MULTILINE | re.DOTALL)
@@ -73,30 +78,43 @@ def write_section(title: str, body: str, path: Path = RESULTS) -> None:
 
 
 class Record:
-    """What a script has shown: the rows of this run, beside those it measured before; JSON, and from it RESULTS.md."""
+    """All rows of one benchmark that are known: those of this run, and those that earlier runs measured."""
 
-    def __init__(self, script: str, rows: Sequence[Row], order: Iterable[str]) -> None:
-        """`order`: keys of all rows of the table."""
-        self._script, self._order = script, list(order)
-        self._json = RESULTS.parent / "results" / f"{Path(script).stem}.json"
+    def __init__(self, name: str, rows: Sequence[Row], order: Iterable[str], arguments: Sequence[str]) -> None:
+        """Read what earlier runs recorded.
+
+        Args:
+            name: the name of the benchmark.
+            rows: the rows of this run.
+            order: the keys of all rows, in the order of the table.
+            arguments: the command line of this run.
+        """
+        self._name, self._order = name, list(order)
+        self._json = RESULTS.parent / "results" / f"{name}.json"
         self.machine: dict[str, Any] = describe_machine()
         self.known: dict[str, Any] = json.loads(self._json.read_text()) if self._json.exists() else {}
-        """The file as it was, with whatever else the script keeps in it."""
-        command = shlex.join(["python", f"benchmarks/{script}", *sys.argv[1:]])
+        """The content of the JSON file before this run."""
+        command = shlex.join(["python", "-m", f"benchmarks.{name}", *arguments])
         now = {"date": self.machine["date"], "command": command}
         self._rows = {**self.known.get("rows", {}), **{row.key: dataclasses.asdict(row) | now for row in rows}}
 
     def save(self, *, about: str = "", more: Sequence[str] = (), **data: Any) -> None:
-        """Write the JSON, with `data` beside the rows, and the section: `about` in its first line, `more` below."""
+        """Write the JSON file and the section.
+
+        Args:
+            about: text for the first line of the section, before the machine.
+            more: paragraphs below the table.
+            data: more keys of the JSON file.
+        """
         self._json.parent.mkdir(exist_ok=True)
         report = {"machine": self.machine, "rows": self._rows, **data}
         self._json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         shown = [Row(**self._rows[key]) for key in self._order if key in self._rows]
         body = [f"{self._commands(shown)}; {about}{in_words(self.machine)}.", rows_table(shown), *more]
-        write_section(self._script, "\n\n".join(body), RESULTS)
+        write_section(self._name, "\n\n".join(body), RESULTS)
 
     def _commands(self, rows: list[Row]) -> str:
-        """Each command with its date, and its rows if there is more than one command."""
+        """Return each command with its date, and with its rows if there are several commands."""
         runs: dict[tuple[str, str], list[str]] = {}
         for row in rows:
             runs.setdefault((row.command, row.date), []).append(row.key)

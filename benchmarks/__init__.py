@@ -1,0 +1,6 @@
+"""The benchmarks: one command for each group of claims, for example `python -m benchmarks.wire`.
+
+Run them from the root of the repository. Each benchmark is a package: `__main__.py` lists the rows of its table, and
+the other files measure them. All of them share `measure.py` (the command line), `record.py` (RESULTS.md and the JSON
+beside it) and `launch.py` (ranks on this machine). `unchanged.py` compares two versions of the sources instead.
+"""

@@ -1,0 +1,35 @@
+"""How much the cyclic schedule saves, how fast it is, and how well models train: every row of the claim.
+
+    python -m benchmarks.cyclic                        all rows, some 40 minutes on 2 cores, recorded in RESULTS.md
+    python -m benchmarks.cyclic --rows bytes,devices   some rows, recorded too
+    python -m benchmarks.cyclic --quick                all rows on tiny jobs, printed only: does the method work?
+
+Run rows with times (live, wall-clock, throughput, sharded) on a quiet machine. Accuracy takes most of the time.
+
+[Note: Methods of the cyclic rows]
+Live activations, messages and the wall-clock are those of the runtime with stages that sleep for a known time, one
+process per worker on one machine; the stages count them (sleeping.py). Bytes of real models are traced over one forward
+and backward of one worker, and summed as the offsets of the workers prescribe (traces.py). Throughput is that of real
+training in the lab (throughput.py). Accuracy is that of one process that plays all workers, which gives the same bits
+as N processes (accuracy.py).
+"""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.cyclic import devices, digits, language, schedule, throughput, traces
+from benchmarks.cyclic.bench import prepare
+from benchmarks.measure import Benchmark
+
+BENCHMARK = Benchmark(
+    name="cyclic", doc=__doc__, prepare=prepare,
+    rows={
+        "live": schedule.live, "bytes": traces.traced_bytes, "messages": schedule.messages, "devices": devices.devices,
+        "throughput": throughput.throughput, "sharded": throughput.sharded, "wall-clock": schedule.wall_clock,
+        "digits": digits.digits, "language": language.language,
+    },
+)  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.main())

@@ -1,0 +1,70 @@
+"""The sizes of the jobs that the rows measure."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cyclic.accuracy import Setting
+from benchmarks.llama import Llama
+from benchmarks.measure import Options
+
+_LLAMA = Llama(
+    hidden=384, intermediate=1024, layers=8, heads=6, kv_heads=6, vocab=256, batch=4, sequence=128,
+)  # fmt: skip
+_TINY_LLAMA = dataclasses.replace(_LLAMA, hidden=96, intermediate=128, layers=4, sequence=32)
+TIMEOUT_S = 900.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """The sizes of all jobs."""
+
+    op_s: float
+    """The seconds that a forward or a backward of a sleeping stage takes."""
+    num_workers: tuple[int, ...]
+    """The numbers of workers whose live activations are counted."""
+    batches: int
+    wall_batches: int
+    """The number of batches whose wall-clock is measured."""
+    llama: Llama
+    lab_steps: int
+    repeats: int
+    digits: dict[str, Any]
+    """The arguments of `digits.study`."""
+    language: dict[str, Any]
+    """The arguments of `language.study`."""
+    out: Path
+
+
+FULL = {
+    "op_s": 0.08, "num_workers": (4, 8), "batches": 4, "wall_batches": 16, "llama": _LLAMA, "lab_steps": 8,
+    "repeats": 3,
+    "digits": {
+        "seeds": 6, "tuning_seeds": 2, "epochs": 15,
+        "settings": tuple(Setting(lr=lr, momentum=m) for lr, m in ((0.03, 0.9), (0.1, 0.9), (0.1, 0.5), (0.3, 0.5))),
+    },
+    "language": {
+        "seeds": 5, "tuning_seeds": 1, "plain_steps": 400, "steps": 1000,
+        "settings": (
+            Setting(lr=2e-3, momentum=0.9), Setting(lr=2e-3, momentum=0.95, nesterov=True),
+            Setting(lr=3e-3, momentum=0.95, nesterov=True),
+        ),
+    },
+}  # fmt: skip
+QUICK = {
+    "op_s": 0.03, "num_workers": (2, 3), "batches": 3, "wall_batches": 3, "llama": _TINY_LLAMA, "lab_steps": 2,
+    "repeats": 1,
+    "digits": {"seeds": 2, "tuning_seeds": 1, "epochs": 1, "settings": (Setting(lr=0.05, momentum=0.9),)},
+    "language": {
+        "seeds": 2, "tuning_seeds": 1, "plain_steps": 2, "steps": 4,
+        "settings": (Setting(lr=3e-3, momentum=0.9, nesterov=True),),
+    },
+}  # fmt: skip
+
+
+def prepare(options: Options) -> contextlib.nullcontext[Bench]:
+    """Choose the sizes."""
+    return contextlib.nullcontext(Bench(**(QUICK if options.quick else FULL), out=options.out))  # type: ignore[arg-type]

@@ -1,0 +1,150 @@
+"""The launcher of ranks for benchmarks and tests: processes on this machine in the environment that torchrun gives.
+
+[Note: Fork server]
+To import torch and transformers takes longer than most jobs. So every rank is a fork of a server that has imported them
+already. The first launch of a process starts this server. The server never touches CUDA, so its forks may.
+
+This module does not import laconic: `unchanged.py` launches ranks that import it from other source trees.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+
+PRELOADED = (
+    "torch",
+    "torch._dynamo",  # every torch optimizer imports it, which takes seconds
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "transformers.models.llama.modeling_llama",
+    "laconic",
+)
+"""The modules that the fork server imports."""
+_EXIT_S = 5.0
+
+
+def free_port() -> int:
+    """Return a TCP port on which nobody listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launch(
+    function: Callable[..., Any],
+    *args: Any,
+    num_ranks: int,
+    num_local: int | None = None,
+    timeout_s: float,
+    backend: str | None = "gloo",
+    preloaded: Sequence[str] = PRELOADED,
+) -> list[Any]:
+    """Run `function(*args)` on `num_ranks` processes with one thread each, and return their results by rank.
+
+    Args:
+        function: a function at the top level of a module; its arguments and its result can be pickled.
+        args: the arguments, the same on all ranks.
+        num_ranks: the number of processes.
+        num_local: the number of ranks on each emulated node. Default: all ranks are on one node.
+        timeout_s: the seconds after which the launch has failed.
+        backend: the backend of the default process group, or None if `function` makes its own.
+        preloaded: the modules that the fork server imports; only the first launch of a process decides.
+
+    Raises:
+        RuntimeError: a rank failed. The message has the traceback of the first one; the other ranks are killed.
+        TimeoutError: some ranks have no result after `timeout_s`; all ranks are killed.
+    """
+    _context.set_forkserver_preload(list(preloaded))
+    num_local, port = num_local or num_ranks, free_port()
+    processes: list[Any] = []
+    connections: dict[Any, int] = {}
+    try:
+        for rank in range(num_ranks):
+            receiver, sender = _context.Pipe(duplex=False)
+            environment = _torchrun_environment(rank, num_ranks, num_local, port)
+            job = (sender, environment, backend, function, args)
+            process = _context.Process(target=_run_rank, args=job, daemon=True)
+            process.start()
+            processes.append(process)
+            sender.close()
+            connections[receiver] = rank
+        results = _collect(connections, processes, time.monotonic() + timeout_s)
+        for process in processes:
+            process.join(_EXIT_S)
+    except TimeoutError as error:
+        raise TimeoutError(f"{error} within {timeout_s:g} s") from None
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [results[rank] for rank in range(num_ranks)]
+
+
+def _torchrun_environment(rank: int, num_ranks: int, num_local: int, port: int) -> dict[str, str]:
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_RANK": rank % num_local,
+        "LOCAL_WORLD_SIZE": num_local,
+        "GROUP_RANK": rank // num_local,
+        "GROUP_WORLD_SIZE": num_ranks // num_local,
+        "MASTER_PORT": port,
+    }
+    addresses = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    return {name: str(number) for name, number in numbers.items()} | addresses
+
+
+def _collect(connections: dict[Any, int], processes: Sequence[Any], deadline: float) -> dict[int, Any]:
+    """Receive the result of every rank."""
+    results: dict[int, Any] = {}
+    while connections:
+        ready = wait(list(connections), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(connections.values())} gave no result")
+        for connection in ready:
+            rank = connections.pop(connection)
+            try:
+                has_failed, value = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                processes[rank].join(_EXIT_S)
+                raise RuntimeError(f"rank {rank} died with exit code {processes[rank].exitcode}") from None
+            if has_failed:
+                raise RuntimeError(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+    return results
+
+
+def _run_rank(
+    connection: Connection,
+    environment: dict[str, str],
+    backend: str | None,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    try:
+        if backend is not None:
+            dist.init_process_group(backend)
+        answer = pickle.dumps((False, function(*args)))
+        if backend is not None:
+            dist.barrier()
+    except BaseException:
+        answer = pickle.dumps((True, traceback.format_exc()))
+    # Plain bytes: torch would send a tensor as shared memory, which ends with this process.
+    connection.send_bytes(answer)
+    connection.close()
+    os._exit(0)

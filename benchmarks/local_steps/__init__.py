@@ -1,0 +1,1 @@
+"""How much traffic local steps save, and how much quality they cost."""

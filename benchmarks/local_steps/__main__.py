@@ -1,0 +1,37 @@
+"""How much traffic and time local steps save, and how much quality they cost: every row of the claim.
+
+    python -m benchmarks.local_steps                        all rows, some 90 minutes on 2 cores, recorded in RESULTS.md
+    python -m benchmarks.local_steps --rows bytes,peak      some rows, recorded too
+    python -m benchmarks.local_steps --quick                all rows on tiny jobs, printed only: does the method work?
+
+Four islands of one rank each train a Llama over bytes on the trainer's corpus (islands.py). Other work of the machine
+does not change losses. Times (wall-clock, overlap) are measured in the lab on a quiet machine.
+
+[Note: Equal tokens]
+All runs of a seed take the same rows in the same steps. A step of every-step data parallel averages the gradients of
+the rows that the islands of the other runs see on their own. All runs start from the same weights, and follow the rest
+of one schedule of the learning rate. Earlier, a model of this size learns something new with every batch, and an
+average of weights that learnt different things loses much of it. DiLoCo's paper, too, begins after a quarter of its
+steps.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.local_steps import losses, partial, seconds, traffic
+from benchmarks.local_steps.bench import prepare
+from benchmarks.measure import Benchmark
+
+BENCHMARK = Benchmark(
+    name="local_steps", doc=__doc__, prepare=prepare,
+    rows={
+        "loss-codecs": losses.loss_codecs, "loss-slices": losses.loss_slices, "bytes": traffic.bytes_per_token,
+        "peak": traffic.peak, "wall-clock": seconds.wall_clock, "flops": partial.flops,
+        "memory": partial.memory, "overlap": seconds.overlap,
+    },
+    save=losses.save,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.main())

@@ -1,0 +1,110 @@
+"""The jobs that the rows share, and how they run: on ranks of this machine, or in the lab."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.launch import launch
+from benchmarks.local_steps.islands import Answer, Job, Shape, run_jobs, write_jobs
+from benchmarks.measure import Options
+from laconic.compare.runner import explain_failure
+from laconic.lab import Lab
+
+NUM_ISLANDS = 4
+_TIMEOUT_S = 3 * 3600.0
+RATE_BITS_PER_S = 50e6
+_TINY = Shape(hidden=32, intermediate=64, layers=8)
+SMALL_STEP = {"rows": 2, "length": 64}
+"""The rows of timed jobs: so few that steps wait for the wire, and not for two cores that serve four islands."""
+
+_WARM_STEPS = 880
+"""The number of steps of every-step data parallel before all runs: [Note: Equal tokens]."""
+_LOSS_STEPS = 320
+EVERY = 16
+"""The steps between syncs, for twenty syncs in a run: the outer momentum needs about ten."""
+_LOSS_SHAPE = Shape(layers=5)
+STREAMED = {"fragments": 4, "overlap": 2}
+LOSSES = {
+    "ddp": {"kind": "ddp"},
+    "diloco int8": {"codec": "int8"},
+    "diloco fp4": {"codec": "fp4"},
+    "streamed int8": {"codec": "int8", **STREAMED},
+    "streamed fp4": {"codec": "fp4", **STREAMED},
+    "slices 2": {"codec": "fp4", "slices": 2, "outer_lr": 0.4, **STREAMED},
+    "slices 4": {"codec": "fp4", "slices": 4, "outer_lr": 0.2, **STREAMED},
+}
+"""The runs whose losses are compared. Islands that train different slices do not see each other's updates, and together
+they overshoot: the more slices, the shorter the outer step. The outer settings were tuned on a seed that no run has."""
+OUTER_MOMENTUM = 0.8
+"""With 0.9, pseudo-gradients from a higher learning rate would still weigh too much after twenty syncs."""
+
+
+class Bench:
+    """The answers of all jobs; each job runs once, when a row first needs it."""
+
+    def __init__(self, folder: Path, *, quick: bool) -> None:
+        self.folder, self.quick = folder, quick
+        self.shape = _TINY if quick else Shape()
+        self.seeds = 1 if quick else 3
+        self.loss_steps = 40 if quick else _LOSS_STEPS
+        self.warm_steps = 20 if quick else _WARM_STEPS
+        self.answers: dict[str, Answer] = {}
+
+    def losses(self, name: str) -> list[float]:
+        """Return the final loss of one of `LOSSES`, by seed."""
+        return [self.answer(f"{name}/{seed}").evaluations[-1][2] for seed in range(self.seeds)]
+
+    def answer(self, key: str) -> Answer:
+        """Return the answer of a job of `LOSSES`, "name/seed". The first call runs all of them."""
+        if key not in self.answers:
+            jobs = [
+                Job(
+                    name=f"{name}/{seed}",
+                    seed=seed,
+                    steps=self.loss_steps,
+                    warm_steps=self.warm_steps,
+                    shape=_TINY if self.quick else _LOSS_SHAPE,
+                    every=EVERY,
+                    outer_momentum=OUTER_MOMENTUM,
+                    eval_every=self.loss_steps // 8,
+                    **options,  # type: ignore[arg-type]
+                )
+                for seed in range(self.seeds)
+                for name, options in LOSSES.items()
+            ]
+            self.answers |= {job.name: answer for job, answer in zip(jobs, self._run(jobs), strict=True)}
+        return self.answers[key]
+
+    def warm_up(self, job: Job) -> None:
+        """Write the weights that `job` begins with into the folder."""
+        self._run([job])
+
+    def _run(self, jobs: Sequence[Job]) -> list[Answer]:
+        tokens = str(self.folder / "tokens")
+        return launch(run_jobs, tokens, jobs, num_ranks=NUM_ISLANDS, num_local=1, timeout_s=_TIMEOUT_S)[0]
+
+    def run_in_lab(self, jobs: Sequence[Job], rate_bits_per_s: float | None) -> dict[str, Answer]:
+        """Run jobs in one launch on the lab's nodes, with one island each, and return their answers by name."""
+        given, answers = self.folder / "jobs.json", self.folder / "answers.json"
+        write_jobs(jobs, given)
+        with Lab(nodes=NUM_ISLANDS, rate_bits_per_s=rate_bits_per_s) as lab:
+            command = ["-m", "benchmarks.local_steps.islands", str(given), str(answers), str(self.folder / "tokens")]
+            outcome = lab.run(command, local=1, timeout_s=_TIMEOUT_S, show=False)
+        if outcome.exit_code:
+            raise RuntimeError(f"the lab's run failed: {explain_failure(outcome)}")
+        found = [Answer(**answer) for answer in json.loads(answers.read_text())]
+        return {job.name: answer for job, answer in zip(jobs, found, strict=True)}
+
+
+def prepare(options: Options) -> contextlib.nullcontext[Bench]:
+    """Choose the sizes."""
+    return contextlib.nullcontext(Bench(options.out, quick=options.quick))
+
+
+def wire_bytes(answer: Answer) -> list[int]:
+    """Return the bytes that island 0 sent at the lab's interface, by step."""
+    assert answer.wire_bytes is not None  # the lab has a wire
+    return answer.wire_bytes

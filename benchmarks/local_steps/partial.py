@@ -1,0 +1,172 @@
+"""Rows about partial updates: FLOPs and memory of a step of a model of 1.3 B parameters, counted on the meta device.
+
+python -m benchmarks.local_steps.partial    prints a table of more shapes and settings
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.llama import Llama
+from benchmarks.local_steps.bench import Bench
+from benchmarks.record import Row
+from laconic.partial.patterns import Kind
+from laconic.partial.updates import partial_updates
+
+Shape = Literal["gpt2", "llama"]
+HIDDEN, LAYERS, HEADS, VOCAB = 2048, 24, 16, 32_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """The cost of one step with AdamW, all in fp32."""
+
+    flops: int
+    """The operations of forward and backward, as torch's flop counter counts them."""
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    """The tensors that autograd keeps between forward and backward, without parameters."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The sum of all, as in the last micro-batch of an accumulated step."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.activations_bytes
+
+
+def step_cost(
+    shape: Shape,
+    *,
+    slices: int = 1,
+    include: Collection[Kind] = ("mlp", "attention"),
+    batch: int = 1,
+    sequence: int = 1024,
+    checkpointing: bool = False,
+) -> StepCost:
+    """Count one step of a model of 1.3 B parameters, without memory for its tensors."""
+    with torch.device("meta"):
+        model = _model(shape, sequence)
+        tokens = torch.zeros(batch, sequence, dtype=torch.long)
+        # a mask of all pairs: of a smaller mask, transformers would read the values to see whether it is causal
+        mask = torch.zeros(batch, 1, sequence, sequence, dtype=torch.bool)
+    partial_updates(model, slice_index=0, num_slices=slices, include=include)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    saved = _SavedStorages(model)
+    with FlopCounterMode(display=False) as counter:
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+            logits = model(tokens, attention_mask=mask, use_cache=False).logits
+            loss = functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        loss.backward()
+    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    assert gradients == sum(p.nbytes for p in trained)
+    return StepCost(
+        flops=counter.get_total_flops(),
+        weights_bytes=sum(p.nbytes for p in model.parameters()),
+        gradients_bytes=gradients,
+        optimizer_bytes=2 * gradients,  # AdamW's two moments
+        activations_bytes=saved.nbytes,
+    )
+
+
+class _SavedStorages:
+    """The storages that autograd saves. This object keeps them alive, so no two of them share an address."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._parameters:
+            self._storages[storage._cdata] = storage
+        return tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages.values())
+
+
+def _model(shape: Shape, sequence: int) -> Any:
+    if shape == "gpt2":  # an MLP of 4 d without a gate; as many heads of keys as of queries
+        import transformers as hf
+
+        sizes = {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS, "vocab_size": VOCAB, "n_positions": sequence}
+        without_dropout = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+        config: Any = hf.GPT2Config(
+            **sizes,
+            **without_dropout,
+            activation_function="gelu",
+            tie_word_embeddings=False,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        return hf.GPT2LMHeadModel(config)
+    llama = Llama(
+        hidden=HIDDEN, intermediate=5504, layers=LAYERS, heads=HEADS, kv_heads=HEADS, vocab=VOCAB, batch=1,
+        sequence=sequence,
+    )  # fmt: skip
+    return llama.build(torch.device("meta"), torch.float32)
+
+
+def flops(bench: Bench) -> Row:
+    mlp, both = _savings("flops")
+    return Row(
+        key="flops",
+        claim="training FLOPs (torch's flop counter), slices=4, MLP / MLP + attention, 1.3B-like shapes",
+        required="-14 % / -20 % or better",
+        measured=f"{mlp:+.2%} / {both:+.2%}",
+        is_met=mlp <= -0.14 and both <= -0.20,
+        note="GPT-2-like, d = 2048, 24 layers, untied vocabulary of 32,000, 1 x 1024 tokens; forward and backward.",
+    )
+
+
+def memory(bench: Bench) -> Row:
+    found, larger = _savings("peak_bytes"), _savings("peak_bytes", batch=2)
+    return Row(
+        key="memory",
+        claim="peak of weights + gradients + optimizer + saved activations, same",
+        required="-20 % / -40 % or better",
+        measured=" / ".join(f"{value:+.1%}" for value in found),
+        is_met=found[0] <= -0.20 and found[1] <= -0.40,
+        note=(
+            "AdamW, all in fp32, counted on the meta device; outer parameters and momentum rest in host memory. With a "
+            f"batch of 2, where activations weigh more, {' / '.join(f'{value:+.1%}' for value in larger)}."
+        ),
+    )
+
+
+def _savings(quantity: str, batch: int = 1) -> list[float]:
+    full = step_cost("gpt2", batch=batch)
+    parts = [step_cost("gpt2", slices=4, include=include, batch=batch) for include in (("mlp",), ("mlp", "attention"))]
+    return [getattr(part, quantity) / getattr(full, quantity) - 1 for part in parts]
+
+
+def main() -> None:
+    """Print the table."""
+    kinds: tuple[tuple[str, tuple[Kind, ...]], ...] = (("MLP", ("mlp",)), ("MLP + attention", ("mlp", "attention")))
+    for shape in ("gpt2", "llama"):
+        for setting in ({}, {"checkpointing": True}, {"batch": 2}):
+            full = step_cost(shape, **setting)  # type: ignore[arg-type]
+            print(f"{shape} {setting}: {full.flops / 1e12:.2f} TFLOP, {full.peak_bytes / 1e9:.2f} GB")
+            for name, include in kinds:
+                part = step_cost(shape, slices=4, include=include, **setting)  # type: ignore[arg-type]
+                print(
+                    f"  1/4 of {name}: FLOPs {part.flops / full.flops - 1:+.2%}, peak "
+                    f"{part.peak_bytes / full.peak_bytes - 1:+.2%} ({part.peak_bytes / 1e9:.2f} GB), activations "
+                    f"{full.activations_bytes / 1e9:.2f} -> {part.activations_bytes / 1e9:.2f} GB"
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""The cost of optimizers that need whole blocks or whole matrices of a sharded model, and proof that they train alike.
+
+    python -m benchmarks.optimizers                      all rows, some 15 minutes on 2 cores, recorded in RESULTS.md
+    python -m benchmarks.optimizers --rows muon-bytes    some rows, recorded too
+    python -m benchmarks.optimizers --quick              all rows on a tiny job, printed only: does the method work?
+
+[Note: Bytes of an optimizer step]
+The rows compare the bytes that all ranks receive in one optimizer step, over all levels, with the bytes of all matrices
+in fp32. For laconic they are its own count, purpose "optimizer". For torch.optim.Muon on FSDP2, every functional
+collective that DTensor issues counts as its best algorithm moves it (collective_bytes.py).
+"""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.measure import Benchmark
+from benchmarks.optimizers import losses, muon, states
+from benchmarks.optimizers.bench import prepare
+
+BENCHMARK = Benchmark(
+    name="optimizers", doc=__doc__, prepare=prepare,
+    rows={
+        "muon-bytes": muon.muon_bytes, "adamw8bit-state": states.adamw8bit_state,
+        "adamw8bit-loss": losses.adamw8bit_loss, "ranks": losses.ranks,
+    },
+)  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.main())
