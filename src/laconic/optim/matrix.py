@@ -55,10 +55,13 @@ class MatrixOptimizer(RaggedOptimizer):
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a parameter group; `algorithm="adamw"` gives it to AdamW. See `RaggedOptimizer.add_param_group`."""
-        algorithm = param_group.get("algorithm", self.algorithm)
+        group = dict(param_group)  # the order of its keys decides which rank writes them into a checkpoint
+        algorithm = group.setdefault("algorithm", self.algorithm)
         if algorithm not in (self.algorithm, ADAMW):
             raise ValueError(f'algorithm must be "{self.algorithm}" or "{ADAMW}", got {algorithm!r}')
-        super().add_param_group((_ADAMW_DEFAULTS if algorithm == ADAMW else {}) | param_group)
+        for key, value in _ADAMW_DEFAULTS.items() if algorithm == ADAMW else ():
+            group.setdefault(key, value)
+        super().add_param_group(group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
