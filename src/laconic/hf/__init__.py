@@ -1,1 +1,1 @@
-"""What knows transformers and peft: models, weights, adapters, tokenizers and export."""
+"""Everything that uses transformers and peft: models, weights, adapters, tokenizers and export."""
