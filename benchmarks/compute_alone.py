@@ -1,9 +1,9 @@
-"""How long forward and backward of a job take when nobody communicates, on the same ranks of the same lab.
+"""The time of forward and backward of a job without communication, on the same ranks of the same lab.
 
     laconic lab --nodes 2 --local 2 -- -m benchmarks.compute_alone JOB.toml STEPS OUT.json
 
-Every rank has a model of its own and the optimizer of its shard. So each rank computes what it computes in the sharded
-job, on the same cores at the same time. The ranks only meet before each step.
+Every rank has a whole model and the optimizer of its shard. So each rank does the same arithmetic as in the sharded
+job, on the same cores at the same time. The ranks only wait for each other before each step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WARMUP_STEPS = 2
 
 
 def main(job: str, steps: int, out: Path) -> None:
-    """Write {"forward_s", "backward_s"}: mean over ranks, median over steps; the optimizer counts as backward."""
+    """Write {"forward_s", "backward_s"} as JSON: mean over ranks, median over steps. Backward has the optimizer."""
     dist.init_process_group("gloo")
     config = load(job)
     model = build_model(config.model, config.lora, device="cpu")

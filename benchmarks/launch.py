@@ -2,7 +2,7 @@
 
 [Note: Fork server]
 To import torch and transformers takes longer than most jobs. So every rank is a fork of a server that has imported them
-already. The first launch of a process starts this server. The server never touches CUDA, so its forks may.
+already. The first launch of a process starts this server. The server never uses CUDA, so its forks may use CUDA.
 
 This module does not import laconic: `unchanged.py` launches ranks that import it from other source trees.
 """
@@ -30,7 +30,7 @@ PRELOADED = (
     "laconic",
 )
 """The modules that the fork server imports."""
-_EXIT_S = 5.0
+_EXIT_S = 5.0  # the time for a rank to end after it has sent its result
 
 
 def free_port() -> int:
@@ -61,7 +61,7 @@ def launch(
         preloaded: the modules that the fork server imports; only the first launch of a process decides.
 
     Raises:
-        RuntimeError: a rank failed. The message has the traceback of the first one; the other ranks are killed.
+        RuntimeError: a rank failed. The message has its traceback; the other ranks are killed.
         TimeoutError: some ranks have no result after `timeout_s`; all ranks are killed.
     """
     _context.set_forkserver_preload(list(preloaded))
@@ -105,7 +105,7 @@ def _torchrun_environment(rank: int, num_ranks: int, num_local: int, port: int) 
 
 
 def _collect(connections: dict[Any, int], processes: Sequence[Any], deadline: float) -> dict[int, Any]:
-    """Receive the result of every rank."""
+    """Receive the result of every rank. The first failure or the deadline ends this with an error."""
     results: dict[int, Any] = {}
     while connections:
         ready = wait(list(connections), timeout=max(0.0, deadline - time.monotonic()))
@@ -142,7 +142,7 @@ def _run_rank(
         answer = pickle.dumps((False, function(*args)))
         if backend is not None:
             dist.barrier()
-    except BaseException:
+    except BaseException:  # of any kind, SystemExit too: the launcher raises it again
         answer = pickle.dumps((True, traceback.format_exc()))
     # Plain bytes: torch would send a tensor as shared memory, which ends with this process.
     connection.send_bytes(answer)

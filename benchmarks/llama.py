@@ -1,4 +1,4 @@
-"""Llama models with random weights: those of transformers, or the same architecture in plain torch without it."""
+"""Llama models with random weights, from transformers or, if it is not installed, in plain torch."""
 
 from __future__ import annotations
 
@@ -65,6 +65,8 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
+    """Normalisation by the root mean square."""
+
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -75,6 +77,8 @@ class RMSNorm(nn.Module):
 
 
 class PlainLayer(nn.Module):
+    """One decoder layer."""
+
     def __init__(self, shape: Llama) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.size = shape.heads, shape.kv_heads, shape.hidden // shape.heads
@@ -101,7 +105,7 @@ class PlainLayer(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """The same architecture in plain torch, called the same way."""
+    """The architecture of transformers' Llama in plain torch, with the same call."""
 
     def __init__(self, shape: Llama) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The command line of every benchmark: it chooses rows, measures them, and keeps each as soon as it is measured."""
+"""The command line of every benchmark. It measures the chosen rows, and records each row as soon as it is measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ B = TypeVar("B")
 
 
 class BenchmarkError(RuntimeError):
-    """The benchmark cannot run on this machine; the message says why and what helps."""
+    """The benchmark cannot run on this machine; the message names the reason and a remedy."""
 
 
 class Options(argparse.Namespace):
@@ -28,7 +28,7 @@ class Options(argparse.Namespace):
     rows: list[str]
     """The keys of the rows to measure, in the order of the table."""
     quick: bool
-    """Whether to measure small jobs and record nothing."""
+    """Whether to measure small jobs, and to record nothing."""
     out: Path
     """The folder for the files of the runs."""
 
@@ -52,11 +52,11 @@ class Benchmark(Generic[B]):
     rows: Mapping[str, Callable[[B], Row]]
     """The function that measures each row, by key, in the order of the table."""
     prepare: Callable[[Options], AbstractContextManager[B]]
-    """Opens the state that all rows share. It may raise a BenchmarkError."""
+    """The function that opens the state that all rows share. It may raise a BenchmarkError."""
     save: Callable[[Record, B], None] = _save_rows
-    """Writes the record, with more than the rows where the benchmark has more."""
+    """The function that writes the record, and further measurements if the benchmark has any."""
     details: Callable[[B], str] = _no_details
-    """Text to print below the table."""
+    """The function that returns text to print below the table."""
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Measure the rows that the command line names; return 1 if one of them failed.
@@ -78,7 +78,7 @@ class Benchmark(Generic[B]):
                 print(f"{key} ...", file=sys.stderr, flush=True)
                 try:
                     rows.append(self.rows[key](bench))
-                except Exception:
+                except Exception:  # of any kind: a row that fails must not cost the rows after it
                     traceback.print_exc()
                     failed.append(key)
                     continue

@@ -78,10 +78,10 @@ def write_section(title: str, body: str, path: Path = RESULTS) -> None:
 
 
 class Record:
-    """All rows of one benchmark that are known: those of this run, and those that earlier runs measured."""
+    """All known rows of one benchmark: the rows of this run, and of earlier runs if this run did not measure them."""
 
     def __init__(self, name: str, rows: Sequence[Row], order: Iterable[str], arguments: Sequence[str]) -> None:
-        """Read what earlier runs recorded.
+        """Read the rows of earlier runs.
 
         Args:
             name: the name of the benchmark.

@@ -1,4 +1,4 @@
-"""Do two versions of the sources train the same, to the bit? This is the proof that a change has no numeric effect.
+"""Do two versions of the sources train the same, to the bit? If so, the change between them has no numeric effect.
 
     python -m benchmarks.unchanged --before HEAD               the working tree against the last commit, some 4 minutes
     python -m benchmarks.unchanged --before v1 --after v2 --jobs host,muon --out runs/unchanged.json
@@ -6,9 +6,9 @@
 Both versions run the same small jobs on this machine, on CPU with Gloo. Every job runs once from its beginning, and
 once more from the checkpoint in its middle. The command compares the files that both versions write: losses, gradient
 norms, the bytes of each rank by level, purpose and direction, every file of every checkpoint, and everything else. It
-exits with code 1 if any of them differ.
+exits with code 1 if there is a difference.
 
-This process does not import laconic. Only ranks do, each from the version that it runs.
+This process does not import laconic. Only its ranks import laconic, each from the version that it runs.
 
 [Note: Comparison of files]
 Every file becomes a list of leaves; a leaf is a path and a value. A JSON or TOML file and the `.metadata` file of
@@ -43,7 +43,7 @@ from typing import Any
 from benchmarks.launch import launch
 
 RENAMED_KEYS: dict[str, str] = {}
-"""Renamed keys of the configuration: old "section.key" -> new one. `JOBS` has the new keys."""
+"""Renamed keys of the configuration: old "section.key" -> new "section.key". `JOBS` has the new keys."""
 RENAMED_NAMES: dict[str, str] = {}
 """Other renamed words of settings, metrics, levels and purposes: old -> new."""
 COUNTERS = ("laconic.comm.traffic:Traffic", "laconic.traffic:Traffic")
@@ -56,8 +56,8 @@ EXCLUDED = {
     r".*\bcyclic\..*\b(live_now|live_peak|stagger_kept)": "progress at one moment, which depends on timing",
     r".*\bversions\.laconic": "the version under test",
     r".*/\.metadata:storage_meta\.(save_id|load_id)": "random numbers that torch draws for every save",
-    r"cyclic-.*\bwire_bytes\b.*": "a sum over some levels; for these jobs, the sums over all levels are compared",
-    r".*/manifest\.json:(checksum|files\.\d+\.(sha256|size_bytes))": "of files that are themselves compared",
+    r"cyclic-.*\bwire_bytes\b.*": "a sum over some levels; these jobs compare the sums over all levels",
+    r".*/manifest\.json:(checksum|files\.\d+\.(sha256|size_bytes))": "hashes of files that are compared themselves",
 }
 """The leaves that may differ: a pattern of "job/file:key" -> the reason."""
 LEVEL = r"(?<=[:.])(island|node|local)/"
@@ -78,9 +78,9 @@ BASE = {
 }
 """The settings of all jobs. Paths are relative, so both versions write the same paths."""
 STREAMED = {"mode": "local", "every": 4, "fragments": 2, "overlap": 1, "error_feedback": True}
-"""Every fragment syncs twice. One of them is in transit when the checkpoint in the middle is saved."""
+"""Every fragment syncs twice. One fragment is in flight when the checkpoint in the middle is saved."""
 CYCLIC = {"kind": "cyclic", "cut_by": "parameters"}
-"""The other ways to cut a model measure times, so they may cut it differently the next time."""
+"""The other ways to cut a model measure times, so two runs may cut the model differently."""
 JOBS: dict[str, dict[str, Any]] = {
     "none": {"shard.cache": "none", "train.accumulation": 2},
     "host": {"shard.cache": "host", "train.accumulation": 2},
@@ -96,8 +96,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "muon": {"optimizer.name": "muon", "shard.cache": "device"},
     "shampoo": {"optimizer": {"name": "shampoo", "update_every": 2, "block_size": 64}},
 }
-"""The jobs: settings by name. They run on 2 nodes x 2 ranks; cyclic jobs run on 3 ranks of one node, which are two
-workers if stages are shared."""
+"""The jobs: settings by name. They run on 2 nodes x 2 ranks. Cyclic jobs run on 3 ranks of one node; with shared stages
+these are the devices of two workers."""
 
 
 def run_version(version: str | None, work: Path, names: list[str]) -> None:
@@ -115,7 +115,7 @@ def run_version(version: str | None, work: Path, names: list[str]) -> None:
 
 
 def copy_sources(version: str | None, folder: Path) -> None:
-    """Copy `src` of a commit, of a folder or of the working tree into `folder`; somebody may edit the original."""
+    """Copy `src` of a commit, a folder or the working tree into `folder`, because somebody may edit the original."""
     root = Path(__file__).resolve().parents[1]
     folder.mkdir()
     if Path(version or root).is_dir():
@@ -130,7 +130,7 @@ def prepare(folder: Path, name: str, *, is_before: bool) -> None:
     (folder / "first").mkdir(parents=True)
     corpus = folder / "corpus.txt"
     corpus.write_text("".join(f"{n} bottles of beer on the wall, take one down: {n - 1}.\n" for n in range(400, 0, -1)))
-    os.utime(corpus, (0, 0))  # the name of the tokenised corpus depends on it
+    os.utime(corpus, (0, 0))  # the name of the tokenised corpus depends on the time of the file
     keys, words = ({new: old for old, new in table.items()} for table in (RENAMED_KEYS, RENAMED_NAMES))
     for output in ("first", "resumed"):
         run = {"train.output": output, "train.resume": output == "resumed"}
@@ -155,7 +155,7 @@ def run_job(folder: Path, name: str, output: str) -> str:
 
 
 def run_rank(folder: Path, output: str) -> None:
-    """Run `laconic train` with the sources of a version, and write the bytes that its counter counts."""
+    """Run `laconic train` with the sources of a version, and write the bytes of its transfers."""
     os.chdir(folder)
     rank = os.environ["RANK"]
     log = os.open(f"{output}-{rank}.log", os.O_WRONLY | os.O_CREAT)
@@ -201,9 +201,8 @@ def leaves_of(folder: Path, name: str, *, is_before: bool) -> dict[str, Any]:
     """Return the leaves of the files that both runs of a job wrote: [Note: Comparison of files]."""
     leaves: dict[str, Any] = {}
     files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".log")
-    for file in sorted(
-        files, key=lambda path: (path.suffix != ".jsonl", path)
-    ):  # so that the first difference is one of metrics
+    metrics_first = sorted(files, key=lambda path: (path.suffix != ".jsonl", path))  # their differences say most
+    for file in metrics_first:
         for path, value in walk(read(file), f"{file.relative_to(folder.parent)}:"):
             path, value = renamed(path, value) if is_before else (path, value)
             if name.startswith("cyclic") and re.search(LEVEL, path):
@@ -238,14 +237,14 @@ def walk(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def renamed(path: str, value: Any) -> tuple[str, Any]:
-    """Rename a leaf of the version before as in the version after."""
+    """Return a leaf of the version before under its name in the version after."""
     for old, new in (RENAMED_KEYS | RENAMED_NAMES).items():
         path = re.sub(rf"(?<![\w-]){re.escape(old)}(?![\w-])", new, path)
     return path, RENAMED_NAMES.get(value, value) if isinstance(value, str) else value
 
 
 def compare(name: str, works: list[Path]) -> dict[str, Any]:
-    """Compare a job: return the numbers of equal leaves and of all leaves by kind, and all differences in words."""
+    """Compare a job. Return, for each kind, the numbers of equal leaves and of all leaves, and all differences."""
     problems = [f"{work.name} {text}" for work in works if (text := (work / name / "problem.log").read_text())]
     before, after = (leaves_of(work / name, name, is_before=work is works[0]) for work in works)
     equal: dict[str, dict[str, bool]] = {kind: {} for kind in KINDS}

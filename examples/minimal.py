@@ -14,6 +14,8 @@ WIDTH, DEPTH, STEPS, ROWS = 256, 6, 20, 32
 
 
 class Block(nn.Module):
+    """Two linear layers beside a shortcut."""
+
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(WIDTH, 4 * WIDTH)
@@ -33,7 +35,7 @@ def main() -> None:
     laconic.fully_shard(model, mesh=mesh, cache="host")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    torch.manual_seed(dist.get_rank())  # every rank its own data
+    torch.manual_seed(dist.get_rank())  # every rank draws other data
     for step in range(STEPS):
         before = model.traffic.snapshot()
         x = torch.randn(ROWS, WIDTH, device=device)

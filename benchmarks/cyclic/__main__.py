@@ -7,11 +7,11 @@
 Run rows with times (live, wall-clock, throughput, sharded) on a quiet machine. Accuracy takes most of the time.
 
 [Note: Methods of the cyclic rows]
-Live activations, messages and the wall-clock are those of the runtime with stages that sleep for a known time, one
-process per worker on one machine; the stages count them (sleeping.py). Bytes of real models are traced over one forward
-and backward of one worker, and summed as the offsets of the workers prescribe (traces.py). Throughput is that of real
-training in the lab (throughput.py). Accuracy is that of one process that plays all workers, which gives the same bits
-as N processes (accuracy.py).
+For live activations, messages and the wall-clock, the runtime runs stages that sleep for a known time, with one process
+per worker on one machine; the stages count (sleeping.py). For the bytes of real models, one forward and backward of one
+worker is traced, and the traces of all workers are added with their offsets in time (traces.py). For throughput, real
+models train in the lab (throughput.py). For accuracy, one process plays all workers, which gives the same bits as N
+processes (accuracy.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How well a model trains under each rule: a study of settings and seeds, and its row.
 
 One process plays all workers (the runtime without a mesh), which gives the same bits as N processes. For each rule, the
-study takes the settings of a grid with the best mean on validation data over some of the seeds. It reports the result
-on test data over all seeds.
+study chooses the setting with the best mean result on validation data over some of the seeds. It reports the results on
+test data over all seeds.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Study:
     settings: tuple[Setting, ...]
     seeds: int
     tuning_seeds: int
-    """The number of first seeds, which choose the setting."""
+    """The number of seeds, from the first on, with which the study chooses the setting."""
     steps: int
     plain_steps: int = 0
-    """The number of first steps that run under rule dp."""
+    """The number of steps at the beginning that run under rule dp."""
     task: Callable[[int], Task]
-    """Makes the task of a seed."""
+    """The function that makes the task of a seed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,11 +70,11 @@ class Task:
     example: Tensor
     loss: Callable[[Tensor, Tensor], Tensor]
     optimizer: Callable[[list[nn.Parameter], Setting], torch.optim.Optimizer]
-    """The learning rate is set before every step."""
+    """The function that makes an optimizer. The study sets the learning rate before every step."""
     batches: Callable[[int], Iterator[Batch]]
-    """Yields this number of batches."""
+    """The function that yields a given number of batches."""
     evaluate: Callable[[Callable[[Tensor], Tensor]], tuple[float, float]]
-    """Returns the results of a trained model on validation and test data."""
+    """The function that returns the results of a trained model on validation and test data."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ def _outcome(study: Study, rule: str, progress: Callable[[str], None]) -> Outcom
 
 
 def train(study: Study, rule: str, setting: Setting, seed: int) -> tuple[float, float]:
-    """Return (validation, test) after one run; its learning rate warms up over a tenth of it and falls as a cosine."""
+    """Train once, and return the results (validation, test)."""
     task, stages, trainer = _begin(study, rule, setting, seed)
     if study.plain_steps:
         trainer.load_state_dict(_plain_state(study, setting, seed))
@@ -159,11 +159,12 @@ def _run(study: Study, task: Task, trainer: CyclicDataParallel, setting: Setting
 
 
 def _schedule(progress: float) -> float:
+    """The factor of the learning rate: it rises over the first tenth of a run, and then falls as a cosine to 0."""
     return progress / 0.1 if progress < 0.1 else 0.5 + 0.5 * math.cos(math.pi * (progress - 0.1) / 0.9)
 
 
 def is_within_noise(study: Study, plain: Outcome, other: Outcome) -> bool:
-    """Return whether the mean is better than that of `plain`, or worse by no more than the deviation between seeds."""
+    """Return whether `other` is better than `plain`, or worse by no more than the deviation between seeds."""
     worse = (other.mean - plain.mean) * (1 if study.is_loss else -1)
     return worse <= max(plain.deviation, other.deviation)
 
@@ -191,9 +192,9 @@ def measure_study(study: Study, key: str, claim: str, tried: str = "") -> Row:
         is_met=all(is_within_noise(study, plain, other) for other in others),
         note=(
             f"{study.measure}, mean ± standard deviation between seeds, {study.steps} steps{first}, {WORKERS} "
-            "workers; noise: the larger deviation of the two. Differences from dp, seed by seed: "
+            "workers; noise: the larger of the two deviations. Differences from dp, seed by seed: "
             f"{', '.join(map(paired, others))}. Learning rates and, in brackets, momenta "
-            f"{', '.join(f'{outcome.rule} {outcome.setting}' for outcome in found)}, chosen of "
+            f"{', '.join(f'{outcome.rule} {outcome.setting}' for outcome in found)}, chosen from "
             f"{', '.join(map(str, study.settings))} on validation data with the first "
             f"{study.tuning_seeds} seeds."
         ),

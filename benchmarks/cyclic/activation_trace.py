@@ -29,13 +29,13 @@ class Trace:
     """The bytes saved for backward over one forward and backward of one worker, as a step function of the work done."""
 
     flops: int
-    """The floating-point operations of the whole step, as torch counts them: its length, in the unit of `times`."""
+    """The floating-point operations (FLOPs) of the whole step, as torch counts them. This is the length of the step."""
     times: tuple[int, ...]
-    """The moments at which the bytes change, ascending; the first is 0, the last is before `flops`."""
+    """The moments at which the bytes change, in FLOPs done, ascending; the first is 0, the last is before `flops`."""
     most_bytes: tuple[int, ...]
-    """The most bytes at each of these moments, at which any number of operations without FLOPs run."""
+    """The most bytes at each of `times`; at one moment any number of operations without FLOPs may run."""
     held_bytes: tuple[int, ...]
-    """The bytes from each of these moments to the next."""
+    """The bytes from each of `times` to the next."""
 
     @property
     def peak_bytes(self) -> int:
@@ -44,15 +44,16 @@ class Trace:
 
     @property
     def mean_bytes(self) -> float:
-        """The bytes that one worker holds on average; the limit of a worker's part of the staggered total."""
+        """The bytes that one worker holds on average. The staggered total of many workers is about so much for each."""
         lengths = (end - start for start, end in pairwise((*self.times, self.flops)))
         return sum(length * size for length, size in zip(lengths, self.held_bytes, strict=True)) / self.flops
 
     def total_peak_bytes(self, workers: int, *, staggered: bool) -> int:
         """The most bytes that all workers hold together.
 
-        They run at once, or, if staggered, each 1 / workers of a step after the previous one. The result is exact: the
-        sum changes only where one worker's bytes change, and repeats after 1 / workers of a step.
+        All workers run at once or, if staggered, each worker begins 1 / workers of a step after the previous worker.
+        The result is exact: the sum changes only when the bytes of one worker change, and repeats after 1 / workers of
+        a step.
         """
         if not staggered:
             return workers * self.peak_bytes
@@ -73,11 +74,11 @@ class Trace:
 def trace(module: nn.Module, loss: Callable[[], Tensor]) -> Trace:
     """Run `loss().backward()` and record the bytes saved for backward over the floating-point operations done.
 
-    Matrix products, convolutions and attention take time in proportion to their operations; all else takes none.
+    Matrix products, convolutions and attention take time in proportion to their FLOPs; other operations take no time.
 
     Args:
-        module: its parameters and buffers are not counted; parameters get gradients.
-        loss: runs the forward of `module` and returns a scalar that requires a gradient.
+        module: the model. Its parameters and buffers are not counted; its parameters get gradients.
+        loss: a function that runs the forward of `module` and returns a scalar that requires a gradient.
 
     Raises:
         ValueError: no operation in `loss` takes time.
@@ -92,24 +93,25 @@ def trace(module: nn.Module, loss: Callable[[], Tensor]) -> Trace:
     if not recorder.flops:
         raise ValueError("the traced loss has no matrix product, convolution or attention, so no time passes in it")
     most, held = recorder.most, recorder.held
-    end = recorder.flops  # is the beginning of the next step
+    end = recorder.flops  # the end of this step is the beginning of the next
     most[0] = max(most[0], most.pop(end))
     del held[end]
     return Trace(flops=end, times=tuple(most), most_bytes=tuple(most.values()), held_bytes=tuple(held.values()))
 
 
 class _FlopRecorder(TorchDispatchMode):
-    """Counts operations as they run, and records the bytes saved at each."""
+    """Counts FLOPs as operations run, and records the saved bytes before each operation."""
 
     def __init__(self, meter: ActivationMeter) -> None:
         super().__init__()
         self.flops = 0
         self.most: dict[int, int] = {0: 0}
         self.held: dict[int, int] = {0: 0}
-        """The bytes from the last operation at a moment on; `most` has the most bytes at a moment. In order of time."""
+        """Moment -> bytes after the last operation at the moment; `most`: moment -> most bytes. In order of time."""
         self._meter = meter
 
     def record(self) -> None:
+        """Record the bytes that are saved now."""
         now = self._meter.live_bytes
         self.most[self.flops] = max(self.most.get(self.flops, 0), now)
         self.held[self.flops] = now

@@ -16,6 +16,7 @@ _LLAMA = Llama(
 )  # fmt: skip
 _TINY_LLAMA = dataclasses.replace(_LLAMA, hidden=96, intermediate=128, layers=4, sequence=32)
 TIMEOUT_S = 900.0
+"""The time limit of each launch of ranks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,11 +28,15 @@ class Bench:
     num_workers: tuple[int, ...]
     """The numbers of workers whose live activations are counted."""
     batches: int
+    """The number of batches whose activations and messages are counted."""
     wall_batches: int
     """The number of batches whose wall-clock is measured."""
     llama: Llama
+    """The model that is timed in the lab."""
     lab_steps: int
+    """The number of timed steps of each run in the lab."""
     repeats: int
+    """The number of runs of each strategy in the lab."""
     digits: dict[str, Any]
     """The arguments of `digits.study`."""
     language: dict[str, Any]

@@ -61,7 +61,7 @@ def stages_of_devices(schedule: Schedule, by_device: Sequence[list[np.ndarray]])
 
 
 def train(rule: str, states: StatePlacement, num_stages: int, batches: int) -> list[np.ndarray]:
-    """Return the parameters that this rank's device holds after some batches; without ranks all parameters."""
+    """Train, and return the parameters that this rank's device holds; in a process without ranks, all parameters."""
     torch.manual_seed(0)
     stages = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num_stages)]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None

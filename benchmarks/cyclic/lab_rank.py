@@ -2,8 +2,8 @@
 
     laconic lab --nodes 4 -- -m benchmarks.cyclic.lab_rank STRATEGY JOB.json OUT.json
 
-STRATEGY is ddp, fsdp2, or RULE/STATES of the cyclic schedule. All of them train the same model from the same weights
-with the same optimizer. Every rank has a micro-batch of its own.
+STRATEGY is ddp, fsdp2, or RULE/STATES of the cyclic schedule. All strategies train the same model from the same weights
+with the same optimizer. Every rank has its own micro-batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WARMUP_STEPS = 3
 
 
 def main(strategy: str, job: Path, out: Path) -> None:
-    """Write {"step_s": seconds per step, "loss": loss of the last step}, the means over ranks."""
+    """Write {"step_s": seconds per step, "loss": loss of the last step} as JSON, with means over ranks."""
     dist.init_process_group("gloo")
     options = json.loads(job.read_text())
     shape, steps = Llama(**options["llama"]), options["steps"]
@@ -46,7 +46,7 @@ def main(strategy: str, job: Path, out: Path) -> None:
     mean /= dist.get_world_size()
     if dist.get_rank() == 0:
         out.write_text(json.dumps({"step_s": float(mean[0]), "loss": float(mean[1])}))
-    # DDP must not die after its group: its destructor would then join a thread of Gloo that may wait for the GIL.
+    # Delete DDP before its group: later, its destructor would wait for a thread of Gloo, which may wait for the GIL.
     del train, finish
     dist.destroy_process_group()
 

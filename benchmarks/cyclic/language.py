@@ -21,7 +21,7 @@ def language(bench: Bench) -> Row:
         "language",
         "eval loss on the trainer's corpus, a small Llama",
         tried=(
-            "500 steps, all of them under the rule: dp 2.2264 ± 0.0182, v1 2.5328 ± 0.0408, v2 2.3576 ± 0.1042, lag2 "
+            "500 steps, all under the rule: dp 2.2264 ± 0.0182, v1 2.5328 ± 0.0408, v2 2.3576 ± 0.1042, lag2 "
             "2.5179 ± 0.0329, which is not within the noise."
         ),
     )
@@ -57,7 +57,7 @@ def study(
                 yield [(part, part) for part in torch.as_tensor(rows_at(files.train, where.numpy(), length))]
 
         def evaluate(predict: Callable[[Tensor], Tensor]) -> tuple[float, float]:
-            # every second row, so that both come from all files
+            # Every second row, so that validation and test have rows of all files.
             validation, test = (float(next_token_loss(predict(held[k::2]), held[k::2])) for k in range(2))
             return validation, test
 
@@ -87,11 +87,12 @@ def _adam(parameters: list[nn.Parameter], setting: Setting) -> torch.optim.Optim
     common = {"lr": setting.lr, "betas": (setting.momentum, 0.95), "weight_decay": 0.1}
     if not setting.nesterov:
         return torch.optim.AdamW(parameters, **common)
-    # momentum_decay: momentum at its full value after some dozens of steps, not after tens of thousands
+    # With this momentum_decay the momentum reaches its full value in some dozens of steps, not in tens of thousands.
     return torch.optim.NAdam(parameters, **common, decoupled_weight_decay=True, momentum_decay=1.0)
 
 
 def _spread(last: int, count: int) -> Any:
+    """The offsets of `count` rows at equal distances, from 0 to `last`."""
     import numpy as np
 
     return np.linspace(0, last, count).astype(np.int64)

@@ -65,10 +65,11 @@ def messages(bench: Bench) -> Row:
         measured=f"{', '.join(by_rule)} / {burst:.3f} P, in messages of {largest:.3f} P",
         is_met=most <= 2 and burst <= 1 / n,
         note=(
-            "counted where they are sent and received, between the ops of the runtime on Gloo, replicated states; "
-            "P: bytes of all parameters. An all-reduce begins with all of P at hand on every worker, "
-            f"and moves {2 * (n - 1) / n:.2f} P of each. Two messages, a stage's new parameters and another's gradient "
-            "sums, may leave at one boundary: nothing spaces them out, though a batch has fewer than one per time step."
+            "counted at the sender and the receiver, between the ops of the runtime on Gloo, replicated states; P: "
+            "bytes of all parameters. An all-reduce begins with P bytes on every worker, and each worker sends "
+            f"{2 * (n - 1) / n:.2f} P. "
+            "The new parameters of one stage and the gradient sums of another may leave between the same two ops, "
+            "although a batch has fewer than one message per time step: the runtime does not space messages out."
         ),
     )
 

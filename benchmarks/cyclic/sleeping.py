@@ -1,10 +1,9 @@
-"""The runtime on stages of known length, observed from outside: what the ranks of the schedule's rows run.
+"""The job of the ranks for the rows about the schedule: the runtime on stages of known length, observed from outside.
 
 [Note: Stages that sleep]
 A test of the schedule needs operations that take as long as they should, but 4 or 8 workers cannot compute side by side
-on 2 cores. So these stages compute next to nothing and sleep, once in forward and once in backward. They record
-themselves when a forward begins and when a backward ends, so the count of live activations does not come from the
-runtime.
+on 2 cores. So these stages compute almost nothing and sleep, once in forward and once in backward. The stages record
+when a forward begins and when a backward ends, so the count of live activations does not come from the runtime.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ class Log:
     """The events of one worker, in order."""
 
     alive: list[tuple[float, int]] = field(default_factory=list)
-    """(time.monotonic(), change) for every stage activation that begins (+1) or ends (-1) to live."""
+    """(time.monotonic(), change): +1 when a stage activation begins to live, -1 when it ends."""
     sent_bytes: list[list[int]] = field(default_factory=lambda: [[]])
-    """The sizes of messages by time step: before the first op, and after each op."""
+    """The sizes of the messages that this worker sent before the first op, and after each op."""
     received_bytes: list[list[int]] = field(default_factory=lambda: [[]])
-    """As `sent_bytes`."""
+    """The sizes of the messages that this worker received, as in `sent_bytes`."""
 
 
 class _Enter(torch.autograd.Function):
@@ -97,8 +96,9 @@ class Observation:
     """The run of one worker."""
 
     start_s: float
+    """time.monotonic() before the first step."""
     end_s: float
-    """time.monotonic() before the first step and after the drain."""
+    """time.monotonic() after the drain."""
     log: Log
     on_time: float
     """The fraction of time steps that began on time, as the runtime reports it."""
@@ -144,7 +144,7 @@ def run_sleeping(rule: str, states: StatePlacement, num_stages: int, batches: in
 def live_over_time(workers: Sequence[Observation]) -> list[tuple[float, int]]:
     """Return (seconds from the start, number of live stage activations from then on), over all workers of a machine."""
     start_s = min(worker.start_s for worker in workers)
-    # Of two events at one time the end of an activation comes first.
+    # Of two events at the same time, the end of an activation (-1) comes first.
     events = sorted(event for worker in workers for event in worker.log.alive)
     found, alive = [], 0
     for moment, change in events:

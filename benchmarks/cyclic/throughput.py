@@ -16,7 +16,7 @@ from laconic.lab import Lab, format_rate
 RATE_BITS_PER_S = 400e6
 """The rate of the lab's links."""
 EXPOSED = 1.1
-"""DDP's step must be longer on this wire than on an unshaped one by this factor; else the row says nothing."""
+"""The factor by which this wire must slow down DDP's step; otherwise the wire decides nothing, and the row fails."""
 
 
 def throughput(bench: Bench) -> Row:
@@ -46,7 +46,7 @@ def sharded(bench: Bench) -> Row:
 
 
 def _row(bench: Bench, times: dict[str, float], *, key: str, claim: str, note: str, is_valid: bool) -> Row:
-    """A row that compares the first strategy with lag2 and v2, the second and the third."""
+    """The row of three strategies in this order: a baseline, lag2 and v2."""
     baseline_s, lag2_s, v2_s = times.values()
     seconds = ", ".join(f"{strategy} {step_s:.3f} s" for strategy, step_s in times.items())
     return Row(

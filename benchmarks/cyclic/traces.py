@@ -1,4 +1,4 @@
-"""The row about the bytes that real models save for backward: models of transformers with random weights."""
+"""The row about the bytes that real models save for backward. The models are from transformers, with random weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TracedModel:
     required: float | None
     """The fraction of the total peak that 8 and 32 staggered workers must save; None: the row only reports it."""
     build: Callable[[], tuple[nn.Module, Callable[[], Tensor]]]
-    """Makes the model and a function that returns its loss."""
+    """The function that makes the model, and a function that returns its loss."""
 
     def trace(self) -> Trace:
         """Return the bytes over one forward and backward of one worker."""

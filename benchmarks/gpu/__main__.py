@@ -2,11 +2,11 @@
 
     python -m benchmarks.gpu                                   all rows, recorded in RESULTS.md
     python -m benchmarks.gpu --rows step-plain,overlap-alone   some rows, recorded too
-    python -m benchmarks.gpu --quick                           all rows at toy size, printed only, on CPU without a GPU
+    python -m benchmarks.gpu --quick                           all rows at toy size, printed only; without a GPU on CPU
 
 The rows of `step` have one rank on NCCL, against plain PyTorch and FSDP2. The rows of `memory` have four ranks that
-share the GPU over Gloo. The rows of `overlap` read the host copies from the profiler's trace. The rows of `loss` train
-the same model on CPU and on CUDA.
+share the GPU over Gloo. The rows of `overlap` read the copies to and from host memory in the profiler's trace. The rows
+of `loss` train the same model on CPU and on CUDA.
 """
 
 from __future__ import annotations

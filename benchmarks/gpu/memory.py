@@ -18,7 +18,7 @@ from benchmarks.record import Row, ratio_row
 from laconic.shard.unit import unit_of
 
 _NUM_STEPS = 3
-"""The peak is the most over so many warm steps."""
+"""The number of warm steps over which the peak is taken."""
 KINDS = ("none", "host", "device", "fsdp2")
 
 
@@ -27,7 +27,7 @@ class Peak:
     """The most memory of a step on one rank, in bytes."""
 
     allocated: int
-    """The peak of torch's allocator; without a GPU, that of the engine."""
+    """The peak of torch's allocator; without a GPU, the peak of the engine."""
     engine: int
     """The peak of the engine's own account."""
     host: int
@@ -48,8 +48,8 @@ def memory_rank(sizes: Sizes, device_type: str, kinds: Sequence[str], is_alone: 
     for kind in kinds:
         try:
             peaks[kind] = _peak_of(kind, sizes, device, flat if kind == "fsdp2" else mesh, policy)
-        except Exception as error:
-            if kind != "fsdp2":  # FSDP2 may be unable to run over this backend, and that is a result
+        except Exception as error:  # of any kind: torch decides how FSDP2 fails over this backend
+            if kind != "fsdp2":  # only for FSDP2 a failure is a result
                 raise
             peaks[kind] = f"{type(error).__name__}: {error}"
         gc.collect()
@@ -99,7 +99,7 @@ def memory_host(bench: Bench) -> Row:
     note = (
         f"{bench.sizes.memory}, fp32 with bf16 compute, {NODES} nodes x {LOCAL} ranks on one device; {megabytes}; host "
         f"slab {host.host / 1e6:.1f} MB per rank{', NOT page-locked' if host.is_pageable else ''}. With one rank "
-        "alone, whose transfers take no time and are ordered by streams as NCCL's are, host / none is "
+        "alone, whose transfers take no time and run in stream order as with NCCL, host / none is "
         f"{alone['host'].allocated / alone['none'].allocated:.4f} and device / (none + W / L) "
         f"{alone['device'].allocated / expected_alone:.4f}."
     )

@@ -1,4 +1,4 @@
-"""Rows about the host cache's copies: how much of their time passes while no kernel runs."""
+"""Rows about the copies of the host cache: the fraction of their time during which no kernel runs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from benchmarks.record import Row, ratio_row
 from laconic.shard.unit import unit_of
 
 _PROFILED_STEPS = 2
-_LABEL_BYTES = (12_347, 12_391)
-# A trace as a GPU leaves it, for runs without one: two labels, two copies of which one is half exposed, other events.
+LABEL_BYTES = (12_347, 12_391)
+# A trace for runs without a GPU: two labels, two copies to compare, of which one is half exposed, and other events.
 SYNTHETIC_TRACE = [
-    {"ph": "X", "cat": "gpu_memcpy", "ts": 0, "dur": 1, "args": {"stream": 20, "bytes": _LABEL_BYTES[0]}},
-    {"ph": "X", "cat": "gpu_memcpy", "ts": 0, "dur": 1, "args": {"stream": 21, "bytes": _LABEL_BYTES[1]}},
+    {"ph": "X", "cat": "gpu_memcpy", "ts": 0, "dur": 1, "args": {"stream": 20, "bytes": LABEL_BYTES[0]}},
+    {"ph": "X", "cat": "gpu_memcpy", "ts": 0, "dur": 1, "args": {"stream": 21, "bytes": LABEL_BYTES[1]}},
     {"ph": "X", "cat": "gpu_memcpy", "ts": 10, "dur": 95, "args": {"stream": 20, "bytes": 5_000}},
     {"ph": "X", "cat": "gpu_memcpy", "ts": 110, "dur": 10, "args": {"stream": 21, "bytes": 5_000}},
     {"ph": "X", "cat": "gpu_memcpy", "ts": 200, "dur": 10, "args": {"stream": 7, "bytes": 5_000}},
@@ -50,12 +50,13 @@ def overlap_rank(sizes: Sizes, device_type: str, shape: Llama, is_alone: bool) -
 def _profile(training: Training, steps: int, device: torch.device) -> Overlap:
     if device.type != "cuda":
         training.step()
-        return overlap(SYNTHETIC_TRACE, _LABEL_BYTES)
+        return overlap(SYNTHETIC_TRACE, LABEL_BYTES)
     lanes = unit_of(training.model).context.lanes  # type: ignore[union-attr]
     labels = []
-    for lane, nbytes in zip((lanes.to_host, lanes.to_device), _LABEL_BYTES, strict=True):
-        assert lane._stream is not None
-        labels.append(StreamLabel(lane._stream, nbytes))
+    for lane, nbytes in zip((lanes.to_host, lanes.to_device), LABEL_BYTES, strict=True):
+        with lane.running():
+            stream = torch.cuda.current_stream(device)
+        labels.append(StreamLabel(stream, nbytes))
     for is_measured in (False, True):  # the first profile of a process includes the start of the profiler
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for label in labels:
@@ -63,7 +64,7 @@ def _profile(training: Training, steps: int, device: torch.device) -> Overlap:
             for _ in range(steps if is_measured else 1):
                 training.step()
             torch.cuda.synchronize()
-    return overlap(events_of(profile), _LABEL_BYTES)
+    return overlap(events_of(profile), LABEL_BYTES)
 
 
 def overlap_alone(bench: Bench) -> Row:
@@ -84,8 +85,8 @@ def overlap_gloo(bench: Bench) -> Row:
         "overlap-gloo",
         "2 x 2 ranks on one GPU over Gloo",
         measured,
-        f"{bench.sizes.memory}, bf16; rank 0: {measured}. Gloo carries every collective through host memory and four "
-        "processes take turns on the GPU: most of the time there is no kernel that a copy could hide behind.",
+        f"{bench.sizes.memory}, bf16; rank 0: {measured}. Gloo carries every collective through host memory, and four "
+        "processes take turns on the GPU. So most of the time no kernel runs that could hide a copy.",
     )
 
 

@@ -1,4 +1,4 @@
-"""How much of the time of a profile's copies passed while no kernel ran."""
+"""The exposed time of copies: the part of their time in a profile during which no kernel ran."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ class Overlap:
 
     @property
     def exposed_fraction(self) -> float:
+        """The fraction of `copies_us` during which no kernel ran."""
         return self.exposed_us / self.copies_us
 
     def __str__(self) -> str:
         speed = self.moved_bytes / self.copies_us / 1e3
         return (
-            f"{self.moved_bytes / 1e6:.0f} MB in {self.copies_us / 1e3:.2f} ms ({speed:.1f} GB/s), "
-            f"{self.exposed_us / 1e3:.2f} ms of it without a kernel; kernels {self.kernels_us / 1e3:.1f} of "
+            f"copies move {self.moved_bytes / 1e6:.0f} MB in {self.copies_us / 1e3:.2f} ms ({speed:.1f} GB/s), during "
+            f"{self.exposed_us / 1e3:.2f} ms no kernel runs; kernels run for {self.kernels_us / 1e3:.1f} of "
             f"{self.span_us / 1e3:.1f} ms"
         )
 
 
 class StreamLabel:
-    """Marks a CUDA stream in a trace, which numbers streams in its own way, by a copy of an unusual size."""
+    """Marks a CUDA stream in a trace by a copy of an unusual size, because a trace has its own numbers for streams."""
 
     def __init__(self, stream: torch.cuda.Stream, nbytes: int) -> None:
         self._stream, self.nbytes = stream, nbytes

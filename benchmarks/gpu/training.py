@@ -121,7 +121,7 @@ class Training:
         return [float(self.step()) for _ in range(WARMUP_STEPS)]
 
     def step(self) -> Tensor:
-        """Take a step on a new batch of this rank's own, and return its loss."""
+        """Take a step on a new batch, different on every rank, and return its loss."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         tokens = self._shape.tokens(self._device, seed=1000 * self._steps + rank)
         self._steps += 1

@@ -1,8 +1,8 @@
 """Rows about step time and memory, measured in the lab.
 
 [Note: The previous engine]
-The previous engine did not compute gradients in their buckets. The step is timed against it: both source trees run in
-the same lab, in turn. The previous tree is the parent of the commit that added `ADDED_FILE`.
+The previous engine did not compute gradients in their buckets. The row `step-time` compares the times of both engines:
+both source trees run in the same lab, in turn. The previous tree is the parent of the commit that added `ADDED_FILE`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _QUICK = (8, 96, 100, 384, 768, 1024)
 _BF16_BYTES = 2
 _MANY_RANKS = 16384
 _REMEASURED = 5
-"""The number of slowest plans to time again: a single reading also times other work of the machine."""
+"""The number of slowest plans to time again, because other work of the machine may slow down a single plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +33,11 @@ class Padding:
     num_ranks: int
     num_buckets: int
     planned: float
+    """The padding of laconic's plan."""
     one_bucket: float
-    """With all parameters in one bucket, in the order of definition."""
+    """The padding with all parameters in one bucket, in the order of definition."""
     other_rules: float
-    """By the better of FSDP2's and Megatron-FSDP's rules, which keep single rows whole."""
+    """The padding under the better of FSDP2's and Megatron-FSDP's rules, which keep single rows whole."""
     plan_s: float
     """The CPU seconds of planning."""
     reasons: tuple[Explanation, ...]
@@ -101,14 +102,15 @@ def plan_time_s(layer: UnitShapes, num_ranks: int, num_rows: int) -> float:
 
 
 def padding_1(plans: Plans) -> Row:
-    return _padding(plans, num_rows=1, limit=0.02)
+    return padding_row(plans, num_rows=1, limit=0.02)
 
 
 def padding_16(plans: Plans) -> Row:
-    return _padding(plans, num_rows=16, limit=0.05)
+    return padding_row(plans, num_rows=16, limit=0.05)
 
 
-def _padding(plans: Plans, *, num_rows: int, limit: float) -> Row:
+def padding_row(plans: Plans, *, num_rows: int, limit: float) -> Row:
+    """Return the row of blocks of `num_rows` rows, which may pad by `limit` at most."""
     by_layer = plans.all(num_rows)
     cases = [case for layer_cases in by_layer.values() for case in layer_cases]
     worst = max(cases, key=lambda case: case.planned)
@@ -180,7 +182,7 @@ def padding_coarse(plans: Plans) -> Row:
 
 
 def _main_cause(case: Padding) -> Cause | None:
-    """The cause of most of a plan's padding; None if that is alignment, which explains no cliff."""
+    """The cause of most of a plan's padding; None if the cause is alignment, which explains no cliff."""
     worst = max(case.reasons, key=lambda reason: reason.padding)
     return worst.cause if worst.cause is not Cause.ALIGNMENT else None
 

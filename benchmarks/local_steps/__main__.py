@@ -5,14 +5,14 @@
     python -m benchmarks.local_steps --quick                all rows on tiny jobs, printed only: does the method work?
 
 Four islands of one rank each train a Llama over bytes on the trainer's corpus (islands.py). Other work of the machine
-does not change losses. Times (wall-clock, overlap) are measured in the lab on a quiet machine.
+does not change losses. Run rows with times (wall-clock, overlap) on a quiet machine.
 
 [Note: Equal tokens]
-All runs of a seed take the same rows in the same steps. A step of every-step data parallel averages the gradients of
-the rows that the islands of the other runs see on their own. All runs start from the same weights, and follow the rest
-of one schedule of the learning rate. Earlier, a model of this size learns something new with every batch, and an
-average of weights that learnt different things loses much of it. DiLoCo's paper, too, begins after a quarter of its
-steps.
+All runs of a seed take the same rows in the same steps. With islands, each island sees its part of the rows; every-step
+data parallel averages the gradients of all these rows. All runs start from the same weights, which every-step data
+parallel has trained, and follow the rest of one schedule of the learning rate. At the beginning of training, a model of
+this size learns something new with every batch. Islands would learn different things, and the average of their weights
+would lose a large part of their progress. The islands of DiLoCo's paper also begin after a quarter of its steps.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _TIMEOUT_S = 3 * 3600.0
 RATE_BITS_PER_S = 50e6
 _TINY = Shape(hidden=32, intermediate=64, layers=8)
 SMALL_STEP = {"rows": 2, "length": 64}
-"""The rows of timed jobs: so few that steps wait for the wire, and not for two cores that serve four islands."""
+"""The batch of timed jobs. It is so small that a step waits for the wire, not for two cores that serve four islands."""
 
 _WARM_STEPS = 880
 """The number of steps of every-step data parallel before all runs: [Note: Equal tokens]."""
@@ -37,9 +37,9 @@ LOSSES = {
     "slices 4": {"codec": "fp4", "slices": 4, "outer_lr": 0.2, **STREAMED},
 }
 """The runs whose losses are compared. Islands that train different slices do not see each other's updates, and together
-they overshoot: the more slices, the shorter the outer step. The outer settings were tuned on a seed that no run has."""
+they overshoot. So more slices have a lower outer learning rate. The outer settings were tuned on another seed."""
 OUTER_MOMENTUM = 0.8
-"""With 0.9, pseudo-gradients from a higher learning rate would still weigh too much after twenty syncs."""
+"""With 0.9, old pseudo-gradients, from a higher learning rate, would still weigh too much after twenty syncs."""
 
 
 class Bench:

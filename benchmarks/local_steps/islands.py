@@ -64,11 +64,11 @@ class Job:
     """The seed of weights and rows."""
     steps: int
     warm_steps: int = 0
-    """The number of steps of every-step data parallel at `warm_lr` before the job. They run once for all jobs, and do
-    not count. The schedule of the learning rate continues after them; the optimizer begins anew."""
+    """The number of steps of every-step data parallel at `warm_lr` before the job. These steps run once for all jobs,
+    and do not count. Then the schedule of the learning rate continues, and the optimizer begins with empty states."""
     warm_lr: float = 2e-3
     schedule_steps: int = 0
-    """The length of the learning rate's schedule, with the warm steps; 0: until the job's last step."""
+    """The steps of the learning rate's schedule, warm steps included; 0: the schedule ends with the job."""
     rows: int = 4
     """The rows of an island in a step."""
     length: int = 128
@@ -96,10 +96,11 @@ class Answer:
 
     num_parameters: int
     evaluations: list[tuple[int, float, float]]
-    """(step, seconds of training until then, loss of the outer parameters on the held-out rows)."""
+    """(step, seconds of training before, loss of the outer parameters on the held-out rows) of each evaluation."""
     step_s: list[float]
+    """The seconds of each step."""
     sent_bytes: list[int]
-    """By step: the bytes that this rank sent in the exchanges that were applied after the step."""
+    """By step: the bytes that this rank sent in the exchanges whose means it applied after the step."""
     wire_bytes: list[int] | None
     """By step: the bytes that this node sent at the lab's interface; None without a lab."""
     reports: list[dict[str, float]]
@@ -121,7 +122,7 @@ class _Islands:
         self._folder = folder
 
     def warm(self, job: Job, model: nn.Module) -> None:
-        """Load the weights that the job begins with. They stay in a file, also for later launches."""
+        """Load the weights with which the job begins. A file keeps these weights for other jobs and later launches."""
         start = Job(
             name="warm", kind="ddp", seed=job.seed, steps=job.warm_steps, rows=job.rows, length=job.length,
             lr=job.warm_lr, shape=job.shape, lr_schedule=job.lr_schedule, warmup_steps=job.warmup_steps,
@@ -129,7 +130,7 @@ class _Islands:
         )  # fmt: skip
         name = hashlib.sha256(repr(start).encode()).hexdigest()[:16]
         file = self._folder / f"warm-{name}.pt"
-        if not file.exists():  # all ranks see the same: the file is written between two barriers
+        if not file.exists():  # all ranks agree, because rank 0 writes the file between two barriers
             wrapped = DistributedDataParallel(model)
             for _ in _Steps(start, self).run(model, wrapped, _adamw(model, start), None):
                 pass
@@ -142,7 +143,7 @@ class _Islands:
 
 def run_jobs(folder: str, jobs: Sequence[Job]) -> list[Answer]:
     """Run jobs one after the other on all ranks; every rank is an island."""
-    torch.set_num_threads(1)  # in the lab too
+    torch.set_num_threads(1)  # the launcher does this already, but the lab does not
     islands = _Islands(Path(folder), max(job.length for job in jobs))
     return [_run(job, islands) for job in jobs]
 
@@ -216,7 +217,7 @@ class _Steps:
         for step in range(job.steps):
             rows = _rows(job, self._islands, job.warm_steps + step)
             lr = lr_at(job.warm_steps + step, schedule, total_steps=total_steps)
-            if job.warm_steps:  # the optimizer begins anew
+            if job.warm_steps:  # the states of the optimizer are empty, so warm up again
                 lr *= min(1.0, (step + 1) / job.warmup_steps)
             for group in optimizer.param_groups:
                 group["lr"] = lr
@@ -259,7 +260,7 @@ def _rows(job: Job, islands: _Islands, step: int) -> Tensor:
 
 @torch.no_grad()
 def _evaluate(model: nn.Module, local: laconic.LocalSteps | None, job: Job, islands: _Islands) -> float:
-    """The mean loss of the outer parameters on held-out rows, the same every time, each of which one rank evaluates."""
+    """The mean loss of the outer parameters on held-out rows, the same every time. Each rank evaluates its part."""
     if local is not None:
         with local.outer_parameters():
             return _evaluate(model, None, job, islands)

@@ -16,7 +16,7 @@ Curve = list[tuple[int, float, float]]
 
 def loss_codecs(bench: Bench) -> Row:
     names = ["diloco int8", "diloco fp4", "streamed int8", "streamed fp4"]
-    excess = {name: _excess(bench.losses(name), bench.losses("ddp")) for name in names}
+    excess = {name: excess_over(bench.losses(name), bench.losses("ddp")) for name in names}
     return Row(
         key="loss-codecs",
         claim="eval loss at equal tokens against every-step data parallel: DiLoCo / streaming + overlap, int8 and fp4",
@@ -32,7 +32,7 @@ def loss_codecs(bench: Bench) -> Row:
 
 
 def loss_slices(bench: Bench) -> Row:
-    excess = [_excess(bench.losses(f"slices {n}"), bench.losses("streamed fp4")) for n in (2, 4)]
+    excess = [excess_over(bench.losses(f"slices {n}"), bench.losses("streamed fp4")) for n in (2, 4)]
     return Row(
         key="loss-slices",
         claim="eval loss at equal tokens, partial updates of 2 / 4 slices, against streaming DiLoCo",
@@ -43,7 +43,8 @@ def loss_slices(bench: Bench) -> Row:
     )
 
 
-def _excess(losses: list[float], baseline: list[float]) -> float:
+def excess_over(losses: list[float], baseline: list[float]) -> float:
+    """Return the excess of the mean of `losses` over the mean of `baseline`, as a fraction of the latter."""
     return statistics.mean(losses) / statistics.mean(baseline) - 1
 
 
@@ -61,7 +62,7 @@ def _losses_note(bench: Bench, names: list[str], baseline: str) -> str:
         f"{bench.answer('ddp/0').num_parameters / 1e6:.2f} M parameters, {bench.loss_steps} steps of {NUM_ISLANDS} x "
         f"{job.rows} x {job.length} tokens after {bench.warm_steps} of data parallel, on one cosine from {job.lr:g}, "
         f"every={job.every}, streamed in {STREAMED['fragments']} fragments with overlap {STREAMED['overlap']}, outer "
-        f"learning rate {_outer_rates(names)}, momentum {OUTER_MOMENTUM:g}; the loss is of the outer parameters."
+        f"learning rate {_outer_rates(names)}, momentum {OUTER_MOMENTUM:g}; losses of the outer parameters."
     )
 
 
@@ -82,9 +83,9 @@ def save_curves(curves: dict[str, Curve], path: Path) -> None:
     job = Job(name="", steps=1)
     tokens_per_step = NUM_ISLANDS * job.rows * job.length
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), constrained_layout=True)
-    base = _mean_curve(curves, "ddp")
+    base = mean_curve(curves, "ddp")
     for name in LOSSES:
-        curve = _mean_curve(curves, name)
+        curve = mean_curve(curves, name)
         millions = [step * tokens_per_step / 1e6 for step in curve]
         left.plot(millions, list(curve.values()), label=name)
         right.plot(millions[1:], [100 * (curve[step] / base[step] - 1) for step in curve][1:])
@@ -98,8 +99,8 @@ def save_curves(curves: dict[str, Curve], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _mean_curve(curves: dict[str, Curve], name: str) -> dict[int, float]:
-    """The mean loss over seeds, by step."""
+def mean_curve(curves: dict[str, Curve], name: str) -> dict[int, float]:
+    """Return the mean loss over seeds, by step."""
     runs = [curve for key, curve in curves.items() if key.rsplit("/", 1)[0] == name]
     return {points[0][0]: statistics.mean(point[2] for point in points) for points in zip(*runs, strict=True)}
 

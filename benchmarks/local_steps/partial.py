@@ -1,4 +1,4 @@
-"""Rows about partial updates: FLOPs and memory of a step of a model of 1.3 B parameters, counted on the meta device.
+"""Rows about partial updates: the FLOPs and the memory of one training step of a 1.3 B model, on the meta device.
 
 python -m benchmarks.local_steps.partial    prints a table of more shapes and settings
 """
@@ -26,7 +26,7 @@ HIDDEN, LAYERS, HEADS, VOCAB = 2048, 24, 16, 32_000
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """The cost of one step with AdamW, all in fp32."""
+    """The cost of one step with AdamW. Weights, gradients, states and activations are in fp32."""
 
     flops: int
     """The operations of forward and backward, as torch's flop counter counts them."""
@@ -38,7 +38,7 @@ class StepCost:
 
     @property
     def peak_bytes(self) -> int:
-        """The sum of all, as in the last micro-batch of an accumulated step."""
+        """The sum of all four, as in the last micro-batch of an accumulated step."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.activations_bytes
 
 
@@ -51,11 +51,11 @@ def step_cost(
     sequence: int = 1024,
     checkpointing: bool = False,
 ) -> StepCost:
-    """Count one step of a model of 1.3 B parameters, without memory for its tensors."""
+    """Return the cost of one step of a model of 1.3 B parameters, without allocating its tensors."""
     with torch.device("meta"):
         model = _model(shape, sequence)
         tokens = torch.zeros(batch, sequence, dtype=torch.long)
-        # a mask of all pairs: of a smaller mask, transformers would read the values to see whether it is causal
+        # A mask of all pairs. transformers would read the values of a smaller mask, and a meta tensor has no values.
         mask = torch.zeros(batch, 1, sequence, sequence, dtype=torch.bool)
     partial_updates(model, slice_index=0, num_slices=slices, include=include)
     if checkpointing:
@@ -87,6 +87,7 @@ class _SavedStorages:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(self, tensor: Tensor) -> Tensor:
+        """Note the storage of a saved tensor, unless it is a parameter's; return the tensor unchanged."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._parameters:
             self._storages[storage._cdata] = storage
@@ -94,6 +95,7 @@ class _SavedStorages:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all noted storages."""
         return sum(storage.nbytes() for storage in self._storages.values())
 
 

@@ -11,10 +11,10 @@ from benchmarks.record import Row
 from laconic.lab import format_rate
 
 _WIDE = Shape(hidden=384, intermediate=1024, layers=4)
-"""The model of the wall-clock row: half the layers of `Shape` and four times its parameters. No large model waits for
-calls of small kernels, so here they should weigh little beside the wire."""
+"""The model of the wall-clock row: half the layers of `Shape` and four times its parameters. Large models do not wait
+for calls of small kernels, so this model has few large kernels."""
 _WIDE_LR = 5e-4
-"""The best of 2e-3, 1e-3 and 5e-4 for data parallel."""
+"""The learning rate that was best for data parallel among 2e-3, 1e-3 and 5e-4."""
 
 
 def wall_clock(bench: Bench) -> Row:
@@ -26,7 +26,7 @@ def wall_clock(bench: Bench) -> Row:
     bench.warm_up(Job(name="warm up", steps=0, schedule_steps=4 * steps, **common))  # this does not need the wire
     jobs = [
         Job(name="ddp", kind="ddp", steps=steps * 3 // 5, schedule_steps=4 * steps, **common),
-        # the settings of PyTorch's own (torchft): fp32 on the wire, and training waits for it
+        # The settings of torchft, PyTorch's own DiLoCo: fp32 on the wire, and training waits for every exchange.
         Job(name="diloco", steps=steps, **common),
         Job(name="laconic", steps=steps, codec="fp4", **STREAMED, **common),
     ]
@@ -34,7 +34,7 @@ def wall_clock(bench: Bench) -> Row:
     target = found["ddp"].evaluations[-1][2]
     start = found["ddp"].evaluations[0][2]
     assert bench.quick or target < start, f"nothing was learnt: {start:.4f} before, {target:.4f} after"
-    reached = {name: _seconds_to(answer, target) for name, answer in found.items()}
+    reached = {name: seconds_to(answer, target) for name, answer in found.items()}
     each = "; ".join(f"{name} {seconds:.1f} s, {step} steps" for name, (seconds, step) in reached.items())
     ddp_s, diloco_s, laconic_s = (reached[job.name][0] for job in jobs)
     return Row(
@@ -50,19 +50,20 @@ def wall_clock(bench: Bench) -> Row:
             f"seconds of training, without evaluations, until the eval loss, {start:.4f} at first, is {target:.4f}, "
             f"DDP's after three fifths of these steps: {each} (inf: not in {steps}). "
             f"{found['ddp'].num_parameters / 1e6:.2f} M parameters, learning rate {_WIDE_LR}. "
-            "Streamed fp4 every 20 steps; the DiLoCo sends fp32 every 20 steps and waits for it, as torchft's does. "
+            "laconic streams fp4 every 20 steps. DiLoCo sends fp32 every 20 steps and waits for each exchange, like "
+            "torchft. "
             f"{SMALL_STEP['rows']} rows of {SMALL_STEP['length']} tokens per island and step, the last {steps} of a "
             f"schedule that begins with {3 * steps} of data parallel."
         ),
         tried=(
-            "models of 1.67 M and 1.87 M parameters at 0.002 gave 1/7.6, as islands, four on two cores, wait for "
+            "models of 1.67 M and 1.87 M parameters at 0.002 gave 1/7.6, because four islands on two cores wait for "
             "calls of small kernels; 7.28 M at 0.002, too high for that width, never reached DDP's loss."
         ),
     )
 
 
-def _seconds_to(answer: Answer, loss: float) -> tuple[float, int]:
-    """The seconds and steps of training until an evaluation is at most `loss`; inf seconds if none is."""
+def seconds_to(answer: Answer, loss: float) -> tuple[float, int]:
+    """Return the seconds and steps of training until an evaluation is at most `loss`; infinite seconds if none is."""
     for step, seconds, found in answer.evaluations:
         if found <= loss:
             return seconds, step
@@ -71,7 +72,8 @@ def _seconds_to(answer: Answer, loss: float) -> tuple[float, int]:
 
 def overlap(bench: Bench) -> Row:
     synced = {"every": 100, "fragments": 4, "overlap": 10}
-    # one period, in which each fragment is sent and applied: an exchange that begins with the last step cannot hide
+    # One period, in which each fragment is sent and applied. It ends before the last step: an exchange that begins
+    # with the last step has no step to hide behind.
     begin, end = 11, 36 if bench.quick else 111
     repeats = 1 if bench.quick else 5
     common = {"shape": bench.shape, "steps": end + 1, "codec": "fp4", "warmup_steps": 5}
@@ -97,8 +99,8 @@ def overlap(bench: Bench) -> Row:
         note=(
             f"{format_rate(RATE_BITS_PER_S)}, fp4, every=100 in 4 fragments, overlap 10: {means['synced']:.4f} against "
             f"{means['never']:.4f} s a step, medians of {repeats} alternating runs of {end - begin} steps. An "
-            f"exchange takes {takes_s * 1e3:.0f} ms, {takes_s / means['never']:.1f} steps; training waits for "
-            f"{exposed_s * 1e3:.1f} ms of it."
+            f"exchange takes {takes_s * 1e3:.0f} ms, {takes_s / means['never']:.1f} steps; training waits for the last "
+            f"{exposed_s * 1e3:.1f} ms of the exchange."
         ),
-        tried="runs that end on a sync, whose exchange has nothing left to hide behind: +6.32%.",
+        tried="runs that end with a sync, whose exchange has no steps to hide behind: +6.32%.",
     )

@@ -18,7 +18,7 @@ def bytes_per_token(bench: Bench) -> Row:
         Job(name="local", steps=2 * steps, every=steps, codec="fp4", **common),
     ]
     found = bench.run_in_lab(jobs, None)
-    ddp = statistics.mean(wire_bytes(found["ddp"])[2:])  # in its first steps DDP builds its buckets
+    ddp = statistics.mean(wire_bytes(found["ddp"])[2:])  # DDP builds its buckets in the first steps
     local = statistics.mean(wire_bytes(found["local"]))
     counted = sum(found["local"].sent_bytes) / len(found["local"].sent_bytes)
     claim = "wire bytes per token against every-step DDP, every=100, fp4"
@@ -27,9 +27,9 @@ def bytes_per_token(bench: Bench) -> Row:
         key="bytes", claim=claim, required="<= 1/400", measured=f"1/{ddp / local:.0f}", is_met=is_met,
         note=(
             f"sent by island 0 at the lab's interface: {local / 1e3:.2f} kB a step (counted {counted / 1e3:.2f} kB) "
-            f"against {ddp / 1e3:.0f} kB; as many tokens a step. Arithmetic says 1/{_bytes_arithmetic():.0f}: DDP's "
-            "ring sends 3/2 of the gradients in fp32, two trips send 3/2 of them in codes of 4 bits with one scale a "
-            "block."
+            f"against {ddp / 1e3:.0f} kB; equal tokens per step. Arithmetic says 1/{_bytes_arithmetic():.0f}: DDP's "
+            "ring sends 3/2 of the gradients in fp32; the two trips of an exchange send 3/2 of the pseudo-gradients in "
+            "codes of 4 bits with one scale a block."
         ),
     )  # fmt: skip
 
@@ -53,6 +53,6 @@ def peak(bench: Bench) -> Row:
         is_met=streamed <= diloco / 6,
         note=(
             f"the most bytes that island 0 sent in one step: {streamed / 1e3:.1f} against "
-            f"{diloco / 1e3:.1f} kB. Not 1/8, as one fragment also has embeddings and output layer."
+            f"{diloco / 1e3:.1f} kB. Not 1/8, because one fragment also has the embeddings and the output layer."
         ),
     )

@@ -6,8 +6,8 @@
 
 [Note: Bytes of an optimizer step]
 The rows compare the bytes that all ranks receive in one optimizer step, over all levels, with the bytes of all matrices
-in fp32. For laconic they are its own count, purpose "optimizer". For torch.optim.Muon on FSDP2, every functional
-collective that DTensor issues counts as its best algorithm moves it (collective_bytes.py).
+in fp32. laconic counts its own bytes, with purpose "optimizer". For torch.optim.Muon on FSDP2, every functional
+collective that DTensor issues counts as if it used its best algorithm (collective_bytes.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sizes that the rows share, and how they run ranks."""
+"""The sizes that the rows share, and the launch of their ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.measure import Options
 
 NODES, LOCAL = 2, 2
 LAST_STEPS = 20
-"""The rows compare the mean loss of so many last steps of a run."""
+"""The number of steps at the end of a run whose mean loss the rows compare."""
 MIX = Llama(hidden=512, intermediate=1408, layers=2, heads=8, kv_heads=2, vocab=512, batch=1, sequence=8)
 TINY_MIX = dataclasses.replace(MIX, hidden=64, intermediate=176, vocab=64)
 TIMEOUT_S = 1800.0

@@ -15,10 +15,10 @@ _MOVE_NOTHING = ("wait_tensor", "_wrap_tensor_autograd")
 
 
 class CollectiveBytes(TorchDispatchMode):
-    """Counts the bytes that this rank receives in functional collectives, each by its best algorithm on R ranks.
+    """Counts the bytes that this rank receives in functional collectives, as if each used its best algorithm.
 
-    An all-gather brings R - 1 pieces. A reduce-scatter and an all-to-all bring (R - 1) / R of the input, an all-reduce
-    twice as much. On CPU, DTensor gathers where it does an all-to-all on CUDA; this counts as the all-to-all.
+    On R ranks, an all-gather brings R - 1 pieces. A reduce-scatter and an all-to-all bring (R - 1) / R of the input, an
+    all-reduce twice as much. On CPU, DTensor gathers instead of an all-to-all; such a gather counts as an all-to-all.
     """
 
     def __init__(self, num_ranks: int) -> None:

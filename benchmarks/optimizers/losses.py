@@ -16,10 +16,10 @@ from laconic.config import Config, load
 
 _JOB = Path(__file__).parents[1] / "jobs" / "optimizers.toml"
 SETTINGS: dict[str, dict[str, Any]] = {"muon": {"adjust_lr_fn": "match_rms_adamw"}, "shampoo": {"block_size": 128}}
-"""The settings of the trainer's optimizers beside the job's; all of them have the job's learning rate."""
+"""The settings of the trainer's optimizers in addition to those in the job file. The learning rate is the job's."""
 RANKS_TOLERANCE = 1e-3
-"""The relative difference of the loss of every step on 4 ranks from the loss on 1 rank. Sums in another order differ by
-an ulp of fp32. Muon and AdamW8bit round to fewer bits, and all of the optimizers divide by small numbers."""
+"""The largest allowed relative difference, at any step, between the loss on 4 ranks and on 1. Sums in another order
+differ in the last bit of fp32. Muon and AdamW8bit round to fewer bits, and all optimizers divide by small numbers."""
 
 
 def adamw8bit_loss(bench: Bench) -> Row:

@@ -34,8 +34,8 @@ def muon_bytes(bench: Bench) -> Row:
         is_met=measured["rows"] <= 2 and ratio <= 0.5 and measured["whole"] == 0,
         note=(
             f"hidden matrices of {bench.mix}, {NODES} x {LOCAL} ranks: bytes received, summed over ranks, over the "
-            f"matrices' fp32 bytes; FSDP2 {measured['fsdp2']:.2f}, each collective counted as its best algorithm moves "
-            "it, and DTensor's gathers that stand in for an all-to-all on CPU counted as all-to-all."
+            f"matrices' fp32 bytes; FSDP2 {measured['fsdp2']:.2f}, where each collective counts as if it used its best "
+            "algorithm, and a gather by which DTensor replaces an all-to-all on CPU counts as the all-to-all."
         ),
     )
 

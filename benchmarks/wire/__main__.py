@@ -4,13 +4,13 @@
     python -m benchmarks.wire --rows wire-full,losses    some rows, recorded too
     python -m benchmarks.wire --quick                    all rows on a tiny job, printed only: does the method work?
 
-Run it on a quiet machine. The lab has 2 nodes x 2 ranks; jobs/wire.toml is the training job, in full and with LoRA.
+Run this on a quiet machine. The lab has 2 nodes x 2 ranks; jobs/wire.toml is the training job, in full and with LoRA.
 
 [Note: Steps that count]
-Bytes are those of the interface, per node and step. They are the mean over the steps from the second on, so they hold
-no initialisation. Times are the median over the timed steps of a run. No machine is equally fast at all times, so where
-both sides of a ratio take less than a second per step, runs alternate several times, and the row compares the medians
-of their medians.
+The network interface counts the bytes, per node and step. A row uses the mean over the steps from the second on, which
+leaves out initialisation. Times are the median over the timed steps of a run. No machine is equally fast at all times.
+So where both sides of a ratio take less than a second per step, runs alternate several times. The row then compares the
+medians over runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from laconic.compare import STRATEGIES, Result
 from laconic.compare.plot import save_plot
 from laconic.compare.table import LEGEND, render
 
-_PICTURE = Path(__file__).parents[2] / "docs" / "wire.png"
+PICTURE = Path(__file__).parents[2] / "docs" / "wire.png"
 
 
 def sorted_results(bench: Bench) -> list[Result]:
@@ -43,21 +43,21 @@ def sorted_results(bench: Bench) -> list[Result]:
 
 
 def save(record: Record, results: list[Result]) -> None:
-    """Write the rows and all runs, beside those of earlier commands, and draw the picture."""
+    """Write the rows and all runs, together with the runs of earlier commands, and draw the picture."""
     results = [dataclasses.replace(result, output=Path(result.output).name) for result in results]
     new = {_identity(result) for result in results}
     kept = [old for old in map(Result.from_dict, record.known.get("results", [])) if _identity(old) not in new]
     results = [*kept, *results]
     record.save(
         about=f"{NODES} nodes x {LOCAL} ranks; ",
-        more=["Every run (of repeated ones, all):", render(results), LEGEND],
+        more=["Every run; repeated runs have several lines:", render(results), LEGEND],
         results=[result.to_dict() for result in results],
     )
-    _PICTURE.parent.mkdir(exist_ok=True)
+    PICTURE.parent.mkdir(exist_ok=True)
     shown = [result for result in _first_of_each_pair(results) if result.strategy in ("fsdp2", "host")]
     millions = max(result.num_parameters for result in results) / 1e6
     title = f"{NODES} nodes x {LOCAL} ranks on {record.machine['cores']} cores, {millions:.1f} M parameters, fp32"
-    save_plot(shown, _PICTURE, title=title)
+    save_plot(shown, PICTURE, title=title)
 
 
 def _identity(result: Result) -> tuple[Any, ...]:

@@ -36,7 +36,7 @@ class Bench:
         self.repeats = 1 if quick else 3
         self.loss_steps = 6 if quick else 50
         self.results: dict[tuple[Any, ...], Result] = {}
-        """By job, rate, strategy and repeat."""
+        """The results by job, rate, strategy and repeat."""
         self._compute_alone: dict[str, float] | None = None
 
     def result(self, strategy: str, job: Job = "full", rate_bits_per_s: float | None = None, repeat: int = 0) -> Result:
@@ -46,13 +46,13 @@ class Bench:
             case = Case(
                 strategy=strategy, job=job, rate_bits_per_s=rate_bits_per_s, repeat=repeat, steps=self._steps(*key),
                 measure_memory=rate_bits_per_s is None and repeat == 0,
-                log_every=1 if strategy == "fsdp2" else 100,  # logs cross the wire too, and some steps move little
+                log_every=1 if strategy == "fsdp2" else 100,  # a log crosses the wire, and some steps move fewer bytes
             )  # fmt: skip
             self.results[key] = self.comparison.run(case)
         return self.results[key]
 
     def _steps(self, job: Job, rate_bits_per_s: float | None, strategy: str, repeat: int) -> int:
-        """The number of steps of a case: few where a step takes long."""
+        """The number of steps of a case. Cases with long steps take few steps."""
         if rate_bits_per_s is None and job == "full" and strategy in ("fsdp2", "host") and repeat == 0:
             return self.loss_steps
         if self.quick:

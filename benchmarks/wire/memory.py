@@ -25,7 +25,7 @@ def device_memory(bench: Bench) -> Row:
             "memory that stays allocated between steps: host "
             f"{by_torch[0] / 1e6:.2f}, none {by_torch[1] / 1e6:.2f}, device {by_torch[2] / 1e6:.2f}, FSDP2 "
             f"{by_torch[3] / 1e6:.2f} MB. The engine's own buffers: host {by_engine[0] / 1e6:.2f}, none "
-            f"{by_engine[1] / 1e6:.2f}, device {by_engine[2] / 1e6:.2f} MB. Held to: no more than none, and than FSDP2."
+            f"{by_engine[1] / 1e6:.2f}, device {by_engine[2] / 1e6:.2f} MB. Host may need no more than none and FSDP2."
         ),
     )
 

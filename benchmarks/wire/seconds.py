@@ -40,7 +40,7 @@ def time_full(bench: Bench) -> Row:
 
 
 def wire_fraction(run: Result) -> float:
-    """Return the fraction of a step for which the wire carries its bytes."""
+    """Return the fraction of a step during which the wire carries the bytes of the step."""
     assert run.rate_bits_per_s is not None
     return wire_bytes(run) * 8 / run.rate_bits_per_s / run.step_s
 

@@ -1,4 +1,4 @@
-"""Rows about the bytes on the wire, and about the losses that those bytes buy."""
+"""Rows about the bytes on the wire, and about the losses."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def counted(bench: Bench) -> Row:
         is_met=max(by_count, by_formula) <= 0.02,
         note=(
             f"{each}. The interface also counts headers, acknowledgements and handshakes of the backend, some 400 "
-            "bytes a message: nothing beside the megabytes of a unit, but a few per cent of the kilobytes of a unit's "
-            "adapters."
+            "bytes a message. That is little compared with the megabytes of a unit, but a few per cent of the "
+            "kilobytes of a unit's adapters."
         ),
     )
 
 
 def _count_error(run: Result) -> float:
-    """The difference of laconic's own count from the interface's, as a fraction of the latter."""
+    """The difference of laconic's count from the interface's count, as a fraction of the interface's count."""
     assert run.counted_bytes is not None  # laconic's strategies count
     return run.counted_bytes / wire_bytes(run) - 1
 

@@ -15,12 +15,12 @@ _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 def all_gather_flat(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Begin to gather equal flat pieces into `output` in rank order; `input` may be this rank's piece of `output`."""
+    """Begin to gather the `input`s (n,) of R ranks into `output` (R n,); `input` may be a part of `output`."""
     return _all_gather_flat(output, input, group=group, async_op=True)
 
 
 def reduce_scatter_flat(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Begin to sum `input` over the ranks and to scatter equal flat pieces of the sum into `output`. Not on Gloo."""
+    """Begin to sum `input` (R n,) over R ranks and to give each rank its `output` (n,) of the sum. Not on Gloo."""
     return _reduce_scatter_flat(output, input, group=group, async_op=True)
 
 
@@ -40,17 +40,17 @@ def let_optimizers_batch(tensor_type: type[torch.Tensor]) -> None:
 
 
 def outside_compilation(function: _F) -> _F:
-    """Make torch.compile not trace a function. Unlike `torch.compiler.disable`, it imports dynamo at the call only."""
+    """Stop torch.compile from tracing a function. Unlike `torch.compiler.disable`, import dynamo at the call only."""
     return cast(_F, torch._disable_dynamo(function))
 
 
 def is_transforming() -> bool:
-    """True if torch.compile traces or a torch.func transform runs; neither can look into an autograd function."""
+    """True if torch.compile traces or a torch.func transform runs. Neither can see inside an autograd function."""
     return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def in_backward() -> bool:
-    """True while the autograd engine runs a graph on this thread, also in a forward that it recomputes."""
+    """True while the autograd engine runs a graph on this thread, also in a forward that the backward recomputes."""
     return torch._C._current_graph_task_id() != -1
 
 

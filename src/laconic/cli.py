@@ -1,4 +1,4 @@
-"""The `laconic` command. It imports the module of one subcommand, and no other."""
+"""The `laconic` command. It imports only the module of the subcommand that runs."""
 
 import importlib
 import importlib.metadata
@@ -12,18 +12,18 @@ COMMANDS = {
     "lab": ("laconic.lab.cli:main", "run a script under torchrun on an emulated cluster with a slow wire"),
     "plan": (
         "laconic.plan.cli:main",
-        "compute the cost of a run: the padding of a model's layouts at any number of ranks",
+        "compute the cost of a run: the padding of a model's layouts, the time steps of a cyclic schedule",
     ),
 }
-"""For each subcommand its function, as "module:function", and a line of help.
-The function takes the arguments after the subcommand's name and returns the exit code."""
+"""The name of each subcommand -> (its function as "module:function", a line of help).
+The function gets the arguments after the subcommand's name, and returns the exit code."""
 
 
 def _usage() -> str:
     width = max(map(len, COMMANDS))
     lines = ["usage: laconic <command> [arguments]", "", "commands:"]
     lines += [f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
-    lines += ["", "laconic <command> --help says more; laconic --version prints the version."]
+    lines += ["", "laconic <command> --help explains a command; laconic --version prints the version."]
     return "\n".join(lines)
 
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if arguments[0] not in COMMANDS:
         known = ", ".join(COMMANDS)
-        print(f"laconic: there is no command {arguments[0]!r}; there are {known}. See laconic --help", file=sys.stderr)
+        print(f"laconic: no command is called {arguments[0]!r}; choose one of {known}, or --help", file=sys.stderr)
         return 2
     module, _, function = COMMANDS[arguments[0]][0].partition(":")
     try:

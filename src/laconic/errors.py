@@ -1,5 +1,5 @@
-"""Errors that a user can fix."""
+"""The error for mistakes that a user can fix."""
 
 
 class JobError(ValueError):
-    """The user can fix the cause. Commands show the message without a traceback and exit with code 2."""
+    """A mistake that the user can fix. Commands show the message without a traceback, and exit with code 2."""

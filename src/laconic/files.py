@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Functions that write a file whole or not at all."""
 
 import os
 import uuid
@@ -14,8 +14,8 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
     A reader sees the old file or the new file, never a part. If the block fails, the temporary file is removed and
     `path` stays as it was. If several processes replace one path, the last to finish wins.
 
-    The folder of `path` must exist. With `durable` the new file is fsynced first, so that a power cut leaves one of the
-    two files. The name itself is durable after a call of `sync` on the folder.
+    The folder of `path` must exist. With `durable` the new file is fsynced before the rename, so a power cut leaves the
+    old file or the new file. After a call of `sync` on the folder, it leaves the new file.
     """
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -34,7 +34,7 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make the content of a file, or the names in a folder, survive a power cut."""
+    """Make the content of a file, or the list of files in a folder, survive a power cut (fsync). Raises: OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

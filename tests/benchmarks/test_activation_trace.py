@@ -1,4 +1,4 @@
-"""Traces of saved bytes against sums worked out by hand."""
+"""Traces of saved bytes, compared with sums that were worked out by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_staggered_total_is_the_largest_sum_over_workers(workers: int) -> None:
 
 
 def test_a_trace_of_two_layers() -> None:
-    """Time passes with each of the five products; the bytes are those that the products still to come need."""
+    """Time passes with each of the five products. The later products need the saved bytes."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
     x = torch.randn(4, 8)

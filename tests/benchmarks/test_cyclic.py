@@ -1,4 +1,4 @@
-"""How benchmarks.cyclic counts and compares, on small jobs, and how its command chooses and records rows."""
+"""benchmarks.cyclic: counts and comparisons on small jobs, and the command that chooses and records rows."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_equal_seeds_repeat_to_the_bit() -> None:
 
 
 def test_plain_steps_are_those_of_rule_dp() -> None:
-    """Under dp such a run is wholly plain; under another rule it is neither that nor wholly stale."""
+    """A run with plain steps equals a plain run under dp. Under v1 it equals neither a plain run nor a run without."""
     made = study()
     first_plain = dataclasses.replace(made, plain_steps=10)
     assert accuracy.train(first_plain, "dp", _FAST, 0) == accuracy.train(made, "dp", _FAST, 0)

@@ -1,4 +1,4 @@
-"""How benchmarks.gpu makes rows from canned measurements, and what it says without a GPU."""
+"""benchmarks.gpu: rows from canned measurements, and the message without a GPU."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_baseline_that_cannot_run_is_a_result() -> None:
 
 
 def test_exposed_copies_are_those_beside_no_kernel() -> None:
-    found = overlap_of(overlap.SYNTHETIC_TRACE, overlap._LABEL_BYTES)
+    found = overlap_of(overlap.SYNTHETIC_TRACE, overlap.LABEL_BYTES)
     assert (found.copies_us, found.exposed_us, found.moved_bytes) == (105, 5, 10_000)
 
 

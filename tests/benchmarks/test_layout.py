@@ -1,4 +1,4 @@
-"""How benchmarks.layout computes padding, and how it records rows."""
+"""benchmarks.layout: the computation of padding, and the record of rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_case_is_compared_with_one_bucket_and_with_the_better_rule(plans: padd
 
 
 def test_a_row_that_fails_says_so(plans: padding.Plans) -> None:
-    assert not padding._padding(plans, num_rows=16, limit=0.001).is_met
+    assert not padding.padding_row(plans, num_rows=16, limit=0.001).is_met
 
 
 def test_planning_time_counts_every_case(plans: padding.Plans) -> None:

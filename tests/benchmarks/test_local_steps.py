@@ -1,4 +1,4 @@
-"""How benchmarks.local_steps computes from its runs, and how its jobs run, on a tiny model."""
+"""benchmarks.local_steps: computations on the results of runs, and its jobs on a tiny model."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def answer(eval_losses: list[float], **rest: Any) -> Answer:
 
 
 def test_seconds_to_a_loss_are_those_of_the_first_evaluation_that_is_as_good() -> None:
-    assert seconds._seconds_to(answer([3.0, 2.0, 1.0, 1.5]), 2.0) == (0.5, 10)
-    assert seconds._seconds_to(answer([3.0, 2.5]), 2.0) == (math.inf, 10)
+    assert seconds.seconds_to(answer([3.0, 2.0, 1.0, 1.5]), 2.0) == (0.5, 10)
+    assert seconds.seconds_to(answer([3.0, 2.5]), 2.0) == (math.inf, 10)
 
 
 def test_excess_is_of_the_means() -> None:
-    assert losses._excess([2.0, 4.0], [1.0, 2.0]) == pytest.approx(1.0)
+    assert losses.excess_over([2.0, 4.0], [1.0, 2.0]) == pytest.approx(1.0)
 
 
 def test_curves_are_means_over_seeds() -> None:
     curves = {"a/0": [(0, 0.0, 1.0), (5, 1.0, 3.0)], "a/1": [(0, 0.0, 2.0), (5, 1.0, 5.0)], "b/0": [(0, 0.0, 9.0)]}
-    assert losses._mean_curve(curves, "a") == {0: 1.5, 5: 4.0}
+    assert losses.mean_curve(curves, "a") == {0: 1.5, 5: 4.0}
 
 
 def test_jobs_survive_their_file(tmp_path: Path) -> None:

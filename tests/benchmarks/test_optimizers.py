@@ -1,4 +1,4 @@
-"""How benchmarks.optimizers counts bytes and states, and how it records rows."""
+"""benchmarks.optimizers: counts of bytes and states, and the record of rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.ranks import run_ranks
 
 
 def job_redistributions() -> dict[str, float]:
-    """Bytes of 12 x 24 fp32 elements, 1152 bytes, on 3 ranks."""
+    """Return the bytes that each redistribution of 12 x 24 fp32 elements (1152 bytes) brings to one of 3 ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     sharded = DTensor.from_local(torch.ones(4, 24), mesh, [Shard(0)])
     partial = DTensor.from_local(torch.ones(12, 24), mesh, [Partial()])

@@ -1,4 +1,4 @@
-"""How benchmarks.unchanged compares the files of two versions."""
+"""benchmarks.unchanged: the comparison of the files of two versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ JOB = "host"
 
 
 def write_version(work: Path, job: str = JOB) -> Path:
-    """The files of one tiny job: metrics, bytes and a checkpoint."""
+    """Write the files of one tiny job: metrics, bytes and a checkpoint. Returns the job's folder."""
     folder = work / job
     (folder / "first" / "checkpoints").mkdir(parents=True)
     (folder / "problem.log").write_text("")

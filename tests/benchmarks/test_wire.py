@@ -1,4 +1,4 @@
-"""How benchmarks.wire computes bytes and times from results, and how rows are recorded."""
+"""benchmarks.wire: bytes and times from results, and the record of rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_share_of_a_step_that_its_bytes_take() -> None:
 
 
 def test_a_partial_run_is_recorded_beside_earlier_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "_PICTURE", tmp_path / "docs" / "wire.png")
+    monkeypatch.setattr(wire, "PICTURE", tmp_path / "docs" / "wire.png")
     results = tmp_path / "RESULTS.md"
     monkeypatch.setattr(record, "RESULTS", results)
     first = record.Row(key="losses", claim="losses", required="equal", measured="equal", is_met=True)

@@ -23,7 +23,7 @@ def _made() -> tuple[zoo.Zoo, torch.optim.Optimizer]:
 
 
 def save_while_training(folder: str) -> dict[str, Any]:
-    """The same state saved both ways, twice; the asynchronous saves are held up while training goes on."""
+    """Save the same state with and without the background, twice. Training goes on while the background saves wait."""
     model, optimizer = _made()
     extra = {"rank": dist.get_rank(), "tensor": torch.ones(2), "rng": checkpoint.rng_state()}
     arguments: dict[str, Any] = {"model": model, "optimizer": optimizer, "extra": extra}
@@ -39,7 +39,7 @@ def save_while_training(folder: str) -> dict[str, Any]:
             model.seen.fill_(-1)
             extra["tensor"].mul_(2)
             optimizer.param_groups[0]["lr"] *= 0.5
-            zoo.train(model, optimizer)  # collectives of its own, while the save's stand still
+            zoo.train(model, optimizer)  # training has collectives too, while the save's collectives wait
             seen["under_way"].append((os.path.exists(f"{folder}/async/step-{step}"), not go_on.is_set()))
             go_on.set()
             seen[f"folder of {step}"] = str(saver.wait())
@@ -49,7 +49,7 @@ def save_while_training(folder: str) -> dict[str, Any]:
 
 
 def one_at_a_time(folder: str) -> list[str]:
-    """The order in which this rank passes the crash points of two saves, one right after the other."""
+    """Begin two saves without a wait between them. Returns the crash points in the order in which this rank passes."""
     model, optimizer = _made()
     passed: list[str] = []
     commit.on_crash_point = lambda point: passed.append(f"{threading.current_thread().name}: {point}")
@@ -60,29 +60,29 @@ def one_at_a_time(folder: str) -> list[str]:
 
 
 def fail_in_the_background(folder: str) -> list[str]:
-    """The outcome of each call: a save, one that rank 1 cannot encode, one that raises its error, and others."""
+    """Return the outcome of each call: a save, a save that rank 1 cannot encode, a call that raises its error, ..."""
     model, optimizer = _made()
     saver = checkpoint.AsyncSaver(folder)
     bad = {"thing": object() if dist.get_rank() == 1 else 1}
-    said = []
+    outcomes = []
     for step, extra in ((1, {}), (2, bad), (3, {}), (4, {})):
         try:
             saver.save(step, model=model, optimizer=optimizer, extra=extra)
-            said.append("begun")
+            outcomes.append("begun")
         except checkpoint.CheckpointError as error:
-            said.append(str(error))
+            outcomes.append(str(error))
     saver.wait()
     with checkpoint.AsyncSaver(folder) as other:
         other.save(5, model=model, optimizer=optimizer, extra=bad)
         try:
             other.wait()
         except checkpoint.CheckpointError as error:
-            said.append(str(error))
-    return said
+            outcomes.append(str(error))
+    return outcomes
 
 
 def die_while_training(folder: str, point: str) -> None:
-    """Rank 1 dies in the background of the second save, at `point`, while training goes on."""
+    """Kill one rank in the background of the second save, at `point`, while training goes on."""
     model, optimizer = _made()
     saver = checkpoint.AsyncSaver(folder)
     saver.save(2, model=model, optimizer=optimizer, extra={})
@@ -101,7 +101,7 @@ def die_while_training(folder: str, point: str) -> None:
 
 
 def load_newest(folder: str) -> tuple[int, dict[str, torch.Tensor]]:
-    """Step and state."""
+    """Return the newest checkpoint's step and state."""
     model = zoo.shard(zoo.make_zoo(seed=1))
     optimizer = zoo.Hoarder(model.parameters())
     loaded = checkpoint.load_checkpoint(folder, model=model, optimizer=optimizer)

@@ -19,7 +19,7 @@ from tests.checkpoint.zoo import optimizer_tensors
 
 
 class Crash(NamedTuple):
-    """SIGKILL for one rank at one of the writer's crash points, while it saves one step."""
+    """Kills one rank (SIGKILL) at a crash point of the writer while it saves a step."""
 
     point: str
     """One of CRASH_POINTS."""
@@ -40,7 +40,7 @@ class Outcome:
 
 
 def make_model(hidden: int = 13) -> nn.Module:
-    """Sizes divide nothing, one bias has a single element (so most ranks hold nothing of it), and dropout draws."""
+    """Build a model with sizes that no number of ranks divides, a bias of one element, and dropout."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Sequential(nn.Linear(7, hidden), nn.Tanh(), nn.Dropout(0.2)),
@@ -75,7 +75,7 @@ def train(
     start_from: str | None = None,
     crash: Crash | None = None,
 ) -> Outcome:
-    """Run on each rank: resume if there is something to resume, train to `steps`, save on the way."""
+    """Resume from the newest checkpoint if there is one, train to `steps` and save on the way. Runs on each rank."""
     model = spread(make_model(), strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
     torch.manual_seed(1 + dist.get_rank())
@@ -98,7 +98,7 @@ def train(
 
 
 def load_only(folder: str, strategy: str) -> tuple[Outcome, dict[str, Tensor]]:
-    """The newest checkpoint: parameters, and gathered optimizer state by name."""
+    """Load the newest checkpoint. Returns the parameters, and the gathered optimizer state by name."""
     model = spread(make_model(), strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loaded = checkpoint.load_checkpoint(folder, model=model, optimizer=optimizer)
@@ -109,7 +109,7 @@ def load_only(folder: str, strategy: str) -> tuple[Outcome, dict[str, Tensor]]:
 
 
 def save_with_bad_extra_on_rank_1(folder: str) -> str:
-    """The message of the error on this rank."""
+    """Return the message of the error that this rank raises."""
     extra = {"thing": object() if dist.get_rank() == 1 else 1}
     try:
         checkpoint.save_checkpoint(folder, 1, model=make_model(), optimizer=None, extra=extra)

@@ -52,7 +52,7 @@ def _sharded_for(name: str, *, seed: int) -> zoo.Zoo:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """One rank's view: all tensors gathered, and the model's output."""
+    """All tensors, gathered, and the model's output on one rank."""
 
     whole: dict[str, Tensor]
     logits: Tensor
@@ -79,7 +79,7 @@ def look(model: zoo.Zoo, optimizer: torch.optim.Optimizer) -> Seen:
 
 
 def save_each(folder: str) -> dict[str, Seen]:
-    """One checkpoint for each optimizer."""
+    """Save one checkpoint for each optimizer."""
     seen = {}
     for name, make in OPTIMIZERS.items():
         model = _sharded_for(name, seed=0)
@@ -92,7 +92,7 @@ def save_each(folder: str) -> dict[str, Seen]:
 
 
 def load_each(folder: str) -> dict[str, Seen]:
-    """Into models that have other values, gathered and cached ones too, and into the other kernels' optimizer."""
+    """Load into models with other values, some gathered or cached, and into optimizers with other kernels."""
     seen = {}
     for name in OPTIMIZERS:
         model = _sharded_for(name, seed=1)
@@ -116,7 +116,7 @@ def torch_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def torch_load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load as a program without laconic does."""
+    """Load a folder as a program without laconic does."""
     saved = torch_state(model, optimizer)
     dcp.load(saved, checkpoint_id=folder)
     set_model_state_dict(model, saved["model"])
@@ -124,7 +124,7 @@ def torch_load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def save_both_ways(folder: str) -> dict[str, Seen]:
-    """FSDP2 in two layouts; laconic by its own function and by torch's."""
+    """Save FSDP2's state in three layouts, and laconic's state by its own function and by torch's."""
     fsdp2, fsdp2_optimizer = _trained(zoo.shard_fsdp2)
     dcp.save(torch_state(fsdp2, fsdp2_optimizer), checkpoint_id=f"{folder}/fsdp2")
     flattened = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -143,7 +143,7 @@ def save_both_ways(folder: str) -> dict[str, Seen]:
 
 
 def load_both_ways(folder: str) -> dict[tuple[str, str], Seen]:
-    """By (what was saved, who loads it)."""
+    """Load each folder by laconic and by torch. Returns what was loaded by (folder, loader)."""
     seen = {}
     for saved in ("fsdp2", "fsdp2 flattened", "fsdp2 deeper", "laconic/step-2", "laconic by torch"):
         model, optimizer = _fresh(zoo.shard)
@@ -172,7 +172,7 @@ def _fresh(spread: Callable[[zoo.Zoo], zoo.Zoo]) -> tuple[zoo.Zoo, torch.optim.O
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-# -- what crosses the wire ---------------------------------------------------------------------------------------------
+# -- bytes on the wire -------------------------------------------------------------------------------------------------
 
 _COMMUNICATING = {"all_", "reduce", "broadcast", "gather", "scatter", "send", "isend", "recv", "irecv", "barrier"}
 
@@ -201,7 +201,7 @@ class Spy:
 
 
 def bytes_on_the_wire(folder: str, hidden: int) -> dict[str, int]:
-    """Of a save, an asynchronous one and a load; and of this rank's part of what is saved."""
+    """Return the bytes that saves and loads send and receive, and the bytes of this rank's part of the state."""
     model = zoo.shard(zoo.make_zoo(seed=0, hidden=hidden))
     optimizer = torch.optim.AdamW(model.parameters())
     zoo.train(model, optimizer)

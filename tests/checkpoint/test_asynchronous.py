@@ -91,7 +91,9 @@ def test_host_memory_is_allocated_once() -> None:
     for key, tensor in tensors.items():
         assert copies[key].dtype == tensor.dtype
         assert torch.equal(copies[key], tensor), key
-        assert copies[key].untyped_storage().nbytes() == tensor.nbytes  # a view of more would be copied once more
+        assert (
+            copies[key].untyped_storage().nbytes() == tensor.nbytes
+        )  # DCP would copy a view of a larger storage again
     addresses = [copy.data_ptr() for copy in copies.values() if copy.numel()]
     assert max(addresses) - min(addresses) < 5 * 64 + sum(tensor.nbytes for tensor in tensors.values())
     tensors["odd"] += 1

@@ -1,4 +1,4 @@
-"""Checkpoints of what lies on a GPU. One process."""
+"""Checkpoints of tensors on a GPU, in one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("kernels", [{"fused": True}, {"foreach": True}])
 def test_a_save_in_the_background_is_the_state_at_the_call(kernels: dict[str, Any], tmp_path: Path) -> None:
-    """Saved by a fused optimizer, whose `step` is on the GPU, and taken up by either kind."""
+    """A fused optimizer, whose `step` is on the GPU, saves; optimizers with and without fused kernels load."""
     model, optimizer = _trained()
     expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     moments = {key: value.clone() for key, value in optimizer.state[model.weight].items()}

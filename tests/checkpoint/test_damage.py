@@ -1,4 +1,4 @@
-"""No damaged, foreign or hostile checkpoint is loaded, and what is refused is named. One process, no process group."""
+"""Damaged, foreign and hostile checkpoints are refused with a reason. One process, no process group."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_damage_to_any_file_is_noticed_and_the_older_checkpoint_loaded(harm: Any
             folder = tmp_path / f"{number}-{where}"
             shutil.copytree(saved, folder)
             harm(folder / "step-2" / name, where)
-            if harm is _remove and name == "manifest.json":  # then it never was committed
+            if harm is _remove and name == "manifest.json":  # without a manifest the folder was never committed
                 assert _load(folder)["step"] == 1  # type: ignore[index]
                 continue
             with pytest.warns(UserWarning, match="step-2 is damaged and is skipped"):
@@ -112,7 +112,7 @@ def test_unwritable_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_folder_that_the_nodes_do_not_share_is_refused(saved: Path, tmp_path: Path) -> None:
-    """Rank 0 must see what the others wrote; otherwise no checkpoint may be called complete."""
+    """Rank 0 must see the other ranks' files before it commits a checkpoint."""
     temporary = commit.begin(tmp_path, 3)
     with pytest.raises(CheckpointError, match="file system that all nodes share"):
         commit.commit(tmp_path, temporary, commit.Manifest.read(saved / "step-1"), keep=2, patience_s=0)
@@ -159,7 +159,7 @@ def test_a_folder_that_is_a_checkpoint_is_loaded_itself(saved: Path) -> None:
 
 
 class _Hostile:
-    """Unpickled by an ordinary unpickler, it makes a folder."""
+    """An object that makes a folder when an ordinary unpickler reads it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -170,7 +170,7 @@ class _Hostile:
 
 @pytest.mark.parametrize("payload", ["hostile", pickle.loads, print])
 def test_hostile_metadata_runs_nothing(payload: Any, saved: Path, tmp_path: Path) -> None:
-    """Even where the manifest agrees with it, as a stranger's would."""
+    """The manifest has the hash of the hostile file, as a stranger's manifest would."""
     folder = tmp_path / "run"
     shutil.copytree(saved / "step-2", folder)
     made = tmp_path / "made"

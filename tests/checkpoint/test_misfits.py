@@ -93,7 +93,7 @@ def test_tensors_that_fit_are_loaded_and_the_others_are_listed(twelve_layers: Pa
         assert torch.equal(parameter, before[name]) != fits, name
         assert bool(optimizer.state.get(parameter)) == fits, name
         assert name not in values or torch.equal(parameter, values[name])
-    _trained(model, optimizer)  # half a state would raise
+    _trained(model, optimizer)  # a parameter with half of its state would raise
 
 
 def test_nothing_is_skipped_if_all_tensors_fit(twelve_layers: Path) -> None:
@@ -108,7 +108,7 @@ def test_state_of_another_shape_or_optimizer_is_left_out(tmp_path: Path) -> None
     model = zoo.Zoo()
     hoarder = zoo.Hoarder(model.parameters())
     _trained(model, hoarder)
-    hoarder.state[model.up.weight]["rows"] = torch.zeros(4)  # as if blocks were others
+    hoarder.state[model.up.weight]["rows"] = torch.zeros(4)  # as if the run had other blocks
     checkpoint.save_checkpoint(tmp_path, 1, model=model, optimizer=hoarder, extra={})
     other = zoo.Zoo()
     fresh = zoo.Hoarder(other.parameters())

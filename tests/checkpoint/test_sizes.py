@@ -1,4 +1,4 @@
-"""Saved on one mesh, loaded on any other, by laconic and by PyTorch's FSDP2, without state on the wire."""
+"""A checkpoint of one mesh loads on any other, by laconic and by PyTorch's FSDP2, without state on the wire."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Seen]]:
-    """By two nodes of two ranks."""
+    """Save on two nodes of two ranks."""
     folder = tmp_path_factory.mktemp("saved")
     seen = run_ranks(sizes.save_each, 4, str(folder), local=2)[0]
     assert all(one.shard_dropped for one in seen.values())
@@ -39,7 +39,7 @@ def test_fsdp2_reads_and_is_read(tmp_path: Path) -> None:
 
 
 def test_no_state_crosses_the_wire(tmp_path: Path) -> None:
-    """Sixty times the state, as many tensors: the messages grow by some digits."""
+    """With sixty times the state in as many tensors, messages grow only by the digits of sizes."""
     small = run_ranks(sizes.bytes_on_the_wire, 2, str(tmp_path / "small"), 16)[0]
     large = run_ranks(sizes.bytes_on_the_wire, 2, str(tmp_path / "large"), 4096)[0]
     assert large["state"] > 60 * small["state"]

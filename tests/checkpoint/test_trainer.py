@@ -1,4 +1,4 @@
-"""`train.async_save`: the trainer's runs and checkpoints are what they are without it, under every strategy."""
+"""`train.async_save` changes neither the trainer's runs nor its checkpoints, under every strategy."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def logits(model: Zoo) -> Tensor:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The tensors of an optimizer's state as `NAME.KEY`."""
+    """Return the tensors of an optimizer's state by `NAME.KEY`."""
     return {
         f"{name}.{key}": value
         for name, entries in state.optimizer_state(model, optimizer).items()
@@ -93,7 +93,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Parameters, buffers and optimizer state, gathered."""
+    """Return the gathered parameters, buffers and optimizer state."""
     tensors: dict[str, Any] = state.model_tensors(model) | optimizer_tensors(model, optimizer)
     return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for name, t in tensors.items()}
 
@@ -144,6 +144,6 @@ def _zeros(spec: RaggedSpec) -> RaggedTensor:
 
 
 def _count_up(tensor: Tensor) -> None:
-    """Every element gets another number, wherever it lies."""
+    """Give every element another number, on whichever rank it is."""
     whole = torch.arange(tensor.numel(), dtype=torch.float32).view(tensor.shape) + 0.25
     tensor += whole

@@ -41,9 +41,10 @@ def job(by_sends: bool) -> None:
     me = (cluster.node_rank, cluster.local_rank)
     assert cluster.shard_index == reference.shard_of(me, n)
     node, local = Communicator(cluster, "node"), Communicator(cluster, "local")
-    assert node._sends == (n > 1)  # Gloo on CPU
-    assert local._sends == (loc > 1)
-    node._sends, local._sends = node._sends and by_sends, local._sends and by_sends
+    assert node._uses_sends == (n > 1)  # Gloo on CPU
+    assert local._uses_sends == (loc > 1)
+    for communicator in (node, local):
+        communicator._uses_sends &= by_sends
     for dtype in DTYPES:
         shards = data_of_ranks(C, dtype, cluster)
         bucket = reference.gather(shards)

@@ -1,4 +1,4 @@
-"""Results of a comparison that never ran."""
+"""Made-up results of a comparison."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from laconic.compare import Result
 
 
 def canned(**changes: Any) -> Result:
-    """A result of FSDP2, with `changes`."""
+    """Return a result of FSDP2, with `changes`."""
     values: dict[str, Any] = {
         "job": "full", "strategy": "fsdp2", "rate_bits_per_s": 200e6, "steps": 4, "step_s": 8.0,
         "step_times_s": (8.0, 8.0), "wire_bytes": 300e6, "counted_bytes": None, "traffic_bytes": {},
@@ -20,7 +20,7 @@ def canned(**changes: Any) -> Result:
 
 
 def canned_host(**changes: Any) -> Result:
-    """A result of laconic's host cache, with `changes`."""
+    """Return a result of laconic's host cache, with `changes`."""
     values: dict[str, Any] = {
         "strategy": "host", "step_s": 2.8, "step_times_s": (2.8, 2.8), "wire_bytes": 100e6, "counted_bytes": 99e6,
         "traffic_bytes": {"local/weights": 50e6, "node/weights": 49.5e6, "node/gradients": 49.5e6},

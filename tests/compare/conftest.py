@@ -1,4 +1,4 @@
-"""A job small enough to be compared in a test."""
+"""A job that is small enough to run in a test."""
 
 from __future__ import annotations
 

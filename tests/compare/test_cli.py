@@ -1,4 +1,4 @@
-"""The command line, up to the first run."""
+"""The command line of `laconic compare`, before the first run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.compare.conftest import TINY
 
 
 def cases(*argv: str) -> list[tuple[str, str, float | None]]:
-    options = cli._parse(list(argv))
+    options = cli.parse(list(argv))
     made = cli.make_cases(load(options.config), options)
     return [(case.job, case.strategy, case.rate_bits_per_s) for case in made]
 
@@ -33,7 +33,7 @@ def test_a_lora_job_is_compared_as_lora(job: Path) -> None:
 
 
 def test_the_demo_trains_fully_and_by_lora_and_saves_laconics_models() -> None:
-    options = cli._parse(["--demo"])
+    options = cli.parse(["--demo"])
     made = cli.make_cases(load(options.config), options)
     assert [(case.job, case.strategy, case.save) for case in made] == [
         ("full", "fsdp2", False), ("full", "host", True), ("lora", "fsdp2", False), ("lora", "host", True),

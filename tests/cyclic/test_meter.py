@@ -79,14 +79,14 @@ def test_gradients_are_those_without_the_meter() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, torch.autograd.grad(y, list(module.parameters())), strict=True))
 
 
-@pytest.mark.parametrize("what", ["weight", "activation"])
-def test_a_change_in_place_before_backward_is_caught(what: str) -> None:
+@pytest.mark.parametrize("changed", ["weight", "activation"])
+def test_a_change_in_place_before_backward_is_caught(changed: str) -> None:
     meter, linear = ActivationMeter(), nn.Linear(4, 4)
     x = torch.randn(2, 4, requires_grad=True)
     with meter.forward(linear):
         y = linear(x).tanh()
     with torch.no_grad():
-        (linear.weight if what == "weight" else y).add_(1)
+        (linear.weight if changed == "weight" else y).add_(1)
     with pytest.raises(RuntimeError, match=r"changed in place after forward: it is at version \d, expected \d"):
         y.sum().backward()
 

@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 
 
 def train_and_save(run: str, name: str, lora: LoraConfig, tokenizer: str) -> dict[str, Tensor]:
-    """On each rank: three steps, a checkpoint as the trainer writes it; returns the parameters, gathered."""
+    """Take three steps, save as the trainer does, and return the gathered parameters. Runs on each rank."""
     config = Config(
         model=ModelConfig(config=TINY[name]), lora=lora, data=DataConfig(tokenizer=tokenizer, sequence_length=16)
     )
@@ -37,7 +37,7 @@ def train_and_save(run: str, name: str, lora: LoraConfig, tokenizer: str) -> dic
 
 
 def in_training(name: str, lora: LoraConfig, values: dict[str, Tensor]) -> Any:
-    """The trained model, unsharded."""
+    """Build the trained model, unsharded."""
     model = build_model(ModelConfig(config=TINY[name]), lora, device="cpu").eval()
     model.load_state_dict(values, strict=False)
     return model
@@ -64,10 +64,10 @@ def test_full_model_in_several_files(llama_run: tuple[Path, dict[str, Tensor]], 
     sizes = [path.stat().st_size for path in out.glob("*.safetensors")]
     assert len(sizes) > 2
     assert max(sizes) < 30_000 + 4_000  # the header is not counted
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
-    assert torch.equal(theirs(tokens()).logits, in_training("llama", NO_LORA, values)(tokens()).logits)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert torch.equal(exported(tokens()).logits, in_training("llama", NO_LORA, values)(tokens()).logits)
     assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-    assert theirs.generation_config.eos_token_id == 2
+    assert exported.generation_config.eos_token_id == 2
     assert (out / "tokenizer.json").exists()
     assert not (out / "weights.safetensors").exists()
 
@@ -75,18 +75,18 @@ def test_full_model_in_several_files(llama_run: tuple[Path, dict[str, Tensor]], 
 def test_tied_model(tmp_path: Path) -> None:
     values = run_ranks(train_and_save, 2, str(tmp_path / "run"), "gpt2", NO_LORA, "bytes")[0]
     export.export(tmp_path / "run" / "checkpoints" / "step-3", tmp_path / "out")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.equal(theirs(tokens()).logits, in_training("gpt2", NO_LORA, values)(tokens()).logits)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(exported(tokens()).logits, in_training("gpt2", NO_LORA, values)(tokens()).logits)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_merged_lora(name: str, tmp_path: Path) -> None:
-    """Layers stored transposed, and a mixture, whose folders name its experts otherwise."""
+    """GPT-2 stores its layers transposed; a mixture's folder has other names for the experts than the model."""
     values = run_ranks(train_and_save, 2, str(tmp_path / "run"), name, LORA, "bytes")[0]
     export.export(tmp_path / "run", tmp_path / "out")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     merged = in_training(name, LORA, values).merge_and_unload()
-    assert torch.equal(theirs(tokens()).logits, merged(tokens()).logits)
+    assert torch.equal(exported(tokens()).logits, merged(tokens()).logits)
 
 
 def test_lora_merged_and_as_adapter(lora_run: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
@@ -94,8 +94,8 @@ def test_lora_merged_and_as_adapter(lora_run: tuple[Path, dict[str, Tensor]], tm
     model = in_training("llama", LORA, values)
     logits = model(input_ids=tokens()).logits
     export.export(run, tmp_path / "merged")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(theirs(tokens()).logits, logits, rtol=1e-4, atol=1e-5)  # sums in another order
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(exported(tokens()).logits, logits, rtol=1e-4, atol=1e-5)  # sums in another order
     base = build_model(ModelConfig(config=TINY["llama"]), device="cpu").eval()
     assert not torch.allclose(base(tokens()).logits, logits, atol=1e-2)
 
@@ -107,9 +107,9 @@ def test_lora_merged_and_as_adapter(lora_run: tuple[Path, dict[str, Tensor]], tm
 
 def test_dtype(llama_run: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
     export.export(llama_run[0], tmp_path / "out", dtype=torch.bfloat16)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert {p.dtype for p in theirs.parameters()} == {torch.bfloat16}
-    assert torch.equal(theirs.lm_head.weight, llama_run[1]["lm_head.weight"].bfloat16())
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert {p.dtype for p in exported.parameters()} == {torch.bfloat16}
+    assert torch.equal(exported.lm_head.weight, llama_run[1]["lm_head.weight"].bfloat16())
 
 
 def test_refusals(

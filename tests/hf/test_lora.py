@@ -32,21 +32,21 @@ def test_only_adapters_train_and_the_start_is_the_base_model(name: str) -> None:
 
 
 def test_adapters_are_those_of_peft() -> None:
-    """The same names, shapes, scale and spread of values as a model that peft wraps with memory."""
+    """Adapters have the names, shapes, scale and spread of values of a model that has values when peft wraps it."""
     config = ModelConfig(config={**TINY["llama"], "hidden_size": 256})
-    ours: Any = build_model(config, LORA, device="cpu")
-    theirs: Any = peft.get_peft_model(
+    adapted: Any = build_model(config, LORA, device="cpu")
+    wrapped: Any = peft.get_peft_model(
         build_model(config, device="cpu"),
         peft.LoraConfig(task_type="CAUSAL_LM", r=3, lora_alpha=6, target_modules="all-linear"),
     )
-    our_shapes = {n: (p.shape, p.requires_grad) for n, p in ours.named_parameters()}
-    assert our_shapes == {n: (p.shape, p.requires_grad) for n, p in theirs.named_parameters()}
-    for name, parameter in ours.named_parameters():
+    shapes = {n: (p.shape, p.requires_grad) for n, p in adapted.named_parameters()}
+    assert shapes == {n: (p.shape, p.requires_grad) for n, p in wrapped.named_parameters()}
+    for name, parameter in adapted.named_parameters():
         if "lora_A" in name:
-            other = theirs.get_parameter(name)
+            other = wrapped.get_parameter(name)
             assert parameter.std().item() == pytest.approx(other.std().item(), rel=0.15), name
             assert parameter.abs().max() <= 1 / parameter.shape[1] ** 0.5  # kaiming_uniform_(a=sqrt(5))
-    layer = next(layer for _, _, layer in lora.adapted_layers(ours))
+    layer = next(layer for _, _, layer in lora.adapted_layers(adapted))
     assert layer.scaling == {"default": 2.0}
 
 
@@ -74,14 +74,17 @@ def test_half_precision_base_has_full_precision_adapters() -> None:
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
 
 
-def test_unknown_target_names_the_layers_there_are() -> None:
+def test_an_unknown_target_is_refused_with_the_names_of_the_layers() -> None:
     lora_config = LoraConfig(enabled=True, targets=("query",))
     with pytest.raises(JobError, match=r"\['query'\] fits no layer of LlamaForCausalLM.*k_proj.*q_proj"):
         build_model(ModelConfig(config=TINY["llama"]), lora_config)
 
 
 def resume_fresh_and_in_place(folder: str) -> tuple[list[list[float]], list[str]]:
-    """Losses of steps 3 and 4: going on, after loading into the model in use, in another; and what came back wrong."""
+    """Return the losses of steps 3 and 4 three times, and the parameters that a load has not restored.
+
+    The steps follow on training without a break, on a load into the same model, and on a load into a new model.
+    """
 
     def make() -> tuple[Any, torch.optim.Optimizer]:
         model, _ = spread(ModelConfig(config=TINY["llama"]), LORA, "laconic")
@@ -100,7 +103,7 @@ def resume_fresh_and_in_place(folder: str) -> tuple[list[list[float]], list[str]
     model, optimizer = make()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1.5)  # not what a new model starts from
+            parameter.mul_(1.5)  # other values than a new model starts with
     two_steps(model, optimizer)
     checkpoint.save_checkpoint(folder, 2, model=model, optimizer=optimizer, extra={})
     saved = whole(model)
@@ -108,7 +111,7 @@ def resume_fresh_and_in_place(folder: str) -> tuple[list[list[float]], list[str]
     checkpoint.load_checkpoint(folder, model=model, optimizer=optimizer)
     losses.append(two_steps(model, optimizer))
     other, other_optimizer = make()
-    two_steps(other, other_optimizer)  # its frozen weights are cached by now, and become stale
+    two_steps(other, other_optimizer)  # now its frozen weights are cached; the load makes them stale
     checkpoint.load_checkpoint(folder, model=other, optimizer=other_optimizer)
     wrong = differing(whole(other), saved)
     losses.append(two_steps(other, other_optimizer))
@@ -116,7 +119,7 @@ def resume_fresh_and_in_place(folder: str) -> tuple[list[list[float]], list[str]
 
 
 def test_frozen_base_in_host_memory_is_saved_and_loaded(tmp_path: Path) -> None:
-    """Two nodes of one rank: the frozen shards have left the device, and cached slices must notice a load."""
+    """On two nodes of one rank, frozen shards are in host memory, and a load must make cached node shards invalid."""
     for losses, wrong in run_ranks(resume_fresh_and_in_place, 2, str(tmp_path), local=1):
         assert wrong == []
         assert losses[0] == losses[1] == losses[2]

@@ -54,16 +54,16 @@ def test_initialisation_is_that_of_transformers(name: str) -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_folder_gives_what_from_pretrained_gives(name: str, folders: dict[str, Path]) -> None:
     model = build_model(ModelConfig(path=str(folders[name])), device="cpu").eval()
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folders[name])
-    assert differing(whole(model), whole(theirs)) == []
-    assert torch.equal(model(tokens()).logits, theirs(tokens()).logits)
+    pretrained = transformers.AutoModelForCausalLM.from_pretrained(folders[name])
+    assert differing(whole(model), whole(pretrained)) == []
+    assert torch.equal(model(tokens()).logits, pretrained(tokens()).logits)
 
 
 def on_ranks(folders: dict[str, Path], lora: LoraConfig) -> list[str]:
-    """Every architecture under every strategy against the unsharded one; returns what is wrong, and bytes read."""
+    """Compare every architecture under every strategy with the unsharded model; return each mismatch as text."""
     wrong = []
     for name, folder in folders.items():
-        if lora.enabled and name in ("qwen2", "mixtral"):  # no new way to name or store a layer
+        if lora.enabled and name in ("qwen2", "mixtral"):  # they name and store layers as other architectures do
             continue
         for config in (ModelConfig(config=TINY[name], init_seed=SEED), ModelConfig(path=str(folder))):
             expected = whole(build_model(config, lora, device="cpu"))
@@ -91,13 +91,13 @@ def test_tied_weights_stay_tied() -> None:
 
 def test_dtype_is_converted(folders: dict[str, Path]) -> None:
     model = build_model(ModelConfig(path=str(folders["qwen2"]), dtype="bfloat16"), device="cpu")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folders["qwen2"], dtype=torch.bfloat16)
+    pretrained = transformers.AutoModelForCausalLM.from_pretrained(folders["qwen2"], dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert differing(whole(model), whole(theirs)) == []
+    assert differing(whole(model), whole(pretrained)) == []
 
 
 def test_folder_of_the_base_model_alone(tmp_path: Path) -> None:
-    """As the oldest GPT-2 folders are: no `transformer.` in front, and masks stored as tensors."""
+    """The oldest GPT-2 folders have names without `transformer.`, and store masks as tensors."""
     reference = transformers_own("gpt2")
     reference.save_pretrained(tmp_path)
     reference.transformer.save_pretrained(tmp_path)

@@ -50,7 +50,7 @@ STRATEGIES = ("laconic", "fsdp2", "ddp")
 
 
 def spread(config: ModelConfig, lora: LoraConfig, strategy: str) -> tuple[nn.Module, int]:
-    """Build, shard and materialise a model on this rank; the bytes it has read come second."""
+    """Build, shard and materialise a model on this rank. Returns the model and the bytes that this rank has read."""
     model = build_model(config, lora)
     units = [*layers_to_shard(model), model]
     if strategy == "laconic":
@@ -70,7 +70,7 @@ def spread(config: ModelConfig, lora: LoraConfig, strategy: str) -> tuple[nn.Mod
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, gathered, tied ones under each name; and buffers."""
+    """Return gathered parameters, tied ones under each name, and buffers."""
     tensors: dict[str, Any] = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     return {
         name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
@@ -78,13 +78,13 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
-    """Names by which two sets of tensors differ in any way."""
-    names = ours.keys() ^ theirs.keys()
+def differing(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
+    """Return the names that only one of two sets has, and the names of tensors with other values or dtypes."""
+    names = first.keys() ^ second.keys()
     return sorted(names) + [
         name
-        for name in ours.keys() & theirs.keys()
-        if ours[name].dtype != theirs[name].dtype or not torch.equal(ours[name], theirs[name])
+        for name in first.keys() & second.keys()
+        if first[name].dtype != second[name].dtype or not torch.equal(first[name], second[name])
     ]
 
 

@@ -53,7 +53,7 @@ def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor], **tolerance: A
 
 
 def job_trajectory(islands: int, local: int, sharded: bool, options: Job, oracle_options: Job) -> None:
-    """Eight or more steps, every step compared with the oracle."""
+    """Take eight or more steps and compare every step with the oracle."""
     mesh = laconic.init_mesh("cpu", islands=islands, nodes=1, local=local)
     island, rank = dist.get_rank() // local, dist.get_rank() % local
     model = shard(build(make), mesh=mesh, cache="host") if sharded else build(make)

@@ -58,7 +58,9 @@ def test_a_restarted_run_equals_the_unbroken_one_from_the_last_sync_on(local: in
 def test_islands_come_and_go(tmp_path: Path) -> None:
     machines = [str(tmp_path / f"machine-{i}") for i in range(3)]
     before = run_ranks(job, 2, 2, 1, machines[:2], 4, local=1)
-    joined = run_ranks(job, 3, 3, 1, [machines[2], machines[0], machines[1]], 4, 1, local=1)  # the new one comes first
+    joined = run_ranks(
+        job, 3, 3, 1, [machines[2], machines[0], machines[1]], 4, 1, local=1
+    )  # the new machine comes first
     for begun, got in joined:
         assert begun == 4
         assert_equal(got, before[0][1], atol=0, rtol=0)

@@ -26,12 +26,13 @@ sys.exit(int(sys.argv[1]) if sys.argv[1] != "wait" else 0)
 # Without torch, whose import takes seconds: the command line is tested with torchrun in test_torchrun.py.
 _LAB = """
 import signal, sys, types
+import psutil
 package = types.ModuleType("laconic")
 package.__path__ = [sys.argv[1]]
 sys.modules["laconic"] = package
 from laconic.lab import Lab
 with Lab(nodes=2, wire=sys.argv[3] == "wire") as lab:
-    print("keeper", lab._keeper.pid, flush=True)
+    print("keeper", psutil.Process().children()[0].pid, flush=True)
     try:
         result = lab.execute([[sys.executable, "-c", sys.argv[2], sys.argv[4]]] * 2, grace_s=0.3)
     finally:
@@ -68,7 +69,7 @@ class RunningLab:
 
 
 class Starter:
-    """A starter of labs that keep their files in one folder and mark their processes."""
+    """A starter of labs. Their files are in one folder, and a marker in the environment marks their processes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -83,7 +84,7 @@ class Starter:
         keeper = int(process.stdout.readline().split()[1])
         namespaces = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
         lab = RunningLab(process, self.marker, self.folder, keeper, namespaces if wire == "wire" else [])
-        if mode == "wait":  # for the lab, its keeper and two nodes of two processes, the last just being started
+        if mode == "wait":  # until the lab, its keeper and two processes on each of two nodes run
             assert traces.wait_until(lambda: len(traces.processes_with_marker(self.marker)) >= 6), lab.remains()
         return lab
 
@@ -92,7 +93,7 @@ class Starter:
 def start(tmp_path: Path) -> Iterator[Starter]:
     starter = Starter(tmp_path)
     yield starter
-    for pid in traces.processes_with_marker(starter.marker):  # of a test that failed
+    for pid in traces.processes_with_marker(starter.marker):  # a test that failed may leave some
         os.kill(pid, signal.SIGKILL)
 
 
@@ -118,7 +119,7 @@ def test_after_ctrl_c(start: Starter, wire: str) -> None:
 @pytest.mark.parametrize("wire", ["wire", "no-wire"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_after_the_lab_is_killed(start: Starter, wire: str, number: signal.Signals) -> None:
-    """Nobody waits for the keeper, so it may take a moment."""
+    """Nobody waits for the keeper, so the end of the lab may take a moment."""
     lab = start("wait", wire)
     lab.process.send_signal(number)
     assert lab.wait() == -number

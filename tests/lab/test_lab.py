@@ -66,7 +66,7 @@ def test_interfaces_count_the_bytes_that_were_sent(lab: Lab, rate_bits_per_s: fl
 
 @pytest.mark.parametrize("rate_bits_per_s", [20e6, 200e6, 1e9])
 def test_no_more_passes_than_the_rate_allows(lab: Lab, rate_bits_per_s: float) -> None:
-    """Whether as much passes as the rate allows depends on other users of the cores."""
+    """The test checks the upper limit only: the lower limit depends on other users of the cores."""
     lab.set_rate(rate_bits_per_s)
     assert lab.rate_bits_per_s == rate_bits_per_s
     num_bytes = int(rate_bits_per_s / 8)
@@ -101,7 +101,7 @@ def test_addresses_have_names(lab: Lab) -> None:
 
 
 def test_processes_know_their_own_number(lab: Lab) -> None:
-    """/proc shows the PID namespace of the lab, or psutil would measure another process."""
+    """/proc must show the PID namespace of the lab; otherwise psutil would measure other processes."""
     result = python(lab, "import os; print(os.readlink('/proc/self') == str(os.getpid()))")
     assert [node.output for node in result.nodes] == ["True\n"] * 2
 

@@ -117,7 +117,7 @@ def test_the_traceback_of_the_first_failing_rank_is_the_one_shown(script: Path, 
     ],
 )
 def test_a_rank_that_fails_ends_all(lab: Lab, script: Path, end: str, exit_code: int, error: str) -> None:
-    """The other ranks would sleep for ever, because nothing wakes them."""
+    """Without the lab the other ranks would sleep on, because nothing wakes them."""
     script.write_text(
         f"import os, signal, sys, threading, time\nif os.environ['RANK'] == '1':\n    {end}\ntime.sleep(600)\n"
     )
@@ -189,7 +189,7 @@ def test_signals_end_everything_quietly(script: Path, tmp_path: Path, number: si
             os.killpg(process.pid, number)  # to the whole group, as a terminal does
             _, errors = process.communicate()
         finally:
-            process.kill()  # of a test that failed
+            process.kill()  # after a failed assertion
     assert process.returncode == exit_code
     assert "Traceback" not in errors
     assert traces.processes_with_marker(marker) == set()

@@ -1,4 +1,4 @@
-"""Finding the leftovers of a lab from outside."""
+"""Functions that find the leftovers of a lab from outside."""
 
 import os
 import time
@@ -9,7 +9,7 @@ MARKER = "LACONIC_TEST_MARKER"
 
 
 def wait_until(condition: Callable[[], bool], *, at_most_s: float = 60.0) -> bool:
-    """Wait until `condition` is true, and return whether it became so; for events in other processes or the kernel."""
+    """Wait until `condition` is true, and return whether it became true in time; for events in other processes."""
     deadline = time.monotonic() + at_most_s
     while not condition():
         if time.monotonic() > deadline:

@@ -70,7 +70,7 @@ def _scales(runs: int, items: int) -> tuple[RaggedTensor, Tensor]:
     cluster = Cluster.of(laconic.init_mesh("cpu"))
     base = plan_bucket(["a", "w"], [(5,), (7 * runs, 3)], [1, 21], num_shards=cluster.size, itemsize=4)
     layout = DerivedLayout(base=base, index=1, shape=(runs, items), elements=21, items=items)
-    spec = RaggedSpec(cluster=cluster, layout=layout, index=0)  # type: ignore[arg-type]
+    spec = RaggedSpec(cluster=cluster, layout=layout, index=0)
     whole = torch.arange(runs * items, dtype=torch.float32).view(runs, items) + 1
     return RaggedTensor(spec.part_of(whole).clone(), spec), whole
 

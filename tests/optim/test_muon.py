@@ -21,15 +21,7 @@ from laconic.optim.shampoo import Shampoo
 from laconic.ragged.dtensor import DTensorShard
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
-from tests.optim.matrices import (
-    assert_same_owners,
-    cut_specs,
-    job_training,
-    optimizer_bytes,
-    parameters,
-    random_tensors,
-    set_grads,
-)
+from tests.optim import matrices as helpers
 from tests.ranks import run_ranks
 from tests.reference import muon as reference
 from tests.shard.helpers import MESHES, Net, Place
@@ -47,11 +39,11 @@ SETTINGS: list[dict[str, Any]] = [
 def job_given_gradients() -> dict[str, Any]:
     """Take steps with a schedule; in one of them some parameters have no gradient."""
     cluster = Cluster.of(laconic.init_mesh("cpu"))
-    specs = cut_specs(SHAPES, cluster)
-    values = random_tensors(SHAPES, seed=0)
+    specs = helpers.cut_specs(SHAPES, cluster)
+    values = helpers.random_tensors(SHAPES, seed=0)
     facts: dict[str, Any] = {}
     for settings in SETTINGS:
-        params = parameters(values, specs)
+        params = helpers.parameters(values, specs)
         plain = [nn.Parameter(value.clone()) for value in values]
         optimizers = [Muon(_groups(p), **settings) for p in (params, plain)]
         matrices = [value.clone() for value in values[: len(MATRICES)]]
@@ -64,14 +56,14 @@ def job_given_gradients() -> dict[str, Any]:
             ),
         ]
         for step in range(4):
-            grads: list[Any] = list(random_tensors(SHAPES, seed=10 + step))
+            grads: list[Any] = list(helpers.random_tensors(SHAPES, seed=10 + step))
             if step == 2:
                 grads[1] = grads[6] = grads[9] = None
-            set_grads(params, grads)
-            set_grads(plain, grads)
-            set_grads(flat, _flattened(grads[: len(MATRICES)]))
-            set_grads(by_torch, grads[len(MATRICES) :])
-            before = optimizer_bytes(cluster)
+            helpers.set_grads(params, grads)
+            helpers.set_grads(plain, grads)
+            helpers.set_grads(flat, _flattened(grads[: len(MATRICES)]))
+            helpers.set_grads(by_torch, grads[len(MATRICES) :])
+            before = helpers.optimizer_bytes(cluster)
             for optimizer in (*optimizers, *torch_optimizers):
                 for group in optimizer.param_groups:
                     group["lr"] = settings["lr"] / (1 + step)
@@ -79,7 +71,7 @@ def job_given_gradients() -> dict[str, Any]:
             chosen = [i for i in range(len(MATRICES)) if grads[i] is not None]
             naive.lr = settings["lr"] / (1 + step)
             naive.step_some({i: grads[i] for i in chosen})
-            moved = optimizer_bytes(cluster) - before
+            moved = helpers.optimizer_bytes(cluster) - before
             if step == 0:
                 assert moved == 2 * 2 * optimizers[0].owners.moved_elements(), "bfloat16 there and back"
                 matrix_bytes = 4 * sum(matrix.numel() for matrix in matrices)
@@ -125,7 +117,7 @@ def _torch_twins(values: list[torch.Tensor]) -> tuple[list[nn.Parameter], list[n
 @pytest.mark.parametrize(("nodes", "local"), MESHES)
 def test_same_bits_as_torch_given_the_same_gradients(nodes: int, local: int) -> None:
     results = run_ranks(job_given_gradients, nodes * local, local=local)
-    assert_same_owners(results)
+    helpers.assert_same_owners(results)
 
 
 # -- in training -------------------------------------------------------------------------------------------------------
@@ -134,7 +126,7 @@ def test_same_bits_as_torch_given_the_same_gradients(nodes: int, local: int) -> 
 @pytest.mark.parametrize(("nodes", "local"), [(1, 3), (2, 2)])
 def test_training_a_sharded_model(nodes: int, local: int) -> None:
     settings = {"lr": 0.05, "adjust_lr_fn": "match_rms_adamw"}
-    for losses in run_ranks(job_training, nodes * local, Muon, settings, local=local):
+    for losses in run_ranks(helpers.job_training, nodes * local, Muon, settings, local=local):
         assert losses[-1] < losses[0]
 
 
@@ -155,7 +147,7 @@ def test_the_signature_is_that_of_torch() -> None:
 def test_orthogonalize_equals_torch_and_leaves_its_input_alone(shape: tuple[int, int], dtype: torch.dtype) -> None:
     from torch.optim._muon import _zeropower_via_newtonschulz
 
-    (matrix,) = random_tensors([shape], seed=3, dtype=dtype)
+    (matrix,) = helpers.random_tensors([shape], seed=3, dtype=dtype)
     before = matrix.clone()
     result = orthogonalize(matrix)
     assert torch.equal(matrix, before)
@@ -183,7 +175,7 @@ def test_a_bfloat16_momentum_buffer_is_not_normalised() -> None:
     ("how", "factor"), [("original", 1.0), ("match_rms_adamw", 0.6), ("spectral_unclamped", 2 / 3)]
 )
 def test_the_learning_rate_depends_on_the_shape(how: str, factor: float) -> None:
-    start, grad = torch.zeros(4, 9), random_tensors([(4, 9)], seed=5)[0]
+    start, grad = torch.zeros(4, 9), helpers.random_tensors([(4, 9)], seed=5)[0]
     parameter = nn.Parameter(start.clone())
     parameter.grad = grad
     Muon([parameter], lr=0.5, weight_decay=0.0, adjust_lr_fn=how).step()

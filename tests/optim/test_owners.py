@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 import laconic
 from laconic.comm.cluster import Cluster
 from laconic.optim.newton_schulz import cost_of
-from laconic.optim.owners import STAY_WITHIN, Matrix, Owners, Work, assign
+from laconic.optim.owners import STAY_WITHIN, Matrix, Owners, assign
 from laconic.ragged.redistribute import moved_elements, whole_on
 from laconic.ragged.tensor import RaggedTensor
 from tests.optim.matrices import cut, cut_specs, optimizer_bytes, random_tensors
@@ -111,11 +113,13 @@ def test_later_matrices_are_added_to_the_work_that_is_there() -> None:
 # -- there and back ----------------------------------------------------------------------------------------------------
 
 
-class FunctionWork(Work):
-    """Work made of three functions."""
+@dataclass
+class FunctionWork:
+    """A `Work` made of three functions."""
 
-    def __init__(self, send: Any, work: Any, receive: Any) -> None:
-        self.send, self.work, self.receive = send, work, receive  # type: ignore[method-assign]
+    send: Callable[[], torch.Tensor]
+    work: Callable[[torch.Tensor], torch.Tensor]
+    receive: Callable[[Any], None]
 
 
 def job_there_and_back(block: int | None) -> dict[str, Any]:

@@ -12,16 +12,7 @@ import laconic
 from laconic.comm.cluster import Cluster
 from laconic.optim.shampoo import Shampoo, blocks_of, inverse_root
 from laconic.ragged.tensor import RaggedTensor
-from tests.optim.matrices import (
-    assert_same_owners,
-    cut_specs,
-    job_training,
-    optimizer_bytes,
-    parameters,
-    random_tensors,
-    set_grads,
-    sum_over_ranks,
-)
+from tests.optim import matrices as helpers
 from tests.ranks import run_ranks
 from tests.reference import shampoo as reference
 from tests.shard.helpers import MESHES
@@ -39,12 +30,12 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("shape", [(7, 11), (12, 4), (1, 6)])
 def test_equals_the_definition(settings: dict[str, Any], dtype: torch.dtype, rtol: float, shape: Any) -> None:
     """In fp64 to seven digits; in fp32 to two, since the smallest eigenvalues are a millionth of the largest."""
-    (start,) = random_tensors([shape], seed=1, dtype=dtype)
+    (start,) = helpers.random_tensors([shape], seed=1, dtype=dtype)
     parameter = nn.Parameter(start.clone())
     optimizer = Shampoo([parameter], lr=0.1, **settings)
     naive = reference.Shampoo(start, lr=0.1, **settings)
     for step in range(6):
-        (grad,) = random_tensors([shape], seed=20 + step, dtype=dtype)
+        (grad,) = helpers.random_tensors([shape], seed=20 + step, dtype=dtype)
         parameter.grad = grad
         optimizer.step()
         naive.step(grad)
@@ -52,7 +43,7 @@ def test_equals_the_definition(settings: dict[str, Any], dtype: torch.dtype, rto
 
 
 def test_inverse_root() -> None:
-    (a,) = random_tensors([(9, 5)], seed=2)
+    (a,) = helpers.random_tensors([(9, 5)], seed=2)
     factor = a @ a.T  # of rank 5
     root = inverse_root(factor, 0.25, 1e-4)
     raised = factor + 1e-4 * torch.linalg.eigvalsh(factor)[-1] * torch.eye(9)
@@ -70,12 +61,12 @@ def test_zero_gradients_leave_the_matrix() -> None:
 
 
 def test_before_the_first_preconditioned_step_it_is_the_grafted_rule() -> None:
-    values = random_tensors([(6, 5), (4,)], seed=3)
+    values = helpers.random_tensors([(6, 5), (4,)], seed=3)
     params, twins = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
     optimizer = Shampoo(params, lr=0.1, weight_decay=0.01, start_step=4, update_every=1)
     adamw = torch.optim.AdamW(twins, lr=0.1, weight_decay=0.01)
     for step in range(4):
-        for a, b, grad in zip(params, twins, random_tensors([(6, 5), (4,)], seed=30 + step), strict=True):
+        for a, b, grad in zip(params, twins, helpers.random_tensors([(6, 5), (4,)], seed=30 + step), strict=True):
             a.grad, b.grad = grad, grad.clone()
         optimizer.step()
         adamw.step()
@@ -115,7 +106,7 @@ def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
 def test_state_keeps_its_precision_through_a_state_dict() -> None:
     """State keeps fp32 where torch would give it the parameter's dtype."""
     parameter = nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16))
-    parameter.grad = random_tensors([(4, 3)], seed=4, dtype=torch.bfloat16)[0]
+    parameter.grad = helpers.random_tensors([(4, 3)], seed=4, dtype=torch.bfloat16)[0]
     optimizer, other = (Shampoo([parameter], update_every=1) for _ in range(2))
     optimizer.step()
     other.load_state_dict(optimizer.state_dict())
@@ -132,25 +123,25 @@ SHAPES = [(7, 5), (12, 33), (33, 12), (3,), (20, 20), (1, 9), (3, 4, 6), (0, 4),
 
 def job_given_gradients() -> dict[str, Any]:
     cluster = Cluster.of(laconic.init_mesh("cpu"))
-    specs = cut_specs(SHAPES, cluster)
-    values = random_tensors(SHAPES, seed=0)
-    params, plain = parameters(values, specs), [nn.Parameter(value.clone()) for value in values]
+    specs = helpers.cut_specs(SHAPES, cluster)
+    values = helpers.random_tensors(SHAPES, seed=0)
+    params, plain = helpers.parameters(values, specs), [nn.Parameter(value.clone()) for value in values]
     settings: dict[str, Any] = {"lr": 0.1, "block_size": 8, "update_every": 2, "weight_decay": 0.01}
     optimizers = [Shampoo(p, **settings) for p in (params, plain)]
     optimizers[0].init_state(params[0])
     owned = 0
     for step in range(4):
-        grads: list[Any] = list(random_tensors(SHAPES, seed=10 + step))
+        grads: list[Any] = list(helpers.random_tensors(SHAPES, seed=10 + step))
         if step == 2:
             grads[0] = grads[3] = None
-        set_grads(params, grads)
-        set_grads(plain, grads)
-        before = optimizer_bytes(cluster)
+        helpers.set_grads(params, grads)
+        helpers.set_grads(plain, grads)
+        before = helpers.optimizer_bytes(cluster)
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
             optimizer.step()
         if step == 0:
-            moved = optimizer_bytes(cluster) - before
+            moved = helpers.optimizer_bytes(cluster) - before
             assert moved == 2 * 4 * optimizers[0].owners.moved_elements(), "the gradient there, the update back"
             assert moved <= 2 * 4 * sum(value.numel() for value in values if value.ndim > 1)
     for p, q, shape in zip(params, plain, SHAPES, strict=True):
@@ -165,16 +156,16 @@ def job_given_gradients() -> dict[str, Any]:
             held = {key: v.to_local().numel() for key, v in state.items() if key != "step"}
             assert all(held[key] in (0, state[key].numel()) for key in held), "whole with the owner"
             owned += bool(sum(held.values()))
-    assert sum_over_ranks(owned) == sum(len(shape) > 1 and 0 not in shape for shape in SHAPES)
+    assert helpers.sum_over_ranks(owned) == sum(len(shape) > 1 and 0 not in shape for shape in SHAPES)
     return {"moved": moved, "owners": list(optimizers[0].owners.by_matrix.values())}
 
 
 @pytest.mark.parametrize(("nodes", "local"), MESHES)
 def test_same_bits_as_one_process_given_the_same_gradients(nodes: int, local: int) -> None:
     results = run_ranks(job_given_gradients, nodes * local, local=local)
-    assert_same_owners(results)
+    helpers.assert_same_owners(results)
 
 
 def test_training_a_sharded_model() -> None:
-    for losses in run_ranks(job_training, 4, Shampoo, {"lr": 0.01, "update_every": 2}, local=2):
+    for losses in run_ranks(helpers.job_training, 4, Shampoo, {"lr": 0.01, "update_every": 2}, local=2):
         assert losses[-1] < losses[0]

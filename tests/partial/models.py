@@ -97,7 +97,7 @@ def lm_loss(model: Any, batch: Tensor) -> Tensor:
 
 
 class Mlp(nn.Module):
-    """Units made by `up` and used by `down`, as users may write it."""
+    """An MLP as users may write it: `up` computes the hidden units and `down` uses them."""
 
     def __init__(self, d: int = 6, h: int = 24, bias: bool = True) -> None:
         super().__init__()
@@ -129,12 +129,12 @@ def partial_net(slice_index: int, num_slices: int = 4) -> nn.Module:
 
 
 def active_mask(model: nn.Module) -> dict[str, Tensor]:
-    """For every parameter of the unsliced model, which coordinates train."""
+    """Return the mask of trained coordinates for every parameter of the unsliced model."""
     return _unslice(model, lambda parameter: torch.full(parameter.shape, parameter.requires_grad))
 
 
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients by the names and in the shapes of the unsliced model; zero where frozen."""
+    """Return gradients with the names and shapes of the unsliced model; zero where frozen."""
     return _unslice(model, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
 
 

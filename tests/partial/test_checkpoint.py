@@ -24,7 +24,7 @@ adamw = partial(torch.optim.AdamW, lr=1e-2)
 
 
 def trained(kind: str, slice_index: int, num_slices: int, *, sharded: bool = False, steps: int = 2) -> tuple[Any, Any]:
-    """A sliced model and its optimizer, which has state."""
+    """Build a sliced model and train it. Returns the model and its optimizer, which has state."""
     model = partial_updates(build(kind), slice_index=slice_index, num_slices=num_slices)
     if sharded:
         mesh = laconic.init_mesh("cpu")
@@ -43,7 +43,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """The second moments by parameter, then by part; a parameter that is not sliced is its own part."""
+    """Return second moments by parameter, then by part; a parameter that is not sliced is its own part."""
     places = sliced_parts(model)
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
@@ -56,7 +56,7 @@ def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dic
 def assert_loaded(
     folder: Path, model: nn.Module, num_slices: int, slice_index: int, kind: str, *, sharded: bool = False
 ) -> None:
-    """A model with other slices gets the same values, and the moments that were saved, zero for others."""
+    """Assert that a model with other slices loads the same values, the saved moments, and zero for all others."""
     wanted, saved = unsliced_state_dict(model), unsliced_moments(folder, model)
     other, optimizer = trained(kind, slice_index, num_slices, sharded=sharded, steps=0)
     with torch.no_grad():
@@ -77,7 +77,7 @@ def assert_loaded(
 
 
 def unsliced_moments(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
-    """The second moments in the folder, by the unsliced model's names."""
+    """Read the second moments of a folder by the names of the unsliced model."""
     from laconic.checkpoint import storage
 
     names = [name for name in unsliced_state_dict(model) if "rotary" not in name]
@@ -91,7 +91,7 @@ def unsliced_moments(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["llama", "phi3", "gpt2", "gpt-neox", "mixtral-eager", "gpt-oss-eager"])
 def test_a_checkpoint_is_unsliced_and_loads_into_any_slices(kind: str, tmp_path: Path) -> None:
-    """Rows and columns, fused and interleaved matrices, shared keys, stacks of experts, biases."""
+    """The kinds have rows and columns, fused and interleaved matrices, shared keys, stacks of experts, and biases."""
     model, optimizer = trained(kind, 1, 2)
     save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer, extra={})
     stored = open_checkpoint(tmp_path)
@@ -105,7 +105,7 @@ def test_a_checkpoint_is_unsliced_and_loads_into_any_slices(kind: str, tmp_path:
             place = sliced_parts(model).get(name)
             joined = place[1].split(saved[owner]) if place else None
             assert torch.equal(value, joined[place[2]] if joined and place else saved[owner])
-            if joined and place and place[2] == 1:  # and of the slice that nobody trains, nothing
+            if joined and place and place[2] == 1:  # the slice that nobody trains has zeros
                 assert not joined[0].any()
     for num_slices, slice_index in ((2, 0), (4, 1), (1, 0)):
         assert_loaded(tmp_path, model, num_slices, slice_index, kind)
@@ -113,7 +113,7 @@ def test_a_checkpoint_is_unsliced_and_loads_into_any_slices(kind: str, tmp_path:
 
 def _sharded(folder: str, kind: str) -> None:
     model, optimizer = trained(kind, 1, 2, sharded=True)
-    with pytest.MonkeyPatch.context() as patch:  # nothing is gathered for it
+    with pytest.MonkeyPatch.context() as patch:  # a save and a load must not gather
         patch.setattr(laconic.RaggedTensor, "full_tensor", None)
         save_checkpoint(folder, 1, model=model, optimizer=optimizer, extra={})
     state, read = unsliced_state_dict(model), open_checkpoint(folder)

@@ -214,7 +214,7 @@ def test_models_that_cannot_be_sliced_are_refused() -> None:
     num_slices=st.integers(1, 4),
 )
 def test_parts_and_whole_are_each_other(widths: list[tuple[int, int, bool]], num_slices: int) -> None:
-    """(units per slice, width of a unit, shared) of every segment."""
+    """`widths` has (units per slice, width of a unit, is shared) for every segment."""
     segments, start = [], 0
     for units, width, is_shared in widths:
         count = num_slices * units + (1 if is_shared else 0)

@@ -20,7 +20,7 @@ from tests.reference.partial import MaskedTraining
 
 
 def partial_mlp(slice_index: int, num_slices: int, **sizes: Any) -> tuple[Mlp, Mlp]:
-    """Whole and sliced."""
+    """Return a whole MLP and its sliced copy."""
     torch.manual_seed(0)
     whole = Mlp(**sizes)
     return whole, partial_updates(
@@ -92,7 +92,7 @@ def test_frozen_layers_stay_as_they_are() -> None:
 
 
 def saved_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
-    """Of all storages that a graph keeps, the parameters' own not counted."""
+    """Return the bytes of all storages that a graph keeps, without those of the parameters."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, tuple[int, Tensor]] = {}
 
@@ -123,7 +123,7 @@ def test_nothing_is_kept_for_a_layer_that_trains_nothing() -> None:
     model.up.weight_slice0.requires_grad_(False)
     model.down.weight_slice0.requires_grad_(False)
     x = torch.randn(5, 8, requires_grad=True)
-    assert saved_bytes(model, lambda: model(x)) == 4 * 5 * 48  # gelu's
+    assert saved_bytes(model, lambda: model(x)) == 4 * 5 * 48  # the input of gelu
     with torch.no_grad():
         assert not model(x).requires_grad
 
@@ -224,7 +224,7 @@ def test_other_functions_than_products_are_refused_for_a_weight_and_computed_for
 
 def test_batches_of_products_with_fused_experts() -> None:
     class Experts(nn.Module):
-        """As Llama 4 has them: transposed, one product for all."""
+        """The experts of Llama 4: transposed weights, and one product for all experts."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -65,7 +65,7 @@ def test_unsliced_layout_round_trip(kind: str) -> None:
     other.load_state_dict(state)
     assert all(torch.equal(value, want[name]) for name, value in unsliced_state_dict(other).items())
     plain.load_state_dict(state)
-    model.load_state_dict(model.state_dict())  # and what it says itself
+    model.load_state_dict(model.state_dict())  # its own layout loads too
 
 
 def test_wrong_shapes_and_missing_tensors_are_named_on_load() -> None:
@@ -140,7 +140,7 @@ def test_a_model_without_values_is_sliced_and_filled_later() -> None:
 
 
 def _count_products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which gradients are written into their bucket by a product from now on."""
+    """Return a list that collects the names of gradients that a product writes into their bucket."""
     written: list[str] = []
     add_product = BucketGradients.add_product
 
@@ -153,7 +153,7 @@ def _count_products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def _train_sharded() -> list[Any]:
-    """Two steps with slice 1, two with slice 2: which buckets are frozen, norms, and the state read in three ways."""
+    """Take two steps with slice 1 and two with slice 2. Returns frozen buckets, norms, and the state read in 3 ways."""
     model: Any = partial_net(1)
     mesh = laconic.init_mesh("cpu")
     for block in model.blocks:
@@ -198,7 +198,7 @@ def test_a_sharded_model_trains_as_the_plain_one(ranks: int) -> None:
             oracle.hand_over(masks[1])
         norms.append(oracle.step([inputs(step, rank) for rank in range(ranks)]).item())
     for kinds, got_norms, state, shown, same in results:
-        # What is shared and one slice train; each slice has a bucket, so that all islands have the same ones.
+        # The shared part and one slice train. Each slice has a bucket, so that all islands have the same buckets.
         assert all(sorted(kind) == [False, False, True, True, True] for kind in kinds)
         assert got_norms == pytest.approx(norms, rel=1e-4)
         for name, parameter in oracle.model.named_parameters():

@@ -16,7 +16,7 @@ from laconic.cyclic.schedule.messages import MessageKind
 from laconic.cyclic.schedule.rule import RULES, Rule
 from laconic.cyclic.schedule.schedule import STATES, Schedule
 from laconic.plan.timesteps import CyclicPlan
-from laconic.plan.timesteps_picture import _KIND_COLOURS
+from laconic.plan.timesteps_picture import KIND_COLOURS
 
 
 def planned(stages: int, rule: str = "v2", states: Any = "replicated", batches: int = 3) -> CyclicPlan:
@@ -105,7 +105,7 @@ def test_the_picture_shows_every_op(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_every_kind_of_message_has_a_colour() -> None:
-    assert set(_KIND_COLOURS) == set(get_args(MessageKind))
+    assert set(KIND_COLOURS) == set(get_args(MessageKind))
 
 
 def test_a_picture_needs_matplotlib(

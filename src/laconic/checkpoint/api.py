@@ -41,13 +41,13 @@ def save_checkpoint(
     With `local_steps` the model has the outer parameters: [Note: The layout of a checkpoint] in checkpoint/parts.py.
 
     All ranks share the file system of `folder`. The `keep` newest checkpoints remain in it, two or more, in case one is
-    damaged. `extra` are this rank's own values, which it gets back when it loads: dicts with string keys, lists,
+    damaged. `extra` has this rank's own values, for `load_checkpoint` to return: dicts with string keys, lists,
     strings, numbers and small tensors, such as `rng_state()`. Returns the checkpoint's folder. See also `AsyncSaver`.
 
     Cost: each rank writes its shards and its share of replicated tensors. Only names, sizes and hashes cross the wire.
 
     Raises:
-        CheckpointError: a rank cannot write. It is raised on every rank; earlier checkpoints stay as they were.
+        CheckpointError: a rank cannot write, or `keep` is less than 2. Every rank raises it; earlier checkpoints stay.
     """
     check_keep(keep)
     ranks = RankGroup(error=CheckpointError)
@@ -65,16 +65,16 @@ def load_checkpoint(
 ) -> dict[str, Any] | None:
     """Load the newest intact checkpoint of `folder`, or the checkpoint that `folder` itself is. All ranks call it.
 
-    The number of ranks and the strategy may differ from those that saved. A damaged checkpoint is skipped with a
-    warning. As many islands with the same slices go on to the same bits. Other islands start from the outer parameters
-    and the outer optimizer's state, with the inner optimizer state that fits their slices; an exchange in flight is
-    dropped. The model must have memory; the optimizer may be new; `local_steps` are those around the optimizer. Without
-    `strict`, the tensors that fit are loaded and the others stay as they are, with a warning.
+    The run that saved may have had another number of ranks and another strategy. A damaged checkpoint is skipped with
+    a warning. A run with as many islands and the same slices goes on to the same bits. In another run, islands start
+    from the outer parameters and the outer optimizer's state, with the inner optimizer state that fits their slices; a
+    fragment in flight is dropped. The model must have memory; the optimizer may be new; `local_steps` wraps the
+    optimizer. Without `strict`, the tensors that fit are loaded and the others stay as they are, with a warning.
 
     Returns:
-        None if there is no checkpoint. Otherwise this rank's `extra` (rank 0's, if fewer ranks saved), with `step`;
-        with `skipped`, a `Differences`, unless `strict`; and with `islands`, a sentence, if islands start from the
-        outer parameters.
+        None if there is no checkpoint. Otherwise this rank's `extra` (rank 0's, if fewer ranks saved), and the key
+        `step`. Without `strict` there is `skipped`, a `Differences`. If islands start from the outer parameters there
+        is `islands`, the reason as text.
 
     Raises:
         CheckpointError: no checkpoint is intact; or, with `strict`, the checkpoint belongs to another model or
@@ -123,15 +123,15 @@ def load_dcp(
 ) -> Differences:
     """Load a folder that any program wrote with `torch.distributed.checkpoint`, such as one that trains with FSDP2.
 
-    All ranks call it; their number is free. The usual layouts are understood: a model's state dict at the top or under
-    any keys, and an optimizer's as `get_optimizer_state_dict` gives it, flattened or not. The optimizer takes no step.
-    Unlike torch's own loader this runs no code from the folder. Such a folder has no hashes, so a flipped bit goes
-    unnoticed. Other values, such as the step, are not read. Without `strict`, the tensors that fit are loaded and the
-    others stay as they are, with a warning. If several prefixes fit, as of a model and its moving average, `model_key`
-    and `optimizer_key` choose one: "app.model", or "" for the top. Returns what was not loaded.
+    All ranks call it, and any number of ranks may load. It understands the usual layouts: a model's state dict at the
+    top or under any keys, and an optimizer's as `get_optimizer_state_dict` gives it, flattened or not. Unlike torch's
+    own loader it runs no code from the folder, and no step of the optimizer. Such a folder has no hashes, so a flipped
+    bit goes unnoticed. Other values, such as the step, are not read. Without `strict`, the tensors that fit are loaded
+    and the others stay as they are, with a warning. If several keys fit, such as a model and its moving average,
+    `model_key` and `optimizer_key` choose one: "app.model", or "" for the top. Returns all that was not loaded.
 
     Raises:
-        CheckpointError: `folder` is damaged or no such folder; several keys fit; or, with `strict`, anything differs:
+        CheckpointError: `folder` is damaged or no DCP folder; several keys fit; or, with `strict`, anything differs:
             the message names every tensor.
     """
     folder, ranks = Path(folder), RankGroup(error=CheckpointError)
@@ -150,12 +150,13 @@ def load_dcp(
         settings = keys.optimizer_settings(folder, metadata, found, model, optimizer) if optimizer is not None else None
         return Source(folder=folder, entries=storage.tensors_of(metadata), keys=found, settings=settings)
 
-    source: list[Source] = []  # not gathered, as it is large
+    source: list[Source] = []  # a list, because `on_all` would gather a result, and this one is large
     ranks.on_all(lambda: source.append(read()), f"{folder} could not be read")
     return _with_warning(fill(source[0], model, optimizer, strict=strict), folder, ranks)
 
 
 def _with_warning(differences: Differences, folder: Path, ranks: RankGroup, *, stacklevel: int = 3) -> Differences:
+    """Warn of differences on rank 0, and return them. `stacklevel` leads to the caller of the public function."""
     if differences and ranks.rank == 0:
         warnings.warn(f"{folder} does not fit, and only what fits was loaded ({differences})", stacklevel=stacklevel)
     return differences
@@ -171,9 +172,9 @@ class Contents:
     tree: dict[str, Any]
     """Tensors and hyper-parameters, nested as PyTorch nests them."""
     aliases: dict[storage.KeyPath, storage.KeyPath]
-    """The further names of tied parameters, each with the first."""
+    """The first key of each tied parameter by its further keys."""
     sidecar: str | ValueError
-    """This rank's JSON, or why it could not be encoded: raised where all ranks learn of it."""
+    """This rank's JSON; or the error of its encoding, which `write` then raises on all ranks."""
     planner: SavePlanner | None = None
     """The planner that holds copies of the tensors, if `tree` is empty."""
 
@@ -185,7 +186,7 @@ class Contents:
         local_steps: LocalSteps | None,
         ranks: RankGroup,
     ) -> Contents:
-        """References to the tensors, and copies of all other values. Collective with islands or slices."""
+        """Collect references to the tensors, and copies of all other values. Collective with islands or slices."""
         islands = IslandSlices.of(model, local_steps, ranks)
         tensors = state.model_tensors(model)
         values: dict[str, Any] = {"extra": extra, "optimizer": None}
@@ -212,11 +213,9 @@ class Contents:
 
 
 def check_keep(keep: int) -> None:
-    """Refuse to keep a single checkpoint, with a CheckpointError."""
+    """Raise CheckpointError if `keep` is less than 2."""
     if keep < 2:
-        raise CheckpointError(
-            f"keep={keep} checkpoints, expected 2 or more: a damaged newest one needs an older one to fall back to"
-        )
+        raise CheckpointError(f"keep={keep} must be 2 or more, so that an older checkpoint replaces a damaged one")
 
 
 def write(folder: Path, step: int, contents: Contents, *, keep: int, ranks: RankGroup) -> Path:

@@ -2,9 +2,9 @@
 
 [Note: Saving in the background]
 `save` copies this rank's parts of all tensors, and all other values, to host memory. From then on the save shares
-nothing with the run. A thread does the rest, which is all of [Note: Commit protocol]. The ranks' threads talk over a
-Gloo group of their own, so the save and the run's collectives never wait for each other. The host memory is allocated
-once and used again. That is one reason why a save waits for the one before.
+nothing with the run. A thread writes and commits the checkpoint by [Note: Commit protocol]. The ranks' threads talk
+over a Gloo group of their own, so the save and the run's collectives never wait for each other. The host memory is
+allocated once and used again. That is one reason why a save waits for the previous one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ALIGNMENT_BYTES = 64
 
 
 class AsyncSaver:
-    """Saves checkpoints of one run in the background, one at a time. All ranks make it, use it and wait for it alike.
+    """Saves checkpoints of one run in the background, one at a time. All ranks make it and call the same methods.
 
         with AsyncSaver("checkpoints") as saver:
             for step in range(steps):
@@ -42,17 +42,16 @@ class AsyncSaver:
     If a save fails, the next `save` or `wait` raises its error. Leaving the `with` block waits for the last save.
 
     Cost: host memory, once, for this rank's parts of parameters and optimizer state, and for all replicated tensors
-    (DDP). On GPUs it is pinned, and torch rounds it up to a power of two. The run stands still for the copy, and until
-    the save before has ended. Writing and hashing take time of one core.
+    (DDP). On GPUs it is pinned, and torch rounds it up to a power of two. Training waits for the previous save to end,
+    and for the copy. Writing and hashing keep one core busy.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 2) -> None:
         """Make a process group for the saver, so all ranks call it. The arguments are those of `save_checkpoint`."""
         check_keep(keep)
         self.folder, self.keep = Path(folder), keep
-        self._ranks = RankGroup(
-            dist.new_group(backend="gloo") if dist.is_initialized() else None, error=CheckpointError
-        )
+        group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._ranks = RankGroup(group, error=CheckpointError)
         self._memory = HostMemory()
         self._thread = ThreadPoolExecutor(1)
         self._save: Future[Path] | None = None
@@ -70,7 +69,7 @@ class AsyncSaver:
         """Begin to write `folder/step-N` with the state of this instant; the arguments are those of `save_checkpoint`.
 
         Raises:
-            CheckpointError: the save before failed, and no save is begun.
+            CheckpointError: the previous save failed. No new save is begun.
         """
         self.wait()
         contents = Contents.of(model, optimizer, extra, local_steps, self._ranks)
@@ -79,10 +78,10 @@ class AsyncSaver:
         self._save = self._thread.submit(self._write, step, contents, device)
 
     def wait(self) -> Path | None:
-        """Wait for the save that is under way. Returns the last save's folder, or None if there was none.
+        """Wait for the save that is under way. Returns the last save's folder, or None if there was no save.
 
         Raises:
-            CheckpointError: the save failed; raised once, on every rank. An error of another class is raised as it is.
+            CheckpointError: the save failed; raised once, on every rank. An error of another class is raised unchanged.
         """
         save, self._save = self._save, None
         if save is not None:
@@ -95,7 +94,7 @@ class AsyncSaver:
     def __exit__(self, kind: object, *error: object) -> None:
         if kind is None:
             self.wait()
-        elif self._save is not None:  # only the error that ends the run is raised
+        elif self._save is not None:  # waits for the save, and hides its error, so that the run's error is raised
             self._save.exception()
 
     def _write(self, step: int, contents: Contents, device: int | None) -> Path:
@@ -106,7 +105,7 @@ class AsyncSaver:
 
 
 class SnapshotPlanner(dcp.DefaultSavePlanner):
-    """Plans this rank's writes when it is made, and holds copies of the values; DCP's save then needs no state dict."""
+    """Plans this rank's writes and copies the values in `__init__`, so that DCP's save needs no state dict later."""
 
     def __init__(self, tree: dict[str, Any], memory: HostMemory) -> None:
         super().__init__(flatten_sharded_tensors=False)
@@ -133,29 +132,29 @@ class SnapshotPlanner(dcp.DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The copy of a value; before there are copies, the value."""
+        """Return the copy of a value; while `__init__` makes the copies, the value itself."""
         return self._values[index] if hasattr(self, "_values") else super().lookup_object(index)
 
 
 class HostMemory:
-    """One block of host memory for copies, kept from one save to the next."""
+    """One buffer of host memory for copies, kept from one save to the next."""
 
     def __init__(self) -> None:
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def copies_of(self, tensors: dict[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
-        """Copies of this instant, in one allocation. The next call overwrites them."""
+        """Copy tensors into the buffer. The next call overwrites the copies. Cost: a synchronisation with the GPU."""
         begins, end = [], 0
         for tensor in tensors.values():
             begins.append(end)
             end += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         on_gpu = any(tensor.is_cuda for tensor in tensors.values())
-        if self._block.numel() < end or (on_gpu and not self._block.is_pinned()):
-            self._block = torch.empty(end, dtype=torch.uint8, pin_memory=on_gpu)
+        if self._buffer.numel() < end or (on_gpu and not self._buffer.is_pinned()):
+            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=on_gpu)
         copies = {}
         for (index, tensor), begin in zip(tensors.items(), begins, strict=True):
-            # Each copy has a storage of its own within the block: DCP's writer would first copy a view.
-            space = self._block.untyped_storage()[begin : begin + tensor.nbytes]
+            # Each copy has a storage of its own within the buffer: DCP's writer would first copy a view.
+            space = self._buffer.untyped_storage()[begin : begin + tensor.nbytes]
             copies[index] = torch.empty(0, dtype=tensor.dtype).set_(space, 0, tensor.shape)  # type: ignore[call-overload]
             copies[index].copy_(tensor.detach(), non_blocking=True)
         if on_gpu:

@@ -8,10 +8,10 @@ a folder that has a manifest, and a name without `.tmp`, was complete once. The 
 so a hash covers every byte of a checkpoint.
 
 Loading trusts nothing. Each rank hashes its share of the files. A checkpoint that does not match its manifest is
-skipped with a warning, and the one committed before it is tried. "Before" is the manifest's `sequence`, not the step:
-if a run goes back from step 10 to step 5 and saves step 7, that is the newest. An earlier checkpoint of the same step
-is moved to `step-N.old` before the new one takes its name. It still counts as a candidate, so at every instant there is
-one. The tests kill a rank at each of `CRASH_POINTS`, the instants between these actions.
+skipped with a warning, and the one committed before it is tried. "Before" means the manifest's `sequence`, not the
+step: if a run goes back from step 10 to step 5 and saves step 7, step 7 is the newest. An earlier checkpoint of the
+same step is moved to `step-N.old` before the new one takes its name. Loading still considers it, so at every instant
+there is a checkpoint to load. The tests kill a rank at each of `CRASH_POINTS`, the instants between these actions.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ LATEST = "latest"
 CRASH_POINTS = (
     "begun",  # step-N.tmp exists and is empty
     "shards_written",  # this rank's tensors are on disk
-    "sidecar_written",  # and its sidecar
+    "sidecar_written",  # this rank's sidecar is on disk
     "manifest_written",  # complete, but still called step-N.tmp
     "old_set_aside",  # an earlier checkpoint of this step is step-N.old
-    "renamed",  # committed
-    "latest_moved",
-    "pruned",
+    "renamed",  # step-N is committed
+    "latest_moved",  # `latest` names step-N
+    "pruned",  # older checkpoints are removed
 )
+_POLL_S = 0.1
 _NAME = re.compile(r"^step-(\d+)(\.old)?$")
 _T = TypeVar("_T")
 
@@ -92,9 +93,7 @@ class Manifest:
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{folder / MANIFEST} is unreadable: {error}") from error
         if checksum != _checksum(body):
-            raise CheckpointError(
-                f"{folder / MANIFEST} does not match its own checksum: it was altered after it was written"
-            )
+            raise CheckpointError(f"{folder / MANIFEST} does not match its own checksum: it was altered after writing")
         if body["format"] != FORMAT:
             raise CheckpointError(f"{folder} has format {body['format']!r}, this version of laconic reads {FORMAT!r}")
         return Manifest(**{**body, "files": tuple(FileRecord(**record) for record in body["files"])})
@@ -111,7 +110,7 @@ def reached(point: str) -> None:
 
 
 def describe_file(folder: Path, name: str) -> FileRecord:
-    """The record of a file for the manifest; reads all of the file."""
+    """Return a file's record for the manifest. Cost: reads all of the file."""
     with (folder / name).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return FileRecord(name=name, size_bytes=(folder / name).stat().st_size, sha256=digest)
@@ -128,7 +127,7 @@ def begin(folder: Path, step: int) -> Path:
 def commit(folder: Path, temporary: Path, manifest: Manifest, *, keep: int, patience_s: float = 10) -> Path:
     """Make `temporary` the newest checkpoint, then remove all but `keep`. For rank 0, once all files are on disk.
 
-    It waits `patience_s` for other ranks' files, which a network file system may show late.
+    It waits up to `patience_s` seconds for other ranks' files, which a network file system may show late.
 
     Raises:
         CheckpointError: this rank does not see a file that another rank has written.
@@ -136,7 +135,7 @@ def commit(folder: Path, temporary: Path, manifest: Manifest, *, keep: int, pati
     deadline_s = time.monotonic() + patience_s
     for record in manifest.files:
         while not (is_there := (temporary / record.name).is_file()) and time.monotonic() < deadline_s:
-            time.sleep(0.1)
+            time.sleep(_POLL_S)
         if not is_there:
             raise CheckpointError(
                 f"rank 0 does not see {temporary / record.name}, which another rank has written; "
@@ -165,11 +164,12 @@ def commit(folder: Path, temporary: Path, manifest: Manifest, *, keep: int, pati
 
 
 def _prune(folder: Path, *, keep: int) -> None:
+    """Remove all but the `keep` newest checkpoints, and the remains of interrupted saves and removals."""
     complete = [c.folder for c in candidates(folder) if c.manifest and not c.folder.name.endswith(".old")]
     leftovers = [path for path in folder.glob("step-*") if path.name.endswith((".tmp", ".old"))]
     headless = [p for p in folder.glob("step-*") if _NAME.match(p.name) and not (p / MANIFEST).exists()]
     for path in {*complete[keep:], *leftovers, *headless}:
-        # Without its manifest a half-removed folder is no candidate and causes no false alarm.
+        # The manifest goes first: without it a half-removed folder is no candidate and causes no false alarm.
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
 
@@ -188,13 +188,13 @@ class Candidate:
 
 
 def candidates(folder: Path) -> list[Candidate]:
-    """The checkpoints in a run's folder, newest first; or the one checkpoint that `folder` itself is."""
+    """Return the checkpoints in a run's folder, newest first; or only `folder`, if it is a checkpoint itself."""
     if (folder / MANIFEST).exists():
         return [_candidate(folder)]
     if not folder.is_dir():
         return []
     found = [_candidate(path) for path in folder.iterdir() if _NAME.match(path.name) and (path / MANIFEST).exists()]
-    # Damaged manifests go first, so that a run that resumes warns of them.
+    # Damaged manifests come first, so that a run that resumes warns of them.
     return sorted(found, key=lambda c: (c.manifest is None, c.manifest.sequence if c.manifest else 0), reverse=True)
 
 
@@ -204,7 +204,7 @@ def next_sequence(folder: Path) -> int:
 
 
 def damage(folder: Path, records: Iterable[FileRecord]) -> list[str]:
-    """How files differ from their records; empty if they do not. Sizes are compared before hashes."""
+    """Describe each file that differs from its record; empty if none does. Sizes are compared before hashes."""
     problems = []
     for record in records:
         try:
@@ -226,10 +226,10 @@ def use_newest(
     find_damage: Callable[[Path, Sequence[FileRecord]], list[str]] = damage,
     warns: bool = True,
 ) -> _T | None:
-    """Use the newest intact checkpoint of a run's folder, and skip damaged ones with a warning, if `warns`.
+    """Call `use` with the folder and the manifest of the newest intact checkpoint in `found`, and return its result.
 
-    `use` takes a checkpoint's folder and manifest. If it raises StorageError, the checkpoint is damaged too. Returns
-    its result, or None if there are no candidates. Raises CheckpointError if all candidates are damaged.
+    A checkpoint is damaged if `find_damage` finds damage or `use` raises StorageError. It is skipped, with a warning if
+    `warns`. Returns None if `found` is empty. Raises CheckpointError if all candidates are damaged.
     """
     complaints: list[str] = []
     for candidate in found:

@@ -30,9 +30,9 @@ class Differences:
     unexpected: tuple[str, ...] = ()
     """Tensors that only the checkpoint has; they are not loaded."""
     different: tuple[str, ...] = ()
-    """Tensors with two shapes or dtypes, and which; they are not loaded."""
+    """Tensors whose shape or dtype differs, with both; they are not loaded."""
     optimizer: str = ""
-    """Why hyper-parameters could not be restored. They stay as the run has them."""
+    """Why hyper-parameters were not restored; empty if they were. They stay as the run has them."""
 
     def __bool__(self) -> bool:
         return self != Differences()
@@ -63,9 +63,9 @@ class Source:
     entries: Mapping[str, Entry]
     keys: Keys
     settings: dict[str, Any] | None
-    """The optimizer's `state.optimizer_settings`; None if the folder has none."""
+    """The saved optimizer's `state.optimizer_settings`; None if the folder has no settings."""
     own_prefix: str | None = None
-    """The prefix of this island's own optimizer state, if the folder has some that fits."""
+    """The prefix of this island's own optimizer state; None if the folder has no such state that fits."""
     has_same_slices: bool = True
     """True if sliced parameters have the same parts in the folder and in the run."""
     is_uneven: bool = False
@@ -89,7 +89,7 @@ class _Stored:
     entry: Entry
     """The shape and dtype that the tensor has in this run."""
     is_whole: bool = False
-    """True if this run has a part, and the folder has it joined with the other parts."""
+    """True if this run has a part of the tensor, and the folder has the parts joined."""
 
 
 _StoredStates = dict[str, dict[str, _Stored]]
@@ -97,9 +97,9 @@ _StoredStates = dict[str, dict[str, _Stored]]
 
 
 def fill(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, strict: bool) -> Differences:
-    """Load a model and an optimizer in place; returns what was not loaded. Collective; each rank reads its part.
+    """Load a model and an optimizer in place. Returns all that was not loaded. Collective; each rank reads its part.
 
-    Raises CheckpointError before any tensor is loaded, if `strict` and anything differs; StorageError for damage.
+    Raises CheckpointError, before any tensor is loaded, if `strict` and anything differs; StorageError for damage.
     """
     places = state.places(model)
     wanted = joined(state.model_tensors(model), places)
@@ -128,7 +128,7 @@ def fill(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer | No
 
 
 def _stored_states(source: Source, parameters: Mapping[str, Tensor], places: state.Places) -> _StoredStates:
-    """Find state for parameters. An island's own state goes before the state for all."""
+    """Find the stored state of parameters. An island's own state replaces the state for all islands."""
     common, own = source.keys.state_entries(source.entries), by_parameter(source.entries, source.own_prefix)
     found: _StoredStates = {}
     for name, parameter in parameters.items():
@@ -152,7 +152,7 @@ def _stored_states(source: Source, parameters: Mapping[str, Tensor], places: sta
 def _prepare(
     source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, stored: _StoredStates
 ) -> tuple[Differences, dict[str, dict[str, Tensor]]]:
-    """Restore hyper-parameters, and make empty state for the stored one. Returns the differences, and the new state."""
+    """Restore hyper-parameters, and make room for the stored state. Returns the differences, and the empty tensors."""
     saved, settings = source.keys.state_entries(source.entries), source.settings
     if settings is None and not saved:
         return Differences(optimizer=f"was not saved, this run has {type(optimizer).__name__}"), {}
@@ -165,7 +165,7 @@ def _prepare(
     room = state.prepare_optimizer(model, optimizer, found)
     made = {name: {key: Entry.of(tensor) for key, tensor in tensors.items()} for name, tensors in room.items()}
     places, parameters = state.places(model), state.optimized(model, optimizer)
-    # Parts of sliced parameters may differ, as islands come and go. A part that has no fitting state begins without.
+    # State of sliced parameters may differ, as islands come and go. A part without fitting state starts without state.
     sliced = _sliced_names(saved, parameters, places)
     differing = _compare(
         _flat({name: entries for name, entries in made.items() if name not in places}),
@@ -182,7 +182,7 @@ def _prepare(
 def _add_targets(
     targets: dict[str, Tensor], room: dict[str, dict[str, Tensor]], stored: _StoredStates, places: state.Places
 ) -> list[tuple[Tensor, Tensor]]:
-    """Add the tensors of `room` to `targets`, by key. Returns (copy, original) pairs of numbers that parts share."""
+    """Add the tensors of `room` to `targets`, by key. Returns (copy, original) for each number that parts share."""
     parts: dict[str, list[Tensor | None]] = {}
     copies = []
     for name, tensors in room.items():
@@ -204,7 +204,7 @@ def _whole_name(name: str, places: state.Places) -> str:
 
 
 def _sliced_names(saved: Iterable[str], parameters: Collection[str], places: state.Places) -> set[str]:
-    """The parameters of a folder that are sliced in this run, or were sliced in the run that saved them."""
+    """Return the parameters in `saved` that this run slices, or that the run that saved them has sliced."""
     sliced = {whole for whole, _, _ in places.values()}
     wholes = {_whole_name(name, places) for name in parameters}
     candidates = {name for name in saved if name not in parameters or name in places}

@@ -1,4 +1,4 @@
-"""Which slice every island trains, and whether a checkpoint and a run agree on it."""
+"""The slice that every island trains, and a comparison of the slices of a checkpoint and a run."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from laconic.islands.local_steps import LocalSteps
 
 @dataclass(frozen=True, kw_only=True)
 class IslandSlices:
-    """The slices of all islands, as one of the islands sees them."""
+    """The slices of all islands."""
 
     num_slices: int = 1
     held: tuple[int, ...] = (0,)
     """The slice of every island. Without local steps there is one island."""
     digest: str = ""
-    """A hash of the names of the sliced parameters."""
+    """A hash of the names of the sliced parameters; empty if there are none."""
     island: int = 0
+    """The index of this rank's island."""
     has_islands: bool = False
+    """True with local steps."""
 
     @staticmethod
     def of(model: nn.Module, local_steps: LocalSteps | None, ranks: RankGroup) -> IslandSlices:
-        """The slices of a run. Collective, if there are several islands."""
+        """Find the slices of a run. Collective, if there are several islands."""
         places, parameters = state.places(model), state.named_parameters(model)
         island = local_steps.cluster.island_rank if local_steps else 0
         num_islands = local_steps.cluster.num_islands if local_steps else 1
@@ -46,18 +48,18 @@ class IslandSlices:
 
     @staticmethod
     def saved(values: Mapping[str, Any] | None) -> IslandSlices:
-        """The slices of a checkpoint, from `to_json`; None stands for one island without slices."""
+        """Make the slices of a checkpoint from the values of `to_json`; None stands for one island without slices."""
         if values is None:
             return IslandSlices()
         held = tuple(values["held"])
         return IslandSlices(num_slices=values["slices"], held=held, digest=values["digest"], has_islands=True)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields that are equal on all islands."""
+        """Return the fields that are equal on all islands."""
         return {"slices": self.num_slices, "held": list(self.held), "digest": self.digest}
 
     def is_first(self, slice_index: int | None) -> bool:
-        """True on the first island that trains a slice. Island 0 stands for slices that all or no islands train."""
+        """True on the first island that trains a slice. For a slice that all or no islands train, this is island 0."""
         first = self.held.index(slice_index) if slice_index in self.held else 0
         return first == self.island
 
@@ -72,7 +74,7 @@ class IslandSlices:
         return both and self.has_slices_of(saved) and self.held[own] == saved.held[own]
 
     def difference(self, saved: IslandSlices) -> str:
-        """Why this run's islands cannot go on to the same bits from a checkpoint; empty if they can."""
+        """Say why this run's islands cannot go on to the same bits from a checkpoint; empty if they can."""
         if not saved.has_islands and not self.has_islands:
             return ""
         if not saved.has_islands:

@@ -1,8 +1,8 @@
 """The keys under which a DCP folder holds a model and an optimizer.
 
 laconic writes `{"model": get_model_state_dict(...), "optim": get_optimizer_state_dict(...)}`, as PyTorch's tutorials
-do. So the keys are `model.NAME`, `optim.state.NAME.KEY` and `optim.param_groups.INDEX.SETTING`. Others nest deeper
-(`app.model.NAME`), rename the optimizer, leave the model at the top, or flatten the groups
+do. So the keys are `model.NAME`, `optim.state.NAME.KEY` and `optim.param_groups.INDEX.SETTING`. Other programs nest
+deeper (`app.model.NAME`), rename the optimizer, leave the model at the top, or flatten the groups
 (`optimizer.param_groups.NAME.SETTING`, as torchtitan does). The names of a model's parameters show a folder's prefixes.
 """
 
@@ -24,21 +24,21 @@ from laconic.checkpoint.storage import Entry
 
 MODEL, OPTIMIZER, STATE, GROUPS = "model", "optim", "state", "param_groups"
 OUTER, ISLANDS = "outer", "islands"
-"""Prefixes of what islands add: [Note: The layout of a checkpoint] in checkpoint/parts.py."""
+"""The prefixes of the tensors that islands add: [Note: The layout of a checkpoint] in checkpoint/parts.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
-    """The prefixes of the model's tensors, and of the optimizer's state and groups, with the dot; None if missing."""
+    """The prefixes, with the dot, of the model's tensors, and of the optimizer's state and groups; None if missing."""
 
     model: str | None
     optimizer: str | None
     optimizers: tuple[str, ...] = ()
-    """The prefixes of all optimizers of such a model in the folder."""
+    """The prefixes of all optimizers in the folder whose parameters have the model's names."""
 
     @property
     def state(self) -> str | None:
-        """The prefix of parameters' names in the optimizer's state."""
+        """The prefix before the parameters' names in the optimizer's state."""
         return None if self.optimizer is None else f"{self.optimizer}{STATE}."
 
     @staticmethod
@@ -51,9 +51,9 @@ class Keys:
         optimizer: str | None = None,
         with_optimizer: bool = True,
     ) -> Keys:
-        """Find the prefixes in `keys` by the names of a model's `tensors` and `parameters` that follow them.
+        """Find the prefixes in `keys` that the names of a model's `tensors` and `parameters` follow.
 
-        Raises CheckpointError if several fit equally well, and `model` or `optimizer` (without the dot) chooses none.
+        Raises CheckpointError if several fit equally well. `model` and `optimizer`, without the dot, choose one.
         """
         keys = [key for key in keys if not key.startswith((f"{OUTER}.", f"{ISLANDS}."))]
         states = (key.rpartition(".")[0] for key in keys if f"{GROUPS}." not in key)
@@ -66,7 +66,7 @@ class Keys:
         )
 
     def model_entries(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-        """The model's tensors by name. At the top of a folder, the optimizers' tensors are left out."""
+        """Return the model's tensors by name. At the top of a folder, the optimizers' tensors are left out."""
         if self.model is None:
             return {}
         others = tuple(root for root in self.optimizers if not self.model.startswith(root))
@@ -77,7 +77,7 @@ class Keys:
         }
 
     def state_entries(self, entries: Mapping[str, Entry]) -> dict[str, dict[str, Entry]]:
-        """The optimizer's tensors by parameter and key."""
+        """Return the optimizer's tensors by parameter, then by key."""
         return by_parameter(entries, self.state)
 
 
@@ -85,7 +85,7 @@ LACONIC_KEYS = Keys(model=f"{MODEL}.", optimizer=f"{OPTIMIZER}.", optimizers=(f"
 
 
 def by_parameter(entries: Mapping[str, Entry], prefix: str | None) -> dict[str, dict[str, Entry]]:
-    """The tensors `prefix` NAME.KEY of an optimizer's state, by parameter and key; none if `prefix` is None."""
+    """Return the entries `prefix` NAME.KEY by NAME, then by KEY; none if `prefix` is None."""
     found: dict[str, dict[str, Entry]] = {}
     for full_key, entry in entries.items():
         if prefix is not None and full_key.startswith(prefix):
@@ -95,13 +95,14 @@ def by_parameter(entries: Mapping[str, Entry], prefix: str | None) -> dict[str, 
 
 
 def _most_common_prefixes(keys: Iterable[str], names: Collection[str]) -> list[str]:
-    """The prefixes with which most keys that end with one of `names` begin: one, or several with equal counts."""
+    """Return the prefix that most keys have before one of `names`; several prefixes if their counts are equal."""
     names = frozenset(names)
     votes = Counter(prefix for key in keys for prefix, rest in _splits(key) if rest in names)
     return sorted(prefix for prefix in votes if votes[prefix] == max(votes.values()))
 
 
 def _splits(key: str) -> Iterator[tuple[str, str]]:
+    """Yield (prefix, rest) for every place where a name may begin."""
     yield "", key
     for position, character in enumerate(key):
         if character == ".":
@@ -113,9 +114,7 @@ def _choice(found: Sequence[str], given: str | None, description: str, argument:
         return f"{given}." if given else ""
     if len(found) > 1:
         keys = ", ".join(repr(prefix.removesuffix(".")) for prefix in found)
-        raise CheckpointError(
-            f"the checkpoint holds {description} under each of {keys}; say which one with {argument}="
-        )
+        raise CheckpointError(f"the folder holds {description} under each of {keys}; say which one with {argument}=")
     return found[0] if found else None
 
 
@@ -125,7 +124,7 @@ def _choice(found: Sequence[str], given: str | None, description: str, argument:
 def optimizer_settings(
     folder: Path, metadata: Metadata, keys: Keys, model: nn.Module, optimizer: Optimizer
 ) -> dict[str, Any] | None:
-    """The `state.optimizer_settings` that PyTorch wrote, if any. Raises CheckpointError if flattened groups differ."""
+    """Read the settings that PyTorch wrote, in the form of `state.optimizer_settings`; None if there are none."""
     everything, entries = metadata.state_dict_metadata, storage.tensors_of(metadata)
     root, state_root = f"{keys.optimizer}{GROUPS}.", keys.state
     if keys.optimizer is None or state_root is None:
@@ -157,7 +156,7 @@ def _nested_groups(values: Mapping[str, Any], root: str) -> list[dict[str, Any]]
 
 
 def _flattened_group(values: Mapping[str, Any], root: str, names: list[str]) -> dict[str, Any]:
-    """The settings of parameters that are one group in this run; in the folder each has its own, equal ones."""
+    """Join the settings that a group's parameters have in the folder. Raises CheckpointError if they differ."""
     by_name = {
         name: {key.removeprefix(f"{root}{name}."): v for key, v in values.items() if key.startswith(f"{root}{name}.")}
         for name in names

@@ -25,7 +25,7 @@ class StoredCheckpoint:
     """Shape and dtype of the model's tensors by name."""
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Whole tensors of the model by name, joined from the ranks' shards, on the host.
+        """Read whole tensors of the model by name, joined from the ranks' shards, on the host.
 
         Raises:
             StorageError: the folder is unreadable.
@@ -36,10 +36,10 @@ class StoredCheckpoint:
 
 
 def open_checkpoint(folder: str | Path) -> StoredCheckpoint:
-    """Open the newest intact checkpoint in `folder`, or the checkpoint that `folder` is. Cost: it hashes all files.
+    """Open the newest intact checkpoint in `folder`, or `folder` itself if it is one. Cost: hashes all its files.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no intact checkpoint.
     """
     stored = commit.use_newest(Path(folder), commit.candidates(Path(folder)), _open)
     if stored is None:

@@ -15,7 +15,7 @@ from laconic.islands.local_steps import LocalSteps
 from laconic.ragged.joined import joined
 
 _IN_FLIGHT = ("mean", "drift", "sent")
-"""The tensors of an exchange whose mean is not applied yet. The mean is equal on all islands."""
+"""The tensors of a fragment in flight. The mean is equal on all islands."""
 _Vectors = dict[str, dict[str, Tensor]]
 """Tensors by kind (outer, lost, mean, ...) or by the outer optimizer's key, and then by parameter."""
 
@@ -23,10 +23,10 @@ _Vectors = dict[str, dict[str, Tensor]]
 def tree(
     model: nn.Module, local_steps: LocalSteps, island: int, tensors: dict[str, Tensor], own_states: OptimizerStates
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """The tensors that one island writes. Waits for an exchange that is under way.
+    """Collect the tensors that one island writes. Waits for the mean of the fragment in flight.
 
     `tensors` are the inner model's; `own_states` is the island's own inner optimizer state. Returns the model's tensors
-    with outer parameters in place of inner ones, the tree under `outer` and `islands`, and values for the sidecar.
+    with outer parameters in place of inner ones, the trees under `outer` and `islands`, and values for the sidecar.
     """
     agreed = local_steps.state_dict()
     vectors, optimizer, numbers = _sorted(agreed)
@@ -52,7 +52,7 @@ def tree(
 
 
 def own_optimizer_prefix(island: int) -> str:
-    """The prefix of parameters' names in an island's own optimizer state."""
+    """Return the prefix before the parameters' names in an island's own optimizer state."""
     return f"{ISLANDS}.{island}.optimizer."
 
 
@@ -68,8 +68,8 @@ def restore(
 ) -> None:
     """Restore local steps, once the model holds the outer parameters. Collective.
 
-    `progress` is from `tree`; None if the checkpoint, of step `step`, has no islands. The ranks continue the parameters
-    of `island`, or start from the outer ones if it is None. Raises StorageError if a rank could not read.
+    `progress` has `tree`'s values for the sidecar; None if the checkpoint, of step `step`, has no islands. The ranks go
+    on from the inner parameters of `island`; None: the outer parameters. Raises StorageError if a rank could not read.
     """
     for fragment in local_steps.fragments:
         fragment.create_state()
@@ -99,7 +99,7 @@ def restore(
 
 
 def _in_flight(source: Source, local_steps: LocalSteps, steps: int, prefix: str) -> dict[str, Tensor]:
-    """Room for the exchange that was in flight, if this run's schedule has the same one in flight at that step."""
+    """Make room for the fragment in flight; none unless this run's schedule has the same fragment in flight then."""
     schedule = local_steps.schedule
     sent = [schedule.sends(step) for step in range(max(1, steps - schedule.overlap + 1), steps + 1)]
     index = next((fragment for fragment in sent if fragment is not None), None)
@@ -117,7 +117,7 @@ def _in_flight(source: Source, local_steps: LocalSteps, steps: int, prefix: str)
 
 
 def _sorted(agreed: Mapping[str, Any]) -> tuple[_Vectors, _Vectors, dict[str, Any]]:
-    """`LocalSteps.state_dict` as vectors, the outer optimizer's vectors, and the outer optimizer's numbers."""
+    """Sort `LocalSteps.state_dict` into vectors, the outer optimizer's vectors, and the outer optimizer's numbers."""
     vectors: _Vectors = defaultdict(dict)
     optimizer: _Vectors = defaultdict(dict)
     numbers = {}

@@ -3,13 +3,13 @@
 [Note: The layout of a checkpoint]
 The keys under `model.` and `optim.` are those of one unsliced model, from which any other run can go on. With local
 steps its parameters are the outer parameters. Parts of sliced parameters are joined. The optimizer state of a slice is
-that of the first island that trains it; for a slice that no island trains it is zero. State that is not element by
-element (scales of 8-bit blocks, preconditioners) cannot be joined. It is under the names of the parts, for runs with
-the same slices.
-To go on to the same bits, islands need more. An island's own tensors are under `islands.I.`, by parts: its inner
-parameters, its inner optimizer state unless it is under `optim.`, what its codec lost, and what it has sent and not
-applied yet. Tensors that are equal on all islands are under `outer.`: the outer optimizer's state, the mean that is not
-applied yet, and outer parameters in fp32 if the model has another dtype.
+that of the first island that trains it; for a slice that no island trains it is zero. State that does not have one
+element for each element of the parameter (scales of 8-bit blocks, preconditioners) cannot be joined. It is under the
+names of the parts, for runs with the same slices.
+To go on to the same bits, islands need more tensors. An island's own tensors are under `islands.I.`, by parts: its
+inner parameters, its inner optimizer state unless that is under `optim.`, the residuals of error feedback, and the
+pseudo-gradient in flight. Tensors that are equal on all islands are under `outer.`: the outer optimizer's state, the
+mean of the fragment in flight, and outer parameters in fp32 if the model has another dtype.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ OptimizerStates = dict[str, dict[str, Any]]
 def optimizer_states(
     model: nn.Module, optimizer: torch.optim.Optimizer, islands: IslandSlices, ranks: RankGroup
 ) -> tuple[OptimizerStates, OptimizerStates]:
-    """The optimizer's state that this island writes: under `optim.`, and under its prefix. Collective with slices."""
+    """Return the state that this island writes under `optim.`, and under `islands.I.`. Collective with slices."""
     places, parameters = state.places(model), state.named_parameters(model)
     states = state.optimizer_state(model, optimizer)
     not_joined = _not_joined(states, model, optimizer, ranks) if places else frozenset()
@@ -65,7 +65,7 @@ def optimizer_states(
 def _not_joined(
     states: OptimizerStates, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RankGroup
 ) -> frozenset[str]:
-    """The sliced parameters whose state cannot be joined, or is incomplete on an island."""
+    """Return the sliced parameters whose state cannot be joined, or is incomplete on an island."""
     places = state.places(model)
     names = set()
     for name, parameter in state.optimized(model, optimizer).items():
@@ -77,7 +77,7 @@ def _not_joined(
 
 
 def _is_like(value: Any, parameter: Tensor) -> bool:
-    """True if a value has one element for each of the parameter's, in the same place."""
+    """True if a value has one element for each element of the parameter, on the same rank."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape or value.ndim == 0:
         return False
     if isinstance(parameter, RaggedTensor):

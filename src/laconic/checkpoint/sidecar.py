@@ -14,27 +14,27 @@ _TENSOR = "__tensor__"
 
 
 def name(rank: int) -> str:
-    """The file name of a rank's sidecar."""
+    """Return the file name of a rank's sidecar."""
     return f"rank-{rank:05d}.json"
 
 
 def encode(tree: dict[str, Any]) -> str:
-    """JSON for a tree of dicts with string keys, lists, tuples, str, int, float, bool, None and small tensors.
+    """Return JSON for a tree of dicts with string keys, lists, tuples, str, int, float, bool, None and small tensors.
 
     Raises:
-        ValueError: the tree holds anything else; the message names the place.
+        ValueError: the tree has a value of another type; the message names the place.
     """
     return json.dumps(_encode(tree, "extra"))
 
 
 def read(folder: Path, rank: int = 0) -> dict[str, Any]:
-    """The tree that a rank wrote into a checkpoint, with lists for tuples; rank 0's if that rank wrote none."""
+    """Read the tree of a rank, or of rank 0 if that rank wrote none. Tuples have become lists."""
     path = folder / name(rank)
     return json.loads((path if path.exists() else folder / name(0)).read_text(), object_hook=_decode)
 
 
 def rng_state() -> dict[str, Any]:
-    """This rank's random number states: torch's (CPU and current CUDA device), Python's, and numpy's if imported."""
+    """Return this rank's random number states: torch's (CPU, current CUDA device), Python's, numpy's if imported."""
     kind, words, gauss = random.getstate()
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [kind, list(words), gauss]}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -65,9 +65,7 @@ def _encode(value: Any, place: str) -> Any:
         return {_TENSOR: data, "dtype": str(flat.dtype).removeprefix("torch."), "shape": list(value.shape)}
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value) or _TENSOR in value:
-            raise ValueError(
-                f"{place} is a dict with keys that are not strings, which JSON cannot hold; use string keys"
-            )
+            raise ValueError(f"{place} has keys that are not strings or that are {_TENSOR!r}; use other keys")
         return {key: _encode(item, f"{place}[{key!r}]") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_encode(item, f"{place}[{index}]") for index, item in enumerate(value)]

@@ -15,7 +15,7 @@ from laconic.checkpoint.storage import Entry
 from laconic.ragged.parts import SlicedParameter, sliced_parts
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-# Each run chooses the kernels of its steps; other kernels want `step` on another device.
+# Each run chooses the kernels of its own optimizer, and they decide on which device `step` is.
 _NOT_RESTORED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 Places = dict[str, tuple[str, SlicedParameter, int]]
@@ -29,19 +29,19 @@ StateEntries = Mapping[str, Mapping[str, Entry]]
 
 
 def strip(name: str) -> str:
-    """A parameter's name without the names of wrappers."""
+    """Return a parameter's name without the names of wrappers."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters by name; tied ones once, under the first of their names."""
+    """Return the parameters by name; a tied parameter once, under its first name."""
     return {strip(name): parameter for name, parameter in _plain(model).named_parameters()}
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that a state dict has, with their names."""
+    """Yield (name, buffer) for all buffers that a state dict has."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -49,7 +49,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def places(model: nn.Module) -> Places:
-    """The parts of sliced parameters; empty if nothing is sliced."""
+    """Return the place of every part of a sliced parameter; empty if nothing is sliced."""
     return {
         strip(name): (strip(whole), sliced, index)
         for name, (whole, sliced, index) in sliced_parts(_plain(model)).items()
@@ -57,14 +57,14 @@ def places(model: nn.Module) -> Places:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """The further names of tied parameters, each with the parameter's first name."""
+    """Return the first name of each tied parameter by its further names."""
     first = {id(parameter): name for name, parameter in named_parameters(model).items()}
     every = _plain(model).named_parameters(remove_duplicate=False)
     return {strip(name): first[id(p)] for name, p in every if strip(name) != first[id(p)]}
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name; tied ones once. Gathered units are resharded."""
+    """Return parameters and persistent buffers by name; tied parameters once. Reshards gathered units."""
     for module in model.modules():
         # Outside a step a root may still hold its gathered parameters (FSDP2 after a forward without backward).
         reshard = getattr(module, "reshard", None)
@@ -82,13 +82,13 @@ def _plain(model: nn.Module) -> nn.Module:
 
 
 def optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The optimizer's parameters by name. Raises CheckpointError if one of them is not in the model."""
+    """Return the optimizer's parameters by name. Raises CheckpointError if one of them is not in the model."""
     named = named_parameters(model)
     return {name: named[name] for names in _group_parts(model, optimizer) for name in names}
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """The optimizer's tensors and numbers: by parameter, then by key."""
+    """Return the optimizer's tensors and numbers: by parameter, then by key."""
     return {
         name: dict(optimizer.state[parameter])
         for name, parameter in optimized(model, optimizer).items()
@@ -97,7 +97,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def optimizer_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The rest of an optimizer, as JSON: its class, hyper-parameters by group, and the numbers in its state."""
+    """Return an optimizer's values for JSON: its class, hyper-parameters by group, and the numbers in its state."""
     groups = []
     for names, group in zip(_group_names(model, optimizer), optimizer.param_groups, strict=True):
         settings = {key: value for key, value in group.items() if key not in _NOT_RESTORED}
@@ -112,7 +112,7 @@ def optimizer_settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def param_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Hyper-parameters as `torch.distributed.checkpoint.state_dict` has them: names in place of the parameters."""
+    """Return groups as `torch.distributed.checkpoint.state_dict` has them: names in place of the parameters."""
     return [
         {**{key: value for key, value in group.items() if key != "params"}, "params": names}
         for names, group in zip(_group_names(model, optimizer), optimizer.param_groups, strict=True)
@@ -123,7 +123,7 @@ def param_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dic
 
 
 def settings_problem(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> str:
-    """Why `saved`, an `optimizer_settings`, does not fit this optimizer; empty if it does. Its class may be None."""
+    """Say why `saved`, an `optimizer_settings`, does not fit an optimizer; empty if it fits. Its class may be None."""
     if saved["class"] not in (None, type(optimizer).__name__):
         return f"was written with {saved['class']}, this run uses {type(optimizer).__name__}"
     groups, saved_groups = _group_names(model, optimizer), [list(group["names"]) for group in saved["groups"]]
@@ -131,8 +131,8 @@ def settings_problem(model: nn.Module, optimizer: torch.optim.Optimizer, saved: 
         return ""
     names, saved_names = ({name for group in each for name in group} for each in (groups, saved_groups))
     if differing := sorted(names ^ saved_names):
-        return f"and this run's optimizer train different parameters: {', '.join(differing)}"
-    return "and this run's optimizer group their parameters differently"
+        return f"the checkpoint's and this run's train different parameters: {', '.join(differing)}"
+    return "the checkpoint's and this run's group their parameters differently"
 
 
 def restore_optimizer_groups(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -144,9 +144,9 @@ def restore_optimizer_groups(optimizer: torch.optim.Optimizer, saved: dict[str, 
             current = group.get(key)
             if isinstance(current, Tensor):
                 current.fill_(value)
-            elif isinstance(value, Tensor) and value.numel() == 1:  # a learning rate of a captured step
+            elif isinstance(value, Tensor) and value.numel() == 1:  # the learning rate of a step in a CUDA graph
                 group[key] = value.item()
-            else:  # JSON has no tuples, and betas are one
+            else:  # JSON has no tuples, but `betas` is one
                 group[key] = tuple(value) if isinstance(current, tuple) else value
 
 
@@ -164,8 +164,8 @@ def prepare_optimizer(
 ) -> dict[str, dict[str, Tensor]]:
     """Give the optimizer empty state for the parameters in `saved`, and none for the others.
 
-    An optimizer with `init_state(parameter)` makes its own state. For others the state has the entries in `saved`, and
-    is cut like the parameter where it has its shape. Returns the new state's tensors, by parameter, then by key.
+    An optimizer with `init_state(parameter)` makes its own state. For other optimizers the state has the entries in
+    `saved`; a tensor with the parameter's shape is sharded like it. Returns the tensors, by parameter, then by key.
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     init_state = getattr(optimizer, "init_state", None)
@@ -196,7 +196,7 @@ def _empty_state(key: str, entry: Entry, parameter: Tensor, group: dict[str, Any
 
 
 def _group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """For each group, its parameters' names in the unsliced model, each once."""
+    """Return, for each group, its parameters' names in the unsliced model, each once."""
     parts = places(model)
     return [
         list(dict.fromkeys(parts[name][0] if name in parts else name for name in group))
@@ -205,7 +205,7 @@ def _group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[lis
 
 
 def _group_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """For each group, its parameters' names in the model."""
+    """Return, for each group, its parameters' names in the model."""
     names = {id(parameter): name for name, parameter in named_parameters(model).items()}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if id(parameter) not in names:

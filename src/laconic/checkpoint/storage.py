@@ -1,4 +1,4 @@
-"""Files of torch.distributed.checkpoint (DCP), read without running their code, and with errors that are Exceptions.
+"""Files of torch.distributed.checkpoint (DCP). Reading runs no code of the files, and all errors are Exceptions.
 
 DCP's own reader unpickles `.metadata` and values as they are, so a hostile folder could run code. DCP also raises
 CheckpointException, a BaseException, which `except Exception` around a resume would let through.
@@ -50,7 +50,7 @@ class Entry:
 
     @staticmethod
     def of(tensor: Tensor) -> Entry:
-        """The entry that a tensor would have."""
+        """Return the entry of a tensor."""
         return Entry(tuple(tensor.shape), tensor.dtype)
 
     def __str__(self) -> str:
@@ -67,8 +67,8 @@ def save(
 ) -> None:
     """Write this rank's part of every tensor, and fsync it. The ranks share the writing of replicated tensors.
 
-    A tensor's key in the folder is its path in `tree` joined by dots. `aliases` maps further paths to such paths. A
-    `planner` may hold the tensors instead of `tree`. Collective over `group`. Raises StorageError if a rank fails.
+    A tensor's key in the folder is its path in `tree`, joined by dots. `aliases` maps further paths to paths in `tree`.
+    A `planner` may hold the tensors instead of `tree`. Collective over `group`. Raises StorageError if a rank fails.
     """
     alone = not dist.is_initialized()
     with _ordinary_errors(alone):
@@ -97,7 +97,7 @@ def load(values: dict[str, Any], folder: Path, *, offline: bool = False) -> None
 
 
 def read_values(folder: Path, metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
-    """Small values by key, read in this process alone. Raises StorageError if one is unreadable or holds objects."""
+    """Read small values by key, in this process alone. Raises StorageError if one is unreadable or holds objects."""
     entries = tensors_of(metadata)
     values: dict[str, Any] = {
         key: torch.empty(entries[key].shape, dtype=entries[key].dtype) if key in entries else None for key in keys
@@ -107,7 +107,7 @@ def read_values(folder: Path, metadata: Metadata, keys: Iterable[str]) -> dict[s
 
 
 def tensors_of(metadata: Metadata) -> dict[str, Entry]:
-    """The tensors in a folder by key."""
+    """Return the tensors in a folder by key."""
     return {
         key: Entry(tuple(entry.size), entry.properties.dtype)
         for key, entry in metadata.state_dict_metadata.items()
@@ -116,15 +116,15 @@ def tensors_of(metadata: Metadata) -> dict[str, Entry]:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The metadata of a folder. Raises CheckpointError if there is none, or if it is damaged or hostile."""
+    """Read a folder's metadata. Raises CheckpointError if there is none, or if it is damaged or hostile."""
     try:
         metadata = _MetadataUnpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
     except OSError as error:
         raise CheckpointError(f"{folder} is no DCP checkpoint: {error.strerror} ({folder / '.metadata'})") from error
     except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, IndexError, KeyError) as error:
-        raise CheckpointError(f"the checkpoint's .metadata is unreadable: {error}") from error
+        raise CheckpointError(f"{folder / '.metadata'} is unreadable: {error}") from error
     if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"the checkpoint's .metadata holds a {type(metadata).__name__}")
+        raise CheckpointError(f"{folder / '.metadata'} holds a {type(metadata).__name__}, not DCP's Metadata")
     return metadata
 
 
@@ -136,12 +136,12 @@ class _MetadataUnpickler(pickle.Unpickler):
         is_record = module == dcp_metadata.__name__ and isinstance(getattr(dcp_metadata, name, None), type)
         if is_dtype or is_record or (module, name) in _ALLOWED_NAMES:
             return super().find_class(module, name)
-        raise CheckpointError(
-            f"the checkpoint's .metadata names {module}.{name}, which is none of DCP's records; it is not opened"
-        )
+        raise CheckpointError(f"the .metadata names {module}.{name}, which is not a record of DCP; it is not opened")
 
 
 class _SafeReader(dcp.FileSystemReader):
+    """Reads `.metadata` with `read_metadata`."""
+
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._folder = folder
@@ -161,14 +161,14 @@ class _SafePlanner(dcp.DefaultLoadPlanner):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Lets a tensor be found under several names, as PyTorch has tied weights, and be on disk once."""
+    """Writes a tied weight once, and lists it under all its names, as PyTorch does."""
 
     def __init__(self, folder: Path, aliases: Mapping[KeyPath, KeyPath]) -> None:
         super().__init__(folder, sync_files=True)
         self._aliases = aliases
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Add the aliases. On rank 0, after all ranks have written."""
+        """Add the aliases to the metadata. DCP calls it on rank 0, after all ranks have written."""
         twins = []
         for alias_path, path in self._aliases.items():
             alias, name = (".".join(map(str, keys)) for keys in (alias_path, path))
@@ -182,7 +182,7 @@ class _Writer(dcp.FileSystemWriter):
 @contextmanager
 def _ordinary_errors(alone: bool) -> Iterator[None]:
     """Turn DCP's CheckpointException into a StorageError, and silence its warning of a process that is alone."""
-    # Filters of warnings belong to the whole process: a save in the background, never alone, leaves them as they are.
+    # Warning filters belong to the whole process. A save in the background of a job with ranks must not touch them.
     with warnings.catch_warnings() if alone else nullcontext():
         if alone:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

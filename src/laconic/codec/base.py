@@ -12,9 +12,10 @@ from torch import Tensor
 
 
 class Codec(ABC):
-    """Two pure functions between fp32 values and bytes. They take each block of values alone. The last may be short."""
+    """Two pure functions between fp32 values and bytes. Each block of values stands alone; the last may be short."""
 
     name: str
+    """The key in `CODECS`, which job descriptions use."""
 
     @property
     @abstractmethod

@@ -13,6 +13,8 @@ E3M0 = (0.0, *(2.0**-k for k in range(6, -1, -1)))
 """The magnitudes of a 4-bit number with three exponent bits and no mantissa: seven powers of two."""
 E2M1 = tuple(value / 6 for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 """The magnitudes of a 4-bit number with two exponent bits and one mantissa bit, divided by the largest."""
+_MAX_CODE = 127
+_SCALE_ROUNDING = 1 + 2**-7  # the largest factor by which `_round_up_to_bf16` enlarges a scale
 
 
 class _BlockCodec(Codec):
@@ -53,10 +55,10 @@ class _BlockCodec(Codec):
 
 
 class Int8(_BlockCodec):
-    """255 even steps per block, from minus to plus its largest value, or `clip` root mean squares if that is less.
+    """255 even steps per block, from minus to plus its largest magnitude, or `clip` times its root mean square if less.
 
     The clip protects the resolution: without it, one large value would make the steps of its whole block large.
-    Source: the clip is that of INTELLECT-1 (arXiv 2412.01152), where it holds for a whole tensor.
+    Source: INTELLECT-1 (arXiv 2412.01152), which clips a whole tensor in this way.
     """
 
     name = "int8"
@@ -66,9 +68,9 @@ class Int8(_BlockCodec):
 
     @property
     def max_relative_error(self) -> float:
-        """The error of a block that is one spike. It is 2.4 % without spikes."""
+        """The error of a block that is one spike. Blocks without spikes have 2.4 %."""
         lost = max(0.0, 1 - self.clip / math.sqrt(self.block))
-        rounding = min(self.clip, math.sqrt(self.block)) * (1 + 2**-7) / 254
+        rounding = min(self.clip, math.sqrt(self.block)) * _SCALE_ROUNDING / (2 * _MAX_CODE)
         return math.hypot(lost, rounding)
 
     def _code_bytes(self, numel: int) -> int:
@@ -78,15 +80,15 @@ class Int8(_BlockCodec):
         sizes = blocks.new_full((len(blocks), 1), self.block)
         sizes[-1] = numel - (len(blocks) - 1) * self.block
         largest = blocks.abs().amax(1, keepdim=True)
-        # Divide before squaring: the square of a value may exceed the range of fp32.
+        # Divide before squaring: a square may exceed the range of fp32. The clamp avoids 0 / 0.
         root = largest * (blocks / largest.clamp(min=1e-38)).square().sum(1, keepdim=True).div(sizes).sqrt()
         scales = _round_up_to_bf16(torch.minimum(largest, self.clip * root).squeeze(1))
-        steps = scales.to(torch.float32).unsqueeze(1) / 127
-        codes = torch.where(steps > 0, blocks / steps, 0.0).round_().clamp_(-127, 127).to(torch.int8)
+        steps = scales.to(torch.float32).unsqueeze(1) / _MAX_CODE
+        codes = torch.where(steps > 0, blocks / steps, 0.0).round_().clamp_(-_MAX_CODE, _MAX_CODE).to(torch.int8)
         return codes.view(-1).view(torch.uint8), scales
 
     def _dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return codes.view(torch.int8).to(torch.float32).view(-1, self.block) * (scales / 127)
+        return codes.view(torch.int8).to(torch.float32).view(-1, self.block) * (scales / _MAX_CODE)
 
 
 class Fp4(_BlockCodec):
@@ -101,7 +103,7 @@ class Fp4(_BlockCodec):
     def max_relative_error(self) -> float:
         """The error of rounding between two magnitudes, and of values that round to zero."""
         between = max((b - a) / (b + a) for a, b in zip(self._magnitudes[1:], self._magnitudes[2:], strict=False))
-        flushed = self._magnitudes[1] / 2 * (1 + 2**-7)
+        flushed = self._magnitudes[1] / 2 * _SCALE_ROUNDING
         return math.hypot(between, flushed * math.sqrt(self.block - 1))
 
     def _code_bytes(self, numel: int) -> int:

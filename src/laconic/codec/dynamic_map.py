@@ -20,8 +20,9 @@ DITHER_BITS = 12
 """The upper bits of the hash that make the random number. They are few enough that the border between two numbers of
 the map stays below the upper one in fp32."""
 
-_DITHER_STRIDE = 0x85EBCA6B
+_DITHER_STRIDE = 0x85EBCA6B  # the hash adds it once per step
 _NUM_CODES = 256
+_NUM_DECADES = 7
 
 
 class DynamicMap:
@@ -82,14 +83,14 @@ def dynamic_map(device: torch.device, *, signed: bool) -> DynamicMap:
 def map_values(*, signed: bool) -> list[float]:
     """The 256 numbers of a `DynamicMap`, ascending, each representable in fp32."""
     numbers = [0.0, 1.0]
-    for decade in range(7):
+    for decade in range(_NUM_DECADES):
         parts = 2 ** (decade if signed else decade + 1)
-        middles = [(0.1 + 0.9 * (part + 0.5) / parts) * 10.0 ** (decade - 6) for part in range(parts)]
+        middles = [(0.1 + 0.9 * (part + 0.5) / parts) * 10.0 ** (decade + 1 - _NUM_DECADES) for part in range(parts)]
         numbers += middles + ([-middle for middle in middles] if signed else [])
     return torch.tensor(sorted(numbers), dtype=torch.float32).tolist()
 
 
-def quantize(values: Tensor, code: DynamicMap, *, step: int) -> tuple[Tensor, Tensor]:
+def quantize(values: Tensor, codebook: DynamicMap, *, step: int) -> tuple[Tensor, Tensor]:
     """Divide each block by its largest magnitude, its scale, and encode the quotients. `values` is overwritten.
 
     `step` is the optimizer's step, for [Note: Dithered rounding].
@@ -99,13 +100,13 @@ def quantize(values: Tensor, code: DynamicMap, *, step: int) -> tuple[Tensor, Te
     divisors = torch.where(scales == 0, 1.0, scales)
     _, height, _, width = values.shape
     place = torch.arange(height * width, device=values.device, dtype=torch.int32).view(1, height, 1, width)
-    return code.encode(values.div_(divisors[:, None, :, None]), place + dither_offset(step)), scales
+    return codebook.encode(values.div_(divisors[:, None, :, None]), place + dither_offset(step)), scales
 
 
-def dequantize(codes: Tensor, scales: Tensor, code: DynamicMap) -> Tensor:
+def dequantize(codes: Tensor, scales: Tensor, codebook: DynamicMap) -> Tensor:
     """Decode what `quantize` returned: codes (a, height, b, width) and scales (a, b) -> values like codes, fp32."""
     index = codes.reshape(-1).to(torch.int32)
-    return code.values.index_select(0, index).view(codes.shape).mul_(scales[:, None, :, None])
+    return codebook.values.index_select(0, index).view(codes.shape).mul_(scales[:, None, :, None])
 
 
 def dither_offset(step: int) -> int:

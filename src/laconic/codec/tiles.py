@@ -26,7 +26,7 @@ class Tiling:
     """
 
     tile: int | None = 32
-    """The side of a matrix's square tiles, smaller at edges. All dims but the last are rows. None cuts like vectors."""
+    """The side of a matrix's square tiles, smaller at edges. All but the last dim are rows. None cuts like a vector."""
     flat: int = 256
     """The length of a vector's runs; the last run is shorter."""
 

@@ -21,7 +21,7 @@ class RankGroup:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, error: type[ValueError] = JobError) -> None:
-        """Take a group for CPU tensors (default: all ranks), and the error class that all raise if one fails."""
+        """Use `group`, which carries CPU tensors (default: all ranks). All ranks raise `error` if one of them fails."""
         self.group, self._error = group, error
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.size = dist.get_world_size(group) if dist.is_initialized() else 1
@@ -48,8 +48,8 @@ class RankGroup:
         `action` must not be collective. Returns the result of this rank; None where `only` is false.
 
         Raises:
-            ValueError: `action` raised ValueError on some rank. The class is the `error` of this group. The message is
-                that of the first failed rank, and names the rank unless `action` failed on all ranks that ran it.
+            ValueError: `action` raised ValueError on some rank. The class is the `error` of this group. The message
+                comes from the lowest rank that failed. It names this rank unless `action` failed on all that ran it.
         """
         result, error = _attempt(action, ValueError) if only else (None, None)
         outcomes = self.gather((only, _message(error)))

@@ -107,15 +107,15 @@ class Cluster:
         """The number of ranks in the island."""
         self._ranks: list[list[int]] = islands[self.island_rank].tolist()  # by node, then by local rank
         self.gather_groups = _axis_groups(islands)
-        """For each level the ranks of this island that differ on this level only; None if it has one rank."""
+        """By level, the ranks of this island whose places differ on that level only; None if the level has one rank."""
         self.reduce_groups = _axis_groups(islands)
         """The same ranks in other process groups."""
         is_world = self.size == dist.get_world_size()
         self.all_group = dist.group.WORLD if is_world else _own_group(islands.flatten(1).tolist())
-        """Every rank of the island, in the order of ranks; None for an island of one rank among several."""
+        """All ranks of the island, in rank order; None if the island has one rank and the job has several."""
         # on every device, islands exchange tensors in host memory
         self.island_group = _own_group(islands.flatten(1).T.tolist(), backend="gloo")
-        """The ranks with this rank's place in all islands, in the order of islands; None if there is one island."""
+        """The ranks with the same place in every island, in the order of islands; None if there is one island."""
 
     @staticmethod
     def of(mesh: DeviceMesh) -> Cluster:
@@ -179,7 +179,7 @@ def _axis_groups(islands: torch.Tensor) -> dict[IslandLevel, dist.ProcessGroup |
 
 
 def _own_group(lists_of_ranks: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
-    """Make a process group of each list, and return that of this rank; None for lists of one rank."""
+    """Make a process group of each list, and return the group that holds this rank; None for lists of one rank."""
     if len(lists_of_ranks[0]) == 1:
         return None
     if sum(map(len, lists_of_ranks)) < dist.get_world_size():  # part of a larger mesh: other ranks make other groups

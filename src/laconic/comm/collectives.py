@@ -31,7 +31,7 @@ class Pending:
         self._works, self._traffic, self._level = works, traffic, level
 
     def wait(self) -> None:
-        """Let the caller use the data afterwards: block this thread or, with NCCL, the current stream."""
+        """Block this thread or, with NCCL, the current stream until the data may be used."""
         with self._traffic.waiting(self._level):
             for work in self._works:
                 if work is not None:
@@ -39,10 +39,10 @@ class Pending:
 
 
 class Communicator:
-    """One level of a cluster to send along."""
+    """Sends tensors along one level of a cluster."""
 
     def __init__(self, cluster: Cluster, level: IslandLevel) -> None:
-        """Communicate between the ranks of this rank's island that differ in their place on `level` only."""
+        """Connect this rank with the ranks of its island whose places differ on `level` only."""
         self.level: IslandLevel = level
         self.size = cluster.num_nodes if level == "node" else cluster.num_local
         self.rank = cluster.node_rank if level == "node" else cluster.local_rank
@@ -52,7 +52,7 @@ class Communicator:
         self._reduce_group = cluster.reduce_groups[level]
         group = self._gather_group
         backend = _compat.backend_of(group, cluster.device_type) if group is not None else None
-        self._sends = backend == "gloo" and cluster.device_type == "cpu"
+        self._uses_sends = backend == "gloo" and cluster.device_type == "cpu"
         self._has_reduce_scatter = backend != "gloo"
         self.is_stream_ordered = cluster.device_type == "cuda" and backend != "gloo"
         """True if waiting never blocks the thread, so that one transfer may start right behind another."""
@@ -66,7 +66,7 @@ class Communicator:
         Reference: tests/reference/gather.py.
         """
         parts = whole.view(self.size, -1)
-        if self._gather_group is not None and not self._sends:
+        if self._gather_group is not None and not self._uses_sends:
             self._count(purpose, (self.size - 1) * piece.nbytes)
             return self._pending([_compat.all_gather_flat(whole, piece, self._gather_group)])
         own = parts[self.rank]
@@ -90,9 +90,9 @@ class Communicator:
             return ReduceScatter(None, [whole], whole)
         self._count(purpose, (self.size - 1) * whole.nbytes // self.size)
         parts = whole.view(self.size, -1)
-        if self._sends:  # [Note: Collectives on Gloo]
+        if self._uses_sends:  # [Note: Collectives on Gloo]
             terms = [parts[i] if i == self.rank else torch.empty_like(parts[i]) for i in range(self.size)]
-            received = terms[1 if self.rank == 0 else 0]
+            received = terms[1 if self.rank == 0 else 0]  # it may become the sum, unlike the input
             nbytes = (self.size - 1) * received.nbytes
             return ReduceScatter(self._exchange(group, terms, parts), terms, whole, nbytes=nbytes, out=received)
         if self._has_reduce_scatter:
@@ -105,7 +105,7 @@ class Communicator:
         return ReduceScatter(self._pending([work]), terms, whole, nbytes=landing.nbytes)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Reduce a small tensor in place, now. Counted as a ring moves it: 2 (R - 1) / R of its bytes each way."""
+        """Reduce a small tensor in place, now. The traffic is that of a ring: 2 (R - 1) / R of the bytes each way."""
         if self._reduce_group is not None:
             self._count("control", 2 * (self.size - 1) * tensor.nbytes // self.size)
             with self._traffic.waiting(self.level):
@@ -147,9 +147,9 @@ class ReduceScatter:
         self.nbytes = nbytes
 
     def finish(self) -> Tensor:
-        """Wait, and return this rank's part of the sum, (C,). The order of the sum is rank 0, 1, ... everywhere.
+        """Wait, and return this rank's part of the sum, (C,). Every rank adds in the order of ranks.
 
-        The result is not a part of the input, unless there is one rank: then it is the input.
+        The result shares no memory with the input, except on a level of one rank, where it is the input.
         """
         if self._pending is not None:
             self._pending.wait()

@@ -3,9 +3,9 @@
 [Note: Failing together]
 An unforeseen error ends one rank in the middle of a step. The other ranks then hang in a collective or fail because a
 connection closes, and their messages bury the cause. So the first rank that fails writes its traceback to the
-rendezvous store. Every other rank reads it there, either when the rank fails itself, or in a thread that looks at the
-store every few seconds. The rank shows this traceback instead of its own and exits. `lab/worker.py` does the same for
-any script with a file instead of the store.
+rendezvous store. Every other rank reads it there, either when that rank fails too, or in a thread that looks at the
+store every few seconds. The rank then shows the first traceback instead of its own and exits. `lab/worker.py` does the
+same for any script with a file instead of the store.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ import torch.distributed as dist
 from laconic.errors import JobError
 
 _KEY = "laconic/first-failure"
-_WATCH_INTERVAL_S = 3.0
-_GRACE_S = 10.0
-_JOIN_S = 5.0
+_WATCH_INTERVAL_S = 3.0  # between two looks at the store
+_GRACE_S = 10.0  # for a rank to fail by itself, once another rank has failed
+_JOIN_S = 5.0  # for the watching thread to end
 
 
 class PeerFailedError(RuntimeError):
@@ -32,13 +32,13 @@ class PeerFailedError(RuntimeError):
 def record_failure(error: BaseException, store: dist.Store | None = None) -> str:
     """Record the traceback of `error` as the first failure of the job, unless there is one.
 
-    All ranks share `store`. Default: the rendezvous store. Returns the first failure if another rank had it, else "".
-    If the process that hosts the store has died, nothing is recorded and the result is "".
+    All ranks share `store`. Default: the rendezvous store. Returns the first failure if another rank recorded it, else
+    "". If the process that hosts the store has died, nothing is recorded and the result is "".
     """
     record = f"{_prefix(dist.get_rank())}\n{''.join(traceback.format_exception(error))}"
     try:
         first = (store or _default_store()).compare_set(_KEY, "", record).decode()
-    except Exception:
+    except Exception:  # whatever a dead store raises must not hide `error`
         return ""
     return _if_of_peer(first)
 
@@ -48,7 +48,7 @@ def first_failure(store: dist.Store | None = None) -> str:
     store = store or _default_store()
     try:
         return _if_of_peer(store.get(_KEY).decode()) if store.check([_KEY]) else ""
-    except Exception:  # the process that hosts the store has died
+    except Exception:  # the process that hosts the store has died; torch has several errors for that
         return ""
 
 

@@ -2,10 +2,10 @@
 
 [Note: Exit without teardown]
 A thread of Gloo releases the tensors of a collective a moment after the collective has finished. If Python has dropped
-them before, the thread needs the interpreter. An interpreter that shuts down ends such a thread in a way that aborts
-the process (pytorch/pytorch#190489). So on a busy machine a run sometimes dies of SIGABRT after all its work is done.
-To destroy the process groups does not help, since every reference to a group keeps its threads alive. Therefore a
-command of laconic exits without the shutdown of the interpreter, after its exit handlers have run.
+them before, the thread needs the interpreter to free them. An interpreter that shuts down ends such a thread in a way
+that aborts the process (pytorch/pytorch#190489). So on a busy machine a run sometimes dies of SIGABRT after all its
+work is done. Destroying the process groups does not help, since every reference to a group keeps its threads alive.
+Therefore a command of laconic exits without the shutdown of the interpreter, after its exit handlers have run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RankInfo:
         """Read torchrun's environment variables.
 
         Raises:
-            JobError: the nodes have unequal numbers of ranks, as far as one rank can see it.
+            JobError: the nodes have unequal numbers of ranks: WORLD_SIZE is no multiple of LOCAL_WORLD_SIZE.
         """
         world, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if world % local:
@@ -78,7 +78,7 @@ def node_of_rank(rank: int) -> int:
 def pick_device(name: str, ranks: RankInfo) -> torch.device:
     """Choose the device of this rank, and make a GPU the current one.
 
-    The name is "cpu", "cuda" or "auto", which prefers a GPU.
+    `name` is "cpu", "cuda" or "auto", which prefers a GPU.
 
     Raises:
         JobError: `name` is "cuda" and there is no GPU.
@@ -94,7 +94,7 @@ def pick_device(name: str, ranks: RankInfo) -> torch.device:
 
 @contextlib.contextmanager
 def process_group(ranks: RankInfo, device: torch.device, timeout_s: float) -> Iterator[dist.ProcessGroup]:
-    """Start the default process group, unless there is one, and yield a group that carries CPU tensors."""
+    """Yield a group that carries CPU tensors. Start the default group if there is none, and destroy it at the end."""
     is_owned = not dist.is_initialized()
     timeout = datetime.timedelta(seconds=timeout_s)
     if is_owned:
@@ -121,8 +121,8 @@ class ExitWithoutTeardown:
     """Makes the process exit without the shutdown of the interpreter: [Note: Exit without teardown].
 
     Make one at the start of a command, and set `code` at its end. Exit handlers that are registered in between run;
-    those that imports registered before do not run. If an exception ends the process first, `code` stays None and the
-    process ends as usual.
+    handlers that imports registered before do not run. If an exception ends the process first, `code` stays None and
+    the process ends as usual.
     """
 
     def __init__(self) -> None:

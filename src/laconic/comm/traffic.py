@@ -1,13 +1,13 @@
 """Traffic: bytes by level, purpose and direction, counted where they are sent.
 
-Every collective of laconic counts its own bytes, so the traffic of a run is a sum of facts and not an estimate. Tests
-in the lab compare the sum over the ranks of a node with the kernel's interface counters.
+Every collective of laconic counts its own bytes, so the traffic of a run is counted, not estimated. Tests in
+the lab compare the sum over the ranks of a node with the kernel's interface counters.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ class Snapshot:
     sizes: Mapping[tuple[Level, Purpose, Direction], int] = field(default_factory=dict)
     """Bytes by (level, purpose, direction)."""
     waits: Mapping[Level, float] = field(default_factory=dict)
-    """Seconds that this rank's thread was blocked, by level. With NCCL the device waits, which is not counted here."""
+    """Seconds that this rank's thread was blocked, by level. With NCCL the device waits, and nothing is counted."""
 
     def __sub__(self, earlier: Snapshot) -> Snapshot:
         return Snapshot(
@@ -63,16 +63,16 @@ class Snapshot:
         return sum(self.total(level, purpose, direction) for level in WIRE_LEVELS)
 
     def waited_s(self, level: Level | None = None) -> float:
-        """Seconds of waiting for `level`, or for all levels if it is None."""
+        """Return the seconds of waiting for `level`; None sums all levels."""
         return sum(wait for key, wait in self.waits.items() if level is None or key == level)
 
 
 class Traffic:
-    """The counters of one rank in one cluster, from zero."""
+    """The counters of one rank in one cluster. They start at zero."""
 
     def __init__(self) -> None:
         self._sizes: Counter[tuple[Level, Purpose, Direction]] = Counter()
-        self._waits: Counter[Level] = Counter()
+        self._waits: defaultdict[Level, float] = defaultdict(float)
 
     def count(self, level: Level, purpose: Purpose, *, sent_bytes: int, received_bytes: int) -> None:
         """Add the bytes that one transfer sends from this rank and brings to it."""
@@ -86,7 +86,7 @@ class Traffic:
         try:
             yield
         finally:
-            self._waits[level] += time.perf_counter() - start  # type: ignore[assignment]
+            self._waits[level] += time.perf_counter() - start
 
     def snapshot(self) -> Snapshot:
         """Copy the counters. The snapshot does not change afterwards."""

@@ -1,4 +1,4 @@
-"""One training job under several strategies, side by side in the lab: `laconic compare`, also for benchmarks."""
+"""One training job under several strategies, side by side in the lab, for `laconic compare` and for benchmarks."""
 
 from laconic.compare.case import STRATEGIES, Case, ComparisonError
 from laconic.compare.result import Result

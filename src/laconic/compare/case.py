@@ -1,4 +1,4 @@
-"""One run of a comparison: a job, a strategy and a rate, and the training configuration that they give."""
+"""One run of a comparison: its job, its strategy and its rate, and the training configuration for them."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -19,18 +19,19 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "host": ("laconic host", {"strategy": "laconic", "cache": "host"}),
     "device": ("laconic device", {"strategy": "laconic", "cache": "device"}),
 }
-"""Name -> (the label for people, the keys of `[shard]`)."""
+"""The name of each strategy -> (its label for people, its keys in the section `[shard]`)."""
 
 OWN_STRATEGIES = tuple(name for name, (_, keys) in STRATEGIES.items() if keys["strategy"] == "laconic")
 """The strategies of laconic. The others are PyTorch's."""
 
 WATCHED_STEP = 2
-"""The step, counted from 1, whose memory is watched: the first with optimizer states and, if frozen, filled caches."""
+"""The step, counted from 1, whose memory is watched. In step 2 optimizer states exist, and caches are full."""
 
 REFERENCE = "fsdp2"
-"""The strategy that the others are compared with."""
+"""The strategy with which the table compares the others."""
 
 JOBS: dict[Job, str] = {"full": "full training", "lora": "LoRA"}
+"""The label of each job for people."""
 
 
 class ComparisonError(RuntimeError):
@@ -53,26 +54,26 @@ class Case:
     steps: int = 8
     """The number of optimizer steps, warm-up included."""
     measure_memory: bool = True
-    """Whether to watch torch's allocator during the second step, which then cannot be timed."""
+    """Whether to watch torch's allocator during the second step. A watched step is slow, so it is not timed."""
     save: bool = False
     """Whether the run ends with a checkpoint."""
     log_every: int = 1
-    """The steps from one line of the run's log to the next, and of progress. Each line costs some 10 kB on the wire."""
+    """The steps from one line of the run's log and of its progress to the next. A line costs some 10 kB on the wire."""
     repeat: int = 0
-    """The number of this run among several equal runs."""
+    """The index of this run among equal runs; 0 for the first."""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy {self.strategy!r} is not known; there are {', '.join(STRATEGIES)}")
         if self.steps <= self.warmup_steps:
             raise ValueError(
-                f"{self.steps} steps leave nothing to time after {self.warmup_steps} of warm-up; take at least "
+                f"{self.steps} steps leave nothing to time after {self.warmup_steps} steps of warm-up; take at least "
                 f"{self.warmup_steps + 1}"
             )
 
     @property
     def warmup_steps(self) -> int:
-        """The number of steps that are not timed: the first, which allocates and fills caches, and the watched one."""
+        """The number of steps that are not timed: the first, which allocates and fills caches, and the watched step."""
         return WATCHED_STEP if self.measure_memory else 1
 
     @property
@@ -89,16 +90,15 @@ class Case:
 
 
 def config_of(base: Config, case: Case, out: Path) -> Config:
-    """Return the training job of `case`: `base` under another strategy, without progress, resuming and evaluation.
+    """Return the training job of `case`: `base` under its strategy, without progress, resuming and evaluation.
 
-    `out` is the folder of the comparison, for the tokens and the run's own folder.
+    `out` is the folder of the comparison; it gets the tokens and the folder of the run.
 
-    Raises:
-        ConfigError: the strategy cannot run this job.
+    Raises: ConfigError if the strategy cannot run this job.
     """
     keys = {"device_budget_bytes": 0, **STRATEGIES[case.strategy][1]}
     if keys.get("cache") == "host":
-        del keys["device_budget_bytes"]  # the host cache keeps the job's own budget; no other has one
+        del keys["device_budget_bytes"]  # the host cache keeps the budget of the job; no other strategy may have one
     try:
         shard = dataclasses.replace(base.shard, **keys)
     except ConfigError as error:

@@ -24,8 +24,8 @@ _DEMO_CONFIG = Path(__file__).with_name("demo.toml")
 
 _DESCRIPTION = """\
 Run the training job of CONFIG.toml under PyTorch's own strategies and under laconic's, on emulated nodes at one or
-several rates, and compare their seconds and wire bytes per step, memory and loss. All runs have the same weights, rows
-and optimizer. The output folder gets compare.json and compare.png."""
+several rates. Compare seconds per step, wire bytes per step, memory and loss. All runs have the same weights, rows and
+optimizer. The output folder gets compare.json and compare.png."""
 
 _EPILOG = f"""\
 strategies: {", ".join(f"{name} ({label})" for name, (label, _) in STRATEGIES.items())}
@@ -35,8 +35,8 @@ examples:
   laconic compare examples/pretrain.toml --rates 200mbit,1gbit,none --steps 8
   laconic compare examples/lora.toml --strategies fsdp2,host,device --rates 50mbit --lora
 
-The first two steps of a run are not timed, because memory is watched in the second. Without root the lab needs a kernel
-with user namespaces, or --no-wire."""
+The first two steps of a run are not timed: the first fills caches, and memory is watched in the second. Without root
+the lab needs a kernel with user namespaces, or --no-wire."""
 
 
 def main(argv: list[str]) -> int:
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
 
     Raises: SystemExit with code 2 for a mistake in the arguments or the job, otherwise as `leaving_in_order`.
     """
-    options = _parse(argv)
+    options = parse(argv)
     console = Console()
     try:
         with leaving_in_order("compare"):
@@ -63,13 +63,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the options of the command. Raises: SystemExit with code 2 for a mistake in the arguments."""
     parser = argparse.ArgumentParser(
         prog="laconic compare", description=_DESCRIPTION, epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument(
-        "config", nargs="?", type=Path, metavar="CONFIG.toml", help="the training job, as for laconic train"
+        "config", nargs="?", type=Path, metavar="CONFIG.toml", help="the training job, in the format of laconic train"
     )
     parser.add_argument(
         "--demo", action="store_true",
@@ -86,15 +87,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=int, metavar="S", help="optimizer steps of each run (default 8; with --demo 20)"
     )
-    parser.add_argument("--lora", action="store_true", help="after full training, train LoRA too, as [lora] says")
+    parser.add_argument("--lora", action="store_true", help="after full training, train with LoRA too, as [lora] says")
     parser.add_argument("--save", action="store_true", help="end each run under laconic with a checkpoint")
     add_cluster_options(parser, timeout_s=1800.0)
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/compare"), metavar="DIR", help="output (default runs/compare)"
+        "--out", type=Path, default=Path("runs/compare"), metavar="DIR", help="output folder (default runs/compare)"
     )
     options = parser.parse_args(argv)
     if options.demo == (options.config is not None):
-        parser.error("give a CONFIG.toml, or --demo, which brings its own")
+        parser.error("give a CONFIG.toml, or --demo, which has a job of its own; not both")
     if options.demo:
         options.config, options.lora, options.save = _DEMO_CONFIG, True, True
     options.strategies = options.strategies or ("fsdp2,host" if options.demo else ",".join(STRATEGIES))
@@ -107,8 +108,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def make_cases(base: Config, options: argparse.Namespace) -> list[Case]:
     """Return every run of the command, in order.
 
-    Raises: ConfigError if a strategy cannot run the job, ValueError if a strategy, a rate or the number of steps is not
-        possible.
+    Raises: ConfigError if a strategy cannot run the job, ValueError if a strategy, rate or number of steps is wrong.
     """
     rates = dict.fromkeys(map(parse_rate, options.rates.split(",")))
     strategies = dict.fromkeys(name.strip() for name in options.strategies.split(","))
@@ -131,7 +131,7 @@ def make_cases(base: Config, options: argparse.Namespace) -> list[Case]:
 
 
 def _report(results: Sequence[Result], options: argparse.Namespace) -> list[str]:
-    """Write the figures and the picture, and return the lines to show."""
+    """Write the measurements and the picture, and return the lines to print."""
     machine = describe_machine()
     cluster = f"{options.nodes} nodes x {options.local} ranks, {_describe_model(results)}"
     legend = LEGEND_NO_WIRE if options.no_wire else LEGEND
@@ -154,7 +154,7 @@ def _report(results: Sequence[Result], options: argparse.Namespace) -> list[str]
 
 
 def _files(results: Sequence[Result], cases: Sequence[Case], base: Config, out: Path) -> Iterator[str]:
-    """The lines that name the files of the runs."""
+    """The lines that name checkpoints and logs."""
     for case, result in zip(cases, results, strict=True):
         if case.save:
             step = max((Path(result.output) / "checkpoints").glob("step-*"))

@@ -1,4 +1,4 @@
-"""The machine and the software that a figure was measured with."""
+"""The machine and the software of a measurement."""
 
 import contextlib
 import datetime
@@ -11,7 +11,7 @@ _PACKAGES = ("laconic", "torch", "transformers", "peft")
 
 
 def describe_machine() -> dict[str, str | int | float]:
-    """Return processor, cores, memory, kernel and versions, which belong beside every measurement."""
+    """Return date, processor, cores, memory in GiB, kernel and versions, which every record of a measurement needs."""
     found: dict[str, str | int | float] = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "cpu": _cpu(),
@@ -21,13 +21,13 @@ def describe_machine() -> dict[str, str | int | float]:
         "python": platform.python_version(),
     }
     for name in _PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):  # a source tree, or no adapters
+        with contextlib.suppress(PackageNotFoundError):  # laconic may be a source tree, and peft is optional
             found[name] = version(name)
     return found
 
 
 def in_words(machine: dict[str, str | int | float]) -> str:
-    """Describe the result of `describe_machine` in one line."""
+    """Return the result of `describe_machine` as one line of text."""
     software = ", ".join(f"{name} {machine[name]}" for name in ("python", *_PACKAGES) if name in machine)
     hardware = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
     return f"{hardware}, Linux {machine['kernel']}; {software}"

@@ -9,7 +9,7 @@ from laconic.compare.case import JOBS, STRATEGIES
 from laconic.compare.result import Result
 from laconic.lab import format_rate
 
-# Baselines are grey or blue, laconic's own strategies warm. Their lightness differs too, for colour-blind readers.
+# Baselines are grey or blue, laconic's own strategies orange. Lightness differs too, for colour-blind readers.
 _COLORS = {
     "fsdp2": "#4d4d4d", "fsdp2-hpz": "#7f7f7f", "hsdp": "#4a78a8", "ddp": "#a3c1da",
     "none": "#f2c879", "host": "#d95f02", "device": "#8c3b00",
@@ -25,11 +25,11 @@ _METRICS: tuple[tuple[str, Callable[[Result], float]], ...] = (
 
 
 def save_plot(results: Sequence[Result], path: Path, *, title: str) -> None:
-    """Write a PNG with a row of axes per measure, a column per job and a group of bars per rate.
+    """Write a PNG: a row of axes for each measure, a column for each job, a group of bars for each rate.
 
     Raises: ModuleNotFoundError without matplotlib.
     """
-    from matplotlib.figure import Figure  # no pyplot: it would look for a display
+    from matplotlib.figure import Figure  # not pyplot, which would look for a display
 
     jobs = list(dict.fromkeys(result.job for result in results))
     figure = Figure(figsize=(max(5.0, 4.6 * len(jobs)), 6.4), layout="constrained", dpi=150)

@@ -11,36 +11,36 @@ from laconic.compare.result import Result
 
 
 class Reporter:
-    """The listener to a comparison. This one shows nothing."""
+    """The receiver of a comparison's progress. This base class shows nothing."""
 
     @contextmanager
     def running(self, case: Case) -> Iterator[None]:
-        """Show that a run lasts as long as the body."""
+        """Show that a run is under way while the body runs."""
         yield
 
     def step(self, step: int, loss: float, step_s: float) -> None:
-        """Show that the run has taken a step. A thread calls this, perhaps after the end of `running`."""
+        """Show that the run has taken `step` steps. A thread calls this, perhaps after the end of `running`."""
 
     def finished(self, case: Case, result: Result) -> None:
         """Show the result of a run."""
 
 
 class ConsoleReporter(Reporter):
-    """A bar that moves with every step on a terminal, a line before each run elsewhere, and a line after each run.
+    """A reporter that prints a line after each run. Before it, a terminal shows a moving bar, other outputs a line.
 
-    `console` is this process's stdout by default. `num_runs` is the number of runs to come, if it is known.
+    `console` is this process's stdout by default. `num_runs` is the number of all runs, if the caller knows it.
     """
 
     def __init__(self, console: Console | None = None, *, num_runs: int | None = None) -> None:
         self._console = console or Console()
-        self._of_all = f"/{num_runs}" if num_runs else ""
-        self._started = 0
+        self._num_runs_suffix = f"/{num_runs}" if num_runs else ""
+        self._num_started = 0
         self._task: tuple[Progress, TaskID] | None = None
 
     @contextmanager
     def running(self, case: Case) -> Iterator[None]:
         """See `Reporter.running`."""
-        self._started += 1
+        self._num_started += 1
         has_bar = self._console.is_terminal
         if not has_bar:
             self._print(f"{self._name(case)}: {case.steps} steps ...")
@@ -48,7 +48,7 @@ class ConsoleReporter(Reporter):
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
             TimeElapsedColumn(),
         )  # fmt: skip
-        # `transient`: the bar makes room for the line about the result
+        # `transient`: the bar disappears, and the line about the result takes its place
         with Progress(*columns, console=self._console, transient=True, disable=not has_bar) as progress:
             self._task = progress, progress.add_task(self._name(case), total=case.steps, note="starting")
             try:
@@ -71,7 +71,7 @@ class ConsoleReporter(Reporter):
         )
 
     def _name(self, case: Case) -> str:
-        return f"[{self._started}{self._of_all}] {case.label}"
+        return f"[{self._num_started}{self._num_runs_suffix}] {case.label}"
 
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -13,7 +13,7 @@ from laconic.compare.case import Case, Job
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The measurements of one case. Bytes on the wire are bytes that a node sends, as a mean over nodes."""
+    """The measurements of one case. Bytes on the wire are the bytes that a node sends, as a mean over nodes."""
 
     job: Job
     strategy: str
@@ -25,23 +25,23 @@ class Result:
     wire_bytes: float | None
     """The bytes per node and step from the second step on, by the interface's counters; None without a wire."""
     counted_bytes: float | None
-    """The same bytes as the engine counts them; None for a baseline."""
+    """The same bytes by the engine's own count; None for a baseline."""
     traffic_bytes: dict[str, float]
-    """The bytes per node and step from the second step on, by "level/purpose", as the engine counts them."""
+    """The bytes per node and step from the second step on, by "level/purpose" and by the engine's own count."""
     allocated_peak_bytes: int | None
     """The peak of torch's allocator on the fullest rank: parameters, gradients, optimizer states, activations."""
     engine_peak_bytes: int | None
     """The peak of the engine's own buffers on the fullest rank's device; None for a baseline."""
     host_bytes_per_node: int
-    """The cached node shards in host memory."""
+    """The bytes of the node shards that a node's ranks keep in host memory."""
     wait_s: float | None
-    """Seconds per step that a rank waits for the wire, by the engine's count: mean over ranks, median over steps."""
+    """The seconds per step that a rank waits for the wire, by the engine: mean over ranks, median over steps."""
     losses: tuple[float, ...]
     """The loss of every step, mean over ranks."""
     num_parameters: int
     num_trainable: int
     wall_s: float
-    """The seconds of the whole run, with the start of Python."""
+    """The seconds of the whole run, with the time that Python takes to start."""
     output: str
     """The folder of the run: metrics, TensorBoard log, checkpoints."""
 
@@ -52,7 +52,7 @@ class Result:
 
     @property
     def moved_bytes(self) -> float | None:
-        """The bytes per node and step by the interface, or as the engine counts them without a wire."""
+        """The bytes per node and step: `wire_bytes`, or without a wire `counted_bytes`."""
         return self.wire_bytes if self.wire_bytes is not None else self.counted_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Result:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Rebuild a result from `to_dict`, also after JSON."""
+        """Rebuild a result from the values of `to_dict`, also if they were written as JSON and read again."""
         lists = {key: tuple(values[key]) for key in ("step_times_s", "losses")}
         return cls(**{**values, **lists})
 
@@ -94,7 +94,7 @@ def read_result(case: Case, folder: Path, *, wall_s: float) -> Result:
 
 
 def _allocated_peak_bytes(summary: dict[str, Any]) -> int | None:
-    """A GPU's allocator knows its peak; on a CPU it is the memory between steps, and the watched step's on top."""
+    """The peak of a GPU's allocator. On a CPU: the memory between steps plus the most that the watched step adds."""
     if summary["allocated_peak_bytes"] is None and summary["step_peak_bytes"] is not None:
         return summary["resting_bytes"] + summary["step_peak_bytes"]
     return summary["allocated_peak_bytes"]

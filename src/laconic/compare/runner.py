@@ -1,4 +1,4 @@
-"""The runner of cases: one lab, one case after the other, and a reporter that shows the progress."""
+"""The runner of a comparison: it opens one lab, runs one case after the other, and reports the progress."""
 
 import json
 import shutil
@@ -14,19 +14,21 @@ from laconic.compare.result import Result, read_result
 from laconic.config import Config, to_toml
 from laconic.lab import Lab, RunResult
 
-_POLL_INTERVAL_S = 0.25
-_SHOWN_LINES = 30
+_POLL_INTERVAL_S = 0.25  # between two looks at the metrics of a run
+_SHOWN_LINES = 30  # of the output of a run that failed
 
 
 class Comparison:
-    """A lab that is open for as long as the `with` block lasts, and runs one case after the other.
+    """A lab that is open inside a `with` block, and runs one case after the other.
 
     Args:
         base: the training job that all cases share.
-        out: the folder for the tokens, a folder per run, and any file of the caller.
-        nodes: the number of emulated nodes, with `local` ranks each.
-        wire: whether the lab has a wire with a rate.
+        out: the folder for the tokens and for a folder per run; the caller may write other files there.
+        nodes: the number of emulated nodes.
+        local: the number of ranks on each node.
+        wire: whether the lab has a wire. Without a wire the rates of cases have no effect.
         timeout_s: the seconds after which a run has failed.
+        reporter: the receiver of the progress; by default nothing shows it.
 
     Raises:
         laconic.lab.LabUnavailable: on entry, if the machine cannot make a wire.
@@ -56,7 +58,7 @@ class Comparison:
         """
         config = config_of(self.base, case, self.out)
         folder = Path(config.train.output)
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier comparison
+        shutil.rmtree(folder, ignore_errors=True)  # an earlier comparison may have left it
         folder.mkdir(parents=True)
         job = folder / "job.toml"
         job.write_text(to_toml(config), encoding="utf-8")
@@ -70,14 +72,14 @@ class Comparison:
         return result
 
     def run_ranks(self, command: list[str], rate_bits_per_s: float | None) -> RunResult:
-        """Run any script on the lab's ranks, with every link limited to a rate; see `Lab.run`."""
+        """Run any script on the lab's ranks, with every link limited to a rate. For the command see `Lab.run`."""
         if self.lab.wire:
             self.lab.set_rate(rate_bits_per_s)
         return self.lab.run(command, local=self.local, timeout_s=self.timeout_s, show=False)
 
     @contextmanager
     def _following(self, metrics: Path) -> Iterator[None]:
-        """Pass the lines that rank 0 writes on to the reporter, as long as the body lasts."""
+        """While the body runs, report every step that rank 0 writes to the file `metrics`."""
         done = threading.Event()
         follower = threading.Thread(target=self._follow, args=(metrics, done), daemon=True)
         follower.start()
@@ -93,14 +95,14 @@ class Comparison:
             is_last = done.wait(_POLL_INTERVAL_S)
             lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []
             for line in lines[num_read:]:
-                if line.endswith("\n"):  # otherwise it is half written
+                if line.endswith("\n"):  # rank 0 may still be writing the last line
                     row = json.loads(line)
                     self.reporter.step(row["step"], row["loss"], row["step_s"])
                     num_read += 1
 
 
 def explain_failure(outcome: RunResult) -> str:
-    """Explain a failed run: by the trainer's own message, the first traceback, or the last lines of output."""
+    """Explain a failed run in text: the trainer's own message, the first traceback, or the last lines of output."""
     if outcome.timed_out:
         return f"ended at its timeout after {outcome.wall_s:.0f} s"
     lines = [line for node in outcome.nodes for line in node.output.splitlines()]
@@ -110,7 +112,7 @@ def explain_failure(outcome: RunResult) -> str:
     if outcome.failure is None:
         return _ending(lines)
     found = f"rank {outcome.failure.rank} failed first:\n{outcome.failure.error.rstrip()}"
-    if outcome.failure.exit_code < 0:  # a signal, so its last lines of output may explain it
+    if outcome.failure.exit_code < 0:  # after a signal there is no traceback, but the output may explain it
         found += "\n" + _ending(outcome.nodes[outcome.failure.node].output.splitlines())
     return found
 

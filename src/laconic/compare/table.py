@@ -1,4 +1,4 @@
-"""The table at the end of a comparison: Markdown with padded cells, so that it reads on a terminal too."""
+"""The table at the end of a comparison: Markdown with padded cells, so that it is readable on a terminal too."""
 
 from collections.abc import Sequence
 
@@ -17,12 +17,12 @@ device MB: peak of torch's allocator on a rank: parameters, gradients, optimizer
 host MB: cached node shards, per node. loss: last step, mean over ranks."""
 
 LEGEND_NO_WIRE = """\
-no wire: the engine counts wire MB, and baselines have no count. Otherwise as with a wire:
+wire MB: without a wire, bytes by the engine's own count, which baselines do not have.
 device MB: peak of torch's allocator on a rank. host MB: cached node shards, per node. loss: last step."""
 
 
 def render(results: Sequence[Result]) -> str:
-    """Return one row per result, in order, with ratios to FSDP2 in the same job at the same rate, if it was run."""
+    """Return a row per result, in order. Ratios are to FSDP2 in the same job at the same rate, if it was run."""
     fsdp2 = [result for result in reversed(results) if result.strategy == REFERENCE]
     references = {(result.job, result.rate_bits_per_s): result for result in fsdp2}  # the first of equal runs
     rows = [_row(result, references.get((result.job, result.rate_bits_per_s))) for result in results]
@@ -52,7 +52,7 @@ def _megabytes(nbytes: float | None) -> str:
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_text_columns: int) -> str:
-    """Return a Markdown table with padded cells, aligned right but for the first `num_text_columns`."""
+    """Return a Markdown table with padded cells. The first `num_text_columns` are aligned left, the others right."""
     widths = [max(len(row[index]) for row in [columns, *rows]) for index in range(len(columns))]
 
     def line(cells: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""The description of a training job: typed sections, read strictly from TOML and written back."""
+"""The description of a training job: typed sections that are read from TOML, strictly, and written back to TOML."""
 
 from laconic.config.job import Config, all_keys, from_dict, load, to_dict, to_toml
 from laconic.config.sections import (

@@ -1,4 +1,4 @@
-"""A training job as one object, read strictly from TOML and written back to it."""
+"""A training job as one object, which is read from TOML, strictly, and written back to TOML."""
 
 import dataclasses
 import difflib
@@ -24,13 +24,13 @@ _HINTS = {
     "dp_replicate": "dp_replicate is `sync.islands`, with sync.mode = 'local'",
     "dp_replicate_size": "dp_replicate is `sync.islands`, with sync.mode = 'local'",
 }
-"""Advice for keys of other trainers."""
+"""Advice for keys that other trainers have."""
 _TOML_TYPES = {bool: "true or false", int: "an integer", float: "a number", str: "a string", dict: "a table"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A training job."""
+    """A training job, with one attribute for each section of its TOML file."""
 
     model: sections.ModelConfig = field(default_factory=sections.ModelConfig)
     lora: sections.LoraConfig = field(default_factory=sections.LoraConfig)
@@ -63,12 +63,12 @@ def load(path: str | Path) -> Config:
 
 
 def from_dict(cls: type[_T], table: Mapping[str, Any], prefix: str = "") -> _T:
-    """Make a `Config` or a section from plain values. Lists become tuples, and integers floats, as the fields need.
+    """Make a `Config` or a section from plain values. Lists become tuples, and integers floats, where fields are such.
 
-    `prefix` is the section's name and a dot, for messages; empty for a whole `Config`.
+    Messages name a key with `prefix` before it: the section's name and a dot, or nothing for a whole `Config`.
 
     Raises:
-        ConfigError: an unknown key, a value of the wrong type, or a value that makes no sense.
+        ConfigError: a key is unknown, or a value has the wrong type or makes no sense.
     """
     hints = get_type_hints(cls)
     values = {}
@@ -91,7 +91,7 @@ def all_keys() -> list[str]:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The inverse of `from_dict`: plain JSON values; fields that are not set (None) are left out."""
+    """A `Config` or a section as plain JSON values, the inverse of `from_dict`. Keys that are not set are left out."""
     table: dict[str, Any] = {}
     for key, value in vars(config).items():
         if dataclasses.is_dataclass(value):
@@ -102,12 +102,12 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def to_toml(config: Config) -> str:
-    """The effective configuration as TOML, which `load` reads back to an equal object."""
+    """The effective configuration as TOML, from which `load` makes an equal object."""
     return tomli_w.dumps(_without_none(to_dict(config)))
 
 
 def _without_none(value: Any) -> Any:
-    """A copy without the nulls that a model's table may have: TOML has none, and they mean "not set"."""
+    """A copy without the nulls that a model's table may have. TOML has no null, and null means "not set"."""
     if isinstance(value, dict):
         return {str(key): _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""The sections of a job description: one frozen dataclass each, which refuses values that make no sense."""
+"""The sections of a job description. Each is a frozen dataclass that refuses values that make no sense."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ class ConfigError(JobError):
 
 
 class Bound(NamedTuple):
-    """The values that a key accepts, as part of its field's annotation; None (not set) is always accepted."""
+    """A bound on the values of a key, as part of the field's annotation. None (not set) is always accepted."""
 
     holds: Callable[[Any], bool]
+    """Whether a value is within the bound."""
     text: str
     """The end of the sentence "section.key = value must ..."."""
 
@@ -46,7 +47,7 @@ class Section:
     bounds are checked whenever a section is made, from a file, from options or in Python.
 
     Raises:
-        ConfigError: a value out of bounds, or values that make no sense together.
+        ConfigError: a value is out of bounds, or values make no sense together.
     """
 
     def __post_init__(self) -> None:
@@ -58,11 +59,11 @@ class Section:
         self._check_keys()
 
     def pick(self, *keys: str) -> dict[str, Any]:
-        """The values of `keys`, as keyword arguments for a function with parameters of the same names."""
+        """The values of `keys` as keyword arguments, for a function whose parameters have the same names."""
         return {key: getattr(self, key) for key in keys}
 
     def _check_keys(self) -> None:
-        """Refuse values that make no sense together."""
+        """Refuse values that make no sense together; a section without such values keeps this method."""
 
     def _check(self, key: str, condition: bool, message: str) -> None:
         if not condition:
@@ -71,7 +72,7 @@ class Section:
             raise ConfigError(f"{self._path(key)} = {shown!r} {message}")
 
     def _check_only_with(self, switch: str, *choices: str, keys: Iterable[str]) -> None:
-        """Refuse `keys` that are set, but have no effect because the key `switch` has none of the values `choices`."""
+        """Refuse `keys` that are not at their defaults, unless the key `switch` has one of the values `choices`."""
         if getattr(self, switch) in choices:
             return
         path, wanted = self._path(switch), " or ".join(map(repr, choices))
@@ -85,7 +86,7 @@ class Section:
 
 
 def _bounds(hint: Any) -> Iterator[Bound]:
-    """The bounds in an annotation, also of the items of a list and of the alternatives of a union."""
+    """The bounds in an annotation, and in the types of a tuple's items and of a union's alternatives."""
     yield from getattr(hint, "__metadata__", ())
     for part in get_args(hint):
         yield from _bounds(part)
@@ -108,8 +109,8 @@ class ModelConfig(Section):
     """Recompute each decoder layer in backward: less memory, one more forward."""
 
     def _check_keys(self) -> None:
-        both = "and model.path are both set: `config` starts from random weights, `path` from a folder's; keep one"
-        self._check("config", self.config is None or self.path is None, both)
+        message = "and model.path are both set: `config` starts from random weights, `path` from a folder's; keep one"
+        self._check("config", self.config is None or self.path is None, message)
         if isinstance(self.config, dict) and "model_type" not in self.config:
             raise ConfigError(
                 f"model.config has no `model_type` (keys: {', '.join(sorted(self.config)) or 'none'}); "
@@ -119,7 +120,7 @@ class ModelConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig(Section):
-    """Low-rank adapters by peft: the model's own weights are frozen."""
+    """Low-rank adapters, made by peft. The model's own weights are frozen."""
 
     enabled: bool = False
     """Freeze the model and train adapters only."""
@@ -153,12 +154,12 @@ class DataConfig(Section):
     seed: int = 0
     """Seed of the sampler: the rows of a step are a function of (seed, step) alone."""
     cache: str | None = None
-    """Folder for the tokenised corpus, made once per node; default: `tokens` in the output folder."""
+    """Folder for the tokenised corpus, which one rank per node makes; default: `tokens` in the output folder."""
 
     def _check_keys(self) -> None:
         if self.kind == "python-stdlib":
-            unused = "is not used by data.kind = 'python-stdlib'; set data.kind to 'text', 'jsonl' or 'datasets'"
-            self._check("path", self.path is None, unused)
+            message = "is not used by data.kind = 'python-stdlib'; set data.kind to 'text', 'jsonl' or 'datasets'"
+            self._check("path", self.path is None, message)
         else:
             self._check("kind", self.path is not None, "needs data.path, the file or folder to read")
 
@@ -168,8 +169,8 @@ class OptimizerConfig(Section):
     """The optimizer and its learning rate."""
 
     name: Literal["adamw", "adamw8bit", "muon", "shampoo"] = "adamw"
-    """`adamw8bit` keeps AdamW's moments in 8 bits; `muon` and `shampoo` take the matrices of hidden layers, and AdamW
-    the rest (embeddings, output layer, norms, biases). All but `adamw` need shard.strategy `laconic` or `ddp`."""
+    """`adamw8bit` keeps AdamW's moments in 8 bits. `muon` and `shampoo` take the matrices of hidden layers, and AdamW
+    takes the rest (embeddings, output layer, norms, biases). All but `adamw` need shard.strategy `laconic` or `ddp`."""
     lr: Positive = 3e-4
     """Peak learning rate."""
     adamw_lr: Positive | None = None
@@ -195,8 +196,8 @@ class OptimizerConfig(Section):
     weight_decay: NonNegative = 0.1
     """Decoupled decay of matrices; parameters of fewer than two dimensions (norms, biases) are never decayed."""
     max_grad_norm: NonNegative = 1.0
-    """Clip the global gradient norm, on each island its own, to this; 0 only measures it. The cyclic schedule clips
-    under the rules `clip`, `v1` and `dp` alone, and does not measure the norm."""
+    """Clip the global gradient norm, which each island has for itself, to this; 0: only measure the norm. The cyclic
+    schedule clips under the rules `clip`, `v1` and `dp` alone, and does not measure the norm."""
     lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After the warm-up: `cosine` falls at once, `wsd` stays and falls linearly at the end, `constant` stays."""
     warmup_steps: Size = 0
@@ -204,7 +205,7 @@ class OptimizerConfig(Section):
     decay_steps: Count | None = None
     """Steps of the decay. Default: for `cosine` all steps after the warm-up, for `wsd` the last fifth of all steps."""
     min_lr_ratio: Share = 0.1
-    """The decay ends at lr * min_lr_ratio."""
+    """The decay ends at this share of the peak learning rate."""
     fused: bool = True
     """With `adamw`: use torch's fused AdamW, on CPU too; false: one tensor at a time."""
 
@@ -222,33 +223,33 @@ class ShardConfig(Section):
     strategy: Strategy = "laconic"
     """`laconic`, or a PyTorch baseline on the very same job: `fsdp2` (ZeRO-3), `fsdp2-hpz` (parameters stay gathered
     across nodes between forward and backward), `hsdp` (sharded inside a node, replicated between nodes), `ddp`. No key
-    sets sizes, torchrun knows them: what other trainers call dp_shard is nodes x local ranks here."""
+    sets sizes, since torchrun knows them: the dp_shard of other trainers is nodes x local ranks here."""
     cache: Literal["none", "host", "device"] = "host"
     """Where `laconic` keeps a node shard (the part of a unit that a rank holds after the gather across nodes) between
     its uses: nowhere, in host memory, or on the device."""
     device_budget_bytes: Size = 0
     """With cache = "host": the last layers' node shards stay on the device until they fill this many bytes per rank."""
     param_dtype: Dtype | None = None
-    """Cast parameters to this for forward and backward, and on the wire; default: model.dtype."""
+    """The type of parameters in forward, in backward and on the wire; default: model.dtype."""
     reduce_dtype: Dtype | None = None
-    """Reduce gradients in this; default: param_dtype, on every release of torch."""
+    """The type of gradients when they are reduced; default: param_dtype, on every release of torch."""
     reshard_after_forward: bool | None = None
     """Free gathered parameters after forward and gather them again in backward; default: yes, the root too."""
     granularity: dict[str, Any] | str | None = None
-    """The blocks that `laconic` never cuts: "32 rows", "256 elements" or "whole" of every parameter; or a table from
-    patterns of a parameter's name in its layer, such as "self_attn.*", to one of these: the first match counts, and
-    without one, cuts fall between rows. Default: the blocks that the optimizer needs, 32 rows for `adamw8bit`."""
+    """The blocks that `laconic` never cuts: "32 rows", "256 elements" or "whole" for every parameter. Or a table from
+    patterns of a parameter's name in its layer, such as "self_attn.*", to blocks: the first pattern that matches
+    counts, and cuts of other parameters fall between rows. Default: as the optimizer needs, 32 rows for `adamw8bit`."""
 
     def _check_keys(self) -> None:
-        is_host = f"needs shard.cache = 'host', got {self.cache!r}"
-        self._check("device_budget_bytes", not self.device_budget_bytes or self.cache == "host", is_host)
+        message = f"needs shard.cache = 'host', got {self.cache!r}"
+        self._check("device_budget_bytes", not self.device_budget_bytes or self.cache == "host", message)
         if self.strategy == "ddp":
             for key in ("param_dtype", "reduce_dtype"):
-                unused = "but shard.strategy = 'ddp' has no mixed precision: leave it out and set model.dtype"
-                self._check(key, getattr(self, key) is None, unused)
+                message = "but shard.strategy = 'ddp' has no mixed precision: leave it out and set model.dtype"
+                self._check(key, getattr(self, key) is None, message)
         if self.strategy == "fsdp2-hpz":
-            ranks = "but shard.strategy = 'fsdp2-hpz' sets it to the number of ranks per node: leave it out"
-            self._check("reshard_after_forward", self.reshard_after_forward is None, ranks)
+            message = "but shard.strategy = 'fsdp2-hpz' sets it to the number of ranks per node: leave it out"
+            self._check("reshard_after_forward", self.reshard_after_forward is None, message)
         blocks = self.granularity.values() if isinstance(self.granularity, dict) else [self.granularity]
         for text in blocks:
             if text is not None:
@@ -274,20 +275,20 @@ class SyncConfig(Section):
     """When machines synchronise: after every step or, as islands, only now and then."""
 
     mode: Literal["every-step", "local"] = "every-step"
-    """`every-step`: one model, gradients of all ranks. `local`: islands train on their own, each on its rows of the
-    global batch, and average every so many steps (DiLoCo); evaluation, checkpoints and export use the average. Needs
-    shard.strategy `laconic`. All other keys of this section belong to `local`."""
+    """`every-step`: all ranks average gradients in every step. `local`: islands train on their own, each on its rows of
+    the global batch, and average after several steps (DiLoCo). Evaluation, checkpoints and export use the average.
+    `local` needs shard.strategy `laconic`. All other keys of this section are for `local`."""
     islands: Count | None = None
-    """Number of islands. Each has equally many whole nodes that follow each other, so it must divide the number of
-    nodes. Default: every node is an island. What other trainers call dp_replicate."""
+    """Number of islands, which other trainers call dp_replicate. It must divide the number of nodes, since each island
+    has equally many whole nodes, one after the other. Default: every node is an island."""
     every: int = 100
     """Steps between two syncs of the same parameters."""
     fragments: int = 1
-    """Parts of the model that are synced in turn, one each every / fragments steps; must divide `every`."""
+    """Number of parts of the model that sync in turn, one after each every / fragments steps; must divide `every`."""
     pattern: Literal["strided", "sequential"] = "strided"
-    """How layers are dealt to fragments: `strided`, layer l to fragment l mod fragments, or in runs."""
+    """The layers of a fragment. `strided`: layer l is in fragment l mod fragments; `sequential`: a run of layers."""
     overlap: int = 0
-    """Steps that hide an exchange: its result is applied so many steps later; less than every / fragments."""
+    """Steps that hide an exchange: its result is applied this many steps later; less than every / fragments."""
     mixing: ProperShare = 0.0
     """The share of an island's own parameters in the mixture when a result is applied; 0 takes the result alone."""
     codec: Literal["fp32", "bf16", "int8", "fp4", "fp4-e2m1"] = "fp32"
@@ -315,8 +316,8 @@ class SyncConfig(Section):
             SyncSchedule(every=self.every, fragments=self.fragments, overlap=self.overlap)
         except ValueError as error:
             raise ConfigError(f"sync: {error}") from error
-        exact = "has no effect: sync.codec = 'fp32' loses nothing; leave it out, or choose another codec"
-        self._check("error_feedback", not self.error_feedback or self.codec != "fp32", exact)
+        message = "has no effect: sync.codec = 'fp32' loses nothing; leave it out, or choose another codec"
+        self._check("error_feedback", not self.error_feedback or self.codec != "fp32", message)
         if not self.slice_include:
             raise ConfigError("sync.slice_include is empty, so no layer would be sliced; leave sync.slices out instead")
         is_default = self.slice_include == ("mlp", "attention")
@@ -336,20 +337,20 @@ class ScheduleConfig(Section):
 
     kind: Literal["simultaneous", "cyclic"] = "simultaneous"
     """`cyclic`: the model is cut into one stage per worker, and workers run two time steps apart (Cyclic Data
-    Parallelism), so that gradients and parameters travel from neighbour to neighbour all along the step, and the
-    activations of all workers together stay flat. It takes the place of shard.*. All other keys belong to `cyclic`."""
+    Parallelism). So gradients and parameters travel between neighbours during the whole step, and the activations of
+    all workers together stay flat. It takes the place of shard.*. All other keys of this section are for `cyclic`."""
     rule: Literal["v2", "lag2", "clip", "v1", "dp"] = "lag2"
-    """Which workers use the newest parameters of a stage, and which those of a batch before: docs/cyclic.md."""
+    """Which workers use the newest version of a stage, and which the version one batch older: see docs/cyclic.md."""
     states: Literal["replicated", "sharded", "shared"] = "replicated"
     """Where parameters rest: on every worker, with a stage's owner alone, or (`shared`) on each stage's own devices."""
     workers: AtLeastTwo | None = None
-    """Micro-batches of a global batch, and stages. Default: the number of ranks N; with states = "shared" the launch
-    has N (N + 1) / 2. One rank interleaves this many micro-batches on its device."""
+    """Number N of micro-batches in a global batch, and of stages. Default: the number of ranks or, with states =
+    "shared", the N for which N (N + 1) / 2 ranks are launched. One rank interleaves this many micro-batches."""
     cut_by: Literal["time", "memory", "parameters"] = "time"
-    """The quantity that stages share equally: time of forward and backward or bytes saved for backward, both measured
-    on rank 0 at the start, or parameters, which gives the same cut every time. A resumed run keeps its cut."""
+    """The quantity that stages share equally: `time` of forward and backward or `memory` saved for backward, which rank
+    0 measures at the start, or `parameters`, which gives the same cut every time. A resumed run keeps its cut."""
     stagger: Share = 1.0
-    """Lag of a worker behind the one before, in 1/N of a batch: 1 keeps activations flat, less forgives a slow wire."""
+    """Lag of a worker behind the previous one, in 1/N of a batch: 1 keeps activations flat, less suits a slow wire."""
 
     def _check_keys(self) -> None:
         keys = [field.name for field in dataclasses.fields(self) if field.name != "kind"]
@@ -372,23 +373,23 @@ class TrainConfig(Section):
     accumulation: Count = 1
     """Micro-batches per rank and optimizer step."""
     seed: int = 0
-    """Seed of dropout; each step of each rank draws its own from it, so that a resumed run draws the same."""
+    """Seed of dropout. Each step of each rank derives its own seed from it, so a resumed run drops the same out."""
     device: Literal["cpu", "cuda", "auto"] = "auto"
     """`auto` takes a GPU where there is one."""
     eval_every: Size = 0
-    """Steps between two evaluations, and one more after the last step; 0: never evaluate."""
+    """Steps between two evaluations; the last step is followed by one too. 0: never evaluate."""
     eval_batches: Count = 8
     """Micro-batches per rank in one evaluation."""
     save_every: Annotated[int, Bound(lambda value: value >= -1, "be at least -1")] = 0
-    """Steps between two checkpoints; 0: only one after the last step; -1: none."""
+    """Steps between two checkpoints; the last step is followed by one too. 0: only the last; -1: none."""
     async_save: bool = False
-    """Write checkpoints while training goes on, from a copy of each rank's part in host memory."""
+    """Write checkpoints while training goes on, from a copy in host memory of each rank's part."""
     keep: AtLeastTwo = 2
-    """Complete checkpoints kept; at least two, so that a damaged newest one has one to fall back to."""
+    """Number of complete checkpoints to keep; at least two, so that a run can go on if the newest one is damaged."""
     log_every: Count = 10
-    """Steps between two lines of the log. All ranks, also of different islands, combine their figures for a line."""
+    """Steps between two lines of the log. For a line, the ranks of all islands combine their figures."""
     resume: bool = False
-    """Go on from the newest complete checkpoint in `output`, or start where there is none."""
+    """Go on from the newest complete checkpoint in `output`; start from step 0 if there is none."""
     output: str = "runs/laconic"
     """Folder for checkpoints, logs, the effective configuration and `summary.json`."""
     timeout_s: Positive = 600.0
@@ -406,5 +407,5 @@ class LogConfig(Section):
     progress: bool = True
     """A progress bar where rank 0 has a terminal; plain lines elsewhere."""
     memory_step: int = 0
-    """On CPU: watch the allocator during this step (the first is 1) for the summary's `step_peak_bytes`, which slows
-    the step down; 0: never. A GPU's allocator keeps a peak by itself."""
+    """On CPU: watch the allocator during this step (the first is 1), for the summary's `step_peak_bytes`; 0: never. It
+    slows the step down. A GPU's allocator keeps a peak by itself."""

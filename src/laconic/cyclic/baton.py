@@ -2,11 +2,12 @@
 
 [Note: Baton]
 Messages alone do not keep workers apart: in its first batch a worker that needs nothing from the others would start at
-once, and all activations would be alive together. So worker i begins a batch only when it has received a baton from
-worker i - 1, which passes it after a share of its own batch: `stagger` times the N-th part of the batch's duration.
-Durations are measured on CPU. On CUDA the host does not wait for the device, so durations are unknown; there, and in
-the first batch, the share is `stagger` times 2 of the 2N ops. The baton carries the size of the batch, which must be
-equal on all workers. Without stagger a worker passes the baton at once, and reads the size only after its first N ops.
+once, and the activations of all workers would be alive together. So worker i begins a batch only when it has received a
+baton from worker i - 1. Worker i - 1 passes the baton after a share of its own batch: `stagger` times 1/N of the time
+that the batch takes. On CPU the ops are timed. On CUDA the host does not wait for the device, so the time is unknown.
+There, and in the first batch, worker i - 1 passes the baton after `stagger` times 2 of its 2N ops. The baton carries
+the size of the batch, which must be equal on all workers. Without stagger a worker passes the baton at once, and waits
+for the previous worker's baton only after its first N ops.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from laconic.cyclic.links import Links
 
 
 class Baton:
-    """The baton as worker `number` of `count` sees it; see [Note: Baton]. With a count of 1 it does nothing."""
+    """The baton of worker `number`, one of `count` workers; see [Note: Baton]. One worker alone passes no baton."""
 
     def __init__(self, links: Links, number: int, count: int, stagger: float) -> None:
         self._links, self._number, self._count, self._stagger = links, number, count, stagger
@@ -33,7 +34,7 @@ class Baton:
         self.after_op(0)
 
     def before_op(self, done: int) -> None:
-        """Wait for the baton if this op, after `done` others, needs it.
+        """Wait for the baton if the next op of the batch needs it; `done` ops have run.
 
         Raises:
             ValueError: the previous worker has a batch of another size.
@@ -48,18 +49,19 @@ class Baton:
                 )
 
     def after_op(self, done: int) -> None:
-        """Pass the baton if enough ops are done."""
+        """Pass the baton if enough ops of the batch have run; `done` is their number."""
         if not self.is_passed and done >= self._pass_after:
             self.is_passed = True
             self._links.pass_baton(self._size)
 
     def end(self, durations_s: Sequence[float]) -> None:
-        """Choose the op after which the next batch's baton is passed, from the durations of this batch's ops."""
+        """End a batch whose ops had these durations; they decide after which op the next batch passes the baton."""
         if not self._stagger:
             return
         previous = self._durations_s or durations_s
         self._durations_s = [(old + new) / 2 for old, new in zip(previous, durations_s, strict=True)]
         share_s = self._stagger * sum(self._durations_s) / self._count
+        # Count the ops whose middle comes before the share: no other number of ops ends closer to the share.
         middles_s = (end_s - s / 2 for end_s, s in zip(accumulate(self._durations_s), self._durations_s, strict=True))
         done = sum(middle_s < share_s for middle_s in middles_s)
         self._pass_after = min(max(done, 1), self._count + 1)

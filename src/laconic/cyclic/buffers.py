@@ -1,11 +1,11 @@
 """The buffer of a message: several tensors as one run of bytes, and what a receiver must know to unpack it.
 
 [Note: Message buffers are not buckets]
-The engine's flat buffers (layout/bucket.py, shard/ledger.py) share no code with these, which differ in all of this:
+The engine's flat buffers (layout/bucket.py, shard/ledger.py) share no code with message buffers. They differ:
   - A bucket has one dtype. A message mixes dtypes (a bf16 hidden state with a bool mask), so it is laid out in bytes.
   - A bucket is cut into equal shards of whole blocks. A message is never cut.
   - A bucket is contiguous per tensor. A message keeps strides, so that channels_last parameters stay channels_last.
-  - A bucket is filled again while views of it stay. A message's buffer never is: [Note: Versions by pointer swap].
+  - A bucket is filled again under the same views. A message's buffer never is: [Note: Versions by pointer swap].
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALIGNMENT_BYTES = 16  # a tensor of any dtype may begin there, and vector loads
 
 
 class ByteLayout:
-    """The place of every tensor of a list in one buffer of bytes. Gradients have the places of their parameters."""
+    """The place of every tensor of a list in one buffer of bytes. A gradient has the place of its parameter."""
 
     def __init__(self, like: Iterable[Tensor]) -> None:
         self._places: list[tuple[slice, torch.dtype, torch.Size, tuple[int, ...]]] = []
@@ -45,7 +45,7 @@ class ByteLayout:
         return [buffer[place].view(dtype).as_strided(shape, stride) for place, dtype, shape, stride in self._places]
 
     def pack(self, tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-        """A new buffer with the values of the tensors, which have the shapes and dtypes of the layout."""
+        """A new buffer with the values of `tensors`, which must have the shapes of the layout's tensors."""
         buffer = self.empty(device)
         for view, tensor in zip(self.views(buffer), tensors, strict=True):
             view.copy_(tensor)
@@ -60,6 +60,7 @@ class ActivationMeta:
     """
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
+    """(shape, dtype, requires_grad) of each activation."""
 
     @staticmethod
     def of(tensors: Sequence[Tensor]) -> ActivationMeta:
@@ -74,16 +75,16 @@ class ActivationMeta:
 
     @property
     def layout(self) -> ByteLayout:
-        """The places of the activations in the buffer."""
+        """The places of the activations in one buffer."""
         return ByteLayout(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype, _ in self.tensors)
 
     def unpack(self, buffer: Tensor) -> list[Tensor]:
-        """The activations in a buffer, without a copy."""
+        """The activations in a buffer of this layout, without a copy."""
         flags = (requires_grad for *_, requires_grad in self.tensors)
         return [view.requires_grad_(flag) for view, flag in zip(self.layout.views(buffer), flags, strict=True)]
 
     def header(self, device: torch.device) -> Tensor:
-        """The metadata as (HEADER_BYTES,) of uint8. Raises ValueError if they need more bytes."""
+        """The metadata as a tensor, (HEADER_BYTES,) of uint8. Raises ValueError if they do not fit."""
         text = json.dumps([[shape, str(dtype).removeprefix("torch."), flag] for shape, dtype, flag in self.tensors])
         if len(text) > HEADER_BYTES:
             raise ValueError(

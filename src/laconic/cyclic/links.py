@@ -1,11 +1,11 @@
 """Point-to-point messages between devices, matched by their order.
 
 [Note: Order instead of tags]
-NCCL has no tags, and a send of Gloo completes only after the receiver has asked for it. So a receiver derives from the
-senders' programs which messages come from each of them, and posts its receives in that order, ahead of need.
+NCCL has no tags, and a send of Gloo completes only after the receiver has posted its receive. So a receiver learns from
+each sender's program which messages that sender sends, and posts the receives in the same order, before it needs them.
   - On NCCL, messages to higher and to lower device numbers use two process groups, so that a receive that was posted
     early does not block a send. Batons use one more group, since they may be passed at any time.
-  - A device expects the messages of a batch when it begins the batch. Only then it is certain that all devices run it.
+  - A device expects the messages of a batch when it begins the batch. Only then is it certain that the batch is run.
   - A sender waits for a send only once the receive must have been posted, in a batch that the sender itself has begun.
 """
 
@@ -27,6 +27,7 @@ from laconic.cyclic.buffers import HEADER_BYTES, ActivationMeta
 from laconic.cyclic.schedule.messages import Key, Message
 
 _NUMBER_BYTES = 8  # one fp64 or int64
+_KEPT_SHAPES = 3  # messages refer to the shapes of at most this many batches
 _PURPOSES: dict[str, Purpose] = {
     "gradient": "gradients",
     "total": "gradients",
@@ -45,7 +46,7 @@ class PeerLost(RuntimeError):
 
 @dataclass
 class _Transfer:
-    """A message, or a baton, that is being sent or received; `buffers` live as long as `works` need them."""
+    """A message or a baton that is being sent or received. It keeps the buffers alive until the works are done."""
 
     subject: Message | int  # the message, or the device that the baton goes to or comes from
     works: list[dist.Work]
@@ -53,14 +54,15 @@ class _Transfer:
 
 
 class Links:
-    """The messages of one device, on a `mesh` of one axis. With None, one device sends all messages to itself.
+    """The messages of one device, on a `mesh` of one axis. Without a mesh, one device sends all messages to itself.
 
-    `num_bytes` gives the size of a message of weights or gradients, as a function of the stage.
+    `num_bytes` is a function from a stage to the size of a message with its weights or gradients.
+    Every method that posts, sends or waits raises PeerLost if the process of the other device has ended.
     """
 
     def __init__(self, mesh: DeviceMesh | None, device: torch.device, num_bytes: Callable[[int], int]) -> None:
         self.traffic = Traffic()
-        self.waited_s = 0.0  # the time spent waiting since the caller last set it to zero
+        self.waited_s = 0.0  # the time spent waiting since the caller last set this to zero
         self._device, self._num_bytes = device, num_bytes
         self._arrived: dict[Key, Any] = {}
         self._posted: dict[Key, _Transfer] = {}
@@ -71,7 +73,7 @@ class Links:
         self._shapes: dict[int, tuple[Hashable, bool]] = {}
         self._known_shapes: set[Hashable] = set()
         self.mesh_rank = 0
-        self._own: list[dist.ProcessGroup] = []
+        self._owned_groups: list[dist.ProcessGroup] = []
         self._nodes: list[int] = []
         if mesh is not None:
             ranks = mesh.mesh.flatten().tolist()
@@ -79,24 +81,24 @@ class Links:
             is_part = len(ranks) < dist.get_world_size()
             # On NCCL a posted receive blocks later operations with the same peer; on Gloo it does not.
             num_groups = 3 if dist.get_backend(mesh.get_group()) == "nccl" else 2
-            self._own = [dist.new_group(ranks, use_local_synchronization=is_part) for _ in range(num_groups)]
-            self._control = self._own[0]
-            self._groups = {True: self._own[1], False: self._own[-1]}
+            self._owned_groups = [dist.new_group(ranks, use_local_synchronization=is_part) for _ in range(num_groups)]
+            self._control = self._owned_groups[0]
+            self._groups = {True: self._owned_groups[1], False: self._owned_groups[-1]}  # by: target > source
             self.mesh_rank = mesh.get_local_rank()
 
     def expect(self, messages: Iterable[Message]) -> None:
-        """Announce messages that other devices will send, those of one sender in its order."""
+        """Announce messages that other devices will send. Messages of one sender come in the order of its program."""
         for message in messages:
             self._expected[message.source].append(message)
 
     def set_shapes(self, batch: int, shapes: Hashable) -> None:
-        """Announce the shapes of a batch, equal on all devices; they determine the metadata of its activations."""
+        """Announce the shapes of a batch, equal on all devices; they determine the shapes of its activations."""
         self._shapes[batch] = shapes, shapes not in self._known_shapes
-        self._shapes.pop(batch - 3, None)
+        self._shapes.pop(batch - _KEPT_SHAPES, None)
         self._known_shapes.add(shapes)
 
     def post(self, step: int) -> None:
-        """Post the receives of all messages that are due before this time step, as far as their size is known."""
+        """Post the receives of all messages that are due before this time step, as far as their sizes are known."""
         for queue in self._expected.values():
             while any(message.due < step for message in queue) and self._is_size_known(queue[0]):
                 self._post_next(queue)
@@ -124,7 +126,7 @@ class Links:
         return _Transfer(message, [work], [buffer])
 
     def _has_header(self, message: Message) -> bool:
-        """Whether metadata precede the activation: in the first batch of its shapes, on all devices alike."""
+        """Whether a header comes before the message: before an activation, in the first batch of its shapes."""
         return message.kind == "activation" and self._shapes[message.index][1]
 
     def _is_size_known(self, message: Message) -> bool:
@@ -132,7 +134,7 @@ class Links:
         return not self._has_header(message) and (not is_activation or self._meta_key(message) in self._metas)
 
     def _meta_key(self, message: Message) -> tuple[Hashable, int]:
-        """The shapes of the batch, and the stage whose output or output's gradient the message is."""
+        """The key of the message's metadata: the shapes of the batch, and the stage whose output sets the shapes."""
         sender = message.stage if message.kind == "activation" else message.stage - 1
         return self._shapes[message.index][0], sender
 
@@ -141,7 +143,7 @@ class Links:
         return meta if message.kind == "activation" else meta.gradients()
 
     def peek(self, key: Key) -> Any:
-        """Wait for a message and return its content, which stays: a buffer, or the list of tensors of an activation."""
+        """Wait for a message, keep it, and return its content: a buffer, or the list of tensors of an activation."""
         if key not in self._arrived:
             if key not in self._posted:
                 queue = next(queue for queue in self._expected.values() if any(m.key == key for m in queue))
@@ -162,11 +164,11 @@ class Links:
         return self._arrived.pop(key)
 
     def put(self, key: Key, content: Any) -> None:
-        """Store content as if it had arrived."""
+        """Store content as if a message had brought it."""
         self._arrived[key] = content
 
     def send(self, message: Message, content: Any) -> int:
-        """Start to send a buffer, or a list of tensors; it must not change later. Returns the bytes that leave."""
+        """Start to send a buffer, or a list of tensors; both must not change later. Returns the bytes that leave."""
         if message.target == message.source:
             self.put(message.key, content)
             return 0
@@ -186,7 +188,7 @@ class Links:
         return num_bytes
 
     def release(self, step: int, batch: int) -> None:
-        """Free the buffers that receivers must have by now, when this device is at this time step of this batch."""
+        """Free the buffers of the messages that were due before this time step, in this batch or an earlier one."""
         waiting: deque[_Transfer] = deque()
         for sent in self._sent:
             assert isinstance(sent.subject, Message)
@@ -197,7 +199,7 @@ class Links:
         self._sent = waiting
 
     def finish(self) -> None:
-        """Wait until other devices have received all that was sent."""
+        """Wait until other devices have received all messages of this device."""
         for transfer in (*self._sent, *self._batons):
             self._wait(transfer)
         self._sent.clear()
@@ -207,12 +209,12 @@ class Links:
 
     def close(self) -> None:
         """Destroy the process groups. No message may be under way."""
-        for group in self._own:
+        for group in self._owned_groups:
             dist.destroy_process_group(group)
-        self._own.clear()
+        self._owned_groups.clear()
 
     def request_baton(self) -> Callable[[], int]:
-        """Ask for the previous device's baton; the result is a function that waits for it and returns its value."""
+        """Post the receive of the previous device's baton; return a function that waits for it and gives its number."""
         previous, value = self.mesh_rank - 1, torch.zeros(1, dtype=torch.int64, device=self._device)
         with self._raising_peer_lost(previous):
             work = dist.irecv(value, group=self._control, group_src=previous)
@@ -226,7 +228,7 @@ class Links:
         return wait
 
     def pass_baton(self, number: int) -> None:
-        """Send the baton to the next device."""
+        """Start to send the baton, with this number, to the next device."""
         following, value = self.mesh_rank + 1, torch.tensor([number], device=self._device)
         while len(self._batons) > 1:
             self._wait(self._batons.popleft())
@@ -237,7 +239,7 @@ class Links:
         self._batons.append(_Transfer(following, [work], [value]))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Copy a tensor from one device to all, outside of training steps."""
+        """Copy a tensor in place from one device to all, outside of training steps. Collective."""
         with self._raising_peer_lost(source):
             dist.broadcast(tensor, group=self._control, group_src=source)
 

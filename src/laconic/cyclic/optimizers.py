@@ -1,9 +1,9 @@
 """One optimizer per stage, and the hyper-parameters that belong to each batch's gradient.
 
 [Note: Settings belong to the gradient]
-Rules apply a gradient at different time steps, all later than its batch. If an optimizer took the learning rate of that
-later moment, a change of it would reach different gradients under different rules. So the hyper-parameters of all
-groups are copied when a batch begins, and the gradient of the batch is applied with that copy.
+Every rule applies a batch's gradient later than the batch, and the rules differ in when. If an optimizer used the
+learning rate of that later time, a new learning rate would apply to other gradients under another rule. So the
+hyper-parameters of all groups are copied when a batch begins, and the gradient of the batch is applied with the copy.
 """
 
 import inspect
@@ -18,9 +18,9 @@ Settings = list[dict[str, Any]]  # hyper-parameters per group, without the param
 
 
 class StageOptimizers(torch.optim.Optimizer):
-    """The optimizers of all stages as one list of groups, for learning-rate schedulers and for users.
+    """The optimizers of all stages, which `make` makes, as one optimizer for learning-rate schedulers and for users.
 
-    The schedule applies the gradients. `step()` only shows learning-rate schedulers that a step was taken.
+    The runtime applies the gradients, by `apply`. `step()` only shows learning-rate schedulers that a step was taken.
 
     Raises:
         ValueError: an optimizer needs a closure, or does not hold exactly the parameters of its stage.
@@ -34,10 +34,10 @@ class StageOptimizers(torch.optim.Optimizer):
         super().__init__([group for optimizer in self.by_stage for group in optimizer.param_groups], {})
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Do nothing: see the class."""
+        """Change nothing; see the class."""
 
     def settings(self) -> list[Settings]:
-        """A copy of all groups' hyper-parameters, by stage."""
+        """A copy of the hyper-parameters, by stage and group."""
         return [
             [{key: copied(value) for key, value in group.items() if key != "params"} for group in inner.param_groups]
             for inner in self.by_stage
@@ -49,7 +49,7 @@ class StageOptimizers(torch.optim.Optimizer):
             group.update({key: copied(value) for key, value in saved.items()})
 
     def apply(self, stage: int, gradients: Sequence[Tensor], settings: Settings) -> None:
-        """Step a stage's optimizer with the total gradient and the settings of its batch."""
+        """Step a stage's optimizer with the total gradients of its parameters, and with the settings of their batch."""
         current, parameters = self.settings()[stage], self._parameters[stage]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -62,7 +62,7 @@ class StageOptimizers(torch.optim.Optimizer):
             parameter.grad = None
 
     def blank_state(self, tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
-        """The state of each parameter after a first step, with zeros in all tensors. Overwrites `tensors`."""
+        """The state that a first step makes for parameters like `tensors`, with zeros in it. Overwrites `tensors`."""
         parameters = [nn.Parameter(tensor) for tensor in tensors]
         optimizer = self._make(parameters)
         for parameter in parameters:
@@ -90,5 +90,5 @@ def _check(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], sta
     if held != {id(p) for p in parameters}:
         raise ValueError(
             f"the optimizer of stage {stage} holds {len(held)} parameters, expected exactly the {len(parameters)} that "
-            "optimizer_fn was given; it must make a new optimizer of its argument"
+            "optimizer_fn was given; it must make a new optimizer from its argument"
         )

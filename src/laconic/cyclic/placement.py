@@ -1,17 +1,17 @@
-"""The place of the stages' parameters on a device, and the version that they have.
+"""The memory of the stages' parameters on a device, and the version of each stage.
 
 [Note: Versions by pointer swap]
 Each version of a stage is one buffer, and the module's parameters are views of the buffer in use. A new version is
-always a new buffer: a version that arrives is installed by pointing the parameters at it, and an optimizer steps on a
-copy. So a graph that was recorded on the old version keeps the old buffer until its backward, a message that is still
-being sent is not overwritten, and no version outlives its last user.
+always a new buffer. When a version arrives, the parameters are pointed at its buffer; an optimizer steps on a copy of
+the old buffer. So a graph that was recorded on the old version keeps the old buffer until its backward, a message that
+is still being sent is not overwritten, and no version outlives its last user.
 Autograd does not notice a pointer swap, and it does not check biases and the first stage for in-place changes. So every
-backward checks that its stage has the version, and the counters of in-place changes, that its forward had.
+backward checks that the version of its stage, and the counters of in-place changes, are the same as in the forward.
 
 [Note: A home without memory]
 With sharded states a worker has most stages only during an op, but the graph of a forward refers to the storage of the
-parameters until its backward. So a stage that is not held has one *home*, a buffer that its parameters always view, and
-the home's storage has no bytes between ops. A version that arrives is copied into the home, and the buffer in which it
+parameters until its backward. So a stage that is not held has one *home*, a buffer that its parameters always view. The
+home's storage has no bytes between ops. When a version arrives, it is copied into the home, and the buffer in which it
 arrived is sent on to the next worker.
 """
 
@@ -35,7 +35,7 @@ class VersionError(RuntimeError):
 
 @dataclass(frozen=True)
 class UsedVersion:
-    """The version of a stage that a forward ran on."""
+    """The version of a stage that a forward used, for its backward."""
 
     version: int
     buffer: Tensor
@@ -43,10 +43,10 @@ class UsedVersion:
 
 
 class Placement:
-    """The parameters of all stages on one device.
+    """The parameters of all stages on the device `number`.
 
-    Trainable parameters of `stages`, equal on all devices, become views of buffers. The `schedule` decides which stages
-    the device holds and updates. The `optimizers` of stages that are updated elsewhere lose their state.
+    The trainable parameters of `stages`, equal on all devices, become views of buffers. The `schedule` decides which
+    stages the device holds and updates. The `optimizers` of stages that another device updates lose their state.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Placement:
         """The stages whose optimizer steps here."""
         self.held = range(len(stages)) if schedule.states == "replicated" else self.updated
         """The stages that keep their memory between ops."""
-        self._interleaves = not schedule.has_device_per_worker  # then updates come between forwards and backwards
+        self._interleaves = not schedule.has_device_per_worker  # then an update may come between forward and backward
         self.begin_run(is_pending=False)
         self.buffers = [
             layout.pack((p.detach() for p in parameters), self.device)
@@ -77,9 +77,10 @@ class Placement:
                 self._free(stage)
 
     def begin_run(self, *, is_pending: bool) -> None:
-        """Number what is held as the first version of a run: -1 if a gradient waits to be applied, otherwise 0."""
-        self.first = -1 if is_pending else 0
-        self.version = dict.fromkeys(range(len(self.parameters)), self.first)
+        """Give every stage the run's first version number: -1 if a gradient waits to be applied, otherwise 0."""
+        self.first_version = -1 if is_pending else 0
+        self.version = dict.fromkeys(range(len(self.parameters)), self.first_version)
+        """The version of each stage, counted in the run."""
 
     def replace(self, stage: int, buffer: Tensor) -> None:
         """Point a stage's parameters at another buffer."""
@@ -87,32 +88,32 @@ class Placement:
         self._point(stage, buffer)
 
     def update(self, stage: int, total: Tensor, settings: Settings) -> None:
-        """Make the next version from a total gradient, a buffer, with the settings of its batch."""
+        """Make the next version of a stage from the buffer of its total gradient, with the settings of its batch."""
         self.replace(stage, self.buffers[stage].clone())
-        # Graphs saved views of the previous buffer, so for them this is no change in place.
+        # Graphs saved views of the previous buffer, so autograd must not see this step as a change in place.
         with torch.autograd._unsafe_preserve_version_counter(tuple(self.parameters[stage])):
             self.optimizers.apply(stage, self.layouts[stage].views(total), settings)
         self.version[stage] += 1
 
     def install(self, message: Message, buffer: Tensor) -> None:
-        """Use a version that another device sent."""
+        """Use the version that a message from another device has brought, in its buffer."""
         stage = message.stage
         if stage in self.held:
             self.replace(stage, buffer)
         else:
             self.buffers[stage].untyped_storage().resize_(buffer.numel())
             self.buffers[stage].copy_(buffer)
-            self._passing = buffer
-        self.version[stage] = max(message.index, self.first)
+            self._arrived = buffer  # to be sent on: see [Note: A home without memory]
+        self.version[stage] = max(message.index, self.first_version)
 
     def content(self, message: Message) -> Tensor:
-        """The buffer that a message of weights carries."""
-        assert self.version[message.stage] == max(message.index, self.first), (message, self.version[message.stage])
-        return self.buffers[message.stage] if message.stage in self.held else self._passing
+        """The buffer to send in a message of weights."""
+        assert self.version[message.stage] == max(message.index, self.first_version), message
+        return self.buffers[message.stage] if message.stage in self.held else self._arrived
 
     @contextmanager
     def showing(self, buffers: Sequence[Tensor]) -> Iterator[None]:
-        """Point the parameters of all stages at these buffers for the body."""
+        """Inside, the parameters of all stages are views of these buffers."""
         data = [[p.data for p in parameters] for parameters in self.parameters]
         for stage, buffer in enumerate(buffers):
             self._point(stage, buffer)
@@ -124,12 +125,12 @@ class Placement:
                     parameter.data = value
 
     def enter_forward(self, op: Op, version: int) -> UsedVersion:
-        """Check that the stage has this version, and return what `enter_backward` needs.
+        """Check that the stage has this version; return the record of it that `enter_backward` needs.
 
         Raises:
             VersionError: the stage has another version.
         """
-        expected = max(version, self.first)
+        expected = max(version, self.first_version)
         if self.version[op.stage] != expected:
             raise VersionError(
                 f"stage {op.stage} has version {self.version[op.stage]}, but worker {op.worker} needs {expected} in "
@@ -138,10 +139,10 @@ class Placement:
         return UsedVersion(expected, self.buffers[op.stage], self._counters(op.stage))
 
     def enter_backward(self, op: Op, used: UsedVersion) -> None:
-        """Point the parameters at the version of the forward, for recomputation.
+        """Point the parameters at the version of the forward, which a backward with recomputation reads again.
 
         Raises:
-            VersionError: another version has taken its place, or parameters were changed in place.
+            VersionError: the stage has another version than in the forward, or parameters were changed in place.
         """
         is_same_buffer = self.buffers[op.stage] is used.buffer
         if not self._interleaves and (self.version[op.stage] != used.version or not is_same_buffer):

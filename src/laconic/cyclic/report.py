@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-_LATE = 0.1  # a device is late if it waits longer than this share of an op
-_TRACE_LENGTH = 1 << 16
+_LATE = 0.1  # a device is late if it waits longer than this share of an op's mean duration
+_TRACE_LENGTH = 1 << 16  # the number of latest changes that the trace keeps
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Report:
     largest_burst: int = 0
     """The largest number of bytes sent between two ops, since the beginning."""
     durations_s: list[float] = field(default_factory=list)
-    """The duration of each op, without waiting."""
+    """The duration of each op, without the wait before it."""
     waits_s: list[float] = field(default_factory=list)
     """The time that the device waited for messages before each op."""
     trace: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_TRACE_LENGTH))
@@ -30,7 +30,7 @@ class Report:
 
     @property
     def on_time(self) -> float:
-        """The share of time steps before which this device waited less than a tenth of an op."""
+        """The share of ops before which this device waited at most a tenth of an op's mean duration."""
         if not self.durations_s:
             return 1.0
         patience_s = _LATE * sum(self.durations_s) / len(self.durations_s)
@@ -41,7 +41,7 @@ class Report:
         self.bytes_per_step, self.durations_s, self.waits_s = [0], [], []
 
     def add_live(self, change: int) -> None:
-        """Record that an activation has come (+1) or gone (-1)."""
+        """Record that a stage activation was made (+1) or freed (-1)."""
         self.live_now += change
         self.live_peak = max(self.live_peak, self.live_now)
         self.trace.append((time.monotonic(), self.live_now))
@@ -53,7 +53,7 @@ class Report:
         self.bytes_per_step.append(0)
 
     def add_sent(self, num_bytes: int) -> None:
-        """Record that bytes were sent after the last op."""
+        """Record bytes that were sent since the last op."""
         self.bytes_per_step[-1] += num_bytes
         self.largest_burst = max(self.largest_burst, self.bytes_per_step[-1])
 
@@ -66,7 +66,7 @@ class Report:
 def peak_together(traces: Sequence[Iterable[tuple[float, int]]], since: float = 0.0) -> int:
     """The largest number of stage activations alive at one moment on several devices of one machine.
 
-    `traces` has the `Report.trace` of each device; moments count from the time.monotonic() `since` on.
+    `traces` has the `Report.trace` of each device. Moments before `since`, a time.monotonic(), do not count.
     """
     events = sorted((moment, device, alive) for device, trace in enumerate(traces) for moment, alive in trace)
     alive_on, peak = dict.fromkeys(range(len(traces)), 0), 0

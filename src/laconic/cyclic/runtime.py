@@ -28,30 +28,30 @@ from laconic.cyclic.worker import LossFn, MicroBatch, Worker
 
 
 class CyclicDataParallel:
-    """Trains stages with one worker per stage; each has its own micro-batch, two time steps after the previous worker.
+    """Trains N stages with N workers. Each worker runs all stages, two time steps after the previous worker.
 
-    All ranks construct it, and call each of its methods, alike. Parameters begin with the values of the mesh's first
-    rank. A worker saves as many activations as in plain data parallelism; it is their sum over workers that stays flat.
+    All ranks construct it and call its methods in the same order. Parameters begin with the values of the mesh's first
+    rank. One worker saves as many activations as in plain data parallelism; the sum over all workers stays flat.
     A trainable parameter that a batch does not use has a gradient of zero. Buffers (running statistics) stay local.
 
     Args:
         stages: the model, cut in order into N modules, the same on all ranks. The output of stage k, a tensor or a
             tuple of tensors, is the arguments of stage k + 1. They share no trainable parameter and are on one device.
-        loss_fn: `loss_fn(output, targets)`, the mean over a micro-batch.
-        optimizer_fn: makes a new optimizer of a list of parameters; called once per stage.
+        loss_fn: `loss_fn(output, targets)`, the mean loss of a micro-batch, a tensor of one element.
+        optimizer_fn: makes a new optimizer for a list of parameters; called once per stage.
         mesh: one axis of N ranks (shared stages: N(N+1)/2). With None, or one rank, one device runs all micro-batches.
         rule: the versions that workers use: "v2", "lag2", "clip", "v1", "dp" (all at once), a `Rule`, or a mask.
         states: "replicated": every worker has all parameters, the owner of a stage has its optimizer state. "sharded":
-            only the owner keeps parameters too; they travel on two rings. "shared": N(N+1)/2 devices hold the stages.
-        stagger: the part of 1/N of a batch that the previous worker is ahead. 1 keeps activations flat, less tolerates
-            slow links, 0 does not stagger.
+            only the owner keeps parameters too; they travel on two rings. "shared": N(N+1)/2 devices have a stage each.
+        stagger: the lead of a worker over the next one, as a share of 1/N of a batch. 1 keeps activations flat, less
+            tolerates slow links, 0 lets all workers begin at once.
         max_grad_norm: clip gradients by the global norm over all stages. Only the rules "v1", "clip" and "dp" allow it.
         grad_scaler: scale losses with its settings, and skip the update of a batch whose gradient overflowed, under the
-            same rules; see [Note: Two batches late] in scaling.py. The scaler is read, not updated: see `loss_scale`.
+            same rules; see [Note: Two batches late] in scaling.py. The scaler itself never changes: see `loss_scale`.
 
     Raises:
-        ValueError: workers are not as many as stages; a stage has no trainable parameter, or two stages share one; an
-            optimizer needs more than gradients; the rule does not exist, or cannot wait for the global norm.
+        ValueError: ranks and stages do not fit; a stage has no trainable parameter, or shares one, or has an optimizer
+            that needs more than gradients; the rule does not exist, or cannot wait for the global norm.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class CyclicDataParallel:
             raise ValueError(f"stagger={stagger}, expected 0 (none) to 1 (an N-th of a batch)")
         by_stage = [list(trainable(stage).values()) for stage in self.stages]
         self.optimizer = StageOptimizers(optimizer_fn, by_stage)
-        """For learning-rate schedulers. Hyper-parameters that change before `step` belong to its batch's gradient."""
+        """All stages' optimizers as one. Hyper-parameters that are set before `step` belong to its batch's gradient."""
         self._links = Links(mesh, by_stage[0][0].device, lambda stage: self._placement.layouts[stage].num_bytes)
         number = self._links.mesh_rank
         if mesh is not None:
@@ -113,16 +113,17 @@ class CyclicDataParallel:
         """Train one batch.
 
         Args:
-            batch: this worker's (inputs, targets); with one device, or shared stages, those of all N workers, in order.
-                Inputs are a tensor or a tuple of tensors. All workers' micro-batches have the same size.
+            batch: this worker's (inputs, targets). With one device, or shared stages: a list with the (inputs, targets)
+                of all N workers, in order. Inputs are a tensor or a tuple of tensors, equally many rows on all workers.
 
         Returns:
-            The loss of this worker's micro-batch, or the mean of all N losses if they are computed here. None on a
-            device of shared stages that does not run the last stage.
+            The loss of this worker's micro-batch, or the mean of all N losses if they are computed here: a scalar. None
+            on a device of shared stages that does not run the last stage.
 
         Raises:
-            ValueError: the sizes of micro-batches differ.
-            RuntimeError: a worker has ended; with that worker's traceback.
+            ValueError: micro-batches differ in size or are not N; a stage or `loss_fn` returns no tensors.
+            VersionError: a stage's parameters were changed between its forward and its backward.
+            RuntimeError: another worker has ended; the message has its traceback.
         """
         with self._failing_together():
             losses = self._worker.step(self._by_worker(batch))
@@ -131,14 +132,14 @@ class CyclicDataParallel:
     def drain(self) -> None:
         """Bring every stage to its newest version everywhere, and end the run. Collective.
 
-        Afterwards parameters are equal on all workers (with sharded states: the owner's are the newest), no message is
-        under way, so that processes may end, and the next batch begins a new run.
+        Afterwards parameters are equal on all workers (with sharded states: the owners have the newest), and the next
+        batch begins a new run. No message is under way, so processes may end.
         """
         with self._failing_together():
             self._worker.drain()
 
     def close(self) -> None:
-        """Drain, and destroy this object's process groups. A process that ends need not do so."""
+        """Drain, and destroy this object's process groups. A process need not do so before it ends. Collective."""
         self.drain()
         self._links.close()
 
@@ -147,11 +148,11 @@ class CyclicDataParallel:
         if self.schedule.has_device_per_worker:
             inputs, targets = batch
             return {self._links.mesh_rank: (inputs, targets)}
-        count = len(batch) if isinstance(batch, (list, tuple)) else type(batch).__name__
-        if count != len(self.stages):
+        given = len(batch) if isinstance(batch, (list, tuple)) else type(batch).__name__
+        if given != len(self.stages):
             raise ValueError(
                 f'states="{self.schedule.states}" needs the micro-batches of all {len(self.stages)} workers here, a '
-                f"sequence of (inputs, targets), got {count}"
+                f"sequence of (inputs, targets), got {given}"
             )
         shapes = [_shapes(micro_batch) for micro_batch in batch]
         if len(set(shapes)) > 1:
@@ -175,19 +176,19 @@ class CyclicDataParallel:
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes by level and purpose ("weights", "gradients", "activations", "control"); levels: "node" and "local"."""
+        """Bytes by level ("node", "local") and purpose ("weights", "gradients", "activations", "control")."""
         return self._links.traffic
 
     @property
     def loss_scale(self) -> float:
-        """The factor that losses are multiplied with now."""
+        """The factor that multiplies losses now; 1 without a `grad_scaler`."""
         return 1.0 if self._worker.loss_scale is None else self._worker.loss_scale.scale
 
     def set_hyperparameters(self, **settings: Any) -> None:
-        """Set hyper-parameters in all groups, for the gradients of the batches to come: `set_hyperparameters(lr=1e-3)`.
+        """Set hyper-parameters of all groups, for all later batches: `set_hyperparameters(lr=1e-3)`.
 
         Raises:
-            ValueError: a group does not have one of them.
+            ValueError: a group does not have one of these hyper-parameters.
         """
         for group in self.optimizer.param_groups:
             if unknown := set(settings) - set(group):
@@ -201,9 +202,9 @@ class CyclicDataParallel:
     def consistent_parameters(self) -> Iterator[int]:
         """Give all stages the parameters of one version, the same on every rank, for evaluation. Collective.
 
-        Yields that version, the number of batches whose gradients it contains: one less than the batches trained while
-        a staggered run goes on, the newest after `drain`. It has no effect on training.
-        Cost: memory for the whole model on every rank, and one broadcast of it.
+        Yields that version: the number of batches whose gradients it contains. That is one less than the batches
+        trained while a staggered run goes on, and all of them after `drain`. Training is not affected.
+        Cost: memory for the whole model on every rank, and one broadcast of the model.
         """
         with self._failing_together():
             version = self._snapshots.advance()
@@ -222,21 +223,21 @@ class CyclicDataParallel:
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, a flat dict of tensors and plain values. Collective, but nothing is gathered.
 
-        It may be called at any time and does not change the run. It contains a version of the weights that all stages
-        have, its optimizer state, and the gradient that waits to be applied. The parts of all ranks together are the
-        whole state; write them with torch.distributed.checkpoint, and read them into `blank_state_dict()`.
+        Call it between any two steps; it does not change the run. The state contains one version of all stages, the
+        optimizer state of that version, and the gradient that waits to be applied. The parts of all ranks together are
+        the whole state: write them with torch.distributed.checkpoint, and read them into `blank_state_dict()`.
         """
         with self._failing_together():
             return self._snapshots.state_dict()
 
     def blank_state_dict(self) -> dict[str, Any]:
-        """The entries of a checkpoint that this rank needs, for torch.distributed.checkpoint to fill."""
+        """The entries that this rank needs from a checkpoint, for torch.distributed.checkpoint to fill."""
         return self._snapshots.blank_state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was saved, to the same bits. Collective.
 
-        Another rule, or another placement of the same stages, may have saved it. Other keys are ignored.
+        A run with another rule, or with another placement of the same stages, may have saved it. More keys do no harm.
 
         Raises:
             ValueError: an entry is missing, or has another shape.
@@ -247,7 +248,7 @@ class CyclicDataParallel:
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """Record this rank's traceback for the others, and show theirs if a message cannot be exchanged."""
+        """Record this rank's failure for the other ranks; if a message cannot be exchanged, show the first failure."""
         if self.schedule.num_devices == 1:
             yield
             return
@@ -255,13 +256,13 @@ class CyclicDataParallel:
             yield
         except PeerLost as error:
             raise RuntimeError("\n".join(filter(None, [str(error), first_failure()]))) from error
-        except Exception as error:
+        except Exception as error:  # whatever it is, the other ranks wait for this one
             record_failure(error)
             raise
 
 
 def _shapes(micro_batch: MicroBatch) -> tuple[Any, ...]:
-    """The shapes and dtypes of inputs and targets, hashable; they determine the shapes of activations."""
+    """The shapes and dtypes of inputs and targets, as a key: they determine the shapes of activations."""
     tensors = [t for part in micro_batch for t in (part if isinstance(part, (tuple, list)) else [part])]
     return tuple((tuple(t.shape), str(t.dtype)) if isinstance(t, Tensor) else type(t).__name__ for t in tensors)
 

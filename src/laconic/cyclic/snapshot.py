@@ -1,13 +1,13 @@
 """The state of a run between two batches, drained or not.
 
 [Note: Snapshot of a run]
-After T batches of a staggered run, some workers will begin the next batch with version T - 1 of a stage and others with
-version T, and no device may have version T yet. But version T - 1 exists on some device, or can be made there from a
-gradient that has arrived, and no worker needs an older version. So a snapshot holds
+After T batches of a staggered run, some workers will use version T - 1 of a stage in the next batch and others version
+T, which perhaps no device has yet. But one device has version T - 1, or can make it from a gradient that has arrived,
+and no worker needs an older version. So a snapshot holds
   - version T - 1 of every stage, with its optimizer state,
   - the total gradient of batch T - 1, which makes version T (it is *pending*),
-  - the hyper-parameters, and the global norm if it is used, of batch T - 1.
-One device saves each of these: the owner of a stage, or for shared stages the first device that has used the version.
+  - the hyper-parameters of batch T - 1, and its global norm if the run uses it.
+One device saves each stage: its owner or, if stages are shared, the first device that has used the version.
 A run that begins from a snapshot has version -1 and a pending gradient: see [Note: Messages of a batch]. Without
 stagger (`dp`) no worker needs version T - 1 again, and the snapshot holds version T alone.
 """
@@ -23,7 +23,7 @@ from laconic.cyclic.worker import Worker
 
 
 class Snapshots:
-    """Saves and loads the state of a device's run; see [Note: Snapshot of a run].
+    """Saves and loads the state of the run of `worker`; see [Note: Snapshot of a run].
 
     Tensors are named by stage: `stages.0.parameters.NAME`, `stages.0.gradient.NAME`, `stages.0.optimizer.NAME.KEY`;
     buffers, which differ between devices, also by device: `devices.1.stages.0.buffers.NAME`.
@@ -37,20 +37,21 @@ class Snapshots:
         """The version that a snapshot holds, counted in this run."""
         worker = self._worker
         if worker.batch == 0:
-            return self._placement.first
+            return self._placement.first_version
         return worker.batch - 1 if self._schedule.rule.is_staggered else worker.batch
 
     @property
     def _is_pending(self) -> bool:
+        """Whether the gradient of the last batch is not in that version."""
         return self._version < self._worker.batch
 
     def advance(self) -> int:
-        """Bring the stages that this device saves to the snapshot's version; returns it, counted over all runs."""
+        """Bring the stages that this device saves to the snapshot's version; return it, counted over all runs."""
         worker, target = self._worker, self._version
         for stage in range(self._schedule.num_stages):
             if self.weights_device(stage) == worker.number:
                 while (version := self._placement.version[stage]) < target:
-                    # The total stays: the program will take it, and find it applied.
+                    # The total stays, since the program will take it and see that it is applied.
                     worker.apply(stage, worker.links.peek(worker.total_key(stage, version)).clone())
         return worker.num_batches - worker.batch + target
 
@@ -97,11 +98,11 @@ class Snapshots:
 
     @property
     def _needs_norm(self) -> bool:
-        """Whether this device uses the global norm: to update stages, or to choose the loss scale, which all do."""
+        """Whether this device uses the global norm: to update stages, or, as all devices do, to set the loss scale."""
         return self._schedule.has_norm and (self._worker.loss_scale is not None or bool(self._placement.updated))
 
     def _norm(self) -> dict[str, Any]:
-        """The norm of the last batch, whose gradient may be pending, and the scale of the next batch."""
+        """The squared norm and the scale of the last batch, and the scale of the next batch."""
         if not self._needs_norm:
             return {}
         worker, last = self._worker, self._worker.batch - 1
@@ -150,7 +151,7 @@ class Snapshots:
             if isinstance(blank, Tensor) and blank.shape != state[key].shape:
                 raise ValueError(
                     f"{key!r} has shape {tuple(state[key].shape)} in the state, but {tuple(blank.shape)} here; cut the "
-                    "model as it was when it was saved"
+                    "model as it was cut when the state was saved"
                 )
 
     def load(self, state: dict[str, Any]) -> None:
@@ -205,7 +206,7 @@ class Snapshots:
         return {f"stages.{stage}.parameters.{name}": p.data for name, p in named if not p.requires_grad}
 
     def _optimizer_state(self, stage: int, held: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The state of a stage's optimizer from what it holds per parameter; zeros if it has not stepped yet."""
+        """The state of a stage's optimizer, by name; `held` has it by parameter. Before the first step it is zeros."""
         has_stepped, views = any(held), self._placement.layouts[stage].views
         by_parameter = held if has_stepped else self._placement.optimizers.blank_state(views(self._empty(stage)))
         named = zip(self._placement.names[stage], by_parameter, strict=True)

@@ -1,4 +1,4 @@
-"""One device of a run: it executes its programs. See [Note: Messages of a batch] in schedule/messages.py."""
+"""The execution of the programs of one device. See [Note: Messages of a batch] in schedule/messages.py."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from laconic.cyclic.links import Links
 from laconic.cyclic.optimizers import Settings
 from laconic.cyclic.placement import Placement, UsedVersion
 from laconic.cyclic.report import Report
-from laconic.cyclic.scaling import LossScale
+from laconic.cyclic.scaling import KEPT_BATCHES, LossScale
 from laconic.cyclic.schedule.messages import Compute, Instruction, Key, Message, Op, Receive, Run, Send, Square, Update
 from laconic.cyclic.schedule.program import messages_to, program
 from laconic.cyclic.schedule.schedule import Schedule
@@ -21,7 +21,7 @@ from laconic.cyclic.schedule.schedule import Schedule
 LossFn = Callable[[Any, Any], Tensor]
 MicroBatch = tuple[Any, Any]  # inputs and targets
 _LOOKAHEAD = 2  # receives are posted this many ops ahead, so that a transfer has a whole op to finish
-_KEPT_BATCHES = 4  # settings and squares of this many batches are kept
+_DUE_WITH_OP = 2  # an op needs the messages that are due at its time step and, to add up gradients, at the next one
 
 
 @dataclass
@@ -35,10 +35,10 @@ class _PendingBackward:
 
 @dataclass(kw_only=True)
 class Worker:
-    """The state of one device within and between batches, and the execution of its programs."""
+    """The state of the device `number` within and between batches, and the execution of its programs."""
 
     stages: Sequence[nn.Module]
-    """All stages; the device runs those that the schedule gives it."""
+    """All stages of the model. The schedule decides which of them this device runs."""
     loss_fn: LossFn
     schedule: Schedule
     number: int
@@ -50,13 +50,13 @@ class Worker:
     report: Report = field(default_factory=Report)
     run: Run = field(default_factory=Run)
     batch: int = 0
-    """The next batch of the run."""
+    """The batch of the run that comes next."""
     num_batches: int = 0
     """The number of batches trained, over all runs."""
     settings: dict[int, list[Settings]] = field(default_factory=dict)
     """The hyper-parameters of the run's latest batches, by batch and stage."""
     squares: dict[int, Tensor] = field(default_factory=dict)
-    """The sums of squares of the run's latest gradients, where they are needed."""
+    """The squared global norms of the run's latest gradients, by batch, where they are needed."""
     _pending: dict[tuple[int, int], _PendingBackward] = field(default_factory=dict)  # by worker and stage
     _received: list[Tensor] = field(default_factory=list)  # from the neighbouring stage, for the next op
     _produced: list[Tensor] = field(default_factory=list)  # by the last op, for the neighbouring stage
@@ -65,31 +65,31 @@ class Worker:
     _square: Tensor | None = None  # the sum of squares over stages
 
     def step(self, data: Mapping[int, MicroBatch]) -> list[Tensor]:
-        """Train one batch on the micro-batches of these workers. Returns the losses that are computed here."""
+        """Train one batch. `data` has the micro-batches of workers; returns the losses that are computed here."""
         batch, number = self.batch, self.number
         self.settings[batch] = self.placement.optimizers.settings()
-        self.settings.pop(batch - _KEPT_BATCHES, None)
+        self.settings.pop(batch - KEPT_BATCHES, None)
         self.links.expect(messages_to(self.schedule, number, batch, self.run))
         self._losses = []
         self.report.begin_step()
         if batch == 1 and -1 in self.squares and self.loss_scale is not None:
             self.loss_scale.update(self.squares[-1])  # the last norm of the run that was resumed
         steps = [op.step for near in (batch, batch + 1) for op in self.schedule.ops(number, near)]
-        self.links.post(steps[1] + 2)
+        self.links.post(steps[1] + _DUE_WITH_OP)
         self.baton.begin(_num_rows(next(iter(data.values()))))
         done = 0
         for instruction in program(self.schedule, number, batch, self.run):
             if not isinstance(instruction, Compute):
                 self.report.add_sent(self._exchange(instruction))
                 continue
-            self.links.post(steps[min(done + _LOOKAHEAD, len(steps) - 1)] + 2)
+            self.links.post(steps[min(done + _LOOKAHEAD, len(steps) - 1)] + _DUE_WITH_OP)
             if self.baton.is_passed:  # otherwise the next worker cannot receive anything yet
                 self.links.release(instruction.op.step, batch)
             self.baton.before_op(done)
             self._compute(instruction.op, instruction.version, data.get(instruction.op.worker))
             done += 1
             self.baton.after_op(done)
-        if self.placement.device.type == "cpu":  # elsewhere ops run after the host has measured them
+        if self.placement.device.type == "cpu":  # on other devices an op runs after the host has measured it
             self.baton.end(self.report.durations_s)
         self.batch += 1
         self.num_batches += 1
@@ -97,7 +97,7 @@ class Worker:
         return self._losses
 
     def drain(self) -> None:
-        """Exchange the last gradients and versions of the run without computing anything, and begin a new run."""
+        """Exchange and apply the last gradients of the run, without another batch, and begin a new run."""
         last = Run(is_pending=self.run.is_pending, num_batches=self.batch)
         for batch in (self.batch, self.batch + 1):
             self.links.expect(messages_to(self.schedule, self.number, batch, last))
@@ -107,18 +107,18 @@ class Worker:
         self.begin_run(is_pending=False)
 
     def begin_run(self, *, is_pending: bool) -> None:
-        """Begin a run, with a gradient that waits to be applied or without."""
+        """Begin a run; `is_pending` says whether a gradient waits to be applied."""
         self.run, self.batch = Run(is_pending=is_pending), 0
         self.settings.clear()
         self.squares.clear()
         self.placement.begin_run(is_pending=is_pending)
 
     def total_key(self, stage: int, batch: int) -> Key:
-        """The key of a batch's total gradient, where it is applied."""
+        """The key of a batch's total gradient on the devices that apply it."""
         return "total", stage, batch, self.schedule.num_stages - 1
 
     def _exchange(self, instruction: Instruction) -> int:
-        """Execute an instruction other than Compute; returns the bytes sent."""
+        """Execute an instruction other than Compute; return the number of bytes sent."""
         match instruction:
             case Send(message):
                 return self.links.send(message, self._content(message))
@@ -129,7 +129,7 @@ class Worker:
                     self.links.take(message.key)
             case Update(stage, version):
                 total = self.links.take(self.total_key(stage, version - 1))
-                if self.placement.version[stage] < version:  # a snapshot may have applied it already
+                if self.placement.version[stage] < version:  # a snapshot may have applied the total already
                     self.apply(stage, total)
             case Square(stage):
                 self._add_square(stage)
@@ -144,7 +144,7 @@ class Worker:
             case "square" | "norm":
                 return self._square
             case "total" if message.source != message.target and self.schedule.states == "shared":
-                return self.links.peek(message.key).clone()  # this device uses it too, and changes it
+                return self.links.peek(message.key).clone()  # `apply` will overwrite this device's own total
             case _:
                 return self._sum
 
@@ -170,12 +170,12 @@ class Worker:
                 self._sum = content
 
     def apply(self, stage: int, total: Tensor) -> None:
-        """Make the next version of a stage from the total gradient, which is overwritten."""
+        """Make the next version of a stage from its total gradient. Overwrites `total`."""
         batch = self.placement.version[stage]
         inverse = 1.0
         if self.loss_scale is not None:
             if not torch.isfinite(self.square(batch)):
-                self.placement.version[stage] += 1  # with the same values
+                self.placement.version[stage] += 1  # the update is skipped, and the version counts all the same
                 return
             inverse = 1.0 / self.loss_scale.by_batch[batch]
             self._multiply(stage, total, torch.tensor(inverse, dtype=torch.float64))
@@ -189,11 +189,11 @@ class Worker:
             view.mul_(factor.to(view.dtype))
 
     def square(self, batch: int) -> Tensor:
-        """The sum of squares of all stages' totals, a scalar of float64. Waits for the message."""
+        """The squared global norm of a batch's gradient, a scalar of float64. Waits for the message that brings it."""
         if batch not in self.squares:
             content = self.links.take(("norm", 0, batch, self.schedule.num_stages - 1))
             self.squares[batch] = content.view(torch.float64)[0]
-            self.squares.pop(batch - _KEPT_BATCHES, None)
+            self.squares.pop(batch - KEPT_BATCHES, None)
         return self.squares[batch]
 
     def _add_square(self, stage: int) -> None:
@@ -250,7 +250,7 @@ class Worker:
         self._produced = [torch.zeros_like(t) if t.grad is None else t.grad for t in inputs]
         self._sum = layout.empty(self.placement.device)
         for view, parameter in zip(layout.views(self._sum), parameters, strict=True):
-            if parameter.grad is not None:  # a parameter that this batch does not use has a gradient of zero
+            if parameter.grad is not None:  # otherwise the batch does not use it, and its gradient is zero
                 torch.div(parameter.grad, self.schedule.num_stages, out=view)
                 parameter.grad = None
         return pending.used

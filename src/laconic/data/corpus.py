@@ -1,4 +1,4 @@
-"""Documents from all kinds of sources, as bytes, in the same order on every machine."""
+"""Documents from files and datasets, as bytes, in the same order on every machine."""
 
 import json
 import sysconfig
@@ -15,21 +15,22 @@ class Document(NamedTuple):
     """One text."""
 
     name: str
-    """Its source, for messages: a file, and a line or row in it."""
+    """The source of the text, for messages: a file, and a line or row in the file."""
     text: bytes
-    """Its content, in UTF-8."""
+    """The content in UTF-8."""
 
 
 class Corpus(NamedTuple):
     """The documents of a source."""
 
     documents: Callable[[], Iterator[Document]]
+    """Yields all documents."""
     identity: str
     """A text that changes whenever the documents may have changed."""
 
 
 def open_corpus(config: DataConfig) -> Corpus:
-    """Find the source of a job's documents.
+    """Find the source of a job's documents. `Corpus.documents` raises JobError for a document that is unreadable.
 
     Raises:
         JobError: the source does not exist or has no file.
@@ -50,7 +51,7 @@ def open_corpus(config: DataConfig) -> Corpus:
 
 
 def _files(root: Path, pattern: str) -> list[Path]:
-    """Regular files below `root` in byte order of their relative names; hidden ones are left out."""
+    """List the regular files below `root` in byte order of their relative names, without hidden files."""
     found = []
     for path in root.rglob(pattern):
         parts = path.relative_to(root).parts
@@ -92,7 +93,7 @@ def _lines(path: Path, config: DataConfig) -> Iterator[Document]:
             where = f"{path}, line {number}"
             try:
                 row = json.loads(line)
-            except ValueError as error:  # of JSON or of UTF-8
+            except ValueError as error:  # JSONDecodeError or UnicodeDecodeError
                 raise JobError(f"{where} is not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise JobError(
@@ -107,9 +108,7 @@ def _dataset_rows(folder: Path, text_field: str) -> Iterator[Document]:
     try:
         data = load_from_disk(str(folder))
     except Exception as error:  # pyarrow, fsspec and datasets each raise their own
-        raise JobError(
-            f"data.path = {str(folder)!r} is not a folder written by datasets' save_to_disk: {error}"
-        ) from error
+        raise JobError(f"data.path = {str(folder)!r} is no folder of datasets' save_to_disk: {error}") from error
     if isinstance(data, DatasetDict):
         if "train" not in data:
             raise JobError(

@@ -2,9 +2,9 @@
 
 [Note: A sampler without state]
 A counter-based generator with the key (seed, s) draws all rows of step s at once, and rank r takes its rows by
-position. So nothing need be saved, and a resumed run sees the same rows as an unbroken run. One rank with 8
-micro-batches, 8 ranks, or 2 x 2 x 2 draw the same global batch. Only the generator's raw bits are used, because numpy
-keeps these the same in every release, but not its distributions.
+position. So a checkpoint needs no state of the sampler, and a resumed run sees the same rows as an unbroken run. One
+rank with 8 micro-batches, 8 ranks, and a mesh of 2 x 2 x 2 ranks draw the same global batch. Only the generator's raw
+bits are used: numpy keeps them equal in every release, but not the distributions that it makes of them.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """Draws the starts of the rows of each step, with replacement."""
+    """Draws the first tokens of the rows of each step, with replacement."""
 
     seed: int
     num_tokens: int
@@ -33,11 +33,11 @@ class Sampler:
         return self.accumulation * self.world_size * self.micro_batch_size
 
     def global_offsets(self, step: int) -> np.ndarray:
-        """The first token of each row of the global batch, of shape (accumulation, world size, micro-batch size)."""
+        """Draw the index of each row's first token: (accumulation, world size, micro-batch size), int64."""
         key = np.array([self.seed % 2**64, step], dtype=np.uint64)
         raw = np.random.Philox(key=key).random_raw(self.rows_per_step)
         positions = self.num_tokens - self.sequence_length + 1
-        # a modulo has a bias of positions / 2**64, which is negligible
+        # the modulo prefers low positions by positions / 2**64, which is negligible
         return (
             (raw % np.uint64(positions))
             .astype(np.int64)
@@ -45,5 +45,5 @@ class Sampler:
         )
 
     def offsets(self, step: int) -> np.ndarray:
-        """This rank's part of `global_offsets`, of shape (accumulation, micro-batch size)."""
+        """Return this rank's part of `global_offsets`: (accumulation, micro-batch size), int64."""
         return self.global_offsets(step)[:, self.rank]

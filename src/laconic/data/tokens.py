@@ -1,9 +1,9 @@
 """Tokens in memory-mapped files, and the rows of batches in them.
 
 [Note: One writer per node]
-Local rank 0 of each node tokenises the corpus and writes `<split>-<fingerprint>.bin` under a temporary name, which it
-then renames. So a reader sees a whole file or none, also after a killed run or with a folder that nodes share. The
-fingerprint covers sources, tokenizer and split. The other ranks wait in `RankGroup.agree` and then map the files.
+Local rank 0 of each node tokenises the corpus. It writes each file under a temporary name and then renames it. So a
+reader sees a whole file or none, also after a run was killed, or if nodes share the folder. File names have a hash of
+the sources, the tokenizer and the split. The other ranks wait in `RankGroup.agree` and then map the files.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from laconic.files import replacing, write_text
 from laconic.hf.tokenizer import Tokenizer
 
 _DOCUMENTS_PER_BATCH = 64
-_FORMAT = 1
+_FORMAT = 1  # raise it when the files change: runs then ignore files of the old format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +30,16 @@ class TokenFiles:
 
     train: np.ndarray
     evaluation: np.ndarray
-    """Held-out tokens; empty with eval_fraction = 0."""
+    """Tokens held out for evaluation; empty with eval_fraction = 0."""
     num_documents: int
-    """The number of documents in both."""
+    """The number of documents in `train` and `evaluation`."""
 
 
 def prepare(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> Path:
     """Tokenise the corpus unless `folder` already holds it; return the index file. See [Note: One writer per node].
 
     Raises:
-        JobError: a corpus that cannot be read, is binary, or a folder that cannot be created.
+        JobError: the corpus cannot be read or is binary, or the folder cannot be created.
     """
     corpus = open_corpus(config)
     index = folder / f"corpus-{_fingerprint(corpus, tokenizer, config)}.json"
@@ -59,7 +59,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> Path:
         new_eval.open("wb") as evaluation,
     ):
         for tokens in _tokens(corpus, tokenizer):
-            file = evaluation if _held_out(num_documents, config.eval_fraction) else train
+            file = evaluation if _is_held_out(num_documents, config.eval_fraction) else train
             row = tokens.astype(dtype, copy=False)
             num_text_tokens += len(row)
             if tokenizer.separator is not None:
@@ -67,12 +67,12 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> Path:
             row.tofile(file)
             num_documents += 1
     summary = {"dtype": dtype.name, "num_documents": num_documents, "num_text_tokens": num_text_tokens}
-    write_text(index, json.dumps(summary), durable=False)  # last, since the index shows that the files are complete
+    write_text(index, json.dumps(summary), durable=False)  # last: an index shows that the files are complete
     return index
 
 
 def open_tokens(index: Path, config: DataConfig) -> TokenFiles:
-    """Map the files of `index` into memory.
+    """Map the files of `index`, which `prepare` returned, into memory.
 
     Raises:
         JobError: the corpus is empty, or too short for one sequence.
@@ -91,7 +91,7 @@ def open_tokens(index: Path, config: DataConfig) -> TokenFiles:
     if summary["num_text_tokens"] == 0:
         raise JobError(f"the corpus {source!r} is empty: no text in {summary['num_documents']} documents")
     if config.eval_fraction > 0 and (len(evaluation) < length or len(train) < length):
-        # too few documents to hold out whole ones: hold out the tail of the tokens instead
+        # too few documents to hold out whole documents: hold out the last tokens instead
         tokens = np.concatenate([train, evaluation])
         held_out = max(round(len(tokens) * config.eval_fraction), length)
         train, evaluation = tokens[: max(len(tokens) - held_out, 0)], tokens[max(len(tokens) - held_out, 0) :]
@@ -105,7 +105,7 @@ def open_tokens(index: Path, config: DataConfig) -> TokenFiles:
 
 
 def rows_at(tokens: np.ndarray, offsets: np.ndarray, length: int) -> np.ndarray:
-    """Rows of `length` tokens that start at `offsets`, as int64 of shape (*offsets.shape, length)."""
+    """Copy the rows of `length` tokens that start at `offsets`: (*offsets.shape, length), int64."""
     rows = np.empty((*offsets.shape, length), dtype=np.int64)
     for where in np.ndindex(offsets.shape):
         start = int(offsets[where])
@@ -127,8 +127,8 @@ def _refuse_binary(document: Document) -> None:
         raise JobError(f"{document.name} is binary, not text: a NUL byte at offset {where}; take it out of the corpus")
 
 
-def _held_out(document: int, fraction: float) -> bool:
-    """Whether the document with this number is for evaluation: a random choice that is the same on every machine."""
+def _is_held_out(document: int, fraction: float) -> bool:
+    """True if the document with this number is for evaluation: a random choice that is the same on every machine."""
     digest = hashlib.blake2b(document.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little") < fraction * 2**64
 

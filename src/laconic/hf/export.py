@@ -1,4 +1,4 @@
-"""`laconic export RUN OUT`: a checkpoint as a Hugging Face folder that transformers' `from_pretrained` loads.
+"""`laconic export RUN OUT`: write a checkpoint as a Hugging Face folder that transformers' `from_pretrained` loads.
 
 One process reads the ranks' shards from disk, one output file at a time, so the model may be larger than memory.
 """
@@ -68,7 +68,7 @@ def export(
 
     `run` is the output folder of a run, or one checkpoint. `adapter` writes the LoRA adapter alone; otherwise adapters
     are merged. `dtype` is that of floating-point tensors; None keeps each tensor's own. `base` is where the run's
-    `model.path`, or its config.json, lies now. A file has up to `max_file_bytes`; a larger tensor has its own.
+    `model.path`, or its config.json, lies now. A file has up to `max_file_bytes`; a larger tensor has its own file.
 
     Raises:
         JobError: `out` holds files already; the checkpoint is of another program or another model, or has no adapter.
@@ -99,6 +99,7 @@ def export(
 
 
 def _job(stored: StoredCheckpoint, base: str | Path | None) -> tuple[ModelConfig, LoraConfig, str]:
+    """Return the model, the adapters and the tokenizer of the job that wrote the checkpoint."""
     try:
         job = stored.extra["config"]
         moved = {"path" if "path" in job["model"] else "config": str(base)} if base else {}
@@ -107,7 +108,7 @@ def _job(stored: StoredCheckpoint, base: str | Path | None) -> tuple[ModelConfig
         return model_config, lora_config, job["data"].get("tokenizer", DataConfig.tokenizer)
     except (KeyError, TypeError) as error:
         raise JobError(
-            f"{stored.folder} was not written by laconic train: it does not say which model it holds"
+            f"{stored.folder} was not written by laconic train: it does not say which model it has"
         ) from error
 
 
@@ -132,22 +133,20 @@ def _write_model(
 
 
 def _values(model: nn.Module, stored: StoredCheckpoint) -> Iterator[tuple[str, tuple[Tensor, Callable[[], Tensor]]]]:
-    """For each tensor of the base model, by its name there: the empty tensor, and a function that gives its value."""
+    """Yield (name, (empty tensor, function that returns its value)) for each tensor of the base model."""
     stored_as = {id(tensor): name for name, tensor in _tensors(model)}
     if missing := sorted(set(stored_as.values()) - stored.tensors.keys()):
         raise JobError(f"{stored.folder} lacks {', '.join(missing[:8])}; it is a checkpoint of another model")
     adapted: dict[int, Any] = {}
     for _, _, layer in lora.adapted_layers(model):
         for parameter in layer.get_base_layer().parameters():
-            adapted.setdefault(id(parameter), layer)  # the outermost, where peft has wrapped a layer several times
+            adapted.setdefault(id(parameter), layer)  # the outermost wrapper, if peft has wrapped a layer several times
     with lora.adapters_put_aside(model):
         tensors = list(_tensors(lora.base_model(model)))
     for name, tensor in tensors:
         layer = adapted.get(id(tensor))
-        yield (
-            name,
-            (tensor, _merged(layer, tensor, stored, stored_as) if layer else _read(stored, stored_as[id(tensor)])),
-        )
+        value = _merged(layer, tensor, stored, stored_as) if layer else _read(stored, stored_as[id(tensor)])
+        yield name, (tensor, value)
 
 
 def _read(stored: StoredCheckpoint, name: str) -> Callable[[], Tensor]:
@@ -155,14 +154,14 @@ def _read(stored: StoredCheckpoint, name: str) -> Callable[[], Tensor]:
 
 
 def _merged(layer: Any, parameter: Tensor, stored: StoredCheckpoint, stored_as: dict[int, str]) -> Callable[[], Tensor]:
-    """Fill one adapted layer with its values, let peft merge it, take the parameter, and empty the layer again."""
+    """Return a function that fills an adapted layer, lets peft merge it, takes `parameter`, and empties the layer."""
 
     def value() -> Tensor:
         slots = [(m, key, p) for m in layer.modules() for key, p in m._parameters.items() if p is not None]
         try:
             _fill([(module, key, stored_as[id(p)]) for module, key, p in slots], stored)
-            inner = [m for m in layer.modules() if hasattr(m, "merged_adapters")]
-            for wrapper in reversed(inner):
+            wrappers = [m for m in layer.modules() if hasattr(m, "merged_adapters")]
+            for wrapper in reversed(wrappers):  # the innermost first
                 wrapper.merge()
                 wrapper.merged_adapters.clear()
             module, key = next((m, key) for m, key, p in slots if p is parameter)
@@ -186,7 +185,7 @@ def _fill(
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters (tied ones once) and persistent buffers, by their names in a checkpoint."""
+    """Yield (name in a checkpoint, tensor) for parameters, tied ones once, and persistent buffers."""
     yield from model.named_parameters()
     yield from persistent_buffers(model)
 

@@ -1,10 +1,10 @@
 """The safetensors files of a Hugging Face model folder.
 
 [Note: Why DCP's safetensors reader and writer are not used]
-`torch.distributed.checkpoint.HuggingFaceStorageReader` opens every safetensors file of a folder, those of adapters
-included, ignores the index, does not name a damaged file, and cannot read whole tensors one by one, as transformers'
+`torch.distributed.checkpoint.HuggingFaceStorageReader` opens every safetensors file of a folder, also the files of
+adapters. It ignores the index, does not name a damaged file, and cannot read whole tensors one by one, as transformers'
 conversions need. `HuggingFaceStorageWriter` takes a state dict that is in memory, but `laconic export` holds one output
-file at a time. So this module and `export.py` use safetensors itself.
+file at a time. So this module and `export.py` call safetensors directly.
 """
 
 import json
@@ -23,7 +23,7 @@ class ModelFolderError(JobError):
 
 
 class ModelFolder:
-    """The tensors in a folder's safetensors files. A file is opened when a tensor of it is first needed.
+    """The tensors in a folder's safetensors files. A file is opened when its first tensor is needed.
 
     Raises:
         ModelFolderError: the path is no folder, or lacks config.json or safetensors files, or a file is unreadable.
@@ -32,23 +32,20 @@ class ModelFolder:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.bytes_read = 0
+        """The bytes of all tensors, and parts of tensors, that `read` has returned."""
         self._handles: dict[str, Any] = {}
         if not self.folder.is_dir():
-            raise ModelFolderError(
-                f"model.path = {str(folder)!r} is not a folder; give a local folder with config.json"
-            )
+            raise ModelFolderError(f"model.path = {str(folder)!r} is not a folder; give one with config.json")
         if not (self.folder / "config.json").is_file():
-            raise ModelFolderError(
-                f"model.path = {str(folder)!r} has no config.json; is it a Hugging Face model folder?"
-            )
+            raise ModelFolderError(f"model.path = {str(folder)!r} has no config.json; is it a model folder?")
         self._file_of = self._find_files()
 
     def keys(self) -> list[str]:
-        """The names of all tensors, sorted."""
+        """Return the names of all tensors, sorted."""
         return sorted(self._file_of)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
+        """Return the shape of a tensor."""
         return tuple(self._open(self._file_of[key]).get_slice(key).get_shape())
 
     def read(self, key: str, part: tuple[slice, ...] = ()) -> Tensor:
@@ -60,7 +57,7 @@ class ModelFolder:
         file = self._open(self._file_of[key])
         try:
             tensor = file.get_slice(key)[part] if part else file.get_tensor(key)
-        except Exception as error:
+        except Exception as error:  # safetensors raises its own class, and others
             raise ModelFolderError(f"cannot read {key} from {self.folder / self._file_of[key]}: {error}") from error
         self.bytes_read += tensor.nbytes
         return tensor
@@ -76,7 +73,7 @@ class ModelFolder:
         return self._handles[name]
 
     def _find_files(self) -> dict[str, str]:
-        """The name of the file of every tensor."""
+        """Return the file name of every tensor."""
         index = self.folder / _INDEX
         if index.is_file():
             try:

@@ -13,10 +13,10 @@ ADAPTER = "default"
 
 
 def add_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
-    """Put adapters around the linear layers of a transformers causal LM, in place. On meta they have no values yet.
+    """Put adapters around the linear layers of a transformers causal LM, in place. On meta, adapters have no values.
 
     Without `lora.targets` every linear layer but the output layer gets an adapter. peft's "all-linear" would adapt a
-    mixture's fused experts too: it swaps their parameters in forward, and a sharded parameter must stay in place.
+    mixture's fused experts too: peft swaps their parameters in forward, but a sharded parameter must stay in place.
 
     Raises:
         JobError: `lora.targets` names no linear layer of the model.
@@ -35,9 +35,9 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
     )
     device = next(model.parameters()).device
     with warnings.catch_warnings(), device:
-        # GPT-2's Conv1D stores its weight transposed; peft finds that out by itself, and says so.
+        # GPT-2's Conv1D stores its weight transposed. peft notices this, sets fan_in_fan_out and warns.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
-        # Between releases of peft and transformers: renamed attributes, patterns that a model does not need.
+        # Releases of peft and transformers differ: in names of attributes, and in patterns that a model does not need.
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
         try:
@@ -50,7 +50,7 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
 
 
 def base_model(model: nn.Module) -> Any:
-    """The transformers model inside peft's wrapper, or the model itself."""
+    """Return the transformers model inside peft's wrapper, or the model itself."""
     wrapped: Any = model
     return wrapped.get_base_model() if has_adapters(model) else model
 
@@ -61,7 +61,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """(parent, name in the parent, layer) of every layer that has an adapter."""
+    """Yield (parent, name in the parent, layer) for every layer that has an adapter."""
     if not has_adapters(model):
         return
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -74,7 +74,7 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
 
 @contextmanager
 def adapters_put_aside(model: nn.Module) -> Iterator[None]:
-    """Show the base model as it was before LoRA: with the names of its folder and of its own initialisation."""
+    """Show the base model without adapters inside the `with` block, so that its parameters have their own names."""
     layers = list(adapted_layers(model))
     try:
         for parent, name, layer in layers:
@@ -86,7 +86,7 @@ def adapters_put_aside(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_modules(layer: Any) -> list[nn.Module]:
-    """The modules that peft has added to a layer."""
+    """Return the modules that peft has added to a layer."""
     base = {id(module) for module in layer.base_layer.modules()}
     return [module for module in layer.modules() if id(module) not in base]
 

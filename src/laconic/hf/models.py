@@ -1,12 +1,12 @@
-"""Builds any transformers causal LM: on the meta device first; the caller shards it; then it gets its values.
+"""Any transformers causal LM: built on the meta device, then sharded by the caller, then filled with values.
 
 [Note: Equal initialisation]
-A run must start from the same numbers under every strategy and on any number of ranks, or `laconic compare` compares
-nothing. So `materialize` takes one layer after the other, in the order in which transformers initialises. It replaces
-the layer's parameters by plain ones of full size in host memory, lets transformers' own `_initialize_weights` fill them
-with the job's seed, and keeps this rank's part of each. Memory peaks at one layer. Modules outside the layers
-(embeddings, the output layer) go one by one. Tied parameters are drawn in every place, as transformers does before it
-ties them, and the first draw counts. Parameters that partial updates slice are drawn whole.
+A run must start from the same numbers under every strategy and on any number of ranks. Otherwise the results of
+`laconic compare` mean nothing. So `materialize` takes one layer after the other, in the order in which transformers
+initialises. It replaces the layer's parameters by plain ones of full size in host memory, lets transformers' own
+`_initialize_weights` fill them with the job's seed, and keeps this rank's part of each. Memory peaks at one layer.
+Modules outside the layers (embeddings, the output layer) go one by one. Tied parameters are drawn in every place, as
+transformers does before it ties them, and the first draw counts. Parameters that partial updates slice are drawn whole.
 """
 
 import difflib
@@ -33,14 +33,14 @@ from laconic.hf.weights import load_folder, parameter_ids, write_whole
 from laconic.ragged.joined import whole_parameters
 
 META = torch.device("meta")
-# Older configuration files have these keys, and transformers 5 still understands them.
+# Older configuration files have these keys, and transformers 5 still reads them.
 _LEGACY_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "architectures", "vocab_size"}
 
 
 def build_model(config: ModelConfig, lora: LoraConfig | None = None, *, device: torch.device | str = META) -> nn.Module:
     """Build the model of a job, with adapters if `lora` enables them.
 
-    On meta (the default) it has shapes only: shard it, then call `materialize`. Elsewhere it is whole and has values.
+    On meta, the default, it has shapes only: shard it, then call `materialize`. On another device it has values too.
 
     Raises:
         JobError: the configuration or the model folder is wrong; the message says where.
@@ -51,7 +51,7 @@ def build_model(config: ModelConfig, lora: LoraConfig | None = None, *, device: 
     if type(model_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise JobError(
             f"model_type {model_config.model_type!r} is no causal language model in transformers; "
-            "laconic train knows these alone, shard others with laconic.fully_shard in a script of your own"
+            "laconic train takes only those; shard other models with laconic.fully_shard in a script of your own"
         )
     dtype = getattr(torch, config.dtype)
     try:
@@ -73,9 +73,9 @@ def build_model(config: ModelConfig, lora: LoraConfig | None = None, *, device: 
 
 
 def layers_to_shard(model: nn.Module) -> list[nn.Module]:
-    """The model's layers in forward order: the modules to give to `fully_shard` one by one.
+    """Return the model's layers in forward order: the modules to give to `fully_shard` one by one.
 
-    transformers names their classes in `_no_split_modules`. Otherwise they are the modules of the longest ModuleList.
+    transformers names their classes in `_no_split_modules`. Without it they are the modules of the longest ModuleList.
     """
     base = base_model(model)
     names = set(getattr(base, "_no_split_modules", None) or ())
@@ -111,7 +111,7 @@ def materialize(model: nn.Module, config: Config | ModelConfig, device: torch.de
             bytes_read = folder.bytes_read
         _initialise(base, layers, loaded)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.init_seed + 1)  # the adapters' draws do not depend on how the rest came to be
+        torch.manual_seed(config.init_seed + 1)  # adapters are equal whether the base was loaded or drawn
         for _, _, layer in adapted_layers(model):
             with _full_size(adapter_modules(layer), loaded=set(), drawn=set()):
                 reset_adapters(layer)
@@ -122,12 +122,12 @@ def _initialise(base: Any, layers: list[nn.Module], loaded: set[int]) -> None:
     """Let transformers initialise all computed buffers, and the parameters whose ids are not in `loaded`."""
     from transformers import PreTrainedModel
 
-    closed = {id(layer) for layer in layers}
+    layer_ids = {id(layer) for layer in layers}
     drawn: set[int] = set()
 
-    # The order of PreTrainedModel.initialize_weights: children first, and a model inside a model by its own rule.
+    # The order of PreTrainedModel.initialize_weights: children first, and an inner model by its own rule.
     def visit(module: nn.Module, initialise: Callable[[nn.Module], None], *, swap: bool) -> None:
-        if swap and id(module) in closed:
+        if swap and id(module) in layer_ids:
             with _full_size(module.modules(), loaded=loaded, drawn=drawn):
                 visit(module, initialise, swap=False)
             return
@@ -141,9 +141,9 @@ def _initialise(base: Any, layers: list[nn.Module], loaded: set[int]) -> None:
 
 @contextmanager
 def _full_size(modules: Iterable[nn.Module], *, loaded: set[int], drawn: set[int]) -> Iterator[None]:
-    """Show the modules' own parameters as plain tensors of full size; afterwards keep this rank's part of each.
+    """Replace the modules' own parameters by plain tensors of full size; afterwards keep this rank's part of each.
 
-    Those in `loaded` have values: tensors on meta, where drawing costs nothing, stand in. Those in `drawn` keep theirs.
+    Parameters in `loaded` or `drawn` keep their values. For those in `loaded` the tensors are on meta: drawing is free.
     """
     before = [(module, dict(module._parameters)) for module in modules]
     swapped: list[tuple[nn.Module, str, Tensor]] = []
@@ -168,16 +168,14 @@ def _full_size(modules: Iterable[nn.Module], *, loaded: set[int], drawn: set[int
         if parameter_ids(parameter) & (loaded | drawn):
             continue
         if parameter.dtype.is_floating_point and stand_in.isnan().any():
-            raise JobError(
-                f"transformers does not initialise {name} of {type(module).__name__}; load weights from a folder"
-            )
+            raise JobError(f"transformers does not initialise {name} of {type(module).__name__}; set model.path")
         write_whole(parameter, stand_in)
         drawn |= parameter_ids(parameter)
 
 
 def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
     for child in module.children():
-        # By every ancestor's name, for sharding swaps a module's class.
+        # By the names of all base classes, because sharding changes a module's class.
         if any(cls.__name__ in names for cls in type(child).__mro__):
             yield child
         else:
@@ -199,7 +197,7 @@ def _transformers_config(config: ModelConfig) -> Any:
         return _from_table(source)
     path = Path(source)
     if config.path is not None:
-        ModelFolder(path)  # refuses what is no model folder, with advice
+        ModelFolder(path)  # raises ModelFolderError, with a remedy, if it is no model folder
         path = path / "config.json"
     try:
         table = json.loads(path.read_text())

@@ -18,7 +18,7 @@ class Tokenizer(Protocol):
     separator: int | None
     """The token after each document; None if there is none."""
     identity: str
-    """A text that differs between tokenizers that encode some text differently."""
+    """A text that is equal only for tokenizers that encode all texts equally."""
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Encode UTF-8 documents. Shapes: one array (tokens,) per document, of any integer dtype."""
@@ -66,7 +66,7 @@ def _load(folder: Path) -> Any:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names: "bytes", or a folder.
+    """Return the tokenizer that `data.tokenizer` names: "bytes", or a folder.
 
     Raises:
         JobError: there is no such folder, or transformers cannot read a tokenizer from it.

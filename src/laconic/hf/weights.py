@@ -1,8 +1,8 @@
 """Reads a Hugging Face model folder into a sharded model: each rank reads its own part of every tensor and no more.
 
-A tensor of the folder finds its tensor of the model in one of three ways, tried in this order: by its name; by its name
-with the base model's prefix ("transformer.") added or removed; through transformers' own conversion table, which
-stacks the experts of a mixture, for example. Only tensors of the third kind are read whole, one at a time.
+A tensor of the folder is matched with a tensor of the model in one of three ways, tried in this order: by its name; by
+its name with the base model's prefix ("transformer.") added or removed; by transformers' own conversion table, which
+stacks the experts of a mixture, for example. Only tensors that are converted are read whole, one at a time.
 """
 
 import re
@@ -25,9 +25,9 @@ _COMPUTED = re.compile(r"(rotary_emb\.inv_freq|position_ids|masked_bias)$")  # b
 
 
 def held_parts(tensor: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-    """The pieces of `tensor` that this rank holds: a view to fill, and its place in the global tensor.
+    """Yield each piece of `tensor` that this rank holds: a view to fill, and its place in the global tensor.
 
-    RaggedTensor, JoinedTensor and DTensor answer by DCP's protocol; a plain tensor is one piece.
+    RaggedTensor, JoinedTensor and DTensor list their pieces by DCP's protocol. A plain tensor is one piece.
     """
     if not hasattr(tensor, "__create_chunk_list__"):
         yield tensor, tuple(slice(0, size) for size in tensor.shape)
@@ -47,7 +47,7 @@ def write_whole(tensor: Tensor, whole: Tensor) -> None:
 
 
 def parameter_ids(tensor: Tensor) -> set[int]:
-    """The id of a parameter, or the ids of the parts of a sliced one."""
+    """Return the id of a parameter, or the ids of the parts of a sliced parameter."""
     return {id(part) for part in (tensor.parts if isinstance(tensor, JoinedTensor) else [tensor])}
 
 
@@ -55,7 +55,8 @@ def parameter_ids(tensor: Tensor) -> set[int]:
 def load_folder(model: Any, folder: ModelFolder) -> set[int]:
     """Fill this rank's part of every parameter and persistent buffer of a transformers model.
 
-    Returns the ids of the filled tensors (of a sliced one, of its parts): all but those that a folder may leave out.
+    Returns the ids of the filled tensors, and of the filled parts of sliced tensors. A folder may leave out tensors
+    that transformers declares optional.
 
     Raises:
         ModelFolderError: tensors are missing, unexpected or of a wrong shape. It lists all, and nothing is read yet.
@@ -79,7 +80,7 @@ def load_folder(model: Any, folder: ModelFolder) -> set[int]:
 
 
 def _wanted_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that a folder must provide: tied ones under each of their names, sliced ones as wholes."""
+    """Return the tensors that a folder must have: tied tensors under all their names, sliced tensors whole."""
     tensors = joined(dict(model.named_parameters(remove_duplicate=False)), sliced_parts(model))
     return {**tensors, **dict(persistent_buffers(model))}
 
@@ -89,14 +90,15 @@ class _Plan:
     """Where the tensors of the model come from."""
 
     direct: dict[str, str] = field(default_factory=dict)
-    """The folder's tensor of a tensor of the model."""
+    """The name in the folder by the name in the model, for tensors that are read unconverted."""
     converters: dict[str, Any] = field(default_factory=dict)
-    """transformers' converter, with readers of its sources, by the first tensor that it makes."""
+    """transformers' converter, with functions that read its sources, by the first tensor that it makes."""
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
 
 
 def _match(model: Any, wanted: Mapping[str, Tensor], folder: ModelFolder) -> _Plan:
+    """Find a source for each tensor in `wanted`, and list the tensors that are missing or unexpected."""
     plan = _Plan()
     prefix = getattr(model, "base_model_prefix", "")
     leftover = []
@@ -122,8 +124,8 @@ def _match(model: Any, wanted: Mapping[str, Tensor], folder: ModelFolder) -> _Pl
 
 
 def _convert(model: Any, wanted: Mapping[str, Tensor], folder: ModelFolder, keys: list[str], plan: _Plan) -> list[str]:
-    """Let transformers' conversion table claim `keys`; return the keys that it does not know."""
-    try:  # internals of transformers 5; without them such a folder is refused as mismatching
+    """Add the `keys` that transformers' conversion table knows to `plan`. Returns the keys that it does not know."""
+    try:  # internals of transformers 5; without them, a folder that needs a conversion is refused as a mismatch
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     except ImportError:
@@ -147,7 +149,7 @@ def _convert(model: Any, wanted: Mapping[str, Tensor], folder: ModelFolder, keys
 
 
 def _converted(plan: _Plan, wanted: Mapping[str, Tensor]) -> Iterator[str]:
-    """The tensors of the model that converters make."""
+    """Yield the names of the model's tensors that converters make."""
     for name, converter in plan.converters.items():
         for target in converter.target_patterns:
             full_name = name.replace(converter.target_patterns[0], target)

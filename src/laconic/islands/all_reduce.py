@@ -1,10 +1,10 @@
-"""All-reduce over islands, in codes: values go to the rank that sums them, and the mean goes back to all.
+"""All-reduce over islands with a codec: encoded values go to the rank that sums them, and the mean goes back to all.
 
-[Note: Two trips, one number]
+[Note: The two trips of an all-reduce]
 A vector is cut into as many parts as there are islands. Every island sends part j, encoded, to island j. Island j
-decodes the parts of all islands, its own included, sums them in fp32 in the order of islands, divides, encodes the mean
-and sends it to all. Every island, island j included, uses the decoded mean, so all islands have the same bits. Codes
-are never summed. A rank sends and receives 2 (I - 1) / I of the encoded vector.
+decodes the parts of all islands, its own included, and sums them in fp32 in the order of islands. It divides the sum,
+encodes the mean and sends it to all. Every island, island j included, uses the decoded mean, so all islands have the
+same bits. Encoded values are never summed. A rank sends and receives 2 (I - 1) / I of the encoded vector.
 """
 
 import time
@@ -29,6 +29,7 @@ class Mean:
     """This island's own values as the others decode them, (numel,), fp32."""
     sent_bytes: int
     took_s: float = 0.0
+    """The seconds from the call to the result."""
 
 
 class CompressedAllReduce:
@@ -36,21 +37,22 @@ class CompressedAllReduce:
 
     def __init__(self, cluster: Cluster, codec: Codec) -> None:
         self._cluster, self._codec = cluster, codec
-        self._count, self._rank = cluster.num_islands, cluster.island_rank
+        self._num_islands, self._rank = cluster.num_islands, cluster.island_rank
 
     @torch.no_grad()
     def mean(self, values: Tensor, divisor: Tensor | None = None) -> Mean:
         """Compute the mean of all islands' values. Collective over islands; blocks until the mean is there.
 
-        `divisor` divides the sums and is the same on every island. Where it is zero, no island holds the coordinate and
-        the mean is zero. Default: the number of islands.
+        `divisor` divides the sums and is the same on every island. Where it is zero, the mean is zero: no island trains
+        the coordinate. Default: the number of islands.
 
         Shapes: values (numel,), fp32, on the host; divisor (numel,) -> value and sent (numel,), fp32.
         Cost: 2 (I - 1) payloads of numel / I values out of and into this rank, counted as "outer".
+        Raises: ValueError if the codec cannot encode a value, such as NaN.
         """
         began = time.perf_counter()
-        numel, part = values.numel(), -(-values.numel() // self._count)
-        rows = torch.zeros(self._count, part)
+        numel, part = values.numel(), -(-values.numel() // self._num_islands)
+        rows = torch.zeros(self._num_islands, part)
         rows.view(-1)[:numel] = values
         codes = [self._codec.encode(row) for row in rows]
         sent = self._join(codes, numel)
@@ -58,30 +60,30 @@ class CompressedAllReduce:
         total = self._codec.decode(arrived[0], part)
         for code in arrived[1:]:
             total += self._codec.decode(code, part)
-        means = self._exchange([self._codec.encode(self._divide(total, divisor))] * self._count)
-        sent_bytes = 2 * (self._count - 1) * self._codec.payload_bytes(part)
+        means = self._exchange([self._codec.encode(self._divide(total, divisor))] * self._num_islands)
+        sent_bytes = 2 * (self._num_islands - 1) * self._codec.payload_bytes(part)
         self._cluster.traffic.count("island", "outer", sent_bytes=sent_bytes, received_bytes=sent_bytes)
         value = self._join(means, numel)
         return Mean(value=value, sent=sent, sent_bytes=sent_bytes, took_s=time.perf_counter() - began)
 
     def _divide(self, total: Tensor, divisor: Tensor | None) -> Tensor:
-        """Divide the sum of this island's part of the vector, (part,)."""
+        """Divide the sums of this island's part of the vector, (part,), by the same part of `divisor`, (numel,)."""
         if divisor is None:
-            return total / self._count
+            return total / self._num_islands
         own = torch.ones_like(total)
         part = divisor[self._rank * total.numel() :][: total.numel()]
         own[: part.numel()] = part
         return torch.where(own > 0, total / own.clamp(min=1), 0.0)
 
     def _join(self, codes: Sequence[Tensor], numel: int) -> Tensor:
-        part = -(-numel // self._count)
+        part = -(-numel // self._num_islands)
         return torch.cat([self._codec.decode(code, part) for code in codes])[:numel]
 
     def _exchange(self, outgoing: Sequence[Tensor]) -> list[Tensor]:
-        """Send code j to island j; return the codes of all islands, in their order, this island's own included."""
+        """Send code j to island j. Returns the codes from all islands, in their order, this island's own included."""
         arriving = [code if island == self._rank else torch.empty_like(code) for island, code in enumerate(outgoing)]
         group = self._cluster.island_group
-        others = [island for island in range(self._count) if island != self._rank and outgoing[island].numel()]
+        others = [island for island in range(self._num_islands) if island != self._rank and outgoing[island].numel()]
         works = [dist.irecv(arriving[island], group=group, group_src=island) for island in others]
         works += [dist.isend(outgoing[island], group=group, group_dst=island) for island in others]
         for work in works:

@@ -1,10 +1,10 @@
 """The fragments of a model, and the steps in which they sync: arithmetic on a step counter that all islands share.
 
 [Note: Streaming]
-Every parameter is in one fragment. The fragments sync in turn, each once in `every` inner steps, so that the wire
-carries small messages all the time in place of a large one now and then. A fragment that is sent after step t is
-applied after step t + overlap, and the wire has that many steps to carry it. At most one fragment is in flight, and the
-step alone says which one is next, so all ranks of all islands communicate in one order (arXiv 2501.18512, section 2).
+Every parameter is in one fragment. The fragments sync in turn, each once in `every` inner steps. So the wire carries
+small messages all the time, not a large one now and then. A fragment that is sent after step t is applied after step
+t + overlap, and the wire has `overlap` steps to carry it. At most one fragment is in flight, and the step counter alone
+determines the next one, so all ranks of all islands communicate in one order (arXiv 2501.18512, section 2).
 """
 
 import re
@@ -29,8 +29,9 @@ class SyncSchedule:
     every: int
     """The number of inner steps between two syncs of one fragment."""
     fragments: int = 1
+    """The number of fragments."""
     overlap: int = 0
-    """The number of inner steps between sending a fragment and applying its mean; less than every / fragments."""
+    """The number of inner steps between sending a fragment and applying its mean."""
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.fragments < 1 or self.overlap < 0:

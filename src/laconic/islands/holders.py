@@ -1,7 +1,7 @@
 """The number of islands that train each parameter of a model with partial updates.
 
-A pseudo-gradient is averaged over the islands that train the coordinate, not over all islands. When islands are lost, a
-slice may have no holder. Then its parameters and their outer momentum stay as they are until an island trains it again.
+Each coordinate of a pseudo-gradient is averaged over the islands that train it, not over all islands. A slice may lose
+all its holders. Its parameters and their outer momentum then stay as they are until an island trains the slice again.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from laconic.comm.cluster import Cluster
 from laconic.islands.all_reduce import gather_from_islands
 from laconic.ragged.parts import slice_of_parameters
 
-_NONE = -1
+_NO_SLICE = -1  # the value that an island without slices sends
 
 
 class Holders:
@@ -23,10 +23,8 @@ class Holders:
         """Count the holders of each slice. Collective over islands."""
         self._num_islands = cluster.num_islands
         self._slices = {name: index for name, index in slice_of_parameters(model).items() if index is not None}
-        trained = {
-            self._slices[name] for name, p in model.named_parameters() if name in self._slices and p.requires_grad
-        }
-        own = trained.pop() if len(trained) == 1 else _NONE
+        trained = {self._slices[n] for n, p in model.named_parameters() if n in self._slices and p.requires_grad}
+        own = trained.pop() if len(trained) == 1 else _NO_SLICE
         self._holders = Counter(gather_from_islands(cluster, own))
 
     def is_synced(self, name: str, parameter: nn.Parameter) -> bool:

@@ -1,10 +1,10 @@
 """Islands that train on their own and sync rarely: DiLoCo (arXiv 2311.08105), streamed (arXiv 2501.18512).
 
 [Note: One thread, one order]
-An all-reduce over islands has two trips with a sum between them, and runs while the next inner steps compute. It runs
-as a whole in one background thread. Only this thread uses the group of islands, for one all-reduce after the other, so
+An all-reduce over islands has two trips with a sum between them, and runs while the next inner steps compute. One
+background thread runs all of it. Only this thread uses the group of islands, for one all-reduce after the other, so
 messages have the same order on all islands. The training thread submits an all-reduce after one step and waits for it
-after a later one. The step alone determines both.
+after a later step. The step counter alone determines both steps.
 """
 
 import time
@@ -42,7 +42,7 @@ class SyncReport:
     mean_norm: float
     """The norm of the mean of all islands' pseudo-gradients."""
     cosine: float
-    """The cosine between the two: 1 if all islands agree, 1 / sqrt(I) if their pseudo-gradients are unrelated."""
+    """The cosine between this pseudo-gradient and the mean: 1 if all islands agree, 1 / sqrt(I) if unrelated."""
     codec_error: float
     """The relative error |decoded - own| / |own| of the pseudo-gradient that this island sent."""
     sent_bytes: int
@@ -58,11 +58,11 @@ class _InFlight:
 
     fragment: int
     message: Tensor
-    """The pseudo-gradient, with the residual of the last one under error feedback."""
+    """The pseudo-gradient; with error feedback, plus the part of the last one that encoding lost."""
     result: Future[Mean]
 
     def vectors(self) -> dict[str, Tensor]:
-        """Return the vectors of a checkpoint by key. Waits for the mean."""
+        """Return the vectors that a checkpoint needs, by key. Waits for the mean."""
         mean = self.result.result()
         return {"drift": self.message, "mean": mean.value, "sent": mean.sent}
 
@@ -70,8 +70,8 @@ class _InFlight:
 class LocalSteps:
     """An optimizer whose islands sync only once in a number of steps.
 
-    `step()` takes an inner step. When it is a fragment's turn, islands average their pseudo-gradients, the differences
-    between the outer parameters, which they share, and their own. Then each takes one outer step along the mean and
+    `step()` takes an inner step. When it is a fragment's turn, the islands average their pseudo-gradients: the outer
+    parameters, which all islands share, minus the island's own. Each island takes one outer step along the mean and
     goes on from the result. Inner optimizer state stays. Outer parameters and their momentum are in host memory,
     sharded as the model is: a rank sends only its own part, and only to the ranks at its place in other islands.
 
@@ -82,22 +82,23 @@ class LocalSteps:
     Args:
         model: the model. Its trainable parameters sync, and with `partial_updates` all slices, each averaged over the
             islands that train it. All other parameters must be equal on all islands.
+        optimizer: the inner optimizer of the model's parameters.
         mesh: a mesh with an island axis: `laconic.init_mesh(device, islands=...)`.
         every: inner steps between two syncs of a parameter.
         outer: makes the outer optimizer from a list of parameters. Default: SGD, lr 0.7, Nesterov momentum 0.9.
         fragments: the number of parts of the model that sync in turn.
         pattern: how layers are assigned to fragments; see `fragment_of`.
         overlap: inner steps between sending a fragment and applying its mean.
-        mixing: the weight of an island's own parameters when a mean is applied. With overlap this keeps part of what
-            the island learnt meanwhile.
+        mixing: the weight of an island's own parameters when a mean is applied. With overlap this keeps part of the
+            inner steps that the island took while the mean was on its way.
         codec: "fp32", "bf16", "int8", "fp4", "fp4-e2m1", or a `Codec`.
         error_feedback: add to each pseudo-gradient the part of the last one that encoding lost.
-        recovery: a folder on each machine for the state of the last sync, which islands find again when they are formed
-            anew: [Note: Re-forming] in islands/recovery.py. `steps` then says where training goes on.
+        recovery: a folder on each machine for the state of the last sync, from which islands go on after a restart:
+            [Note: Re-forming] in islands/recovery.py. Then `steps` is the step after which training goes on.
 
     Raises:
         ValueError: the schedule is not valid, the codec is unknown, no parameter is trainable, or `mixing` is outside
-            [0, 1).
+            [0, 1). `step`: the codec cannot encode a pseudo-gradient, such as NaN.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class LocalSteps:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Count an inner step taken elsewhere, as by a gradient scaler (skipped ones too), and sync if it is due."""
+        """Count an inner step that other code took or skipped, such as a gradient scaler, and sync if it is due."""
         self.steps += 1
         self.reports = []
         sent = self.schedule.sends(self.steps)
@@ -203,7 +204,7 @@ class LocalSteps:
 
     def _apply(self) -> None:
         sent, self._in_flight = self._in_flight, None
-        if sent is None:  # a checkpoint without it was loaded since it was sent
+        if sent is None:  # the run ends, or has loaded a checkpoint that has no fragment in flight
             return
         began = time.perf_counter()
         mean = sent.result.result()
@@ -228,7 +229,7 @@ class LocalSteps:
             fragment=sent.fragment,
             drift_norm=own_square**0.5,
             mean_norm=mean_square**0.5,
-            cosine=product / max((own_square * mean_square) ** 0.5, 1e-30),
+            cosine=product / max((own_square * mean_square) ** 0.5, 1e-30),  # a zero vector has the cosine 0
             codec_error=(error_square / own_square) ** 0.5 if own_square else 0.0,
             sent_bytes=mean.sent_bytes,
             hidden_s=max(0.0, mean.took_s - exposed_s),
@@ -238,7 +239,7 @@ class LocalSteps:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return outer parameters, outer optimizer state and the fragment in flight, by the names of parameters.
+        """Return outer parameters, outer optimizer state and the fragment in flight, by kind and parameter name.
 
         Waits for the fragment in flight. Tensors are views, sharded as the parameters are, for
         torch.distributed.checkpoint. Save the inner parameters and the inner optimizer of each island yourself.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from laconic.ragged.tensor import RaggedTensor
 
 MakeOuter = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+"""Makes an outer optimizer of the given parameters."""
 
 nesterov: MakeOuter = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 """DiLoCo's outer optimizer (arXiv 2311.08105)."""
@@ -18,14 +19,14 @@ nesterov: MakeOuter = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=Tr
 class OuterFragment:
     """One fragment's outer parameters: a flat fp32 buffer on the host, with this rank's part of every parameter.
 
-    Outer parameters are the result of the last sync. Pseudo-gradients are differences from them, and not from the
-    mixture that the inner parameters may start from.
+    Outer parameters are the result of the last sync. Pseudo-gradients are differences from them, even if `mixing` lets
+    the inner parameters start elsewhere.
     """
 
     def __init__(
         self, parameters: Mapping[str, Tensor], make_outer: MakeOuter, counts: Mapping[str, int] | None = None
     ) -> None:
-        """Copy the inner parameters. `counts` is the number of islands that train each one; None if all train all."""
+        """Copy the inner parameters. `counts`: how many islands train each parameter; None if all train all."""
         self.parameters = dict(parameters)
         self._parts: dict[str, slice] = {}
         begin = 0
@@ -59,7 +60,7 @@ class OuterFragment:
         return difference if self._is_trained is None else difference * self._is_trained
 
     def step(self, mean: Tensor) -> None:
-        """Take an outer step along the mean pseudo-gradient, (numel,). Without a holder, value and momentum stay."""
+        """Step along the mean pseudo-gradient, (numel,). Coordinates that no island trains keep value and momentum."""
         kept: list[tuple[Tensor, Tensor]] = []
         if self.divisor is not None:
             unheld = self.divisor == 0
@@ -92,7 +93,7 @@ class OuterFragment:
         }
 
     def optimizer_state(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield (key, parameter's name, value) of the outer optimizer's state. The name of a number is empty."""
+        """Yield (key, parameter's name, value) of the outer optimizer's state; for numbers the name is empty."""
         for key, value in self.optimizer.state.get(self.flat, {}).items():
             if isinstance(value, Tensor) and value.shape == self.flat.shape:
                 yield from ((key, name, part) for name, part in self.named(value).items())

@@ -4,9 +4,9 @@
 When a machine is lost, torchelastic (`torchrun --nnodes MIN:MAX`) ends all workers and starts them again on the
 remaining machines; it does so again when a machine joins. The program starts from its first line, with another number
 of islands and empty memory. So after each sync every rank writes the state to a file on its machine. At the start the
-islands compare their files. All islands that took part in the newest sync have the same state of it, and the first of
-them sends it to the others, as tensors over the islands' group. An island that has the newest state also restores its
-inner optimizer; an island that joins starts without inner optimizer state. All islands lose the steps since that sync.
+islands compare their files. All islands that took part in the newest sync have the same outer state. The first of these
+islands broadcasts it to all. An island that has the newest file also restores its inner optimizer; an island that joins
+starts without inner optimizer state. All islands lose the steps since that sync.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class _SavedState:
 
 
 class Recovery:
-    """One rank's file of the last sync, in a folder of its machine. Memory, such as /dev/shm, is best."""
+    """One rank's file of the last sync, in a folder of its machine. A folder in memory, such as /dev/shm, is best."""
 
     def __init__(self, folder: str | Path, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -43,12 +43,12 @@ class Recovery:
         self._file.parent.mkdir(parents=True, exist_ok=True)
 
     def save(self, steps: int, fragments: Sequence[OuterFragment], optimizer: torch.optim.Optimizer) -> None:
-        """Save the state after inner step `steps`. A kill at any moment leaves this state or the one before."""
+        """Save the state after inner step `steps`. A kill at any moment leaves this state or the previous one."""
         with replacing(self._file, durable=False) as new:
             torch.save({"steps": steps, "vectors": _vectors(fragments), "inner": _inner_state(optimizer)}, new)
 
     def restore(self, fragments: Sequence[OuterFragment], optimizer: torch.optim.Optimizer) -> int:
-        """Restore the newest state that an island has. Returns its step, or 0 if there is none. Collective over all."""
+        """Restore the newest state of any island. Returns its step, or 0 without a state. Collective over all ranks."""
         for fragment in fragments:
             fragment.create_state()
         vectors = _vectors(fragments)
@@ -69,7 +69,7 @@ class Recovery:
         return newest
 
     def _read(self, like: list[Tensor]) -> _SavedState | None:
-        """Read this machine's file, if it is of this model and these shards."""
+        """Read this rank's file. None if it is missing, damaged, or of another model or another sharding."""
         with contextlib.suppress(OSError, RuntimeError, EOFError, KeyError):
             saved = _SavedState(**torch.load(self._file, weights_only=True))
             if [vector.shape for vector in saved.vectors] == [vector.shape for vector in like]:
@@ -97,11 +97,11 @@ def _inner_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _restore_inner(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
+    init_state = getattr(optimizer, "init_state", None)
     for parameter, state in zip(_inner_parameters(optimizer), saved, strict=True):
         if not state:
             continue
-        init_state = getattr(optimizer, "init_state", None)  # laconic.optim: state may be sharded unlike its parameter
-        if init_state is not None:
+        if init_state is not None:  # an optimizer of laconic.optim may shard state unlike its parameter
             init_state(parameter)
             for key, value in state.items():
                 flat_local(optimizer.state[parameter][key]).copy_(value.view(-1))
@@ -110,7 +110,7 @@ def _restore_inner(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]
 
 
 def _like(parameter: Tensor, value: Any) -> Any:
-    """Shard a state of torch's optimizers as its parameter is sharded; a number stays as it is."""
+    """Shard a tensor of a torch optimizer's state as its parameter is sharded; a number stays as it is."""
     if isinstance(parameter, RaggedTensor) and isinstance(value, Tensor) and value.ndim == 1:
         return parameter.like(value.to(parameter.to_local().device))
     return value

@@ -6,7 +6,7 @@
         result = lab.run(["train.py", "--steps", "10"], local=2)
     print(result.exit_code, [node.sent_bytes for node in result.nodes])
 
-Needs root, or a kernel that lets users create user namespaces, or `wire=False`. See `laconic lab --help`.
+A lab needs root, or a kernel that lets users create user namespaces, or `wire=False`. See `laconic lab --help`.
 """
 
 from laconic.lab.counters import InterfaceBytes, interface_bytes

@@ -1,4 +1,4 @@
-"""The messages between a lab and its keeper: JSON over a socket pair, with file descriptors beside it."""
+"""The messages between a lab and its keeper: JSON and file descriptors over a socket pair."""
 
 import json
 import os
@@ -11,7 +11,7 @@ _MAX_FDS = 250  # the kernel takes 253 in one message
 
 
 class Channel:
-    """One end of the socket pair. Each side waits for the other's answer, so the channel needs no lock."""
+    """One end of the socket pair. One thread uses it, so it needs no lock."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -41,6 +41,6 @@ class Channel:
             raise EOFError from error
 
     def close(self) -> None:
-        """Close this end; the other side sees that."""
+        """Close this end. The other side then gets an EOFError from `receive`."""
         self._connection.close()
         self._socket.close()

@@ -26,8 +26,8 @@ examples:
   laconic lab --no-wire -- train.py
 
 Node 0 writes to this terminal as if it ran alone; lines of other nodes begin with [node 1] and so on. When a rank
-fails, the lab ends all ranks and shows the traceback of the first. A script reads the counters of its node with
-laconic.lab.interface_bytes(). Without root the lab needs a kernel with user namespaces, or --no-wire."""
+fails, the lab ends all ranks and shows the traceback of the first rank that failed. A script reads the counters of its
+node with laconic.lab.interface_bytes(). Without root the lab needs a kernel with user namespaces, or --no-wire."""
 
 
 def add_cluster_options(parser: argparse.ArgumentParser, *, timeout_s: float | None = None) -> None:
@@ -43,7 +43,7 @@ def add_cluster_options(parser: argparse.ArgumentParser, *, timeout_s: float | N
 
 @contextlib.contextmanager
 def leaving_in_order(command: str) -> Iterator[None]:
-    """Close the labs of the body in order, and show one message, whatever ends the body.
+    """Turn signals into exceptions, so that the labs of the body close; show a user's mistake as one message.
 
     Raises: SystemExit with code 2 for a mistake of the user, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
     """

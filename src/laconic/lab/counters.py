@@ -1,4 +1,4 @@
-"""The kernel's counters of a network interface, which the engine's own byte counts must agree with."""
+"""The kernel's byte counters of a network interface. They check the bytes that the engine counts itself."""
 
 import os
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ INTERFACE_VARIABLE = "LACONIC_LAB_INTERFACE"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InterfaceBytes:
-    """The bytes that a node has sent and received over one interface since it exists, headers included."""
+    """The bytes that one interface has sent and received since the kernel made it, headers included."""
 
     sent: int
     received: int
@@ -21,9 +21,9 @@ class InterfaceBytes:
 
 
 def interface_bytes(interface: str | None = None) -> InterfaceBytes | None:
-    """Read the counters of this node's interface, which all its ranks share, or of `interface`; None outside a lab.
+    """Read the counters of `interface`, by default of this node's interface; return None outside a lab.
 
-    A script reads them twice and subtracts. Cost: one small file of /proc.
+    All ranks of a node share its interface. A script reads the counters twice and subtracts. Cost: one file of /proc.
 
     Raises:
         ValueError: this network namespace has no interface of that name.
@@ -31,7 +31,7 @@ def interface_bytes(interface: str | None = None) -> InterfaceBytes | None:
     name = interface or os.environ.get(INTERFACE_VARIABLE)
     if not name:
         return None
-    # psutil reads /proc/net, which belongs to the reader's network namespace; /sys belongs to whoever mounted it.
+    # psutil reads /proc/net, which shows the reader's network namespace. /sys shows the one in which it was mounted.
     counted = psutil.net_io_counters(pernic=True, nowrap=False).get(name)
     if counted is None:
         raise ValueError(f"this network namespace has no interface {name!r}; is {INTERFACE_VARIABLE} set by hand?")

@@ -1,7 +1,7 @@
-"""The process that owns the namespaces and processes of a lab, and ends them when the lab ends.
+"""The keeper: the process that owns the namespaces and processes of a lab, and ends them when the lab ends.
 
-It is a process of its own because only a process without threads may enter a user namespace, and because something
-must clean up after a killed lab. It lives while the lab's end of the socket is open: [Note: Leaving nothing behind].
+The keeper is a separate process for two reasons. Only a process without threads may enter a user namespace, and some
+process must clean up after a killed lab. It lives while the lab's socket is open: [Note: Leaving nothing behind].
 """
 
 import contextlib
@@ -28,14 +28,16 @@ if TYPE_CHECKING:
 
 _PATIENCE_S = 2.0  # from one node's failure to the end of the other nodes, so that each can print its own error
 _TERM_DELAY_S = 1.0  # from the first failure of a rank to the SIGTERM of all ranks
-_POLL_S = 0.25
+_POLL_S, _END_POLL_S = 0.25, 0.02  # the longest sleeps while processes run, and while the keeper ends them
+_PIPE_BYTES = 65536  # the capacity of a pipe, so that one read gets all events, and none in part
+_CANNOT_START = 127  # the exit code of a shell for a command that it cannot start
 
 _REFUSED = """\
 this machine does not let you make an emulated wire ({reason}). Three ways out:
 - run as root (in a container: docker run --privileged);
 - allow user namespaces: sysctl -w user.max_user_namespaces=10000, and on Ubuntu also
   sysctl -w kernel.apparmor_restrict_unprivileged_userns=0;
-- do without: --no-wire (in Python, wire=False) runs the same ranks on loopback, as logical nodes without a limit."""
+- do without a wire: --no-wire (in Python, wire=False) runs the same ranks on loopback, without limit or counters."""
 
 
 class _Run:
@@ -44,12 +46,12 @@ class _Run:
     def __init__(self, keeper: "Keeper", request: dict[str, Any], fds: list[int]) -> None:
         self._keeper = keeper
         self._grace_s: float = request["grace_s"]
-        self._agents: dict[int, tuple[int, int]] = {}  # PID of each command that runs -> node, pidfd
+        self._agents: dict[int, tuple[int, int]] = {}  # PID of each command that still runs -> node, pidfd
         self._exit_codes: list[int | None] = [None] * len(request["commands"])
-        self._ranks: dict[int, dict[str, Any]] = {}  # pidfd of each rank that runs -> rank, node, local_rank, pid
+        self._ranks: dict[int, dict[str, Any]] = {}  # pidfd of each rank that still runs -> rank, node, local_rank, pid
         self._failed_in_python: set[int] = set()  # PIDs of the ranks that record their failure themselves
         self._failure: dict[str, Any] | None = None
-        self._give_up_at = float("inf")  # the time at which the nodes that still run are ended
+        self._give_up_at = float("inf")  # the time.monotonic() at which to end the nodes that still run
         self._started = time.monotonic()
         for node, (command, env) in enumerate(zip(request["commands"], request["env"], strict=True)):
             self._start(node, command, env, request["cwd"], *fds[2 * node : 2 * node + 2])
@@ -64,9 +66,9 @@ class _Run:
                 )  # fmt: skip
         except OSError as error:
             os.write(stderr, f"cannot start {command[0]}: {error}\n".encode())
-            self._end_node(node, 127)
+            self._end_node(node, _CANNOT_START)
             return
-        agent.returncode = 0  # `_reap` waits for it; Popen must not
+        agent.returncode = 0  # so that Popen does not wait for the process: `_reap` does
         self._agents[agent.pid] = node, os.pidfd_open(agent.pid)
 
     def _end_node(self, node: int, exit_code: int) -> None:
@@ -75,7 +77,7 @@ class _Run:
             self._give_up_at = min(self._give_up_at, time.monotonic() + _PATIENCE_S)
 
     def wait(self) -> dict[str, Any]:
-        """Wait for the end of the run, or end it when a rank fails or the lab asks for it; return the outcome."""
+        """Wait for the end of the run, and return the outcome. End the run if a rank fails or the lab sends "stop"."""
         must_stop = False
         while self._agents and not must_stop and self._failure is None and time.monotonic() < self._give_up_at:
             must_stop = self._wait_for_event()
@@ -83,7 +85,7 @@ class _Run:
         if self._agents:
             self._end_agents(delay_s=_TERM_DELAY_S if self._failure else 0.0)
         wall_s = time.monotonic() - self._started
-        processes.kill_descendants()  # a script may have left some in the background
+        processes.kill_descendants()  # a script may have left processes in the background
         self._reap()
         self._read_failure()
         for pidfd in self._ranks:
@@ -102,9 +104,10 @@ class _Run:
 
     def _watch_ranks(self) -> None:
         """Read the events that the ranks have sent, and see which ranks have ended."""
-        ended = select.select(list(self._ranks), [], [], 0)[0]  # first, for a rank sends its events before it ends
+        # Look for ends first: a rank sends its events before it ends, so the events of every ended rank are read below.
+        ended = select.select(list(self._ranks), [], [], 0)[0]
         with contextlib.suppress(BlockingIOError):
-            for line in os.read(self._keeper.events, 65536).splitlines():
+            for line in os.read(self._keeper.events, _PIPE_BYTES).splitlines():
                 rank = json.loads(line)
                 if rank.pop("event") == "failed":
                     self._failed_in_python.add(rank["pid"])
@@ -120,14 +123,14 @@ class _Run:
                 self._record_death(rank, os.waitstatus_to_exitcode(status))
 
     def _record_death(self, rank: dict[str, int], exit_code: int) -> None:
-        """Record the failure of a rank that ended without a word: see [Note: The first failing rank]."""
+        """Record the failure of a rank that ended without an event: see [Note: The first failing rank]."""
         self._read_failure()
         if exit_code == -signal.SIGTERM and self._failure:
             return  # torchrun sent the signal because of that failure
         reason = f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exited with code {exit_code}"
         self._failure = {**rank, "exit_code": exit_code, "error": f"{reason}, without a Python exception"}
         with contextlib.suppress(FileExistsError), open(self._keeper.folder / FAILURE_FILE, "x") as file:
-            json.dump(self._failure, file)  # so that the other ranks, whose connections just broke, print one line
+            json.dump(self._failure, file)  # the other ranks, whose connections broke, then print one line only
 
     def _read_failure(self) -> None:
         if self._failure is None:
@@ -146,23 +149,23 @@ class _Run:
 
     def _end_agents(self, delay_s: float) -> None:
         """End the run: SIGTERM to the ranks, SIGKILL to those that stay, and the agents last."""
-        for pid in self._agents:  # stopped, or each would report at length that its ranks end
+        for pid in self._agents:  # a stopped torchrun cannot print a long report about the end of its ranks
             os.kill(pid, signal.SIGSTOP)
-        # Until the first signal, the way in which a rank ends may explain why others failed.
+        # Before the first signal, a rank that ends may be the one whose end made the others fail: so watch the ranks.
         for number, wait_s in ((None, delay_s), (signal.SIGTERM, self._grace_s)):
             if number is not None:
                 processes.send(processes.descendants(excluding=self._agents), number)
             deadline = time.monotonic() + wait_s
             while processes.descendants(excluding=self._agents) and time.monotonic() < deadline:
-                time.sleep(0.02)
+                time.sleep(_END_POLL_S)
                 if number is None:
                     self._watch_ranks()
                 if select.select([self._keeper.channel], [], [], 0)[0]:
-                    self._keeper.channel.receive()  # a second "stop" changes nothing; without a lab this raises
+                    self._keeper.channel.receive()  # a second "stop" changes nothing; this raises if the lab has ended
         processes.kill_descendants()
         for pid in list(self._agents):
             os.waitpid(pid, 0)
-            self._pop_agent(pid)  # its exit code stays None, because the lab ended it
+            self._pop_agent(pid)  # the exit code of its node stays None, because the lab ended it
 
     def _pop_agent(self, pid: int) -> int:
         """Forget an agent that has ended, and return its node."""
@@ -179,14 +182,14 @@ class Keeper:
         self.folder = folder
         self._network = network
         os.mkfifo(folder / EVENTS_FILE)
-        self.events = os.open(folder / EVENTS_FILE, os.O_RDWR | os.O_NONBLOCK)  # read-write: never at end of file
+        self.events = os.open(folder / EVENTS_FILE, os.O_RDWR | os.O_NONBLOCK)  # as a writer too: no end of file
 
     def inside(self, node: int) -> contextlib.AbstractContextManager[None]:
         """Run the body, and the processes it starts, on `node`."""
         return self._network.inside(node) if self._network else contextlib.nullcontext()
 
     def serve(self) -> NoReturn:
-        """Answer requests. Raises: EOFError when the lab has ended."""
+        """Answer requests until the lab ends. Raises: EOFError or BrokenPipeError when the lab has ended."""
         while True:
             request, fds = self.channel.receive()
             if request["command"] == "run":
@@ -196,7 +199,7 @@ class Keeper:
                 self._network.set_rate(request["bits_per_s"])
                 self.channel.send({})
             else:
-                assert request["command"] == "stop"  # sent before the lab received the answer to the run
+                assert request["command"] == "stop"  # the run ended before this arrived
 
     def _run(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         (self.folder / FAILURE_FILE).unlink(missing_ok=True)
@@ -216,9 +219,9 @@ class Keeper:
 
 
 def _enter_namespaces(*, isolated: bool) -> None:
-    """Leave the caller's network, by right or through a user namespace; `isolated` children get PIDs of their own.
+    """Move this process into new network and mount namespaces and, if `isolated`, its children into a PID namespace.
 
-    Raises: OSError if the kernel allows neither.
+    Without the right to do so, use a user namespace, in which this process is root. Raises: OSError if that fails too.
     """
     user, group = os.geteuid(), os.getegid()
     flags = linux.CLONE_NEWNET | linux.CLONE_NEWNS
@@ -229,13 +232,13 @@ def _enter_namespaces(*, isolated: bool) -> None:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"0 {user} 1")
         Path("/proc/self/gid_map").write_text(f"0 {group} 1")
-    linux.mount("none", "/", flags=linux.MS_REC | linux.MS_SLAVE)  # no mount from now on is seen outside
+    linux.mount("none", "/", flags=linux.MS_REC | linux.MS_SLAVE)  # hide later mounts from other processes
     if isolated:
         linux.unshare(linux.CLONE_NEWPID)
 
 
 def _make_network(folder: Path, options: dict[str, Any]) -> "Network":
-    """Make the wire, and names for its nodes: torch would wait for a name server, and then complain.
+    """Make the wire, and give its nodes names: without names torch waits for a name server, and then warns.
 
     Raises: OSError if the kernel refuses, ImportError without pyroute2.
     """
@@ -258,7 +261,7 @@ def _make_network(folder: Path, options: dict[str, Any]) -> "Network":
 
 @contextlib.contextmanager
 def _reporting_refusals(channel: Channel, key: str = "refused") -> Iterator[None]:
-    """If the machine refuses something that the body needs, tell the lab why, and end this process."""
+    """If the machine refuses a thing that the body needs, send the reason to the lab as `key`, and end this process."""
     try:
         yield
     except ImportError as error:
@@ -288,21 +291,21 @@ def _serve_isolated(channel: Channel, folder: Path, options: dict[str, Any]) -> 
         os.waitpid(first, 0)
         return
     try:
-        linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # the end of the keeper ends this process
+        linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # when the parent ends, the kernel kills this process
         with _reporting_refusals(channel, key="must_share_pids"):
             linux.mount("proc", "/proc", kind="proc", flags=linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
         _serve(channel, folder, options)
-    except Exception:
+    except Exception:  # of any kind: `os._exit` below would end the process without a traceback
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(0)
 
 
 def main() -> None:
-    """Serve the lab at the other end of the socket, whose descriptor is the first argument; options are the second."""
+    """Serve a lab. Argument 1 is the descriptor of the keeper's end of the socket, argument 2 the options as JSON."""
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     options = json.loads(sys.argv[2])
-    # Handlers, not SIG_IGN, which the agents would inherit: this process lives exactly as long as its lab.
+    # This process lives as long as its lab, so it handles signals by doing nothing. Its children would inherit SIG_IGN.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     stale.clean()

@@ -1,4 +1,4 @@
-"""A lab: N emulated nodes, which torchrun takes for N machines."""
+"""A lab: N emulated nodes, which look like N machines to torchrun."""
 
 import json
 import os
@@ -18,12 +18,12 @@ from laconic.lab.counters import INTERFACE_VARIABLE
 from laconic.lab.rate import check_rate
 from laconic.lab.wire import INTERFACE, node_address
 
-_MAX_NODES = 100  # two descriptors of each travel in one message
-_PORT = 29500  # any will do: a node's ports are its own
-_KEPT_LINES = 10_000
+_MAX_NODES = 100  # one message carries two descriptors of every node, and at most 253 descriptors
+_PORT = 29500  # every node has all ports to itself, so any port is free
+_KEPT_LINES = 10_000  # of the output of each node
 
-# The keeper must not import torch, whose libraries start threads, for only a process without threads may enter a user
-# namespace (and the import takes seconds). So it sees a package `laconic` whose __init__ is not run.
+# The keeper must not import torch: the import takes seconds, and torch's libraries start threads, but only a process
+# without threads may enter a user namespace. So the keeper makes a package `laconic` without running its __init__.
 _START_KEEPER = """
 import sys, types
 package = types.ModuleType("laconic")
@@ -35,7 +35,7 @@ main()
 
 
 class LabUnavailable(RuntimeError):
-    """The machine cannot make this lab; the message says what can be done."""
+    """The machine cannot make this lab, or its keeper was killed; the message says what the user can do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,22 +47,23 @@ class NodeResult:
     sent_bytes: int | None
     """The bytes that left the node's interface during the run, headers included; None without a wire."""
     received_bytes: int | None
-    """The bytes that entered the node's interface."""
+    """The bytes that entered the node's interface during the run, headers included; None without a wire."""
     output: str
-    """The last lines of the node's stdout and stderr together, if the run kept them."""
+    """The last lines of the node's stdout and stderr together; empty if the node wrote to the terminal itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """The first rank that failed. The others failed because of it. `rank` counts over all nodes."""
+    """The first rank that failed. Its failure made the other ranks fail."""
 
     rank: int
+    """The rank among all ranks of the lab."""
     node: int
     local_rank: int
     exit_code: int
     """The exit code of the rank's process, negative for a signal."""
     error: str
-    """The traceback, or a sentence on how the process ended."""
+    """The traceback, or a phrase that says how the process ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,13 +72,15 @@ class RunResult:
 
     nodes: tuple[NodeResult, ...]
     failure: Failure | None
+    """None if no rank failed, or if `Lab.execute` ran commands without ranks."""
     wall_s: float
     """The seconds from the start of the first command to the end of the last."""
     timed_out: bool
+    """Whether the lab ended the run because it took longer than `timeout_s`."""
 
     @property
     def exit_code(self) -> int:
-        """The exit code for a shell: 0, 124 after a timeout, 128 + n after signal n, or the first failure's."""
+        """The exit code for a shell: 0, 124 after a timeout, 128 + n after signal n, or that of the first failure."""
         if self.timed_out:
             return 124
         codes = [self.failure.exit_code] if self.failure else [node.exit_code or 0 for node in self.nodes]
@@ -86,13 +89,13 @@ class RunResult:
 
 
 class Lab:
-    """N nodes on one machine, joined by a wire of a given rate, for as long as the `with` block lasts.
+    """N emulated nodes on one machine, joined by a wire of a given rate. They exist inside a `with` block.
 
         with Lab(nodes=2, rate_bits_per_s=200e6) as lab:
             result = lab.run(["train.py", "--steps", "10"], local=2)
 
-    Every node is a network namespace of its own (see [Note: The wire]); the nodes share devices and files. Nothing is
-    left behind, however the block or this process ends (see [Note: Leaving nothing behind]). A lab serves one thread.
+    Every node is a network namespace (see [Note: The wire]); the nodes share devices and files. The lab leaves nothing
+    behind, however the block or this process ends (see [Note: Leaving nothing behind]). Use a lab from one thread.
 
     Args:
         nodes: the number of nodes, 1 to 100.
@@ -120,7 +123,7 @@ class Lab:
             raise LabUnavailable(f"the lab needs Linux, this is {sys.platform}")
         try:
             answer = self._start_keeper(isolated=True)
-            if "must_share_pids" in answer:  # as in most containers; the keeper then ends processes one by one
+            if "must_share_pids" in answer:  # as in most containers: the kernel gives the lab no /proc of its own
                 self.close()
                 answer = self._start_keeper(isolated=False)
             if "refused" in answer:
@@ -132,7 +135,7 @@ class Lab:
         return self
 
     def _start_keeper(self, *, isolated: bool) -> dict[str, Any]:
-        """Start a keeper and return its first message: the folder that it keeps, or why it has ended."""
+        """Start a keeper, and return its first message: its folder, or the reason why it has ended."""
         options = {
             "nodes": self.nodes, "rate_bits_per_s": self.rate_bits_per_s, "wire": self.wire, "isolated": isolated,
         }  # fmt: skip
@@ -140,7 +143,7 @@ class Lab:
         with keeper_end:
             package = str(Path(__file__).parent.parent)
             command = [sys.executable, "-c", _START_KEEPER, package, str(keeper_end.fileno()), json.dumps(options)]
-            # In a session of its own, so that Ctrl-C reaches this process alone, which then ends the run in order.
+            # The keeper gets its own session, so Ctrl-C reaches this process alone, which then ends the run in order.
             self._keeper = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[keeper_end.fileno()], start_new_session=True
             )
@@ -151,7 +154,7 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """End everything in the lab, and return when it has ended."""
+        """End everything in the lab, and wait until it has ended. A closed lab may be closed again."""
         if self._keeper is not None:
             self._channel.close()
             self._keeper.wait()
@@ -171,9 +174,9 @@ class Lab:
             raise LabUnavailable(failure) from None
 
     def set_rate(self, bits_per_s: float | None) -> None:
-        """Limit every link to another rate, between runs; None removes the limit.
+        """Limit every link to another rate, in bits per second, between two runs; None removes the limit.
 
-        Raises: ValueError if the rate is out of range or the lab has no wire.
+        Raises: ValueError if the rate is out of range, or if the lab has no wire or is not open.
         """
         if not self.wire:
             raise ValueError("a lab without a wire has no rate; make it with wire=True")
@@ -187,9 +190,9 @@ class Lab:
     ) -> RunResult:  # fmt: skip
         """Run `SCRIPT ARGS...` or `-m MODULE ARGS...` under one torchrun per node, with `local` ranks each.
 
-        When a rank fails, the lab ends all, by SIGTERM and after `grace_s` by SIGKILL. Other arguments: see `execute`.
+        When a rank fails, the lab ends all ranks. For the other arguments see `execute`.
 
-        Raises: ValueError if `local` is less than 1 or `script` names nothing; otherwise as `execute`.
+        Raises: ValueError if `local` is less than 1 or `script` names no script or module; otherwise as `execute`.
         """
         if local < 1:
             raise ValueError(f"local={local} is not possible; a node has at least one rank")
@@ -214,7 +217,7 @@ class Lab:
         self, commands: Sequence[Sequence[str]], *, env: Mapping[str, str] | None = None,
         timeout_s: float | None = None, show: bool = True, grace_s: float = 5.0,
     ) -> RunResult:  # fmt: skip
-        """Run one command per node, all at once, and wait for them; soon after one fails, the lab ends the others.
+        """Run one command per node, all at once, and wait for them; soon after one fails, end the others.
 
         A KeyboardInterrupt ends the run before it leaves this method.
 
@@ -222,9 +225,9 @@ class Lab:
             commands: a command and its arguments for each node.
             env: variables to add to this process's environment.
             timeout_s: the seconds after which the lab ends the run.
-            show: node 0 writes straight to this process's stdout and stderr, maybe a terminal. Lines of other nodes
-                get a prefix. The result keeps the last 10,000 lines of each node that does not write straight through.
-            grace_s: a run that must end early gets SIGTERM, and SIGKILL after these seconds.
+            show: if True, node 0 writes directly to this process's stdout and stderr, and lines of other nodes appear
+                there with a prefix. The result keeps the last 10,000 lines of each node that does not write directly.
+            grace_s: the seconds from SIGTERM to SIGKILL when a run must end early.
 
         Raises:
             ValueError: there is not one command per node, or the lab is not open.
@@ -258,11 +261,11 @@ class Lab:
         env = {"LACONIC_LAB_NODE": str(node), "GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
         if not self.wire:
             return env | {INTERFACE_VARIABLE: ""}
-        # NCCL would otherwise recognise its own machine, and go round the wire through shared memory.
+        # Otherwise NCCL would see that all nodes are one machine, and use shared memory instead of the wire.
         return env | {INTERFACE_VARIABLE: INTERFACE, "NCCL_HOSTID": f"laconic-node-{node}", "NCCL_IB_DISABLE": "1"}
 
     def _wait(self, timeout_s: float | None) -> tuple[dict[str, Any], bool]:
-        """Return the keeper's report of the run, and whether the run took too long."""
+        """Return the keeper's report about the run, and whether the run took longer than `timeout_s`."""
         try:
             in_time = bool(select.select([self._channel], [], [], timeout_s)[0])
             if not in_time:
@@ -270,14 +273,14 @@ class Lab:
             return self._receive(), not in_time
         except LabUnavailable:
             raise
-        except BaseException:  # a signal handler may raise too; if it raises again below, the run ends at once
+        except BaseException:  # a KeyboardInterrupt, or the exception of another signal handler: end the run first
             self._send({"command": "stop"})
             self._receive()
             raise
 
 
 class _Output:
-    """The stdout and stderr of one node."""
+    """The stdout and stderr of one node: pipes that threads read, or this process's own stdout and stderr."""
 
     def __init__(self, node: int, *, show: bool) -> None:
         self._prefix = f"[node {node}] " if show else None
@@ -299,14 +302,14 @@ class _Output:
                     stream.flush()
 
     def start(self) -> None:
-        """Close this process's write ends, so that the pipes end with their last writer, and begin to read."""
+        """Begin to read. Close this process's write ends first, so that a pipe ends when its last writer ends."""
         # Without threads the descriptors are this process's own stdout and stderr, which stay open.
         for thread, write_end in zip(self._threads, self.fds, strict=False):
             os.close(write_end)
             thread.start()
 
     def finish(self) -> str:
-        """Wait for the end of the output, and return the lines that were kept."""
+        """Wait for the end of the output, and return its last lines."""
         for thread in self._threads:
             thread.join()
         return "".join(self._lines)

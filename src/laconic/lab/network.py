@@ -1,4 +1,4 @@
-"""The network of a lab, made of the kernel's parts: see [Note: The wire]."""
+"""The network of a lab, made of namespaces, interfaces and filters of the kernel: see [Note: The wire]."""
 
 import contextlib
 import os
@@ -11,12 +11,12 @@ from laconic.lab import linux
 from laconic.lab.counters import InterfaceBytes, interface_bytes
 from laconic.lab.wire import INTERFACE, MTU_BYTES, node_address, offloaded_bytes, token_bucket
 
-_TC_ROOT = 0xFFFFFFFF
-_TBF_HANDLE = 0x10000
+_TC_ROOT = 0xFFFFFFFF  # TC_H_ROOT of <linux/pkt_sched.h>: the parent of an interface's only filter
+_TBF_HANDLE = 0x10000  # written 1: in the commands of tc
 
 
 class Network:
-    """A switch and its nodes. The calling process visits the namespaces that it makes, so it must have one thread.
+    """A switch and its nodes. The calling thread moves between their namespaces, so its process must have no other.
 
     Raises: OSError or pyroute2.NetlinkError if the kernel refuses.
     """
@@ -24,11 +24,11 @@ class Network:
     def __init__(self, nodes: int) -> None:
         self._home = self._open_namespace()
         self._nodes: list[int] = []
-        self._ends: list[tuple[IPRoute, int]] = []  # each end of a cable: a socket in its namespace, its index there
+        self._ends: list[tuple[IPRoute, int]] = []  # for each end of a cable: a socket in its namespace, its index
         self._shaped = False
         try:
             linux.unshare(linux.CLONE_NEWNET)
-            self._switch = self._open_namespace()
+            self._switch = self._open_namespace()  # never read or closed: it keeps the namespace alive
             switch = IPRoute()  # a netlink socket stays in the namespace it was opened in
             switch.link("add", ifname="switch", kind="bridge")
             bridge = switch.link_lookup(ifname="switch")[0]
@@ -70,7 +70,7 @@ class Network:
         for route, index in self._ends:
             if self._shaped:
                 route.tc("del", index=index, handle=0, parent=_TC_ROOT)
-            # TCP reads this size when it makes a connection, so older connections keep the old size.
+            # TCP reads this size when it opens a connection, so connections that are open keep the old size.
             route.link("set", index=index, gso_max_size=offloaded_bytes(bits_per_s))
             if bits_per_s is not None:
                 route.tc("add", "tbf", index, _TBF_HANDLE, parent=_TC_ROOT, **token_bucket(bits_per_s))
@@ -85,6 +85,6 @@ class Network:
 
 
 def _disable_ipv6(interface: str) -> None:
-    # A kernel without IPv6 has no such file. Where /proc/sys is read-only, some IPv6 chatter stays on the wire.
+    # A kernel without IPv6 has no such file. Where /proc/sys is read-only, some IPv6 packets stay on the wire.
     with contextlib.suppress(OSError):
         Path(f"/proc/sys/net/ipv6/conf/{interface}/disable_ipv6").write_text("1")

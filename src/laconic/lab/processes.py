@@ -1,4 +1,4 @@
-"""The processes below this one: finding them, ending them, and how one of them ended."""
+"""Functions that find and end the descendants of this process, and that read how a process ended."""
 
 import contextlib
 import signal
@@ -7,6 +7,8 @@ from collections.abc import Container, Iterable
 from pathlib import Path
 
 import psutil
+
+START_TIME, _EXIT_CODE = 22 - 3, 52 - 3  # the indices of these fields in the list of `stat_fields`
 
 
 def stat_fields(pid: int) -> list[str]:
@@ -24,12 +26,12 @@ def exit_status(pid: int) -> int | None:
     with contextlib.suppress(OSError):
         fields = stat_fields(pid)
         if fields[0] == "Z":
-            return int(fields[49])
+            return int(fields[_EXIT_CODE])
     return None
 
 
 def descendants(*, excluding: Container[int] = ()) -> list[psutil.Process]:
-    """Return the living processes below this one, adopted orphans among them, but not those with PIDs `excluding`."""
+    """Return the living descendants of this process, adopted orphans included, except those with PIDs `excluding`."""
     below = psutil.Process().children(recursive=True)
     return [process for process in below if process.pid not in excluding and _is_alive(process)]
 
@@ -49,7 +51,7 @@ def send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
 
 
 def kill_descendants() -> None:
-    """Kill every process below this one, also those being born meanwhile, until none is alive."""
+    """Kill the descendants of this process until none is alive. A killed process may have started another before."""
     while below := descendants():
         send(below, signal.SIGKILL)
         time.sleep(0.005)

@@ -5,10 +5,10 @@ import re
 _UNITS_BITS_PER_S = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 MIN_RATE_BITS_PER_S = 1e6
-"""Below this one packet takes so long (72 ms for a jumbo frame at 1 Mbit/s) that TCP itself becomes the experiment."""
+"""The lowest rate. At 1 Mbit/s a jumbo frame takes 72 ms; at less, TCP's timers would decide the time of a run."""
 
 MAX_RATE_BITS_PER_S = 34e9
-"""The kernel's token-bucket filter keeps bytes per second in 32 bits."""
+"""The highest rate: the kernel's token-bucket filter keeps bytes per second in 32 bits."""
 
 
 def parse_rate(text: str) -> float | None:
@@ -26,14 +26,14 @@ def parse_rate(text: str) -> float | None:
 
 
 def check_rate(bits_per_s: float | None) -> float | None:
-    """Return the same rate.
+    """Return the rate unchanged if a link can have it; None means no limit.
 
     Raises: ValueError if the lab cannot limit a link to this rate.
     """
     if bits_per_s is not None and not MIN_RATE_BITS_PER_S <= bits_per_s <= MAX_RATE_BITS_PER_S:
         raise ValueError(
             f"rate {format_rate(bits_per_s)} is out of range; choose one from {format_rate(MIN_RATE_BITS_PER_S)} to "
-            f"{format_rate(MAX_RATE_BITS_PER_S)}, or none for an unshaped wire"
+            f"{format_rate(MAX_RATE_BITS_PER_S)}, or none for a wire without a limit"
         )
     return bits_per_s
 

@@ -1,4 +1,4 @@
-"""The leftovers of a killed lab: processes and folders carry the identity of the keeper that made them.
+"""The removal of the leftovers of killed labs.
 
 [Note: Leaving nothing behind]
 The keeper of a lab ends every process that it started and removes its folder, whatever ends the lab: an exception, a
@@ -16,14 +16,14 @@ from pathlib import Path
 
 import psutil
 
-from laconic.lab.processes import stat_fields
+from laconic.lab.processes import START_TIME, stat_fields
 from laconic.lab.worker import FOLDER_VARIABLE
 
 _PREFIX = "laconic-lab-"
 
 
 def make_folder() -> Path:
-    """Make this keeper's folder. Its name is the PID namespace, PID and start time, which are never used twice."""
+    """Make the folder of this keeper, and name it after the keeper: PID namespace, PID and start time."""
     name = f"{_PREFIX}{_pid_namespace()}.{os.getpid()}.{_start_time(os.getpid())}"
     folder = Path(tempfile.gettempdir()) / name
     folder.mkdir(mode=0o700)
@@ -35,16 +35,16 @@ def _pid_namespace() -> str:
 
 
 def _start_time(pid: int) -> str | None:
-    """The clock ticks from boot to the start of a process, or None if it does not live."""
-    # psutil would add the time of boot, which moves whenever the machine's clock is corrected.
+    """The clock ticks from boot to the start of a process, or None if the process does not live."""
+    # psutil adds the time of boot, which changes when somebody sets the machine's clock.
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         fields = stat_fields(pid)
-        return None if fields[0] in "ZX" else fields[19]
+        return None if fields[0] in "ZX" else fields[START_TIME]
     return None
 
 
 def _is_stale(folder: Path) -> bool:
-    """Whether the folder's keeper lived in our PID namespace and has ended. Other namespaces cannot be judged."""
+    """Whether the folder's keeper has ended; False if it is in another PID namespace, where this process sees none."""
     namespace, *process = folder.name.removeprefix(_PREFIX).split(".")
     if namespace != _pid_namespace() or len(process) != 2 or not process[0].isdigit():
         return False
@@ -52,9 +52,9 @@ def _is_stale(folder: Path) -> bool:
 
 
 def clean() -> None:
-    """End the processes and remove the folders of this user's labs whose keeper has ended."""
+    """End the processes and remove the folders of all labs of this user whose keeper has ended."""
     for process in psutil.process_iter(["environ"]):
-        variables = process.info["environ"] or {}  # None of another user's process
+        variables = process.info["environ"] or {}  # None for another user's process
         if _is_stale(Path(variables.get(FOLDER_VARIABLE, ""))):
             with contextlib.suppress(psutil.Error):
                 process.kill()

@@ -1,18 +1,18 @@
-"""The program that torchrun starts in a lab: it runs the user's script, and tells the keeper how the rank fared.
+"""The program that torchrun starts in a lab: it runs the user's script, and reports the rank's failure to the keeper.
 
     python worker.py SCRIPT [ARGS...]    or    python worker.py -m MODULE [ARGS...]
 
-torchrun starts this file by its path, and it imports nothing of laconic. So the user's script finds the interpreter as
-torchrun alone would leave it.
+torchrun starts this file by its path, and this file imports nothing of laconic. So the user's script finds the same
+interpreter as under torchrun alone.
 
 [Note: The first failing rank]
 This is [Note: Failing together] for scripts that know nothing of laconic. When a rank fails, the other ranks fail
-within milliseconds, because their connection to it closes. Each would print a traceback longer than the one that
-matters. All nodes of a lab share one file system, so the first rank to fail creates a file. A rank that finds this file
-there prints one line instead of its traceback.
-Each rank tells the keeper when it starts, and when it has failed in Python. A rank may also end without a word, by a
-signal or by os._exit. The keeper watches the processes and notices that. No exception of another rank can end a process
-in this way, so such a rank caused the failure of the others, even if another rank created the file earlier.
+within milliseconds, because their connections to the failed rank close. Each would print a long traceback, and hide the
+one that matters. All nodes of a lab share one file system, so the first rank to fail creates a file. A rank that fails
+later finds the file, and prints one line instead of its traceback.
+Each rank sends an event to the keeper when it starts, and when it has failed in Python. A signal or os._exit may also
+end a rank without an event. The keeper watches the processes and notices that. An exception of another rank cannot end
+a process in this way. So such a rank made the others fail, even if another rank created the file earlier.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from pathlib import Path
 from types import TracebackType
 
 FOLDER_VARIABLE = "LACONIC_LAB_FOLDER"  # the environment variable with the path of the lab's folder
-EVENTS_FILE = "events"  # the pipe in that folder from which the keeper reads one JSON object a line
-FAILURE_FILE = "failure.json"  # the file in that folder which the first failing rank creates
+EVENTS_FILE = "events"  # the pipe in the folder; a rank writes one JSON object a line, and the keeper reads
+FAILURE_FILE = "failure.json"  # the file in the folder that the first failing rank creates
 
 
 def _identify() -> dict[str, int]:
@@ -36,7 +36,7 @@ def _identify() -> dict[str, int]:
 
 def _send_event(event: str) -> None:
     line = json.dumps(_identify() | {"pid": os.getpid(), "event": event})
-    with contextlib.suppress(OSError):  # without a keeper this process is about to end
+    with contextlib.suppress(OSError):  # the keeper was killed, so this process will end too
         pipe = os.open(Path(os.environ[FOLDER_VARIABLE]) / EVENTS_FILE, os.O_WRONLY | os.O_NONBLOCK)
         os.write(pipe, line.encode() + b"\n")  # a short line arrives in one piece
         os.close(pipe)
@@ -62,7 +62,7 @@ def _skip_own_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def main() -> None:
-    """Run the script or module of the command line as Python itself would."""
+    """Run the script or module of the command line as Python itself would. Raises: SystemExit if it fails."""
     del sys.argv[0]
     is_module = sys.argv[0] == "-m"
     if is_module:
@@ -81,7 +81,7 @@ def main() -> None:
             _claim_failure(f"exited with code {error.code}", exit_code)
             _send_event("failed")
         raise
-    except BaseException as error:
+    except BaseException as error:  # of any kind, KeyboardInterrupt too: a rank must not fail without an event
         error = error.with_traceback(_skip_own_frames(error.__traceback__))
         text = "".join(traceback.format_exception(error))
         if _claim_failure(text, 1):

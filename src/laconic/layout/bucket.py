@@ -44,15 +44,16 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketLayout:
-    """Tensors, by offset, in `num_shards` equal shards of `shard_numel` elements. No shard border cuts a block."""
+    """Tensors in `num_shards` equal shards of `shard_numel` elements. No border between shards cuts a block."""
 
     slots: tuple[Slot, ...]
+    """The tensors' places, in the order of their offsets."""
     num_shards: int
     shard_numel: int
 
     @classmethod
     def whole_in(cls, shard: int, *, name: str, shape: tuple[int, ...], num_shards: int) -> BucketLayout:
-        """The layout of a single tensor that lies whole in one shard; the other shards hold none of it."""
+        """The layout of a single tensor that lies whole in one shard; the other shards hold nothing."""
         size = max(1, math.prod(shape))
         slot = Slot(name=name, shape=shape, block=size, offset=shard * size)
         return cls(slots=(slot,), num_shards=num_shards, shard_numel=size)
@@ -68,7 +69,7 @@ class BucketLayout:
         return self.numel - sum(slot.numel for slot in self.slots)
 
     def extent(self, index: int, shard: int) -> Extent | None:
-        """The part of tensor `index` that lies in `shard`; None if there is none."""
+        """The part of tensor `index` that lies in `shard`; None if no element does."""
         slot = self.slots[index]
         low = max(slot.offset, shard * self.shard_numel)
         high = min(slot.offset + slot.numel, (shard + 1) * self.shard_numel)
@@ -87,7 +88,7 @@ class BucketLayout:
 
 
 def row_block(shape: Sequence[int]) -> int:
-    """The default block: one row, the innermost contiguous run. Vectors and scalars have blocks of one element."""
+    """The elements of a default block: one row, the innermost contiguous run. One for vectors and scalars."""
     return shape[-1] if len(shape) > 1 and shape[-1] > 0 else 1
 
 

@@ -8,7 +8,7 @@ from laconic.layout.bucket import BucketLayout, Extent, Slot, row_block
 
 @dataclass(frozen=True, kw_only=True)
 class DerivedLayout:
-    """A tensor with `items` entries for every run of `elements` elements of a parameter, cut where the parameter is.
+    """A tensor with `items` entries per run of `elements` elements of a parameter, cut where the parameter is cut.
 
     Every rank derives this layout from the parameter's layout, without a message. The tensor has no place in a bucket,
     so shards may hold different numbers of its entries. The parameter is slot `index` of `base`, its bucket.

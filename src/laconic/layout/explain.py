@@ -9,6 +9,8 @@ from laconic.layout.bucket import BucketLayout, Slot
 from laconic.layout.packing import SHARD_ALIGNMENT_BYTES, least_shard, quantum_of, round_up
 from laconic.layout.planner import UnitPlan
 
+_MAX_SHOWN = 4  # names of tensors in a message
+
 
 class Cause(StrEnum):
     """The rule that decides the size of a bucket's shards."""
@@ -31,7 +33,7 @@ class Explanation:
     tensors: tuple[str, ...]
     """The names of the tensors that decide, the largest first."""
     block: int
-    """The elements of the block that must fit, of the least common multiple, or of the largest gap."""
+    """By cause: the elements of the alignment, the block that must fit, the common multiple, or the largest gap."""
     numel: int
     num_shards: int
     shard_numel: int
@@ -45,17 +47,18 @@ class Explanation:
 
     def __str__(self) -> str:
         share = self.padding / self.numel if self.numel else 0.0
-        names = ", ".join(self.tensors[:4]) + (f" and {len(self.tensors) - 4} more" if len(self.tensors) > 4 else "")
+        num_hidden = len(self.tensors) - _MAX_SHOWN
+        names = ", ".join(self.tensors[:_MAX_SHOWN]) + (f" and {num_hidden} more" if num_hidden > 0 else "")
+        even = self.least_shard_numel
         match self.cause:
             case Cause.ALIGNMENT:
                 reason = f"only what {SHARD_ALIGNMENT_BYTES}-byte borders need"
             case Cause.FLOOR:
-                even = self.least_shard_numel
                 reason = f"a block of {names} has {self.block:,} elements, an even share only {even:,}"
             case Cause.MULTIPLE:
                 reason = (
                     f"tensors over two shards or more ({names}) make shards multiples of {self.block:,}, the least "
-                    f"common multiple of their blocks; an even share is {self.least_shard_numel / self.block:.2f} of it"
+                    f"common multiple of their blocks; an even share is {even / self.block:.2f} of that"
                 )
             case Cause.GAPS:
                 reason = f"whole blocks of {names} leave gaps before borders, the largest of {self.block:,} elements"
@@ -64,12 +67,12 @@ class Explanation:
 
 
 def explain(plan: UnitPlan, *, itemsize: int) -> tuple[Explanation, ...]:
-    """Explain the size of each bucket of a plan; `itemsize` is that of `plan_unit`."""
+    """Explain the size of each bucket of a plan; `itemsize` is the argument of `plan_unit`."""
     return tuple(explain_bucket(bucket, itemsize=itemsize) for bucket in plan.buckets)
 
 
 def explain_bucket(layout: BucketLayout, *, itemsize: int) -> Explanation:
-    """Explain the size of a bucket; `itemsize` is that of `plan_bucket`.
+    """Explain the size of a bucket; `itemsize` is the argument of `plan_bucket`.
 
     A floor or a least common multiple proves that no layout in one bucket has smaller shards. Gaps depend on the order.
     """
@@ -96,7 +99,7 @@ def _cause(layout: BucketLayout, least: int, quantum: int) -> tuple[Cause, Seque
     floor = max(min(slot.block, slot.numel) for slot in layout.slots)
     if size == round_up(floor, quantum):
         return Cause.FLOOR, [slot for slot in layout.slots if min(slot.block, slot.numel) == floor], floor
-    # Tensors of two shards of the final size are also of two smaller ones, so their multiple rules out smaller sizes.
+    # A tensor of two shards of this size has two smaller shards too, so smaller sizes must be multiples as well.
     long = [slot for slot in layout.slots if slot.numel >= 2 * size and slot.block > 1]
     multiple = lcm(*(slot.block for slot in long))
     if size - multiple < max(least, floor) and size % multiple == 0:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from laconic.layout.bucket import row_block
 
+_MAX_SHOWN = 8  # names of parameters in a message
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
@@ -56,12 +58,12 @@ def whole() -> Block:
     return Block(unit="whole")
 
 
-Granularity = Callable[[str, Tensor], int] | Block | Mapping[str, Block]
+Granularity = Callable[[str, Tensor], int | Block] | Block | Mapping[str, Block]
 """The argument of `fully_shard(granularity=)`: a block for all parameters, or one of these.
 
 - A mapping from patterns (as in `fnmatch`, such as "*.weight") to blocks. The first pattern that matches a parameter's
   name within its unit decides; a parameter that matches no pattern gets one row.
-- A function of the parameter's name within its unit and the parameter that returns the elements per block."""
+- A function of the parameter's name within its unit and the parameter. It returns a block or the elements per block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,7 @@ class Blocks:
 def resolve(granularity: Granularity | None, parameters: Sequence[tuple[str, Tensor]]) -> Blocks:
     """Find the blocks of a unit's parameters, (name within the unit, parameter); None asks for one row of each.
 
-    Only shapes are read, so meta tensors will do.
+    Only shapes are read, so meta tensors work too.
 
     Raises:
         ValueError: a function returns less than one element or more than the parameter has; a mapping's value is no
@@ -99,8 +101,9 @@ def resolve(granularity: Granularity | None, parameters: Sequence[tuple[str, Ten
         else:
             block = granularity if isinstance(granularity, Block) else granularity(name, parameter)
         numel = block.numel(parameter.shape) if isinstance(block, Block) else block
-        if not 1 <= numel <= max(1, parameter.numel()):
-            raise ValueError(f"granularity of {name} is {numel}; it must be 1 to {parameter.numel()} elements")
+        most = max(1, parameter.numel())
+        if not 1 <= numel <= most:
+            raise ValueError(f"granularity of {name} is {numel}; it must be 1 to {most} elements")
         numels.append(numel)
     names = tuple(name for name, _ in parameters)
     return Blocks(numels=tuple(numels), names=names, patterns=patterns, used=frozenset(used))
@@ -125,7 +128,7 @@ def check_matched(units: Iterable[Blocks]) -> None:
     """Refuse a pattern that decides about no parameter of the whole model, whose units are `units`.
 
     Raises:
-        ValueError: the message names the pattern, and either the parameter that an earlier pattern takes from it or the
+        ValueError: the message names the pattern, and either a parameter that an earlier pattern decides about, or the
             names that patterns may match.
     """
     units = list(units)
@@ -140,7 +143,7 @@ def check_matched(units: Iterable[Blocks]) -> None:
                 f"granularity pattern {pattern!r} is never used: every parameter it matches, such as {taken[0]}, "
                 "matches an earlier pattern; put the special pattern first"
             )
-        shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        shown = ", ".join(names[:_MAX_SHOWN]) + (", ..." if len(names) > _MAX_SHOWN else "")
         raise ValueError(
             f"granularity pattern {pattern!r} matches no parameter. Patterns see names as they are inside the module "
             f"given to fully_shard: {shown}"

@@ -2,25 +2,25 @@
 
 [Note: Exact placement for a given order and shard size]
 A tensor of e elements with blocks of g elements may start at an offset only if every border between shards inside the
-tensor lies on the edge of a block. Whether an offset is legal depends on that offset alone. The order demands only that
+tensor lies on the edge of a block. Whether an offset is legal depends on the offset alone. The order demands only that
 a tensor starts where the previous one ends, or later, so an earlier end never leads to a later start. Greedy placement
 starts each tensor at its earliest legal offset. It is exact: if any placement in this order fits, the greedy one fits.
 
 Larger shards do not always fit better. A tensor with e = 6 and g = 2 fits on 3 shards of S = 2 or S = 4 elements, but
 not of S = 3. So the search tries shard sizes upwards. It skips sizes that a long tensor (e >= 2 S) rules out: two
 borders lie S elements apart inside such a tensor, so S must be a multiple of g.
-The problem is that of veScale-FSDP (arXiv 2602.22437), which solves it by a heuristic.
+veScale-FSDP (arXiv 2602.22437) states the same problem and solves it by a heuristic.
 
 [Note: Shard sizes to try]
 Let d be the greatest common divisor of the sizes of all tensors and blocks. A shard holds whole blocks and ends of
-tensors, and so a multiple of d elements. A shard of S elements holds no more than one of d * floor(S / d) elements, so
-one size for each multiple of d is enough.
+tensors, which is a multiple of d elements. A shard of S elements holds no more than a shard of d * floor(S / d)
+elements, so one size for each multiple of d is enough.
 
 Two kinds of tensors would make d tiny, although they hardly change the plan: tensors that may be cut anywhere, and
-tensors below 1/2048 of a shard. So d is taken over the other tensors. Long tensors fit best at multiples of this d.
-Beside these multiples, the search tries sizes in steps of 1/2048 of the shard, to fit the two kinds that d leaves out.
-Below 2048 elements per shard these are all sizes. The search skips a size at which some tensor would not fit even
-alone, and a size at which all shards together hold too few whole blocks of some size.
+tensors below 1/2048 of a shard. So the search takes d over the other tensors. Long tensors fit best at multiples of
+this d. Beside these multiples, the search tries sizes in steps of 1/2048 of the shard, to fit the two kinds that d
+leaves out. Below 2048 elements per shard it tries every size. The search skips a size at which some tensor would not
+fit even alone, and a size at which all shards together hold too few whole blocks of some size.
 """
 
 import math
@@ -34,9 +34,9 @@ from laconic.layout.bucket import BucketLayout, Slot
 SHARD_ALIGNMENT_BYTES = 16
 """Shards start on 16-byte borders. Other borders put NCCL on a slow path (pytorch #195450, NCCL #413)."""
 NEGLIGIBLE = 0.005
-"""The share of a unit that a plan may waste for tensors on 16 bytes, default whole rows, or one collective less."""
+"""The share of a unit that a plan may pad to start tensors on 16 bytes, keep default rows, or save a collective."""
 _FINE, _FINEST = 11, 20
-"""The search tells shard sizes apart to 2 ** -11 of themselves, and multiples of d to 2 ** -20."""
+"""The least steps between shard sizes: 2 ** -11 of the size, and 2 ** -20 for multiples of d."""
 
 Tensors = tuple[tuple[int, int], ...]
 """(numel, block) of each tensor, in order. A plan depends on nothing else."""
@@ -63,7 +63,7 @@ def plan_bucket(
 
 
 def tensors_of(names: Sequence[str], shapes: Sequence[tuple[int, ...]], blocks: Sequence[int]) -> Tensors:
-    """Reduce tensors to (numel, block); the arguments and errors are those of `plan_bucket`."""
+    """Reduce tensors to (numel, block). Arguments and errors: see `plan_bucket`."""
     for name, block in zip(names, blocks, strict=True):
         if block < 1:
             raise ValueError(f"{name}: a block needs at least one element, got {block}")
@@ -71,7 +71,7 @@ def tensors_of(names: Sequence[str], shapes: Sequence[tuple[int, ...]], blocks: 
 
 
 def quantum_of(itemsize: int) -> int:
-    """The number of elements of `itemsize` bytes in 16 bytes. Shard sizes are multiples of it."""
+    """The number of elements of `itemsize` bytes in 16 bytes. Every shard size is a multiple of this number."""
     return max(1, SHARD_ALIGNMENT_BYTES // itemsize)
 
 
@@ -85,12 +85,12 @@ def pack(tensors: Tensors, num_shards: int, quantum: int, limit: int | None = No
     """Pack tensors, in order, into shards of the smallest feasible size; None if that is above `limit`.
 
     Tensors start on multiples of `quantum` too (16 bytes: vector loads, grouped matrix products), unless this would
-    take more than 0.5 % more. These starts may take the result above `limit`.
+    take more than 0.5 % more. With these starts, the result may exceed `limit`.
     """
     shard_numel = smallest_shard(tensors, num_shards, quantum, limit=limit)
     if shard_numel is None:
         return None
-    # A tensor that starts on a multiple of q, as shards do, is one of roundup(e, q) elements with blocks of lcm(g, q).
+    # A tensor that starts on a multiple of q, as shards do, is placed as roundup(e, q) elements in blocks of lcm(g, q).
     aligned = tuple((round_up(numel, quantum), math.lcm(block, quantum)) for numel, block in tensors)
     bound = int(shard_numel * (1 + NEGLIGIBLE))
     aligned_numel = smallest_shard(aligned, num_shards, quantum, start=shard_numel, limit=bound)
@@ -159,14 +159,14 @@ def place(tensors: Sequence[tuple[int, int]], num_shards: int, shard_numel: int)
 
 
 def earliest(pointer: int, numel: int, block: int, shard_numel: int) -> int | None:
-    """The smallest legal start from `pointer` on, at which no border cuts a block of the tensor; None if there is none.
+    """The smallest legal start from `pointer` on: no border cuts a block of the tensor. None if no start is legal.
 
     Reference: tests/reference/planner.py. Source: [Note: Exact placement for a given order and shard size].
     """
     border = (pointer // shard_numel + 1) * shard_numel  # the first border behind the pointer
     if pointer + numel <= border:
         return pointer
-    on_edges = shard_numel % block == 0  # then all borders lie on edges as soon as one does
+    on_edges = shard_numel % block == 0  # then all borders in the tensor lie on edges if one does
     start = border - (border - pointer) // block * block  # the first start that puts an edge on `border`
     if start < border and (start + numel <= border + shard_numel or on_edges):
         return start

@@ -2,13 +2,13 @@
 
 [Note: Where padding comes from, and why buckets help]
 A tensor of two shards or more contains borders one shard apart, so the shard must be a multiple of the tensor's block.
-Two such tensors with rows of different lengths ask for the least common multiple of both, and the way to the next
-multiple may double the unit. In a bucket of its own, each tensor asks for its own rows only. But every further bucket
-costs a collective, and moves the borders to other places in the tensors. So the planner compares partitions of the
-tensors into at most `MAX_BUCKETS` buckets, with several orders of each bucket, by their padded elements, plus 0.25 % of
-the unit's elements for each bucket after the first. Tensors of equal block and similar weight stay together. The
-partitions with the smallest lower bounds come first, so few of them are ever packed. A unit stays in one bucket, in the
-order of definition, if that pads 0.5 % or less. Almost every unit whose blocks are rows does.
+For two such tensors with rows of different lengths, the shard must be a common multiple of both, and rounding up to the
+next one may double the unit. In a bucket of its own, each tensor needs multiples of its own rows only. But every
+further bucket costs a collective, and moves the borders to other places in the tensors. So the planner compares
+partitions of the tensors into at most `MAX_BUCKETS` buckets, with several orders of each bucket. The cost is the padded
+elements, plus 0.25 % of the unit's elements for each bucket after the first. Tensors of equal block and similar weight
+stay together. The partitions with the smallest lower bounds come first, so few of them are ever packed. A unit stays in
+one bucket, in the order of definition, if that pads 0.5 % or less. Almost every unit whose blocks are rows does.
 """
 
 import warnings
@@ -25,7 +25,7 @@ from laconic.layout.packing import NEGLIGIBLE, Tensors, plan_bucket, quantum_of
 MAX_BUCKETS = 4
 """The most buckets for a unit's tensors of one dtype and trainability."""
 _MAX_CLASSES = 6
-"""The most sets of tensors that stay together; they have 187 partitions. Further, smaller sets join the smallest."""
+"""The most sets of tensors that stay together; they have 187 partitions. Further, smaller sets join the last."""
 _COLLECTIVE = 0.0025
 """The share of the unit's elements that a further bucket must save."""
 _LIGHT = 0.05
@@ -124,7 +124,7 @@ def warn_if_wasteful(plan: UnitPlan, itemsize: int) -> None:
 
 
 def _is_costly(tensors: Tensors, num_shards: int, quantum: int) -> bool:
-    """True if whole blocks take more than 0.5 % over the size of tensors that may be cut anywhere."""
+    """True if whole blocks need over 0.5 % more elements than tensors that may be cut anywhere."""
     least = num_shards * packing.least_shard(sum(numel for numel, _ in tensors), num_shards, quantum)
     return packing.pack(tensors, num_shards, quantum, int(least * (1 + NEGLIGIBLE)) // num_shards) is None
 

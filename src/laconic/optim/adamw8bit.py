@@ -2,11 +2,11 @@
 
 [Note: One rounding per operation]
 The result must depend neither on how many elements a rank holds nor on where in memory they begin. But kernels treat
-the elements that do not fill a vector register in another way than the others. An operation that rounds twice
-(`addcmul_`, `lerp_`, `add_(alpha=...)`) becomes a fused multiply-add, which rounds once, in one of the two ways only,
-and the last bit differs. So the step uses only operations that IEEE 754 defines: sums, products, quotients and roots.
-It takes fp32 roots by way of fp64. On CPU, torch leaves roots to a vector library, which on some processors is wrong
-by one bit in a fifth of all cases. An fp64 root, even if it is wrong by one bit, rounds to the correct fp32 root.
+the elements that do not fill a vector register in another way than the others. For some elements only, an operation
+that rounds twice (`addcmul_`, `lerp_`, `add_(alpha=...)`) becomes a fused multiply-add, which rounds once. Their last
+bit then differs. So the step uses only operations that IEEE 754 defines: sums, products, quotients and roots. It takes
+fp32 roots by way of fp64. On CPU, torch leaves roots to a vector library, which on some processors is wrong by one bit
+in a fifth of all cases. An fp64 root, even if it is wrong by one bit, rounds to the correct fp32 root.
 """
 
 import math
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from laconic.codec.dynamic_map import dequantize, dynamic_map, quantize
 from laconic.codec.tiles import Grid, Tiling
-from laconic.layout.bucket import row_block
+from laconic.layout.bucket import BucketLayout, row_block
 from laconic.layout.derived import DerivedLayout
 from laconic.optim.base import Group, RaggedOptimizer, check_range, local_of, zeros_beside
 from laconic.ragged.spec import RaggedSpec
@@ -46,6 +46,7 @@ class AdamW8bit(RaggedOptimizer):
     Args:
         params: RaggedTensors (after `fully_shard`), plain tensors, or groups of them.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW.
+        block: the blocks that share a scale. Default: `Tiling()`.
         min_8bit_size: the *global* number of elements from which a parameter's moments take 8 bits; 0 for all.
 
     Raises:
@@ -144,6 +145,7 @@ class AdamW8bit(RaggedOptimizer):
 
     def _spec_of_scales(self, parameter: RaggedTensor) -> RaggedSpec:
         spec, grid = parameter.spec, self._grid(parameter)
+        assert isinstance(spec.layout, BucketLayout)  # parameters lie in buckets
         layout = DerivedLayout(
             base=spec.layout,
             index=spec.index,
@@ -151,7 +153,7 @@ class AdamW8bit(RaggedOptimizer):
             elements=grid.uncut,
             items=grid.scales_per_run,
         )
-        return RaggedSpec(cluster=spec.cluster, layout=layout, index=0)  # type: ignore[arg-type]  # it has all that a spec uses
+        return RaggedSpec(cluster=spec.cluster, layout=layout, index=0)
 
 
 class _Rule:
@@ -181,14 +183,14 @@ def _step_8bit(
     scales = [grid.matrix_of_scales(tensor) for tensor in scales]
     for panel in grid.panels(scales[0]):
         decoded = [
-            dequantize(panel.read(moment, fill=code.zero), scale[panel.scales], code)
-            for moment, scale, code in zip(moments, scales, maps, strict=True)
+            dequantize(panel.read(moment, fill=codebook.zero), scale[panel.scales], codebook)
+            for moment, scale, codebook in zip(moments, scales, maps, strict=True)
         ]
         stepped = panel.read(values).to(torch.float32)
         rule.apply_(stepped, panel.read(gradient).to(torch.float32), *decoded)
         panel.write(values, stepped)
-        for moment, scale, code, new in zip(moments, scales, maps, decoded, strict=True):
-            codes, scale[panel.scales] = quantize(new, code, step=rule.step)
+        for moment, scale, codebook, new in zip(moments, scales, maps, decoded, strict=True):
+            codes, scale[panel.scales] = quantize(new, codebook, step=rule.step)
             panel.write(moment, codes)
 
 

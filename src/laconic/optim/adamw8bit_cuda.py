@@ -19,6 +19,8 @@ _SHIFT: tl.constexpr = tl.constexpr(32 - DITHER_BITS)
 _MASK: tl.constexpr = tl.constexpr(2**DITHER_BITS - 1)
 _UNIT: tl.constexpr = tl.constexpr(2.0**-DITHER_BITS)
 
+_MAX_BLOCK_NUMEL = 4096  # more elements would not fit into a program's registers
+
 
 def step_8bit(
     rule: Any, grid: Grid, values: Tensor, gradient: Tensor, moments: list[Tensor], scales: list[Tensor]
@@ -38,7 +40,7 @@ def step_8bit(
         gradient.contiguous(),
         *moments,
         *scales,
-        *(table for code in maps for table in (code.values, code.gaps)),
+        *(table for codebook in maps for table in (codebook.values, codebook.gaps)),
         rows,
         columns,
         wide,
@@ -60,7 +62,7 @@ def step_8bit(
 def supports(grid: Grid) -> bool:
     """True if the sides of a block are powers of two and its elements fit into registers."""
     numel = grid.height * grid.width
-    return numel & (numel - 1) == 0 and grid.height & (grid.height - 1) == 0 and numel <= 4096
+    return numel & (numel - 1) == 0 and grid.height & (grid.height - 1) == 0 and numel <= _MAX_BLOCK_NUMEL
 
 
 @triton.jit
@@ -119,7 +121,7 @@ def _store(moment, codes, scale, values, gaps, at, inside, salt):  # type: ignor
     for power in tl.static_range(8):
         half = 128 >> power
         below += tl.where(tl.load(values + below + half) < ratio, half, 0)
-    below = tl.minimum(below, 254)
+    below = tl.minimum(below, 254)  # the last number has no gap after it
     dice = (ratio.to(tl.int32, bitcast=True) + salt) * _FIRST
     dice = (dice ^ (dice >> 15)) * _SECOND
     dice = (dice >> _SHIFT) & _MASK

@@ -1,6 +1,7 @@
 """The common base of this package's optimizers: checks of settings and parameters, first state, loading of state."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ Group = dict[str, Any]
 """A parameter group of torch.optim.Optimizer."""
 
 
-class RaggedOptimizer(torch.optim.Optimizer):
+class RaggedOptimizer(torch.optim.Optimizer, ABC):
     """An optimizer on RaggedTensors, or on plain tensors, whose rule needs more than one element at a time."""
 
     remedy: str
@@ -23,21 +24,21 @@ class RaggedOptimizer(torch.optim.Optimizer):
 
     # -- subclasses define ---------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def _check_settings(self, group: Group) -> None:
-        """Raise ValueError for a setting that the rule cannot have."""
-        raise NotImplementedError
+        """Raise ValueError for a setting that the rule does not accept."""
 
+    @abstractmethod
     def _needs_whole(self, parameter: Tensor, group: Group) -> bool:
         """True if the rule needs whole blocks or matrices of the parameter, and not single elements."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _init_state(self, parameter: Tensor, group: Group) -> None:
         """Fill `self.state[parameter]` with the state before the first step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _step(self) -> None:
         """Take one step with the parameters that have a gradient."""
-        raise NotImplementedError
 
     # -- torch.optim.Optimizer -----------------------------------------------------------------------------------------
 
@@ -45,7 +46,7 @@ class RaggedOptimizer(torch.optim.Optimizer):
         """Add a parameter group.
 
         Raises:
-            ValueError: a setting is out of range, or the rule cannot have a parameter. The group is then not added.
+            ValueError: a setting is out of range, or the rule does not accept a parameter. The group is then not added.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -86,7 +87,7 @@ class RaggedOptimizer(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict as torch does, but keep the dtypes of the saved state; torch takes the parameter's."""
+        """Load a state dict as torch does, but keep the dtypes of the state; torch would cast it to the parameter's."""
         super().load_state_dict({**state_dict, "state": {}})
         ids = [index for group in state_dict["param_groups"] for index in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -116,7 +117,7 @@ class RaggedOptimizer(torch.optim.Optimizer):
             )
 
     def _with_gradient(self, group: Group) -> list[Tensor]:
-        """The parameters of a group that have a gradient, each with its state."""
+        """Select the group's parameters that have a gradient, and make the state that is missing."""
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in parameters:
             if parameter.grad.is_sparse:
@@ -126,16 +127,11 @@ class RaggedOptimizer(torch.optim.Optimizer):
         return parameters
 
 
-def settings_in(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Select the settings among the arguments of an `__init__`, which calls `settings_in(locals())` first of all."""
-    return {name: value for name, value in arguments.items() if name not in ("self", "params", "__class__")}
-
-
 def check_range(group: Group, *keys: str, low: float = 0, high: float = math.inf, is_open: bool = False) -> None:
-    """Check that settings lie in [low, high), or in (low, high) if `is_open`. Of a tuple, all numbers must.
+    """Check that settings lie in [low, high), or in (low, high) if `is_open`; every number of a tuple must.
 
     Raises:
-        ValueError: a number lies outside. The message names the setting, its value and the range.
+        ValueError: a number is out of range. The message names the setting, its value and the range.
     """
     for key in keys:
         values = group[key] if isinstance(group[key], (tuple, list)) else [group[key]]
@@ -157,7 +153,7 @@ def name_of(group: Group, index: int) -> str:
 def zeros_beside(
     parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype, spec_of: Callable[[RaggedTensor], RaggedSpec]
 ) -> Tensor:
-    """Zeros of a global shape, as state of `parameter`; cut as `spec_of` says if the parameter is a RaggedTensor."""
+    """Zeros of a global shape, as state of `parameter`. For a RaggedTensor, `spec_of` gives the layout of the state."""
     if not isinstance(parameter, RaggedTensor):
         return torch.zeros(shape, dtype=dtype, device=parameter.device)
     spec = spec_of(parameter)

@@ -1,5 +1,6 @@
 """The base of optimizers with a rule for whole matrices, and AdamW for all other parameters."""
 
+from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,21 +30,21 @@ class MatrixOptimizer(RaggedOptimizer):
 
     # -- subclasses define ---------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def _check_rule(self, group: Group) -> None:
-        """Raise ValueError for a setting that the rule for matrices cannot have."""
-        raise NotImplementedError
+        """Raise ValueError for a setting that the rule for matrices does not accept."""
 
+    @abstractmethod
     def _matrices_of(self, parameter: RaggedTensor, group: Group) -> list[Matrix]:
-        """The matrices of a parameter that may have different owners."""
-        raise NotImplementedError
+        """The matrices of a parameter. Each has an owner of its own."""
 
+    @abstractmethod
     def _init_matrix(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
-        """Fill a matrix parameter's state as before its first step."""
-        raise NotImplementedError
+        """Fill `state` with the state of a matrix parameter before its first step."""
 
+    @abstractmethod
     def _works(self, parameter: Tensor, group: Group) -> list[Work]:
         """The work of one step, for each of the parameter's matrices."""
-        raise NotImplementedError
 
     def _needs_whole(self, parameter: Tensor, group: Group) -> bool:
         return group["algorithm"] != ADAMW
@@ -65,7 +66,7 @@ class MatrixOptimizer(RaggedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "owners" not in self.__dict__:  # a copy, or unpickled: it makes its own plans
+        if "owners" not in self.__dict__:  # a copy, or unpickled: it plans owners anew
             self.owners, self._matrices = Owners(), {}
 
     def _step(self) -> None:
@@ -82,7 +83,10 @@ class MatrixOptimizer(RaggedOptimizer):
     # -- the parts of a step -------------------------------------------------------------------------------------------
 
     def _check_settings(self, group: Group) -> None:
-        check_range(group, "betas", high=1) if group["algorithm"] == ADAMW else self._check_rule(group)
+        if group["algorithm"] == ADAMW:
+            check_range(group, "betas", high=1)
+        else:
+            self._check_rule(group)
 
     def _init_state(self, parameter: Tensor, group: Group) -> None:
         state = self.state[parameter]
@@ -95,7 +99,7 @@ class MatrixOptimizer(RaggedOptimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter)
 
     def _plan_owners(self) -> None:
-        """Give owners to the matrices of all groups that have none yet, at once."""
+        """Assign owners, at once, to the matrices of all groups that have no owner yet."""
         new: dict[Tensor, list[Matrix]] = {
             parameter: self._matrices_of(parameter, group)
             for group in self.param_groups
@@ -109,7 +113,7 @@ class MatrixOptimizer(RaggedOptimizer):
             self.owners.add([matrix for matrices in new.values() for matrix in matrices])
 
     def _matrix_works(self, parameter: Tensor, group: Group) -> dict[Matrix, Work]:
-        """The work that owners have to do. The work on a plain tensor is done at once."""
+        """Return the work for the owners of a RaggedTensor's matrices. Do the work on a plain tensor at once."""
         works = self._works(parameter, group)
         if isinstance(parameter, RaggedTensor):
             return dict(zip(self._matrices[parameter], works, strict=True))

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from laconic.optim import newton_schulz
-from laconic.optim.base import Group, check_range, settings_in
+from laconic.optim.base import Group, check_range
 from laconic.optim.matrix import MatrixOptimizer
 from laconic.optim.owners import Matrix, Work
 from laconic.ragged.tensor import RaggedTensor
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
 _MAX_NS_STEPS = 100
+_ADAMW_RMS = 0.2  # the root mean square of AdamW's usual updates (arXiv 2502.16982)
 
 
 class Muon(MatrixOptimizer):
@@ -38,7 +39,7 @@ class Muon(MatrixOptimizer):
         momentum: decay of the average of gradients.
         nesterov: orthogonalise the gradient, moved towards the average by `momentum`, and not the average itself.
         eps: the smallest norm by which Newton-Schulz divides.
-        ns_steps: steps of Newton-Schulz, at most 99.
+        ns_coefficients, ns_steps: the three coefficients and the number of steps, at most 99, of Newton-Schulz.
         adjust_lr_fn: factor on the learning rate of an A x B matrix. "original" or None: sqrt(max(1, A / B));
             "match_rms_adamw": 0.2 sqrt(max(A, B)); "spectral_unclamped": sqrt(A / B).
 
@@ -62,7 +63,9 @@ class Muon(MatrixOptimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
     ) -> None:
-        super().__init__(params, settings_in(locals()))
+        defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+        defaults |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        super().__init__(params, defaults)
 
     def _check_rule(self, group: Group) -> None:
         check_range(group, "momentum")
@@ -96,7 +99,7 @@ class Muon(MatrixOptimizer):
 
 
 def _pieces(tensor: Any) -> list[Any]:
-    """The matrices of a tensor; views."""
+    """The matrices of a tensor, as views."""
     return [tensor] if tensor.ndim == 2 else [tensor[index] for index in range(tensor.shape[0])]
 
 
@@ -126,6 +129,6 @@ def adjusted_lr(lr: float, how: str | None, shape: torch.Size) -> float:
     """The learning rate of a (rows, columns) matrix; `how` is the `adjust_lr_fn` of `Muon`."""
     rows, columns = shape
     if how == "match_rms_adamw":
-        return lr * 0.2 * math.sqrt(max(rows, columns))
+        return lr * _ADAMW_RMS * math.sqrt(max(rows, columns))
     ratio = rows / columns
     return lr * math.sqrt(ratio if how == "spectral_unclamped" else max(1, ratio))

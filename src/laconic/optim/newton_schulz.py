@@ -1,6 +1,6 @@
 """Orthogonalisation of a matrix by the quintic Newton-Schulz iteration that Muon uses.
 
-The one in `torch.optim._muon` is private, and normalises a bfloat16 input in place, which may be the caller's momentum.
+torch's own function in `torch.optim._muon` is private. It normalises a bfloat16 input, such as the momentum, in place.
 """
 
 import torch

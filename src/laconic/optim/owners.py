@@ -8,8 +8,8 @@ balance). Among ranks with equal work, the one that holds most of the matrix get
 
 A matrix that lies whole on a rank stays there and moves nothing, unless that rank would then have more than
 `STAY_WITHIN` times its fair share. The fair share is the mean work of a rank, or the cost of the costliest matrix if
-that is more. Matrices that come later (another parameter group) add to the work that is there.
-The rule is that of torchtitan's DistMuon. Balancing over all buckets at once is that of Canzona (arXiv 2602.06079).
+that is more. Matrices that come later (another parameter group) add to the present work. Sources: torchtitan's DistMuon
+for the rule, Canzona (arXiv 2602.06079) for balancing over all buckets at once.
 
 [Note: Rounds]
 Matrices travel in rounds of bounded bytes. The order of rounds is the order of assignment, so the work of every round
@@ -24,6 +24,7 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -101,20 +102,17 @@ def assign(matrices: Sequence[Matrix], loads: list[float]) -> list[tuple[int, in
     return list(owners.items())
 
 
-class Work:
-    """One step's work on one matrix: RaggedTensors, or plain tensors, on which every rank does everything."""
+class Work(Protocol):
+    """One step's work on one matrix, a RaggedTensor. On a plain tensor, every rank does all three parts itself."""
 
     def send(self) -> Tensor:
         """Return the tensor that the owner needs, cut like the matrix. Every rank calls this."""
-        raise NotImplementedError
 
     def work(self, whole: Tensor) -> Tensor:
         """Work on the whole tensor; the outcome has its shape and dtype. The owner alone calls this."""
-        raise NotImplementedError
 
     def receive(self, outcome: Tensor) -> None:
         """Use the outcome, cut like the matrix. Every rank calls this."""
-        raise NotImplementedError
 
 
 class Owners:
@@ -177,7 +175,7 @@ class Owners:
         return self._rounds
 
     def _agree(self) -> None:
-        """After every change, check that all ranks have the same owners. Otherwise they would mistake messages."""
+        """After every change, check that all ranks have the same owners. Otherwise they would misread messages."""
         if len(self.by_matrix) == self._num_agreed:
             return
         for cluster in self.loads:

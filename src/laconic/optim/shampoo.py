@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from laconic.optim.base import Group, check_range, local_of, settings_in, zeros_beside
+from laconic.optim.base import Group, check_range, local_of, zeros_beside
 from laconic.optim.matrix import ADAMW, MatrixOptimizer
 from laconic.optim.owners import Matrix, Work
 from laconic.ragged.spec import RaggedSpec
@@ -25,7 +25,7 @@ from laconic.ragged.tensor import RaggedTensor
 Grafting = Literal["adam", "rmsprop", "sgd", "none"]
 _EIGENDECOMPOSITION_FLOPS = 25
 """Roughly the multiplications to decompose an n x n matrix, divided by n ** 3."""
-_TINY = 1e-30
+_TINY = 1e-30  # avoids divisions by zero
 
 
 class Shampoo(MatrixOptimizer):
@@ -43,7 +43,7 @@ class Shampoo(MatrixOptimizer):
         betas: decay of the average of gradients, and of the factors and squared gradients.
         eps: ridge of a factor, relative to its largest eigenvalue.
         weight_decay: decoupled weight decay.
-        start_step: the first preconditioned step; earlier steps are the grafted rule's. None is `update_every`.
+        start_step: the first preconditioned step; earlier steps follow the grafted rule. None means `update_every`.
         grafting: the rule whose step length is used. "adam"; "rmsprop", which is Adam without bias correction of the
             squares; "sgd", the average of gradients; "none", Shampoo's own length.
         grafting_eps: added to the root of squared gradients, in the grafted rule and in AdamW for vectors.
@@ -73,7 +73,10 @@ class Shampoo(MatrixOptimizer):
         grafting_eps: float = 1e-8,
         exponent: float = 0.25,
     ) -> None:
-        super().__init__(params, settings_in(locals()))
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"block_size": block_size, "update_every": update_every, "start_step": start_step}
+        defaults |= {"grafting": grafting, "grafting_eps": grafting_eps, "exponent": exponent}
+        super().__init__(params, defaults)
 
     def _check_rule(self, group: Group) -> None:
         check_range(group, "block_size", "update_every", low=1)
@@ -162,12 +165,12 @@ class _Preconditioned(Work):
             if renew:
                 for factor, root in ((left, left_root), (right, right_root)):
                     root.copy_(inverse_root(factor / (1 - beta2**step), group["exponent"], group["eps"]))
-            own = grafted[block.index]
+            update = grafted[block.index]
             if step >= start:
-                own = left_root @ average[block.index] @ right_root
+                update = left_root @ average[block.index] @ right_root
                 if group["grafting"] != "none":
-                    own = own * (grafted[block.index].norm() / own.norm().clamp(min=_TINY))
-            direction[block.index] = own
+                    update = update * (grafted[block.index].norm() / update.norm().clamp(min=_TINY))
+            direction[block.index] = update
         return direction.to(whole.dtype)
 
     def receive(self, outcome: Tensor) -> None:
@@ -176,7 +179,7 @@ class _Preconditioned(Work):
         self.parameter.add_(outcome, alpha=-lr)
 
     def _grafted(self, average: Tensor, grad: Tensor, step: int) -> Tensor:
-        """The step of the rule whose length is used."""
+        """The step of the grafted rule."""
         if self.group["grafting"] in ("sgd", "none"):
             return average
         beta2 = self.group["betas"][1]

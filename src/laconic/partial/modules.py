@@ -1,4 +1,4 @@
-"""Modules with sliced parameters: parts take the place of a parameter, and give it back."""
+"""Modules with sliced parameters: the parts replace the parameter, and the parameter can replace the parts again."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -15,7 +15,7 @@ class PartialModule(nn.Module):
     """The base class that `partial_updates` adds to modules whose own parameters it slices."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Accept the unsliced layout as well as the sliced one."""
+        """Load a state dict that has the sliced parameters whole, or in parts."""
         for sliced in sliced_of(self).values():
             whole = state_dict.get(prefix + sliced.name)
             if whole is not None and tuple(whole.shape) == sliced.shape:
@@ -26,27 +26,28 @@ class PartialModule(nn.Module):
 
 
 def slice_parameter(module: nn.Module, sliced: SlicedParameter, slice_index: int) -> None:
-    """Replace a module's parameter by its parts, of which slice `slice_index` trains. Makes it a `PartialModule`."""
+    """Replace a module's parameter by its parts and make the module a `PartialModule`. Slice `slice_index` trains."""
     whole = module.get_parameter(sliced.name).detach()
     add_sliced(module, sliced)
-    # Clones, because a view would keep the whole.
+    # Clones, because a view would keep the memory of the whole.
     values = [value.clone(memory_format=torch.contiguous_format) for value in sliced.split(whole)]
     parts = {
         name: nn.Parameter(value, requires_grad=sliced.slice_of(index) in (slice_index, None))
         for index, (name, value) in enumerate(zip(sliced.part_names, values, strict=True))
     }
     replace_parameters(module, {sliced.name: whole}, parts)
+    # In `__mro__` a class of `_partial_class` comes first, then PartialModule, then the module's own class.
     base = type(module).__mro__[2] if isinstance(module, PartialModule) else type(module)
     module.__class__ = _partial_class(base, tuple(sliced_of(module)))
 
 
 def parts_of(module: nn.Module, sliced: SlicedParameter) -> dict[str, nn.Parameter]:
-    """The parts of a sliced parameter, by their names in the module and in order."""
+    """Return the parts of a sliced parameter by their names in the module, in the order of `part_names`."""
     return {name: cast(nn.Parameter, module._parameters[name]) for name in sliced.part_names}
 
 
 def replace_parameters(module: nn.Module, old: Mapping[str, Tensor], new: Mapping[str, nn.Parameter]) -> None:
-    """Put the parameters `new` in the place of the parameters `old`, which follow one another in the module."""
+    """Replace the parameters `old`, which are neighbours in the module's order, by the parameters `new`."""
     parameters: dict[str, nn.Parameter | None] = {}
     for name, parameter in module._parameters.items():
         if name not in old:
@@ -59,7 +60,7 @@ def replace_parameters(module: nn.Module, old: Mapping[str, Tensor], new: Mappin
 @cache
 def _partial_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     body: dict[str, Any] = {name: _sliced_attribute(name) for name in names}
-    # The module's name too: transformers knows its own models by it, and initialises custom ones differently.
+    # transformers recognises its own models by `__module__`, and initialises all other models differently.
     return type(f"Partial{cls.__name__}", (PartialModule, cls), {"__module__": cls.__module__, **body})
 
 

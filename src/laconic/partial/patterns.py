@@ -1,4 +1,4 @@
-"""Which layers of a model are sliced: transformers' and a user's own. [Note: Slices of a layer] in partial/cuts.py."""
+"""The layers that partial updates know, and how to declare others. See [Note: Slices of a layer] in partial/cuts.py."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +13,11 @@ Kind = Literal["mlp", "attention"]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPattern:
-    """A kind of layer, as `include=` of `partial_updates` names it, and how it is recognised."""
+    """One form of a kind of layer, and how to find its cuts."""
 
     kind: Kind
     find: Callable[[nn.Module], Sequence[Cut]]
-    """The cuts of a module; none if the module is no such layer."""
+    """Returns the cuts of a module; none if the module is another kind of layer."""
 
 
 def sliced_layer(
@@ -30,9 +30,9 @@ def sliced_layer(
 ) -> LayerPattern:
     """Declare for `partial_updates(patterns=...)` how all modules of a user's own class are sliced.
 
-    `rows` are linear children that compute the units: their outputs are cut, weights and biases. `columns` are linear
-    children that use the units: their inputs are cut, weights only. `units` is the number of units of a module that
-    must stay whole, such as its heads; by default every output is one. A child that is not linear raises ValueError.
+    `rows` name the linear children that compute the units: the outputs of their weights and biases are cut. `columns`
+    name the linear children that use the units: the inputs of their weights are cut. `units` returns a module's number
+    of units; by default every output is a unit. `partial_updates` raises ValueError for a child that is not linear.
     """
 
     def find(module: nn.Module) -> list[Cut]:
@@ -45,8 +45,9 @@ def sliced_layer(
                     "layers. Give a LayerPattern that returns Cuts for other tensors"
                 )
         num_units = units(module) if units is not None else None
-        made, used = ([_Linear(name, module.get_submodule(name)) for name in names] for names in (rows, columns))
-        return _cut_layer(made, used, num_units)
+        row_layers = [_Linear(name, module.get_submodule(name)) for name in rows]
+        column_layers = [_Linear(name, module.get_submodule(name)) for name in columns]
+        return _cut_layer(row_layers, column_layers, num_units)
 
     return LayerPattern(kind=kind, find=find)
 
@@ -54,10 +55,10 @@ def sliced_layer(
 def find_cuts(
     model: nn.Module, include: Collection[Kind], patterns: Iterable[LayerPattern]
 ) -> dict[str, tuple[nn.Module, Cut]]:
-    """Find all cuts of a model: by the tensor's name in the model, its module and its cut, by its name there.
+    """Find all cuts of a model. Returns (module, cut) by the tensor's name in the model; the cut has the short name.
 
-    In each module the first pattern that finds something counts; the user's `patterns` go before `PATTERNS`. Raises
-    ValueError if two patterns cut one tensor, or if a kind in `include` is found nowhere.
+    In each module the first pattern that finds cuts is used; the user's `patterns` go before `PATTERNS`. Raises
+    ValueError if two patterns cut one tensor, or if the model has no layer of a kind in `include`.
     """
     found: dict[str, tuple[nn.Module, Cut]] = {}
     patterns = [pattern for pattern in (*patterns, *PATTERNS) if pattern.kind in include]
@@ -74,7 +75,7 @@ def find_cuts(
     if missing:
         raise ValueError(
             f"no {' and no '.join(sorted(missing))} layer of {type(model).__name__} is known; declare its class with "
-            "patterns=[sliced_layer(...)], or leave it out of include"
+            "patterns=[sliced_layer(...)], or leave it out of include (sync.slice_include in a job)"
         )
     return found
 
@@ -104,13 +105,13 @@ class _Linear:
 
 
 def _cut_layer(rows: list[_Linear], columns: list[_Linear], units: int | None = None) -> list[Cut]:
-    """Cut layers that compute units, and layers that use them; without `units`, each output is one."""
+    """Cut the layers that compute units and the layers that use them. Without `units`, each output is a unit."""
     cuts = [cut for layer in rows for cut in layer.cut_outputs([_segment(0, layer.num_outputs, units)])]
     return cuts + [layer.cut_inputs(units or layer.num_inputs) for layer in columns]
 
 
 def _linears(module: nn.Module, *names: str) -> list[_Linear]:
-    """The children of these names if all of them are linear layers; otherwise none."""
+    """Return the children of these names if all of them are linear layers; otherwise an empty list."""
     layers = [_Linear(name, layer) for name in names if _is_linear(layer := module._modules.get(name))]
     return layers if len(layers) == len(names) else []
 
@@ -135,9 +136,9 @@ _MLPS = (
     (("c_fc",), "c_proj"),  # GPT-2
     (("fc1",), "fc2"),  # OPT, Phi
     (("dense_h_to_4h",), "dense_4h_to_h"),  # GPT-NeoX
-    (("w1", "w3"), "w2"),  # experts, one by one
+    (("w1", "w3"), "w2"),  # a mixture whose experts are modules
 )
-"""The children that compute hidden units, and the child that uses them."""
+"""The names of the children that compute hidden units, and of the child that uses the units."""
 
 
 def _mlp(module: nn.Module) -> list[Cut]:
@@ -148,7 +149,7 @@ def _mlp(module: nn.Module) -> list[Cut]:
 
 
 def _fused_mlp(module: nn.Module) -> list[Cut]:
-    """Phi-3: gates and ups in one matrix."""
+    """Phi-3: the gate and the up projection in one matrix."""
     if not (layers := _linears(module, "gate_up_proj", "down_proj")):
         return []
     gate_up, down = layers
@@ -174,7 +175,7 @@ def _experts(module: nn.Module) -> list[Cut]:
     width = down.shape[down_dim]
     if getattr(module, "is_concatenated", True):
         segments = tuple(_segment(index * width, width) for index in range(num_ups))
-    else:  # the gate and the up of a unit lie side by side
+    else:  # the rows of a unit's gate and up projection alternate
         segments = (_segment(0, num_ups * width, width),)
     cuts = [Cut(parameter=name, dim=up_dim, segments=segments)]
     if module._parameters.get(f"{name}_bias") is not None:
@@ -186,7 +187,7 @@ def _experts(module: nn.Module) -> list[Cut]:
 
 
 def _separate_attention(module: nn.Module) -> list[Cut]:
-    """Llama, Mistral, Qwen, GPT-OSS, OPT: a matrix each for queries, keys and values."""
+    """Llama, Mistral, Qwen, GPT-OSS, OPT: queries, keys and values have a matrix each."""
     for name in ("o_proj", "out_proj", "dense"):
         if layers := _linears(module, "q_proj", "k_proj", "v_proj", name):
             query, key, value, output = layers
@@ -201,7 +202,7 @@ def _separate_attention(module: nn.Module) -> list[Cut]:
 
 
 def _fused_attention(module: nn.Module) -> list[Cut]:
-    """GPT-2 and Phi-3: queries, keys and values below each other in one matrix."""
+    """GPT-2 and Phi-3: one matrix has all queries, then all keys, then all values."""
     for names in (("c_attn", "c_proj"), ("qkv_proj", "o_proj")):
         layers = _linears(module, *names)
         if not layers or _linears(module, "q_attn"):  # q_attn: attention to an encoder
@@ -222,7 +223,7 @@ def _fused_attention(module: nn.Module) -> list[Cut]:
 
 
 def _interleaved_attention(module: nn.Module) -> list[Cut]:
-    """GPT-NeoX: the query, key and value rows of a head lie together."""
+    """GPT-NeoX: one matrix has the query, key and value rows of a head, then those of the next head."""
     layers = _linears(module, "query_key_value", "dense")
     if not layers or layers[0].num_outputs != 3 * layers[1].num_inputs:
         return []
@@ -230,6 +231,7 @@ def _interleaved_attention(module: nn.Module) -> list[Cut]:
 
 
 def _heads(module: nn.Module, width: int) -> int:
+    """Return the number of heads in `width` features."""
     size = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
     if not isinstance(size, int) or width % size:
         raise ValueError(

@@ -1,17 +1,17 @@
 """Products with a sliced weight: the whole weight forward, gradients of the trained parts backward.
 
 [Note: Whole forward, compact backward]
-Forward and the gradient of the input multiply with the whole weight, which is put together for the moment of the
-product. So they equal those of the uncut layer to the bit. One product for each part would sum columns in another
-order, and round in between in low precision. The cost is a copy of one layer's weight, twice a step; no copy stays. The
-weight's gradient is computed for the trained parts only, with one product each. A part that is outputs needs the whole
-input; a part that is inputs needs its own columns of it. Nothing is kept for frozen parts.
-In a unit of the engine the product is written into the bucket: [Note: Gradients written in place] in shard/linear.py.
+Forward and the gradient of the input multiply with the whole weight, which is joined for the product and then freed.
+So both equal the results of the uncut layer to the bit. One product for each part would sum columns in another order,
+and would round each sum in low precision. The cost is a copy of one layer's weight, twice a step. The weight's gradient
+is computed for the trained parts only, with one product each. A part of the weight's outputs needs the whole input for
+its gradient. A part of the weight's inputs needs only the columns of the input that it multiplies. Backward keeps
+nothing for frozen parts. In a unit, [Note: Gradients written in place] of shard/linear.py holds for these products.
 
 [Note: Saved before computed]
-Activation checkpointing runs a block again only until all tensors are saved that backward needs, so the last product of
-a block is not computed again. But autograd saves a function's tensors when the function returns. So the function here
-returns an output without memory, and its caller computes the output then.
+Activation checkpointing runs a block again, but only until all tensors that backward needs are saved. So the last
+product of a block is not computed again. But autograd saves a function's tensors when the function returns. So the
+function here returns an output without memory, and `Product.__call__` computes the output afterwards.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,6 +27,8 @@ from laconic import _compat
 from laconic.ragged.parts import SlicedParameter
 from laconic.shard.linear import GradientSink
 
+_GROUPED_ALIGNMENT_BYTES = 16  # grouped products require rows of a multiple of this size
+
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
@@ -38,13 +40,13 @@ class Product:
     dtype: torch.dtype
     """The dtype of the product; under autocast the parts may have another."""
     is_flipped: bool
-    """`call` expects the last two dims of the weight in the other order than the parts have them."""
+    """True if `call` expects the parts with their last two dims exchanged."""
     is_out_in: bool
-    """The parts have the shape (..., out, in); otherwise (..., in, out)."""
+    """True if the parts have the shape (..., out, in); False for (..., in, out)."""
     sinks: tuple[tuple[GradientSink, int] | None, ...]
-    """For each part, where the engine wants its gradient, if the engine does."""
+    """For each part, the sink of its gradient and its index in the sink; None if autograd takes the gradient."""
     offsets: Tensor | None = None
-    """Of grouped products: where the input's rows for each expert end."""
+    """For a grouped product, the end of each expert's rows of the input, (experts,); otherwise None."""
 
     def __call__(self, input: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         """Multiply, differentiably. `parts` are in the order of `part_names`. Cost: two copies of the weight a step."""
@@ -61,11 +63,11 @@ class Product:
         return (self.sliced.dim_from_end == -2) == self.is_out_in
 
     def take(self, features: Tensor, part: int) -> Tensor:
-        """The outputs or inputs of one part, (..., features of the part)."""
+        """Select the outputs or inputs of one part: (..., features) -> (..., features of the part)."""
         return self.sliced.take(features, part, -1)
 
     def forward(self, input: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        """The product itself."""
+        """Compute the product with the whole weight."""
         whole = self._join(parts)
         return self.call(input, whole.transpose(-2, -1) if self.is_flipped else whole, bias)
 
@@ -75,14 +77,14 @@ class Product:
         return (*input.shape[:-1], sizes[0] if self.is_out_in else sizes[1])
 
     def input_gradient(self, gradient: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """The gradient of the input, from that of the output."""
+        """Compute the gradient of the input, (..., in), from the gradient of the output, (..., out)."""
         whole = self._join(parts)
         return self._times(gradient, whole if self.is_out_in else whole.transpose(-2, -1))
 
     def part_gradient(self, index: int, part: Tensor, gradient: Tensor, input: Tensor) -> Tensor | None:
-        """The gradient of a part, for autograd to accumulate; None if it was written where the engine reduces it.
+        """Compute the gradient of a part, for autograd to accumulate; None if the part's sink has taken the gradient.
 
-        Shapes: `gradient` is that of the part's outputs, (..., out); `input` is the part's inputs, (..., in).
+        Shapes: `gradient` of the part's outputs, (..., out); `input` of the part, (..., in).
         """
         if part.ndim == 2:  # all rows meet the same matrix
             gradient, input = gradient.reshape(-1, gradient.shape[-1]), input.reshape(-1, input.shape[-1])
@@ -105,19 +107,19 @@ class Product:
 
 
 def _pad_rows(matrix: Tensor) -> Tensor:
-    """Pad the rows of a matrix to a multiple of 16 bytes, which grouped products require; a slice may have less."""
-    missing = -matrix.shape[1] % (16 // matrix.itemsize)
+    """Pad the rows of a matrix for a grouped product; the rows of a slice may be too short."""
+    missing = -matrix.shape[1] % (_GROUPED_ALIGNMENT_BYTES // matrix.itemsize)
     return functional.pad(matrix, (0, missing)) if missing else matrix
 
 
 class _Multiply(torch.autograd.Function):
-    """[Note: Whole forward, compact backward] and [Note: Saved before computed]."""
+    """A product as [Note: Whole forward, compact backward] and [Note: Saved before computed] describe."""
 
     @staticmethod
     def forward(
         ctx: Any, product: Product, computes: bool, input: Tensor, bias: Tensor | None, *parts: Tensor
     ) -> Tensor:
-        trained = [index for index in range(len(parts)) if ctx.needs_input_grad[4 + index]]
+        trained = [index for index, is_needed in enumerate(ctx.needs_input_grad[-len(parts) :]) if is_needed]
         if product.cuts_outputs:
             kept = [input] if trained else []
         else:  # copies, because a view would keep the whole input
@@ -134,6 +136,7 @@ class _Multiply(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         product: Product = ctx.product
+        _, _, input_needs_gradient, bias_needs_gradient, *_ = ctx.needs_input_grad
         saved = ctx.saved_tensors
         kept, parts = saved[: ctx.num_kept], saved[ctx.num_kept :]
         part_gradients: list[Tensor | None] = [None] * len(parts)
@@ -143,6 +146,6 @@ class _Multiply(torch.autograd.Function):
             else:
                 outputs, inputs = gradient, kept[position]
             part_gradients[index] = product.part_gradient(index, parts[index], outputs, inputs)
-        bias_gradient = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.needs_input_grad[3] else None
-        input_gradient = product.input_gradient(gradient, parts) if ctx.needs_input_grad[2] else None
+        bias_gradient = gradient.reshape(-1, gradient.shape[-1]).sum(0) if bias_needs_gradient else None
+        input_gradient = product.input_gradient(gradient, parts) if input_needs_gradient else None
         return (None, None, input_gradient, bias_gradient, *part_gradients)

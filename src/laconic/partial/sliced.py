@@ -1,11 +1,11 @@
 """`SlicedTensor`: the value that a module finds in place of a weight that was cut into parts.
 
 [Note: Forwards of sliced modules]
-Modules keep their own forward, because there are many kinds, of experts above all. Where a forward names a weight that
-was cut, it gets a `SlicedTensor`. Torch's functions ask the SlicedTensor to compute their product with it, and get a
-`Product`. All other functions of a sliced weight raise an error. They could be computed with the whole weight, but then
-its whole gradient would be computed too, and the saving would be lost without notice. Functions of a sliced bias are
-computed with the whole bias.
+Modules keep their own forward, because there are many kinds of forwards, of experts above all. Where a forward reads a
+weight that was cut, it gets a `SlicedTensor`. Torch's functions leave a product with a SlicedTensor to its
+`__torch_function__`, which computes a `Product`. All other functions of a sliced weight raise an error: with the whole
+weight they would compute its whole gradient too, and the saving would be lost without notice. Functions of a sliced
+bias compute with the whole bias.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from torch.nn import functional
 
 from laconic.partial.product import Product
 from laconic.ragged.parts import SlicedParameter
+from laconic.shard.linear import sink_of
 
 
 class SlicedTensor:
-    """The parts of a parameter, with as much of a tensor's interface as forwards need; others raise AttributeError."""
+    """The parts of a parameter, with the tensor methods that forwards need. Other methods raise AttributeError."""
 
     def __init__(self, parts: tuple[Tensor, ...], sliced: SlicedParameter, *, is_flipped: bool = False) -> None:
-        """View `parts`, or one expert's matrix of each; `is_flipped` exchanges the last two dims."""
+        """Show `parts` as one tensor; each may be one expert's matrix. `is_flipped` exchanges the last two dims."""
         self._parts, self._sliced, self._is_flipped = parts, sliced, is_flipped
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the whole."""
+        """The shape of the whole tensor."""
         sizes = list(self._parts[0].shape)
         sizes[self._sliced.dim_from_end] = self._sliced.shape[self._sliced.dim]
         if self._is_flipped:
-            sizes[-2:] = sizes[:-3:-1]
+            sizes[-2], sizes[-1] = sizes[-1], sizes[-2]
         return torch.Size(sizes)
 
     def size(self, dim: int | None = None) -> Any:
@@ -65,19 +66,17 @@ class SlicedTensor:
     def transpose(self, dim0: int, dim1: int) -> SlicedTensor:
         """Exchange the last two dims. Raises NotImplementedError for other dims."""
         if {dim0 % self.dim(), dim1 % self.dim()} != {self.dim() - 2, self.dim() - 1}:
-            raise NotImplementedError(
-                f"only the last two dims of {self._name} can be transposed, not {dim0} and {dim1}"
-            )
+            raise NotImplementedError(f"{self._name} can exchange its last two dims only, not {dim0} and {dim1}")
         return SlicedTensor(self._parts, self._sliced, is_flipped=not self._is_flipped)
 
     def t(self) -> SlicedTensor:
-        """The matrix transposed."""
+        """See `torch.Tensor.t`."""
         return self.transpose(-2, -1)
 
     T = mT = property(t)
 
     def __getitem__(self, index: Any) -> Any:
-        """Of a stack of weights, the weight of one expert; of a bias, anything."""
+        """Select one expert's weight from a stack of weights. A bias takes any index, as a tensor does."""
         if not self._sliced.is_factor:
             return self.whole()[index]
         is_one = isinstance(index, int) or (isinstance(index, Tensor) and index.ndim == 0 and not index.is_complex())
@@ -86,7 +85,7 @@ class SlicedTensor:
         raise self._refusal(f"indexing with {type(index).__name__}")
 
     def whole(self) -> Tensor:
-        """The whole: a new tensor, through which gradients reach the trained parts."""
+        """Join the parts in a new tensor. Gradients flow through it to the trained parts."""
         whole = self._sliced.join(self._parts)
         return whole.transpose(-2, -1) if self._is_flipped else whole
 
@@ -110,9 +109,9 @@ class SlicedTensor:
 
     def _refusal(self, operation: str) -> NotImplementedError:
         return NotImplementedError(
-            f"{operation} with the sliced weight {self._name} would compute its whole gradient. Products are known by "
-            "torch.nn.functional.linear, matmul, mm, bmm, addmm and grouped_mm (transformers' experts: "
-            'model.set_experts_implementation("grouped_mm") or "eager"); other functions can call .whole() themselves'
+            f"{operation} with the sliced weight {self._name} would compute its whole gradient. Use a product by "
+            "torch.nn.functional.linear, matmul, mm, bmm, addmm or grouped_mm (transformers' experts: "
+            'model.set_experts_implementation("grouped_mm") or "eager"), or give the function .whole()'
         )
 
     @classmethod
@@ -128,7 +127,7 @@ class SlicedTensor:
             if isinstance(operand, SlicedTensor) and operand._sliced.is_factor:
                 raise operand._refusal(func.__name__)
         if isinstance(operands[0], SlicedTensor) and func.__name__.endswith("_"):
-            getattr(operands[0], func.__name__)  # raises the error that names the remedy
+            getattr(operands[0], func.__name__)  # in-place functions: __getattr__ raises, and names the remedy
         return func(*map(_plain, args), **{key: _plain(value) for key, value in kwargs.items()})
 
 
@@ -190,7 +189,7 @@ def _multiply(
     takes_out_in: bool = False,
     offsets: Tensor | None = None,
 ) -> Any:
-    """`call(input, whole weight, bias)` as a `Product`; NotImplemented if the operands are not those of a product."""
+    """Compute `call(input, whole weight, bias)` as a `Product`; NotImplemented if an operand does not fit a product."""
     if not isinstance(weight, SlicedTensor) or not isinstance(input, Tensor):
         return NotImplemented
     if not weight._sliced.is_factor or weight.dim() not in ndims:
@@ -208,7 +207,7 @@ def _multiply(
         dtype=dtype,
         is_flipped=weight._is_flipped,
         is_out_in=takes_out_in != weight._is_flipped,
-        sinks=tuple(getattr(part, "_laconic_sink", None) for part in weight._parts),
+        sinks=tuple(sink_of(part) for part in weight._parts),
         offsets=offsets,
     )
     return product(input, weight._parts, bias)

@@ -7,11 +7,11 @@ partial/cuts.py. Reference: tests/reference/partial.py.
 
 [Note: Slices are parameters]
 A sliced parameter becomes one parameter for each slice (`weight_slice0`, ...). A matrix that fuses queries, keys and
-values, whose keys are shared, has `weight_shared` too. Only the parts that the island trains require a gradient. So all
-code that looks at parameters is right without knowing of slices: optimizers step, decay and keep state for trained
-parts, clipping and norms see trained parts alone, and the engine puts the others into frozen buckets. On every island
-the parameters have the same names, shapes and meaning. So islands average them one by one, over the islands that train
-them, and an island gets another slice without moving any data.
+values, whose keys are shared, has `weight_shared` too. Only the parts that the island trains require a gradient. So
+code for parameters works without knowing of slices: optimizers step, decay and keep state for trained parts, clipping
+and norms see trained parts only, and the engine puts the frozen parts into frozen buckets. On every island the
+parameters have the same names, shapes and meaning. So each parameter is averaged over the islands that train it, and an
+island can change its slice without moving any data.
 """
 
 import contextlib
@@ -40,19 +40,19 @@ def partial_updates(
 ) -> nn.Module:
     """Make `model` train only one slice of its MLP and attention layers, in place, and return it.
 
-    Call it before `fully_shard` and before the optimizer is made. With one slice nothing is changed.
+    Call it before `fully_shard` and before making the optimizer. With one slice the model stays as it is.
 
     Args:
         model: a transformers model like Llama, Mistral, Qwen, GPT-2, GPT-NeoX, OPT or Phi, with experts or without, or
-            a model whose layers are declared in `patterns`.
-        slice_index: the slice to train, from 0. Give every slice to some island, or it does not change.
+            a model whose layers `patterns` declare.
+        slice_index: the slice to train, from 0. A slice that no island trains never changes.
         num_slices: 2 to 8. Quality falls with many slices, because each learns from 1 / num_slices of the tokens.
         include: the kinds of layers to slice. MLPs alone save less and cost less quality.
         patterns: the user's own layers, tried before the known ones; `sliced_layer` declares a class of modules.
 
     Raises:
-        ValueError: `num_slices` does not divide the hidden units or heads; a kind in `include` is found nowhere; the
-            model is sliced or sharded already; or a tensor to slice is tied to another, or is a DTensor.
+        ValueError: `num_slices` does not divide the hidden units or heads; the model has no layer of a kind in
+            `include`, or is sliced or sharded already; or a tensor to slice is tied to another, or is a DTensor.
     """
     if num_slices < 1 or not 0 <= slice_index < num_slices:
         raise ValueError(
@@ -76,8 +76,8 @@ def partial_updates(
 def assign_slice(model: nn.Module, *, slice_index: int, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Train another slice of `model`, which may be sharded, from now on. No values move.
 
-    `optimizer` has all parameters, frozen ones too (`model.parameters()`), and goes on as it is. Its state for the
-    slice trained so far is dropped.
+    `optimizer` must have all of `model.parameters()`, the frozen ones too. It loses its state for the slice that the
+    model has trained so far, and keeps all other state.
 
     Raises:
         ValueError: the model is not sliced, or has no such slice.
@@ -99,7 +99,7 @@ def assign_slice(model: nn.Module, *, slice_index: int, optimizer: torch.optim.O
 
 @torch.no_grad()
 def unsliced_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """`model.state_dict()` under the names and in the shapes of the unsliced model, as plain tensors.
+    """Return `model.state_dict()` as plain tensors, with the names and shapes of the unsliced model.
 
     `load_state_dict` loads it into a model with any slices or none. Cost: collective if the model is sharded; then
     every rank gets all tensors, in host memory. Tensors neither sliced nor sharded share the model's memory.
@@ -118,11 +118,11 @@ def unsliced_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def unsliced(module: nn.Module) -> Iterator[None]:
-    """Make every sliced parameter below `module` one parameter again inside the block, under its own name.
+    """Make every sliced parameter below `module` one parameter again inside the `with` block, under its own name.
 
-    Use it for code that goes by names or writes parameters in place: initialisation, `save_pretrained`, other
-    libraries. Values written inside are kept. Do not train inside. Cost: collective if the model is sharded; then
-    sliced parameters are gathered in host memory, all at once. So take a layer at a time.
+    Use it for code that finds parameters by name or writes them in place: initialisation, `save_pretrained`, other
+    libraries. The parts keep values written inside. Do not train inside. Cost: collective if the model is sharded; then
+    all sliced parameters below `module` are gathered in host memory at once. To save memory, take a layer at a time.
     """
     _reshard(module)
     shown = []
@@ -144,7 +144,7 @@ def unsliced(module: nn.Module) -> Iterator[None]:
 
 
 def _reshard(model: nn.Module) -> None:
-    """Put the parameters that are trained in the place of gathered ones."""
+    """Make the modules show sharded parameters in place of gathered ones."""
     for module in model.modules():
         if isinstance(module, ShardedModule):
             module.reshard()
@@ -157,7 +157,7 @@ def _whole(tensor: Tensor) -> Tensor:
 def _checked_parameters(
     model: nn.Module, cuts: dict[str, tuple[nn.Module, Cut]], num_slices: int
 ) -> dict[str, nn.Parameter]:
-    """The parameters to slice, once it is sure that all of them can be."""
+    """Return the parameters to slice by name. Raise ValueError if one of them cannot be sliced."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -165,9 +165,7 @@ def _checked_parameters(
     for name, (module, cut) in cuts.items():
         whole = module._parameters.get(cut.parameter)
         if whole is None:
-            raise ValueError(
-                f"{name} is no parameter of the model (is it parametrised, or quantised?); a pattern names it"
-            )
+            raise ValueError(f"a pattern names {name}, which is no parameter; is the layer parametrised, or quantised?")
         if isinstance(whole, RaggedTensor):
             raise ValueError(f"{name} is sharded already; call partial_updates before fully_shard")
         if isinstance(whole, DTensor):

@@ -1,1 +1,1 @@
-"""Numbers of a run that can be computed before it starts."""
+"""Arithmetic about a run before it starts: the padding of layouts, and the time steps of cyclic schedules."""

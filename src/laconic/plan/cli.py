@@ -1,4 +1,4 @@
-"""`laconic plan`: numbers of a run that can be computed before it starts."""
+"""`laconic plan`: the padding of layouts and the time steps of cyclic schedules, computed before a run starts."""
 
 import argparse
 import dataclasses
@@ -22,12 +22,12 @@ from laconic.plan.timesteps import CyclicPlan
 from laconic.plan.timesteps_picture import SUFFIXES, draw_timesteps
 
 _LAYOUT = """\
-The memory that whole blocks cost: the padding of a model's units at several numbers of ranks, if no run of so many rows
-is cut. Beside it stand two rules that keep single rows whole: PyTorch FSDP2's (each tensor's first dimension in equal
-parts) and Megatron-FSDP's (shards are multiples of all rows' least common multiple). Needs no GPU and no other rank."""
+The memory that whole blocks cost: the padding of a model's units at several numbers of ranks and rows per block. Two
+columns show rules that keep single rows whole: PyTorch FSDP2's (each tensor's first dimension in equal parts) and
+Megatron-FSDP's (a shard is a multiple of the least common multiple of all rows). This needs no GPU, no other rank."""
 
 _LAYOUT_EPILOG = f"""\
-models: {", ".join(KNOWN)} (one typical layer each), a transformers config.json, or a folder that has one
+models: {", ".join(KNOWN)} (one typical layer each), a transformers config.json, or a folder with a config.json
 
 examples:
   laconic plan layout --model gpt-oss-120b --ranks 64,96,1024
@@ -36,8 +36,8 @@ examples:
 
 _CYCLIC = """\
 The time steps of the cyclic schedule: the stage that each worker runs (F1: forward of the first stage; B4: backward of
-the fourth), the stage activations that are alive, and the messages. One time step is one stage's forward or backward.
-Needs no GPU and no other rank."""
+the fourth), the stage activations that are alive, and the messages. A time step is the forward or the backward of one
+stage. The command needs no GPU and no other rank."""
 
 _CYCLIC_EPILOG = """\
 examples:
@@ -72,7 +72,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     cyclic.description, cyclic.epilog = _CYCLIC, _CYCLIC_EPILOG
     for command in (layout, cyclic):
         command.formatter_class = argparse.RawDescriptionHelpFormatter
-    layout.add_argument("--model", required=True, help="a known name, a config.json or a folder with one")
+    layout.add_argument("--model", required=True, help="a known name, a config.json, or a folder with a config.json")
     layout.add_argument(
         "--ranks", type=_counts, default=[8, 64, 128], metavar="N,...", help="numbers of ranks that share a unit"
     )
@@ -85,10 +85,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     layout.add_argument("--draw", metavar="FILE.svg", help="draw the layout for the first number of ranks and of rows")
     cyclic.add_argument("--stages", type=_count, required=True, metavar="N", help="stages of the model, and workers")
     cyclic.add_argument("--rule", choices=RULES, default="v2", help="update rule (default: v2)")
-    cyclic.add_argument("--states", choices=STATES, default="replicated", help="placement (default: replicated)")
+    cyclic.add_argument("--states", choices=STATES, default="replicated", help="where states lie (default: replicated)")
     cyclic.add_argument("--batches", type=_count, default=3, metavar="T", help="batches of the run (default: 3)")
     cyclic.add_argument("--json", action="store_true", help="print JSON, with every message")
-    cyclic.add_argument("--draw", metavar="FILE", help=f"draw it; the name ends in {', '.join(SUFFIXES)}")
+    cyclic.add_argument("--draw", metavar="FILE", help=f"draw the time steps; FILE ends in {', '.join(SUFFIXES)}")
     return parser.parse_args(argv)
 
 
@@ -110,7 +110,8 @@ def _layout(options: argparse.Namespace) -> None:
     else:
         _print_layout(options.model, units, table, explains=options.explain)
     if options.draw:
-        largest = max(units, key=lambda unit: unit.numel * (unit.count > 1 or len(units) == 1))
+        repeated = [unit for unit in units if unit.count > 1] or units[:1]  # layers, not the rest of the model
+        largest = max(repeated, key=lambda unit: unit.numel)
         num_ranks, num_rows = options.ranks[0], options.rows[0]
         plan = plan_of(largest, num_ranks, rows(num_rows), itemsize=options.itemsize)
         title = f"{options.model}: {largest.name} on {num_ranks} ranks, blocks of {_count_rows(num_rows)}"
@@ -120,7 +121,7 @@ def _layout(options: argparse.Namespace) -> None:
 def _cyclic(options: argparse.Namespace) -> None:
     schedule = Schedule(Rule.named(options.rule, options.stages), options.states)
     if options.draw and Path(options.draw).suffix not in SUFFIXES:
-        raise ValueError(f"--draw {options.draw} is no picture that can be written; end it in {', '.join(SUFFIXES)}")
+        raise ValueError(f"--draw {options.draw} names no known kind of picture; end it in {', '.join(SUFFIXES)}")
     plan = CyclicPlan(schedule=schedule, batches=options.batches)
     print(json.dumps(plan.to_dict(), indent=1) if options.json else plan)
     if options.draw:

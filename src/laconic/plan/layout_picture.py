@@ -7,20 +7,21 @@ from html import escape
 from laconic.layout.bucket import BucketLayout, Slot
 from laconic.layout.planner import UnitPlan
 
-# The colours of Okabe and Ito, which colour-blind readers can tell apart, and lighter versions of them.
+# The palette of Okabe and Ito, which colour-blind readers can tell apart, and lighter versions of its colours.
 _COLOURS = (
     "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8da9c4", "#f4c97a", "#7fc8ac",
     "#e3b6cd",
 )  # fmt: skip
 _OTHER_COLOUR = "#b3d9f0"
 _WIDTH, _LEFT, _BAR, _GAP, _TOP, _LINE, _BETWEEN = 960, 64, 20, 5, 44, 18, 14  # pixels
-_HEAD, _TAIL = 12, 3  # the numbers of first and last ranks in a picture that has no room for all
+_HEAD, _TAIL = 12, 3  # a picture without room for all ranks shows so many of the first and of the last ranks
+_LABEL_WIDTH = 240  # the width of a bucket, in pixels, from which its label fits above it
 
 
 def draw_layout(plan: UnitPlan, title: str) -> str:
-    """Return a unit's plan as SVG: a line per rank with its shards of the unit's buckets side by side.
+    """Return a unit's plan as SVG. Each rank has a line, with its shards of the unit's buckets side by side.
 
-    Lengths are to scale, but every bucket is wide enough to be seen. Padding is white, and equal shapes share a colour.
+    Lengths are to scale, but no bucket is too narrow to be seen. Padding is white. Tensors of one shape share a colour.
     """
     num_ranks = plan.buckets[0].num_shards
     shown = list(range(num_ranks))
@@ -60,7 +61,7 @@ def _bucket_widths(plan: UnitPlan) -> list[float]:
 
 
 def _bucket_label(index: int, bucket: BucketLayout, width: float) -> str:
-    if not bucket.slots or width <= 240:
+    if not bucket.slots or width <= _LABEL_WIDTH:
         return f"bucket {index}"
     own = bucket.numel - bucket.padding
     share = bucket.padding / own if own else 0.0
@@ -70,7 +71,7 @@ def _bucket_label(index: int, bucket: BucketLayout, width: float) -> str:
 def _extents(
     bucket: BucketLayout, shard: int, left: float, top: int, width: float, colours: dict[tuple[int, ...], str]
 ) -> Iterator[str]:
-    """A shard's extents. Where there is room, a line separates them, since tensors of one shape share a colour."""
+    """The extents of a shard. Neighbours may have the same colour, so a line separates extents that are wide enough."""
     for index, slot in enumerate(bucket.slots):
         extent = bucket.extent(index, shard)
         if extent is None:
@@ -86,7 +87,7 @@ def _extents(
 
 
 def _assign_colours(plan: UnitPlan) -> tuple[dict[tuple[int, ...], str], list[tuple[str, str]]]:
-    """The colour of each shape, and the legend: the shapes with the most elements have a colour of their own."""
+    """The colour of each shape, and the legend. The shapes with the most elements get different colours."""
     by_shape: dict[tuple[int, ...], list[Slot]] = {}
     for slot in (slot for bucket in plan.buckets for slot in bucket.slots):
         by_shape.setdefault(slot.shape, []).append(slot)

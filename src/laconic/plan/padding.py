@@ -1,4 +1,4 @@
-"""The padding of a model's layouts at a list of group sizes, beside the padding of other rules."""
+"""The padding of a model's layouts at a list of group sizes, compared with the padding of other rules."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from laconic.plan.shapes import UnitShapes
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutRow:
-    """The padding of a model on one number of ranks with one granularity."""
+    """The padding of a model on one number of ranks with blocks of one height."""
 
     num_ranks: int
     num_rows: int
@@ -26,11 +26,11 @@ class LayoutRow:
     num_buckets: int
     """The largest number of buckets of a unit."""
     explanations: tuple[tuple[str, Explanation], ...]
-    """The unit and the reason for the padding of each bucket."""
+    """For each bucket of each unit: the name of the unit, and the reason for the bucket's padding."""
 
 
 def plan_of(unit: UnitShapes, num_ranks: int, block: Block, *, itemsize: int) -> UnitPlan:
-    """Plan one unit whose tensors all have this granularity; the smallest dtype has `itemsize` bytes."""
+    """Plan one unit. All its tensors have the granularity `block`; the smallest dtype sent has `itemsize` bytes."""
     blocks = [block.numel(shape) for shape in unit.shapes]
     return plan_unit(unit.names, unit.shapes, blocks, num_shards=num_ranks, itemsize=itemsize)
 
@@ -38,7 +38,7 @@ def plan_of(unit: UnitShapes, num_ranks: int, block: Block, *, itemsize: int) ->
 def layout_rows(
     units: Sequence[UnitShapes], ranks: Iterable[int], row_counts: Sequence[int], *, itemsize: int
 ) -> Iterator[LayoutRow]:
-    """Yield a row for each number of ranks, and in it for each number of rows per block."""
+    """Yield a row for each number of ranks and, within it, for each number of rows per block in `row_counts`."""
     total = sum(unit.count * unit.numel for unit in units)
 
     def share(numels: Iterable[int]) -> float:

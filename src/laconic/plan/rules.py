@@ -1,4 +1,4 @@
-"""The padding of other systems, with which laconic's planner is compared."""
+"""The sizes of units in other systems, for comparison with laconic's planner."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from laconic.layout.packing import round_up
 
 
 def fsdp2_numel(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> int:
-    """Return the elements that PyTorch FSDP2 gathers: it cuts each tensor's first dimension in equal parts, rounded up.
+    """Return the elements that PyTorch FSDP2 gathers. It cuts each tensor's first dimension in equal parts, rounded up.
 
     Source: torch.distributed.fsdp, `Shard(0)` with padding to ceil(shape[0] / ranks).
     """
@@ -15,9 +15,10 @@ def fsdp2_numel(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> int:
 
 
 def lcm_numel(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> int:
-    """Return the least elements of Megatron-FSDP's buffer: shards are multiples of all rows' least common multiple.
+    """Return a lower bound on the elements of Megatron-FSDP's buffer.
 
-    A row is shape[1:] here. The alignment of each tensor's start adds gaps, which are left out.
+    A shard is a multiple of the least common multiple of all rows; a row has prod(shape[1:]) elements. The real buffer
+    may be larger, because it also aligns the start of each tensor.
     """
     shard = math.lcm(*(max(1, math.prod(shape[1:])) for shape in shapes))
     return round_up(sum(map(math.prod, shapes)), shard * num_ranks)

@@ -1,4 +1,4 @@
-"""The units of models to plan for: layers of known large models, and all units of a transformers configuration."""
+"""The shapes of a model's units: one layer of known large models, or all units of a transformers configuration."""
 
 import math
 from collections import Counter
@@ -58,14 +58,14 @@ KNOWN: dict[str, tuple[UnitShapes, ...]] = {
     "gpt-oss-120b": (GPT_OSS_120B,),
     "deepseek-v3": (DEEPSEEK_V3,),
 }
-"""Name of a model -> one typical layer."""
+"""The name of each known model -> its units: one typical layer."""
 
 
 def units_of(model: str) -> tuple[UnitShapes, ...]:
     """Return the different units into which `laconic train` shards a model: its layers, and the rest of the model.
 
     Args:
-        model: a name of `KNOWN`, or the path of a transformers config.json or of a folder that has one.
+        model: a key of `KNOWN`, the path of a transformers config.json, or the path of a folder with a config.json.
 
     Raises:
         ValueError: there is no such name or file.
@@ -77,7 +77,7 @@ def units_of(model: str) -> tuple[UnitShapes, ...]:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(
-            f"there is no model {model!r}: give {', '.join(KNOWN)}, a transformers config.json, or a folder with one"
+            f"there is no model {model!r}: give {', '.join(KNOWN)}, a transformers config.json, or a folder that has it"
         )
     return _units_of_config(path)
 

@@ -16,12 +16,12 @@ _CELLS_PER_LINE = 24
 KINDS: tuple[MessageKind, ...] = get_args(MessageKind)
 
 _PARAMETER_KINDS: tuple[MessageKind, ...] = ("gradient", "total", "weights", "rear weights")
-"""Messages as large as a stage. The other messages are activations between two stages, or single numbers."""
+"""The kinds of messages that are as large as a stage. Other messages are activations of a stage, or single numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CyclicPlan:
-    """A schedule, drained after some batches, beside plain data parallelism with as many workers."""
+    """A schedule that is drained after some batches, and plain data parallelism with as many workers to compare."""
 
     schedule: Schedule
     batches: int
@@ -31,11 +31,11 @@ class CyclicPlan:
         return self.schedule.live_activations(self.batches)
 
     def messages(self) -> list[list[Message]]:
-        """Return the messages that leave at the beginning of each time step."""
+        """Return, for each time step, the messages that leave at its beginning."""
         return messages_per_step(self.schedule, self.batches)
 
     def largest_burst(self) -> tuple[int, int]:
-        """Return the most stages' parameters that one device sends, and receives, in one time step."""
+        """Return the most messages of a stage's size that one device sends, and receives, in one time step."""
         return largest_burst(self.schedule, self.batches, _PARAMETER_KINDS)
 
     @property
@@ -44,7 +44,7 @@ class CyclicPlan:
         return Schedule(Rule.named("dp", self.schedule.num_stages))
 
     def facts(self) -> dict[str, Any]:
-        """Return the numbers below the time table. `largest_burst` is a share of the whole model's parameters."""
+        """Return the numbers below the time table. `largest_burst` is a fraction of all parameters of the model."""
         rule, n = self.schedule.rule, self.schedule.num_stages
         sends, receives = self.largest_burst()
         return {

@@ -8,22 +8,24 @@ from laconic.cyclic.schedule.rule import Rule
 from laconic.plan.timesteps import KINDS, CyclicPlan
 
 SUFFIXES = (".png", ".svg", ".pdf")
-"""The endings of the file names that `draw_timesteps` can write."""
+"""The endings of file names that `draw_timesteps` accepts."""
 
-# Forwards are blue and backwards orange, later stages darker. The kinds of messages have colours of Okabe and Ito.
+# Forwards are blue and backwards orange; later stages are darker.
 _FORWARD, _BACKWARD = ("#d6e6f2", "#3f7fb5"), ("#fbe3cc", "#d9731a")
-_KIND_COLOURS: dict[MessageKind, str] = {
+_MAX_LABELLED_STAGES = 16  # ops of more stages are too narrow for labels
+KIND_COLOURS: dict[MessageKind, str] = {
     "gradient": "#0072b2", "total": "#e69f00", "weights": "#009e73", "rear weights": "#7fc8ac", "activation": "#56b4e9",
     "activation gradient": "#b3d9f0", "square": "#cc79a7", "norm": "#e3b6cd",
 }  # fmt: skip
+"""The colour of each kind of message, after the palette of Okabe and Ito."""
 
 
 def draw_timesteps(plan: CyclicPlan, path: Path) -> None:
-    """Write a picture of every worker's time steps, the activations alive in them, and the messages that leave.
+    """Write a picture of every worker's time steps, the activations alive in each, and the messages that leave.
 
     Raises: ModuleNotFoundError without matplotlib.
     """
-    from matplotlib.figure import Figure  # no pyplot: it would look for a display
+    from matplotlib.figure import Figure  # not pyplot, which would look for a display
 
     rows, messages = plan.schedule.table(plan.batches), plan.messages()
     steps, workers = len(messages), len(rows)
@@ -53,7 +55,7 @@ def _draw_ops(axes: Any, rows: list[list[Op | None]], rule: Rule) -> None:
         colour = (forward if op.is_forward else backward)((op.stage + 1) / rule.num_stages)
         axes.add_patch(Rectangle((op.step, op.worker), 1, 0.92, facecolor=colour, edgecolor="white", linewidth=0.8))
         weight = "bold" if rule.is_fresh(op.worker, op.stage) else "normal"
-        if rule.num_stages <= 16:
+        if rule.num_stages <= _MAX_LABELLED_STAGES:
             axes.text(op.step + 0.5, op.worker + 0.48, op.label, ha="center", va="center", fontsize=6.5, weight=weight)
     axes.set_ylim(len(rows), -0.1)
     axes.set_yticks([worker + 0.46 for worker in range(len(rows))], [f"worker {w + 1}" for w in range(len(rows))])
@@ -73,7 +75,7 @@ def _draw_messages(axes: Any, messages: list[list[Message]]) -> None:
     for kind in KINDS:
         counts = [sum(message.kind == kind for message in step) for step in messages]
         if any(counts):
-            axes.bar(middles, counts, 0.8, bottom, color=_KIND_COLOURS[kind], label=kind)
+            axes.bar(middles, counts, 0.8, bottom, color=KIND_COLOURS[kind], label=kind)
             bottom = [a + b for a, b in zip(bottom, counts, strict=True)]
     _label(axes, "messages that\nleave", num_columns=3)
 

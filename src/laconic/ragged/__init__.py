@@ -1,3 +1,3 @@
-"""RaggedTensors: tensors that are cut over ranks in whole blocks. Sliced parameters, too, have their place here."""
+"""Tensors that are cut over ranks in whole blocks, and parameters that consist of several slices."""
 
 from laconic.ragged import operations as operations  # registers the operations of RaggedTensor

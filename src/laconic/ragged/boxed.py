@@ -1,5 +1,6 @@
-"""The protocol of torch.distributed.checkpoint (DCP) for tensors of which a rank holds boxes. DCP's word is "chunk"."""
+"""The protocol of torch.distributed.checkpoint (DCP) for tensors of which a rank holds boxes, DCP's "chunks"."""
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ Box = tuple[tuple[int, ...], Tensor]
 class BoxedTensor(torch.Tensor):
     """A tensor of which this rank holds axis-aligned boxes. DCP writes them and fills them in place."""
 
+    @abstractmethod  # only mypy enforces it: torch.Tensor has a metaclass of its own
     def held_boxes(self) -> list[Box]:
         """The boxes on this rank. An empty tensor has one box, on one rank, so that DCP learns of the tensor."""
-        raise NotImplementedError
 
     def note_change(self) -> None:
         """Count a change of the elements: [Note: Versions] in ragged/tensor.py."""

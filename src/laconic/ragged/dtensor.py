@@ -38,7 +38,7 @@ class DTensorShard:
 
     @staticmethod
     def of(parameter: Tensor, name: str, cluster: Cluster) -> DTensorShard | None:
-        """Describe this rank's shard of `parameter`, which `fully_shard` will cut over `cluster`; None if it is plain.
+        """Describe this rank's shard of `parameter`, which `fully_shard` will cut over `cluster`; None for a plain one.
 
         Raises:
             ValueError: a DTensor is cut over several axes or over ranks of `cluster`, or has another placement than
@@ -50,7 +50,7 @@ class DTensorShard:
         if len(parameter.placements) != 1 or not (type(placement) is Shard or type(placement) is Replicate):
             raise ValueError(
                 f"{name} is a DTensor with placements {parameter.placements}; fully_shard composes with one other mesh "
-                "axis, Shard(dim) or Replicate(). Shard it over one axis only, and over that before fully_shard"
+                "axis, Shard(dim) or Replicate(). Shard it over one axis only, before fully_shard"
             )
         if len(cluster.ranks & set(mesh.mesh.flatten().tolist())) > 1:
             raise ValueError(
@@ -94,12 +94,12 @@ class DTensorShard:
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """The elements of a parameter that this rank holds before `fully_shard`: all, or those of a DTensor's shard."""
+    """The elements that this rank holds before `fully_shard`: its shard of a DTensor, or all of a plain parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def common_mesh(meshes: Iterable[DeviceMesh | None]) -> DeviceMesh | None:
-    """The one DTensor mesh among those of several tensors; None if no tensor is a DTensor.
+    """The only DTensor mesh among `meshes`, one entry per tensor; None if no tensor is a DTensor.
 
     Raises:
         NotImplementedError: there are several meshes.
@@ -113,7 +113,7 @@ def common_mesh(meshes: Iterable[DeviceMesh | None]) -> DeviceMesh | None:
 
 
 def all_reduce_both(tensor: Tensor, cluster: Cluster, mesh: DeviceMesh | None, op: dist.ReduceOp.RedOpType) -> Tensor:
-    """Reduce a small tensor in place over `cluster`, and then over the DTensor mesh if there is one. Collective."""
+    """Reduce a small tensor in place over `cluster`, then over the DTensor mesh unless `mesh` is None. Collective."""
     all_reduce(cluster, tensor, op)
     if mesh is not None:
         dist.all_reduce(tensor, op, group=mesh.get_group())

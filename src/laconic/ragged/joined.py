@@ -13,7 +13,7 @@ from laconic.ragged.parts import SlicedParameter, sliced_parts
 
 
 class JoinedTensor(BoxedTensor):
-    """The whole of a sliced parameter, or of a state tensor of it, as DCP sees it.
+    """The whole of a sliced parameter, or of one of its optimizer states, as DCP sees it.
 
     It has the shape of the whole and no memory of its own: its boxes are views of the parts. So a checkpoint has the
     unsliced layout, loads into any number of slices, and needs no gather. Every tensor operation raises
@@ -65,7 +65,7 @@ class JoinedTensor(BoxedTensor):
 def joined(tensors: Mapping[str, Tensor], places: Mapping[str, tuple[str, SlicedParameter, int]]) -> dict[str, Tensor]:
     """Replace the tensors that are parts by JoinedTensors under the names of the wholes; keep the order.
 
-    Some parts of a whole may be missing. `places` are the parts by name, as `sliced_parts` gives them.
+    Some parts of a whole may be missing. `places` holds the parts by name, as `sliced_parts` returns them.
     """
     found: dict[str, list[Tensor | None]] = {}
     result: dict[str, Tensor] = {}

@@ -19,7 +19,7 @@ def _norms(tensors: Sequence[RaggedTensor], order: float) -> Tensor:
     """The norms of tensors over one cluster, (number of tensors,), in float32 or wider. Collective."""
     if order <= 0:
         raise NotImplementedError(f"a RaggedTensor has norms of positive order, got {order}")
-    # float32 at least: float16 cannot hold the square of 256, and bfloat16 would add squares with 8 bits
+    # float32 at least: float16 cannot hold the square of 256, and bfloat16 sums have 8 significant bits only
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     mesh = common_mesh(tensor.spec.dtensor_mesh for tensor in tensors)
     own = [

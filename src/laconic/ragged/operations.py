@@ -131,9 +131,7 @@ def _note_changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 @implements(aten.detach, aten.alias)
 def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
-    # with the same `bump`: changes of `p.data` and `p.detach()` are changes of the parameter
-    source: RaggedTensor = args[0]
-    return RaggedTensor(source._local, source.spec, device=source.device, bump=source._bump)
+    return args[0].alias()
 
 
 @implements(aten.copy_)
@@ -182,7 +180,7 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedT
 
 @implements(aten.slice.Tensor)
 def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
-    source, dim, start, stop, step = args + (None, 0, None, None, 1)[len(args) :]
+    source, dim, start, stop, step = args + (None, 0, None, None, 1)[len(args) :]  # torch leaves out trailing defaults
     if dim != 0 or step != 1:
         raise NotImplementedError(
             f"only whole rows of a RaggedTensor can be sliced (dim 0, step 1), not dim {dim}, step {step}"

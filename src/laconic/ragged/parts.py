@@ -18,7 +18,7 @@ _ATTRIBUTE = "_laconic_sliced"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A run of `length` indices in the cut dim, which begins at `start` of the whole and at `offset` of one part."""
+    """A run of `length` indices in the cut dim, from index `start` of the whole and from index `offset` of `part`."""
 
     start: int
     length: int
@@ -28,10 +28,10 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class SlicedParameter:
-    """A parameter that is cut into several: one part per slice, and one shared part if some of it is in no slice.
+    """A parameter that is cut into several: one part per slice, and a shared part if some elements are in no slice.
 
-    `name`, `shape` and `dim`, the cut dim, are those of the whole in its module. The parts and their shapes are the
-    same on all islands, whichever slice an island trains.
+    `name` and `shape` describe the whole in its module, and `dim` is the dim that is cut. The parts and their shapes
+    are the same on all islands, whichever slice an island trains.
     """
 
     name: str

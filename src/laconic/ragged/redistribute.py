@@ -96,10 +96,10 @@ class TransferPlan:
     def start(
         self, parts: Sequence[Tensor], finish: Callable[[int, Tensor], Tensor] = lambda index, part: part
     ) -> Redistribution:
-        """Begin to send `parts`, this rank's flat part of each tensor under `sources`. Collective over the island.
+        """Begin to send `parts`, this rank's flat part of each tensor in its present cut. Collective over the island.
 
-        The parts must not change until `Redistribution.wait` returns. `finish` makes each of its results from the
-        tensor's index and its new flat part.
+        The parts must not change until `Redistribution.wait` returns. `wait` then returns `finish(index, part)` for
+        each tensor, with its index and its new flat part.
 
         Cost: each element that a rank needs and does not have enters the rank once. Memory for the new parts, and for
         messages that hold elements of several tensors.
@@ -129,7 +129,7 @@ class Redistribution:
                 self._exchange(plan, plan.cluster, dtype)
 
     def wait(self) -> list[Tensor]:
-        """Wait until all elements have arrived; return what `finish` makes of this rank's flat parts in the new cut."""
+        """Wait until all elements have arrived; return this rank's flat parts in the new cut, after `finish`."""
         for pending in self._pending:
             pending.wait()
         for message, runs in self._arrivals:

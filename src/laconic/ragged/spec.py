@@ -9,18 +9,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from laconic.comm.cluster import Cluster
 from laconic.layout.bucket import BucketLayout, Extent, Slot
+from laconic.layout.derived import DerivedLayout
 from laconic.ragged.dtensor import DTensorShard
 
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedSpec:
-    """The layout of one RaggedTensor: slot `index` of its bucket's `layout`, cut over the ranks of `cluster`.
+    """The layout of one RaggedTensor: slot `index` of `layout`, cut over the ranks of `cluster`.
 
     Two specs are equal if they cut tensors of one shape alike over the same `Cluster` object.
     """
 
     cluster: Cluster
-    layout: BucketLayout
+    layout: BucketLayout | DerivedLayout
     index: int
     dtensor: DTensorShard | None = None
     """This rank's shard of a DTensor, which `layout` cuts further: [Note: Two parallelisms, two meshes] in
@@ -31,7 +32,7 @@ class RaggedSpec:
 
     @property
     def slot(self) -> Slot:
-        """The tensor's place in the bucket. Its shape is that of the DTensor shard, if there is one."""
+        """The tensor's place in the layout. Its shape is that of the DTensor shard, if there is one."""
         return self.layout.slots[self.index]
 
     @property
@@ -56,6 +57,6 @@ class RaggedSpec:
         return whole.reshape(-1)[extent.start : extent.stop]
 
     def assemble(self, whole: Tensor) -> Tensor:
-        """Give all elements of the slot, flat, the slot's shape; the result is a DTensor if the tensor was one."""
+        """View all elements of the slot, flat, in the slot's shape; the result is a DTensor if the tensor was one."""
         whole = whole.view(self.slot.shape)
         return whole if self.dtensor is None else self.dtensor.to_dtensor(whole)

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from laconic import _compat
 from laconic.comm.collectives import Communicator
 from laconic.comm.traffic import Purpose
-from laconic.layout.bucket import Extent, Slot, boxes
+from laconic.layout.bucket import BucketLayout, Extent, Slot, boxes
 from laconic.ragged.boxed import Box, BoxedTensor
 from laconic.ragged.redistribute import Redistribution, TransferPlan
 from laconic.ragged.spec import RaggedSpec
@@ -105,7 +105,7 @@ class RaggedTensor(BoxedTensor):
         return self._spec.cluster.mesh
 
     def to_local(self) -> Tensor:
-        """Return this rank's part, flat: a view. An in-place change of it on any rank must happen on every rank."""
+        """Return this rank's flat part, a view. If one rank changes its part in place, every rank must."""
         return self._local
 
     def full_tensor(self) -> Tensor:
@@ -128,12 +128,20 @@ class RaggedTensor(BoxedTensor):
         return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
     def redistribute(self, target: RaggedSpec | None, *, async_op: bool = False) -> Tensor | Redistribution:
-        """Cut this tensor as `target`; None asks for the whole tensor on every rank. Collective; see `redistribute`.
+        """Cut this tensor as `target` says; None asks for the whole on every rank. Collective; see `redistribute`.
 
         With `async_op`, return a `Redistribution`, whose `wait()` returns a list of one tensor.
         """
         redistribution = redistribute([self], [target])
         return redistribution if async_op else redistribution.wait()[0]
+
+    def alias(self) -> RaggedTensor:
+        """Wrap the same memory again, as `p.detach()` does. A change of the result is a change of this tensor."""
+        return RaggedTensor(self._local, self._spec, device=self.device, bump=self._bump)
+
+    def move_to(self, local: Tensor) -> None:
+        """Hold `local`, which has equal elements and lies on the same device, instead of the present part."""
+        self._local = local
 
     def like(self, local: Tensor) -> RaggedTensor:
         """Wrap `local` as this rank's part of another tensor with this tensor's layout."""
@@ -141,22 +149,23 @@ class RaggedTensor(BoxedTensor):
         return RaggedTensor(local, self._spec, device=device)
 
     def rows(self, start: int, stop: int, *, keep_dim: bool) -> RaggedTensor:
-        """Select rows [start, stop) of dim 0: a view. A change of it counts as a change of this tensor.
+        """Select rows [start, stop) of dim 0: a view. A change of the rows is a change of this tensor.
 
-        Without `keep_dim`, the result has no dim 0, and there must be one row.
+        Without `keep_dim`, there must be one row, and the result lacks dim 0.
 
         Raises:
-            NotImplementedError: the tensor is a DTensor over another mesh axis.
+            NotImplementedError: the tensor is a DTensor over another mesh axis, or has a `DerivedLayout`.
         """
-        spec, slot = self._spec, self._spec.slot
-        if spec.dtensor is not None:
+        spec, slot, layout = self._spec, self._spec.slot, self._spec.layout
+        if spec.dtensor is not None or not isinstance(layout, BucketLayout):
             raise NotImplementedError(
-                "a tensor that another mesh axis cuts as well has no rows here; gather it with .full_tensor()"
+                "a tensor that another mesh axis cuts as well, or that has entries per block of another tensor, has no "
+                "rows here; gather it with .full_tensor()"
             )
         inner = math.prod(slot.shape[1:])
         shape = (stop - start, *slot.shape[1:]) if keep_dim else slot.shape[1:]
         rows = Slot(name=slot.name, shape=shape, block=slot.block, offset=slot.offset + start * inner)
-        row_spec = RaggedSpec(cluster=spec.cluster, layout=replace(spec.layout, slots=(rows,)), index=0)
+        row_spec = RaggedSpec(cluster=spec.cluster, layout=replace(layout, slots=(rows,)), index=0)
         held, chosen = self.extent or Extent(0, 0), row_spec.extent or Extent(0, 0)
         begin = chosen.start + start * inner - held.start if chosen.numel else 0
         return RaggedTensor(self._local[begin : begin + chosen.numel], row_spec, device=self.device, bump=self._bump)
@@ -210,12 +219,12 @@ class RaggedTensor(BoxedTensor):
 def redistribute(
     tensors: Sequence[RaggedTensor], targets: Sequence[RaggedSpec | None], purpose: Purpose = "optimizer"
 ) -> Redistribution:
-    """Begin to cut `tensors` as `targets`. Collective over the island, with the same arguments on every rank.
+    """Begin to cut `tensors` as `targets` say. Collective over the island, with the same arguments on every rank.
 
     The tensors lie over one cluster and have any dtypes. `Redistribution.wait` returns RaggedTensors, and for None
     targets the whole tensors on every rank (DTensors, if the tensors were cut as DTensors before `fully_shard`). The
-    tensors must not change until then. A tensor whose part on this rank stays the same shares its memory with the
-    result. The traffic is counted under `purpose`. Cost: see `TransferPlan.start`.
+    tensors must not change until `wait` returns. A tensor whose part on this rank stays the same shares its memory with
+    the result. The traffic is counted under `purpose`. Cost: see `TransferPlan.start`.
 
     Raises:
         ValueError: a target has another shape or another cluster than its tensor.

@@ -43,10 +43,15 @@ def set_sink(parameter: nn.Parameter, sink: GradientSink, index: int) -> None:
     parameter._laconic_sink = (sink, index)  # type: ignore[attr-defined]
 
 
+def sink_of(parameter: Tensor) -> tuple[GradientSink, int] | None:
+    """Return the sink and index that `set_sink` set; None if it set none."""
+    return getattr(parameter, "_laconic_sink", None)
+
+
 def _forward(module: nn.Linear, input: Tensor) -> Tensor:
     weight = module.weight
     if not _compat.is_transforming():
-        sink, index = getattr(weight, "_laconic_sink", (None, 0))
+        sink, index = sink_of(weight) or (None, 0)
         if sink is not None and _can_write(input, weight, sink):
             return _Linear.apply(input, weight, module.bias, sink, index)
     return functional.linear(input, weight, module.bias)

@@ -1,1 +1,1 @@
-"""The ways to take a job's steps: sharded or replicated, with or without islands, or on the cyclic schedule."""
+"""The ways to take a job's steps: sharded or replicated, with or without islands, or by the cyclic schedule."""

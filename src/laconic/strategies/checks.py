@@ -1,4 +1,4 @@
-"""Refusals of jobs whose sections do not fit together, or do not fit the launch, before anything is created."""
+"""Refuses jobs whose sections do not fit together, or do not fit the launch, before anything is created."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ def check_job(config: Config, ranks: RankInfo) -> None:
     """Refuse a job that cannot run.
 
     Raises:
-        JobError: no model, an optimizer, islands or a cyclic schedule that other sections or the ranks do not allow.
+        JobError: there is no model; or other sections or the ranks do not allow the optimizer, islands or schedule.
     """
     name, strategy = config.optimizer.name, config.shard.strategy
     _refuse_if(
@@ -37,17 +37,17 @@ def check_workers(config: Config, ranks: RankInfo) -> None:
     """Refuse settings of a cyclic schedule that its number of workers or ranks does not allow.
 
     Raises:
-        JobError: ranks that do not fit, a rule without a global gradient norm that is to be clipped, a rule that shared
-            stages do not allow, or a measurement of memory on several ranks.
+        JobError: the ranks do not fit; the gradient norm is clipped, but is not known in time under the rule; shared
+            stages do not allow the rule; or memory is measured on several ranks.
     """
     workers = num_workers(config, ranks)
     rule, limit = config.schedule.rule, config.optimizer.max_grad_norm
-    able = [name for name in reversed(RULES) if Rule.named(name, workers).allows_global_norm]
+    allowed = [name for name in reversed(RULES) if Rule.named(name, workers).allows_global_norm]
     _refuse_if(
-        limit > 0 and rule not in able,
+        limit > 0 and rule not in allowed,
         f"optimizer.max_grad_norm = {limit} (default: 1.0) clips by the norm of all stages' gradients, and under "
-        f"schedule.rule = {rule!r} some stages are updated before it is known; set optimizer.max_grad_norm = 0, or "
-        f"schedule.rule to {' or '.join(map(repr, able))}",
+        f"schedule.rule = {rule!r} some stages are updated before the norm is known; set optimizer.max_grad_norm = 0, "
+        f"or schedule.rule to {' or '.join(map(repr, allowed))}",
     )
     _refuse_if(
         config.schedule.states == "shared" and rule == "dp",
@@ -57,7 +57,7 @@ def check_workers(config: Config, ranks: RankInfo) -> None:
     _refuse_if(
         config.log.memory_step > 0 and ranks.world_size > 1,
         f"log.memory_step = {config.log.memory_step} and schedule.kind = 'cyclic' on {ranks.world_size} ranks: "
-        "messages are under way between steps, and torch's profiler then crashes; leave it out, or measure on one rank",
+        "messages are under way between steps, and torch's profiler then crashes; leave the key out, or use one rank",
     )
 
 
@@ -75,7 +75,7 @@ def _check_islands(config: Config) -> None:
     )
     _refuse_if(
         sync.recovery is not None and not config.train.resume,
-        f"sync.recovery = {sync.recovery!r} is for a run that torchrun starts again, and which then goes on; set "
+        f"sync.recovery = {sync.recovery!r} is for a run that goes on when torchrun starts it again; set "
         "train.resume = true (a run without anything to resume starts from step 0)",
     )
 

@@ -24,10 +24,10 @@ from laconic.strategies.stepper import NotFiniteError, Save, Stepper, StepResult
 
 
 def num_workers(config: Config, ranks: RankInfo) -> int:
-    """The number of workers of this launch, and so of stages; 0 without a cyclic schedule.
+    """The number of workers of this launch, which is also the number of stages; 0 without a cyclic schedule.
 
     Raises:
-        JobError: a number of ranks that does not fit schedule.states and schedule.workers.
+        JobError: the number of ranks does not fit schedule.states and schedule.workers.
     """
     schedule, launched = config.schedule, ranks.world_size
     if not schedule.is_cyclic:
@@ -63,7 +63,7 @@ class CyclicStepper(Stepper):
     def __init__(
         self, model: nn.Module, config: Config, ranks: RankInfo, device: torch.device, saved: dict[str, Any] | None
     ) -> None:
-        """Materialise `model` and cut it into stages. `saved` is the `extra` for `load`, on all ranks. Collective."""
+        """Fill in `model`'s weights and cut it. `saved` is the `extra` of a checkpoint to load, or None. Collective."""
         schedule = config.schedule
         materialize(model, config.model, device)
         self.module = model
@@ -89,7 +89,7 @@ class CyclicStepper(Stepper):
         example = torch.arange(shape[0] * shape[1], device=device).reshape(shape)
         example %= base_model(self.module).get_input_embeddings().num_embeddings
         by: Any = config.schedule.cut_by
-        if blocks_by_stage is not None:  # costs of which these stages have equal shares
+        if blocks_by_stage is not None:  # with these costs the stages are equal, so `cut` makes the same stages
             by = [1 / count for count in blocks_by_stage for _ in range(count)]
         return list(cut(self.module, self.num_workers, example=example, by=by))
 
@@ -110,7 +110,7 @@ class CyclicStepper(Stepper):
         return StepResult(loss=value, grad_norm=None, timeline=DeviceTimeline.of(self.run.report))
 
     def consistent(self) -> AbstractContextManager[Any]:
-        """See `Stepper.consistent`. All stages have the parameters of one version."""
+        """See `Stepper.consistent`. Inside, all stages have one version."""
         return self.run.consistent_parameters()
 
     def save(self, save: Save, extra: dict[str, Any]) -> None:
@@ -136,7 +136,7 @@ class CyclicStepper(Stepper):
 
 
 def _loss_fn(model: nn.Module) -> Any:
-    """A function from logits and rows to the model's own loss, which shifts the labels."""
+    """The model's own loss, which shifts the labels, as a function of logits and rows."""
     base: Any = base_model(model)
     if getattr(base.config, "output_router_logits", False):
         raise JobError(

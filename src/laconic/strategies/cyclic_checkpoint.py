@@ -2,10 +2,10 @@
 
 [Note: Checkpoints of the cyclic schedule]
 A checkpoint holds the model under its ordinary names, so that export and `load_dcp` need not know about stages. In the
-middle of a run, it is the newest model that all stages can have, and the gradient of the last batch is not applied yet.
-That gradient is stored as one more state of the optimizer, `pending_gradient`. Small values (the settings of its step,
-the cut into stages) are in each rank's `extra`. A resumed run makes the same cut and goes on to the same bits. After
-the last step of a run, no gradient is pending.
+middle of a run, it is the newest version that all stages can have, without the gradient of the last batch. That
+gradient is stored as one more state of the optimizer, `pending_gradient`. Small values (the settings of that batch, the
+cut into stages) are in each rank's `extra`. A resumed run makes the same cut and goes on to the same bits. After the
+last step of a run, no gradient is pending.
 """
 
 from collections.abc import Iterator
@@ -26,8 +26,8 @@ from laconic.strategies.stepper import Save
 _PENDING = "pending_gradient"
 
 
-def save(run: CyclicDataParallel, model: nn.Module, save: Save, extra: dict[str, Any]) -> None:
-    """Call `save` with the state of `run` under the names of `model`. Collective."""
+def save(run: CyclicDataParallel, model: nn.Module, write: Save, extra: dict[str, Any]) -> None:
+    """Call `write` with the state of `run` under the names of `model`, and with `extra`. Collective."""
     states = run.state_dict()
     own_values = {key: value for key, value in states.items() if not isinstance(value, Tensor)}
     values = {key: value for part in RankGroup().gather(own_values) for key, value in part.items()}
@@ -38,14 +38,14 @@ def save(run: CyclicDataParallel, model: nn.Module, save: Save, extra: dict[str,
     schedule = {"cut": [stage.num_blocks for stage in run.stages], "values": values}
     with run.consistent_parameters():
         optimizer = _StageStates(run.optimizer.param_groups, tensors)
-        save(model=model, optimizer=optimizer, extra={**extra, "schedule": schedule})
+        write(model=model, optimizer=optimizer, extra={**extra, "schedule": schedule})
 
 
 def load(run: CyclicDataParallel, model: nn.Module, folder: Path) -> dict[str, Any] | None:
     """Load the newest intact checkpoint into `run`; return its `extra`, or None if there is no checkpoint. Collective.
 
     Raises:
-        JobError: the checkpoint has another number of stages, or none.
+        JobError: the checkpoint has another number of stages, or no stages.
     """
     with run.consistent_parameters():
         extra = laconic.checkpoint.load_checkpoint(folder, model=model, optimizer=None)
@@ -67,15 +67,15 @@ def newest_extra(checkpoints: Path) -> dict[str, Any] | None:
 
 
 def saved_cut(saved: dict[str, Any] | None, workers: int) -> list[int] | None:
-    """The blocks of each stage in a checkpoint, by its `extra`; None without one.
+    """The number of blocks of each stage in a checkpoint, whose `extra` is `saved`; None without a checkpoint.
 
     Raises:
-        JobError: the run that saved it had no cyclic schedule, or another number of workers.
+        JobError: the checkpoint's run had no cyclic schedule, or another number of workers.
     """
     if saved is None:
         return None
     if "schedule" not in saved:
-        problem = "was written with schedule.kind = 'simultaneous', so its optimizer has no stages; go on with that"
+        problem = "was written with schedule.kind = 'simultaneous', so its optimizer has no stages; keep that kind"
     else:
         blocks = list(saved["schedule"]["cut"])
         if len(blocks) == workers:
@@ -86,7 +86,7 @@ def saved_cut(saved: dict[str, Any] | None, workers: int) -> list[int] | None:
 
 
 class _StageStates(torch.optim.Optimizer):
-    """This rank's part of the state of all stages' optimizers, as a checkpoint expects it: in one optimizer."""
+    """This rank's part of the state of all stages' optimizers, in one optimizer, as a checkpoint expects it."""
 
     def __init__(self, groups: list[dict[str, Any]], tensors: dict[Tensor, dict[str, Tensor]]) -> None:
         super().__init__([dict(group) for group in groups], {})
@@ -94,7 +94,7 @@ class _StageStates(torch.optim.Optimizer):
 
 
 def _trainable(run: CyclicDataParallel) -> Iterator[tuple[int, str, nn.Parameter]]:
-    """(stage, name in the stage, parameter) of all trainable parameters."""
+    """All trainable parameters, as (stage, name in the stage, parameter)."""
     for stage, module in enumerate(run.stages):
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
@@ -111,7 +111,7 @@ def _tensors_of(states: dict[str, Any], stage: int, name: str, *, is_pending: bo
 
 
 def _read_states(run: CyclicDataParallel, model: nn.Module, values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The state of a run from a checkpoint; `model` has been loaded from it already."""
+    """The state of a run from the checkpoint in `folder`, from which `model` has been loaded already."""
     states: dict[str, Any] = {**run.blank_state_dict(), **values}
     for key in ("settings", "pending_settings"):
         states[key] = _with_tuples(run.optimizer.settings(), values[key])
@@ -123,7 +123,7 @@ def _read_states(run: CyclicDataParallel, model: nn.Module, values: dict[str, An
     names = {id(parameter): name for name, parameter in state.named_parameters(model).items()}
     wanted: dict[str, Tensor] = {}
     for stage, name, parameter in _trainable(run):
-        if f"stages.{stage}.gradient.{name}" in states:  # this rank updates the stage
+        if f"stages.{stage}.gradient.{name}" in states:  # only on ranks that update the stage
             own = _tensors_of(states, stage, name, is_pending=values["is_pending"])
             wanted |= {f"optim.state.{names[id(parameter)]}.{key}": value for key, value in own.items()}
     storage.load(wanted, folder, offline=True)
@@ -131,7 +131,7 @@ def _read_states(run: CyclicDataParallel, model: nn.Module, values: dict[str, An
 
 
 def _with_tuples(current: Any, saved: Any) -> Any:
-    """Saved settings by stage and group, with tuples such as `betas` made of lists again, since JSON has no tuples."""
+    """Saved settings by stage and group. Lists become tuples where `current` has tuples, which JSON has not."""
     return [
         [
             {key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in saved_group.items()}

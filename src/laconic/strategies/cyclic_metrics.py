@@ -1,4 +1,4 @@
-"""The measurements of the cyclic schedule in one step: of one device, and of all devices together."""
+"""The measurements of one step of the cyclic schedule, on one device and on all devices together."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ ActivationEvent = tuple[float, int]
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTimeline:
-    """One step of one device."""
+    """The measurements of one step on one device."""
 
     events: tuple[ActivationEvent, ...]
     """One event per time step, since each creates or frees one stage's activations."""
     bytes_per_step: tuple[int, ...]
     """The bytes that the device sent in each time step."""
     on_time: float
-    """The share of time steps for which the device did not wait."""
+    """The share of time steps before which the device hardly waited: see `Report.on_time`."""
 
     @staticmethod
     def of(report: Report) -> DeviceTimeline:
-        """The last step of a report."""
+        """The measurements of the last step in `report`."""
         num_events = len(report.durations_s)
         return DeviceTimeline(
             events=tuple(report.trace[index] for index in range(-num_events, 0)),
@@ -40,10 +40,10 @@ class DeviceTimeline:
 
 @dataclass(frozen=True, kw_only=True)
 class CyclicMetrics:
-    """One step of all devices. With several machines, whose clocks differ, live_now and live_peak are upper bounds."""
+    """One step on all devices. Clocks of machines differ: with several, live_now and live_peak are upper bounds."""
 
     live_now: int
-    """Stage activations alive on all devices at the end of rank 0's step; devices of other machines: their peak."""
+    """Stage activations alive on all devices when rank 0 ends its step. Other machines count with their peaks."""
     live_peak: int
     """The largest number of stage activations alive at one moment of rank 0's step."""
     bytes_per_time_step: float
@@ -51,7 +51,7 @@ class CyclicMetrics:
     largest_burst_bytes: int
     """The largest number of bytes that a device sent in one time step."""
     stagger_kept: float
-    """The share of time steps for which devices did not wait."""
+    """The mean of `DeviceTimeline.on_time` over devices."""
 
 
 def gather_metrics(timelines: Sequence[DeviceTimeline], group: dist.ProcessGroup) -> list[CyclicMetrics]:
@@ -61,11 +61,11 @@ def gather_metrics(timelines: Sequence[DeviceTimeline], group: dist.ProcessGroup
 
 
 def combine(by_rank: Sequence[Sequence[DeviceTimeline]], index: int, machines: Sequence[str]) -> CyclicMetrics:
-    """Combine step `index` of `by_rank`, the same steps of each device. Devices of one machine share a clock."""
+    """Combine step `index` of all devices; `by_rank` has the same steps of each device, `machines` its machine."""
     step = [timelines[index] for timelines in by_rank]
     # While rank 0 takes a step, other ranks may be in the step before or after.
     near: list[list[ActivationEvent]] = []  # events of the devices that share rank 0's clock
-    far_peaks = 0
+    far_peaks = 0  # the sum of the peaks of all other devices
     for timelines, machine in zip(by_rank, machines, strict=True):
         events = [event for timeline in timelines[max(index - 1, 0) : index + 2] for event in timeline.events]
         if machine == machines[0]:
@@ -85,6 +85,6 @@ def combine(by_rank: Sequence[Sequence[DeviceTimeline]], index: int, machines: S
 
 
 def _machine() -> str:
-    """A name of this machine, the same for all processes that share a clock, in the lab's emulated nodes too."""
+    """A name of this machine, the same for all processes that share a clock: also for all nodes of a lab."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text() if boot.exists() else platform.node()

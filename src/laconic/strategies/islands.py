@@ -23,7 +23,7 @@ def num_islands(config: Config, ranks: RankInfo) -> int:
     """The number of islands of this launch; 1 with sync.mode `every-step`.
 
     Raises:
-        JobError: islands of unequal size, or more slices than islands.
+        JobError: islands would have unequal sizes, or there are more slices than islands.
     """
     sync = config.sync
     if not sync.is_local:
@@ -32,7 +32,7 @@ def num_islands(config: Config, ranks: RankInfo) -> int:
     if ranks.num_nodes % islands:
         raise JobError(
             f"sync.islands = {islands} does not divide the {ranks.num_nodes} nodes of this launch; an island is made "
-            "of whole nodes, so use a divisor, or leave it out to make every node an island"
+            "of whole nodes, so use a divisor, or leave the key out to make every node an island"
         )
     if sync.slices > islands and sync.recovery is None:  # with recovery, islands may join later
         raise JobError(
@@ -48,7 +48,7 @@ def make_local_steps(
     """Wrap the inner optimizer. Collective: islands start from equal parameters, or from their last sync.
 
     Raises:
-        ValueError: fragments that the model cannot be divided into, or no trainable parameter.
+        ValueError: the model cannot be divided into these fragments, or has no trainable parameter.
     """
     outer = partial(torch.optim.SGD, lr=sync.outer_lr, momentum=sync.outer_momentum, nesterov=sync.outer_momentum > 0)
     return LocalSteps(
@@ -68,7 +68,7 @@ def slice_model(model: nn.Module, sync: SyncConfig, mesh: DeviceMesh) -> None:
     """Make this island train its slice only, before the model is sharded. Collective.
 
     Raises:
-        ValueError: a model that cannot be divided into sync.slices slices.
+        ValueError: the model cannot be divided into sync.slices slices.
     """
     if sync.slices == 1:
         return
@@ -83,9 +83,9 @@ def assign_slices(recovered: Sequence[int | None], num_slices: int) -> list[int]
     """The slice of each island, so that islands keep their slices where they can and every slice has a holder.
 
     `recovered` has the slice that each island trained before; None for a new island. An island keeps its slice, because
-    the inner optimizer's state belongs to it. A new island gets the slice that fewest islands hold; if all are new,
-    island i gets slice i mod `num_slices`. At last, while one slice has two holders more than another, the last holder
-    of the first moves to the other.
+    the inner optimizer's state belongs to the slice. A new island gets the slice that fewest islands hold; if all are
+    new, island i gets slice i mod `num_slices`. Finally, while the commonest slice has at least two holders more than
+    the rarest, its last holder takes the rarest.
     """
     num_holders = Counter(dict.fromkeys(range(num_slices), 0))
     num_holders.update(index for index in recovered if index is not None)
@@ -112,7 +112,7 @@ def assign_slices(recovered: Sequence[int | None], num_slices: int) -> list[int]
 def _recovery_folder(sync: SyncConfig, slice_index: int | None) -> Path | None:
     """The folder on this machine that keeps the last sync; None without sync.recovery.
 
-    Every slice has its own: state is never loaded for another slice, and the newest file tells this machine's slice.
+    Every slice has its own folder: no state is loaded for another slice, and the newest file tells the machine's slice.
     """
     if sync.recovery is None:
         return None
@@ -121,7 +121,7 @@ def _recovery_folder(sync: SyncConfig, slice_index: int | None) -> Path | None:
 
 
 def _recovered_slice(sync: SyncConfig) -> int | None:
-    """The slice that this machine trained at its last sync; None if it keeps none."""
+    """The slice that this machine trained at its last sync; None if it has kept no sync."""
     kept: dict[int, float] = {}
     for index in range(sync.slices):
         folder = _recovery_folder(sync, index)

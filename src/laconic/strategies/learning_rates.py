@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the step."""
+"""Learning-rate schedules, which are pure functions of the step."""
 
 import math
 
@@ -13,7 +13,7 @@ def lr_at(step: int, config: OptimizerConfig, *, total_steps: int) -> float:
 
 
 def _decay(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """The learning rate after the warm-up, as a share of the peak."""
+    """The learning rate of a step after the warm-up, as a share of the peak."""
     floor = config.min_lr_ratio
     match config.lr_schedule:
         case "constant":
@@ -24,6 +24,6 @@ def _decay(step: int, config: OptimizerConfig, total_steps: int) -> float:
             return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
         case "wsd":
             length = config.decay_steps or max(total_steps // 5, 1)
-            # the first decaying step is already one notch below the plateau and the last one is at the floor
+            # The first step of the decay is below the plateau already, and the last step is at the floor.
             progress = min(max(step + 1 - (total_steps - length), 0) / length, 1.0)
             return 1.0 - (1.0 - floor) * progress

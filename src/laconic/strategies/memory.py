@@ -1,4 +1,4 @@
-"""The memory of a step on CPU, where no allocator keeps a peak, measured in the same way for every strategy."""
+"""The memory of a step on CPU, whose allocator keeps no peak, measured in the same way for every strategy."""
 
 import itertools
 from collections.abc import Iterable, Iterator

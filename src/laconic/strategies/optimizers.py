@@ -15,10 +15,10 @@ _Group = dict[str, Any]
 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """The optimizer over the trainable parameters. Matrices decay; norms and biases, of fewer dimensions, do not.
+    """The optimizer of the trainable parameters. Weight decay is for parameters of two dimensions and more.
 
     Raises:
-        JobError: an optimizer for matrices of hidden layers, and a model without trainable ones.
+        JobError: the optimizer is for the matrices of hidden layers, and none of the model's trains.
     """
     settings = config.optimizer
     adamw = settings.pick("betas", "eps")
@@ -47,7 +47,7 @@ def make_stage_optimizer(config: Config) -> Callable[[list[nn.Parameter]], torch
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, step: int, config: Config) -> float:
-    """Set every group's learning rate for the optimizer step `step`, counted from 0; return that of `optimizer.lr`."""
+    """Set every group's learning rate for step `step`, counted from 0; return the rate that follows `optimizer.lr`."""
     settings, total = config.optimizer, config.train.steps
     adamw = replace(settings, lr=settings.adamw_lr) if settings.adamw_lr is not None else settings
     for group in optimizer.param_groups:
@@ -56,7 +56,7 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, step: int, config: Conf
 
 
 def _by_decay(parameters: list[nn.Parameter], settings: OptimizerConfig, **group: Any) -> list[_Group]:
-    """Groups of the parameters with weight decay and of those without. The dimensions are the global tensor's."""
+    """Two groups: parameters with weight decay, and without. A sharded parameter has the whole tensor's dimensions."""
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay, **group},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0, **group},

@@ -1,7 +1,7 @@
 """A model under shard.strategy: laconic, or one of PyTorch's own ways to train in parallel.
 
 Every strategy gets the same initial weights, rows, optimizer and mixed precision, so that `laconic compare` compares
-nothing else. The baselines are PyTorch's own calls with the settings of a careful user.
+the strategies alone. The baselines are PyTorch's own calls with the settings of a careful user.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from laconic.hf.models import layers_to_shard, materialize
 from laconic.optim import AdamW8bit
 from laconic.strategies.islands import num_islands, slice_model
 
-# torch 2.13 has a new name for this argument, and warns of the old one.
+# torch 2.13 has a new name for this argument, and warns if the old name is used.
 _BUFFER_SYNC = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -34,11 +34,11 @@ def parallelize(
 ) -> tuple[nn.Module, DeviceMesh | None]:
     """Apply config.shard to `model`, which is on the meta device, and fill in its weights. Collective.
 
-    Return the module to call in forward, and with laconic the mesh of islands, nodes and local ranks.
+    Return the module to call in forward, and the mesh of islands, nodes and local ranks (None for the baselines).
 
     Raises:
-        JobError: a strategy that this launch cannot have.
-        ValueError: a model or a granularity that the engine refuses.
+        JobError: this launch has too few ranks for the strategy.
+        ValueError: the engine refuses the model or the granularity.
     """
     strategy = config.shard.strategy
     mesh = laconic.init_mesh(device.type, islands=num_islands(config, ranks)) if strategy == "laconic" else None
@@ -70,7 +70,7 @@ def granularity(config: Config) -> Any:
 
 
 def mixed_precision(config: Config) -> MixedPrecisionPolicy:
-    """The policy with both types set, since the default of `reduce_dtype` depends on the release of torch."""
+    """The policy of the job. It always sets `reduce_dtype`, whose default depends on the release of torch."""
     shard = config.shard
     reduce_dtype = shard.reduce_dtype or shard.param_dtype or config.model.dtype
     return MixedPrecisionPolicy(
@@ -85,7 +85,7 @@ def _fully_shard(model: nn.Module, shard: Any, arguments: dict[str, Any]) -> Non
 
 
 def _common_arguments(config: Config) -> dict[str, Any]:
-    """The arguments of both `fully_shard`. The root reshards too, unless the user says otherwise, as ZeRO-3 does."""
+    """The arguments of both `fully_shard`. Unless the job says otherwise, the root reshards too, as in ZeRO-3."""
     reshard = config.shard.reshard_after_forward
     return {"mp_policy": mixed_precision(config), "reshard_after_forward": True if reshard is None else reshard}
 

@@ -2,8 +2,8 @@
 
 [Note: Non-finite losses]
 A loss that is not finite on one rank makes the gradient norm of its whole island not finite. All ranks of the island
-see the norm, so none takes the optimizer's step and no message is needed. Other islands, and workers of the cyclic
-schedule, have no common norm. They end as after any rank's failure: [Note: Failing together] in comm/failure.py.
+see the norm, so none of them takes the optimizer's step, and no message is needed. Other islands do not see the norm,
+nor do workers of the cyclic schedule. They end as after any failure: [Note: Failing together] in comm/failure.py.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from laconic.strategies.stepper import NotFiniteError, Save, Stepper, StepResult
 
 
 class Simultaneous(Stepper):
-    """A `Stepper` of ranks that all run forward and backward at the same time."""
+    """A `Stepper` for ranks that all run forward and backward at the same time."""
 
     def __init__(self, model: nn.Module, config: Config, ranks: RankInfo, device: torch.device) -> None:
         self.module = model
@@ -79,15 +79,15 @@ class Simultaneous(Stepper):
         """See `Stepper.loss`."""
         return self._forward_module(input_ids=rows, labels=rows, use_cache=False).loss
 
-    def _set_gradient_sync(self, sync: bool) -> None:
-        """Say whether the next backward is the last one of its step, and must leave reduced gradients."""
+    def _set_gradient_sync(self, is_on: bool) -> None:
+        """Choose whether the next backward reduces gradients over ranks, as the last backward of a step must."""
         if isinstance(self._forward_module, DistributedDataParallel):
-            self._forward_module.require_backward_grad_sync = sync  # as DDP.no_sync() does
+            self._forward_module.require_backward_grad_sync = is_on  # as DDP.no_sync() does
         else:
-            self.module.set_requires_gradient_sync(sync)  # of FSDP2 and of laconic
+            self.module.set_requires_gradient_sync(is_on)  # FSDP2 and laconic both have this method
 
     def _clip(self) -> float:
-        """Clip the gradients; return their global norm before, which is the same on every rank of an island."""
+        """Clip the gradients; return their global norm before clipping, the same on every rank of an island."""
         norm = nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
@@ -102,7 +102,7 @@ class Simultaneous(Stepper):
         return tuple(self.local.reports)
 
     def consistent(self) -> AbstractContextManager[Any]:
-        """See `Stepper.consistent`. With islands, the model holds the outer parameters."""
+        """See `Stepper.consistent`. Inside, a model with islands has the outer parameters."""
         return self.local.outer_parameters() if self.local else contextlib.nullcontext()
 
     def save(self, save: Save, extra: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ class Simultaneous(Stepper):
         )
 
     def traffic(self, before: Snapshot | None = None) -> Snapshot | None:
-        """See `Stepper.traffic`. Bytes between islands belong to the next step, even if they are sent before it."""
+        """See `Stepper.traffic`. Bytes that islands exchange between two steps belong to the later step."""
         now = None if self._engine is None else self._engine.traffic.snapshot()
         if now is None or before is None or self.local is None:
             return now

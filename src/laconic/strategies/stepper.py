@@ -1,6 +1,6 @@
 """The interface between the training loop and a strategy.
 
-A `Stepper` turns rows into new weights and knows which state belongs into a checkpoint. There are two: `Simultaneous`
+A `Stepper` turns rows into new weights and knows which state belongs in a checkpoint. There are two: `Simultaneous`
 for the engine and PyTorch's baselines, with islands or without, and `CyclicStepper` for the cyclic schedule.
 """
 
@@ -20,7 +20,7 @@ from laconic.shard.ledger import Ledger
 from laconic.strategies.cyclic_metrics import DeviceTimeline
 
 Save = Callable[..., Any]
-"""`save(model=, optimizer=, extra=, local_steps=)`, which writes a checkpoint."""
+"""A function `save(model=, optimizer=, extra=, local_steps=)` that writes a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +28,13 @@ class StepResult:
     """The figures of one step on one rank."""
 
     loss: float | None
-    """Mean over the rows of this rank's micro-batches; None on a rank that does not compute it."""
+    """The mean over the rows of this rank's micro-batches; None on a rank that does not compute it."""
     grad_norm: float | None
     """The norm before clipping, the same on all ranks of an island; None if it is not measured."""
     syncs: tuple[SyncReport, ...] = ()
-    """The syncs of islands that ended with this step; as many on every rank."""
+    """The syncs of islands that ended with this step; every rank has the same number."""
     timeline: DeviceTimeline | None = None
-    """The cyclic schedule's measurements; on every rank, or on none."""
+    """The measurements of the cyclic schedule; None without one."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -46,50 +46,50 @@ class NotFiniteError(Exception):
     is_on_all_ranks: bool
     """Whether every rank raises this error."""
     weights: str
-    """The state of the weights, as the end of a sentence; {step} stands for the last complete step."""
+    """The end of a sentence that begins "The weights are"; {step} stands for the last complete step."""
 
 
 class Stepper(ABC):
-    """Takes the steps of one rank. All ranks make one, and all ranks call a collective method together."""
+    """Takes the steps of one rank. Every rank makes one; all ranks call a collective method together."""
 
     module: Any
     """The model, under its ordinary names."""
     optimizer: torch.optim.Optimizer
     """The optimizer, in whose groups the loop sets learning rates before each step."""
     num_workers: int
-    """The number of parts of the global batch."""
+    """The number of parts of the global batch, one for each worker or rank."""
     workers: range
     """The parts of the global batch that this rank trains on."""
     steps_per_sync: int | None = None
     """Steps between two syncs of islands; None without islands."""
     recovered_steps: int = 0
-    """The steps that islands had taken at the last sync that a machine remembers; 0 if none does."""
+    """The number of steps taken at the last sync that a machine has kept for recovery; 0 without one."""
 
     def begin(self) -> None:
-        """Prepare a step. This is not part of the step's time."""
+        """Prepare a step. The time of the step does not include this."""
         self.module.train()
 
     @abstractmethod
     def step(self, rows: Tensor, *, is_last: bool) -> StepResult:
         """Train on `rows`, token ids of shape (micro-batches, rows, tokens). Collective.
 
-        With `is_last`, all transfers that otherwise run behind the next steps are complete at the end.
+        With `is_last`, transfers that otherwise run during the next steps are complete at the end.
 
         Raises:
             NotFiniteError: before the optimizer's step.
         """
 
     def loss(self, rows: Tensor) -> Tensor:
-        """Mean next-token loss of `rows`, of shape (rows, tokens), plus losses of the model's own. Collective."""
+        """The mean next-token loss of `rows`, of shape (rows, tokens), plus the model's own losses. Collective."""
         return self.module(input_ids=rows, labels=rows, use_cache=False).loss  # the model shifts the labels
 
     @abstractmethod
     def consistent(self) -> AbstractContextManager[Any]:
-        """Inside, all ranks have the same model, as an evaluation needs. Collective."""
+        """A context in which all ranks have the same model, as an evaluation needs. Collective."""
 
     @abstractmethod
     def save(self, save: Save, extra: dict[str, Any]) -> None:
-        """Call `save` with the state of a checkpoint, and `extra`. Collective."""
+        """Call `save` with the state that a checkpoint needs, and with `extra`. Collective."""
 
     @abstractmethod
     def load(self, folder: Path) -> dict[str, Any] | None:
@@ -103,7 +103,7 @@ class Stepper(ABC):
     def traffic(self, before: Snapshot | None = None) -> Snapshot | None:
         """The bytes sent and received so far; None if the strategy does not count them.
 
-        `before` has the counts after the last step. Bytes sent since then count for the next step if they belong to it.
+        `before` has the counts after the last step. Bytes sent since then are left out if they belong to the next step.
         """
 
     def memory(self) -> Ledger | None:

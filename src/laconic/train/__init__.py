@@ -1,1 +1,1 @@
-"""`laconic train`: any transformers causal LM, from one configuration file, under laconic or a PyTorch baseline."""
+"""`laconic train` trains a transformers causal LM from one configuration file, by laconic or a PyTorch baseline."""

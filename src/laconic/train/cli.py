@@ -24,22 +24,22 @@ _TABLE_PREFIX = "--model.config."
 
 
 def command(argv: list[str]) -> int:
-    """Call `main` in a process that exits afterwards: [Note: Exit without teardown] in comm/launch.py."""
+    """Call `main` in a process that then exits: see [Note: Exit without teardown] in comm/launch.py."""
     leaving = ExitWithoutTeardown()
     leaving.code = main(argv)
     return leaving.code
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; return the exit code: 2, after one line, for a mistake that the user can correct."""
+    """Run the command; return the exit code: 0, or 2 after one line about a mistake that the user can correct."""
     return _recorded(argv) or 0
 
 
-@record  # so that torchrun shows the first failing rank's traceback; a JobError gets a line instead
+@record  # so that torchrun shows the traceback of the first failing rank; a JobError gets one line instead
 def _recorded(argv: list[str]) -> int:
     try:
         config = parse(argv)
-        from laconic.train.loop import run  # late, so that the message about a wrong key need not wait for transformers
+        from laconic.train.loop import run  # late, so that a message about a wrong key comes before transformers loads
 
         run(config)
     except JobError as error:
@@ -54,7 +54,7 @@ def parse(argv: list[str]) -> Config:
 
     Raises:
         ConfigError: a mistake in the file.
-        SystemExit: with code 2 and tyro's message for a mistake in an option, with code 0 for --help.
+        SystemExit: code 2, after tyro's message, for a mistake in an option; code 0 for --help.
     """
     config = Config()
     if argv and not argv[0].startswith("-"):
@@ -83,7 +83,7 @@ def _is_main() -> bool:
 
 
 def _table_options(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Split off options `--model.config.KEY VALUE`, since tyro does not know the keys of transformers."""
+    """Split off options `--model.config.KEY VALUE`, whose keys are those of transformers, unknown to tyro."""
     table: dict[str, Any] = {}
     rest: list[str] = []
     words = iter(argv)
@@ -100,7 +100,7 @@ def _table_options(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _toml_value(text: str) -> Any:
-    """The value of a number, boolean, list or table in TOML; any other text stays a string."""
+    """The value of a text that is a number, boolean, list or table in TOML; any other text stays a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -108,7 +108,7 @@ def _toml_value(text: str) -> Any:
 
 
 def _registry() -> ConstructorRegistry:
-    """Teach tyro TOML's booleans, and keys that hold a table or a string."""
+    """Rules that teach tyro TOML's booleans, and keys that hold a table or a string."""
     table: PrimitiveConstructorSpec[Any] = PrimitiveConstructorSpec(
         nargs=1,
         metavar="PATH|TABLE",

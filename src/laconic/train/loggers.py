@@ -13,11 +13,11 @@ _GROUPS = {
     "wire": ("wait_s", "wire_bytes", "interface_sent_bytes", "interface_received_bytes"),
     "memory": ("device_bytes", "device_peak_bytes", "host_bytes_per_node", "resident_bytes"),
 }
-"""TensorBoard's groups of figures."""
+"""TensorBoard's groups of the plain figures of a step."""
 
 
 class Logger:
-    """Receives the figures of a run. This base class ignores them."""
+    """Receives the figures of a run. Every method of this base class does nothing."""
 
     def tick(self, step: int, loss: float) -> None:
         """Receive this rank's loss right after a step, before the figures of all ranks are known."""
@@ -36,7 +36,7 @@ class JsonlLogger(Logger):
     """Writes one JSON object per line, and flushes each line at once."""
 
     def __init__(self, path: Path, *, after_step: int) -> None:
-        """Continue the file `path`, if there is one, without the lines after step `after_step`."""
+        """Continue the file `path`, if there is one, without the lines of steps after `after_step`."""
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
         complete = (line for line in lines if line.endswith("}\n"))  # a killed run may leave half a line
         kept = [line for line in complete if json.loads(line).get("step", 0) <= after_step]
@@ -65,7 +65,7 @@ class TensorBoardLogger(Logger):
     """Writes scalars in the groups train, speed, wire, traffic_bytes, memory, sync, cyclic and eval."""
 
     def __init__(self, folder: Path, *, after_step: int) -> None:
-        """Continue the events in `folder`, if there are any, without those after step `after_step`."""
+        """Continue the events in `folder`, if there are any, without the events of steps after `after_step`."""
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
         self._writer = SummaryWriter(str(folder), purge_step=after_step + 1 if after_step else None)

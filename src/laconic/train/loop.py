@@ -40,18 +40,17 @@ from laconic.train.recorder import Recorder, reduce_records
 from laconic.train.records import StepRecord
 from laconic.train.summary import summarise
 
-_COLLECT_EVERY = 50
-_MAX_PENDING = 100
-"""Records that wait at most until the figures of all ranks are combined."""
+_COLLECT_EVERY = 50  # steps between two collections of garbage
+_MAX_PENDING = 100  # records that may wait before the figures of all ranks are combined
 
 
 def run(config: Config) -> dict[str, Any]:
     """Train; return the summary, which rank 0 also writes to `summary.json` in the output folder.
 
-    Every rank of a torchrun job calls this with the same configuration; without torchrun it is a job of one rank.
+    Every rank of a torchrun job calls this with the same configuration. Without torchrun the job has one rank.
 
     Raises:
-        JobError: on every rank, for a mistake that a user can correct, before the first step wherever possible.
+        JobError: on every rank, for a mistake that a user can correct; before the first step wherever possible.
     """
     ranks = RankInfo.from_environment()
     check_job(config, ranks)
@@ -61,13 +60,13 @@ def run(config: Config) -> dict[str, Any]:
 
 
 class Trainer:
-    """One rank of one job. The constructor refuses what cannot work; `train` takes the steps."""
+    """One rank of one job. The constructor refuses a job that cannot work; `train` takes the steps."""
 
     def __init__(self, config: Config, ranks: RankInfo, device: torch.device, group: dist.ProcessGroup) -> None:
         """Prepare the job; `group` has all ranks and a backend for CPU tensors. Collective.
 
         Raises:
-            JobError: on every rank, a folder, corpus, tokenizer, model or checkpoint that does not fit the job.
+            JobError: on every rank, if a folder, corpus, tokenizer, model or checkpoint does not fit the job.
         """
         self.ranks, self.device, self.group = ranks, device, group
         self.peers = RankGroup(group)
@@ -100,7 +99,7 @@ class Trainer:
         if config.train.resume:
             self.start_step = prepare.resume(self.stepper, config, self.peers, self.console)
         self.step_memory: dict[str, int | None] = {"step_peak_bytes": None, "resting_bytes": None}
-        """The memory of the step log.memory_step, on the fullest rank."""
+        """The memory of step `log.memory_step`, in bytes, on the fullest rank; None if it is not measured."""
 
     def _make_stepper(self, model: nn.Module) -> Stepper:
         if not self.config.schedule.is_cyclic:
@@ -148,7 +147,7 @@ class Trainer:
         return summary
 
     def _is_due(self, done: int, every: int) -> bool:
-        """Whether an action every `every` steps, and after the last step, comes after step `done`; 0: only the last."""
+        """Whether step `done` is the last one, or a multiple of `every`. With 0, only the last step counts."""
         return done == self.config.train.steps or (every > 0 and done % every == 0)
 
     def _open_recorder(self) -> Recorder:
@@ -195,7 +194,7 @@ class Trainer:
         return record
 
     def _offsets(self, step: int) -> np.ndarray:
-        """The starts of this rank's rows in the corpus, of shape (micro-batches, rows)."""
+        """The places where this rank's rows begin in the corpus, of shape (micro-batches, rows)."""
         workers = self.stepper.workers
         offsets = self.sampler.global_offsets(step)[:, workers.start : workers.stop]
         return offsets.reshape(-1, self.config.train.micro_batch_size)
@@ -205,7 +204,7 @@ class Trainer:
         return rows.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else rows
 
     def _stop_training(self, last_step: int, error: NotFiniteError) -> NoReturn:
-        """Raise a JobError: [Note: Non-finite losses] in strategies/simultaneous.py."""
+        """Raise a JobError: see [Note: Non-finite losses] in strategies/simultaneous.py."""
         if error.is_on_all_ranks:
             self.recorder.flush()
         norm = "" if error.grad_norm is None else f", gradient norm {error.grad_norm}"
@@ -217,7 +216,7 @@ class Trainer:
         ) from None
 
     def _evaluate(self, step: int) -> None:
-        """Compute the mean loss over the first rows of the held-out tokens, which are the same rows every time."""
+        """Compute the mean loss over the first rows of the held-out tokens. These rows are the same every time."""
         self.recorder.flush()
         length, rows_each = self.config.data.sequence_length, self.config.train.micro_batch_size
         num_rows = len(self.tokens.evaluation) // length
@@ -236,7 +235,7 @@ class Trainer:
         self.meter.skip()
 
     def _save(self, step: int) -> None:
-        """Write a checkpoint, or start to write it with train.async_save."""
+        """Write a checkpoint or, with train.async_save, start to write it."""
         self.recorder.flush()
         extra = {"tokens": step * self.tokens_per_step, "config": to_dict(self.config)}
         folder, keep = self.output / prepare.CHECKPOINTS, self.config.train.keep
@@ -247,7 +246,7 @@ class Trainer:
 
 @contextlib.contextmanager
 def _manual_garbage_collection() -> Iterator[Callable[[], int]]:
-    """Collect garbage between steps only: if ranks pause at different moments, all wait for each pause."""
+    """Collect garbage between steps only. If ranks paused at different moments, all would wait for each pause."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -260,4 +259,4 @@ def _manual_garbage_collection() -> Iterator[Callable[[], int]]:
 
 def _step_seed(seed: int, step: int, rank: int) -> int:
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % 2**63
+    return int.from_bytes(digest, "little") % 2**63  # within the range of torch.manual_seed

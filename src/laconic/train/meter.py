@@ -14,7 +14,7 @@ from laconic.train.records import StepRecord
 class StepMeter:
     """Measures the time, bytes and memory of steps. Call `fetch`, `start` and `stop` once per step, in this order.
 
-    A step's counters start where the step before ended: when it begins, another rank of the node may be sending.
+    A step's counters start where the last step's ended, since another rank may send before this rank begins the step.
     """
 
     def __init__(self, stepper: Stepper, ranks: RankInfo, device: torch.device) -> None:
@@ -24,7 +24,7 @@ class StepMeter:
         self._last_traffic: Snapshot | None = None
 
     def fetch(self) -> None:
-        """Start to measure the time before the step."""
+        """Start to measure the time to fetch rows, before the step."""
         self._fetch_start_s = time.perf_counter()
 
     def start(self) -> None:
@@ -52,7 +52,7 @@ class StepMeter:
         )
 
     def skip(self) -> None:
-        """Ignore the bytes of the interface since the last step, for example those of an evaluation."""
+        """Ignore the bytes of the interface since the last step, for example the bytes of an evaluation."""
         self._last_interface = None
 
     def _synchronize(self) -> None:

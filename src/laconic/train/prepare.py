@@ -1,4 +1,4 @@
-"""The preparations of a job before its first step, which refuse what cannot work."""
+"""The preparations of a job before its first step, which refuse a job that cannot work."""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ def open_output(config: Config) -> None:
     """Create the output folder.
 
     Raises:
-        JobError: the folder cannot be written, or another run has its checkpoints there.
+        JobError: the folder cannot be written, or has checkpoints and train.resume is false.
     """
     output = Path(config.train.output)
     try:
@@ -71,7 +71,7 @@ def build_checked(config: Config, tokenizer: Tokenizer) -> nn.Module:
     """The job's model on the meta device.
 
     Raises:
-        JobError: a model that cannot be built, or whose vocabulary is smaller than the tokenizer's.
+        JobError: the model cannot be built, or its vocabulary is smaller than the tokenizer's.
     """
     model = build_model(config.model, config.lora, device="meta")
     vocab_size = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
@@ -86,10 +86,10 @@ def build_checked(config: Config, tokenizer: Tokenizer) -> nn.Module:
 def open_corpus(
     config: Config, tokenizer: Tokenizer, peers: RankGroup, ranks: RankInfo, console: Console
 ) -> tokens.TokenFiles:
-    """The tokenised corpus. One rank per node makes it unless it is there. Collective.
+    """The tokenised corpus. One rank per node makes its files unless they exist. Collective.
 
     Raises:
-        JobError: on all ranks, a corpus that cannot be read or is too short.
+        JobError: on all ranks, if the corpus cannot be read or is too short, or holds nothing out for evaluation.
     """
     folder = Path(config.data.cache) if config.data.cache else Path(config.train.output) / "tokens"
     peers.agree(lambda: tokens.prepare(config.data, tokenizer, folder), only=ranks.is_first_on_node)
@@ -108,7 +108,7 @@ def open_corpus(
 def resume(stepper: Stepper, config: Config, peers: RankGroup, console: Console) -> int:
     """Go on from the last sync of islands or from the newest checkpoint, whichever is later. Collective.
 
-    Return the number of steps taken before; 0 if there is nothing to resume.
+    Return the number of steps that the run has taken already; 0 if there is nothing to resume.
 
     Raises:
         JobError: the checkpoint belongs to another job.
@@ -151,7 +151,7 @@ def differences(saved: dict[str, Any], current: dict[str, Any], prefix: str = ""
 
 @contextlib.contextmanager
 def as_job_error() -> Iterator[None]:
-    """Turn a ValueError into a JobError: before the first step, a model, mesh or checkpoint does not fit the job."""
+    """Turn a ValueError into a JobError: before the first step, it means that a part does not fit the job."""
     try:
         yield
     except JobError:

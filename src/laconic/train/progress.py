@@ -1,4 +1,4 @@
-"""Loggers for the person who watches a run: a bar on a terminal, plain lines elsewhere."""
+"""Loggers for a person who watches a run: a bar on a terminal, plain lines elsewhere."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from laconic.train.records import Step, SyncMetrics
 
 
 def describe(step: Step, total: int) -> str:
-    """One line about a step."""
+    """One line about a step, for a run of `total` steps."""
     width = len(str(total))
     parts = [
         f"step {step.step:>{width}}/{total}",
@@ -32,7 +32,7 @@ def describe(step: Step, total: int) -> str:
 
 
 def describe_sync(sync: SyncMetrics, total: int) -> str:
-    """One line about a sync of islands."""
+    """One line about a sync of islands, for a run of `total` steps."""
     parts = [
         f"step {sync.step:>{len(str(total))}}/{total}",
         f"synced fragment {sync.fragment}",
@@ -45,12 +45,10 @@ def describe_sync(sync: SyncMetrics, total: int) -> str:
 
 
 class LineLogger(Logger):
-    """Prints a line every `every` steps and after the last one, and a line about the latest sync of islands."""
+    """Prints a line after step 1, every `every` steps and the last one, and a line about the latest sync of islands."""
 
     def __init__(self, console: Console, *, total: int, every: int) -> None:
-        self._console = console
-        self._total = total
-        self._every = every
+        self._console, self._total, self._every = console, total, every
         self._last_sync: SyncMetrics | None = None
 
     def step(self, step: Step) -> None:
@@ -73,7 +71,7 @@ class LineLogger(Logger):
 
 
 class BarLogger(LineLogger):
-    """Prints the lines above a bar that moves with every step."""
+    """Prints the lines of `LineLogger` above a bar that moves with every step."""
 
     def __init__(self, console: Console, *, total: int, every: int, start: int) -> None:
         super().__init__(console, total=total, every=every)

@@ -1,4 +1,4 @@
-"""Records of all ranks, combined into the figures of the cluster and passed to the loggers.
+"""Combines the records of all ranks into the figures of the cluster, and passes the figures to the loggers.
 
 Nothing here runs inside a timed step: a few small collectives between steps combine the records of several steps.
 """
@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import psutil
 import torch
@@ -22,7 +22,8 @@ from laconic.train.records import Step, StepRecord, SyncMetrics
 
 _KINDS: dict[str, tuple[Level, Purpose]] = {
     f"{level}/{purpose}": (level, purpose) for level, purpose in itertools.product(get_args(Level), get_args(Purpose))
-}
+}  # the keys of `Step.traffic_bytes`
+_Figures = dict[str, float]
 _SYNC_MEANS = [
     item.name for item in dataclasses.fields(SyncReport) if item.name not in ("step", "fragment", "sent_bytes")
 ]
@@ -32,8 +33,8 @@ class Recorder:
     """Collects the records of this rank, and keeps the figures of the cluster."""
 
     def __init__(self, loggers: Sequence[Logger], reduce: Callable[[Sequence[StepRecord]], Sequence[Step]]) -> None:
-        """Take rank 0's loggers, none on other ranks, and `reduce_records` with all arguments but the records."""
-        self.steps: list[Step] = []
+        """`loggers` is empty except on rank 0. `reduce` is `reduce_records` with all arguments but the records."""
+        self.steps: list[Step] = []  # the figures of all steps that are combined
         self.evaluations: list[dict[str, float]] = []
         """The figures of all evaluations so far, each with its step."""
         self._loggers, self._reduce = loggers, reduce
@@ -57,7 +58,7 @@ class Recorder:
             logger.evaluation(step, values)
 
     def flush(self) -> None:
-        """Combine the pending records of all ranks, and log the steps. Collective."""
+        """Combine the pending records of all ranks, and log the figures. Collective."""
         steps = self._reduce(self._pending)
         self._pending.clear()
         self.steps.extend(steps)
@@ -78,7 +79,7 @@ def reduce_records(
     tokens_per_step: int,
     steps_per_sync: int | None = None,
 ) -> list[Step]:
-    """Combine the same steps of all ranks, which form `group`, a group with a backend for CPU tensors.
+    """Combine the records of the same steps on all ranks. `group` has all ranks and a backend for CPU tensors.
 
     Collective: two small all-reduces, whatever the number of steps, and one more exchange with a cyclic schedule.
     `tokens_per_step` is of the global batch; `steps_per_sync` is None without islands.
@@ -86,10 +87,9 @@ def reduce_records(
     if not records:
         return []
     reports = [report for record in records for report in record.result.syncs]
-    rows = [*map(_figures, records), *map(_sync_figures, reports)]
-    sums = _all_reduce(rows, dist.ReduceOp.SUM, group)
+    sums = _all_reduce([*map(_figures, records), *map(_sync_figures, reports)], dist.ReduceOp.SUM, group)
+    step_sums, sync_sums = sums[: len(records)], sums[len(records) :]
     [peaks] = _all_reduce([_peaks(records[-1])], dist.ReduceOp.MAX, group)
-    maxima = {key: int(value) for key, value in peaks.items()}
     timelines = [record.result.timeline for record in records if record.result.timeline is not None]
     cyclic = gather_metrics(timelines, group) if timelines else [None] * len(records)
     tokens_per_sync = tokens_per_step * (steps_per_sync or 1)
@@ -101,44 +101,55 @@ def reduce_records(
             bytes_per_token=total["sent_bytes"] / tokens_per_sync,
             **{name: total[name] / ranks.world_size for name in _SYNC_MEANS},
         )
-        for report, total in zip(reports, sums[len(records) :], strict=True)
+        for report, total in zip(reports, sync_sums, strict=True)
     ]
-    steps = []
-    for record, total, cyclic_metrics in zip(records, sums[: len(records)], cyclic, strict=True):
-        is_counted, has_interface = record.traffic is not None, total["num_interfaces"] > 0
-        grad_norm = record.result.grad_norm
-        if steps_per_sync is not None:  # islands differ
-            grad_norm = total["grad_norm"] / ranks.world_size
-        traffic_bytes = {kind: int(total[kind]) for kind in _KINDS if total[kind]}
-        wire_bytes = sum(size for kind, size in traffic_bytes.items() if _KINDS[kind][0] in WIRE_LEVELS)
-        steps.append(
-            Step(
-                step=record.step,
-                tokens=record.step * tokens_per_step,
-                loss=total["loss"] / total["num_losses"],
-                grad_norm=grad_norm,
-                lr=record.lr,
-                step_s=record.step_s,
-                data_s=record.data_s,
-                tokens_per_s=tokens_per_step / record.step_s,
-                wait_s=total["wait_s"] / ranks.world_size if is_counted else None,
-                wire_bytes=wire_bytes if is_counted else None,
-                traffic_bytes=traffic_bytes,
-                interface_sent_bytes=int(total["interface_sent_bytes"]) if has_interface else None,
-                interface_received_bytes=int(total["interface_received_bytes"]) if has_interface else None,
-                device_bytes=maxima["device_bytes"] if record.memory else None,
-                device_peak_bytes=maxima["device_peak_bytes"] if record.memory else None,
-                host_bytes_per_node=int(total["host_bytes"]) // ranks.num_nodes if record.memory else None,
-                allocated_peak_bytes=maxima["allocated_peak_bytes"] or None,
-                resident_bytes=maxima["resident_bytes"],
-                syncs=tuple(sync for sync in syncs if sync.step == record.step),
-                cyclic=cyclic_metrics,
-            )
+    has_islands = steps_per_sync is not None  # then each has its own gradient norm
+    return [
+        Step(
+            step=record.step,
+            tokens=record.step * tokens_per_step,
+            loss=total["loss"] / total["num_losses"],
+            grad_norm=total["grad_norm"] / ranks.world_size if has_islands else record.result.grad_norm,
+            lr=record.lr,
+            step_s=record.step_s,
+            data_s=record.data_s,
+            tokens_per_s=tokens_per_step / record.step_s,
+            **_wire_figures(record, total, ranks),
+            **_memory_figures(record, total, peaks, ranks),
+            syncs=tuple(sync for sync in syncs if sync.step == record.step),
+            cyclic=metrics,
         )
-    return steps
+        for record, total, metrics in zip(records, step_sums, cyclic, strict=True)
+    ]
 
 
-def _figures(record: StepRecord) -> dict[str, float]:
+def _wire_figures(record: StepRecord, total: _Figures, ranks: RankInfo) -> dict[str, Any]:
+    """The bytes and the waiting of a `Step`, from the sums over ranks; None where nothing is counted."""
+    is_counted, has_interface = record.traffic is not None, total["num_interfaces"] > 0
+    traffic_bytes = {kind: int(total[kind]) for kind in _KINDS if total[kind]}
+    wire_bytes = sum(size for kind, size in traffic_bytes.items() if _KINDS[kind][0] in WIRE_LEVELS)
+    return {
+        "wait_s": total["wait_s"] / ranks.world_size if is_counted else None,
+        "wire_bytes": wire_bytes if is_counted else None,
+        "traffic_bytes": traffic_bytes,
+        "interface_sent_bytes": int(total["interface_sent_bytes"]) if has_interface else None,
+        "interface_received_bytes": int(total["interface_received_bytes"]) if has_interface else None,
+    }
+
+
+def _memory_figures(record: StepRecord, total: _Figures, peaks: _Figures, ranks: RankInfo) -> dict[str, Any]:
+    """The memory of a `Step`, from the sums and the peaks over ranks; None where nothing is measured."""
+    has_engine = record.memory is not None
+    return {
+        "device_bytes": int(peaks["device_bytes"]) if has_engine else None,
+        "device_peak_bytes": int(peaks["device_peak_bytes"]) if has_engine else None,
+        "host_bytes_per_node": int(total["host_bytes"]) // ranks.num_nodes if has_engine else None,
+        "allocated_peak_bytes": int(peaks["allocated_peak_bytes"]) or None,
+        "resident_bytes": int(peaks["resident_bytes"]),
+    }
+
+
+def _figures(record: StepRecord) -> _Figures:
     """The figures of a step that are summed over ranks."""
     result, interface = record.result, record.interface
     traffic = record.traffic or Snapshot()
@@ -155,13 +166,13 @@ def _figures(record: StepRecord) -> dict[str, float]:
     }
 
 
-def _sync_figures(report: SyncReport) -> dict[str, float]:
+def _sync_figures(report: SyncReport) -> _Figures:
     """The figures of a sync that are summed over ranks."""
     return {name: getattr(report, name) for name in (*_SYNC_MEANS, "sent_bytes")}
 
 
-def _peaks(record: StepRecord) -> dict[str, float]:
-    """The figures of which the largest of all ranks counts."""
+def _peaks(record: StepRecord) -> _Figures:
+    """The figures of which the cluster's figure is the largest over ranks."""
     memory = record.memory
     return {
         "device_bytes": memory.device_bytes if memory else 0,
@@ -171,9 +182,7 @@ def _peaks(record: StepRecord) -> dict[str, float]:
     }
 
 
-def _all_reduce(
-    rows: Sequence[Mapping[str, float]], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
-) -> list[dict[str, float]]:
+def _all_reduce(rows: list[_Figures], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> list[_Figures]:
     """Reduce rows of named numbers over ranks, in one collective. All ranks pass the same names in the same order."""
     values = torch.tensor([value for row in rows for value in row.values()], dtype=torch.float64)
     if dist.get_world_size(group) > 1:

@@ -1,4 +1,4 @@
-"""The figures of one optimizer step: of one rank, and of the whole cluster."""
+"""The figures of one optimizer step, on one rank and on the whole cluster."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -17,8 +17,9 @@ class StepRecord:
     """One optimizer step on one rank."""
 
     step: int
-    """The number of optimizer steps taken, with this one: 1 for the first."""
+    """The number of the optimizer step; 1 for the first."""
     lr: float
+    """The learning rate that belongs to optimizer.lr."""
     result: StepResult
     data_s: float
     """Seconds to fetch the rows, before the step."""
@@ -27,17 +28,17 @@ class StepRecord:
     traffic: Snapshot | None
     """Bytes and waiting during the step; None if the strategy does not count them."""
     interface: InterfaceBytes | None
-    """Bytes of the node's network interface during the step; None but on one rank per node of a lab."""
+    """Bytes of the node's network interface during the step; None outside a lab, and on all but one rank per node."""
     memory: Ledger | None
     """Bytes that the engine holds; None for a strategy without the engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncMetrics(SyncReport):
-    """One sync of one fragment on the whole cluster: `sent_bytes` is the sum over ranks, other figures are means."""
+    """One sync of one fragment on the whole cluster. `sent_bytes` is the sum over ranks; other figures are means."""
 
     bytes_per_token: float
-    """sent_bytes divided by the tokens of all islands since the sync of the fragment before."""
+    """`sent_bytes` divided by the tokens of all islands since the previous fragment's sync."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +46,11 @@ class Step:
     """One optimizer step of the whole cluster."""
 
     step: int
-    """The number of optimizer steps taken, with this one."""
+    """The number of the optimizer step; 1 for the first."""
     tokens: int
     """Tokens seen since the beginning of the run."""
     loss: float
-    """Mean over all ranks, and so over islands."""
+    """Mean over all ranks, and therefore over islands."""
     grad_norm: float | None
     """Mean over islands; None if it is not measured."""
     lr: float
@@ -69,18 +70,19 @@ class Step:
     """Bytes that all nodes' interfaces together sent, as counted by the kernel."""
     interface_received_bytes: int | None = None
     device_bytes: int | None = None
-    """Bytes that the engine holds on the device, of the fullest rank."""
+    """Bytes that the engine holds on the device, on the fullest rank."""
     device_peak_bytes: int | None = None
     """The peak of `device_bytes` in the step."""
     host_bytes_per_node: int | None = None
     """Bytes of the host caches of all ranks, per node."""
     allocated_peak_bytes: int | None = None
-    """torch.cuda.max_memory_allocated of the fullest rank; None on CPU."""
+    """torch.cuda.max_memory_allocated on the fullest rank; None on CPU."""
     resident_bytes: int = 0
-    """Resident memory of the largest process."""
+    """Bytes of resident memory of the largest process."""
     syncs: tuple[SyncMetrics, ...] = ()
+    """The syncs that ended with this step."""
     cyclic: CyclicMetrics | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, without the figures that are not measured."""
+        """The figures that are measured, as plain JSON values."""
         return {key: value for key, value in dataclasses.asdict(self).items() if value not in (None, {}, ())}

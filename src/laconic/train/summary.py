@@ -1,4 +1,4 @@
-"""The contents of `summary.json`, which a run leaves behind."""
+"""The content of `summary.json`, which a run writes at its end."""
 
 import contextlib
 import dataclasses
@@ -15,9 +15,9 @@ from laconic.strategies.islands import num_islands
 from laconic.train.records import Step
 
 _LISTS = ("step_s", "wait_s", "wire_bytes", "traffic_bytes", "interface_sent_bytes", "interface_received_bytes")
-"""Attributes of `Step` of which the summary has the values of all steps."""
+"""The attributes of `Step` whose values of all steps are in the summary."""
 _PEAKS = ("device_peak_bytes", "host_bytes_per_node", "allocated_peak_bytes", "resident_bytes")
-"""Attributes of `Step` of which the summary has the largest value."""
+"""The attributes of `Step` whose largest value is in the summary."""
 
 
 def summarise(config: Config, ranks: RankInfo, model: nn.Module, steps: Sequence[Step]) -> dict[str, Any]:

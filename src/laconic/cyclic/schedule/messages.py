@@ -1,17 +1,17 @@
-"""The ops, messages and instructions that a device's program is made of.
+"""The ops, messages and instructions of a device's program.
 
 [Note: Messages of a batch]
 There are N workers and N stages; s_j is the switch of stage j under the rule (rule.py). A batch sends these messages:
 
   gradient      The gradient of stage j, summed over workers 0..i. Worker i sends it to worker i + 1 after its backward.
-  total         The same sum over all workers. The last worker sends it to the devices that step the stage's optimizer.
+  total         The sum over all workers. The last worker sends it to the devices that step the stage's optimizer.
   weights       One version of a stage's parameters. It travels along a ring of workers, from the stage's owner, worker
-                s_j mod N. Each worker forwards it when it begins to use it, two time steps after the one before.
+                s_j mod N. Each worker sends it on when it begins to use it, two time steps after the previous worker.
   rear weights  The same version once more for the backward, if workers do not keep parameters after the forward.
   activation, activation gradient
                 The output of a stage, and the gradient of its input, between stages on different devices.
   square        The sum of squares of the totals of stages j..N-1. It travels from the last stage to the first.
-  norm          The sum of squares over all stages, for every device. Both are sent only if updates need the norm.
+  norm          The sum of squares over all stages, for every device. Square and norm are sent if updates need the norm.
 
 states        parameters                 optimizer state   total goes to              other devices get a version by
 replicated    all stages, every worker   owner             owner                      weights
@@ -31,7 +31,7 @@ MessageKind = Literal[
     "gradient", "total", "weights", "rear weights", "activation", "activation gradient", "square", "norm"
 ]
 Key = tuple[str, int, int, int]
-"""The kind, stage, index and worker of a message: they name its content at the receiver."""
+"""The kind, stage, index and worker of a message, which name its content at the receiver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Op:
 
     step: int
     worker: int
-    """The worker whose micro-batch it is, 0..N-1. The op runs on `device`, which need not be the same number."""
+    """The worker whose micro-batch the op computes, 0..N-1. The number of the `device` may be another."""
     device: int
     stage: int
     batch: int
@@ -63,7 +63,7 @@ class Message:
     index: int
     """The version, for weights and rear weights. The batch of the gradient, for all other kinds."""
     worker: int
-    """The worker whose activation it is, the last worker in a sum of gradients, or the worker that uses the weights."""
+    """The worker whose activation is sent, the last worker of a sum of gradients, or the worker that uses weights."""
     step: int
     """The time step at whose beginning the message leaves."""
     due: int
@@ -103,14 +103,14 @@ class Send(NamedTuple):
 
 
 class Update(NamedTuple):
-    """Apply total gradients until the stage, whose optimizer steps on this device, has this version."""
+    """Apply the total of batch `version - 1` to the stage, unless the stage has this version already."""
 
     stage: int
     version: int
 
 
 class Square(NamedTuple):
-    """Add the squares of the total that is now complete to the squares of later stages."""
+    """Add the squares of this stage's total, which is now complete, to the squares of later stages."""
 
     stage: int
 
@@ -120,12 +120,12 @@ Instruction = Compute | Receive | Send | Update | Square
 
 @dataclass(frozen=True)
 class Run:
-    """The facts about a run, beside the batch, that its programs depend on."""
+    """The facts about a run on which its programs depend."""
 
     is_pending: bool = False
     """Whether a gradient waited to be applied when the run began."""
     num_batches: int | None = None
-    """The number of batches with a gradient, known once the run is drained. Later programs only pass messages on."""
+    """The number of batches, known once the run is drained. Programs of later batches only pass messages on."""
 
     def has_gradient(self, batch: int) -> bool:
         """Whether the run computes this batch."""

@@ -1,7 +1,7 @@
-"""Programs: the instructions of a device for one batch, and the messages that they send.
+"""Programs: the instructions of a device for one batch, and the messages that the instructions send.
 
-Programs are the only source of messages. The planner counts the messages in them, the runtime executes them, and a
-receiver learns from the sender's program which messages come and in which order. See [Note: Messages of a batch].
+Programs are the only source of messages. The planner counts their messages, the runtime executes them, and a receiver
+learns from the sender's program which messages come and in which order. See [Note: Messages of a batch].
 """
 
 from collections import Counter
@@ -25,13 +25,13 @@ def program(schedule: Schedule, device: int, batch: int, run: Run = _ENDLESS) ->
 
 @lru_cache(maxsize=64)
 def messages_to(schedule: Schedule, target: int, batch: int, run: Run = _ENDLESS) -> tuple[Message, ...]:
-    """Messages that other devices send to `target` in one batch; those of one sender in the order of its program."""
+    """The messages that other devices send to `target` in one batch, for each sender in the order of its program."""
     others = (source for source in range(schedule.num_devices) if source != target)
     return tuple(m for source in others for m in _sent(schedule, source, batch, run) if m.target == target)
 
 
 def messages_per_step(schedule: Schedule, batches: int) -> list[list[Message]]:
-    """The messages between devices in a run that is drained after `batches` batches, by the time step they leave at."""
+    """The messages between devices in a run that is drained after `batches` batches, by the time step of sending."""
     run = Run(num_batches=batches)
     messages = [
         message
@@ -67,7 +67,7 @@ def _sent(schedule: Schedule, device: int, batch: int, run: Run) -> Iterator[Mes
 
 
 def _ring_of_workers(schedule: Schedule, device: int, batch: int, run: Run) -> Iterator[Instruction]:
-    """The program for replicated and sharded states, where device i is worker i."""
+    """The program for replicated and sharded states, where worker i runs on device i."""
     computes = run.has_gradient(batch)
     if batch == 0 and computes and schedule.states == "sharded":
         yield from _first_weights(schedule, device)
@@ -97,7 +97,7 @@ def _weights(schedule: Schedule, op: Op, version: int, run: Run) -> Iterator[Ins
 
 
 def _hop(schedule: Schedule, op: Op, version: int, source: int, target: int) -> Message:
-    """A version of the op's stage from one worker to another, for ops of the same direction."""
+    """The message that brings a version of the op's stage from `source` to `target`, for their forward or backward."""
     rule, stage = schedule.rule, op.stage
     kind: Literal["weights", "rear weights"] = "weights" if op.is_forward else "rear weights"
     step_of = schedule.forward_step if op.is_forward else schedule.backward_step
@@ -105,12 +105,13 @@ def _hop(schedule: Schedule, op: Op, version: int, source: int, target: int) -> 
     sent_in, due_in = (version if rule.is_fresh(worker, stage) else version + 1 for worker in (source, target))
     due = step_of(target, stage, due_in)
     if version == -1 and source == rule.owner(stage) and target == 0 and rule.switch[stage] < schedule.num_stages:
-        return Message(kind, source, target, stage, version, target, max(due - 2, 0), due, 0, due_in)
+        early = max(due - 2, 0)  # a message of weights leaves two time steps before it is due: see _first_weights
+        return Message(kind, source, target, stage, version, target, early, due, 0, due_in)
     return Message(kind, source, target, stage, version, target, step_of(source, stage, sent_in), due, sent_in, due_in)
 
 
 def _first_weights(schedule: Schedule, device: int) -> Iterator[Instruction]:
-    """Let the owner send version -1 to worker 0, if that is stale in batch 0: no worker before it had the version."""
+    """Let the owner send version -1 to worker 0, if worker 0 is stale in batch 0: no earlier worker can send it on."""
     for stage, switch in enumerate(schedule.rule.switch):
         if schedule.rule.owner(stage) == device and 0 < switch < schedule.num_stages:
             for is_forward in (True, False):
@@ -118,7 +119,7 @@ def _first_weights(schedule: Schedule, device: int) -> Iterator[Instruction]:
 
 
 def _stages_on_devices(schedule: Schedule, device: int, batch: int, run: Run) -> Iterator[Instruction]:
-    """The program for shared and single states: a device runs several workers' micro-batches and applies totals."""
+    """The program for shared and single states, where a device runs several workers' micro-batches."""
     last, computes = schedule.num_stages - 1, run.has_gradient(batch)
     for op in schedule.ops(device, batch):
         version = schedule.rule.version_in_run(op.worker, op.stage, batch)
@@ -141,15 +142,15 @@ def _is_first_use(schedule: Schedule, op: Op, version: int) -> bool:
     return version > schedule.rule.version_in_run(worker, op.stage, batch)
 
 
-def _pass_total_on(schedule: Schedule, op: Op, total_of: int) -> Iterator[Instruction]:
-    """Pass a total on: from the device that completed it to the device that first uses the new version, and so on."""
-    if total_of < 0 or schedule.states == "single":
+def _pass_total_on(schedule: Schedule, op: Op, total_batch: int) -> Iterator[Instruction]:
+    """Send a batch's total on: each device of the stage sends it to the device that uses the new version next."""
+    if total_batch < 0 or schedule.states == "single":
         return  # a gradient that waited when the run began is on every device of the stage
     n, devices = schedule.num_stages, schedule.devices_of(op.stage)
-    completed_on = schedule.device(n - 1, op.stage, total_of)
+    completed_on = schedule.device(n - 1, op.stage, total_batch)
     if op.is_forward and op.device == completed_on:
         return
-    first_use = (total_of + 1) * n + schedule.rule.switch[op.stage]
+    first_use = (total_batch + 1) * n + schedule.rule.switch[op.stage]
     uses = [divmod(micro_batch, n) for micro_batch in range(first_use, first_use + len(devices))]
     by_device = {schedule.device(worker, op.stage, batch): (batch, worker) for batch, worker in uses}
     order = [completed_on, *(device for device in by_device if device != completed_on)]
@@ -157,7 +158,7 @@ def _pass_total_on(schedule: Schedule, op: Op, total_of: int) -> Iterator[Instru
     if place < len(order):
         batch, worker = by_device[order[place]]
         step, due = op.step if op.is_forward else op.step + 1, schedule.forward_step(worker, op.stage, batch)
-        yield Send(Message("total", op.device, order[place], op.stage, total_of, n - 1, step, due, op.batch, batch))
+        yield Send(Message("total", op.device, order[place], op.stage, total_batch, n - 1, step, due, op.batch, batch))
 
 
 def _compute(schedule: Schedule, op: Op, version: int) -> Iterator[Instruction]:
@@ -178,7 +179,7 @@ def _compute(schedule: Schedule, op: Op, version: int) -> Iterator[Instruction]:
 
 
 def _activation(schedule: Schedule, op: Op, stage: int) -> Message:
-    """The output of `stage` to the next stage, or in a backward the gradient of its input to the previous one."""
+    """The output of `stage` for the next stage or, in a backward, the gradient of its input for the previous stage."""
     receiver = stage + 1 if op.is_forward else stage - 1
     source, target = (schedule.device(op.worker, j, op.batch) for j in (stage, receiver))
     step = (schedule.forward_step if op.is_forward else schedule.backward_step)(op.worker, receiver, op.batch)
@@ -202,7 +203,7 @@ def _gradient(schedule: Schedule, worker: int, stage: int, batch: int) -> Messag
 
 
 def _norm(schedule: Schedule, op: Op) -> Iterator[Instruction]:
-    """Add up squares after the last worker's backward, from the last stage, whose total is complete first."""
+    """Add up squares after the last worker's backward of each stage: the total of the last stage is complete first."""
     last = schedule.num_stages - 1
 
     def square(stage: int) -> Message:
@@ -221,7 +222,7 @@ def _norm(schedule: Schedule, op: Op) -> Iterator[Instruction]:
 
 
 def _norm_to(schedule: Schedule, device: int, batch: int) -> Message:
-    """The global norm of a batch: devices that update need it then, all others when the batch after the next begins."""
+    """The global norm of a batch, which a device needs at the latest when it begins the batch after the next."""
     last = schedule.num_stages - 1
     step, due = schedule.backward_step(last, 0, batch) + 1, schedule.ops(device, batch + 2)[0].step
     return Message("norm", schedule.device(last, 0, batch), device, 0, batch, last, step, due, batch, batch + 2)

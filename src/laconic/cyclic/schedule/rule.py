@@ -1,8 +1,8 @@
 """The rules: which version of each stage's parameters each worker uses.
 
-There are N stages and N workers. In batch t a worker computes with version t of stage j if it starts late enough to
-have it (it is *fresh*), and with version t - 1 otherwise (it is *stale*). One number per stage decides, the *switch*
-s_j: worker i is fresh iff i >= s_j. All other properties of a rule follow from its switches.
+There are N stages and N workers. In batch t a worker is *fresh* for stage j if it computes with version t of the stage,
+which a worker that starts late enough can have. Otherwise it is *stale*, and computes with version t - 1. One number
+per stage decides, the *switch* s_j: worker i is fresh iff i >= s_j. All else about a rule follows from its switches.
 
 Source: Fournier and Oyallon, "Cyclic Data Parallelism for Efficient Parallelism of Deep Neural Networks", arXiv
 2403.08837, equations CDP-v1 and CDP-v2. `lag2` and `clip` are members of the same family.
@@ -25,7 +25,7 @@ RULES = tuple(_SWITCHES)
 
 @dataclass(frozen=True)
 class Rule:
-    """In batch t, worker i uses version t of stage j if i >= switch[j], and version max(t - 1, 0) otherwise.
+    """A rule: in batch t, worker i uses version t of stage j if i >= switch[j], and version max(t - 1, 0) otherwise.
 
     Raises:
         ValueError: there is not one switch in 0..N per stage, or a worker would use parameters before their gradient
@@ -35,6 +35,7 @@ class Rule:
     name: str
     num_stages: int
     switch: tuple[int, ...]
+    """The first fresh worker of each stage; N if every worker is stale."""
 
     def __post_init__(self) -> None:
         if self.num_stages < 1 or len(self.switch) != self.num_stages:
@@ -68,7 +69,7 @@ class Rule:
         """The rule of a table, N rows of workers x N columns of stages, true where the worker is fresh.
 
         Raises:
-            ValueError: the table is not square, or a stale worker follows a fresh one (its version would be older).
+            ValueError: the table is not square, or a stale worker follows a fresh one.
         """
         num_stages = len(mask)
         if any(len(row) != num_stages for row in mask):
@@ -89,7 +90,7 @@ class Rule:
 
     @staticmethod
     def of(rule: Rule | str | Sequence[Sequence[bool | int]], num_stages: int) -> Rule:
-        """A rule from a rule, a name or a mask. Raises ValueError if it is for another number of stages."""
+        """A rule from a rule, a name or a mask. Raises ValueError if there is none, or not for `num_stages` stages."""
         if isinstance(rule, str):
             return Rule.named(rule, num_stages)
         made = rule if isinstance(rule, Rule) else Rule.from_mask(rule)
@@ -102,7 +103,7 @@ class Rule:
         return worker >= self.switch[stage]
 
     def version_in_run(self, worker: int, stage: int, batch: int) -> int:
-        """The version that the worker uses, -1 for stale workers in batch 0: see [Note: Messages of a batch]."""
+        """The version that the worker uses; -1 if it is stale in batch 0: see [Note: Messages of a batch]."""
         return batch if self.is_fresh(worker, stage) else batch - 1
 
     @property
@@ -123,9 +124,9 @@ class Rule:
         return sum(self.num_stages - switch for switch in self.switch) / self.num_stages**2
 
     def slack(self, stage: int) -> int:
-        """The number of time steps between the op that completes a stage's gradient and the first use of its update.
+        """The number of time steps between the op that completes a stage's total and the first use of the new version.
 
-        With a slack of 0 one op comes directly after the other, so the latency of the message delays the schedule.
+        With a slack of 0 the one op follows the other directly, so the latency of the message delays the schedule.
         """
         if not self.is_staggered:
             return 2 * stage
@@ -135,7 +136,7 @@ class Rule:
     def allows_global_norm(self) -> bool:
         """Whether the gradients of all stages are complete before any of them must be applied.
 
-        Clipping by the global norm needs that, and so does skipping the update of all stages after an overflow. The
+        Clipping by the global norm needs this, and so does skipping the update of all stages after an overflow. The
         total of stage 0 is the last to be complete, just before worker N - 1 starts its next batch.
         """
         last = 2 * (self.num_stages - 1)
@@ -144,8 +145,8 @@ class Rule:
     def owner(self, stage: int) -> int:
         """The worker that steps the optimizer of a stage.
 
-        It is the first worker to use the new version: worker s_j in the next batch, or worker 0 one batch later if all
-        workers are stale. Without stagger all workers use it at once, and stages are dealt out evenly.
+        The owner is the first worker to use the new version: worker s_j in the next batch, or worker 0 one batch later
+        if all workers are stale. Without stagger all workers use it at once, and every worker owns one stage.
         """
         if not self.is_staggered:
             return self.num_stages - 1 - stage

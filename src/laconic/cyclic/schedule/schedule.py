@@ -4,13 +4,13 @@ A time step is the forward or the backward of one stage. Worker i runs stage j o
 
     forward   2N t + 2i + j            backward   2N t + 2i + 2N - 1 - j
 
-so it runs two time steps after worker i - 1. For N = 2 and two batches (F1: forward of the first stage):
+so it runs two time steps after worker i - 1. For N = 2 and two batches (F1 and B1: the first stage):
 
     time step   0   1   2   3   4   5   6   7   8   9
     worker 0   F1  F2  B2  B1  F1  F2  B2  B1
     worker 1           F1  F2  B2  B1  F1  F2  B2  B1
 
-Under plain data parallelism all workers run when worker 0 does.
+Under plain data parallelism all workers run in the time steps of worker 0.
 
 Source: Fournier and Oyallon, arXiv 2403.08837, figure 1. The messages (messages.py, program.py) are our own.
 """
@@ -30,7 +30,7 @@ STATES: tuple[StatePlacement, ...] = ("single", "replicated", "sharded", "shared
 
 @dataclass(frozen=True)
 class Schedule:
-    """The time steps of N workers and N stages under a rule, with model states placed in one of four ways.
+    """The time steps and devices of N workers and N stages under a rule, with model states placed in one of four ways.
 
     Raises:
         ValueError: the placement does not exist, or the rule cannot serve it: shared stages need a staggered rule, and
@@ -71,7 +71,7 @@ class Schedule:
 
     @property
     def has_device_per_worker(self) -> bool:
-        """Whether each worker has a device of its own, which then has the worker's number."""
+        """Whether each worker has a device of its own. The device then has the worker's number."""
         return self.states in ("replicated", "sharded")
 
     def forward_step(self, worker: int, stage: int, batch: int) -> int:
@@ -83,13 +83,13 @@ class Schedule:
         return self.forward_step(worker, 0, batch) + 2 * self.num_stages - 1 - stage
 
     def num_steps(self, batches: int) -> int:
-        """The number of time steps of a whole run: 2N per batch, and 2(N - 1) to fill and to drain."""
+        """The number of time steps of a whole run: 2N per batch, and 2(N - 1) until the last worker begins."""
         return self.backward_step(self.num_stages - 1, 0, batches - 1) + 1 if batches else 0
 
     def device(self, worker: int, stage: int, batch: int) -> int:
         """The device that runs a stage of a worker's micro-batch.
 
-        N - j devices hold a shared stage j. Micro-batch m = t N + i uses number m mod (N - j), which is free then.
+        N - j devices hold a shared stage j. Micro-batch m = t N + i runs on number m mod (N - j), the one that is free.
         """
         if self.states == "single":
             return 0
@@ -131,7 +131,7 @@ class Schedule:
     def live_activations(self, batches: int) -> list[int]:
         """The number of stage activations, over all workers, that are alive during every time step of a run.
 
-        Each lives until the end of its backward. In steady state N(N+1)/2 are alive, or up to N^2 without stagger.
+        An activation lives until the end of its backward. In steady state N(N+1)/2 live, or up to N^2 without stagger.
         """
         change = [0] * (self.num_steps(batches) + 1)
         for op in (op for row in self.table(batches) for op in row if op is not None):
@@ -148,7 +148,6 @@ def _ops_by_device(schedule: Schedule, batch: int) -> list[list[Op]]:
     for worker in range(schedule.num_stages):
         for stage in range(schedule.num_stages):
             device = schedule.device(worker, stage, batch)
-            forward, backward = (step(worker, stage, batch) for step in (schedule.forward_step, schedule.backward_step))
-            ops[device].append(Op(forward, worker, device, stage, batch, True))
-            ops[device].append(Op(backward, worker, device, stage, batch, False))
+            for step_of, is_forward in ((schedule.forward_step, True), (schedule.backward_step, False)):
+                ops[device].append(Op(step_of(worker, stage, batch), worker, device, stage, batch, is_forward))
     return [sorted(own, key=lambda op: (op.step, op.worker)) for own in ops]

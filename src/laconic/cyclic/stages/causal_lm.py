@@ -4,11 +4,11 @@
 A layer needs more than the hidden states: masks, positions, rotary angles. Every model computes them in its own code,
 and no two models do it alike. So the blocks run the model's code instead of repeating it.
   - The first block runs the model's body with a stand-in for each layer. A stand-in returns the hidden states unchanged
-    and records its other arguments. The tensors among these are carried from stage to stage.
-  - Each layer is called with the arguments that its stand-in was called with.
+    and records its other arguments. Tensors among these arguments are carried from stage to stage.
+  - Each layer is called with the arguments that its stand-in has recorded.
   - The last block runs the whole model with its body replaced by the modules after the layers.
-No test covers every model. So `blocks_of` runs the blocks beside the model, and refuses a model whose logits they do
-not reproduce to the bit. The models are recognised by their parts, without an import of transformers.
+No test covers every model. So `blocks_of` runs both the blocks and the model, and refuses a model whose logits the
+blocks do not reproduce to the bit. A model is recognised by its parts, without an import of transformers.
 """
 
 import copy
@@ -25,7 +25,7 @@ from laconic.cyclic.stages.stage import ModelBlock, Values
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-_EXAMPLE_TOKENS = 128
+_EXAMPLE_TOKENS = 128  # the length of the example if none is given
 _INPUTS = ("input_ids", "attention_mask", "position_ids")  # the names of inputs that an example gives by position
 
 
@@ -33,7 +33,7 @@ def blocks_of(model: nn.Module, example: Any) -> tuple[Sequence[ModelBlock], Val
     """The blocks of a causal language model, and the inputs of the first block: the tensors of `example`.
 
     Raises:
-        ValueError: the model has no list of layers, or is not the sequence of its parts.
+        ValueError: the model has no list of layers, or its logits are not those of its parts in sequence.
     """
     inputs = _inputs_by_name(model, example)
     anatomy = _examine(model, inputs)
@@ -57,7 +57,7 @@ def _inputs_by_name(model: nn.Module, example: Any) -> dict[str, Tensor]:
         return dict(example)
     values = (example,) if isinstance(example, Tensor) else tuple(example)
     if len(values) > len(_INPUTS):
-        raise ValueError(f"the example has {len(values)} inputs; give those of a language model by name, as a dict")
+        raise ValueError(f"the example has {len(values)} inputs; give a language model's inputs by name, as a dict")
     return dict(zip(_INPUTS, values, strict=False))
 
 
@@ -70,14 +70,14 @@ def _unknown(model: nn.Module) -> ValueError:
 
 @contextmanager
 def _dry_run(inputs: Mapping[str, Tensor]) -> Iterator[None]:
-    """Run the body without gradients, and restore random states."""
+    """Inside, there are no gradients; afterwards, random states are as before."""
     with torch.no_grad(), torch.random.fork_rng({value.device for value in inputs.values() if value.is_cuda}):
         yield
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Anatomy:
-    """The parts of a model and their names in it."""
+    """The parts of a model, and their names in the model."""
 
     body: nn.Module
     body_path: str
@@ -148,7 +148,7 @@ class _Slot:
 
 
 class _Recorder:
-    """The forward of stand-ins: returns the hidden states and records the other arguments."""
+    """The forward of stand-ins, which returns the hidden states and records the other arguments."""
 
     def __init__(self, returns_tuple: bool) -> None:
         self.calls: list[_Arguments] = []
@@ -160,7 +160,7 @@ class _Recorder:
 
 
 class _Front:
-    """The block before the layers: from the model's inputs to hidden states and carried tensors."""
+    """The block before the layers. It maps the model's inputs to hidden states and carried tensors."""
 
     def __init__(self, anatomy: _Anatomy, inputs: Mapping[str, Tensor]) -> None:
         self.modules = {f"{anatomy.body_path}.{name}": child for name, child in anatomy.before.items()}
@@ -176,7 +176,7 @@ class _Front:
         self.calls = [
             tree_map_only(Tensor, lambda value: slots.setdefault(id(value), _Slot(len(slots))), arguments)
             for arguments in calls
-        ]  # the arguments of each layer beside the hidden states, with slots for tensors
+        ]  # the arguments of each layer beside the hidden states, with a slot in place of each tensor
 
     def __call__(self, *values: Tensor) -> Values:
         hidden, calls = self._run(values)
@@ -191,7 +191,7 @@ class _Front:
         return hidden, calls
 
     def _carried(self, hidden: Tensor, calls: Sequence[_Arguments]) -> list[Tensor]:
-        """The tensors in the slots of these calls."""
+        """The tensors of these calls, in the order of their slots. Refuses calls unlike those of the example."""
         found: dict[int, Tensor | None] = {}
         for arguments, call in zip(calls, self.calls, strict=True):
             leaves, known = tree_leaves(arguments), tree_leaves(call)
@@ -203,15 +203,15 @@ class _Front:
             )
             if not is_as_known:
                 raise ValueError(
-                    "layers are given other arguments than on the example that the model was cut with; cut it with an "
-                    "example like the batches (if they are padded, with an attention_mask that masks something)"
+                    "layers are given other arguments than on the example that the model was cut with; cut the model "
+                    "with an example like the batches (padded batches: with an attention_mask that masks something)"
                 )
         absent = torch.empty(0, dtype=torch.bool, device=hidden.device)
         return [absent if value is None else value for _, value in sorted(found.items())]
 
 
 class _Layer:
-    """The block of one layer: from hidden states and carried tensors to the same."""
+    """The block of one layer. It maps hidden states and carried tensors to new hidden states and the same tensors."""
 
     shells: Sequence[nn.Module] = ()
 
@@ -221,7 +221,7 @@ class _Layer:
 
     def __call__(self, *values: Tensor) -> Values:
         hidden, *carried = values
-        # An empty tensor of bool stands for None, such as the mask of a batch without padding.
+        # An empty tensor of bool stands for None, for example for the mask of a batch without padding.
         given = [None if value.dtype == torch.bool and value.numel() == 0 else value for value in carried]
         args, kwargs = tree_map_only(_Slot, lambda slot: given[slot.index], self._call)
         output = self._layer(hidden, *args, **kwargs)
@@ -229,7 +229,7 @@ class _Layer:
 
 
 class _Tail:
-    """The block after the layers: from hidden states to logits."""
+    """The block after the layers. It maps hidden states to logits."""
 
     def __init__(self, model: nn.Module, anatomy: _Anatomy) -> None:
         self.modules = {f"{anatomy.body_path}.{name}": child for name, child in anatomy.after.items()}
@@ -247,7 +247,7 @@ class _Tail:
 
 
 class _BodyAfterLayers(nn.Module):
-    """Takes the body's place in the model's own code, with hidden states for embeddings."""
+    """Takes the place of the body in the model's code, and gets the hidden states as if they were embeddings."""
 
     def __init__(self, anatomy: _Anatomy) -> None:
         super().__init__()
@@ -278,16 +278,16 @@ def _stand_in(layer: nn.Module, forward: _Recorder) -> Any:
 def _refuse_unfaithful(model: nn.Module, blocks: Sequence[ModelBlock], inputs: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless the blocks have all parameters of the model and compute its logits."""
     covered = {id(p) for block in blocks for module in block.modules.values() for p in module.parameters()}
-    left = [name for name, p in model.named_parameters() if id(p) not in covered]
-    if left:
+    uncovered = [name for name, p in model.named_parameters() if id(p) not in covered]
+    if uncovered:
         raise ValueError(
             f"{type(model).__name__} has parameters that belong to no layer, nor to a module before or after the "
-            f"layers: {', '.join(left)}; give a list of its modules"
+            f"layers: {', '.join(uncovered)}; give a list of its modules"
         )
     with _dry_run(inputs):
         random_state = torch.get_rng_state()
         logits = model(**inputs, use_cache=False).logits
-        torch.set_rng_state(random_state)  # the same dropout
+        torch.set_rng_state(random_state)  # so that the blocks drop the same elements out
         values = tuple(inputs.values())
         for block in blocks:
             values = block(*values)

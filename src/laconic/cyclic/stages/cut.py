@@ -20,7 +20,7 @@ from laconic.cyclic.stages.stage import ModelBlock, Stage, Values, refuse_shared
 Example = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 Criterion = Literal["time", "memory", "parameters"]
 
-_REPEATS = 5  # each block is timed this often; the first time warms up, the median of the others counts
+_REPEATS = 5  # each block is timed this often: the first time warms up, the median of the others counts
 
 
 def cut(
@@ -34,18 +34,18 @@ def cut(
     """Cut a model into stages of equal cost, front-heavy where they cannot be equal: see [Note: Front-heavy stages].
 
     Costs are measured on `example`; gradients, buffers and random states stay as they were. If torch.distributed is
-    initialised the call is collective, and the costs of rank 0 count, so that all ranks cut alike. Measured times vary
-    between launches, and the cut may vary with them; under rules whose stages differ in age the losses then vary too.
+    initialised, the call is collective and the costs of rank 0 count, so that all ranks cut alike. Measured times vary
+    between launches, so the cut may vary, and with it the losses under rules that give stages different ages.
 
     Args:
         model: an `nn.Sequential`; modules to call one after the other; or a transformers causal language model, whose
-            inputs are those of `example` by position or name (default: `input_ids` alone) and whose output is logits.
-        num_stages: the number of workers.
-        example: one micro-batch's inputs, of the usual size, on the model's device. Language model default: 128 tokens.
-        by: the cost that stages have equal shares of: measured time of forward and backward, measured bytes saved for
-            backward, the number of parameters, or a given cost for each block (a module; of a language model:
-            embedding, layers, head).
-        carry: for a sequence of modules, how many trailing inputs (masks, positions) each takes and none returns.
+            stages then take the inputs of `example` (default: `input_ids` alone) and return logits.
+        num_stages: the number of stages, one for each worker.
+        example: the inputs of one micro-batch of the usual size, on the model's device; for a language model by
+            position or by name. Default for a language model: 128 tokens.
+        by: the cost that stages share equally: measured time of forward and backward, measured bytes saved for
+            backward, the number of parameters, or a cost for each block (module; or embedding, each layer, head).
+        carry: the number of trailing inputs (masks, positions) that every module of a sequence takes and none returns.
 
     Raises:
         ValueError: there are fewer blocks than stages; a stage would have no trainable parameter; stages would share a
@@ -98,7 +98,8 @@ def _blocks_of(
         _ModuleBlock(str(name), module, carry=carry, is_last=number == len(named), takes_tuple=is_sequential)
         for number, (name, module) in enumerate(named, 1)
     ]
-    return blocks, (example,) if isinstance(example, Tensor) else None if example is None else tuple(example)
+    values = (example,) if isinstance(example, Tensor) else example
+    return blocks, None if values is None else tuple(values)
 
 
 def _parameters(block: ModelBlock) -> Iterator[nn.Parameter]:
@@ -127,7 +128,7 @@ def _costs(blocks: Sequence[ModelBlock], values: Values | None, by: Criterion | 
 
 
 def _time_s(block: ModelBlock, values: Values) -> float:
-    """The median duration of forward and backward of a block."""
+    """The median duration of a block's forward and backward together."""
     durations_s = []
     for _ in range(_REPEATS):
         inputs = _detached(values)
@@ -148,12 +149,12 @@ def _memory_bytes(block: ModelBlock, values: Values) -> float:
     with meter.forward(nn.ModuleList(block.modules.values())):
         outputs = block(*_detached(values))
     live_bytes = meter.live_bytes
-    del outputs  # its graph holds what the meter counts
+    del outputs  # until here, their graph held the storages that the meter counts
     return live_bytes
 
 
 def _detached(values: Values) -> Values:
-    """The inputs of the next block, as a stage receives them."""
+    """The values as a stage receives them, cut off from the graph of the block before."""
     return tuple(value.detach().requires_grad_(value.requires_grad) for value in values)
 
 
@@ -164,7 +165,7 @@ def _synchronize(values: Values) -> None:
 
 @contextmanager
 def _restoring_state(blocks: Sequence[ModelBlock], values: Values) -> Iterator[None]:
-    """Restore buffers (running statistics) and random states after the body."""
+    """Afterwards, buffers (running statistics) and random states are as before."""
     buffers = [buffer for block in blocks for module in block.modules.values() for buffer in module.buffers()]
     copies = [copy.deepcopy(buffer) for buffer in buffers]
     try:

@@ -1,11 +1,11 @@
-"""The number of bytes that autograd keeps between forward and backward, now and at the peak.
+"""The number of bytes that autograd keeps between forward and backward: now, and at the peak.
 
 [Note: Live activations]
 A storage is live from the moment a backward node saves it until the last node that saved it has run, or its graph is
 freed. It counts once, no matter how many nodes save it. Inputs of the module count; its parameters and buffers do not.
-A stage activation is what one forward of one stage saves. It is live as long as any of its storages is.
+A stage activation is the set of storages that one forward of one stage saves. It is live while any of these is live.
 The meter sees saved tensors through autograd's hooks. Autograd does not check tensors that hooks packed for changes in
-place. So the meter checks them and parameters: it finds an optimizer that steps between a stage's forward and backward.
+place. So the meter checks them, and parameters too: it finds an optimizer that steps between forward and backward.
 """
 
 from collections import Counter, deque
@@ -54,10 +54,10 @@ class ActivationMeter:
 
     @contextmanager
     def forward(self, module: nn.Module) -> Iterator[None]:
-        """Count what the body saves; the body is one forward of `module`, as one stage.
+        """Count the tensors that the body saves for backward. The body is one forward of `module`, as one stage.
 
         Raises:
-            RuntimeError: in the backward that follows, if a saved tensor was changed in place in between.
+            RuntimeError: in the backward of this forward, if a saved tensor was changed in place before it.
         """
         own = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
         activation = self._num_forwards
@@ -85,7 +85,7 @@ class ActivationMeter:
         self.peak_stages = max(self.peak_stages, len(self._saved))
 
     def _drop_released(self) -> None:
-        """Subtract freed tensors. A destructor must not do this, since it may run in the middle of `_add`."""
+        """Subtract freed tensors. A destructor must not do so itself, since it may run in the middle of `_add`."""
         while self._released:
             key, activation = self._released.popleft()
             _decrement(self._saved, activation)
@@ -94,15 +94,16 @@ class ActivationMeter:
 
 
 def _decrement(counts: Counter[int], key: int) -> int:
+    """Subtract one, drop the key if nothing is left, and return the count."""
     counts[key] -= 1
     return counts[key] or counts.pop(key)
 
 
 class _Saved:
-    """A saved tensor in a graph, freed with its node. It holds the storage, so that no other takes the same address."""
+    """A saved tensor in a graph, freed with its node. It keeps the storage, so that no new one has the same address."""
 
     def __init__(self, tensor: Tensor, released: deque[tuple[int, int]] | None, activation: int) -> None:
-        # Detached: the graph of an output would hold the node that holds this object, a circle.
+        # Detached: an output's graph holds the node that holds this object, and a circle would never be freed.
         self.tensor, self.version = tensor.detach(), tensor._version
         self._released, self._activation = released, activation
 

@@ -4,10 +4,10 @@
 Every worker runs all stages, so stages of unequal cost leave no worker idle. But they decide when a version is needed.
 Let the stages before j take the share C_j of the time of a batch. Under rule v2, worker N - 1 - j is the first to use
 the new version of stage j. It starts its batch j / N of a batch before worker N - 1, which completes the gradient. It
-reaches stage j after the forwards of the stages before j, and the gradient is complete when worker N - 1 has only the
-backwards of those stages left to do. Forwards and backwards together take C_j. So the worker waits in every batch,
-unless C_j >= j / N. So each prefix of stages should have at least its share of the cost. Example: with 40 % and 60 % of
-the time, worker 0 waits for the version of stage 1 for 10 % of every batch; with 60 % and 40 % it never waits.
+reaches stage j after the forwards of the stages before j. The gradient is complete when worker N - 1 has only the
+backwards of the stages before j left to do. These forwards and backwards together take C_j. So worker N - 1 - j waits
+in every batch, unless C_j >= j / N. So each prefix of stages should have at least its share of the cost. Example: with
+stages of 40 % and 60 %, worker 0 waits for 10 % of every batch; with stages of 60 % and 40 % it never waits.
 """
 
 import operator
@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 _TOLERANCE = 0.05
-"""The part of a stage's share that a prefix may lack. Measured costs vary as much. It costs that part of a step."""
-_ROUNDING = 1e-9
+"""The part of a stage's share that a prefix may lack. Measured costs vary as much; a worker waits no longer."""
+_ROUNDING = 1e-9  # costs that differ by less are equal
 _Cost = Callable[[int, int, int], float]  # the cost of a stage that runs from one block to before another
 
 
@@ -25,21 +25,20 @@ def partition(
 ) -> list[int]:
     """Partition blocks of these costs, none negative, into N stages; see [Note: Front-heavy stages].
 
-    Among all partitions, first those count whose prefixes fall short of their share j / N of the cost by at most a
-    tolerance, or by as little as possible; among these the ones with the smallest largest stage; among these the one
-    with the most equal stages, by the sum of their squares. `is_allowed` says whether the blocks from `start` to before
-    `stop` may be a stage.
+    Three criteria choose the partition, one after the other: no prefix falls short of its share j / N of the cost by
+    more than a tolerance, or than it must; the largest stage is as small as possible; the sum of the squares of all
+    stages is as small as possible. `is_allowed` says whether the blocks from `start` to before `stop` may be a stage.
 
     Returns:
         Borders 0 = b_0 < ... < b_N = len(costs); stage j has the blocks from b_j to before b_{j+1}.
 
     Raises:
-        ValueError: there are fewer blocks than stages, a negative cost, or no allowed partition.
+        ValueError: there are fewer blocks than stages, or no allowed partition, or a cost is negative.
     """
     if len(costs) < num_stages:
         raise ValueError(
             f"{num_stages} stages need at least as many blocks, and the model has {len(costs)}; take fewer workers, or "
-            "cut it into smaller modules"
+            "give the model as smaller modules"
         )
     if min(costs) < 0:
         raise ValueError(f"costs are {list(costs)}; none may be negative")
@@ -62,7 +61,7 @@ def partition(
         if not borders:
             raise ValueError(
                 f"the model cannot be cut into {num_stages} stages with a trainable parameter each; take fewer "
-                "workers, or train more of it"
+                "workers, or train more of the model"
             )
         limits.append((cost, max(cost(stage, *run) for stage, run in enumerate(pairwise(borders))) + _ROUNDING))
     return borders
@@ -75,7 +74,7 @@ def _best_borders(
     combine: Callable[[float, float], float],
     is_possible: Callable[[int, int, int], bool],
 ) -> list[int]:
-    """The borders of possible stages with the least combined cost, empty if there are none. Ties: long stages first."""
+    """The borders with the least combined cost; empty if there are none. In a tie the first stages are long."""
     # Dynamic programming from the last stage to the first, in O(num_stages * num_blocks^2).
     best: dict[int, tuple[float, list[int]]] = {num_blocks: (0.0, [num_blocks])}
     for stage in reversed(range(num_stages)):

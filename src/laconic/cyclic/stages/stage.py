@@ -3,7 +3,7 @@
 [Note: Stages]
 A stage is a module that maps tensors to a tensor or a tuple of tensors. Its outputs are the inputs of the next stage;
 outputs that require no gradient (masks, positions, rotary angles) are carried along. Stages share the model's own
-parameters, under the model's own names. So rules that match names, checkpoints and the whole model go on working.
+parameters, under the model's own names. So patterns of names, checkpoints and the whole model go on working.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ModelBlock(Protocol):
     modules: dict[str, nn.Module]
     """The modules of the block, by their names in the model."""
     shells: Sequence[nn.Module]
-    """Modules without submodules of their own, whose forward runs and may look at `training`."""
+    """Copies of the modules around the block's modules. Their forward runs, and may look at `training`."""
 
     def __call__(self, *values: Tensor) -> Values:
         """Run the block; the outputs are the inputs of the next block."""
@@ -69,12 +69,12 @@ class Stage(nn.Module):
 
 
 def unstage(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """The state dict of the model that was cut, under the model's names; tensors are not copied."""
+    """The state dict of the model that was cut into `stages`, under the model's names; tensors are not copied."""
     return {name: value for stage in stages for name, value in stage.state_dict().items()}
 
 
 def trainable(stage: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters of a stage by name, each once."""
+    """The trainable parameters of a stage by name; a shared parameter has one name only."""
     return {name: p for name, p in stage.named_parameters() if p.requires_grad}
 
 
