@@ -1,6 +1,9 @@
 """Differences between the torch releases that laconic supports (2.11 to 2.15), and private functions of torch."""
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from enum import Enum, auto
 from typing import Any, TypeVar, cast
 
 import torch
@@ -45,13 +48,52 @@ def outside_compilation(function: _F) -> _F:
 
 
 def is_transforming() -> bool:
-    """True if torch.compile traces or a torch.func transform runs. Neither can see inside an autograd function."""
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+    """True if torch.compile traces or a torch.func transform runs; neither can look into an autograd function."""
+    return torch.compiler.is_compiling() or in_transform()
+
+
+def in_transform() -> bool:
+    """True inside a torch.func transform."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> AbstractContextManager[None]:
+    """Run the body outside of torch.func transforms: tensors made in one are wrappers without a storage."""
+    if not in_transform():
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
 
 
 def in_backward() -> bool:
     """True while the autograd engine runs a graph on this thread, also in a forward that the backward recomputes."""
     return torch._C._current_graph_task_id() != -1
+
+
+def post_accumulate_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
+    """Return the hooks of `Tensor.register_post_accumulate_grad_hook`, in order."""
+    return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+class GradientUse(Enum):
+    """What the running backward does with the gradient of a leaf."""
+
+    UNUSED = auto()
+    """Nothing: `autograd.grad` or `backward(inputs=)` asks for other tensors."""
+    ACCUMULATED = auto()
+    """It adds the gradient to `.grad`."""
+    RETURNED = auto()
+    """`autograd.grad` returns the gradient."""
+
+
+def gradient_use(accumulator: Any) -> GradientUse:
+    """Say what the running backward does with the gradient of a leaf, given by its AccumulateGrad node."""
+    try:
+        is_executed = torch._C._will_engine_execute_node(accumulator)
+    except RuntimeError:  # torch's answer for leaves among the inputs of autograd.grad
+        return GradientUse.RETURNED
+    return GradientUse.ACCUMULATED if is_executed else GradientUse.UNUSED
 
 
 def after_this_backward(callback: Callable[[], None]) -> None:

@@ -184,7 +184,7 @@ def job_unused_bytes() -> None:
     assert m.gradients == helpers.reduce_bytes("node", used)
     assert m.weights == helpers.gather_bytes("node", used + helpers.buckets(model.blocks[4]))
     assert all(p.grad is None for i in (1, 4) for p in model.blocks[i].parameters())
-    assert model.blocks[2].idle.weight.grad.full_tensor().eq(0).all()
+    assert model.blocks[2].idle.weight.grad is None
 
 
 def test_unused_units_send_nothing() -> None:

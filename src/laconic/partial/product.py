@@ -24,8 +24,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from laconic import _compat
+from laconic._compat import GradientUse
 from laconic.ragged.parts import SlicedParameter
-from laconic.shard.linear import GradientSink
+from laconic.shard.linear import GradientSink, use_of_gradient
 
 _GROUPED_ALIGNMENT_BYTES = 16  # grouped products require rows of a multiple of this size
 
@@ -81,17 +82,22 @@ class Product:
         whole = self._join(parts)
         return self._times(gradient, whole if self.is_out_in else whole.transpose(-2, -1))
 
-    def part_gradient(self, index: int, part: Tensor, gradient: Tensor, input: Tensor) -> Tensor | None:
-        """Compute the gradient of a part, for autograd to accumulate; None if the part's sink has taken the gradient.
+    def part_gradient(
+        self, index: int, part: Tensor, gradient: Tensor, input: Tensor, use: GradientUse
+    ) -> Tensor | None:
+        """Compute the gradient of a part, for autograd; None if nobody uses it or the part's sink has taken it.
 
         Shapes: `gradient` of the part's outputs, (..., out); `input` of the part, (..., in).
         """
+        if use is GradientUse.UNUSED:
+            return None
         if part.ndim == 2:  # all rows meet the same matrix
             gradient, input = gradient.reshape(-1, gradient.shape[-1]), input.reshape(-1, input.shape[-1])
         left, right = (gradient, input) if self.is_out_in else (input, gradient)
         left = left.transpose(-2, -1)
         sink, slot = self.sinks[index] or (None, 0)
-        if sink is not None and self.dtype == part.dtype and sink.accepts(part.dtype) and not _compat.is_transforming():
+        writes = use is GradientUse.ACCUMULATED and self.dtype == part.dtype and not _compat.is_transforming()
+        if writes and sink is not None and sink.accepts(part.dtype):
             sink.add_product(slot, left, right)
             return None
         if self.offsets is None:
@@ -140,12 +146,14 @@ class _Multiply(torch.autograd.Function):
         saved = ctx.saved_tensors
         kept, parts = saved[: ctx.num_kept], saved[ctx.num_kept :]
         part_gradients: list[Tensor | None] = [None] * len(parts)
+        first_part = len(ctx.next_functions) - len(parts)
         for position, index in enumerate(ctx.trained):
             if product.cuts_outputs:
                 outputs, inputs = product.take(gradient, index), kept[0]
             else:
                 outputs, inputs = gradient, kept[position]
-            part_gradients[index] = product.part_gradient(index, parts[index], outputs, inputs)
+            use = use_of_gradient(ctx, first_part + index)
+            part_gradients[index] = product.part_gradient(index, parts[index], outputs, inputs, use)
         bias_gradient = gradient.reshape(-1, gradient.shape[-1]).sum(0) if bias_needs_gradient else None
         input_gradient = product.input_gradient(gradient, parts) if input_needs_gradient else None
         return (None, None, input_gradient, bias_gradient, *part_gradients)

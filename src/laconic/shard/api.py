@@ -76,7 +76,7 @@ def fully_shard(
     ]
     for item in managed:
         item.parameter._laconic_home = item.name  # type: ignore[attr-defined]  # recognises tied weights later
-    unit = Unit(module=module, buckets=buckets, blocks=blocks, cluster=cluster, cache=policy, precision=precision)
+    unit = Unit(modules=(module,), buckets=buckets, blocks=blocks, cluster=cluster, cache=policy, precision=precision)
     unit.reshard_after_forward = reshard_after_forward
     module._laconic_unit = unit  # type: ignore[assignment]
     module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # classes are hashable
@@ -268,6 +268,15 @@ class ShardedModule(nn.Module):
         """Set whether parameters are freed after backward. With False they are gathered again only when they change."""
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward
+
+    def set_reduce_once_per_backward(self, reduce_once: bool, *, recurse: bool = True) -> None:
+        """Set whether a backward through several forwards reduces gradients once, at the last, or once per forward.
+
+        Once per forward is the default, as in FSDP2: it takes the memory of one forward. Once per backward sends each
+        gradient once, but keeps the weights and the unreduced gradients of the whole model until then.
+        """
+        for unit in self._units(recurse):
+            unit.reduce_once_per_backward = reduce_once
 
     def set_modules_to_forward_prefetch(self, modules: list[ShardedModule]) -> None:
         """Set the modules to gather when this forward begins. Default: those that came next in the last forward."""

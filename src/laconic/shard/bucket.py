@@ -70,7 +70,8 @@ class Bucket:
             for i, p in enumerate(managed)
         ]
         self._full: FlatBuffer | None = None
-        self._gathered: list[nn.Parameter] = []
+        self.gathered: list[nn.Parameter] = []
+        """The gathered parameters, in the order of `sharded`; empty before the first gather."""
         self._full_version = 0
         self._sink: GradientSink | None = None
         self._epoch = 0
@@ -111,6 +112,15 @@ class Bucket:
 
     def _bump(self) -> None:
         torch.autograd.graph.increment_version(self.shard)
+
+    @property
+    def divide_before(self) -> float:
+        """The divisor of gradients before they are summed: half of `divide_by`, on a log scale, in float16, which a sum
+        could overflow; otherwise 1. As in FSDP2."""
+        before = 1.0
+        while self.reduce_dtype is torch.float16 and self.divide_by % before == 0 and self.divide_by > before**2:
+            before *= 2
+        return before
 
     @property
     def version(self) -> int:
@@ -218,7 +228,7 @@ class Bucket:
                 else:
                     full = torch.empty(self.layout.numel, dtype=self.compute_dtype, device=self._device)
                     self._full = FlatBuffer(full, self.ledger)
-                self._gathered = [self._gathered_parameter(index) for index in range(len(self.sharded))]
+                self.gathered = [self._gathered_parameter(index) for index in range(len(self.sharded))]
         return self._full.allocate()
 
     def node_shard_of_full(self) -> Tensor:
@@ -261,7 +271,7 @@ class Bucket:
         """
         assert self._full is not None
         for places, sharded, gathered, slot in zip(
-            self._places, self.sharded, self._gathered, self.layout.slots, strict=True
+            self._places, self.sharded, self.gathered, self.layout.slots, strict=True
         ):
             if gathered.requires_grad != sharded.requires_grad:
                 gathered.requires_grad_(sharded.requires_grad)
@@ -271,7 +281,7 @@ class Bucket:
                     "load_state_dict(assign=True). Copy into it instead (load_state_dict without assign, or "
                     "param.copy_(value) under torch.no_grad())"
                 )
-        self.show(self._gathered)
+        self.show(self.gathered)
         self._full_version = self._full.tensor._version
 
     def show_sharded(self) -> None:

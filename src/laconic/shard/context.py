@@ -35,6 +35,8 @@ class Context:
         self.reductions = ReductionQueue()
         self.is_in_backward = False
         """True from the first gradient of a backward until it is finished or abandoned."""
+        self.creates_graph = False
+        """True if the last backward ran with `create_graph=True`, so that another one may need the same weights."""
         self._is_recording = False
         self._last_forward: list[UnitGather] = []
         self._forward: list[UnitGather] = []  # the present forward so far
@@ -66,11 +68,14 @@ class Context:
         """True once a unit has run in a forward of the root."""
         return bool(self._last_forward or self._forward)
 
-    def begin_forward(self) -> None:
-        """Begin a forward of the root: record its order from now on."""
+    def begin_forward(self, *, keep_order: bool) -> None:
+        """Begin a forward of the root: record its order from now on. With `keep_order`, earlier forwards' stays, too.
+
+        Several forwards may come before one backward. A forward that backward recomputes belongs to the present step.
+        """
         self._is_recording = True
         self._forward = []
-        if torch.is_grad_enabled() and not _compat.in_backward():  # a recomputed forward belongs to the present step
+        if torch.is_grad_enabled() and not keep_order and not _compat.in_backward():
             self._left = []
 
     def end_forward(self) -> None:
@@ -102,6 +107,11 @@ class Context:
             prefetch = _worth_beginning(self._left[max(0, position - PREFETCH) : position][::-1])
             del self._left[position:]
         _begin_all(gather, prefetch)
+
+    def begin_backward(self, *, creates_graph: bool) -> None:
+        """Begin a backward at its first gradient."""
+        self.is_in_backward = True
+        self.creates_graph = creates_graph
 
     def end_backward(self) -> None:
         """End a backward that is finished or abandoned."""

@@ -7,6 +7,7 @@ into given memory. So the linear layers of a unit run the function below: its ba
 bucket and returns no gradient to autograd. All other gradients are copied when they arrive (`BucketGradients.collect`):
 accumulating into a zeroed view would read and write the bucket once more. Where the product cannot be written (another
 reduce dtype, a graph of the gradient, autocast, compilation), the layer takes the plain path, with the same numbers.
+So it does in a backward that does not add to `.grad` of the weight, such as `autograd.grad` of an input.
 """
 
 from types import MethodType
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from laconic import _compat
+from laconic._compat import GradientUse
 
 
 class GradientSink(Protocol):
@@ -68,6 +70,14 @@ def _can_write(input: Tensor, weight: Tensor, sink: GradientSink) -> bool:
     )
 
 
+def use_of_gradient(ctx: Any, position: int) -> GradientUse:
+    """Say what the running backward does with the gradient of the leaf that is tensor `position` of a function's inputs.
+
+    `ctx` is the function's context. The function's backward calls this.
+    """
+    return _compat.gradient_use(ctx.next_functions[position][0])
+
+
 class _Linear(torch.autograd.Function):
     """`functional.linear` that writes its weight's gradient into a sink."""
 
@@ -83,12 +93,13 @@ class _Linear(torch.autograd.Function):
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         rows = gradient.reshape(-1, gradient.shape[-1])
         weight_gradient = None
-        if needs_weight:
+        use = use_of_gradient(ctx, 1) if needs_weight else GradientUse.UNUSED
+        if use is not GradientUse.UNUSED:
             left, right = rows.t(), input.reshape(-1, input.shape[-1])
-            if torch.is_grad_enabled():  # create_graph=True: the gradient itself is part of a graph
-                weight_gradient = left @ right
-            else:
+            if use is GradientUse.ACCUMULATED and not torch.is_grad_enabled():
                 ctx.sink.add_product(ctx.index, left, right)
+            else:  # with create_graph=True the gradient itself is part of a graph
+                weight_gradient = left @ right
         bias_gradient = rows.sum(0) if needs_bias else None
         input_gradient = gradient @ weight if needs_input else None
         return input_gradient, weight_gradient, bias_gradient, None, None

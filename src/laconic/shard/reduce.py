@@ -6,15 +6,22 @@ one node shard of partial sums. Sums are in the reduce dtype and are divided onc
 [Note: Gradients that do not come]
 A parameter without a gradient on this rank adds zero, because other ranks may have a gradient for it (a router may send
 tokens to an expert on one rank only). All ranks must reduce the same buckets: those of every unit whose outputs got
-gradients. So the optimizer sees zero, not None, for an unused parameter of a unit that was used.
+gradients, in a backward that adds to `.grad` of its parameters (`autograd.grad` does not). At the end of a backward the
+ranks agree, in one small message, on the parameters that got a gradient on any rank. The others have None, not zero:
+Adam would move a parameter whose gradient is zero. A bucket whose parameters have hooks agrees at once, because a hook
+may take the optimizer's step and free the gradient.
 """
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from laconic.comm.collectives import Communicator, ReduceScatter
+from laconic import _compat
+from laconic._compat import GradientUse
+from laconic.comm.collectives import Communicator, ReduceScatter, all_reduce
 from laconic.shard.bucket import Bucket
 from laconic.shard.lanes import Event, Lanes, wait_for
 from laconic.shard.ledger import Ledger
@@ -30,6 +37,10 @@ class BucketGradients:
         self._written: set[int] = set()
         self.partial: Tensor | None = None
         """This node's sums of earlier micro-batches, (N * C,), that have not been sent across nodes."""
+        self.is_due = False
+        """True if the running backward adds to `.grad` of one of the parameters, and has not been reduced yet."""
+        self._used: set[int] = set()  # parameters with a gradient on this rank since the last agreement
+        self._fresh: set[int] = set()  # parameters whose `.grad` was None until then
         bucket.set_gradient_sink(self)
 
     @property
@@ -37,6 +48,15 @@ class BucketGradients:
         """True if this backward has written gradients whose reduction has not begun."""
         return self._full is not None
 
+    def begin_backward(self) -> None:
+        """Find out whether the running backward adds to `.grad` of a parameter: [Note: Gradients that do not come]."""
+        self.is_due = any(
+            _compat.gradient_use(get_gradient_edge(parameter).node) is GradientUse.ACCUMULATED
+            for parameter in self.bucket.gathered
+            if parameter.requires_grad
+        )
+
+    @torch.no_grad()  # with create_graph=True a gradient has a graph of its own
     def collect(self, index: int, parameter: nn.Parameter) -> None:
         """Move a gathered parameter's gradient into the bucket, in the reduce dtype.
 
@@ -91,8 +111,10 @@ class BucketGradients:
         else:
             for index in set(range(len(self.bucket.sharded))) - self._written:
                 self._view(index).zero_()
+        self._used |= self._written
         self._full = None
         self._written.clear()
+        self.is_due = False
         return full
 
     def discard(self) -> None:
@@ -101,12 +123,15 @@ class BucketGradients:
             if buffer is not None:
                 self.ledger.hold(-buffer.nbytes)
         self._full = self.partial = None
-        self._written.clear()
+        self.is_due = False
+        for indices in (self._written, self._used, self._fresh):
+            indices.clear()
 
     def accumulate(self, shard: Tensor) -> None:
         """Divide a finished sum over all ranks, (C,), and add it to `.grad` of the sharded parameters."""
-        if self.bucket.divide_by != 1:
-            shard.div_(self.bucket.divide_by)
+        divide_by = self.bucket.divide_by / self.bucket.divide_before
+        if divide_by != 1:
+            shard.div_(divide_by)
         shard = shard.to(self.bucket.dtype)
         trainable = [(i, parameter) for i, parameter in enumerate(self.bucket.sharded) if parameter.requires_grad]
         base = getattr(trainable[0][1].grad, "base", None)
@@ -118,6 +143,7 @@ class BucketGradients:
         for index, parameter in trainable:
             local = self.bucket.local_view(shard, index)
             if parameter.grad is None:
+                self._fresh.add(index)
                 gradient = parameter.like(local)  # type: ignore[attr-defined]
                 gradient.base = shard  # so `shard` lives, and is counted, until the last of its gradients goes
                 parameter.grad = gradient
@@ -125,8 +151,38 @@ class BucketGradients:
                 parameter.grad.to_local().add_(local)  # type: ignore[attr-defined]
 
 
+    # -- the parameters that got a gradient: [Note: Gradients that do not come] ----------------------------------------
+
+    @property
+    def has_hooks(self) -> bool:
+        """True if a sharded parameter has hooks that run after its gradient is in place."""
+        return any(_compat.post_accumulate_hooks(parameter) for parameter in self.bucket.sharded)
+
+    @property
+    def has_fresh_gradients(self) -> bool:
+        """True if a parameter had no `.grad` before the last reduction."""
+        return bool(self._fresh)
+
+    def use_flags(self) -> Tensor:
+        """1 for each parameter that got a gradient on this rank since the last agreement, else 0: uint8, (P,)."""
+        flags = [index in self._used for index in range(len(self.bucket.sharded))]
+        return torch.tensor(flags, dtype=torch.uint8, device=self.bucket.cluster.device)
+
+    def conclude(self, used: Sequence[int]) -> None:
+        """Remove the new `.grad` of parameters that no rank used, and run the hooks of the others."""
+        for index, parameter in enumerate(self.bucket.sharded):
+            if not used[index]:
+                if index in self._fresh:
+                    parameter.grad = None
+            else:
+                for hook in _compat.post_accumulate_hooks(parameter):
+                    hook(parameter)
+        self._used.clear()
+        self._fresh.clear()
+
+
 class Reduction:
-    """The reduction of one bucket's gradients. Call `finish_local`, then `finish`."""
+    """The reduction of one bucket's gradients: a sum inside the node, one across the nodes, one over the replicas."""
 
     def __init__(self, gradients: BucketGradients, full: Tensor | None, *, across_nodes: bool) -> None:
         """Begin the sum of `full`, (L * N * C,), inside the node; with None, only the partial sums are reduced."""
@@ -139,6 +195,8 @@ class Reduction:
         self._done: Event = None
         if full is not None:
             with self._lane.running():
+                if gradients.bucket.divide_before != 1:
+                    full.div_(gradients.bucket.divide_before)
                 self._start_transfer(gradients.local, full)
 
     def finish_local(self) -> None:
@@ -175,7 +233,6 @@ class Reduction:
             self._done = self._lane.record_event()
         wait_for(self._done)
         self._free_full()
-
     def _start_transfer(self, level: Communicator, whole: Tensor) -> None:
         self._transfer = level.start_reduce_scatter(whole)
         self._ledger.hold(self._transfer.nbytes)
@@ -202,6 +259,7 @@ class ReductionQueue:
 
     def __init__(self) -> None:
         self._in_flight: Reduction | None = None
+        self._reduced: list[BucketGradients] = []  # whose parameters the ranks have yet to agree on
 
     def has(self, gradients: BucketGradients) -> bool:
         """True if a reduction of these gradients is in flight."""
@@ -209,12 +267,42 @@ class ReductionQueue:
 
     def add(self, reduction: Reduction) -> None:
         """Finish the reduction in flight, then the sum inside the node of this one, and send that across nodes."""
-        self.finish()
+        self._finish_one()
         reduction.finish_local()
         self._in_flight = reduction
 
-    def finish(self, *, keep: bool = True) -> None:
-        """Finish the reduction in flight, if there is one. Without `keep` drop its sum."""
+    def finish(self) -> None:
+        """Finish the reduction in flight, if there is one, and agree on the parameters that got a gradient."""
+        self._finish_one()
+        agree_on_use(self._reduced)
+        self._reduced.clear()
+
+    def abandon(self) -> None:
+        """Finish the reduction in flight, and drop its sum."""
         reduction, self._in_flight = self._in_flight, None
         if reduction is not None:
-            reduction.finish(keep=keep)
+            reduction.finish(keep=False)
+        self._reduced.clear()
+
+    def _finish_one(self) -> None:
+        reduction, self._in_flight = self._in_flight, None
+        if reduction is None:
+            return
+        reduction.finish()
+        if reduction.gradients.has_hooks:
+            agree_on_use([reduction.gradients])
+        elif reduction.gradients.has_fresh_gradients and reduction.gradients not in self._reduced:
+            self._reduced.append(reduction.gradients)
+
+
+def agree_on_use(reduced: Sequence[BucketGradients]) -> None:
+    """Finish the `.grad` of all parameters of `reduced`: [Note: Gradients that do not come].
+
+    Collective over the ranks of their clusters. It removes gradients that no rank has, and runs the parameters' hooks.
+    """
+    for cluster in dict.fromkeys(gradients.bucket.cluster for gradients in reduced):
+        members = [gradients for gradients in reduced if gradients.bucket.cluster is cluster]
+        flags = torch.cat([gradients.use_flags() for gradients in members])
+        flags = all_reduce(cluster, flags, torch.distributed.ReduceOp.MAX)
+        for gradients, used in zip(members, flags.split([len(each.bucket.sharded) for each in members]), strict=True):
+            gradients.conclude(used.tolist())

@@ -7,6 +7,18 @@ inputs at the start of forward comes after all nodes of that forward. This momen
 which parameters got gradients, so all ranks issue the reductions in one order. A unit whose inputs need no gradient has
 no such moment. A callback at the end of backward finishes it, and all others left, in reverse order of the module tree.
 
+If the unit runs forward several times before one backward, each forward's backward begins at its outputs and ends at
+its inputs: autograd runs all nodes of a later forward first. So at most one forward's gradients wait for reduction at a
+time, as in FSDP2. `set_reduce_once_per_backward` sums them in the bucket instead.
+
+With `create_graph=True` the graph of the gradients needs the weights as well, so they stay gathered until the next
+backward without it.
+
+[Note: Several modules in one unit]
+The modules of `fully_shard([a, b])` are gathered and freed together. One pass begins when the first of them is called,
+and ends when each has returned, when one is called again, or with the root's forward. The inputs of the module that
+begins a pass end its backward.
+
 [Note: Recomputed forwards]
 Activation checkpointing runs a unit's forward again inside backward. The non-reentrant kind does so after gradients
 have reached the unit's outputs: the weights are gathered already, and the recomputed graph is thrown away, so it gets
@@ -16,7 +28,7 @@ recomputed forward as the real one. Either way the weights stay until the backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -24,7 +36,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from laconic import _compat
 from laconic.comm.cluster import Cluster
@@ -36,13 +47,15 @@ from laconic.shard.context import Context
 from laconic.shard.gather import UnitGather
 from laconic.shard.ledger import Ledger
 from laconic.shard.reduce import BucketGradients, Reduction
+from laconic.shard.trees import leaves_of, map_tensors, tensors_in
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Unit:
     """The engine's side of one sharded module. The outermost unit is the root and leads all units below it."""
 
-    module: nn.Module
+    modules: Sequence[nn.Module]
+    """One module, or several that are gathered together: [Note: Several modules in one unit]."""
     buckets: list[Bucket]
     blocks: Blocks
     cluster: Cluster
@@ -50,7 +63,9 @@ class Unit:
     precision: MixedPrecisionPolicy
     reshard_after_forward: bool | None = None
     reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
     requires_gradient_sync: bool = True
+    reduce_once_per_backward: bool = False
     forward_prefetch: list[Unit] | None = None
     backward_prefetch: list[Unit] | None = None
     is_in_backward: bool = False
@@ -58,18 +73,20 @@ class Unit:
     gradients: list[BucketGradients] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.name = type(self.module).__name__
+        self.name = ", ".join(type(module).__name__ for module in self.modules)
         self._root = self
         self._units: list[Unit] = []  # of the root: all units of its tree, outermost first
         self._context: Context | None = None
         self._gather: UnitGather | None = None
         self._is_shown = False
+        self._entered: set[nn.Module] = set()  # the modules called in the present pass
         # Hooks that backward has yet to run. They die with their graph, also if the forward is never run backward.
         self._awaited_outputs: WeakSet[_OutputGradients] = WeakSet()
         self._awaited_inputs: WeakSet[Any] = WeakSet()
-        self.module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-        self.module.register_forward_hook(self._post_forward)
-        self.module.register_state_dict_pre_hook(lambda *_: self.reshard())
+        for module in self.modules:
+            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._post_forward)
+            module.register_state_dict_pre_hook(lambda *_: self.reshard())
 
     # -- the units of one root -----------------------------------------------------------------------------------------
 
@@ -77,13 +94,19 @@ class Unit:
         """Become the root of all units below, also of units that were unsharded by hand before, and share a context.
 
         Raises:
-            RuntimeError: a unit below has run before, outside its root.
+            RuntimeError: a unit below has run before, outside its root; or the root has several modules.
             ValueError: a granularity pattern matches no parameter of any unit.
         """
-        self._units = units_below(self.module)
+        if len(self.modules) > 1:
+            raise RuntimeError(
+                f"the root of sharded modules must be one module, got {self.name} in one call of fully_shard; call "
+                "fully_shard on the module that contains them as well, and run that one"
+            )
+        (module,) = self.modules
+        self._units = units_below(module)
         check_matched(unit.blocks for unit in self._units)
         context = Context(self.cluster)
-        names = {module: name for name, module in self.module.named_modules()}
+        names = {child: name for name, child in module.named_modules()}
         for unit in self._units:
             if unit._context is not None:
                 if unit._context.has_run:
@@ -94,7 +117,7 @@ class Unit:
                 unit._leave()
             unit._join(self, context)
         for unit in self._units:
-            unit.name = names[unit.module] or unit.name
+            unit.name = ", ".join(names.get(child, "") for child in unit.modules) or unit.name
         context.place_caches([(unit.cache, unit.buckets) for unit in self._units])
         return context
 
@@ -143,15 +166,16 @@ class Unit:
             unit._finish_own_backward()
         self.context.reductions.finish()
         for unit in self._units:
-            if unit.reshard_after_backward:
+            if unit.reshard_after_backward and not self.context.creates_graph:
                 unit.reshard()
         self.context.end_backward()
 
-    def _abandon_backward(self) -> None:
-        """Drop the incomplete gradients of a backward that raised, in all units of this root."""
-        self.context.reductions.finish(keep=False)
+    def abandon_iteration(self) -> None:
+        """Drop the incomplete gradients of a forward or backward that raised, in all units of this root."""
+        self.context.reductions.abandon()
         for unit in self._units:
             unit.is_in_backward = False
+            unit._entered.clear()
             unit._awaited_outputs.clear()
             unit._awaited_inputs.clear()
             for gradients in unit.gradients:
@@ -205,19 +229,28 @@ class Unit:
         if self._is_recomputed():
             self.unshard()
             return args, kwargs
+        begins_pass = not self._entered or module in self._entered
+        with _compat.outside_transforms():
+            if begins_pass:
+                self._begin_pass()
+            self._entered.add(module)
+            self.unshard()
+        if begins_pass and torch.is_grad_enabled():
+            args, kwargs = self._watch_inputs(args, kwargs)
+        return args, kwargs
+
+    def _begin_pass(self) -> None:
+        """Begin the forward of the unit: [Note: Several modules in one unit]."""
         context = self.context
         if self.is_root:
             if context.is_in_backward and not _compat.in_backward():
-                self._abandon_backward()
-            context.begin_forward()
+                self.abandon_iteration()
+            context.begin_forward(keep_order=any(unit._awaited_outputs for unit in self._units))
+        self._entered.clear()
         for bucket in self.buckets:
             if bucket.is_shard_dropped and not bucket.is_frozen:
                 bucket.restore_shard()
         context.enter_forward(self.gather, _gathers(self.forward_prefetch))
-        self.unshard()
-        if torch.is_grad_enabled():
-            args, kwargs = self._watch_inputs(args, kwargs)
-        return args, kwargs
 
     @_compat.outside_compilation
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -225,47 +258,58 @@ class Unit:
             output = _cast(output, self.precision.output_dtype)
         if self._is_recomputed():
             return output
-        has_graph = torch.is_grad_enabled()
-        if has_graph:
-            self._watch_outputs(output)
+        if torch.is_grad_enabled():
+            output = self._watch_outputs(output)
+        if len(self._entered) == len(self.modules):
+            self._end_pass()
+        if self.is_root:
+            self._end_root_forward()
+        return output
+
+    def _end_pass(self) -> None:
+        """Free the weights after the forward of the unit, unless they stay for backward."""
+        self._entered.clear()
         keeps = self.reshard_after_forward is False or (self.reshard_after_forward is None and self.is_root)
-        if not _compat.in_backward() and not (keeps and has_graph):
+        if not _compat.in_backward() and not (keeps and torch.is_grad_enabled()):
             self.reshard()
         self.context.leave_forward(self.gather)
-        if self.is_root:
-            self.context.end_forward()
-            if not has_graph and not _compat.in_backward():  # no backward will free what was gathered
-                for unit in self._units:
-                    unit.reshard()
-        return output
+
+    def _end_root_forward(self) -> None:
+        for unit in self._units:
+            if unit._entered:  # some of its modules did not run
+                unit._end_pass()
+        self.context.end_forward()
+        if not torch.is_grad_enabled() and not _compat.in_backward():  # no backward will free what was gathered
+            for unit in self._units:
+                unit.reshard()
 
     def _is_recomputed(self) -> bool:
         """True in a forward whose graph will be thrown away: [Note: Recomputed forwards]."""
         return _compat.in_backward() and (self.is_in_backward or len(self._awaited_outputs) > 0)
 
     def _watch_inputs(self, args: Any, kwargs: Any) -> Any:
-        leaves, tree = tree_flatten((args, kwargs))
-        watched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if not watched:
             return args, kwargs
-        for index, tensor in zip(watched, _InputGradients.apply(self, *(leaves[i] for i in watched)), strict=True):
-            leaves[index] = tensor
-        return tree_unflatten(leaves, tree)
+        identities = dict(zip(map(id, watched), _InputGradients.apply(self, *watched), strict=True))
+        return map_tensors(lambda tensor: identities.get(id(tensor), tensor), (args, kwargs))
 
-    def _watch_outputs(self, output: Any) -> None:
-        leaves = tree_flatten(output)[0]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    def _watch_outputs(self, output: Any) -> Any:
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        hook = _OutputGradients(self)
         if tensors:
-            hook = _OutputGradients(self)
             self._awaited_outputs.add(hook)
             for tensor in tensors:
                 tensor.register_hook(hook)
-        elif self._awaited_inputs or any(not bucket.is_frozen for bucket in self.buckets):
-            self._refuse_hidden_tensors(leaves)
+        if _compat.in_transform():  # there, an output may need an outer graph's gradient without saying so
+            return map_tensors(lambda tensor: tensor if tensor.requires_grad else hook.follow(tensor), output)
+        if not tensors and (self._awaited_inputs or any(not bucket.is_frozen for bucket in self.buckets)):
+            self._refuse_hidden_tensors(output)
+        return output
 
-    def _refuse_hidden_tensors(self, leaves: list[Any]) -> None:
+    def _refuse_hidden_tensors(self, output: Any) -> None:
         """Refuse outputs that may hide tensors: without a hook on them, backward would find the weights freed."""
-        for leaf in leaves:
+        for leaf in leaves_of(output):
             if not isinstance(leaf, Tensor | str | bytes | int | float | complex | bool | None):
                 raise ValueError(
                     f"{self.name} returns a {type(leaf).__name__}, in which its tensors cannot be found, and nothing "
@@ -283,29 +327,32 @@ class Unit:
         """Gather the weights: backward reaches the outputs of one of this unit's forwards."""
         self._awaited_outputs.discard(hook)
         if not self.context.is_in_backward:
-            self.context.is_in_backward = True
+            self.context.begin_backward(creates_graph=torch.is_grad_enabled())
             _compat.after_this_backward(self._root._finish_backward)
         if not self.is_in_backward:
-            self.context.enter_backward(self.gather, _gathers(self.backward_prefetch))
-            self.unshard()
             self.is_in_backward = True
+            if self.unshard_in_backward:
+                self.context.enter_backward(self.gather, _gathers(self.backward_prefetch))
+                self.unshard()
+            for gradients in self.gradients:
+                gradients.begin_backward()
 
     def reach_inputs(self, node: Any) -> None:
         """End the backward of one of this unit's forwards: [Note: When a unit is done with backward]."""
         self._awaited_inputs.discard(node)
-        if not self._awaited_inputs:
+        if not self.reduce_once_per_backward or not self._awaited_inputs:
             self._end_backward()
         elif self._awaited_outputs:
             self.is_in_backward = False  # the backward of another forward follows and begins at its outputs
 
     def _end_backward(self) -> None:
         """Free the weights and begin to reduce the gradients."""
-        if self.reshard_after_backward:
+        if self.reshard_after_backward and not self.context.creates_graph:
             self.reshard()
         self.is_in_backward = False
-        # All trainable buckets, with or without gradients here: [Note: Gradients that do not come] in shard/reduce.py.
+        # All buckets that are due, with or without gradients here: [Note: Gradients that do not come].
         for gradients in self.gradients:
-            if not gradients.bucket.is_frozen:
+            if gradients.is_due or gradients.has_gradients:
                 reduction = Reduction(gradients, gradients.take_full(), across_nodes=self.requires_gradient_sync)
                 self.context.reductions.add(reduction)
 
@@ -313,6 +360,7 @@ class Unit:
         """Reduce the gradients that are left and, in a micro-batch that syncs, partial sums of earlier ones."""
         if self.is_in_backward or any(gradients.has_gradients for gradients in self.gradients):
             self._end_backward()
+        self._awaited_inputs.clear()  # of a retained graph; its next backward begins at the outputs
         if not self.requires_gradient_sync:
             return
         for gradients in self.gradients:
@@ -343,20 +391,56 @@ class _OutputGradients:
     def __call__(self, gradient: Tensor) -> None:
         self._unit.begin_backward(self)
 
+    def follow(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` as an output whose gradient, or whose tangent's gradient, runs the hook."""
+        return _Followed.apply(self, tensor) if tensor.is_floating_point() else tensor
+
+
+class _Followed(torch.autograd.Function):
+    """The identity on an output; its backward runs a hook."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(hook: _OutputGradients, output: Tensor) -> Tensor:
+        return output
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.hook = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.hook(gradient)
+        return None, gradient
+
+    @staticmethod
+    def jvp(ctx: Any, hook: None, tangent: Tensor | None) -> Any:
+        return None if tangent is None else _Followed.apply(ctx.hook, tangent)
+
 
 class _InputGradients(torch.autograd.Function):
     """The identity on the inputs of one forward; its backward reports that gradients have reached them."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.unit = unit
-        unit.await_inputs(ctx)
+    def forward(unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:
         return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.unit = inputs[0]
+        ctx.unit.await_inputs(ctx)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.unit.reach_inputs(ctx)
         return (None, *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, unit: None, *tangents: Tensor) -> Any:
+        return tangents
 
 
 def _gathers(units: list[Unit] | None) -> list[UnitGather] | None:
@@ -364,6 +448,4 @@ def _gathers(units: list[Unit] | None) -> list[UnitGather] | None:
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return tree_map(
-        lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, tree
-    )
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)

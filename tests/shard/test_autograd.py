@@ -1,0 +1,245 @@
+"""Autograd as FSDP2's users use it: several forwards, gradients of inputs, hooks, unused parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import laconic
+from tests.ranks import run_ranks
+from tests.shard import helpers
+
+
+def assert_mean_gradients(model: nn.Module, plain: nn.Module, batches: list[list[tuple[Tensor, Tensor]]]) -> None:
+    """Compare with an unsharded model that sees the batches of all ranks."""
+    for batch in (batch for ranks in batches for batch in ranks):
+        (helpers.squared_error(plain, batch) / dist.get_world_size()).backward()
+    for name, gradient in helpers.full_gradients(model).items():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
+
+
+def job_gradients_of_inputs_only(cache: str) -> None:
+    """`autograd.grad` of an input leaves no gradient behind, and sends none."""
+    model, plain = helpers.shard(helpers.build(), cache=cache), helpers.build()
+    rank = dist.get_rank()
+    x = helpers.inputs(0, rank)[0].requires_grad_()
+    with helpers.moved(model) as moved:
+        (gradient,) = torch.autograd.grad(model(x).sum(), x)
+    (expected,) = torch.autograd.grad(plain(x).sum(), x)
+    torch.testing.assert_close(gradient, expected)
+    assert moved.gradients == 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+    helpers.assert_nothing_gathered(model)
+    oracle, batches = helpers.oracle_of(model), helpers.micro_batches(1)
+    helpers.squared_error(model, batches[0][rank]).backward()
+    helpers.assert_gradients(model, oracle, batches)
+
+
+@pytest.mark.parametrize(("world", "cache"), [(1, "none"), (3, "host")])
+def test_gradients_of_inputs_leave_those_of_weights_alone(world: int, cache: str) -> None:
+    run_ranks(job_gradients_of_inputs_only, world, cache, local=1)
+
+
+def job_gradient_penalty() -> None:
+    """The gradient of a gradient needs the weights once more."""
+    model, plain = helpers.shard(helpers.build()), helpers.build()
+    for module in (model, plain):
+        x = helpers.inputs(0, 0)[0].requires_grad_()
+        (slope,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+        slope.square().sum().backward()
+    for name, gradient in helpers.full_gradients(model).items():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
+    helpers.assert_nothing_gathered(model)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradient_penalty(world: int) -> None:
+    run_ranks(job_gradient_penalty, world, local=1)
+
+
+class Wide(nn.Module):
+    """A block whose weights are much larger than its activations."""
+
+    def __init__(self, d: int, h: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 2048), nn.Linear(2048, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class WideNet(helpers.Net):
+    make_block = Wide
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=5, d=64)
+
+
+def job_several_forwards(num_forwards: int, order: str) -> tuple[int, int]:
+    """Return the peak of the engine's memory, which has no activations, and the bytes of gradients."""
+    model = helpers.shard(helpers.build(WideNet), reshard_after_forward=True)
+    model.set_reduce_once_per_backward(order == "reduced once")
+    plain, rank = helpers.build(WideNet), dist.get_rank()
+    batches = helpers.micro_batches(num_forwards)
+    for _ in range(2):  # the second step prefetches
+        model.zero_grad()
+        model.reset_peak_memory()
+        with helpers.moved(model) as moved:
+            if order == "one by one":
+                for batch in batches:
+                    helpers.squared_error(model, batch[rank]).backward()
+            else:
+                sum(helpers.squared_error(model, batch[rank]) for batch in batches).backward()  # type: ignore[union-attr]
+    assert_mean_gradients(model, plain, batches)
+    helpers.assert_nothing_gathered(model)
+    return model.memory().device_peak_bytes, moved.gradients
+
+
+def test_several_forwards_take_the_memory_of_one() -> None:
+    """FSDP2 frees and reduces after the backward of each forward, too."""
+    for num_forwards in (2, 3):
+        alone, reduced_alone = run_ranks(job_several_forwards, 2, num_forwards, "one by one", local=1)[0]
+        peak, reduced_bytes = run_ranks(job_several_forwards, 2, num_forwards, "together", local=1)[0]
+        assert peak <= alone
+        assert reduced_alone / num_forwards < reduced_bytes <= reduced_alone
+    peak, reduced_bytes = run_ranks(job_several_forwards, 2, 3, "reduced once", local=1)[0]
+    assert peak > alone
+    assert reduced_bytes == reduced_alone / 3
+
+
+class Gated(nn.Module):
+    """A block that uses one of three layers, and another only on rank 0."""
+
+    def __init__(self, d: int, h: int) -> None:
+        super().__init__()
+        self.used, self.idle, self.rare = (nn.Linear(d, d) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.used(x)
+        return x + self.rare(x) if dist.get_rank() == 0 else x
+
+
+class GatedNet(helpers.Net):
+    make_block = Gated
+
+
+def job_unused_parameters(local_steps: int) -> None:
+    model: Any = helpers.shard(helpers.build(GatedNet))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    before = {name: whole.clone() for name, whole in helpers.full_parameters(model).items()}
+    for number in range(local_steps):
+        model.set_requires_gradient_sync(number == local_steps - 1)
+        helpers.squared_error(model, helpers.inputs(number, dist.get_rank())).backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == ("idle" in name), name
+    optimizer.step()
+    for name, whole in helpers.full_parameters(model).items():
+        assert torch.equal(whole, before[name]) == ("idle" in name), name
+
+
+@pytest.mark.parametrize(("world", "num_micro_batches"), [(1, 1), (3, 1), (2, 2)])
+def test_a_parameter_that_no_rank_used_has_no_gradient(world: int, num_micro_batches: int) -> None:
+    run_ranks(job_unused_parameters, world, num_micro_batches, local=1)
+
+
+def job_optimizer_in_backward() -> None:
+    """Each hook sees the reduced gradient, takes a step, and frees the gradient."""
+    model, plain = helpers.shard(helpers.build()), helpers.build()
+    seen = []
+    for name, parameter in model.named_parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+        def step(parameter: Tensor, name: str = name, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            seen.append(name)
+            optimizer.step()
+            parameter.grad = None
+
+        parameter.register_post_accumulate_grad_hook(step)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for seed in range(2):
+        helpers.squared_error(model, helpers.inputs(seed, dist.get_rank())).backward()
+        for rank in range(dist.get_world_size()):
+            (helpers.squared_error(plain, helpers.inputs(seed, rank)) / dist.get_world_size()).backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert sorted(seen) == sorted(2 * [name for name, _ in plain.named_parameters()])
+    for name, whole in helpers.full_parameters(model).items():
+        torch.testing.assert_close(whole, plain.get_parameter(name).detach(), msg=name)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_hooks_run_when_the_reduced_gradient_is_in_place(world: int) -> None:
+    run_ranks(job_optimizer_in_backward, world, local=1)
+
+
+@dataclass(frozen=True)
+class Activations:
+    hidden: Tensor
+    step: int
+
+
+class Records(nn.Module):
+    def __init__(self, d: int, h: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(d, d)
+
+    def forward(self, x: Activations) -> Activations:
+        return Activations(x.hidden + self.linear(x.hidden), x.step + 1)
+
+
+class RecordNet(helpers.Net):
+    make_block = Records
+
+    def forward(self, x: Tensor) -> Tensor:
+        record = Activations(self.inp(x), 0)
+        for block in self.blocks:
+            record = block(record)
+        assert record.step == len(self.blocks)
+        return self.out(record.hidden)
+
+
+def job_dataclasses() -> None:
+    model = helpers.shard(helpers.build(RecordNet))
+    batches = helpers.micro_batches(1)
+    helpers.squared_error(model, batches[0][dist.get_rank()]).backward()
+    assert_mean_gradients(model, helpers.build(RecordNet), batches)
+
+
+def test_dataclasses_of_tensors_go_in_and_out() -> None:
+    run_ranks(job_dataclasses, 2, local=1)
+
+
+def job_forward_mode() -> None:
+    model, plain = helpers.shard(helpers.build()), helpers.build()
+    x, tangent = helpers.inputs(0, 0)[0], helpers.inputs(1, 0)[0]
+    found, expected = (torch.func.jvp(module, (x,), (tangent,)) for module in (model, plain))
+    torch.testing.assert_close(found, expected)
+    x.requires_grad_()
+    for module in (model, plain):
+        value, slope = torch.func.jvp(module, (x,), (tangent,))
+        (value.sum() + slope.square().sum()).backward()
+    for name, gradient in helpers.full_gradients(model).items():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_forward_mode_derivatives(world: int) -> None:
+    run_ranks(job_forward_mode, world, local=1)
+
+
+def job_half_precision() -> None:
+    """The sum of 4 gradients of 30,000 exceeds the largest float16, 65,504; their mean does not."""
+    policy = laconic.shard.api.MixedPrecisionPolicy(param_dtype=torch.float16)
+    model = laconic.fully_shard(nn.Linear(1, 1, bias=False), mp_policy=policy)
+    model(torch.full((1, 1), 30_000.0)).sum().backward()
+    assert model.weight.grad.full_tensor().item() == pytest.approx(30_000, rel=1e-3)  # type: ignore[union-attr]
+
+
+def test_sums_in_half_precision_do_not_overflow() -> None:
+    run_ranks(job_half_precision, 4, local=2)
