@@ -57,7 +57,7 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def outside_transforms() -> AbstractContextManager[None]:
+def outside_transforms() -> AbstractContextManager[Any]:
     """Run the body outside of torch.func transforms: tensors made in one are wrappers without a storage."""
     if not in_transform():
         return contextlib.nullcontext()

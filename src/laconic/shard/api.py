@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.nn.parameter import is_lazy
 
 from laconic.comm.cluster import Cluster, init_mesh
 from laconic.comm.traffic import Traffic
@@ -24,30 +25,36 @@ from laconic.shard.cache import Cache, Where
 from laconic.shard.ledger import Ledger
 from laconic.shard.unit import Unit, unit_of, units_below
 
+_Modules = TypeVar("_Modules", bound=nn.Module | list[nn.Module])
+
 
 def fully_shard(
-    module: nn.Module,
+    module: _Modules,
     *,
     mesh: DeviceMesh | None = None,
     cache: Cache | Where = "none",
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     granularity: Granularity | None = None,
-    ignored_params: Iterable[nn.Parameter] = (),
-) -> nn.Module:
+    ignored_params: Iterable[nn.Parameter] | None = None,
+) -> _Modules:
     """Shard `module`'s parameters over the mesh, in place, and return it. It is one unit, gathered and freed together.
 
     Call it bottom up: on each block first, on the whole model last. Parameters that an inner call sharded stay as they
     are. The module's class becomes a `ShardedModule`, its parameters become `RaggedTensor`s, and their names stay.
 
     Args:
-        module: the module to shard. It may be on the meta device; then call `to_empty` and initialise it afterwards.
+        module: the module to shard, or a list of modules that make one unit, such as an embedding and the head that
+            shares its weight. It may be on the meta device; then call `to_empty` and initialise it afterwards.
         mesh: axes (island, node, local) or (node, local), or one axis, which is one level. Default: `init_mesh` for the
-            device of the parameters. Pass the same object to every call.
+            device of the parameters.
         cache: where the node shard stays while the parameters do not change: "none", "host", "device", or a `Cache`.
         reshard_after_forward: False keeps the unit gathered until its backward. None means False for the root, which
-            backward needs first, and True for other units. FSDP2's integer is `cache="device"`.
+            backward needs first, and True for other units. FSDP2's integer, the number of ranks per node, keeps the
+            node shard on the device until backward.
         mp_policy: torch's own. Without `reduce_dtype`, gradients are reduced in `param_dtype`, on every torch release.
+        offload_policy: torch's own. `CPUOffloadPolicy` is not supported yet.
         granularity: the blocks that must stay on one rank: `laconic.rows(k)`, `elements(n)` or `whole()` for all
             parameters, a mapping of name patterns to these, or a function of (name in the unit, parameter) to elements
             per block. The planner then splits the unit into up to four buckets per kind where that saves padding.
@@ -55,17 +62,25 @@ def fully_shard(
         ignored_params: parameters to leave alone.
 
     Raises:
-        ValueError: `module` is no module, has no forward or is sharded already; a parameter is complex or not
-            contiguous, is on another device than the mesh, or is tied to a parameter of another unit; the mesh, cache
-            or granularity is not valid.
+        ValueError: a module is no module, has no forward or is sharded already; a parameter is complex or not
+            contiguous, is on another device than the mesh, is not initialised yet (a lazy module), or is tied to a
+            parameter of another unit; the mesh, cache, granularity or integer is not valid.
+        NotImplementedError: the offload policy is not supported.
     """
-    _check_call(module, reshard_after_forward)
+    modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
+    _check_modules(modules)
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        raise NotImplementedError(
+            "laconic has no CPUOffloadPolicy yet: parameters stay on the device. cache='host' keeps gathered "
+            "weights in host memory instead"
+        )
     policy = Cache.of(cache)
     precision = mp_policy or MixedPrecisionPolicy()
     if mesh is None:
-        mesh = init_mesh("cuda" if any(p.is_cuda for p in module.parameters()) else "cpu")
+        mesh = init_mesh("cuda" if any(p.is_cuda for each in modules for p in each.parameters()) else "cpu")
     cluster = Cluster.of(mesh)
-    managed = _find_parameters(module, set(ignored_params))
+    reshards, policy = _resolve_reshard(reshard_after_forward, policy, cluster)
+    managed = _find_parameters(modules, set(ignored_params or ()))
     blocks = resolve(granularity, [(item.name, item.local) for item in managed])
     _check_parameters(managed, cluster)
     may_shrink = granularity is None
@@ -76,51 +91,89 @@ def fully_shard(
     ]
     for item in managed:
         item.parameter._laconic_home = item.name  # type: ignore[attr-defined]  # recognises tied weights later
-    unit = Unit(modules=(module,), buckets=buckets, blocks=blocks, cluster=cluster, cache=policy, precision=precision)
-    unit.reshard_after_forward = reshard_after_forward
-    module._laconic_unit = unit  # type: ignore[assignment]
-    module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # classes are hashable
+    unit = Unit(modules=modules, buckets=buckets, blocks=blocks, cluster=cluster, cache=policy, precision=precision)
+    unit.reshard_after_forward = reshards
+    for each in modules:
+        each._laconic_unit = unit  # type: ignore[assignment]
+        each.__class__ = _sharded_class(type(each))  # type: ignore[arg-type]  # classes are hashable
     return module
 
 
-def _check_call(module: nn.Module, reshard_after_forward: bool | None) -> None:
-    if not isinstance(module, nn.Module):
-        raise ValueError(
-            f"fully_shard takes one module, got {type(module).__name__}; put modules that shall be gathered together "
-            "under a parent module, or shard each"
-        )
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        raise ValueError(
-            f"{type(module).__name__} has no forward, so nothing would ever gather it; call fully_shard on the modules "
-            "in it"
-        )
-    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
-        raise ValueError(
-            f"reshard_after_forward={reshard_after_forward}: laconic takes True, False or None; FSDP2's integer, which "
-            "keeps a part of each parameter on the device, is cache='device' (cache='host' keeps it in host memory)"
-        )
-    if unit_of(module) is not None:
-        raise ValueError(f"{type(module).__name__} is sharded already; call fully_shard once per module")
+def _check_modules(modules: Sequence[nn.Module]) -> None:
+    if not modules:
+        raise ValueError("fully_shard takes a module or a list of modules, got an empty list")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"fully_shard takes a module or a list of modules, got {type(module).__name__}")
+        has_forward = type(module).forward is not nn.Module.forward
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and not has_forward:
+            raise ValueError(
+                f"{type(module).__name__} has no forward, so nothing would ever gather it: fully_shard does not "
+                "support containers that do not implement forward; call it on the modules in it, or on a list of them"
+            )
+        if unit_of(module) is not None:
+            raise ValueError(f"{type(module).__name__} is sharded already; call fully_shard once per module")
 
 
-def _find_parameters(module: nn.Module, ignored: set[nn.Parameter]) -> list[ManagedParameter]:
-    """Find the parameters below `module` that no inner unit has, each once, with all places that show it."""
+def _resolve_reshard(
+    reshard_after_forward: bool | int | None, policy: Cache, cluster: Cluster
+) -> tuple[bool | None, Cache]:
+    """Turn FSDP2's integer, the number of ranks that still hold the parameters after forward, into a policy."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward, policy
+    if not isinstance(reshard_after_forward, int):
+        raise ValueError(
+            "reshard_after_forward should be a bool or an int representing the group size to reshard to, not "
+            f"{reshard_after_forward!r}"
+        )
+    if reshard_after_forward < 1 or cluster.size % reshard_after_forward:
+        raise ValueError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {cluster.size}, not "
+            f"{reshard_after_forward}"
+        )
+    if reshard_after_forward == 1:
+        return False, policy
+    if reshard_after_forward == cluster.size:
+        return True, policy
+    if reshard_after_forward != cluster.num_local:
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward}: laconic keeps parameters among the {cluster.num_local} "
+            f"ranks of a node, so pass {cluster.num_local}, True or False, or a mesh with axes (node, local) whose "
+            f"local axis has {reshard_after_forward} ranks"
+        )
+    return True, Cache(where="device") if policy.where == "none" else policy
+
+
+def _find_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[ManagedParameter]:
+    """Find the parameters below `modules` that no inner unit has, each once, with all places that show it."""
     found: dict[nn.Parameter, ManagedParameter] = {}
-    for prefix, child in module.named_modules():
+    for prefix, child in _named_modules(modules):
         for name, parameter in child._parameters.items():
             if parameter is None or parameter in ignored or isinstance(parameter, RaggedTensor):
                 continue
             full_name = f"{prefix}.{name}" if prefix else name
+            if is_lazy(parameter):
+                raise ValueError(
+                    f"{full_name} of {type(child).__name__} is not initialised yet; run one forward of the model "
+                    "with a sample input before fully_shard, so that its shape is known"
+                )
             home = getattr(parameter, "_laconic_home", None)
             if home is not None:
                 raise ValueError(
                     f"{full_name} is tied to {home}, which an inner unit shards already. Tied weights must be in one "
                     "unit: do not call fully_shard on the module that holds the other one, so that this call takes "
-                    "both, or untie them"
+                    "both, call fully_shard([module, other]) on both, or untie them"
                 )
             managed = found.setdefault(parameter, ManagedParameter(name=full_name, parameter=parameter))
             managed.places.append((child, name))
     return list(found.values())
+
+
+def _named_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module below `modules` once. Names begin with the place in the list if there are several."""
+    seen: set[nn.Module] = set()
+    for index, module in enumerate(modules):
+        yield from module.named_modules(memo=seen, prefix=str(index) if len(modules) > 1 else "")
 
 
 def _check_parameters(managed: list[ManagedParameter], cluster: Cluster) -> None:
@@ -205,10 +258,20 @@ class UnshardHandle:
     """Finish the gather and show the gathered parameters in the module."""
 
 
-class ShardedModule(nn.Module):
-    """A module after `fully_shard`, with FSDP2's methods. Setters with `recurse` also set all sharded modules below."""
+class ShardedModule(FSDPModule, nn.Module):
+    """A module after `fully_shard`, with FSDP2's methods. Setters with `recurse` also set all sharded modules below.
+
+    It is an instance of torch's `FSDPModule`. A method of `FSDPModule` that is not here raises NotImplementedError.
+    """
 
     _laconic_unit: Unit
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a plain module: a container builds a new one of its own class for a slice, such as `model[:2]`."""
+        plain: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+        module = plain.__new__(plain)
+        module.__init__(*args, **kwargs)  # Python does not, as the new module is not an instance of `cls`
+        return module
 
     @property
     def traffic(self) -> Traffic:
@@ -228,10 +291,26 @@ class ShardedModule(nn.Module):
         if self._laconic_unit.ledger is not None:
             self._laconic_unit.ledger.reset_peak()
 
+    def note_weights_changed(self, *, recurse: bool = True) -> None:
+        """Say that parameters changed behind autograd's back, so that cached and gathered copies are stale.
+
+        Changes of parameters and of `to_local()` are noticed. Those through `.data`, a raw pointer or another process
+        are not. Call it on every rank alike.
+        """
+        for unit in self._units(recurse):
+            for bucket in unit.buckets:
+                bucket.note_change()
+
     def _units(self, recurse: bool = True) -> list[Unit]:
         return units_below(self) if recurse else [self._laconic_unit]
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+    def _get_fsdp_state(self) -> Any:
+        """The object whose `_pre_forward` and `_post_forward` torch's `register_fsdp_forward_method` calls."""
+        return self._laconic_unit
+
+    # -- gathering -----------------------------------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
         """Gather this module's parameters. Collective over the mesh's node and local axes.
 
         With `async_op` it returns at once, with a handle whose `wait()` finishes the gather.
@@ -250,6 +329,47 @@ class ShardedModule(nn.Module):
         """
         self._laconic_unit.reshard()
 
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Set whether parameters are freed after forward. False saves the gather in backward and costs their memory.
+
+        Raises:
+            ValueError: the argument is no bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
+        for unit in self._units(recurse):
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Set whether parameters are freed after backward. With False they are gathered again only when they change."""
+        for unit in self._units(recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Set whether backward gathers this module's parameters.
+
+        False is for modules such as an embedding, whose backward does not need them.
+        """
+        self._laconic_unit.unshard_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Set the modules to gather when this forward begins. Default: those that came next in the last forward.
+
+        Raises:
+            ValueError: a module is not sharded by laconic.
+        """
+        self._laconic_unit.forward_prefetch = _units_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Set the modules to gather when this backward begins. Default: those that came before this one in forward.
+
+        Raises:
+            ValueError: a module is not sharded by laconic.
+        """
+        self._laconic_unit.backward_prefetch = _units_of(modules)
+
+    # -- reducing ------------------------------------------------------------------------------------------------------
+
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether the next backward sends gradients across the nodes. For gradient accumulation.
 
@@ -258,16 +378,6 @@ class ShardedModule(nn.Module):
         """
         for unit in self._units(recurse):
             unit.requires_gradient_sync = requires_gradient_sync
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
-        """Set whether parameters are freed after forward. False saves the gather in backward and costs their memory."""
-        for unit in self._units(recurse):
-            unit.reshard_after_forward = reshard_after_forward
-
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Set whether parameters are freed after backward. With False they are gathered again only when they change."""
-        for unit in self._units(recurse):
-            unit.reshard_after_backward = reshard_after_backward
 
     def set_reduce_once_per_backward(self, reduce_once: bool, *, recurse: bool = True) -> None:
         """Set whether a backward through several forwards reduces gradients once, at the last, or once per forward.
@@ -278,25 +388,89 @@ class ShardedModule(nn.Module):
         for unit in self._units(recurse):
             unit.reduce_once_per_backward = reduce_once
 
-    def set_modules_to_forward_prefetch(self, modules: list[ShardedModule]) -> None:
-        """Set the modules to gather when this forward begins. Default: those that came next in the last forward."""
-        self._laconic_unit.forward_prefetch = [module._laconic_unit for module in modules]
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Set whether the next backward of this root is the last one of its step.
 
-    def set_modules_to_backward_prefetch(self, modules: list[ShardedModule]) -> None:
-        """Set the modules to gather when this backward begins. Default: those that came before this one in forward."""
-        self._laconic_unit.backward_prefetch = [module._laconic_unit for module in modules]
+        With False, its last reduction may still be under way when it returns, and `.grad` is complete only after a
+        backward that is the last.
+        """
+        self._laconic_unit.context.is_last_backward = is_last_backward
 
-    def set_gradient_divide_factor(self, factor: float, *, recurse: bool = True) -> None:
-        """Set the divisor of summed gradients. The default is the number of ranks in the mesh's node and local axes.
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Set the divisor of this module's summed gradients; modules below keep theirs.
+
+        The default is the number of ranks in the mesh's node and local axes.
 
         Raises:
             ValueError: `factor` is not positive or not finite.
         """
         if not factor > 0 or math.isinf(factor):
             raise ValueError(f"the gradient divide factor must be a positive number, got {factor}")
-        for unit in self._units(recurse):
-            for bucket in unit.buckets:
-                bucket.divide_by = factor
+        for bucket in self._laconic_unit.buckets:
+            bucket.divide_by = factor
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """See `set_gradient_divide_factor`, the present name of FSDP2's older method."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
+        """Set a function that gets each reduced shard of this module, divided and in the reduce dtype, and may edit it.
+
+        Raises:
+            NotImplementedError: `stream` is given; the function runs on laconic's own stream for reductions.
+        """
+        if stream is not None:
+            raise NotImplementedError("set_all_reduce_hook(stream=): laconic runs the hook on its own stream")
+        for bucket in self._laconic_unit.buckets:
+            bucket.reduced_hook = hook
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Set an event that the next forward of this root waits for before it gathers. The forward discards it."""
+        self._laconic_unit.context.post_optim_event = event
+
+    def reset_iter_state(self) -> None:
+        """Recover after an exception in forward or backward. Gradients of the failed iteration are lost.
+
+        Raises:
+            RuntimeError: this module is not the root.
+        """
+        unit = self._laconic_unit
+        if unit.ledger is not None and not unit.is_root:
+            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        unit.context.end_forward()
+        unit.abandon_iteration()
+
+    # -- settings that laconic fixes -----------------------------------------------------------------------------------
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Change nothing: laconic always sums and divides afterwards."""
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Change nothing: laconic always reduces unused parameters of a used unit with zeros."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Accept 1, the number of reductions that laconic keeps in flight.
+
+        Raises:
+            NotImplementedError: the number is not 1.
+        """
+        if max_input_buffers != 1:
+            raise NotImplementedError(
+                f"set_reduce_scatter_max_input_buffers({max_input_buffers}): laconic keeps one reduction in flight"
+            )
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Accept True: laconic's reductions always have process groups of their own.
+
+        Raises:
+            NotImplementedError: `enable` is False.
+        """
+        if not enable:
+            raise NotImplementedError(
+                "set_separate_reduce_scatter_group(False): laconic's reductions always have process groups of their own"
+            )
+
+    # -- nn.Module -----------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See `nn.Module.zero_grad`. Also zeroes the sharded parameters of units that are gathered now."""
@@ -314,5 +488,36 @@ class ShardedModule(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        self._laconic_unit.apply(fn, functools.partial(super()._apply, fn, recurse))
+        # FSDP2's own _apply is skipped: it would convert the parameters one by one.
+        self._laconic_unit.apply(fn, functools.partial(super(FSDPModule, self)._apply, fn, recurse))
         return self
+
+
+def _units_of(modules: Sequence[FSDPModule]) -> list[Unit]:
+    for module in modules:
+        if not isinstance(module, ShardedModule):
+            raise ValueError(f"expected modules of laconic.fully_shard, got {type(module).__name__}")
+    return [module._laconic_unit for module in modules]  # type: ignore[attr-defined]
+
+
+_REFUSED = {
+    "set_requires_all_reduce": "replicas are synchronised in every step that synchronises gradients",
+    "set_custom_all_gather": "laconic gathers along two levels, with transfers and buffers of its own",
+    "set_custom_reduce_scatter": "laconic reduces along two levels, with transfers and buffers of its own",
+    "set_allocate_memory_from_process_group_for_comm": "laconic's collectives read and write its own buckets",
+    "set_symm_mem_for_comm": "laconic's collectives read and write its own buckets",
+}
+"""FSDP2's methods that laconic does not have, with the reason."""
+
+
+def _refuse(name: str, reason: str) -> None:
+    def refuse(self: ShardedModule, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{name} is not supported: {reason}")
+
+    refuse.__doc__ = f"Raise NotImplementedError: {reason}."
+    setattr(ShardedModule, name, refuse)
+
+
+for _name in vars(FSDPModule):
+    if not _name.startswith("_") and _name not in vars(ShardedModule):
+        _refuse(_name, _REFUSED.get(_name, "this method of FSDP2 is not known to laconic"))

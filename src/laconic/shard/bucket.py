@@ -62,6 +62,7 @@ class Bucket:
         self.dtype = managed[0].parameter.dtype
         self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
         self.divide_by: float = cluster.size
+        self.reduced_hook: Callable[[Tensor], None] | None = None
         self.ledger = Ledger()
         self.cached: CachedShard | None = None
         self._places = [item.places for item in managed]
@@ -108,15 +109,18 @@ class Bucket:
 
     def _ragged(self, index: int) -> RaggedTensor:
         view = self.local_view(self.shard, index)
-        return RaggedTensor(view, self._specs[index], device=self._device, bump=self._bump)
+        return RaggedTensor(view, self._specs[index], device=self._device, bump=self.note_change)
 
-    def _bump(self) -> None:
+    def note_change(self) -> None:
+        """Count a change of the parameters that autograd did not see: [Note: Versions] in ragged/tensor.py."""
         torch.autograd.graph.increment_version(self.shard)
 
     @property
     def divide_before(self) -> float:
-        """The divisor of gradients before they are summed: half of `divide_by`, on a log scale, in float16, which a sum
-        could overflow; otherwise 1. As in FSDP2."""
+        """The divisor of gradients before they are summed, as in FSDP2.
+
+        In float16, which a sum could overflow, it is about the square root of `divide_by`; otherwise 1.
+        """
         before = 1.0
         while self.reduce_dtype is torch.float16 and self.divide_by % before == 0 and self.divide_by > before**2:
             before *= 2

@@ -9,6 +9,7 @@ busy in between, if its node shard arrives in the cache's own memory, so that it
 
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -35,6 +36,10 @@ class Context:
         self.reductions = ReductionQueue()
         self.is_in_backward = False
         """True from the first gradient of a backward until it is finished or abandoned."""
+        self.is_last_backward = True
+        """False if the next backward need not wait for its last reduction."""
+        self.post_optim_event: Any = None
+        """An event for which the next forward waits before it gathers."""
         self.creates_graph = False
         """True if the last backward ran with `create_graph=True`, so that another one may need the same weights."""
         self._is_recording = False
@@ -73,6 +78,9 @@ class Context:
 
         Several forwards may come before one backward. A forward that backward recomputes belongs to the present step.
         """
+        if self.post_optim_event is not None:
+            self.post_optim_event.wait()
+            self.post_optim_event = None
         self._is_recording = True
         self._forward = []
         if torch.is_grad_enabled() and not keep_order and not _compat.in_backward():

@@ -71,7 +71,7 @@ def _can_write(input: Tensor, weight: Tensor, sink: GradientSink) -> bool:
 
 
 def use_of_gradient(ctx: Any, position: int) -> GradientUse:
-    """Say what the running backward does with the gradient of the leaf that is tensor `position` of a function's inputs.
+    """Say what the running backward does with the gradient of a leaf: tensor `position` of a function's inputs.
 
     `ctx` is the function's context. The function's backward calls this.
     """

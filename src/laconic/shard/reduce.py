@@ -132,6 +132,8 @@ class BucketGradients:
         divide_by = self.bucket.divide_by / self.bucket.divide_before
         if divide_by != 1:
             shard.div_(divide_by)
+        if self.bucket.reduced_hook is not None:
+            self.bucket.reduced_hook(shard)
         shard = shard.to(self.bucket.dtype)
         trainable = [(i, parameter) for i, parameter in enumerate(self.bucket.sharded) if parameter.requires_grad]
         base = getattr(trainable[0][1].grad, "base", None)
@@ -149,7 +151,6 @@ class BucketGradients:
                 parameter.grad = gradient
             else:
                 parameter.grad.to_local().add_(local)  # type: ignore[attr-defined]
-
 
     # -- the parameters that got a gradient: [Note: Gradients that do not come] ----------------------------------------
 
@@ -233,6 +234,7 @@ class Reduction:
             self._done = self._lane.record_event()
         wait_for(self._done)
         self._free_full()
+
     def _start_transfer(self, level: Communicator, whole: Tensor) -> None:
         self._transfer = level.start_reduce_scatter(whole)
         self._ledger.hold(self._transfer.nbytes)

@@ -164,7 +164,8 @@ class Unit:
         """Finish the backward of all units of this root, in an order that is the same on all ranks."""
         for unit in reversed(self._units):
             unit._finish_own_backward()
-        self.context.reductions.finish()
+        if self.context.is_last_backward:
+            self.context.reductions.finish()
         for unit in self._units:
             if unit.reshard_after_backward and not self.context.creates_graph:
                 unit.reshard()
