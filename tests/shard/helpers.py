@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import laconic
 from laconic.comm.traffic import Level, Purpose, Snapshot
@@ -107,6 +108,13 @@ def shard(model: nn.Module, units: list[nn.Module] | None = None, **policies: An
     for unit in units if units is not None else list(model.blocks):  # type: ignore[arg-type]
         laconic.fully_shard(unit, mesh=mesh, **policies)
     return laconic.fully_shard(model, mesh=mesh, **policies)
+
+
+def set_divide_factors(model: nn.Module, factor: float) -> None:
+    """Set the divisor of gradients in every unit, as FSDP2's users do."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(factor)
 
 
 def inputs(seed: int, rank: int, rows: int = 4, width: int = 5) -> tuple[Tensor, Tensor]:

@@ -88,7 +88,7 @@ def job_states() -> None:
     states: list[bool] = []
     for unit in units:
         assert unit is not None
-        unit.module.up.register_full_backward_hook(lambda *_, unit=unit: states.append(unit.is_in_backward))  # type: ignore[union-attr, misc]
+        unit.modules[0].up.register_full_backward_hook(lambda *_, unit=unit: states.append(unit.is_in_backward))  # type: ignore[union-attr, misc]
     for _ in range(2):
         states.clear()
         helpers.train_step(model)

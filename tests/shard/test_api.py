@@ -73,11 +73,18 @@ def test_units_stay_gathered_as_their_setters_say() -> None:
 def job_divide() -> None:
     model = helpers.shard(helpers.build(), cache="none")
     oracle, batches = helpers.oracle_of(model), helpers.micro_batches(1)
-    model.set_gradient_divide_factor(1.0)
+    helpers.set_divide_factors(model, 1.0)
     helpers.squared_error(model, batches[0][dist.get_rank()]).backward()
     _, want = oracle.gradients(batches)
     for name, got in helpers.full_gradients(model).items():
         torch.testing.assert_close(got, want[name] * dist.get_world_size(), msg=name)
+    model.zero_grad()
+    helpers.set_divide_factors(model, float(dist.get_world_size()))
+    model.set_gradient_divide_factor(1.0)
+    helpers.squared_error(model, batches[0][dist.get_rank()]).backward()
+    for name, got in helpers.full_gradients(model).items():
+        factor = 1 if name.startswith("blocks") else dist.get_world_size()
+        torch.testing.assert_close(got, want[name] * factor, msg=f"{name}: modules below keep their divisor")
     for factor in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="must be a positive number"):
             model.set_gradient_divide_factor(factor)

@@ -101,7 +101,7 @@ class Weighted(nn.Module):
 def job_rounding(param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> float:
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     model: Any = laconic.fully_shard(Weighted(), mesh=laconic.init_mesh("cpu"), mp_policy=policy)
-    model.set_gradient_divide_factor(1.0)
+    helpers.set_divide_factors(model, 1.0)
     model(torch.full((4,), 256.0 if dist.get_rank() == 0 else 1.0)).backward()
     return float(model.w.grad.full_tensor()[0])
 
@@ -126,7 +126,7 @@ def job_partial_sums(local: int) -> float:
     """Micro-batches add up in the reduce dtype too, not in the compute dtype."""
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
     model: Any = laconic.fully_shard(Weighted(), mesh=laconic.init_mesh("cpu"), mp_policy=policy)
-    model.set_gradient_divide_factor(1.0)
+    helpers.set_divide_factors(model, 1.0)
     for number in range(4):
         model.set_requires_gradient_sync(number == 3)
         model(torch.full((4,), 256.0 if number == 0 else 1.0)).backward()
