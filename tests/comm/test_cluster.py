@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import laconic
-from laconic.comm.cluster import AXES
+from benchmarks.launch import launch
+from laconic.comm import cluster as cluster_module
+from laconic.comm.cluster import AXES, default_mesh
 from tests.ranks import free_port, run_ranks
 
 
@@ -78,26 +81,154 @@ def test_an_island_is_a_cluster_of_its_own() -> None:
     assert found == [(2, 2, 0, [0, 1]), (2, 2, 1, [0, 1]), (2, 2, 0, [2, 3]), (2, 2, 1, [2, 3])]
 
 
-def job_other_meshes() -> None:
-    two = laconic.Cluster.of(init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local")))
-    assert (two.num_nodes, two.num_local) == (2, 2)
-    flat = laconic.Cluster.of(init_device_mesh("cpu", (4,)))
-    assert (flat.num_nodes, flat.num_local) == (4, 1), "one level; without a name it crosses the wire"
-    box = laconic.Cluster.of(init_device_mesh("cpu", (4,), mesh_dim_names=("local",)))
-    assert (box.num_nodes, box.num_local) == (1, 4)
-    given = laconic.Cluster.of(laconic.init_mesh("cpu", nodes=4, local=1))
-    assert (given.num_nodes, given.num_local) == (4, 1)
+def shape(mesh: DeviceMesh) -> tuple[int, int, int]:
+    cluster = laconic.Cluster.of(mesh)
+    return cluster.num_islands, cluster.num_nodes, cluster.num_local
+
+
+def job_meshes_with_our_names() -> None:
+    assert shape(init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))) == (1, 2, 2)
+    assert shape(init_device_mesh("cpu", (2, 2))) == (1, 2, 2), "two axes without names are node and local"
+    assert shape(init_device_mesh("cpu", (4,), mesh_dim_names=("node",))) == (1, 4, 1)
+    assert shape(init_device_mesh("cpu", (4,), mesh_dim_names=("local",))) == (1, 1, 4)
+    assert shape(init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "local"))) == (2, 1, 2)
+    assert shape(init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "node"))) == (2, 2, 1)
+    assert shape(laconic.init_mesh("cpu", nodes=4, local=1)) == (1, 4, 1)
     for mesh in (
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")),
         init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c")),
         DeviceMesh("cpu", torch.arange(4).view(1, 1, 2, 2)),
     ):
-        with pytest.raises(ValueError, match=r"axes \('island', 'node', 'local'\).*laconic.init_mesh builds one"):
+        with pytest.raises(ValueError, match=r"axes \('island', 'node', 'local'\).*slice the mesh.*laconic.init_mesh"):
             laconic.Cluster.of(mesh)
+    with pytest.raises(ValueError, match=r"ascend along each of its axes, got \[3, 2, 1, 0\]"):
+        laconic.Cluster.of(DeviceMesh("cpu", [3, 2, 1, 0]))
 
 
-def test_meshes_with_other_axes() -> None:
-    run_ranks(job_other_meshes, 4, local=2)
+def test_our_names_say_how_to_arrange_a_mesh() -> None:
+    run_ranks(job_meshes_with_our_names, 4, local=2)
+
+
+def job_arranged_by_machine() -> None:
+    assert shape(init_device_mesh("cpu", (4,))) == (1, 2, 2)
+    assert shape(init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))) == (1, 2, 2)
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    assert shape(two["dp"]) == (1, 2, 1), "every other rank"
+    assert shape(two["tp"]) == (1, 1, 2), "a machine"
+    cluster = laconic.Cluster.of(two)
+    assert shape(two) == (2, 1, 2), "the first of two axes replicates"
+    assert (cluster.island_rank, cluster.local_rank) == divmod(dist.get_rank(), 2)
+    replicas = cluster.reduce_groups["island"]
+    assert replicas is not None
+    assert dist.get_process_group_ranks(replicas) == [dist.get_rank() % 2, dist.get_rank() % 2 + 2]
+
+
+def test_meshes_with_other_names_are_arranged_by_machine() -> None:
+    run_ranks(job_arranged_by_machine, 4, local=2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_local"),
+    [
+        ([[0, 1, 2, 3, 4, 5, 6, 7]], 4),
+        ([[0, 2, 4, 6]], 2),
+        ([[1, 5, 9]], 1),
+        ([[4, 5, 6]], 3),
+        ([[0, 1, 2, 3], [4, 5, 6, 7]], 4),
+        ([[0, 1, 4, 5], [2, 3, 6, 7]], 2),
+        ([[0, 1, 2, 4], [3, 5, 6, 7]], 1),  # three ranks on one machine and one on the other
+        ([[0, 1, 4, 5], [6, 7, 8, 12]], 1),  # the second row is not as the first
+        ([[0, 1, 4, 5, 6, 7]], 1),
+        ([[0, 4, 5]], 1),
+    ],
+)
+def test_a_row_has_two_levels_if_its_ranks_lie_regularly_on_machines_of_four(
+    rows: list[list[int]], num_local: int
+) -> None:
+    assert cluster_module._side_by_side(torch.tensor(rows), 4) == num_local
+
+
+def job_irregular() -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    assert shape(mesh) == (1, 3, 1), "two ranks on the first machine, one on the second"
+    os.environ["LOCAL_WORLD_SIZE"] = "3" if dist.get_rank() else "1"
+    assert shape(init_device_mesh("cpu", (3,), mesh_dim_names=("a",))) == (1, 3, 1), "the ranks disagree"
+    del os.environ["LOCAL_WORLD_SIZE"]
+    assert shape(init_device_mesh("cpu", (3,), mesh_dim_names=("b",))) == (1, 3, 1), "no launcher says anything"
+    assert laconic.Cluster.of(mesh) is laconic.Cluster.of(init_device_mesh("cpu", (3,), mesh_dim_names=("a",)))
+
+
+def test_irregular_meshes_are_one_level() -> None:
+    run_ranks(job_irregular, 3, local=2)
+
+
+def num_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def job_made_once() -> None:
+    mesh = default_mesh()
+    cluster, count = laconic.Cluster.of(mesh), num_groups()
+    for _ in range(30):
+        assert default_mesh() is mesh
+        assert laconic.Cluster.of(laconic.init_mesh("cpu")) is cluster
+    assert num_groups() == count
+    outer = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    part, count = laconic.Cluster.of(outer["dp"]), num_groups()
+    assert part is not cluster
+    for _ in range(30):
+        assert laconic.Cluster.of(outer["dp"]) is part
+    assert num_groups() == count
+    dp = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    assert laconic.Cluster.of(dp) is cluster, "it arranges the same ranks alike"
+    assert laconic.Cluster.of(outer) is not cluster
+    assert laconic.Cluster.of(laconic.init_mesh("cpu", nodes=4, local=1)) is not cluster
+
+
+def test_groups_are_made_once_for_equal_meshes() -> None:
+    run_ranks(job_made_once, 4, local=2)
+
+
+def job_forgets() -> None:
+    old = laconic.Cluster.of(default_mesh())
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(free_port())
+    new = laconic.Cluster.of(default_mesh())
+    assert new is not old
+    assert new.all_group is dist.group.WORLD
+    assert list(cluster_module._made_on) == [dist.group.WORLD]
+
+
+def test_a_new_default_process_group_has_clusters_of_its_own() -> None:
+    run_ranks(job_forgets, 1)
+
+
+def job_threads() -> None:
+    """Two ranks in one process, each with a default process group of its own."""
+    from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
+
+    del os.environ["LOCAL_WORLD_SIZE"]
+    _install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    store = dist.HashStore()
+
+    def rank_job(rank: int) -> tuple[laconic.Cluster, laconic.Cluster, int]:
+        dist.init_process_group("threaded", rank=rank, world_size=2, store=store)
+        found = [laconic.Cluster.of(init_device_mesh("cpu", (2,), mesh_dim_names=("node",))) for _ in range(2)]
+        return found[0], found[1], found[0].node_rank
+
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            results = list(threads.map(rank_job, range(2), timeout=30))
+    finally:
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        _uninstall_threaded_pg()
+    assert [first is second for first, second, _ in results] == [True, True]
+    assert results[0][0] is not results[1][0]
+    assert [node_rank for _, _, node_rank in results] == [0, 1]
+
+
+def test_threads_that_play_ranks_have_clusters_of_their_own() -> None:
+    launch(job_threads, num_ranks=1, timeout_s=60, backend=None)
 
 
 def job_bad_sizes() -> None:

@@ -1,29 +1,84 @@
 """The device mesh of I islands x N nodes x L local ranks, this rank's place in it, and the process groups.
 
 In torchtitan's words, `dp_replicate` is the island axis, and `dp_shard` is the node and local axes together.
+
+[Note: What is made once]
+Meshes and clusters are made once for each default process group, by value: equal arguments find them again. All ranks
+find or make them alike, so no call makes groups on some ranks only. When a rank starts another default process group,
+what it made on the last one is forgotten. Where threads play the ranks, each has a default group, and so clusters, of
+its own.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from laconic.comm.traffic import IslandLevel, Traffic
+from laconic.comm.agreement import RankGroup
+from laconic.comm.traffic import IslandLevel, Level, Traffic
 
 AXES = ("island", "node", "local")
+
+
+@dataclass
+class _Made:
+    """What this rank has made on one default process group: [Note: What is made once]."""
+
+    thread: int = field(default_factory=threading.get_ident)
+    checked_sizes: set[int] = field(default_factory=set)
+    """The number of ranks that all nodes have."""
+    meshes: dict[Any, DeviceMesh] = field(default_factory=dict)
+    clusters: dict[Any, Cluster] = field(default_factory=dict)
+
+
+_made_on: dict[dist.ProcessGroup, _Made] = {}
+
+
+def _made() -> _Made:
+    world = dist.group.WORLD
+    assert world is not None
+    made = _made_on.get(world)
+    if made is None:
+        made = _Made()
+        for group, earlier in list(_made_on.items()):
+            if earlier.thread == made.thread:
+                del _made_on[group]
+        _made_on[world] = made
+    return made
+
+
+def default_mesh(device_type: str | None = None) -> DeviceMesh:
+    """Return the mesh of all ranks for the machine's accelerator, or for the CPU if there is none; see `init_mesh`.
+
+    Args:
+        device_type: the type of another device.
+
+    Raises:
+        ValueError: see `init_mesh`.
+    """
+    if device_type is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device_type = "cpu" if accelerator is None else accelerator.type
+    return init_mesh(device_type)
 
 
 def init_mesh(device_type: str, *, islands: int = 1, nodes: int | None = None, local: int | None = None) -> DeviceMesh:
     """Build the mesh (island, node, local) from torchrun's environment; start the default process group if needed.
 
-    Collective over all ranks of the job. On CUDA it also selects this rank's device.
+    Collective over all ranks of the job. Equal arguments give the same mesh again: [Note: What is made once]. On an
+    accelerator it also selects this rank's device.
 
     Args:
-        device_type: "cpu" or "cuda".
-        islands: the number of islands, which must divide the number of nodes. More than one needs `LocalSteps`.
+        device_type: "cpu" or the type of an accelerator, such as "cuda".
+        islands: the number of islands, which must divide the number of nodes. Islands hold the same parameters and
+            average their gradients in every step, unless `LocalSteps` lets them train on their own.
         nodes: the number of nodes in one island. Default: all nodes divided by `islands`.
         local: the number of ranks per node. Default: torchrun's LOCAL_WORLD_SIZE.
 
@@ -32,8 +87,9 @@ def init_mesh(device_type: str, *, islands: int = 1, nodes: int | None = None, l
             missing and there is no process group.
     """
     _start_process_group(device_type)
+    _select_device(device_type)
     world = dist.get_world_size()
-    local = local if local is not None else _local_world_size(world)
+    local = local if local is not None else _ranks_per_node(world)
     if min(islands, local) < 1 or (nodes is not None and nodes < 1):
         raise ValueError(f"a mesh needs positive sizes, got islands={islands}, nodes={nodes}, local={local}")
     if nodes is None:
@@ -43,9 +99,11 @@ def init_mesh(device_type: str, *, islands: int = 1, nodes: int | None = None, l
             f"{islands} islands x {nodes} nodes x {local} local ranks make {islands * nodes * local} ranks, but the "
             f"job has {world}; start every node with the same --nproc-per-node, or give sizes whose product is {world}"
         )
-    if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", dist.get_rank() % local)) % torch.cuda.device_count())
-    return init_device_mesh(device_type, (islands, nodes, local), mesh_dim_names=AXES)
+    meshes, sizes = _made().meshes, (islands, nodes, local)
+    mesh = meshes.get((device_type, sizes))
+    if mesh is None:
+        mesh = meshes[device_type, sizes] = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+    return mesh
 
 
 def _start_process_group(device_type: str) -> None:
@@ -57,23 +115,28 @@ def _start_process_group(device_type: str) -> None:
             f"init_mesh needs torchrun's environment, but {', '.join(missing)} is not set; start the script with "
             "`torchrun --nproc-per-node=...`, or call torch.distributed.init_process_group first"
         )
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    dist.init_process_group(dist.get_default_backend_for_device(device_type))
 
 
-def _local_world_size(world: int) -> int:
+def _select_device(device_type: str) -> None:
+    """Make an accelerator current, by LOCAL_RANK. NCCL needs it before its first collective."""
+    if device_type != "cpu":
+        devices = torch.get_device_module(device_type)
+        devices.set_device(int(os.environ.get("LOCAL_RANK", dist.get_rank())) % devices.device_count())
+
+
+def _ranks_per_node(world: int) -> int:
     """The number of ranks on this node. Collective: every rank checks that all nodes have equally many."""
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    if device == "cuda":  # NCCL needs the device before its first collective
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([num_local], device=device))
-    by_rank = [int(size) for size in sizes]
-    if len(set(by_rank)) > 1:
-        raise ValueError(
-            f"nodes of unequal size: ranks per node, rank by rank, are {by_rank}; laconic needs the same number of "
-            "ranks on every node"
-        )
+    checked = _made().checked_sizes
+    if num_local not in checked:
+        by_rank = RankGroup().gather(num_local)
+        if len(set(by_rank)) > 1:
+            raise ValueError(
+                f"nodes of unequal size: ranks per node, rank by rank, are {by_rank}; laconic needs the same number of "
+                "ranks on every node"
+            )
+        checked.add(num_local)
     return num_local
 
 
@@ -81,61 +144,84 @@ class Cluster:
     """One island as one rank sees it: the places of the ranks, their process groups, and this rank's traffic.
 
     Gathers and reductions have process groups of their own, so that a prefetched gather never queues behind a
-    reduction. `Cluster.of` makes one cluster per mesh.
+    reduction. `Cluster.of` makes one cluster for each arrangement of ranks, so models on equal meshes share the groups
+    and the traffic counters.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, islands: Tensor | None = None) -> None:
         """Make the process groups. Collective over the ranks of `mesh`.
 
         Args:
-            mesh: has the axes (island, node, local), or (node, local), or one axis. A mesh of one axis crosses the wire
-                unless the axis is named "local".
+            mesh: has one of these forms:
+
+                - axes (island, node, local) or (node, local), or two axes without names, which are node and local;
+                - two axes with other names: the first replicates, as islands do, and the second shards;
+                - one axis, which shards.
+
+                An axis that shards is one level if its name is "node", which crosses the wire, or "local", which does
+                not. Any other is arranged into nodes and local ranks by torchrun's LOCAL_WORLD_SIZE, provided that each
+                node has equally many ranks of the axis, side by side. Otherwise it is one level that crosses the wire.
+            islands: the ranks of all islands, (I, N, L), if they are known already.
 
         Raises:
             ValueError: the mesh has other axes, or this rank is not in the mesh.
         """
-        islands = _islands(mesh)
-        position = (islands == dist.get_rank()).nonzero()
-        if len(position) != 1:
-            raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh}")
+        islands = _arrange(mesh) if islands is None else islands
         self.mesh = mesh
         self.device_type = mesh.device_type
         self.traffic = Traffic()
         self.num_islands, self.num_nodes, self.num_local = islands.shape
-        self.island_rank, self.node_rank, self.local_rank = position[0].tolist()
+        self.island_rank, self.node_rank, self.local_rank = (islands == dist.get_rank()).nonzero()[0].tolist()
         self.size = self.num_nodes * self.num_local
         """The number of ranks in the island."""
+        self.replicas_diverge = False
+        """True once `LocalSteps` trains the islands on their own. Otherwise they sum their gradients in every step."""
         self._ranks: list[list[int]] = islands[self.island_rank].tolist()  # by node, then by local rank
-        self.gather_groups = _axis_groups(islands)
-        """By level, the ranks of this island whose places differ on that level only; None if the level has one rank."""
-        self.reduce_groups = _axis_groups(islands)
-        """The same ranks in other process groups."""
+        by_island = islands.flatten(1)
         is_world = self.size == dist.get_world_size()
-        self.all_group = dist.group.WORLD if is_world else _own_group(islands.flatten(1).tolist())
-        """All ranks of the island, in rank order; None if the island has one rank and the job has several."""
-        # on every device, islands exchange tensors in host memory
-        self.island_group = _own_group(islands.flatten(1).T.tolist(), backend="gloo")
-        """The ranks with the same place in every island, in the order of islands; None if there is one island."""
+        self.all_group = dist.group.WORLD if is_world else _own_group(by_island.tolist())
+        """Every rank of the island, in the order of ranks; None for an island of one rank among several."""
+        # on every device, islands that train on their own exchange tensors in host memory
+        self.island_group = _own_group(by_island.T.tolist(), backend="gloo")
+        """The ranks with this rank's place in all islands, in the order of islands; None if there is one island."""
+        replicas = self.island_group if self.device_type == "cpu" else _own_group(by_island.T.tolist())
+        self.gather_groups = _axis_groups(islands) | {"island": replicas}
+        """For each level the ranks that differ on this level only; None if it has one rank."""
+        self.reduce_groups = _axis_groups(islands) | {"island": replicas}
+        """The same ranks; inside an island in other process groups."""
+        self.flag_group = _own_group(by_island.tolist(), backend="gloo")
+        """Every rank of the island, for small messages in host memory; None if there is one."""
+        has_islands = self.num_islands > 1
+        self.all_flag_group = _own_group([islands.flatten().tolist()], "gloo") if has_islands else self.flag_group
+        """Every rank of all islands, in the order of the mesh, for small messages in host memory."""
 
     @staticmethod
     def of(mesh: DeviceMesh) -> Cluster:
-        """The cluster of `mesh`; the same object for the same mesh. The first call is collective over all ranks.
+        """The cluster of `mesh`; the same object for meshes of one device type that arrange the same ranks alike.
+
+        The first call for a mesh is collective over its ranks. `Cluster.mesh` is the mesh of the first call. See
+        [Note: What is made once].
 
         Raises:
             ValueError: see `Cluster`.
         """
-        cluster = getattr(mesh, "_laconic_cluster", None)
-        if cluster is None:
-            cluster = Cluster(mesh)
-            mesh._laconic_cluster = cluster  # type: ignore[attr-defined]
-        return cluster
+        clusters = _made().clusters
+        ranks = mesh.mesh
+        by_value = mesh.device_type, mesh.mesh_dim_names, tuple(ranks.shape), tuple(ranks.flatten().tolist())
+        if by_value not in clusters:
+            islands = _arrange(mesh)
+            by_place = mesh.device_type, tuple(islands.shape), tuple(islands.flatten().tolist())
+            if by_place not in clusters:
+                clusters[by_place] = Cluster(mesh, islands)
+            clusters[by_value] = clusters[by_place]
+        return clusters[by_value]
 
     @property
     def device(self) -> torch.device:
         """The device of this rank."""
-        if self.device_type == "cuda":
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device(self.device_type)
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.device_type, torch.get_device_module(self.device_type).current_device())
 
     @property
     def shard_index(self) -> int:
@@ -147,6 +233,14 @@ class Cluster:
         """All ranks of the island, by their numbers in the whole job."""
         return {rank for node in self._ranks for rank in node}
 
+    def place_on(self, level: Level) -> tuple[int, int]:
+        """This rank's place on `level`, and the number of places."""
+        return {
+            "island": (self.island_rank, self.num_islands),
+            "node": (self.node_rank, self.num_nodes),
+            "local": (self.local_rank, self.num_local),
+        }[level]
+
     def level_to(self, shard: int) -> IslandLevel:
         """The level of a transfer between this rank and the owner of `shard`."""
         return "local" if shard % self.num_nodes == self.node_rank else "node"
@@ -156,30 +250,61 @@ class Cluster:
         return self._ranks[shard % self.num_nodes][shard // self.num_nodes]
 
 
-def _islands(mesh: DeviceMesh) -> torch.Tensor:
-    """The ranks of all islands, (I, N, L): every rank takes part in making every group."""
-    names = mesh.mesh_dim_names
-    ranks = mesh.mesh.cpu()
-    if ranks.ndim == 3 and names == AXES:
+def _arrange(mesh: DeviceMesh) -> Tensor:
+    """The ranks of all islands, (I, N, L). Collective over the ranks of a mesh whose names are not ours."""
+    ranks, names = mesh.mesh.cpu(), mesh.mesh_dim_names or ()
+    if ranks.ndim > 2 and names != AXES:
+        raise ValueError(
+            f"fully_shard needs a mesh with axes {AXES}, {AXES[1:]}, two axes of which the first replicates and the "
+            f"second shards, or a single axis, got shape {tuple(ranks.shape)} with axes {names}; slice the mesh, as in "
+            "mesh['dp'], or let laconic.init_mesh build one"
+        )
+    if not (ranks == dist.get_rank()).any():
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh}")
+    if any((ranks.diff(dim=dim) <= 0).any() for dim in range(ranks.ndim)):  # torch sorts the ranks of a group
+        raise ValueError(f"the ranks of a mesh must ascend along each of its axes, got {ranks.tolist()}")
+    if ranks.ndim == 3:
         return ranks
-    if ranks.ndim == 2 and names in (None, AXES[1:]):
+    if ranks.ndim == 2 and names in ((), AXES[1:]):
         return ranks[None]
-    if ranks.ndim == 1:
-        return ranks[None, None, :] if names == ("local",) else ranks[None, :, None]
-    raise ValueError(
-        f"fully_shard needs a mesh with axes {AXES}, {AXES[1:]} or a single axis, got shape {tuple(ranks.shape)} with "
-        f"axes {names}; laconic.init_mesh builds one from torchrun's environment"
-    )
+    rows = ranks.view(-1, ranks.shape[-1])
+    if names and names[-1] in ("node", "local"):
+        num_local = 1 if names[-1] == "node" else rows.shape[1]
+    else:
+        size = _agreed_local_size(mesh)
+        num_local = 1 if size is None else _side_by_side(rows, size)
+    return rows.unflatten(1, (-1, num_local))
 
 
-def _axis_groups(islands: torch.Tensor) -> dict[IslandLevel, dist.ProcessGroup | None]:
+def _agreed_local_size(mesh: DeviceMesh) -> int | None:
+    """LOCAL_WORLD_SIZE if torchrun has told all ranks of the mesh the same; else None. Collective over the mesh."""
+    size: Any = os.environ.get("LOCAL_WORLD_SIZE")
+    for axis in reversed(range(mesh.ndim)):
+        sizes = RankGroup(mesh.get_group(axis)).gather(size)
+        size = sizes[0] if len(set(sizes)) == 1 else None
+    return None if size is None else int(size)
+
+
+def _side_by_side(rows: Tensor, ranks_per_node: int) -> int:
+    """The ranks of a row on one node, if they are as many for all rows (I, S) and nodes, side by side; else 1."""
+    nodes = rows // ranks_per_node
+    num_local = int((nodes[0] == nodes[0, 0]).sum())
+    if rows.shape[1] % num_local:
+        return 1
+    blocks = nodes.unflatten(1, (-1, num_local))
+    are_whole = bool((blocks == blocks[:, :, :1]).all())
+    are_distinct = all(len(set(row)) == len(row) for row in blocks[:, :, 0].tolist())
+    return num_local if are_whole and are_distinct else 1
+
+
+def _axis_groups(islands: Tensor) -> dict[Level, dist.ProcessGroup | None]:
     _, num_nodes, num_local = islands.shape
     node = _own_group(islands.transpose(1, 2).reshape(-1, num_nodes).tolist())
     return {"node": node, "local": _own_group(islands.reshape(-1, num_local).tolist())}
 
 
 def _own_group(lists_of_ranks: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
-    """Make a process group of each list, and return the group that holds this rank; None for lists of one rank."""
+    """Make a process group of each list, and return that of this rank; None for lists of one rank."""
     if len(lists_of_ranks[0]) == 1:
         return None
     if sum(map(len, lists_of_ranks)) < dist.get_world_size():  # part of a larger mesh: other ranks make other groups
