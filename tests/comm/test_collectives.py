@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import laconic
-from laconic.comm.collectives import Communicator, all_reduce
+from laconic.comm.collectives import Communicator, all_reduce, start_flags
 from laconic.comm.traffic import Purpose
 from tests.ranks import run_ranks
 from tests.reference import gather as reference
@@ -130,3 +130,77 @@ def job_overlap() -> None:
 
 def test_transfers_overlap_without_mixing() -> None:
     run_ranks(job_overlap, 4, local=2)
+
+
+def job_replicas() -> None:
+    """Islands sum in place."""
+    cluster = laconic.Cluster.of(laconic.init_mesh("cpu", islands=dist.get_world_size() // 2, nodes=1))
+    island = Communicator(cluster, "island")
+    assert (island.rank, island.size) == (cluster.island_rank, cluster.num_islands)
+    for dtype in DTYPES:
+        generator = torch.Generator().manual_seed(0)
+        values = [torch.randint(-9, 9, (C + 1,), generator=generator).to(dtype) for _ in range(island.size)]
+        before, own = cluster.traffic.snapshot(), values[island.rank].clone()
+        pending = island.start_all_reduce(own)
+        assert pending is not None
+        pending.wait()
+        assert torch.equal(own, sum(values[1:], values[0])), "sums of whole numbers do not round"
+        assert_sent(cluster, before, "island", "gradients", 2 * (island.size - 1) * own.nbytes // island.size)
+        rounding = torch.randn(C + 1, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
+        if pending := island.start_all_reduce(rounding):
+            pending.wait()
+        assert island.all_reduce(rounding.clone(), dist.ReduceOp.MAX).equal(rounding), "all have the same bits"
+        whole = torch.cat([value[:C] for value in values])
+        summed = island.start_reduce_scatter(whole).finish()
+        assert torch.equal(summed, values[island.rank][:C] * island.size), "the other transfers serve islands too"
+
+
+@pytest.mark.parametrize("num_islands", [2, 3])
+def test_islands_sum_gradients(num_islands: int) -> None:
+    run_ranks(job_replicas, 2 * num_islands, local=2)
+
+
+def job_no_replicas() -> None:
+    cluster = laconic.Cluster.of(laconic.init_mesh("cpu"))
+    assert Communicator(cluster, "island").start_all_reduce(torch.ones(3)) is None
+    assert not cluster.replicas_diverge
+    assert cluster.traffic.snapshot().total() == 0
+
+
+def test_one_island_sums_nothing() -> None:
+    run_ranks(job_no_replicas, 2)
+
+
+def job_flags(islands: int) -> None:
+    cluster = laconic.Cluster.of(laconic.init_mesh("cpu", islands=islands))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    first = rank - rank % cluster.size
+    for across, ranks in ((False, range(first, first + cluster.size)), (True, range(world))):
+        under_way = []
+        before = cluster.traffic.snapshot()
+        for shift in range(3):
+            mine = torch.zeros(world + 2, dtype=torch.uint8)
+            mine[(rank + shift) % world] = 1
+            under_way.append(start_flags(cluster, mine, across_islands=across))
+        expected = [torch.zeros(world + 2, dtype=torch.uint8) for _ in range(3)]
+        for shift, rank_of_flag in product(range(3), ranks):
+            expected[shift][(rank_of_flag + shift) % world] = 1
+        assert [flags.wait().tolist() for flags in under_way] == [flags.tolist() for flags in expected]
+        delta = cluster.traffic.snapshot() - before
+        peers = {
+            "local": cluster.num_local - 1,
+            "node": cluster.size - cluster.num_local,
+            "island": len(ranks) - cluster.size,
+        }
+        for level, count in peers.items():
+            assert delta.total(level, "control", "sent") == 3 * count * (world + 2)  # type: ignore[arg-type]
+            assert delta.total(level, "control", "received") == delta.total(level, direction="sent")  # type: ignore[arg-type]
+    assert start_flags(cluster, torch.zeros(0, dtype=torch.uint8)).wait().tolist() == []
+    for bad in (torch.zeros(3), torch.zeros(1, 3, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8, device="meta")):
+        with pytest.raises(ValueError, match="flags are a vector of uint8 on the host"):
+            start_flags(cluster, bad)
+
+
+@pytest.mark.parametrize(("world", "local", "islands"), [(1, 1, 1), (3, 3, 1), (4, 2, 1), (6, 1, 3), (8, 2, 2)])
+def test_flags_are_united(world: int, local: int, islands: int) -> None:
+    run_ranks(job_flags, world, islands, local=local)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from laconic import _compat
 from laconic.comm.cluster import Cluster
-from laconic.comm.traffic import IslandLevel, Purpose, Traffic
+from laconic.comm.traffic import Level, Purpose, Traffic
 
 _Tensors = Sequence[Tensor] | Tensor
 
@@ -26,7 +26,7 @@ _Tensors = Sequence[Tensor] | Tensor
 class Pending:
     """A transfer under way."""
 
-    def __init__(self, works: Sequence[dist.Work | None], traffic: Traffic, level: IslandLevel) -> None:
+    def __init__(self, works: Sequence[dist.Work | None], traffic: Traffic, level: Level) -> None:
         """Take the works of the transfer; time spent waiting is counted in `traffic` for `level`."""
         self._works, self._traffic, self._level = works, traffic, level
 
@@ -41,11 +41,10 @@ class Pending:
 class Communicator:
     """Sends tensors along one level of a cluster."""
 
-    def __init__(self, cluster: Cluster, level: IslandLevel) -> None:
-        """Connect this rank with the ranks of its island whose places differ on `level` only."""
-        self.level: IslandLevel = level
-        self.size = cluster.num_nodes if level == "node" else cluster.num_local
-        self.rank = cluster.node_rank if level == "node" else cluster.local_rank
+    def __init__(self, cluster: Cluster, level: Level) -> None:
+        """Communicate between the ranks that differ from this one in their place on `level` only."""
+        self.level: Level = level
+        self.rank, self.size = cluster.place_on(level)
         self._traffic = cluster.traffic
         self._peers = [peer for peer in range(self.size) if peer != self.rank]
         self._gather_group = cluster.gather_groups[level]
@@ -103,6 +102,18 @@ class Communicator:
             terms = list(landing.view(self.size, -1))
             work = dist.all_to_all_single(landing, whole, group=group, async_op=True)
         return ReduceScatter(self._pending([work]), terms, whole, nbytes=landing.nbytes)
+
+    def start_all_reduce(self, tensor: Tensor, purpose: Purpose = "gradients") -> Pending | None:
+        """Begin to sum `tensor` over the ranks, in place. None if this level has one rank.
+
+        Every rank gets the same bits. `tensor` is contiguous, and nobody uses it until the transfer has ended.
+
+        Cost: 2 (R - 1) / R of its bytes out of and into each of R ranks, as a ring moves them.
+        """
+        if self._reduce_group is None:
+            return None
+        self._count(purpose, 2 * (self.size - 1) * tensor.nbytes // self.size)
+        return self._pending([dist.all_reduce(tensor, group=self._reduce_group, async_op=True)])
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce a small tensor in place, now. The traffic is that of a ring: 2 (R - 1) / R of the bytes each way."""
@@ -165,3 +176,54 @@ def all_reduce(cluster: Cluster, tensor: Tensor, op: dist.ReduceOp.RedOpType = d
     """Reduce a small tensor over the whole island, in place: inside the nodes, then across them."""
     Communicator(cluster, "local").all_reduce(tensor, op)
     return Communicator(cluster, "node").all_reduce(tensor, op)
+
+
+class PendingFlags:
+    """Flags on their way."""
+
+    def __init__(self, pending: Pending | None, arriving: Tensor) -> None:
+        """Take the flags of all ranks, (R, K), which are complete once `pending` has ended."""
+        self._pending, self._arriving = pending, arriving
+
+    def wait(self) -> Tensor:
+        """Wait, and return the flags that some rank has set: (K,), uint8, on the host."""
+        if self._pending is not None:
+            self._pending.wait()
+        return self._arriving.amax(0)
+
+
+def start_flags(cluster: Cluster, flags: Tensor, *, across_islands: bool = False) -> PendingFlags:
+    """Begin to unite flags over the ranks of the island, or of all islands. Collective over them.
+
+    Every rank sends its flags to every other, all at once and in host memory. So the agreement takes one trip, and no
+    device waits for it.
+
+    Shapes: flags (K,), uint8, on the host -> (K,), by `PendingFlags.wait`.
+    Cost: (R - 1) * K bytes out of and into each of R ranks, counted as "control".
+
+    Raises:
+        ValueError: `flags` is no vector of uint8 on the host.
+    """
+    if flags.dtype is not torch.uint8 or flags.ndim != 1 or flags.device.type != "cpu":
+        raise ValueError(f"flags are a vector of uint8 on the host, got {flags.dtype} {tuple(flags.shape)}")
+    group = cluster.all_flag_group if across_islands else cluster.flag_group
+    if group is None or not len(flags):
+        return PendingFlags(None, flags[None])
+    num_ranks = group.size()
+    level = _count_to_all(cluster, num_ranks, len(flags))
+    arriving = torch.empty(num_ranks, len(flags), dtype=torch.uint8)
+    work = dist.all_to_all_single(arriving.view(-1), flags.repeat(num_ranks), group=group, async_op=True)
+    return PendingFlags(Pending([work], cluster.traffic, level), arriving)
+
+
+def _count_to_all(cluster: Cluster, num_ranks: int, nbytes: int) -> Level:
+    """Count `nbytes` bytes to and from each of the nearest `num_ranks` ranks. Returns the farthest level."""
+    farthest: Level = "local"
+    nearer = 1
+    reaches: dict[Level, int] = {"local": cluster.num_local, "node": cluster.size, "island": num_ranks}
+    for level, reach in reaches.items():
+        if reach > nearer:
+            size = (reach - nearer) * nbytes
+            cluster.traffic.count(level, "control", sent_bytes=size, received_bytes=size)
+            farthest, nearer = level, reach
+    return farthest

@@ -140,6 +140,7 @@ class LocalSteps:
             self.fragments.append(OuterFragment(own, outer, holders.counts(own)))
         self._residuals = [torch.zeros_like(fragment.flat.detach()) for fragment in self.fragments]
         self._recovery = Recovery(recovery, self.cluster) if recovery is not None else None
+        self.cluster.replicas_diverge = True
         self._begin()
 
     def _begin(self) -> None:
