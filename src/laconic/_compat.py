@@ -2,8 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from enum import Enum, auto
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -30,6 +29,16 @@ def reduce_scatter_flat(output: Tensor, input: Tensor, group: dist.ProcessGroup)
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
     """Return the backend of a group on a device, such as "nccl"; `dist.get_backend` may say "cpu:gloo,cuda:nccl"."""
     return group._get_backend(torch.device(device_type)).name().lower()
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return the time that a collective of a group may take; None if no backend of the group says."""
+    for device in group._device_types:
+        try:
+            return group._get_backend(device).options._timeout
+        except (AttributeError, RuntimeError):  # backends of third parties need not have options
+            continue
+    return None
 
 
 def let_optimizers_batch(tensor_type: type[torch.Tensor]) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import laconic
 from benchmarks.launch import launch
+from laconic import _compat
 from laconic.comm import cluster as cluster_module
 from laconic.comm.cluster import AXES, default_mesh
 from tests.ranks import free_port, run_ranks
@@ -200,6 +202,32 @@ def job_forgets() -> None:
 
 def test_a_new_default_process_group_has_clusters_of_its_own() -> None:
     run_ranks(job_forgets, 1)
+
+
+def job_timeout() -> None:
+    timeout = timedelta(seconds=77)
+    dist.init_process_group("gloo", timeout=timeout)
+    for mesh in (
+        laconic.init_mesh("cpu", islands=2),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))["dp"],
+    ):
+        cluster = laconic.Cluster.of(mesh)
+        groups = {
+            "all": cluster.all_group,
+            "islands": cluster.island_group,
+            "flags": cluster.flag_group,
+            "all flags": cluster.all_flag_group,
+            **{f"gather {level}": group for level, group in cluster.gather_groups.items()},
+            **{f"reduce {level}": group for level, group in cluster.reduce_groups.items()},
+        }
+        made = {name: _compat.timeout_of(group) for name, group in groups.items() if group is not None}
+        assert len(made) >= 4
+        assert made == dict.fromkeys(made, timeout)
+    dist.barrier()  # rank 0 holds the store, which others may still read
+
+
+def test_groups_inherit_the_timeout_of_the_job() -> None:
+    launch(job_timeout, num_ranks=4, num_local=2, timeout_s=60, backend=None)
 
 
 def job_threads() -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from laconic import _compat
 from laconic.comm.agreement import RankGroup
 from laconic.comm.traffic import IslandLevel, Level, Traffic
 
@@ -304,11 +305,16 @@ def _axis_groups(islands: Tensor) -> dict[Level, dist.ProcessGroup | None]:
 
 
 def _own_group(lists_of_ranks: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
-    """Make a process group of each list, and return that of this rank; None for lists of one rank."""
+    """Make a process group of each list, and return that of this rank; None for lists of one rank.
+
+    Groups have the timeout of the default group; torch gives new groups one of its own.
+    """
     if len(lists_of_ranks[0]) == 1:
         return None
+    assert dist.group.WORLD is not None
+    timeout = _compat.timeout_of(dist.group.WORLD)
     if sum(map(len, lists_of_ranks)) < dist.get_world_size():  # part of a larger mesh: other ranks make other groups
         own = next(ranks for ranks in lists_of_ranks if dist.get_rank() in ranks)
-        return dist.new_group(own, backend=backend, use_local_synchronization=True)
-    group, _ = dist.new_subgroups_by_enumeration(lists_of_ranks, backend=backend)
+        return dist.new_group(own, timeout, backend, use_local_synchronization=True)
+    group, _ = dist.new_subgroups_by_enumeration(lists_of_ranks, timeout, backend)
     return group
