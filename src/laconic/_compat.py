@@ -2,7 +2,9 @@
 
 import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from enum import Enum, auto
 from typing import Any, TypeVar, cast
 
 import torch

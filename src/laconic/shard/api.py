@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.nn.parameter import is_lazy
 
-from laconic.comm.cluster import Cluster, init_mesh
+from laconic.comm.cluster import Cluster, default_mesh
 from laconic.comm.traffic import Traffic
 from laconic.layout.granularity import Blocks, Granularity, resolve
 from laconic.layout.planner import plan_unit, warn_if_wasteful
@@ -47,8 +47,9 @@ def fully_shard(
     Args:
         module: the module to shard, or a list of modules that make one unit, such as an embedding and the head that
             shares its weight. It may be on the meta device; then call `to_empty` and initialise it afterwards.
-        mesh: axes (island, node, local) or (node, local), or one axis, which is one level. Default: `init_mesh` for the
-            device of the parameters.
+        mesh: axes (island, node, local) or (node, local), or FSDP2's meshes of one axis, or of two axes of which the
+            first replicates (HSDP); see `Cluster`. Default: all ranks, on the device of the parameters, or on the
+            accelerator if they are on the meta device.
         cache: where the node shard stays while the parameters do not change: "none", "host", "device", or a `Cache`.
         reshard_after_forward: False keeps the unit gathered until its backward. None means False for the root, which
             backward needs first, and True for other units. FSDP2's integer, the number of ranks per node, keeps the
@@ -77,7 +78,7 @@ def fully_shard(
     policy = Cache.of(cache)
     precision = mp_policy or MixedPrecisionPolicy()
     if mesh is None:
-        mesh = init_mesh("cuda" if any(p.is_cuda for each in modules for p in each.parameters()) else "cpu")
+        mesh = default_mesh(_device_type(modules))
     cluster = Cluster.of(mesh)
     reshards, policy = _resolve_reshard(reshard_after_forward, policy, cluster)
     managed = _find_parameters(modules, set(ignored_params or ()))
@@ -97,6 +98,11 @@ def fully_shard(
         each._laconic_unit = unit  # type: ignore[assignment]
         each.__class__ = _sharded_class(type(each))  # type: ignore[arg-type]  # classes are hashable
     return module
+
+
+def _device_type(modules: Sequence[nn.Module]) -> str | None:
+    """The device type of the parameters; None if all are on the meta device."""
+    return next((p.device.type for each in modules for p in each.parameters() if not p.is_meta), None)
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
@@ -379,6 +385,14 @@ class ShardedModule(FSDPModule, nn.Module):
         for unit in self._units(recurse):
             unit.requires_gradient_sync = requires_gradient_sync
 
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Set whether the next backward sums gradients over the islands, the replicas of HSDP.
+
+        With False, each rank keeps the sums of its island until a backward sums them over the islands.
+        """
+        for unit in self._units(recurse):
+            unit.requires_all_reduce = requires_all_reduce
+
     def set_reduce_once_per_backward(self, reduce_once: bool, *, recurse: bool = True) -> None:
         """Set whether a backward through several forwards reduces gradients once, at the last, or once per forward.
 
@@ -399,7 +413,8 @@ class ShardedModule(FSDPModule, nn.Module):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set the divisor of this module's summed gradients; modules below keep theirs.
 
-        The default is the number of ranks in the mesh's node and local axes.
+        The default is the number of ranks whose gradients are summed: those of the mesh, or of this island if
+        `LocalSteps` trains islands on their own.
 
         Raises:
             ValueError: `factor` is not positive or not finite.
@@ -501,7 +516,6 @@ def _units_of(modules: Sequence[FSDPModule]) -> list[Unit]:
 
 
 _REFUSED = {
-    "set_requires_all_reduce": "replicas are synchronised in every step that synchronises gradients",
     "set_custom_all_gather": "laconic gathers along two levels, with transfers and buffers of its own",
     "set_custom_reduce_scatter": "laconic reduces along two levels, with transfers and buffers of its own",
     "set_allocate_memory_from_process_group_for_comm": "laconic's collectives read and write its own buckets",

@@ -61,7 +61,8 @@ class Bucket:
         self.layout, self.cluster = layout, cluster
         self.dtype = managed[0].parameter.dtype
         self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
-        self.divide_by: float = cluster.size
+        self.divide_by: float | None = None
+        """The divisor of summed gradients that the user has set; None stands for the number of ranks."""
         self.reduced_hook: Callable[[Tensor], None] | None = None
         self.ledger = Ledger()
         self.cached: CachedShard | None = None
@@ -119,12 +120,19 @@ class Bucket:
     def divide_before(self) -> float:
         """The divisor of gradients before they are summed, as in FSDP2.
 
-        In float16, which a sum could overflow, it is about the square root of `divide_by`; otherwise 1.
+        In float16, which a sum could overflow, it is about the square root of `divisor`; otherwise 1.
         """
         before = 1.0
-        while self.reduce_dtype is torch.float16 and self.divide_by % before == 0 and self.divide_by > before**2:
+        while self.reduce_dtype is torch.float16 and self.divisor % before == 0 and self.divisor > before**2:
             before *= 2
         return before
+
+    @property
+    def divisor(self) -> float:
+        """The divisor of summed gradients: the number of ranks whose gradients are summed, unless the user set it."""
+        if self.divide_by is not None:
+            return self.divide_by
+        return self.cluster.size * (1 if self.cluster.replicas_diverge else self.cluster.num_islands)
 
     @property
     def version(self) -> int:

@@ -1,7 +1,8 @@
-"""Reducing a unit's gradients: written into the bucket, summed inside the node, then summed across the nodes.
+"""Reducing a unit's gradients: written into the bucket, summed inside the node, across the nodes, over the islands.
 
 The sum inside the node runs in every micro-batch, the sum across nodes once per optimizer step. In between a rank holds
-one node shard of partial sums. Sums are in the reduce dtype and are divided once, at the end.
+one node shard of partial sums. Sums are in the reduce dtype and are divided once, at the end. Islands are the replicas
+of HSDP: the sum of a shard over the islands follows, unless `LocalSteps` trains the islands on their own.
 
 [Note: Gradients that do not come]
 A parameter without a gradient on this rank adds zero, because other ranks may have a gradient for it (a router may send
@@ -21,27 +22,41 @@ from torch.autograd.graph import get_gradient_edge
 
 from laconic import _compat
 from laconic._compat import GradientUse
-from laconic.comm.collectives import Communicator, ReduceScatter, all_reduce
+from laconic.comm.collectives import Communicator, Pending, ReduceScatter, start_flags
+from laconic.comm.traffic import Level
 from laconic.shard.bucket import Bucket
 from laconic.shard.lanes import Event, Lanes, wait_for
 from laconic.shard.ledger import Ledger
+
+LEVELS: tuple[Level, ...] = ("island", "node", "local")
 
 
 class BucketGradients:
     """The gradients of one bucket, from the first one in a backward to `.grad` of the sharded parameters."""
 
-    def __init__(self, bucket: Bucket, node: Communicator, local: Communicator, lanes: Lanes, ledger: Ledger) -> None:
-        self.bucket = bucket
-        self.node, self.local, self.lanes, self.ledger = node, local, lanes, ledger
+    def __init__(self, bucket: Bucket, lanes: Lanes, ledger: Ledger) -> None:
+        self.bucket, self.lanes, self.ledger = bucket, lanes, ledger
+        self.island, self.node, self.local = (Communicator(bucket.cluster, level) for level in LEVELS)
         self._full: Tensor | None = None
         self._written: set[int] = set()
         self.partial: Tensor | None = None
         """This node's sums of earlier micro-batches, (N * C,), that have not been sent across nodes."""
+        self.partial_shard: Tensor | None = None
+        """This island's sums of earlier backwards, (C,), that have not been sent to other islands."""
         self.is_due = False
         """True if the running backward adds to `.grad` of one of the parameters, and has not been reduced yet."""
         self._used: set[int] = set()  # parameters with a gradient on this rank since the last agreement
         self._fresh: set[int] = set()  # parameters whose `.grad` was None until then
         bucket.set_gradient_sink(self)
+
+    @property
+    def has_replicas(self) -> bool:
+        """True if gradients are summed over islands."""
+        return self.island.size > 1 and not self.bucket.cluster.replicas_diverge
+
+    def has_partial_sums(self, *, across_islands: bool) -> bool:
+        """True if sums of earlier backwards wait to be sent on: across nodes or, with `across_islands`, to islands."""
+        return self.partial is not None or (across_islands and self.partial_shard is not None)
 
     @property
     def has_gradients(self) -> bool:
@@ -119,17 +134,17 @@ class BucketGradients:
 
     def discard(self) -> None:
         """Drop the gradients of a failed backward, and the partial sums that may include some of them."""
-        for buffer in (self._full, self.partial):
+        for buffer in (self._full, self.partial, self.partial_shard):
             if buffer is not None:
                 self.ledger.hold(-buffer.nbytes)
-        self._full = self.partial = None
+        self._full = self.partial = self.partial_shard = None
         self.is_due = False
         for indices in (self._written, self._used, self._fresh):
             indices.clear()
 
     def accumulate(self, shard: Tensor) -> None:
         """Divide a finished sum over all ranks, (C,), and add it to `.grad` of the sharded parameters."""
-        divide_by = self.bucket.divide_by / self.bucket.divide_before
+        divide_by = self.bucket.divisor / self.bucket.divide_before
         if divide_by != 1:
             shard.div_(divide_by)
         if self.bucket.reduced_hook is not None:
@@ -167,7 +182,7 @@ class BucketGradients:
     def use_flags(self) -> Tensor:
         """1 for each parameter that got a gradient on this rank since the last agreement, else 0: uint8, (P,)."""
         flags = [index in self._used for index in range(len(self.bucket.sharded))]
-        return torch.tensor(flags, dtype=torch.uint8, device=self.bucket.cluster.device)
+        return torch.tensor(flags, dtype=torch.uint8)
 
     def conclude(self, used: Sequence[int]) -> None:
         """Remove the new `.grad` of parameters that no rank used, and run the hooks of the others."""
@@ -185,14 +200,18 @@ class BucketGradients:
 class Reduction:
     """The reduction of one bucket's gradients: a sum inside the node, one across the nodes, one over the replicas."""
 
-    def __init__(self, gradients: BucketGradients, full: Tensor | None, *, across_nodes: bool) -> None:
+    def __init__(
+        self, gradients: BucketGradients, full: Tensor | None, *, across_nodes: bool, across_islands: bool
+    ) -> None:
         """Begin the sum of `full`, (L * N * C,), inside the node; with None, only the partial sums are reduced."""
         self.gradients = gradients
-        self._across_nodes = across_nodes
+        self._across_nodes, self._across_islands = across_nodes, across_islands
         self._ledger, self._lane = gradients.ledger, gradients.lanes.reduce
         self._full = full
         self._node_shard: Tensor | None = None
         self._transfer: ReduceScatter | None = None
+        self._shard: Tensor | None = None
+        self._replicas: Pending | None = None
         self._done: Event = None
         if full is not None:
             with self._lane.running():
@@ -203,37 +222,63 @@ class Reduction:
     def finish_local(self) -> None:
         """Finish the sum inside the node and, at the end of an optimizer step, begin the sum across nodes."""
         with self._lane.running():
-            total, self.gradients.partial = self.gradients.partial, None
-            if self._transfer is not None:
-                fresh = self._finish_transfer()
-                if total is None:
-                    total = fresh
-                    self._ledger.hold(total.nbytes)
-                else:
-                    total.add_(fresh)
-            assert total is not None
-            if self._across_nodes:
+            fresh = None if self._transfer is None else self._finish_transfer()
+            total, self.gradients.partial = self._add(self.gradients.partial, fresh), None
+            if not self._across_nodes:
+                self.gradients.partial = total
+            elif total is not None:
                 self._node_shard = total
                 self._start_transfer(self.gradients.node, total)
-            else:
-                self.gradients.partial = total
         self._done = self._lane.record_event()
         if self._done is None:  # no lane still reads the bucket
             self._free_full()
 
-    def finish(self, *, keep: bool = True) -> None:
-        """Finish: on return, compute may use the sum in `.grad` or among the partial sums. Without `keep` drop it."""
-        if self._transfer is not None:
-            assert self._node_shard is not None
-            with self._lane.running():
-                shard = self._finish_transfer()
+    def finish_nodes(self) -> None:
+        """Finish the sum across nodes, if it has begun, and begin the sum over the islands."""
+        if self._shard is not None or not self._across_nodes:
+            return
+        with self._lane.running():
+            if self._node_shard is not None:
+                self._shard = self._finish_transfer()
                 self._ledger.hold(-self._node_shard.nbytes)
                 self._node_shard = None
+            if self.gradients.has_replicas:
+                total, self.gradients.partial_shard = self._add(self.gradients.partial_shard, self._shard), None
+                self._shard = None
+                if not self._across_islands:
+                    self.gradients.partial_shard = total
+                elif total is not None:
+                    self._ledger.hold(-total.nbytes)
+                    self._shard, self._replicas = total, self.gradients.island.start_all_reduce(total)
+        self._done = self._lane.record_event()
+
+    @property
+    def is_under_way(self) -> bool:
+        """True while the sum over the islands is on its way."""
+        return self._replicas is not None
+
+    def finish(self, *, keep: bool = True) -> None:
+        """Finish: on return, compute may use the sum in `.grad` or among the partial sums. Without `keep` drop it."""
+        self.finish_nodes()
+        if self._shard is not None:
+            with self._lane.running():
+                if self._replicas is not None:
+                    self._replicas.wait()
                 if keep:
-                    self.gradients.accumulate(shard)
+                    self.gradients.accumulate(self._shard)
+            self._shard = None
             self._done = self._lane.record_event()
         wait_for(self._done)
         self._free_full()
+
+    def _add(self, total: Tensor | None, fresh: Tensor | None) -> Tensor | None:
+        """Add fresh sums to the sums of earlier backwards, and count the memory of the result."""
+        if fresh is None:
+            return total
+        if total is None:
+            self._ledger.hold(fresh.nbytes)
+            return fresh
+        return total.add_(fresh)
 
     def _start_transfer(self, level: Communicator, whole: Tensor) -> None:
         self._transfer = level.start_reduce_scatter(whole)
@@ -254,47 +299,57 @@ class Reduction:
 
 
 class ReductionQueue:
-    """The reduction in flight. There is one at most: [Note: The same order on every rank] in shard/gather.py.
+    """The reductions in flight: at most one across nodes, and one over the islands.
 
     So the wire is never idle between two buckets, and the next bucket's gradients are all that takes memory meanwhile.
+    All ranks issue them at the same points: [Note: The same order on every rank] in shard/gather.py.
     """
 
     def __init__(self) -> None:
-        self._in_flight: Reduction | None = None
+        self._across_nodes: Reduction | None = None
+        self._across_islands: Reduction | None = None
         self._reduced: list[BucketGradients] = []  # whose parameters the ranks have yet to agree on
 
     def has(self, gradients: BucketGradients) -> bool:
-        """True if a reduction of these gradients is in flight."""
-        return self._in_flight is not None and self._in_flight.gradients is gradients
+        """True if a reduction of these gradients is on its way across nodes."""
+        return self._across_nodes is not None and self._across_nodes.gradients is gradients
 
     def add(self, reduction: Reduction) -> None:
-        """Finish the reduction in flight, then the sum inside the node of this one, and send that across nodes."""
-        self._finish_one()
+        """Move the reductions in flight one level on. Then finish this one's sum inside the node, and send that on."""
+        self._advance()
         reduction.finish_local()
-        self._in_flight = reduction
+        self._across_nodes = reduction
 
     def finish(self) -> None:
-        """Finish the reduction in flight, if there is one, and agree on the parameters that got a gradient."""
-        self._finish_one()
+        """Finish the reductions in flight, and agree on the parameters that got a gradient."""
+        self._advance()
+        self._advance()
         agree_on_use(self._reduced)
         self._reduced.clear()
 
     def abandon(self) -> None:
-        """Finish the reduction in flight, and drop its sum."""
-        reduction, self._in_flight = self._in_flight, None
-        if reduction is not None:
-            reduction.finish(keep=False)
+        """Finish the reductions in flight, and drop their sums."""
+        for reduction in (self._across_islands, self._across_nodes):
+            if reduction is not None:
+                reduction.finish(keep=False)
+        self._across_islands = self._across_nodes = None
         self._reduced.clear()
 
-    def _finish_one(self) -> None:
-        reduction, self._in_flight = self._in_flight, None
-        if reduction is None:
+    def _advance(self) -> None:
+        arrived, self._across_islands, self._across_nodes = self._across_islands, self._across_nodes, None
+        if self._across_islands is not None:
+            self._across_islands.finish_nodes()
+            if not self._across_islands.is_under_way:  # no other islands
+                assert arrived is None
+                arrived, self._across_islands = self._across_islands, None
+        if arrived is None:
             return
-        reduction.finish()
-        if reduction.gradients.has_hooks:
-            agree_on_use([reduction.gradients])
-        elif reduction.gradients.has_fresh_gradients and reduction.gradients not in self._reduced:
-            self._reduced.append(reduction.gradients)
+        arrived.finish()
+        gradients = arrived.gradients
+        if gradients.has_hooks:
+            agree_on_use([gradients])
+        elif gradients.has_fresh_gradients and gradients not in self._reduced:
+            self._reduced.append(gradients)
 
 
 def agree_on_use(reduced: Sequence[BucketGradients]) -> None:
@@ -304,7 +359,7 @@ def agree_on_use(reduced: Sequence[BucketGradients]) -> None:
     """
     for cluster in dict.fromkeys(gradients.bucket.cluster for gradients in reduced):
         members = [gradients for gradients in reduced if gradients.bucket.cluster is cluster]
-        flags = torch.cat([gradients.use_flags() for gradients in members])
-        flags = all_reduce(cluster, flags, torch.distributed.ReduceOp.MAX)
-        for gradients, used in zip(members, flags.split([len(each.bucket.sharded) for each in members]), strict=True):
+        flags = [gradients.use_flags() for gradients in members]
+        united = start_flags(cluster, torch.cat(flags), across_islands=not cluster.replicas_diverge).wait()
+        for gradients, used in zip(members, united.split([len(each) for each in flags]), strict=True):
             gradients.conclude(used.tolist())

@@ -65,6 +65,7 @@ class Unit:
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True
     reduce_once_per_backward: bool = False
     forward_prefetch: list[Unit] | None = None
     backward_prefetch: list[Unit] | None = None
@@ -126,9 +127,7 @@ class Unit:
         # A unit may have another mesh than its root: [Note: Two parallelisms, two meshes] in ragged/dtensor.py.
         node, local = Communicator(self.cluster, "node"), Communicator(self.cluster, "local")
         self._gather = UnitGather(self.buckets, node, local, context.lanes)
-        self.gradients = [
-            BucketGradients(bucket, node, local, context.lanes, context.ledger) for bucket in self.buckets
-        ]
+        self.gradients = [BucketGradients(bucket, context.lanes, context.ledger) for bucket in self.buckets]
         for bucket in self.buckets:
             bucket.open_account(context.ledger)
 
@@ -354,8 +353,13 @@ class Unit:
         # All buckets that are due, with or without gradients here: [Note: Gradients that do not come].
         for gradients in self.gradients:
             if gradients.is_due or gradients.has_gradients:
-                reduction = Reduction(gradients, gradients.take_full(), across_nodes=self.requires_gradient_sync)
-                self.context.reductions.add(reduction)
+                self._reduce(gradients, gradients.take_full())
+
+    def _reduce(self, gradients: BucketGradients, full: Tensor | None) -> None:
+        reduction = Reduction(
+            gradients, full, across_nodes=self.requires_gradient_sync, across_islands=self.requires_all_reduce
+        )
+        self.context.reductions.add(reduction)
 
     def _finish_own_backward(self) -> None:
         """Reduce the gradients that are left and, in a micro-batch that syncs, partial sums of earlier ones."""
@@ -365,8 +369,9 @@ class Unit:
         if not self.requires_gradient_sync:
             return
         for gradients in self.gradients:
-            if gradients.partial is not None and not self.context.reductions.has(gradients):
-                self.context.reductions.add(Reduction(gradients, None, across_nodes=True))
+            has_partial_sums = gradients.has_partial_sums(across_islands=self.requires_all_reduce)
+            if has_partial_sums and not self.context.reductions.has(gradients):
+                self._reduce(gradients, None)
             cached = gradients.bucket.cached
             if cached is not None and not gradients.bucket.is_frozen and self.reshard_after_backward:
                 self.reshard()  # a gather that has begun may still write into the cache
