@@ -47,14 +47,17 @@ def job_bad_calls() -> None:
 
     model = shard(build(), mesh=mesh)
     refused(
-        "ShardedNet is sharded already; call fully_shard once per module", lambda: laconic.fully_shard(model, mesh=mesh)
+        "ShardedNet is sharded already; call fully_shard once per module",
+        lambda: laconic.fully_shard(model, mesh=mesh),
+        AssertionError,
     )
     block = model.blocks[0]
-    refused("ShardedBlock is sharded already", lambda: laconic.fully_shard(block, mesh=mesh))
+    refused("ShardedBlock is sharded already", lambda: laconic.fully_shard(block, mesh=mesh), AssertionError)
 
     refused(
         r"weight of shape \(4, 3\) is not contiguous \(strides \(1, 4\)\).*param.contiguous\(\)",
         lambda: laconic.fully_shard(transposed(), mesh=mesh),
+        NotImplementedError,
     )
     refused(
         "weight is complex",
@@ -74,11 +77,17 @@ def job_bad_calls() -> None:
 
     layer = nn.Linear(3, 4)
     refused("cache='disk' is not known", lambda: laconic.fully_shard(layer, mesh=mesh, cache="disk"))  # type: ignore[arg-type]
+    wrong = dist.get_world_size() + 1
     refused(
-        r"reshard_after_forward=2: laconic takes True, False or None; FSDP2's integer.*cache='device'",
-        lambda: laconic.fully_shard(layer, mesh=mesh, reshard_after_forward=2),  # type: ignore[arg-type]
+        f"reshard_after_forward as an int, it should be a factor of {wrong - 1}, not {wrong}",
+        lambda: laconic.fully_shard(layer, mesh=mesh, reshard_after_forward=wrong),
     )
-    refused("fully_shard takes one module, got list", lambda: laconic.fully_shard([layer], mesh=mesh))  # type: ignore[arg-type]
+    refused("got an empty list", lambda: laconic.fully_shard([], mesh=mesh))
+    refused("a list of modules, got str", lambda: laconic.fully_shard([layer, "head"], mesh=mesh))  # type: ignore[list-item]
+    refused(
+        "weight of LazyLinear is not initialised yet; run one forward of the model",
+        lambda: laconic.fully_shard(nn.LazyLinear(3), mesh=mesh),
+    )
     for block_size in (0, 13):
         refused(
             f"granularity of weight is {block_size}; it must be 1 to 12 elements",
@@ -186,7 +195,9 @@ def job_containers() -> None:
 def job_copies() -> None:
     model = shard(build())
     refused(
-        "ShardedNet cannot be deep-copied.*copy the model before fully_shard", lambda: copy.deepcopy(model), TypeError
+        "ShardedNet cannot be deep-copied.*copy the model before fully_shard",
+        lambda: copy.deepcopy(model),
+        AssertionError,
     )
     refused("cannot be pickled", lambda: pickle.dumps(model.inp.weight), TypeError)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -63,10 +64,11 @@ def fully_shard(
         ignored_params: parameters to leave alone.
 
     Raises:
-        ValueError: a module is no module, has no forward or is sharded already; a parameter is complex or not
-            contiguous, is on another device than the mesh, is not initialised yet (a lazy module), or is tied to a
-            parameter of another unit; the mesh, cache, granularity or integer is not valid.
-        NotImplementedError: the offload policy is not supported.
+        ValueError: a module is no module or has no forward; a parameter is complex, is on another device than the mesh,
+            is not initialised yet (a lazy module), or is tied to a parameter of another unit; the mesh, cache,
+            granularity or integer is not valid.
+        AssertionError: a module is sharded already.
+        NotImplementedError: a parameter is not contiguous, or the offload policy is not supported.
     """
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     _check_modules(modules)
@@ -118,7 +120,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
                 "support containers that do not implement forward; call it on the modules in it, or on a list of them"
             )
         if unit_of(module) is not None:
-            raise ValueError(f"{type(module).__name__} is sharded already; call fully_shard once per module")
+            raise AssertionError(f"{type(module).__name__} is sharded already; call fully_shard once per module")
 
 
 def _resolve_reshard(
@@ -186,7 +188,7 @@ def _check_parameters(managed: list[ManagedParameter], cluster: Cluster) -> None
     for item in managed:
         parameter = item.parameter
         if not parameter.is_contiguous():
-            raise ValueError(
+            raise NotImplementedError(
                 f"{item.name} of shape {tuple(parameter.shape)} is not contiguous (strides {parameter.stride()}); set "
                 "it to nn.Parameter(param.contiguous()) before fully_shard"
             )
@@ -464,15 +466,18 @@ class ShardedModule(FSDPModule, nn.Module):
         """Change nothing: laconic always reduces unused parameters of a used unit with zeros."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Accept 1, the number of reductions that laconic keeps in flight.
+        """Accept the number, but keep one reduction in flight, as by default.
 
         Raises:
-            NotImplementedError: the number is not 1.
+            TypeError: the number is no integer.
+            ValueError: the number is not positive.
         """
-        if max_input_buffers != 1:
-            raise NotImplementedError(
-                f"set_reduce_scatter_max_input_buffers({max_input_buffers}): laconic keeps one reduction in flight"
-            )
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        if max_input_buffers > 1:
+            warnings.warn("laconic keeps one reduction in flight, whatever max_input_buffers says", stacklevel=2)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Accept True: laconic's reductions always have process groups of their own.
@@ -497,7 +502,7 @@ class ShardedModule(FSDPModule, nn.Module):
                 parameter.grad.zero_()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise TypeError(
+        raise AssertionError(  # FSDP2's type
             f"{type(self).__name__} cannot be deep-copied, as its units and process groups exist once; copy the model "
             "before fully_shard, or keep copies of the parameters (copy.deepcopy(param) works)"
         )

@@ -1,0 +1,249 @@
+"""FSDP2's names: what its users call on modules, and torch's own functions on FSDP modules."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+import laconic
+from laconic.shard.api import ShardedModule
+from tests.ranks import run_ranks
+from tests.shard import helpers
+
+
+def public_methods() -> list[str]:
+    return [name for name, _ in inspect.getmembers(FSDPModule, inspect.isfunction) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("name", public_methods())
+def test_every_method_of_fsdp2_is_ours(name: str) -> None:
+    """FSDP2's own implementation would look for its own state."""
+    assert getattr(ShardedModule, name) is not getattr(FSDPModule, name)
+
+
+def job_names() -> None:
+    model: Any = helpers.shard(helpers.build())
+    assert isinstance(model, FSDPModule)
+    assert isinstance(model, helpers.Net)
+    assert not isinstance(model.inp, FSDPModule)
+    for refused in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_symm_mem_for_comm"):
+        with pytest.raises(NotImplementedError, match=f"{refused} is not supported: laconic"):
+            getattr(model, refused)(None)
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_reduce_scatter_unused_params(True)
+    model.set_separate_reduce_scatter_group(True)
+    with pytest.warns(UserWarning, match="one reduction in flight"):
+        model.set_reduce_scatter_max_input_buffers(2)
+    for value, error in ((0, ValueError), (2.5, TypeError), (True, TypeError)):
+        with pytest.raises(error):
+            model.set_reduce_scatter_max_input_buffers(value)
+    with pytest.raises(ValueError, match=r"expected modules of laconic\.fully_shard, got Linear"):
+        model.set_modules_to_forward_prefetch([model.inp])
+    with pytest.raises(ValueError, match="should be a bool"):
+        model.set_reshard_after_forward(2)
+    with pytest.raises(RuntimeError, match="root"):
+        model(torch.ones(1, 5)), model.blocks[0].reset_iter_state()
+
+
+def test_names() -> None:
+    run_ranks(job_names, 1)
+
+
+def job_slice() -> None:
+    model = laconic.fully_shard(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)))
+    part = model[:2]
+    assert type(part) is nn.Sequential
+    assert part[0] is model[0]
+
+
+def test_a_slice_of_a_sharded_container_is_plain() -> None:
+    run_ranks(job_slice, 1)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def job_other_forward() -> None:
+    torch.manual_seed(0)
+    model = Encoder()
+    expected = model.encode(torch.ones(2, 5))
+    laconic.fully_shard(model)
+    register_fsdp_forward_method(model, "encode")
+    found = model.encode(torch.ones(2, 5))
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
+    assert torch.equal(model.linear.bias.grad.full_tensor(), torch.full((3,), 2.0))  # type: ignore[union-attr]
+    helpers.assert_nothing_gathered(model)
+
+
+def test_torch_registers_other_forward_methods() -> None:
+    run_ranks(job_other_forward, 2)
+
+
+class Tied(nn.Module):
+    """An embedding and a head that share a weight, with blocks between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 7), nn.Linear(7, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.blocks = nn.ModuleList(helpers.Block(7, 9) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def job_list(runs_all: bool) -> None:
+    """Two modules in one unit; `runs_all` is False if the head runs twice, outside the model's forward."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model, plain = Tied(), Tied()
+    plain.load_state_dict(model.state_dict())
+    for block in model.blocks:
+        laconic.fully_shard(block)
+    both = laconic.fully_shard([model.embedding, model.head])
+    assert both == [model.embedding, model.head]
+    laconic.fully_shard(model)
+    assert model.embedding._laconic_unit is model.head._laconic_unit  # type: ignore[union-attr]
+
+    def loss_of(module: Any, ids: Tensor) -> Tensor:
+        if runs_all:
+            return module(ids).logsumexp(-1).sum()
+        head, module.head = module.head, nn.Identity()
+        hidden = module(ids)
+        module.head = head
+        return sum(head(part).logsumexp(-1).sum() for part in hidden.chunk(2))  # type: ignore[return-value]
+
+    for step in range(2):
+        ids = [torch.randint(11, (4, 3), generator=torch.Generator().manual_seed(7 * step + r)) for r in range(world)]
+        loss_of(model, ids[rank]).backward()
+        for each in ids:
+            (loss_of(plain, each) / world).backward()
+        for name, gradient in helpers.full_gradients(model).items():
+            torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
+        helpers.assert_nothing_gathered(model)
+        model.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize(("world", "runs_all"), [(1, True), (3, True), (2, False)])
+def test_a_list_of_modules_is_one_unit(world: int, runs_all: bool) -> None:
+    run_ranks(job_list, world, runs_all, local=1)
+
+
+def job_integer() -> None:
+    """FSDP2's integer keeps the parameters among the ranks of a node until backward."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+    weights = {}
+    for value in (True, 2, 4):
+        model = helpers.shard(helpers.build(), mesh=mesh, reshard_after_forward=value)
+        with helpers.moved(model) as moved:
+            helpers.squared_error(model, helpers.inputs(0, dist.get_rank())).backward()
+        weights[value] = moved.weights
+        helpers.assert_nothing_gathered(model)
+    assert weights[4] == weights[True] == 2 * weights[2], "4 is the whole mesh"
+    with pytest.raises(ValueError, match="laconic keeps parameters among the 1 ranks of a node"):
+        laconic.fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
+
+
+def test_integers_reshard_to_a_node() -> None:
+    run_ranks(job_integer, 4, local=1)
+
+
+def job_recovery() -> None:
+    """An exception in forward or backward does not spoil the next step."""
+    model: Any = helpers.shard(helpers.build())
+    oracle, batches, rank = helpers.oracle_of(model), helpers.micro_batches(1), dist.get_rank()
+    for when in ("forward", "backward"):
+        if when == "forward":
+            hook = model.blocks[1].up.register_forward_hook(_raise)
+        else:
+            hook = model.blocks[1].up.register_full_backward_hook(_raise)
+        with pytest.raises(ZeroDivisionError):
+            helpers.squared_error(model, batches[0][rank]).backward()
+        hook.remove()
+        model.reset_iter_state()
+        helpers.assert_nothing_gathered(model)
+        model.zero_grad()
+        helpers.squared_error(model, batches[0][rank]).backward()
+        helpers.assert_gradients(model, oracle, batches)
+        model.zero_grad()
+
+
+def _raise(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def test_reset_iter_state_recovers() -> None:
+    run_ranks(job_recovery, 2, local=1)
+
+
+def job_hooks_and_events() -> None:
+    model: Any = helpers.shard(helpers.build())
+    sizes = []
+
+    def double(shard: Tensor) -> None:
+        sizes.append(shard.numel())
+        shard.mul_(2)
+
+    model.set_all_reduce_hook(double)
+    oracle, batches, rank = helpers.oracle_of(model), helpers.micro_batches(1), dist.get_rank()
+    helpers.squared_error(model, batches[0][rank]).backward()
+    assert sizes == [bucket.layout.shard_numel for bucket in model._laconic_unit.buckets]
+    _, want = oracle.gradients(batches)
+    for name, gradient in helpers.full_gradients(model).items():
+        torch.testing.assert_close(gradient, want[name] * (1 if name.startswith("blocks") else 2), msg=name)
+    with pytest.raises(NotImplementedError, match="stream"):
+        model.set_all_reduce_hook(double, stream=object())
+
+
+def test_reduced_shards_pass_a_hook() -> None:
+    run_ranks(job_hooks_and_events, 2, local=1)
+
+
+def job_changed_behind_autograd(cache: str) -> None:
+    model: Any = helpers.shard(helpers.build(), cache=cache)
+    plain, x = helpers.build(), torch.ones(1, 5)
+    with torch.no_grad():
+        model(x)
+        for bucket in helpers.buckets(model):
+            bucket.shard.data.mul_(2)
+        model.note_weights_changed()
+        for parameter in plain.parameters():
+            parameter.mul_(2)
+        torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.parametrize("cache", ["host", "device"])
+def test_a_user_can_say_that_weights_changed(cache: str) -> None:
+    run_ranks(job_changed_behind_autograd, 2, cache, local=1)
+
+
+def job_last_backward() -> None:
+    """With set_is_last_backward(False), gradients are complete after the last backward."""
+    model: Any = helpers.shard(helpers.build())
+    oracle, batches, rank = helpers.oracle_of(model), helpers.micro_batches(3), dist.get_rank()
+    for number, batch in enumerate(batches):
+        model.set_is_last_backward(number == 2)
+        helpers.squared_error(model, batch[rank]).backward()
+    helpers.assert_gradients(model, oracle, batches)
+
+
+def test_the_last_backward_completes_the_gradients() -> None:
+    run_ranks(job_last_backward, 2, local=1)
