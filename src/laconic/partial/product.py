@@ -146,13 +146,12 @@ class _Multiply(torch.autograd.Function):
         saved = ctx.saved_tensors
         kept, parts = saved[: ctx.num_kept], saved[ctx.num_kept :]
         part_gradients: list[Tensor | None] = [None] * len(parts)
-        first_part = len(ctx.next_functions) - len(parts)
         for position, index in enumerate(ctx.trained):
             if product.cuts_outputs:
                 outputs, inputs = product.take(gradient, index), kept[0]
             else:
                 outputs, inputs = gradient, kept[position]
-            use = use_of_gradient(ctx, first_part + index)
+            use = use_of_gradient(ctx, index - len(parts))
             part_gradients[index] = product.part_gradient(index, parts[index], outputs, inputs, use)
         bias_gradient = gradient.reshape(-1, gradient.shape[-1]).sum(0) if bias_needs_gradient else None
         input_gradient = product.input_gradient(gradient, parts) if input_needs_gradient else None

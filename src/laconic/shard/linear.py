@@ -75,6 +75,8 @@ def use_of_gradient(ctx: Any, position: int) -> GradientUse:
 
     `ctx` is the function's context. The function's backward calls this.
     """
+    if _compat.is_transforming():  # no backward runs yet
+        return GradientUse.RETURNED
     return _compat.gradient_use(ctx.next_functions[position][0])
 
 
