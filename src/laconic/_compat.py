@@ -18,19 +18,25 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather_flat(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Begin to gather the `input`s (n,) of R ranks into `output` (R n,); `input` may be a part of `output`."""
-    return _all_gather_flat(output, input, group=group, async_op=True)
+def all_gather_flat(output: Tensor, input: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+    """Gather equal flat pieces into `output` in rank order; `input` may be this rank's piece of `output`."""
+    return _all_gather_flat(output, input, group=group, async_op=async_op)
 
 
-def reduce_scatter_flat(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Begin to sum `input` (R n,) over R ranks and to give each rank its `output` (n,) of the sum. Not on Gloo."""
-    return _reduce_scatter_flat(output, input, group=group, async_op=True)
+def reduce_scatter_flat(output: Tensor, input: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+    """Sum `input` over the ranks and scatter equal flat pieces of the sum into `output`. Not on Gloo."""
+    return _reduce_scatter_flat(output, input, group=group, async_op=async_op)
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
     """Return the backend of a group on a device, such as "nccl"; `dist.get_backend` may say "cpu:gloo,cuda:nccl"."""
     return group._get_backend(torch.device(device_type)).name().lower()
+
+
+def host_backend() -> str:
+    """Return the default group's backend for CPU tensors, or "gloo" if it has none."""
+    by_device = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
+    return by_device.get("cpu", "gloo")
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:

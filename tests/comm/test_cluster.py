@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -228,6 +229,20 @@ def job_timeout() -> None:
 
 def test_groups_inherit_the_timeout_of_the_job() -> None:
     launch(job_timeout, num_ranks=4, num_local=2, timeout_s=60, backend=None)
+
+
+def job_fake() -> None:
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    dist.init_process_group("fake", rank=5, world_size=16)
+    cluster = laconic.Cluster.of(laconic.init_mesh("cpu", islands=2, nodes=2, local=4))
+    assert (cluster.island_rank, cluster.node_rank, cluster.local_rank) == (0, 1, 1)
+    for group in (cluster.flag_group, cluster.all_flag_group, cluster.island_group):
+        assert group is not None
+        assert dist.get_backend(group) == "fake"
+
+
+def test_one_process_can_play_a_rank_of_many() -> None:
+    launch(job_fake, num_ranks=1, timeout_s=60, backend=None)
 
 
 def job_threads() -> None:

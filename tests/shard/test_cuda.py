@@ -2,7 +2,7 @@
 
 One GPU is enough, but NCCL refuses two ranks on it. Two stand-ins cover what that leaves out. Gloo carries CUDA tensors
 between real processes on one GPU. And one process plays rank 0 of a cluster whose collectives are stream-ordered and
-late, as NCCL's are: they return at once, run on streams of their own, and only `wait` orders other streams behind them.
+late, as NCCL's are: they return at once, run on the lane that issued them, and only events order other streams behind.
 There nothing hides a missing event, and every byte that is given back too early is overwritten at once. The oracle is
 the same run with the device synchronised around every transfer: equal, bit for bit.
 """
@@ -13,7 +13,7 @@ import gc
 import importlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -43,23 +43,6 @@ LATE = 4_000_000
 # -- one process as rank 0 of a cluster with late collectives ----------------------------------------------------------
 
 
-class LateWork:
-    """A collective as NCCL runs it: issued now, run later on its own stream; it keeps its tensors until `wait`."""
-
-    def __init__(self, run: Callable[[], object], *tensors: Tensor, delay: int) -> None:
-        self._tensors = tensors
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(delay)
-            run()
-        self._done = stream.record_event()
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._done)
-        self._tensors = ()
-
-
 def play_rank_0(num_nodes: int, num_local: int, device_type: str = "cuda") -> Any:
     """Replace this process's group by a cluster without other processes; every rank holds the data of rank 0."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
@@ -74,17 +57,18 @@ def transfers(*, late: int, synchronous: bool) -> Iterator[None]:
     running_as_it_is, unshard_as_it_is, reshard_as_it_is = lanes.Lane.running, unit.Unit.unshard, unit.Unit.reshard
     originals = _compat.all_gather_flat, _compat.reduce_scatter_flat
 
-    def all_gather(output: Tensor, input: Tensor, group: Any) -> Any:
-        def run() -> None:
-            for part in output.view(dist.get_world_size(group), -1):
-                if part.data_ptr() != input.data_ptr():
-                    part.copy_(input)
+    def all_gather(output: Tensor, input: Tensor, *, group: Any, async_op: bool) -> None:
+        assert not async_op, "it would leave the lane"
+        torch.cuda._sleep(late)
+        for part in output.view(dist.get_world_size(group), -1):
+            if part.data_ptr() != input.data_ptr():
+                part.copy_(input)
 
-        return LateWork(run, output, input, delay=late)
-
-    def reduce_scatter(output: Tensor, input: Tensor, group: Any) -> Any:
+    def reduce_scatter(output: Tensor, input: Tensor, *, group: Any, async_op: bool) -> None:
+        assert not async_op, "it would leave the lane"
+        torch.cuda._sleep(late)
         world = dist.get_world_size(group)
-        return LateWork(lambda: torch.mul(input.view(world, -1)[0], world, out=output), output, input, delay=late)
+        torch.mul(input.view(world, -1)[0], world, out=output)
 
     @contextmanager
     def running(self: Any, *after: Any) -> Iterator[None]:

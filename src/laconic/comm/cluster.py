@@ -179,21 +179,22 @@ class Cluster:
         """True once `LocalSteps` trains the islands on their own. Otherwise they sum their gradients in every step."""
         self._ranks: list[list[int]] = islands[self.island_rank].tolist()  # by node, then by local rank
         by_island = islands.flatten(1)
+        on_host = _compat.host_backend()
         is_world = self.size == dist.get_world_size()
         self.all_group = dist.group.WORLD if is_world else _own_group(by_island.tolist())
         """Every rank of the island, in the order of ranks; None for an island of one rank among several."""
         # on every device, islands that train on their own exchange tensors in host memory
-        self.island_group = _own_group(by_island.T.tolist(), backend="gloo")
+        self.island_group = _own_group(by_island.T.tolist(), on_host)
         """The ranks with this rank's place in all islands, in the order of islands; None if there is one island."""
         replicas = self.island_group if self.device_type == "cpu" else _own_group(by_island.T.tolist())
         self.gather_groups = _axis_groups(islands) | {"island": replicas}
         """For each level the ranks that differ on this level only; None if it has one rank."""
         self.reduce_groups = _axis_groups(islands) | {"island": replicas}
         """The same ranks; inside an island in other process groups."""
-        self.flag_group = _own_group(by_island.tolist(), backend="gloo")
+        self.flag_group = _own_group(by_island.tolist(), on_host)
         """Every rank of the island, for small messages in host memory; None if there is one."""
         has_islands = self.num_islands > 1
-        self.all_flag_group = _own_group([islands.flatten().tolist()], "gloo") if has_islands else self.flag_group
+        self.all_flag_group = _own_group([islands.flatten().tolist()], on_host) if has_islands else self.flag_group
         """Every rank of all islands, in the order of the mesh, for small messages in host memory."""
 
     @staticmethod

@@ -6,11 +6,18 @@ the result. So on CPU tensors laconic builds both from sends and receives, which
 without copies, with the fewest bytes, and with no buffers but the parts of a sum. Gloo cannot say whether a receive has
 arrived unless one waits for it, so nothing here polls. Gloo has no sends of CUDA tensors; for these, a reduction is an
 all-to-all and a local sum.
+
+[Note: Collectives on a stream]
+NCCL runs a collective with `async_op=True` on a stream of its own, whatever the caller's stream and its priority. With
+`async_op=False` it runs on the caller's stream and still does not block the thread (pytorch/pytorch#150398, torch 2.8;
+XCCL alike, intel/torch-xpu-ops#1546). So laconic issues such collectives with `async_op=False` on the lane that shall
+run them, and an event on this stream stands for the work. A backend that has no such mode waits for its own work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,8 +33,8 @@ _Tensors = Sequence[Tensor] | Tensor
 class Pending:
     """A transfer under way."""
 
-    def __init__(self, works: Sequence[dist.Work | None], traffic: Traffic, level: Level) -> None:
-        """Take the works of the transfer; time spent waiting is counted in `traffic` for `level`."""
+    def __init__(self, works: Sequence[dist.Work | torch.Event | None], traffic: Traffic, level: Level) -> None:
+        """Take the works or events that end the transfer; waiting for them is counted in `traffic` for `level`."""
         self._works, self._traffic, self._level = works, traffic, level
 
     def wait(self) -> None:
@@ -53,7 +60,8 @@ class Communicator:
         backend = _compat.backend_of(group, cluster.device_type) if group is not None else None
         self._uses_sends = backend == "gloo" and cluster.device_type == "cpu"
         self._has_reduce_scatter = backend != "gloo"
-        self.is_stream_ordered = cluster.device_type == "cuda" and backend != "gloo"
+        self._device_type = cluster.device_type
+        self.is_stream_ordered = self._device_type != "cpu" and backend != "gloo"
         """True if waiting never blocks the thread, so that one transfer may start right behind another."""
 
     def all_gather(self, whole: Tensor, piece: Tensor, purpose: Purpose = "weights") -> Pending | None:
@@ -67,7 +75,7 @@ class Communicator:
         parts = whole.view(self.size, -1)
         if self._gather_group is not None and not self._uses_sends:
             self._count(purpose, (self.size - 1) * piece.nbytes)
-            return self._pending([_compat.all_gather_flat(whole, piece, self._gather_group)])
+            return self._issue(_compat.all_gather_flat, whole, piece, group=self._gather_group)
         own = parts[self.rank]
         if own.data_ptr() != piece.data_ptr():
             own.copy_(piece)
@@ -96,12 +104,12 @@ class Communicator:
             return ReduceScatter(self._exchange(group, terms, parts), terms, whole, nbytes=nbytes, out=received)
         if self._has_reduce_scatter:
             landing = torch.empty_like(parts[0])
-            terms, work = [landing], _compat.reduce_scatter_flat(landing, whole, group)
+            terms, pending = [landing], self._issue(_compat.reduce_scatter_flat, landing, whole, group=group)
         else:
             landing = torch.empty_like(whole)
             terms = list(landing.view(self.size, -1))
-            work = dist.all_to_all_single(landing, whole, group=group, async_op=True)
-        return ReduceScatter(self._pending([work]), terms, whole, nbytes=landing.nbytes)
+            pending = self._issue(dist.all_to_all_single, landing, whole, group=group)
+        return ReduceScatter(pending, terms, whole, nbytes=landing.nbytes)
 
     def start_all_reduce(self, tensor: Tensor, purpose: Purpose = "gradients") -> Pending | None:
         """Begin to sum `tensor` over the ranks, in place. None if this level has one rank.
@@ -113,7 +121,7 @@ class Communicator:
         if self._reduce_group is None:
             return None
         self._count(purpose, 2 * (self.size - 1) * tensor.nbytes // self.size)
-        return self._pending([dist.all_reduce(tensor, group=self._reduce_group, async_op=True)])
+        return self._issue(dist.all_reduce, tensor, group=self._reduce_group)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce a small tensor in place, now. The traffic is that of a ring: 2 (R - 1) / R of the bytes each way."""
@@ -127,8 +135,15 @@ class Communicator:
         """Count a transfer in which `nbytes` bytes leave this rank and as many enter it."""
         self._traffic.count(self.level, purpose, sent_bytes=nbytes, received_bytes=nbytes)
 
-    def _pending(self, works: Sequence[dist.Work | None]) -> Pending:
+    def _pending(self, works: Sequence[dist.Work | torch.Event | None]) -> Pending:
         return Pending(works, self._traffic, self.level)
+
+    def _issue(self, collective: Callable[..., dist.Work | None], *tensors: Tensor, **arguments: Any) -> Pending:
+        """Begin a collective of the backend: [Note: Collectives on a stream]."""
+        if not self.is_stream_ordered:
+            return self._pending([collective(*tensors, **arguments, async_op=True)])
+        collective(*tensors, **arguments, async_op=False)
+        return self._pending([torch.get_device_module(self._device_type).current_stream().record_event()])
 
     def _exchange(self, group: dist.ProcessGroup, landings: _Tensors, messages: _Tensors) -> Pending:
         """Receive from every peer and send to every peer; both arguments are indexed by rank."""
