@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from laconic.comm.launch import RankInfo, node_of_rank, pick_device
 from laconic.errors import JobError
@@ -32,10 +33,23 @@ def test_the_node_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: None)
     ranks = RankInfo(rank=0, world_size=1, local_rank=0, num_local=1, num_nodes=1)
     assert pick_device("auto", ranks).type == "cpu"
     with pytest.raises(JobError, match="finds no GPU"):
+        pick_device("cuda", ranks)
+
+
+def test_an_accelerator_is_chosen_by_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: torch.device("xpu"))
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+    monkeypatch.setattr("torch.accelerator.set_device_index", chosen.append)
+    ranks = RankInfo(rank=3, world_size=6, local_rank=3, num_local=6, num_nodes=1)
+    assert [pick_device(name, ranks) for name in ("auto", "xpu")] == [torch.device("xpu", 1)] * 2
+    assert chosen == [1, 1]
+    assert pick_device("cpu", ranks).type == "cpu"
+    with pytest.raises(JobError, match="'cuda', but torch finds no GPU"):
         pick_device("cuda", ranks)
 
 

@@ -76,19 +76,20 @@ def node_of_rank(rank: int) -> int:
 
 
 def pick_device(name: str, ranks: RankInfo) -> torch.device:
-    """Choose the device of this rank, and make a GPU the current one.
+    """Choose the device of this rank, and make an accelerator's device the current one.
 
-    `name` is "cpu", "cuda" or "auto", which prefers a GPU.
+    The name is "cpu", the type of an accelerator such as "cuda", or "auto", which prefers an accelerator.
 
     Raises:
-        JobError: `name` is "cuda" and there is no GPU.
+        JobError: `name` is the type of an accelerator that is not here.
     """
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if name == "cpu" or (name == "auto" and accelerator is None):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise JobError("train.device = 'cuda', but torch finds no GPU here; set train.device to 'cpu' or 'auto'")
-    device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    if accelerator is None or name not in ("auto", accelerator.type):
+        raise JobError(f"train.device = {name!r}, but torch finds no GPU here; set train.device to 'cpu' or 'auto'")
+    device = torch.device(accelerator.type, ranks.local_rank % torch.accelerator.device_count())
+    torch.accelerator.set_device_index(device.index)
     return device
 
 
@@ -99,8 +100,8 @@ def process_group(ranks: RankInfo, device: torch.device, timeout_s: float) -> It
     timeout = datetime.timedelta(seconds=timeout_s)
     if is_owned:
         # NCCL refuses two ranks on one GPU; Gloo carries CUDA tensors too, slowly
-        is_gpu_shared = device.type == "cuda" and ranks.num_local > torch.cuda.device_count()
-        backend = "nccl" if device.type == "cuda" and not is_gpu_shared else "gloo"
+        is_gpu_shared = device.type != "cpu" and ranks.num_local > torch.accelerator.device_count()
+        backend = "gloo" if is_gpu_shared else dist.get_default_backend_for_device(device)
         if "MASTER_ADDR" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
         else:

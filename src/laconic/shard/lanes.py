@@ -1,4 +1,4 @@
-"""One CUDA stream for each kind of transfer. On CPU the backend's asynchronous work takes their place.
+"""One stream of the accelerator for each kind of transfer. On CPU the backend's asynchronous work takes their place.
 
 [Note: Who may free a transfer buffer]
 The compute stream allocates and frees every buffer that it shares with a lane. A lane starts each job after everything
@@ -10,19 +10,23 @@ the host learns that a transfer is done.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-Event = torch.cuda.Event | None
-"""A CUDA event; None on CPU."""
+Event = torch.Event | None
+"""An event of the accelerator; None on CPU."""
 
 
 class Lane:
-    """One CUDA stream for one kind of transfer: its jobs run in order, beside the compute stream."""
+    """One stream for one kind of transfer: its jobs run in order, beside the compute stream."""
 
     def __init__(self, device: torch.device, *, is_urgent: bool = False) -> None:
         """The kernels of an urgent lane run before those of the compute stream when the device is busy."""
-        self._stream = torch.cuda.Stream(device, priority=-1 if is_urgent else 0) if device.type == "cuda" else None
+        self._device = device
+        self._stream: Any = None
+        if device.type != "cpu":
+            self._stream = torch.get_device_module(device).Stream(device, priority=-1 if is_urgent else 0)
 
     @contextmanager
     def running(self, *after: Event) -> Iterator[None]:
@@ -30,11 +34,12 @@ class Lane:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        streams = torch.get_device_module(self._device)
+        self._stream.wait_stream(streams.current_stream(self._device))
         for event in after:
             if event is not None:
                 self._stream.wait_event(event)
-        with torch.cuda.stream(self._stream):
+        with streams.stream(self._stream):
             yield
 
     def record_event(self) -> Event:
@@ -46,11 +51,13 @@ class Lanes:
     """All lanes of a root module."""
 
     def __init__(self, device: torch.device) -> None:
-        self.gather, self.reduce = Lane(device, is_urgent=True), Lane(device, is_urgent=True)
+        self.gather_node, self.gather_local = Lane(device, is_urgent=True), Lane(device, is_urgent=True)
+        self.gather = self.gather_node
+        self.reduce = Lane(device, is_urgent=True)
         self.to_host, self.to_device = Lane(device), Lane(device)
 
 
 def wait_for(event: Event) -> None:
     """Let the compute stream wait for `event`."""
     if event is not None:
-        torch.cuda.current_stream(event.device).wait_event(event)
+        torch.get_device_module(event.device).current_stream(event.device).wait_event(event)
