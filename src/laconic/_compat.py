@@ -1,6 +1,6 @@
 """Differences between the torch releases that laconic supports (2.11 to 2.15), and private functions of torch."""
 
-import contextlib
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -47,6 +48,28 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
         except (AttributeError, RuntimeError):  # backends of third parties need not have options
             continue
     return None
+
+
+class _Shown:
+    """An operator that does nothing, under the name of one of c10d's."""
+
+    def __init__(self, name: str) -> None:
+        self._overloadpacket = getattr(torch.ops.c10d, name)
+
+    def __call__(self) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return f"{self._overloadpacket}.default"
+
+
+def show_collective(name: str) -> None:
+    """Let CommDebugMode, where it is active, count c10d's collective `name`: it does not count sends and receives."""
+    debug = sys.modules.get("torch.distributed.tensor.debug._comm_mode")
+    if debug is not None:
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, debug.CommDebugMode):
+                mode.__torch_dispatch__(_Shown(name), ())
 
 
 def let_optimizers_batch(tensor_type: type[torch.Tensor]) -> None:

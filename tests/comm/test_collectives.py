@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import laconic
+from laconic import _compat
 from laconic.comm.collectives import Communicator, all_reduce, start_flags
 from laconic.comm.traffic import Purpose
 from tests.ranks import run_ranks
@@ -158,6 +161,68 @@ def job_replicas() -> None:
 @pytest.mark.parametrize("num_islands", [2, 3])
 def test_islands_sum_gradients(num_islands: int) -> None:
     run_ranks(job_replicas, 2 * num_islands, local=2)
+
+
+def job_on_a_stream() -> None:
+    """As on an accelerator: the backend's collectives without `async_op`, and an event for the work."""
+    cluster = laconic.Cluster.of(laconic.init_mesh("cpu", local=1))
+    node = Communicator(cluster, "node")
+    node._sends, node._has_reduce_scatter, node.is_stream_ordered = False, True, True
+    issued = []
+
+    def record(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def issue(*tensors: Tensor, async_op: bool, **arguments: Any) -> Any:
+            issued.append(async_op)
+            return collective(*tensors, async_op=async_op, **arguments)
+
+        return issue
+
+    for module, name in ((_compat, "all_gather_flat"), (_compat, "reduce_scatter_flat"), (dist, "all_reduce")):
+        setattr(module, name, record(getattr(module, name)))
+    shards = data_of_ranks(C, torch.float32, cluster)
+    whole, own = torch.empty(C * node.size), shards[node.rank, 0]
+    total = whole.clone()
+    for pending in (node.all_gather(whole, own), node.start_all_reduce(total.copy_(whole))):
+        assert pending is not None
+        pending.wait()
+    assert torch.equal(whole, reference.gather(shards))
+    torch.testing.assert_close(total, whole * node.size)
+    torch.testing.assert_close(node.start_reduce_scatter(whole).finish(), own * node.size)
+    assert issued == [False, False, False]
+
+
+def test_a_backend_with_streams_runs_collectives_on_the_current_one() -> None:
+    run_ranks(job_on_a_stream, 3)
+
+
+def job_debug_mode() -> None:
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    cluster = laconic.Cluster.of(laconic.init_mesh("cpu"))
+    node, local = Communicator(cluster, "node"), Communicator(cluster, "local")
+    module = nn.Linear(2, 2)
+
+    def transfer() -> None:
+        for level in (node, local, node):
+            if pending := level.all_gather(torch.empty(2 * C), torch.empty(C)):
+                pending.wait()
+        local.start_reduce_scatter(torch.empty(2 * C)).finish()
+        start_flags(cluster, torch.zeros(3, dtype=torch.uint8)).wait()
+
+    module.register_forward_pre_hook(lambda module, args: transfer())
+    with CommDebugMode() as mode:
+        module(torch.ones(1, 2))
+    c10d = torch.ops.c10d
+    expected = {c10d._allgather_base_: 3, c10d._reduce_scatter_base_: 1, c10d.alltoall_base_: 1}
+    assert mode.get_comm_counts() == expected
+    assert mode.comm_module_counts["Linear"]["forward"] == expected
+    assert "_allgather_base_" in mode.generate_comm_debug_tracing_table(noise_level=3)
+    transfer()
+    assert mode.get_total_counts() == 5, "outside it counts nothing"
+
+
+def test_transfers_show_in_comm_debug_mode() -> None:
+    run_ranks(job_debug_mode, 4, local=2)
 
 
 def job_no_replicas() -> None:

@@ -82,6 +82,7 @@ class Communicator:
         if self._gather_group is None:
             return None
         self._count(purpose, (self.size - 1) * piece.nbytes)
+        _compat.show_collective("_allgather_base_")
         return self._exchange(self._gather_group, parts, [piece] * self.size)
 
     def start_reduce_scatter(self, whole: Tensor, purpose: Purpose = "gradients") -> ReduceScatter:
@@ -101,6 +102,7 @@ class Communicator:
             terms = [parts[i] if i == self.rank else torch.empty_like(parts[i]) for i in range(self.size)]
             received = terms[1 if self.rank == 0 else 0]  # it may become the sum, unlike the input
             nbytes = (self.size - 1) * received.nbytes
+            _compat.show_collective("_reduce_scatter_base_")
             return ReduceScatter(self._exchange(group, terms, parts), terms, whole, nbytes=nbytes, out=received)
         if self._has_reduce_scatter:
             landing = torch.empty_like(parts[0])
