@@ -1,5 +1,6 @@
 """Differences between the torch releases that laconic supports (2.11 to 2.15), and private functions of torch."""
 
+import contextlib
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -123,7 +123,7 @@ def test_a_node_shard_on_the_device_is_counted_until_it_is_freed() -> None:
     node_shard = cached.buffer()
     assert (ledger.device_bytes, cached.nbytes) == (32, 32)
     node_shard.fill_(5)
-    cached.store(node_shard, version=3)
+    cached.store(node_shard, version=3, arrived=None)
     assert cached.holds(3)
     assert not cached.holds(4)
     cached.load_into(cached.buffer())
@@ -139,7 +139,7 @@ def test_a_node_shard_in_the_slab_takes_no_device_memory_and_stays() -> None:
     slab = torch.zeros(32, dtype=torch.uint8)
     cached.move_to_slab(slab)
     cached.buffer().fill_(1)
-    cached.store(cached.buffer(), version=1)
+    cached.store(cached.buffer(), version=1, arrived=None)
     cached.free()
     assert cached.holds(1)
     assert ledger.device_bytes == 0
@@ -148,7 +148,7 @@ def test_a_node_shard_in_the_slab_takes_no_device_memory_and_stays() -> None:
 
 def test_a_node_shard_that_is_being_gathered_is_not_valid() -> None:
     cached = cached_shard(Ledger())
-    cached.store(cached.buffer(), version=1)
+    cached.store(cached.buffer(), version=1, arrived=None)
     cached.invalidate()
     assert not cached.holds(1)
 

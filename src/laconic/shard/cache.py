@@ -105,12 +105,12 @@ class CachedShard:
         """Mark the cache as empty: a new node shard is being gathered."""
         self._version = None
 
-    def store(self, node_shard: Tensor, version: int) -> Event:
-        """Keep a gathered node shard. Returns the event after which the memory of `node_shard` may be freed."""
+    def store(self, node_shard: Tensor, version: int, arrived: Event) -> Event:
+        """Keep a node shard, which is complete at `arrived`. Returns the event after which the memory of `node_shard` may be freed."""
         self._version = version
         if self.is_direct:  # the node shard was gathered in the cache's memory
             return None
-        with self._lanes.to_host.running(self._lanes.gather.record_event()):
+        with self._lanes.to_host.running(arrived):
             self.buffer().copy_(node_shard, non_blocking=True)
         self._stored = self._lanes.to_host.record_event()
         return self._stored

@@ -33,6 +33,7 @@ class BucketGather:
         self._pending: Pending | None = None
         self._version = 0
         self._loaded: Event = None
+        self._arrived: Event = None
         self._comes_from_cache = False
         self._stored: Event = None
 
@@ -53,28 +54,30 @@ class BucketGather:
                 self._loaded = cached.load_into(self._node_shard)
                 return
             cached.invalidate()
-        with self._lanes.gather.running():
+        with self._lanes.gather_node.running():
             own = bucket.own_part(self._node_shard)
             if own.data_ptr() != bucket.shard.data_ptr():
                 own.copy_(bucket.shard, non_blocking=True)
             self._pending = self._node.all_gather(self._node_shard, own)
+        self._arrived = self._lanes.gather_node.record_event()
 
     def start_local(self) -> None:
         """Wait for the node shard and issue the gather inside the node."""
         full = self.bucket.allocate_full()
-        with self._lanes.gather.running(self._loaded):
+        with self._lanes.gather_local.running(self._loaded, self._arrived):
             _wait(self._pending)
             self._pending = self._local.all_gather(full, self._node_shard)
 
     def finish(self) -> Event:
         """Finish the gather. Returns the event after which the full buffer may be used."""
-        with self._lanes.gather.running():
+        with self._lanes.gather_local.running():
             _wait(self._pending)
         self._pending = self._loaded = None
-        event = self._lanes.gather.record_event()
+        event = self._lanes.gather_local.record_event()
         cached = self.bucket.cached
         if cached is not None and not self._comes_from_cache:  # now, so that the copy runs beside the next computation
-            self._stored = cached.store(self._node_shard, self._version)
+            self._stored = cached.store(self._node_shard, self._version, self._arrived)
+        self._arrived = None
         del self._node_shard
         return event
 

@@ -52,7 +52,6 @@ class Lanes:
 
     def __init__(self, device: torch.device) -> None:
         self.gather_node, self.gather_local = Lane(device, is_urgent=True), Lane(device, is_urgent=True)
-        self.gather = self.gather_node
         self.reduce = Lane(device, is_urgent=True)
         self.to_host, self.to_device = Lane(device), Lane(device)
 
