@@ -167,7 +167,7 @@ def job_on_a_stream() -> None:
     """As on an accelerator: the backend's collectives without `async_op`, and an event for the work."""
     cluster = laconic.Cluster.of(laconic.init_mesh("cpu", local=1))
     node = Communicator(cluster, "node")
-    node._sends, node._has_reduce_scatter, node.is_stream_ordered = False, True, True
+    node._uses_sends, node._has_reduce_scatter, node.is_stream_ordered = False, True, True
     issued = []
 
     def record(collective: Callable[..., Any]) -> Callable[..., Any]:

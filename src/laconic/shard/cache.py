@@ -106,7 +106,7 @@ class CachedShard:
         self._version = None
 
     def store(self, node_shard: Tensor, version: int, arrived: Event) -> Event:
-        """Keep a node shard, which is complete at `arrived`. Returns the event after which the memory of `node_shard` may be freed."""
+        """Keep a node shard that is complete at `arrived`. Returns the event after which its memory may be freed."""
         self._version = version
         if self.is_direct:  # the node shard was gathered in the cache's memory
             return None
