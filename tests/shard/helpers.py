@@ -36,6 +36,7 @@ class Place:
     node_rank: int = 0
     local_rank: int = 0
     mesh: str = "the mesh"
+    device: torch.device = torch.device("cpu")
 
     @property
     def size(self) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from laconic.layout.bucket import row_block
 from laconic.layout.packing import plan_bucket
@@ -17,10 +18,12 @@ from tests.shard.helpers import Block, Place, account, build, places
 
 
 def bucket_of(module: nn.Module, place: Place, *, compute_dtype: torch.dtype = torch.float32) -> Bucket:
+    cluster: Any = place
     managed = [
         ManagedParameter(
             name=name,
             parameter=parameter,
+            cluster=cluster,
             places=[(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])],
         )
         for name, parameter in module.named_parameters()
@@ -33,8 +36,8 @@ def bucket_of(module: nn.Module, place: Place, *, compute_dtype: torch.dtype = t
         num_shards=place.size,
         itemsize=compute_dtype.itemsize,
     )
-    cluster: Any = place
-    return Bucket(managed, layout, cluster=cluster, compute_dtype=compute_dtype, reduce_dtype=compute_dtype)
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype)
+    return Bucket(managed, layout, precision=precision, offload=OffloadPolicy())
 
 
 def fill_full(bucket: Bucket, shards: list[Tensor]) -> None:
@@ -185,7 +188,7 @@ def test_gathered_parameters_follow_requires_grad() -> None:
     assert bucket.is_frozen
 
 
-def test_a_move_keeps_parameters_and_a_change_of_dtype_is_refused() -> None:
+def test_a_move_and_a_cast_keep_parameters_but_a_cached_bucket_refuses_a_cast() -> None:
     module = build(Block)
     bucket = bucket_of(module, Place(2, 1))
     account(bucket)
@@ -197,8 +200,13 @@ def test_a_move_keeps_parameters_and_a_change_of_dtype_is_refused() -> None:
     before = bucket.version
     bucket.convert(lambda tensor: tensor)
     assert bucket.version == before
-    with pytest.raises(ValueError, match=r"from torch.float32 to torch.float16: call .to\(dtype\) before"):
-        bucket.convert(lambda tensor: tensor.half())
+    bucket.convert(lambda tensor: tensor.half())
+    assert bucket.sharded[0] is parameter
+    assert parameter.dtype is torch.float16
+    assert bucket.version != before
+    bucket.add_cache(Lanes(torch.device("cpu")))
+    with pytest.raises(ValueError, match=r"from torch.float16 to torch.float32 after the first forward"):
+        bucket.convert(lambda tensor: tensor.float())
 
 
 def test_meta_parameters_become_real_ones() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
 
 from laconic.comm.cluster import Cluster, default_mesh
@@ -21,7 +22,7 @@ from laconic.layout.granularity import Blocks, Granularity, resolve
 from laconic.layout.planner import plan_unit, warn_if_wasteful
 from laconic.ragged.parts import slice_of_parameter
 from laconic.ragged.tensor import RaggedTensor
-from laconic.shard.bucket import Bucket, ManagedParameter
+from laconic.shard.bucket import Bucket, ManagedParameter, compute_dtype_of
 from laconic.shard.cache import Cache, Where
 from laconic.shard.ledger import Ledger
 from laconic.shard.unit import Unit, unit_of, units_below
@@ -35,6 +36,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     cache: Cache | Where = "none",
     reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     granularity: Granularity | None = None,
@@ -55,8 +57,11 @@ def fully_shard(
         reshard_after_forward: False keeps the unit gathered until its backward. None means False for the root, which
             backward needs first, and True for other units. FSDP2's integer, the number of ranks per node, keeps the
             node shard on the device until backward.
+        shard_placement_fn: FSDP2's. A result with a mesh, `ShardPlacementResult`, cuts the parameter over the ranks of
+            that mesh, such as experts. A dim to cut is not honoured, with a warning: laconic cuts at block borders.
         mp_policy: torch's own. Without `reduce_dtype`, gradients are reduced in `param_dtype`, on every torch release.
-        offload_policy: torch's own. `CPUOffloadPolicy` is not supported yet.
+        offload_policy: torch's own. With `CPUOffloadPolicy` parameters, gradients and so the optimizer's states rest in
+            host memory. Before each gather this rank's shard is copied to the device.
         granularity: the blocks that must stay on one rank: `laconic.rows(k)`, `elements(n)` or `whole()` for all
             parameters, a mapping of name patterns to these, or a function of (name in the unit, parameter) to elements
             per block. The planner then splits the unit into up to four buckets per kind where that saves padding.
@@ -68,29 +73,25 @@ def fully_shard(
             is not initialised yet (a lazy module), or is tied to a parameter of another unit; the mesh, cache,
             granularity or integer is not valid.
         AssertionError: a module is sharded already.
-        NotImplementedError: a parameter is not contiguous, or the offload policy is not supported.
+        NotImplementedError: a parameter is not contiguous.
     """
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     _check_modules(modules)
-    if isinstance(offload_policy, CPUOffloadPolicy):
-        raise NotImplementedError(
-            "laconic has no CPUOffloadPolicy yet: parameters stay on the device. cache='host' keeps gathered "
-            "weights in host memory instead"
-        )
     policy = Cache.of(cache)
     precision = mp_policy or MixedPrecisionPolicy()
     if mesh is None:
         mesh = default_mesh(_device_type(modules))
     cluster = Cluster.of(mesh)
     reshards, policy = _resolve_reshard(reshard_after_forward, policy, cluster)
-    managed = _find_parameters(modules, set(ignored_params or ()))
+    managed = _find_parameters(modules, set(ignored_params or ()), _place_by(shard_placement_fn, cluster))
     blocks = resolve(granularity, [(item.name, item.local) for item in managed])
-    _check_parameters(managed, cluster)
+    offload = offload_policy or OffloadPolicy()
+    _check_parameters(managed, offload)
     may_shrink = granularity is None
     buckets = [
         bucket
         for group in _group_by_kind(managed)
-        for bucket in _make_buckets(group, blocks, cluster, precision, may_shrink=may_shrink)
+        for bucket in _make_buckets(group, blocks, precision, offload, may_shrink=may_shrink)
     ]
     for item in managed:
         item.parameter._laconic_home = item.name  # type: ignore[attr-defined]  # recognises tied weights later
@@ -152,7 +153,28 @@ def _resolve_reshard(
     return True, Cache(where="device") if policy.where == "none" else policy
 
 
-def _find_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[ManagedParameter]:
+def _place_by(function: Callable[[nn.Parameter], Any] | None, default: Cluster) -> Callable[[nn.Parameter], Cluster]:
+    """Return the function that finds the cluster of a parameter, from FSDP2's function of placements."""
+
+    def find(parameter: nn.Parameter) -> Cluster:
+        result = None if function is None else function(parameter)
+        mesh_info, placement = getattr(result, "mesh_info", None), getattr(result, "placement", result)
+        if placement is not None and not isinstance(placement, Shard):
+            raise ValueError(f"shard_placement_fn must return a Shard, a ShardPlacementResult or None, got {result!r}")
+        if placement is not None and placement.dim not in (0, -parameter.ndim):
+            warnings.warn(
+                f"shard_placement_fn asks to cut a parameter of shape {tuple(parameter.shape)} along dim "
+                f"{placement.dim}; laconic cuts it at block borders in memory order instead, which trains the same",
+                stacklevel=4,
+            )
+        return default if mesh_info is None else Cluster.of(mesh_info.mesh)
+
+    return find
+
+
+def _find_parameters(
+    modules: Sequence[nn.Module], ignored: set[nn.Parameter], cluster_of: Callable[[nn.Parameter], Cluster]
+) -> list[ManagedParameter]:
     """Find the parameters below `modules` that no inner unit has, each once, with all places that show it."""
     found: dict[nn.Parameter, ManagedParameter] = {}
     for prefix, child in _named_modules(modules):
@@ -172,8 +194,10 @@ def _find_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -
                     "unit: do not call fully_shard on the module that holds the other one, so that this call takes "
                     "both, call fully_shard([module, other]) on both, or untie them"
                 )
-            managed = found.setdefault(parameter, ManagedParameter(name=full_name, parameter=parameter))
-            managed.places.append((child, name))
+            if parameter not in found:
+                cluster = cluster_of(parameter)
+                found[parameter] = ManagedParameter(name=full_name, parameter=parameter, cluster=cluster)
+            found[parameter].places.append((child, name))
     return list(found.values())
 
 
@@ -184,9 +208,9 @@ def _named_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Modul
         yield from module.named_modules(memo=seen, prefix=str(index) if len(modules) > 1 else "")
 
 
-def _check_parameters(managed: list[ManagedParameter], cluster: Cluster) -> None:
+def _check_parameters(managed: list[ManagedParameter], offload: OffloadPolicy) -> None:
     for item in managed:
-        parameter = item.parameter
+        parameter, cluster = item.parameter, item.cluster
         if not parameter.is_contiguous():
             raise NotImplementedError(
                 f"{item.name} of shape {tuple(parameter.shape)} is not contiguous (strides {parameter.stride()}); set "
@@ -194,7 +218,8 @@ def _check_parameters(managed: list[ManagedParameter], cluster: Cluster) -> None
             )
         if parameter.is_complex():
             raise ValueError(f"{item.name} is complex ({parameter.dtype}); laconic shards real parameters")
-        if not parameter.is_meta and parameter.device.type != cluster.device_type:
+        rests_on_host = isinstance(offload, CPUOffloadPolicy) and parameter.device.type == "cpu"
+        if not parameter.is_meta and not rests_on_host and parameter.device.type != cluster.device_type:
             raise ValueError(
                 f"{item.name} is on {parameter.device}, but the mesh is for {cluster.device_type}: move the model with "
                 f".to({cluster.device_type!r}), or build it on the meta device"
@@ -207,47 +232,41 @@ def _check_parameters(managed: list[ManagedParameter], cluster: Cluster) -> None
 
 
 def _group_by_kind(managed: list[ManagedParameter]) -> list[list[ManagedParameter]]:
-    """Group parameters of one dtype and trainability, in order of appearance. A LoRA block has two groups.
+    """Group parameters of one mesh, dtype and trainability, in order of appearance. A LoRA block has two groups.
 
     Each slice of partial updates is a group of its own, trained or not, so that all islands have the same buckets.
     """
-    groups: dict[tuple[torch.dtype, bool, bool, int | None], list[ManagedParameter]] = {}
+    groups: dict[Any, list[ManagedParameter]] = {}
     for item in managed:
         parameter = item.parameter
-        kind = parameter.dtype, parameter.requires_grad, parameter.is_meta, slice_of_parameter(*item.places[0])
-        groups.setdefault(kind, []).append(item)
+        kind = parameter.dtype, parameter.requires_grad, parameter.device, slice_of_parameter(*item.places[0])
+        groups.setdefault((item.cluster, *kind), []).append(item)
     return list(groups.values())
 
 
 def _make_buckets(
     group: list[ManagedParameter],
     blocks: Blocks,
-    cluster: Cluster,
     precision: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
     *,
     may_shrink: bool,
 ) -> list[Bucket]:
     numels = dict(zip(blocks.names, blocks.numels, strict=True))
     dtype = group[0].parameter.dtype
-    compute_dtype = (precision.param_dtype if dtype.is_floating_point else None) or dtype
+    compute_dtype = compute_dtype_of(dtype, precision)
     reduce_dtype = precision.reduce_dtype or compute_dtype
     plan = plan_unit(
         [item.name for item in group],
         [tuple(item.local.shape) for item in group],
         [numels[item.name] for item in group],
-        num_shards=cluster.size,
+        num_shards=group[0].cluster.size,
         itemsize=min(each.itemsize for each in (dtype, compute_dtype, reduce_dtype)),
         may_shrink=may_shrink,
     )
     warn_if_wasteful(plan, dtype.itemsize)
     return [
-        Bucket(
-            [group[index] for index in members],
-            layout,
-            cluster=cluster,
-            compute_dtype=compute_dtype,
-            reduce_dtype=reduce_dtype,
-        )
+        Bucket([group[index] for index in members], layout, precision=precision, offload=offload)
         for members, layout in zip(plan.members, plan.buckets, strict=True)
     ]
 

@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from laconic.comm.cluster import Cluster
 from laconic.layout.bucket import BucketLayout, Extent
@@ -36,6 +37,8 @@ class ManagedParameter:
     name: str
     """The qualified name within the unit, of the first place."""
     parameter: nn.Parameter
+    cluster: Cluster
+    """The ranks that the parameter is cut over."""
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     """Every (module, attribute) that shows the parameter; a tied weight has several."""
 
@@ -53,14 +56,13 @@ class Bucket:
         managed: Sequence[ManagedParameter],
         layout: BucketLayout,
         *,
-        cluster: Cluster,
-        compute_dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
+        precision: MixedPrecisionPolicy,
+        offload: OffloadPolicy,
     ) -> None:
         """Copy this rank's shard of `managed`, the parameters of `layout` in its order, and show sharded parameters."""
-        self.layout, self.cluster = layout, cluster
+        self.layout, self.cluster = layout, managed[0].cluster
         self.dtype = managed[0].parameter.dtype
-        self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
+        self._precision, self._offload = precision, offload
         self.divide_by: float | None = None
         """The divisor of summed gradients that the user has set; None stands for the number of ranks."""
         self.reduced_hook: Callable[[Tensor], None] | None = None
@@ -68,7 +70,9 @@ class Bucket:
         self.cached: CachedShard | None = None
         self._places = [item.places for item in managed]
         self._specs = [
-            RaggedSpec(cluster=cluster, layout=layout, index=i, dtensor=DTensorShard.of(p.parameter, p.name, cluster))
+            RaggedSpec(
+                cluster=p.cluster, layout=layout, index=i, dtensor=DTensorShard.of(p.parameter, p.name, p.cluster)
+            )
             for i, p in enumerate(managed)
         ]
         self._full: FlatBuffer | None = None
@@ -79,7 +83,7 @@ class Bucket:
         self._epoch = 0
         self.is_shard_dropped = False
         """True while the shard has no memory of its own: see `drop_shard`."""
-        self.shard = self._cut([item.local for item in managed])
+        self.shard = self._rest(self._cut([item.local for item in managed]))
         """This rank's shard, (C,)."""
         self._device = self.shard.device
         self.sharded = [
@@ -101,6 +105,32 @@ class Bucket:
                 extent = self._specs[index].extent or Extent(0, 0)
                 self.local_view(shard, index).copy_(parameter.reshape(-1)[extent.start : extent.stop])
         return shard
+
+    def _rest(self, shard: Tensor) -> Tensor:
+        """Move a shard to host memory if the policy says so."""
+        return self.host_copy(shard) if self.is_offloaded and not shard.is_meta else shard
+
+    def host_copy(self, tensor: Tensor) -> Tensor:
+        """Copy a device tensor to host memory, page-locked if the policy says so; a tensor on the host stays."""
+        if tensor.device.type == "cpu":
+            return tensor
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=getattr(self._offload, "pin_memory", False))
+        return copy.copy_(tensor)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """True if the shard and the gradients of the sharded parameters rest in host memory: `CPUOffloadPolicy`."""
+        return isinstance(self._offload, CPUOffloadPolicy)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of gathered parameters."""
+        return compute_dtype_of(self.dtype, self._precision)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are reduced."""
+        return self._precision.reduce_dtype or self.compute_dtype
 
     def local_view(self, shard: Tensor, index: int) -> Tensor:
         """The elements of parameter `index` in `shard`, (C,): flat, possibly empty, a view."""
@@ -143,26 +173,38 @@ class Bucket:
         """Apply `function`, such as a move from the meta device, to the shard; parameters keep their identity.
 
         Raises:
-            ValueError: `function` changes the dtype; layouts and buffers were planned for the present one.
+            ValueError: `function` changes the dtype of a bucket whose cache has memory already.
         """
         self.restore_shard()
         shard = function(self.shard)
         if shard is self.shard:
             return
-        if shard.dtype != self.dtype:
+        if shard.dtype != self.dtype and self.cached is not None:
             raise ValueError(
-                f"cannot change sharded parameters from {self.dtype} to {shard.dtype}: call .to(dtype) before "
-                "fully_shard, or compute in another dtype with MixedPrecisionPolicy(param_dtype=...)"
+                f"cannot change sharded parameters from {self.dtype} to {shard.dtype} after the first forward, as the "
+                "cache has memory for them: call .to(dtype) before, or compute in another dtype with "
+                "MixedPrecisionPolicy(param_dtype=...)"
             )
+        shard = self._rest(shard)
         self.free_full()
         self._full = None
+        self.hold_shard(-self.shard.nbytes)
+        self.hold_shard(shard.nbytes)
+        self.dtype = shard.dtype
         self._device = shard.device
         self._move_shard(shard.detach(), self.version + 1)
 
     def open_account(self, ledger: Ledger) -> None:
         """Count this bucket's memory in `ledger` from now on."""
         self.ledger = ledger
-        ledger.hold(self.shard.nbytes)
+        self.hold_shard(self.shard.nbytes)
+
+    def hold_shard(self, nbytes: int) -> None:
+        """Count memory as large as a shard, where shards rest."""
+        if self.is_offloaded:
+            self.ledger.host_bytes += nbytes
+        else:
+            self.ledger.hold(nbytes)
 
     def add_cache(self, lanes: Lanes) -> CachedShard:
         """Cache this bucket's node shard from now on."""
@@ -181,7 +223,7 @@ class Bucket:
         self._epoch = version - shard._version
         for index, old in enumerate(self.sharded):
             new = nn.Parameter(self._ragged(index), requires_grad=old.requires_grad)
-            if old.device == new.device:
+            if (old.device, old.dtype) == (new.device, new.dtype):
                 old.move_to(new.to_local())  # type: ignore[attr-defined]
             else:
                 torch.utils.swap_tensors(old, new)
@@ -203,7 +245,7 @@ class Bucket:
 
         It does nothing under mixed precision: a node shard in the compute dtype has not the parameters' own bits.
         """
-        if self.cached is None or self.compute_dtype != self.dtype or self.is_shard_dropped:
+        if self.cached is None or self.compute_dtype != self.dtype or self.is_shard_dropped or self.is_offloaded:
             return False
         self.ledger.hold(-self.shard.nbytes)
         # `.data` is an alias with its own version counter: a gather into the node shard is no edit.
@@ -235,10 +277,12 @@ class Bucket:
         if self._full is None:
             # An inference tensor has no versions and could not be trained with later.
             with torch.inference_mode(False), torch.enable_grad():
-                if self.cluster.size == 1 and self.compute_dtype == self.dtype:  # the shard is the bucket
+                device = self.cluster.device if self.is_offloaded else self._device
+                is_shard = self.cluster.size == 1 and self.shard.device == device
+                if is_shard and self.compute_dtype == self.dtype:  # the shard is the bucket
                     self._full = FlatBuffer(self.shard.data, None)
                 else:
-                    full = torch.empty(self.layout.numel, dtype=self.compute_dtype, device=self._device)
+                    full = torch.empty(self.layout.numel, dtype=self.compute_dtype, device=device)
                     self._full = FlatBuffer(full, self.ledger)
                 self.gathered = [self._gathered_parameter(index) for index in range(len(self.sharded))]
         return self._full.allocate()
@@ -316,6 +360,11 @@ class Bucket:
         for places, parameter in zip(self._places, parameters, strict=True):
             for module, name in places:
                 module._parameters[name] = parameter
+
+
+def compute_dtype_of(dtype: torch.dtype, precision: MixedPrecisionPolicy) -> torch.dtype:
+    """The dtype of gathered parameters: that of the policy, if the sharded ones are real numbers, else their own."""
+    return (precision.param_dtype if dtype.is_floating_point else None) or dtype
 
 
 def _collect(sink: weakref.ref[GradientSink], index: int, parameter: nn.Parameter) -> None:

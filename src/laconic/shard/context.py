@@ -62,7 +62,7 @@ class Context:
         if in_slab:
             sizes_bytes = [cached.nbytes for cached in in_slab]
             slab = make_slab(sum(sizes_bytes), self.cluster.device, num_local=self.cluster.num_local)
-            self.ledger.host_bytes = slab.nbytes
+            self.ledger.host_bytes += slab.nbytes
             if self.cluster.device_type == "cuda":
                 weakref.finalize(self, free_slab, slab).atexit = False  # keeps the slab until then
             for cached, part in zip(in_slab, slab.split(sizes_bytes), strict=True):

@@ -28,14 +28,20 @@ class GatherState(Enum):
 class BucketGather:
     """The gather of one bucket: from this rank's shard, or from a cached node shard, to the full buffer."""
 
-    def __init__(self, bucket: Bucket, node: Communicator, local: Communicator, lanes: Lanes) -> None:
-        self.bucket, self._node, self._local, self._lanes = bucket, node, local, lanes
+    def __init__(self, bucket: Bucket, lanes: Lanes) -> None:
+        self.bucket, self._lanes = bucket, lanes
+        self._node, self._local = Communicator(bucket.cluster, "node"), Communicator(bucket.cluster, "local")
         self._pending: Pending | None = None
         self._version = 0
         self._loaded: Event = None
         self._arrived: Event = None
         self._comes_from_cache = False
         self._stored: Event = None
+
+    @property
+    def is_stream_ordered(self) -> bool:
+        """True if waiting for a transfer never blocks the thread."""
+        return self._node.is_stream_ordered and self._local.is_stream_ordered
 
     @property
     def is_stale(self) -> bool:
@@ -93,10 +99,10 @@ class BucketGather:
 class UnitGather:
     """The gather of all buckets of a unit."""
 
-    def __init__(self, buckets: list[Bucket], node: Communicator, local: Communicator, lanes: Lanes) -> None:
+    def __init__(self, buckets: list[Bucket], lanes: Lanes) -> None:
         self._buckets = buckets
-        self._gathers = [BucketGather(bucket, node, local, lanes) for bucket in buckets]
-        self._is_stream_ordered = node.is_stream_ordered and local.is_stream_ordered
+        self._gathers = [BucketGather(bucket, lanes) for bucket in buckets]
+        self._is_stream_ordered = all(gather.is_stream_ordered for gather in self._gathers)
         self._events: list[Event] = []
         self.state = GatherState.IDLE
 

@@ -150,13 +150,15 @@ class BucketGradients:
         if self.bucket.reduced_hook is not None:
             self.bucket.reduced_hook(shard)
         shard = shard.to(self.bucket.dtype)
+        if self.bucket.is_offloaded:
+            shard = self.bucket.host_copy(shard)
         trainable = [(i, parameter) for i, parameter in enumerate(self.bucket.sharded) if parameter.requires_grad]
         base = getattr(trainable[0][1].grad, "base", None)
         if base is not None and all(getattr(parameter.grad, "base", None) is base for _, parameter in trainable):
             base.add_(shard)  # one operation for all gradients
             return
-        self.ledger.hold(shard.nbytes)
-        weakref.finalize(shard, self.ledger.hold, -shard.nbytes)
+        self.bucket.hold_shard(shard.nbytes)
+        weakref.finalize(shard, self.bucket.hold_shard, -shard.nbytes)
         for index, parameter in trainable:
             local = self.bucket.local_view(shard, index)
             if parameter.grad is None:

@@ -39,7 +39,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from laconic import _compat
 from laconic.comm.cluster import Cluster
-from laconic.comm.collectives import Communicator
 from laconic.layout.granularity import Blocks, check_matched
 from laconic.shard.bucket import Bucket
 from laconic.shard.cache import Cache
@@ -125,8 +124,7 @@ class Unit:
     def _join(self, root: Unit, context: Context) -> None:
         self._root, self._context = root, context
         # A unit may have another mesh than its root: [Note: Two parallelisms, two meshes] in ragged/dtensor.py.
-        node, local = Communicator(self.cluster, "node"), Communicator(self.cluster, "local")
-        self._gather = UnitGather(self.buckets, node, local, context.lanes)
+        self._gather = UnitGather(self.buckets, context.lanes)
         self.gradients = [BucketGradients(bucket, context.lanes, context.ledger) for bucket in self.buckets]
         for bucket in self.buckets:
             bucket.open_account(context.ledger)
