@@ -36,7 +36,10 @@ class Place:
     node_rank: int = 0
     local_rank: int = 0
     mesh: str = "the mesh"
-    device: torch.device = torch.device("cpu")
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
 
     @property
     def size(self) -> int:
