@@ -102,10 +102,7 @@ def job_several_at_once() -> None:
     ]
     for result, value in zip(back, whole, strict=True):
         assert torch.equal(result.wait()[0].full_tensor(), value)  # type: ignore[union-attr]
-    one = tensors[0].redistribute(None)
-    assert torch.equal(one, whole[0])  # type: ignore[arg-type]
-    handle = tensors[0].redistribute(specs["elements"][0], async_op=True)
-    assert torch.equal(handle.wait()[0].full_tensor(), whole[0])  # type: ignore[union-attr]
+    assert torch.equal(redistribute(tensors[:1], [None]).wait()[0], whole[0])
     assert redistribute([], []).wait() == []
     with pytest.raises(ValueError, match=r"shape \(7, 5\) cannot be cut as one of shape \(11, 3\)"):
         redistribute(tensors[:1], specs["rows"][1:2])

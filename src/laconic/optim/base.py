@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from laconic.ragged.dtensor import is_torch_dtensor
+from laconic.ragged.optimizer_state import cut_like
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 
@@ -21,6 +22,8 @@ class RaggedOptimizer(torch.optim.Optimizer, ABC):
 
     remedy: str
     """The advice of the error for a parameter that another mesh axis cuts as well."""
+    cuts_loaded_state = True
+    """Says that `load_state_dict` cuts state that came in another cut: see ragged/optimizer_state.py."""
 
     # -- subclasses define ---------------------------------------------------------------------------------------------
 
@@ -90,19 +93,31 @@ class RaggedOptimizer(torch.optim.Optimizer, ABC):
         """Load a state dict as torch does, but keep the dtypes of the state; torch would cast it to the parameter's."""
         super().load_state_dict({**state_dict, "state": {}})
         ids = [index for group in state_dict["param_groups"] for index in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for index, parameter in zip(ids, parameters, strict=True):
+        owners = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        for index, (parameter, group) in zip(ids, owners, strict=True):
             if index in state_dict["state"]:
-                self.state[parameter] = {
-                    key: value.detach().clone() if key == "step" else value.to(parameter.device, copy=True)
-                    for key, value in state_dict["state"][index].items()
-                }
+                self.state[parameter] = self._loaded(parameter, group, state_dict["state"][index])
+
+    def _loaded(self, parameter: Tensor, group: Group, state: dict[str, Any]) -> dict[str, Any]:
+        """Copy the state of one parameter; state that came in another cut is cut as a new state would be."""
+        templates: dict[str, Any] = {}
+        if isinstance(parameter, RaggedTensor) and any(_is_uncut(value) for value in state.values()):
+            self._init_state(parameter, group)
+            templates = self.state.pop(parameter)
+        return {
+            key: value.detach().clone()
+            if key == "step"
+            else cut_like(templates[key], value)
+            if _is_uncut(value) and isinstance(templates.get(key), RaggedTensor)
+            else value.to(parameter.device, copy=True)
+            for key, value in state.items()
+        }
 
     # -- for subclasses ------------------------------------------------------------------------------------------------
 
     def _check_parameter(self, parameter: Tensor, name: str, group: Group) -> None:
         kind = type(self).__name__
-        if isinstance(parameter, DTensor):
+        if is_torch_dtensor(parameter):
             raise ValueError(
                 f"{name} is a DTensor of shape {tuple(parameter.shape)}; {kind} takes parameters of "
                 "laconic.fully_shard, or plain ones. Use torch's own optimizers with torch's own sharding"
@@ -125,6 +140,10 @@ class RaggedOptimizer(torch.optim.Optimizer, ABC):
             if not self.state[parameter]:
                 self._init_state(parameter, group)
         return parameters
+
+
+def _is_uncut(value: Tensor) -> bool:
+    return value.dim() > 0 and not isinstance(value, RaggedTensor)
 
 
 def check_range(group: Group, *keys: str, low: float = 0, high: float = math.inf, is_open: bool = False) -> None:

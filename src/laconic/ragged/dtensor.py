@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import all_reduce
+from laconic.ragged.boxed import BoxedTensor
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class DTensorShard:
             ValueError: a DTensor is cut over several axes or over ranks of `cluster`, or has another placement than
                 Shard or Replicate.
         """
-        if not isinstance(parameter, DTensor):
+        if not is_torch_dtensor(parameter):
             return None
         mesh, placement = parameter.device_mesh, parameter.placements[0]
         if len(parameter.placements) != 1 or not (type(placement) is Shard or type(placement) is Replicate):
@@ -91,6 +93,20 @@ class DTensorShard:
         if gradient.placements != (self.placement,):
             gradient = gradient.redistribute(placements=[self.placement])
         return gradient.to_local()
+
+
+def is_torch_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """True for a DTensor of torch's own; False for a RaggedTensor: [Note: RaggedTensors are DTensors]."""
+    return isinstance(tensor, DTensor) and not isinstance(tensor, BoxedTensor)
+
+
+def whole_of(tensor: DTensor) -> Tensor:
+    """Gather a DTensor of torch's own, axis by axis, as torch warns of a gather over several at once. Collective."""
+    placements = list(tensor.placements)
+    for axis in reversed(range(len(placements))):
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
 
 
 def local_part(parameter: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from laconic.ragged.dtensor import DTensorShard, all_reduce_both, common_mesh
 from laconic.ragged.tensor import RaggedTensor, implements
@@ -23,9 +24,9 @@ def _norms(tensors: Sequence[RaggedTensor], order: float) -> Tensor:
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     mesh = common_mesh(tensor.spec.dtensor_mesh for tensor in tensors)
     own = [
-        torch.linalg.vector_norm(tensor.to_local(), order, dtype=dtype)
-        if tensor.to_local().numel() and _is_counted_here(tensor.spec.dtensor, mesh)
-        else tensor.to_local().new_zeros((), dtype=dtype)
+        torch.linalg.vector_norm(tensor._local_tensor, order, dtype=dtype)
+        if tensor._local_tensor.numel() and _is_counted_here(tensor.spec.dtensor, mesh)
+        else tensor._local_tensor.new_zeros((), dtype=dtype)
         for tensor in tensors
     ]
     norms = torch.stack(own).to(tensors[0].device)
@@ -58,7 +59,12 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 @implements(aten._foreach_norm.Scalar)
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     tensors, norms = args[0], dict[int, Tensor]()
-    for cluster in dict.fromkeys(tensor.spec.cluster for tensor in tensors):
-        positions = [position for position, tensor in enumerate(tensors) if tensor.spec.cluster is cluster]
+    ragged = [position for position, tensor in enumerate(tensors) if isinstance(tensor, RaggedTensor)]
+    for cluster in dict.fromkeys(tensors[position].spec.cluster for position in ragged):
+        positions = [position for position in ragged if tensors[position].spec.cluster is cluster]
         norms |= zip(positions, _norms([tensors[i] for i in positions], _order_of(args)), strict=True)
+    # parameters that fully_shard ignored: every rank has them whole, or as DTensors of torch's own
+    for position in set(range(len(tensors))).difference(ragged):
+        norm = torch.linalg.vector_norm(tensors[position], _order_of(args), dtype=kwargs.get("dtype"))
+        norms[position] = norm.full_tensor() if isinstance(norm, DTensor) else norm
     return [norms[position] for position in range(len(tensors))]

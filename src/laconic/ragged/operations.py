@@ -7,10 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from laconic.ragged import norms as norms  # registers its handlers
-from laconic.ragged.dtensor import all_reduce_both
+from laconic.ragged.dtensor import all_reduce_both, is_torch_dtensor, whole_of
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import OTHERS, RaggedTensor, implements
 
@@ -50,12 +51,15 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if changed:  # as the schema says, functions in place return their argument or, for lists, nothing
         return changed[0] if func._schema.returns else None
     if isinstance(result, (list, tuple)):
-        return [RaggedTensor(item, spec) for item, spec in zip(result, specs, strict=True)]
-    return RaggedTensor(result, specs[0]) if isinstance(result, Tensor) else result
+        return [item if spec is None else RaggedTensor(item, spec) for item, spec in zip(result, specs, strict=True)]
+    return RaggedTensor(result, specs[0]) if isinstance(result, Tensor) and specs[0] is not None else result
 
 
-def _specs_by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RaggedSpec]:
-    """The layouts of the operands: one, or for a foreach function one for each position of its lists."""
+def _specs_by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RaggedSpec | None]:
+    """The layouts of the operands: one, or for a foreach function one for each position of its lists.
+
+    A position without RaggedTensors has None: a parameter that `fully_shard` ignored.
+    """
     lists = [value for value in (*args, *kwargs.values()) if _is_tensor_list(value)]
     positions: Iterable[Iterable[Any]] = [tree_leaves((args, kwargs))]
     if lists:
@@ -63,10 +67,10 @@ def _specs_by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ra
     return [_common_spec(operands) for operands in positions]
 
 
-def _common_spec(operands: Iterable[Any]) -> RaggedSpec:
+def _common_spec(operands: Iterable[Any]) -> RaggedSpec | None:
     specs = [operand.spec for operand in operands if isinstance(operand, RaggedTensor)]
     if not specs:
-        raise ValueError("an element-wise list operation got a position without a RaggedTensor; split the list first")
+        return None
     spec = specs[0]
     for other in specs:
         if other is not spec and other != spec:
@@ -81,7 +85,7 @@ def _is_tensor_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(item, Tensor) for item in value)
 
 
-def _localize(value: Any, specs: list[RaggedSpec]) -> Any:
+def _localize(value: Any, specs: list[RaggedSpec | None]) -> Any:
     """Replace RaggedTensors by their local parts, and plain tensors of the global shape by this rank's parts."""
     if _is_tensor_list(value) and len(value) == len(specs):
         return [_local(item, spec) for item, spec in zip(value, specs, strict=True)]
@@ -92,10 +96,14 @@ def _localize(value: Any, specs: list[RaggedSpec]) -> Any:
     return _local(value, specs[0])
 
 
-def _local(value: Any, spec: RaggedSpec) -> Any:
+def _local(value: Any, spec: RaggedSpec | None) -> Any:
     if isinstance(value, RaggedTensor):
-        return value.to_local()
-    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value._local_tensor
+    if spec is None or not isinstance(value, Tensor):
+        return value
+    if is_torch_dtensor(value):
+        value = _whole_operand(value)
+    if value.dim() == 0:
         return value
     if value.numel() == 1:
         return value.reshape(1)  # broadcasts over the flat local part, whatever the global shape
@@ -105,6 +113,16 @@ def _local(value: Any, spec: RaggedSpec) -> Any:
             f"{tuple(value.shape)}: shapes must be equal, broadcasting over a cut tensor is not supported"
         )
     return spec.part_of(value)
+
+
+def _whole_operand(operand: DTensor) -> Tensor:
+    """The whole of a DTensor operand; only if that is a number or lies on every rank, as nobody expects a gather."""
+    if operand.numel() == 1 or all(placement.is_replicate() for placement in operand.placements):
+        return whole_of(operand)
+    raise ValueError(
+        f"an operation mixes a RaggedTensor with a DTensor that is cut as {operand.placements}; cut one as the other, "
+        "with torch.empty_like(ragged).copy_(dtensor), or gather both with .full_tensor()"
+    )
 
 
 @cache
@@ -139,7 +157,9 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     if not isinstance(target, RaggedTensor):
         raise NotImplementedError("cannot copy a RaggedTensor into a plain tensor; use .full_tensor() or .to_local()")
-    if isinstance(source, RaggedTensor) and source.spec != target.spec:
+    if is_torch_dtensor(source):
+        source = whole_of(source)
+    elif isinstance(source, RaggedTensor) and source.spec != target.spec:
         source = source.full_tensor()
     return _elementwise(func, (target, source, *args[2:]), kwargs)
 
@@ -148,7 +168,7 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @implements(aten.cauchy_, aten.log_normal_, aten.geometric_)
 def _random_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
     target: RaggedTensor = args[0]
-    local = target.to_local()
+    local = target._local_tensor
     if local.is_meta:
         return target
     whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
@@ -161,7 +181,7 @@ def _random_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ra
 @implements(aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty_strided)
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     source, size, *rest = args
-    local = source.to_local()
+    local = source._local_tensor
     if tuple(size) != tuple(source.shape):
         return func(local, size, *rest, **kwargs)
     if func is aten.new_empty_strided.default:
@@ -193,7 +213,7 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTe
 def _any_or_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     # trunc_normal_ asks this about the values it draws, and every rank must draw equally often
     spec = args[0].spec
-    answer = func(args[0].to_local()).to(torch.uint8)
+    answer = func(args[0]._local_tensor).to(torch.uint8)
     op = dist.ReduceOp.MAX if func is aten.any.default else dist.ReduceOp.MIN
     return all_reduce_both(answer, spec.cluster, spec.dtensor_mesh, op).to(torch.bool)
 
@@ -202,6 +222,7 @@ def _any_or_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
 def _unscale_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # GradScaler: every rank must skip the step that any rank must skip
     tensors, found_inf, scale = args
-    func([tensor.to_local() for tensor in tensors], found_inf, scale)
-    for cluster, mesh in dict.fromkeys((tensor.spec.cluster, tensor.spec.dtensor_mesh) for tensor in tensors):
+    func([_local(tensor, None) for tensor in tensors], found_inf, scale)
+    specs = [tensor.spec for tensor in tensors if isinstance(tensor, RaggedTensor)]
+    for cluster, mesh in dict.fromkeys((spec.cluster, spec.dtensor_mesh) for spec in specs):
         all_reduce_both(found_inf, cluster, mesh, dist.ReduceOp.MAX)

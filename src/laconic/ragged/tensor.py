@@ -21,18 +21,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import add
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from laconic import _compat
-from laconic.comm.collectives import Communicator
 from laconic.comm.traffic import Purpose
 from laconic.layout.bucket import BucketLayout, Extent, Slot, boxes
 from laconic.ragged.boxed import Box, BoxedTensor
+from laconic.ragged.gather import gather_whole
+from laconic.ragged.placement import LocalPart, local_shape_on_meta, placements_of
 from laconic.ragged.redistribute import Redistribution, TransferPlan
 from laconic.ragged.spec import RaggedSpec
 
@@ -56,7 +58,7 @@ def implements(*functions: Any) -> Callable[[Handler], Handler]:
     return register
 
 
-class RaggedTensor(BoxedTensor):
+class RaggedTensor(BoxedTensor, DTensor):
     """A tensor of which each rank holds one run of whole blocks, possibly none.
 
     `.shape` is the global shape. Element-wise operations, foreach and fused ones included, run on the local part. Norms
@@ -67,8 +69,9 @@ class RaggedTensor(BoxedTensor):
     Source: RaggedShard of veScale-FSDP (arXiv 2602.22437).
     """
 
-    _local: Tensor
-    _spec: RaggedSpec
+    spec: RaggedSpec
+    """The layout of the tensor."""
+    _local_tensor: Tensor
     _bump: Callable[[], None] | None
 
     def __new__(
@@ -85,68 +88,97 @@ class RaggedTensor(BoxedTensor):
         shard may rest in host memory. `bump` is called after every change through this tensor; parameters bump the
         version of their shard.
         """
+        if isinstance(local, LocalPart):
+            local = local.as_subclass(Tensor)
         self = torch.Tensor._make_wrapper_subclass(cls, spec.shape, dtype=local.dtype, device=device or local.device)
-        self._local, self._spec, self._bump = local, spec, bump
+        self._local_tensor, self.spec, self._bump = local, spec, bump
         return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: `__new__` makes the tensor, and DTensor's own `__init__` costs time."""
 
     @property
     def extent(self) -> Extent | None:
         """This rank's run of the flattened elements; None if it holds nothing."""
-        return self._spec.extent
-
-    @property
-    def spec(self) -> RaggedSpec:
-        """The layout of the tensor."""
-        return self._spec
+        return self.spec.extent
 
     @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh over which the tensor is cut."""
-        return self._spec.cluster.mesh
+        return self.spec.cluster.mesh
 
-    def to_local(self) -> Tensor:
-        """Return this rank's flat part, a view. If one rank changes its part in place, every rank must."""
-        return self._local
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """RaggedShard for each axis that cuts: [Note: RaggedTensors are DTensors] in ragged/placement.py."""
+        return placements_of(self.spec, on_meta=self._local_tensor.is_meta)
 
-    def full_tensor(self) -> Tensor:
-        """Gather the whole tensor on every rank. Collective.
+    @property
+    def _spec(self) -> NoReturn:  # type: ignore[override]
+        raise AttributeError(  # so that `hasattr` says no
+            "a RaggedTensor has no DTensorSpec, since ranks hold runs of elements and not chunks of rows. Use "
+            ".full_tensor(), .to_local() or torch.distributed.checkpoint"
+        )
 
-        Cost: the gather of one shard per rank, each as long as the longest extent; counted as "control".
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """Return this rank's part, flat: a view. An in-place change of it on any rank must happen on every rank.
+
+        Its `copy_` also takes a plain tensor of the global shape. On the meta device it has the shape of Shard(0):
+        [Note: RaggedTensors are DTensors] in ragged/placement.py. `grad_placements` are ignored, as there is no
+        autograd.
         """
-        spec, layout = self._spec, self._spec.layout
-        extents = [layout.extent(spec.index, shard) or Extent(0, 0) for shard in range(layout.num_shards)]
-        longest = max(extent.numel for extent in extents)
-        gathered = torch.zeros(longest, dtype=self.dtype, device=self.device)
-        gathered[: self._local.numel()] = self._local
-        for level in ("node", "local"):  # [Note: A bucket's order]: shards come out in order
-            communicator = Communicator(spec.cluster, level)
-            piece, gathered = gathered, gathered.new_empty(gathered.numel() * communicator.size)
-            if pending := communicator.all_gather(gathered, piece, "control"):
-                pending.wait()
-        rows = gathered.view(layout.num_shards, longest)
-        whole = spec.assemble(torch.cat([row[: extent.numel] for row, extent in zip(rows, extents, strict=True)]))
+        if self._local_tensor.is_meta:
+            return self._local_tensor.new_empty(local_shape_on_meta(self.spec))
+        return LocalPart.of(self._local_tensor, self.spec)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """Gather the whole tensor on every rank. Collective. `grad_placements` are ignored, as there is no autograd.
+
+        Cost: see `gather_whole`.
+        """
+        whole = self.spec.assemble(gather_whole(self.spec, self._local_tensor).to(self.device))
         return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
-    def redistribute(self, target: RaggedSpec | None, *, async_op: bool = False) -> Tensor | Redistribution:
-        """Cut this tensor as `target` says; None asks for the whole on every rank. Collective; see `redistribute`.
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """Make a DTensor of torch's own with `placements`, from the whole tensor. Collective, on the same mesh.
 
-        With `async_op`, return a `Redistribution`, whose `wait()` returns a list of one tensor.
+        Arguments are those of `DTensor.redistribute`; the result is complete even with `async_op`, and has no autograd.
+        Between ragged layouts, the function `redistribute` moves less. Cost: see `gather_whole`.
+
+        Raises:
+            ValueError: `placements` are missing, or `device_mesh` is another mesh.
         """
-        redistribution = redistribute([self], [target])
-        return redistribution if async_op else redistribution.wait()[0]
+        if placements is None or device_mesh not in (None, self.device_mesh):
+            raise ValueError(
+                f"redistribute of a RaggedTensor needs placements on its own mesh, got {placements} on {device_mesh}; "
+                "gather the tensor with .full_tensor() and distribute it anew"
+            )
+        tensor = self if forward_dtype is None else cast(RaggedTensor, self.to(forward_dtype))
+        if tuple(placements) == self.placements:
+            return tensor
+        everywhere = [Replicate()] * self.device_mesh.ndim
+        whole = DTensor.from_local(tensor.full_tensor(), self.device_mesh, everywhere, run_check=False)
+        return whole if list(placements) == everywhere else whole.redistribute(placements=placements)
 
     def alias(self) -> RaggedTensor:
         """Wrap the same memory again, as `p.detach()` does. A change of the result is a change of this tensor."""
-        return RaggedTensor(self._local, self._spec, device=self.device, bump=self._bump)
+        return RaggedTensor(self._local_tensor, self.spec, device=self.device, bump=self._bump)
 
     def move_to(self, local: Tensor) -> None:
         """Hold `local`, which has equal elements and lies on the same device, instead of the present part."""
-        self._local = local
+        self._local_tensor = local
 
     def like(self, local: Tensor) -> RaggedTensor:
         """Wrap `local` as this rank's part of another tensor with this tensor's layout."""
-        device = local.device if local.device != self._local.device else self.device
-        return RaggedTensor(local, self._spec, device=device)
+        device = local.device if local.device != self._local_tensor.device else self.device
+        return RaggedTensor(local, self.spec, device=device)
 
     def rows(self, start: int, stop: int, *, keep_dim: bool) -> RaggedTensor:
         """Select rows [start, stop) of dim 0: a view. A change of the rows is a change of this tensor.
@@ -156,7 +188,7 @@ class RaggedTensor(BoxedTensor):
         Raises:
             NotImplementedError: the tensor is a DTensor over another mesh axis, or has a `DerivedLayout`.
         """
-        spec, slot, layout = self._spec, self._spec.slot, self._spec.layout
+        spec, slot, layout = self.spec, self.spec.slot, self.spec.layout
         if spec.dtensor is not None or not isinstance(layout, BucketLayout):
             raise NotImplementedError(
                 "a tensor that another mesh axis cuts as well, or that has entries per block of another tensor, has no "
@@ -168,7 +200,8 @@ class RaggedTensor(BoxedTensor):
         row_spec = RaggedSpec(cluster=spec.cluster, layout=replace(layout, slots=(rows,)), index=0)
         held, chosen = self.extent or Extent(0, 0), row_spec.extent or Extent(0, 0)
         begin = chosen.start + start * inner - held.start if chosen.numel else 0
-        return RaggedTensor(self._local[begin : begin + chosen.numel], row_spec, device=self.device, bump=self._bump)
+        local = self._local_tensor[begin : begin + chosen.numel]
+        return RaggedTensor(local, row_spec, device=self.device, bump=self._bump)
 
     def note_change(self) -> None:
         """Count a change of the elements, on every rank: [Note: Versions]."""
@@ -177,19 +210,29 @@ class RaggedTensor(BoxedTensor):
 
     def held_boxes(self) -> list[Box]:
         """See `BoxedTensor.held_boxes`."""
-        spec = self._spec
+        spec = self.spec
         if self.numel() == 0:
-            return [((0,) * self.dim(), self._local.view(self.shape))] if spec.cluster.shard_index == 0 else []
+            return [((0,) * self.dim(), self._local_tensor.view(self.shape))] if spec.cluster.shard_index == 0 else []
         origin = (0,) * self.dim() if spec.dtensor is None else spec.dtensor.offset
         held, begin = [], 0
         for offset, sizes in boxes(spec.slot.shape, self.extent or Extent(0, 0)):
             end = begin + math.prod(sizes)
-            held.append((tuple(map(add, origin, offset)), self._local[begin:end].view(sizes)))
+            held.append((tuple(map(add, origin, offset)), self._local_tensor[begin:end].view(sizes)))
             begin = end
         return held
 
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[RaggedSpec, bool]]:
+        return ["_local_tensor"], (self.spec, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, Tensor], flatten_spec: tuple[RaggedSpec, bool], outer_size: Any, outer_stride: Any
+    ) -> RaggedTensor:
+        spec, requires_grad = flatten_spec
+        return RaggedTensor(inner_tensors["_local_tensor"], spec).requires_grad_(requires_grad)  # type: ignore[return-value]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedTensor:
-        copied = RaggedTensor(self._local.clone(), self._spec, device=self.device)  # with the same process groups
+        copied = RaggedTensor(self._local_tensor.clone(), self.spec, device=self.device)  # with the same process groups
         copied.requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             copied._is_param = True  # isinstance(copied, Parameter) asks for this attribute
@@ -199,7 +242,7 @@ class RaggedTensor(BoxedTensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return (
             f"RaggedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
-            f"extent={self.extent}, local={self._local})"
+            f"extent={self.extent}, local={self._local_tensor})"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -230,7 +273,7 @@ def redistribute(
         ValueError: a target has another shape or another cluster than its tensor.
     """
     plan = TransferPlan([tensor.spec for tensor in tensors], targets, purpose)
-    return plan.start([tensor.to_local() for tensor in tensors], partial(_in_new_cut, tensors, targets))
+    return plan.start([tensor._local_tensor for tensor in tensors], partial(_in_new_cut, tensors, targets))
 
 
 def _in_new_cut(

@@ -224,7 +224,7 @@ class Bucket:
         for index, old in enumerate(self.sharded):
             new = nn.Parameter(self._ragged(index), requires_grad=old.requires_grad)
             if (old.device, old.dtype) == (new.device, new.dtype):
-                old.move_to(new.to_local())  # type: ignore[attr-defined]
+                old.move_to(new._local_tensor)  # type: ignore[attr-defined]
             else:
                 torch.utils.swap_tensors(old, new)
 

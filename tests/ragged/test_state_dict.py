@@ -1,0 +1,221 @@
+"""torch's own state dict functions over sharded models: full and sharded, to and from, against an unsharded model."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dsd
+from torch.distributed.tensor import DTensor
+
+from laconic.ragged.tensor import RaggedTensor
+from tests.ranks import run_ranks
+from tests.shard.helpers import Net, build, inputs, shard, squared_error, train_step
+
+WORLDS = [(3, 1), (2, 2)]
+"""(ranks, ranks per node)."""
+
+
+class Mixed(Net):
+    """Inner units and a root; a frozen table, another dtype, a scalar, a vector shorter than the mesh, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.table = nn.Parameter(torch.randn(5, 3, 2), requires_grad=False)
+        self.low = nn.Parameter(torch.randn(7, 5).bfloat16())
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.one = nn.Parameter(torch.ones(1))
+        self.register_buffer("steps", torch.arange(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        extra = self.low.float().sum() * self.scalar * self.one + self.table.sum()
+        return super().forward(x) + 1e-3 * extra
+
+
+def set_gradients(model: nn.Module, seed: int) -> None:
+    for index, parameter in enumerate(model.parameters()):
+        if parameter.requires_grad:
+            generator = torch.Generator().manual_seed(100 * seed + index)
+            gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            parameter.grad = torch.zeros_like(parameter).copy_(gradient)
+
+
+def trained(model: nn.Module, steps: int = 2, seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        set_gradients(model, seed + step)
+        optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def sharded(seed: int = 0, **policies: Any) -> Any:
+    return shard(build(Mixed, seed=seed), **policies)
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts and lists by path."""
+    if isinstance(tree, dict | list | tuple):
+        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        return {path: leaf for key, value in items for path, leaf in flat(value, f"{prefix}/{key}").items()}
+    return {prefix: tree}
+
+
+def assert_same(got: Any, want: Any) -> None:
+    """Assert that two trees of plain values are equal to the bit."""
+    got, want = flat(got), flat(want)
+    assert not set(got) ^ set(want), set(got) ^ set(want)
+    for path, value in want.items():
+        if isinstance(value, Tensor):
+            assert not isinstance(got[path], DTensor), path
+            assert got[path].dtype == value.dtype, path
+            assert torch.equal(got[path].cpu(), value), path
+        else:
+            assert got[path] == value, path
+
+
+def whole(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree, gathered."""
+    gathered = {path: v.full_tensor() if isinstance(v, DTensor) else v for path, v in flat(tree).items()}
+    return {path: v.clone() if isinstance(v, Tensor) else v for path, v in gathered.items()}
+
+
+def both(model: nn.Module, optimizer: torch.optim.Optimizer, **options: bool) -> dict[str, Any]:
+    chosen = dsd.StateDictOptions(**options)
+    states = dsd.get_state_dict(model, optimizer, options=chosen)
+    assert_keys = (
+        dsd.get_model_state_dict(model, options=chosen),
+        dsd.get_optimizer_state_dict(model, optimizer, options=chosen),
+    )
+    assert [list(flat(state)) for state in states] == [list(flat(state)) for state in assert_keys]
+    return {"model": states[0], "optim": states[1]}
+
+
+def assert_ragged(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        assert isinstance(parameter, RaggedTensor)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            assert key == "step" or (isinstance(value, RaggedTensor) and value.spec == parameter.spec), key
+
+
+# -- full state dicts --------------------------------------------------------------------------------------------------
+
+
+def job_get_full() -> None:
+    want = both(*trained(build(Mixed)), full_state_dict=True)
+    model, optimizer = trained(sharded())
+    assert_same(both(model, optimizer, full_state_dict=True), want)
+    offloaded = both(model, optimizer, full_state_dict=True, cpu_offload=True)
+    assert_same(offloaded, want if dist.get_rank() == 0 else {"model": {}, "optim": {}})
+    flattened = dsd.get_optimizer_state_dict(
+        model, optimizer, options=dsd.StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+    )
+    assert "state.low.exp_avg" in flattened
+    trainable = dsd.StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+    assert "table" not in dsd.get_model_state_dict(model, options=trainable)
+    assert_ragged(model, optimizer)
+
+
+@pytest.mark.parametrize(("ranks", "local"), WORLDS)
+def test_full_state_dicts_are_those_of_the_unsharded_model(ranks: int, local: int) -> None:
+    run_ranks(job_get_full, ranks, local=local)
+
+
+def job_one_at_a_time(patch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[Tensor]] = []
+    most = 0
+    original = RaggedTensor.full_tensor
+
+    def counting(self: RaggedTensor, **kwargs: Any) -> Tensor:
+        nonlocal most
+        most = max(most, sum(reference() is not None for reference in alive))
+        result = original(self, **kwargs)
+        alive.append(weakref.ref(result))
+        return result
+
+    model, optimizer = trained(sharded())
+    patch.setattr(RaggedTensor, "full_tensor", counting)
+    both(model, optimizer, full_state_dict=True, cpu_offload=True)
+    assert len(alive) > 20
+    assert dist.get_rank() == 0 or most <= 1
+
+
+def test_ranks_that_keep_nothing_hold_one_whole_tensor_at_a_time() -> None:
+    run_ranks(with_patch, 2, job_one_at_a_time, local=1)
+
+
+def with_patch(job: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        job(patch)
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+@pytest.mark.parametrize(("ranks", "local"), WORLDS)
+def test_full_state_dicts_load(ranks: int, local: int, broadcast: bool) -> None:
+    run_ranks(job_set_full, ranks, broadcast, local=local)
+
+
+def job_set_full(broadcast: bool) -> None:
+    want = both(*trained(build(Mixed)), full_state_dict=True)
+    given = want if not broadcast or dist.get_rank() == 0 else {"model": {}, "optim": {}}
+    options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    for steps in (0, 1):  # an optimizer without state and one with state
+        model, optimizer = trained(sharded(seed=3, cache="host"), steps, seed=7)
+        x = inputs(0, dist.get_rank())
+        stale = train_step(model)  # fills the cache
+        named = dict(model.named_parameters())
+        dsd.set_model_state_dict(model, dict(given["model"]), options=options)
+        dsd.set_optimizer_state_dict(model, optimizer, copied(given["optim"]), options=options)
+        assert {name: id(p) for name, p in named.items()} == {name: id(p) for name, p in model.named_parameters()}
+        assert_ragged(model, optimizer)
+        assert_same(both(model, optimizer, full_state_dict=True), want)
+        loaded = squared_error(model, x).detach()
+        reference = build(Mixed)
+        reference.load_state_dict(want["model"])
+        torch.testing.assert_close(loaded, squared_error(reference, x).detach())
+        assert not torch.equal(loaded, stale)
+
+
+def copied(tree: Any) -> Any:
+    """Copy the containers, which torch's functions change."""
+    if isinstance(tree, dict):
+        return {key: copied(value) for key, value in tree.items()}
+    return [copied(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def job_plain_optimizer_state() -> None:
+    want = trained(build(Mixed))[1].state_dict()
+    model, optimizer = trained(sharded(), 1)
+    optimizer.load_state_dict(want)  # whole tensors, by torch's own method
+    assert_ragged(model, optimizer)
+    assert_same(whole(optimizer.state_dict()), flat(want))
+
+
+def test_whole_optimizer_state_is_cut_when_it_is_loaded() -> None:
+    run_ranks(job_plain_optimizer_state, 3, local=1)
+
+
+# -- sharded state dicts -----------------------------------------------------------------------------------------------
+
+
+def job_sharded() -> None:
+    model, optimizer = trained(sharded())
+    states = both(model, optimizer)
+    want = whole(states)
+    assert_same(want, flat(both(*trained(build(Mixed)))))
+    offloaded = both(model, optimizer, cpu_offload=True)
+    assert_same(whole(offloaded), want)
+    other, other_optimizer = trained(sharded(seed=3), 1, seed=9)
+    dsd.set_state_dict(
+        other, other_optimizer, model_state_dict=states["model"], optim_state_dict=copied(states["optim"])
+    )
+    assert_same(whole(both(other, other_optimizer)), want)
+    assert_ragged(other, other_optimizer)
+
+
+def test_sharded_state_dicts_load() -> None:
+    run_ranks(job_sharded, 3, local=1)
