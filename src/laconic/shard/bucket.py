@@ -333,9 +333,8 @@ class Bucket:
                 gathered.requires_grad_(sharded.requires_grad)
             if any(module._parameters.get(name) is not sharded for module, name in places):
                 raise RuntimeError(
-                    f"parameter {slot.name} is no longer the one fully_shard made: it was replaced, for instance by "
-                    "load_state_dict(assign=True). Copy into it instead (load_state_dict without assign, or "
-                    "param.copy_(value) under torch.no_grad())"
+                    f"parameter {slot.name} is no longer the one fully_shard made: it was replaced. Copy into it "
+                    "instead (param.copy_(value) under torch.no_grad()), or call load_state_dict of the sharded module"
                 )
         self.show(self.gathered)
         self._full_version = self._full.tensor._version
@@ -354,6 +353,46 @@ class Bucket:
                 f"one of the gathered parameters {names} was edited in place, which does not change the sharded "
                 "parameter that trains. Edit the sharded parameter under torch.no_grad() while the module is resharded"
             )
+
+    @torch.no_grad()
+    def take_values(self) -> None:
+        """Copy from the parameters that stand in place of the sharded ones, and show the sharded ones again.
+
+        So an optimizer that has the sharded parameters goes on to train them. Collective if one is a DTensor.
+
+        Raises:
+            RuntimeError: a replacement has another shape or dtype; or the shard is on the meta device, and some
+                parameters of the bucket have no replacement. The sharded parameters are shown.
+        """
+        found = [
+            next((shown for module, name in places if (shown := module._parameters.get(name)) is not sharded), sharded)
+            for places, sharded in zip(self._places, self.sharded, strict=True)
+        ]
+        for places, sharded in zip(self._places, self.sharded, strict=True):
+            for module, name in places:
+                if module._parameters.get(name) is not None:
+                    module._parameters[name] = sharded
+        new = {index: p for index, p in enumerate(found) if p is not None and p is not self.sharded[index]}
+        for index, parameter in new.items():
+            old = self.sharded[index]
+            if parameter.dtype != self.dtype or parameter.shape != old.shape:
+                raise RuntimeError(
+                    f"{self.layout.slots[index].name}, {self.dtype} of shape {tuple(old.shape)}, cannot become "
+                    f"{parameter.dtype} of shape {tuple(parameter.shape)} after fully_shard; convert the state dict"
+                )
+        new = {index: parameter for index, parameter in new.items() if not parameter.is_meta}
+        if not new:
+            return
+        if self.shard.is_meta:
+            missing = [slot.name for index, slot in enumerate(self.layout.slots) if index not in new]
+            if missing:
+                raise RuntimeError(
+                    f"load_state_dict(assign=True) has values for some parameters of a bucket on the meta device, but "
+                    f"not for {', '.join(missing)}; call to_empty first, or load them all at once"
+                )
+            self.convert(lambda shard: torch.zeros_like(shard, device=self.cluster.device))
+        for index, parameter in new.items():
+            self.sharded[index].copy_(parameter)
 
     def show(self, parameters: Sequence[nn.Parameter | None]) -> None:
         """Show `parameters` in the modules; None hides one from `nn.Module._apply`, which must not see it."""

@@ -87,6 +87,8 @@ class Unit:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
             module.register_state_dict_pre_hook(lambda *_: self.reshard())
+            module.register_load_state_dict_pre_hook(lambda *_: self.reshard())
+            module.register_load_state_dict_post_hook(lambda *_: self._take_values())
 
     # -- the units of one root -----------------------------------------------------------------------------------------
 
@@ -202,6 +204,11 @@ class Unit:
                     bucket.show_sharded()
         finally:
             self._gather.release()
+
+    def _take_values(self) -> None:
+        """Take the values of parameters that `load_state_dict(assign=True)` put in place of the sharded ones."""
+        for bucket in self.buckets:
+            bucket.take_values()
 
     def apply(self, function: Callable[[Tensor], Tensor], super_apply: Callable[[], None]) -> None:
         """Run `nn.Module._apply`, but convert the shard in place of the parameters that are views of it."""
