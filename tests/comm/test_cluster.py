@@ -4,6 +4,7 @@ import importlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -306,6 +307,29 @@ def test_without_a_launcher_the_error_names_what_is_missing(monkeypatch: pytest.
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with pytest.raises(ValueError, match="RANK is not set; start the script with `torchrun"):
         laconic.init_mesh("cpu")
+
+
+def job_accelerator() -> None:
+    """The default mesh follows the machine's accelerator, and each rank takes the device of its local rank."""
+    with pytest.raises(ValueError, match=r"init_mesh\('xpu'\) needs such a device, but torch finds"):
+        laconic.init_mesh("xpu")
+    chosen: list[int] = []
+    accelerator: Any = torch.accelerator
+    accelerator.current_accelerator = lambda check_available: torch.device("xpu")
+    accelerator.device_count = lambda: 2
+    accelerator.set_device_index = chosen.append
+    accelerator.current_device_index = lambda: chosen[-1]
+    cluster_module.init_device_mesh = lambda device_type, sizes, **names: init_device_mesh("cpu", sizes, **names)  # type: ignore[attr-defined]
+    mesh = default_mesh()
+    assert chosen == [dist.get_rank() % 2]
+    assert default_mesh("cpu") is not mesh
+    cluster = laconic.Cluster.of(mesh)
+    cluster.device_type = "xpu"
+    assert cluster.device == torch.device("xpu", dist.get_rank() % 2)
+
+
+def test_the_default_mesh_follows_the_accelerator() -> None:
+    run_ranks(job_accelerator, 3)
 
 
 def job_starts_the_process_group() -> None:

@@ -84,8 +84,8 @@ def init_mesh(device_type: str, *, islands: int = 1, nodes: int | None = None, l
         local: the number of ranks per node. Default: torchrun's LOCAL_WORLD_SIZE.
 
     Raises:
-        ValueError: the ranks do not fill the mesh, nodes have unequal numbers of ranks, or torchrun's environment is
-            missing and there is no process group.
+        ValueError: the ranks do not fill the mesh, nodes have unequal numbers of ranks, the machine has no such
+            device, or torchrun's environment is missing and there is no process group.
     """
     _start_process_group(device_type)
     _select_device(device_type)
@@ -120,10 +120,16 @@ def _start_process_group(device_type: str) -> None:
 
 
 def _select_device(device_type: str) -> None:
-    """Make an accelerator current, by LOCAL_RANK. NCCL needs it before its first collective."""
-    if device_type != "cpu":
-        devices = torch.get_device_module(device_type)
-        devices.set_device(int(os.environ.get("LOCAL_RANK", dist.get_rank())) % devices.device_count())
+    """Make an accelerator's device current, by LOCAL_RANK. NCCL needs it before its first collective."""
+    if device_type == "cpu":
+        return
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != device_type:
+        raise ValueError(
+            f"init_mesh({device_type!r}) needs such a device, but torch finds {accelerator or 'none'} here"
+        )
+    local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
 
 
 def _ranks_per_node(world: int) -> int:
@@ -223,7 +229,7 @@ class Cluster:
         """The device of this rank."""
         if self.device_type == "cpu":
             return torch.device("cpu")
-        return torch.device(self.device_type, torch.get_device_module(self.device_type).current_device())
+        return torch.device(self.device_type, torch.accelerator.current_device_index())
 
     @property
     def shard_index(self) -> int:
