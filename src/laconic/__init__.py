@@ -1,6 +1,6 @@
 """Data-parallel training for PyTorch that says little on the wire."""
 
-from laconic.comm.cluster import Cluster, init_mesh
+from laconic.comm.cluster import Cluster, default_mesh, init_mesh
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.islands.local_steps import LocalSteps
 from laconic.layout.granularity import Block, elements, rows, whole
@@ -20,6 +20,7 @@ __all__ = [
     "RaggedTensor",
     "ShardedModule",
     "assign_slice",
+    "default_mesh",
     "elements",
     "fully_shard",
     "init_mesh",

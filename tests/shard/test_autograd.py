@@ -45,9 +45,9 @@ def test_gradients_of_inputs_leave_those_of_weights_alone(world: int, cache: str
     run_ranks(job_gradients_of_inputs_only, world, cache, local=1)
 
 
-def job_gradient_penalty() -> None:
+def job_gradient_penalty(cache: str) -> None:
     """The gradient of a gradient needs the weights once more."""
-    model, plain = helpers.shard(helpers.build()), helpers.build()
+    model, plain = helpers.shard(helpers.build(), cache=cache), helpers.build()
     for module in (model, plain):
         x = helpers.inputs(0, 0)[0].requires_grad_()
         (slope,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
@@ -57,9 +57,9 @@ def job_gradient_penalty() -> None:
     helpers.assert_nothing_gathered(model)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_gradient_penalty(world: int) -> None:
-    run_ranks(job_gradient_penalty, world, local=1)
+@pytest.mark.parametrize(("world", "cache"), [(1, "none"), (2, "none"), (2, "host"), (2, "device")])
+def test_gradient_penalty(world: int, cache: str) -> None:
+    run_ranks(job_gradient_penalty, world, cache, local=1)
 
 
 class Wide(nn.Module):

@@ -166,7 +166,7 @@ class Unit:
         if self.context.is_last_backward:
             self.context.reductions.finish()
         for unit in self._units:
-            if unit.reshard_after_backward and not self.context.creates_graph:
+            if unit._frees_after_backward:
                 unit.reshard()
         self.context.end_backward()
 
@@ -350,9 +350,14 @@ class Unit:
         elif self._awaited_outputs:
             self.is_in_backward = False  # the backward of another forward follows and begins at its outputs
 
+    @property
+    def _frees_after_backward(self) -> bool:
+        """True if the weights may go: a graph of gradients still needs them."""
+        return self.reshard_after_backward and not self.context.creates_graph
+
     def _end_backward(self) -> None:
         """Free the weights and begin to reduce the gradients."""
-        if self.reshard_after_backward and not self.context.creates_graph:
+        if self._frees_after_backward:
             self.reshard()
         self.is_in_backward = False
         # All buckets that are due, with or without gradients here: [Note: Gradients that do not come].
@@ -378,7 +383,7 @@ class Unit:
             if has_partial_sums and not self.context.reductions.has(gradients):
                 self._reduce(gradients, None)
             cached = gradients.bucket.cached
-            if cached is not None and not gradients.bucket.is_frozen and self.reshard_after_backward:
+            if cached is not None and not gradients.bucket.is_frozen and self._frees_after_backward:
                 self.reshard()  # a gather that has begun may still write into the cache
                 cached.free()  # the optimizer is about to make it stale
 
