@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.tensor import DTensor
 
+import laconic
+from laconic.optim import AdamW8bit, Muon, Shampoo, matrices_and_rest
 from laconic.ragged.tensor import RaggedTensor
 from tests.ranks import run_ranks
 from tests.shard.helpers import Net, build, inputs, shard, squared_error, train_step
@@ -219,3 +221,46 @@ def job_sharded() -> None:
 
 def test_sharded_state_dicts_load() -> None:
     run_ranks(job_sharded, 3, local=1)
+
+
+# -- laconic's optimizers, whose state has other cuts than the parameters ----------------------------------------------
+
+
+class Matrices(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(9, 8), nn.Linear(8, 7))
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw8bit": lambda model: AdamW8bit(model.parameters(), lr=1e-2, min_8bit_size=64),
+    "muon": lambda model: Muon(matrices_and_rest(model), lr=1e-2),
+    "shampoo": lambda model: Shampoo(matrices_and_rest(model), lr=1e-2),
+}
+
+
+def job_own_optimizer(name: str) -> None:
+    def with_steps(seed: int) -> tuple[Any, torch.optim.Optimizer]:
+        model = shard(build(Matrices, seed=seed), [], granularity=laconic.whole())
+        optimizer = OPTIMIZERS[name](model)
+        set_gradients(model, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+        return model, optimizer
+
+    want = both(*with_steps(0), full_state_dict=True)
+    for broadcast in (True, False):
+        model, optimizer = with_steps(1)
+        specs = {key: v.spec for key, v in flat(optimizer.state_dict()["state"]).items() if isinstance(v, RaggedTensor)}
+        options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        dsd.set_model_state_dict(model, dict(want["model"]), options=options)
+        dsd.set_optimizer_state_dict(model, optimizer, copied(want["optim"]), options=options)
+        assert_same(both(model, optimizer, full_state_dict=True), want)
+        after = flat(optimizer.state_dict()["state"])
+        assert {key: after[key].spec for key in specs} == specs
+        set_gradients(model, 2)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_in_other_cuts_loads(name: str) -> None:
+    run_ranks(job_own_optimizer, 2, name, local=1)

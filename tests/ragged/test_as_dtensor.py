@@ -1,0 +1,170 @@
+"""What code for torch's own DTensors sees of RaggedTensors: [Note: RaggedTensors are DTensors]."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+import laconic
+from laconic.ragged.tensor import RaggedTensor
+from tests.ranks import run_ranks
+from tests.shard.helpers import Net, build
+
+SHAPES = [(7, 5), (13,), (2, 3, 4), (1,)]
+
+
+def make() -> tuple[nn.ParameterList, list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    model = nn.ParameterList(value.clone() for value in values)
+    model.forward = lambda: None  # type: ignore[method-assign]
+    whole_elements = laconic.elements(1)  # parts that begin and end inside rows
+    return laconic.fully_shard(model, mesh=laconic.init_mesh("cpu"), granularity=whole_elements), values  # type: ignore[return-value]
+
+
+def job_placements() -> None:
+    model, values = make()
+    for parameter, value in zip(model, values, strict=True):
+        assert isinstance(parameter, DTensor)
+        assert isinstance(parameter, RaggedTensor)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        assert placements[0] == Replicate()
+        assert placements[1:] != (Shard(0), Shard(0))
+        assert placements == parameter.detach().placements
+        assert len({*placements, *parameter.detach().placements}) == 3
+        with pytest.raises(TypeError, match="a RaggedShard cannot be pickled"):
+            pickle.dumps(placements)
+        everywhere = [Replicate()] * mesh.ndim
+        assert type(parameter.redistribute(mesh, everywhere)) is DTensor
+        assert torch.equal(parameter.redistribute(mesh, everywhere).to_local(), value)
+        rows = parameter.redistribute(placements=[Replicate(), Shard(0), Replicate()], async_op=True)
+        assert torch.equal(rows.full_tensor(), value)
+        assert parameter.redistribute(placements=placements) is parameter
+        with pytest.raises(ValueError, match="needs placements on its own mesh"):
+            parameter.redistribute(mesh)
+        with pytest.raises(AttributeError, match="a RaggedTensor has no DTensorSpec"):
+            _ = parameter._spec
+
+        cut = distribute_tensor(2 * value, mesh, placements)  # as set_model_state_dict and accelerate do
+        assert torch.equal(cut.full_tensor(), 2 * value)
+        with torch.no_grad():
+            parameter.copy_(cut)
+        assert torch.equal(parameter.full_tensor(), 2 * value)
+        sizes, offsets = compute_local_shape_and_global_offset(value.shape, mesh, placements)
+        box = value[tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))]
+        for source in (box, value, parameter.spec.part_of(value)):
+            parameter.detach().fill_(0)
+            version = parameter.to_local()._version
+            assert type(parameter.to_local() + 0) is Tensor
+            parameter.to_local().copy_(source)
+            assert parameter.to_local()._version > version, "on ranks without elements, too"
+            assert torch.equal(parameter.full_tensor(), value)
+
+
+def job_operands() -> None:
+    model, values = make()
+    for parameter, value in zip(model, values, strict=True):
+        mesh, tensor = parameter.device_mesh, parameter.detach()
+        two = DTensor.from_local(torch.tensor(2.0), mesh)
+        everywhere = distribute_tensor(value, mesh)
+        assert torch.equal((tensor * two).full_tensor(), value * 2)  # type: ignore[attr-defined]
+        assert torch.equal((everywhere + tensor).full_tensor(), value * 2)  # type: ignore[attr-defined]
+        if value.numel() > 1:
+            rows = distribute_tensor(value, mesh, [Replicate(), Shard(0), Replicate()])
+            with pytest.raises(ValueError, match="mixes a RaggedTensor with a DTensor that is cut as"):
+                _ = rows + tensor
+        torch.testing.assert_close(parameter, copy.deepcopy(parameter))
+        average = copy.deepcopy(parameter).detach().zero_()
+        get_ema_multi_avg_fn(0.75)([average], [tensor], 1)  # type: ignore[arg-type]
+        torch.testing.assert_close(average.full_tensor(), value / 4)  # type: ignore[attr-defined]
+        names, context = parameter.__tensor_flatten__()
+        inner = {name: getattr(parameter, name) for name in names}
+        again = RaggedTensor.__tensor_unflatten__(inner, context, parameter.shape, parameter.stride())
+        assert torch.equal(again.full_tensor(), value)
+
+
+@pytest.mark.parametrize("job", [job_placements, job_operands])
+def test_a_ragged_tensor_is_a_dtensor(job: Any) -> None:
+    run_ranks(job, 3, local=1)
+
+
+# -- lists of parameters, of which some are ignored --------------------------------------------------------------------
+
+
+def give_gradients(model: nn.Module, scale: float = 1.0) -> None:
+    for index, parameter in enumerate(model.parameters()):
+        gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
+        parameter.grad = torch.zeros_like(parameter).copy_(scale * gradient)
+
+
+def partly_sharded() -> Net:
+    model = build()
+    ignored = [model.inp.weight, model.blocks[1].down.bias, model.out.bias]  # type: ignore[union-attr, index]
+    for unit in (model.blocks[1], model):  # type: ignore[index]
+        laconic.fully_shard(unit, mesh=laconic.init_mesh("cpu"), ignored_params=ignored)  # type: ignore[arg-type]
+    assert sum(isinstance(parameter, RaggedTensor) for parameter in model.parameters()) == 13
+    return model  # type: ignore[return-value]
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, RaggedTensor) else tensor
+
+
+def job_clip() -> None:
+    model, reference = partly_sharded(), build()
+    for order in (2.0, 1.0, float("inf")):
+        for foreach in (None, True, False):
+            give_gradients(model)
+            give_gradients(reference)
+            want = nn.utils.clip_grad_norm_(reference.parameters(), 0.5, order, foreach=foreach)
+            got = nn.utils.clip_grad_norm_(model.parameters(), 0.5, order, foreach=foreach)
+            torch.testing.assert_close(got, want)
+            for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(whole(a.grad), b.grad)
+
+
+def job_step() -> None:
+    for kernel in ({"foreach": True}, {"fused": True}, {"foreach": False}):
+        model, reference = partly_sharded(), build()
+        for each in (model, reference):
+            optimizer = torch.optim.AdamW(each.parameters(), lr=0.1, **kernel)  # type: ignore[arg-type]
+            for _ in range(2):
+                give_gradients(each)
+                optimizer.step()
+        for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(whole(a), b)
+
+
+def job_scale() -> None:
+    for poisoned in (False, True):
+        model = partly_sharded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.zeros(()))
+        give_gradients(model, 4.0)
+        if poisoned and dist.get_rank() == 1:
+            held = next(p for p in model.parameters() if isinstance(p, RaggedTensor) and p.extent is not None)
+            held.grad.to_local()[0] = float("nan")  # type: ignore[union-attr]
+        scaler.step(optimizer)
+        scaler.update()
+        reference = build()
+        if not poisoned:
+            give_gradients(reference)
+            torch.optim.SGD(reference.parameters(), lr=1.0).step()
+        for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(whole(a), b)
+        assert scaler.get_scale() == (2.0 if poisoned else 4.0)
+
+
+@pytest.mark.parametrize("job", [job_clip, job_step, job_scale])
+def test_ignored_parameters_may_stand_among_sharded_ones(job: Any) -> None:
+    run_ranks(job, 2, local=1)
