@@ -20,6 +20,9 @@ def job_replicas(names: tuple[str, str], accumulation: int) -> None:
     model: Any = helpers.shard(helpers.build(), mesh=mesh, cache="host")
     plain, world = helpers.build(), dist.get_world_size()
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, plain)]
+    replicate, cut = model.inp.weight.placements
+    assert replicate.is_replicate()
+    assert not cut.is_replicate()
     for seed in range(2):
         with helpers.moved(model) as moved:
             for micro_batch in range(accumulation):

@@ -232,6 +232,12 @@ class Cluster:
         return torch.device(self.device_type, torch.accelerator.current_device_index())
 
     @property
+    def num_cutting_axes(self) -> int:
+        """The number of the mesh's last axes that cut parameters. An axis before them replicates parameters."""
+        has_replicas = self.mesh.ndim == 3 or (self.mesh.mesh_dim_names or AXES[1:]) != AXES[1:]
+        return self.mesh.ndim - 1 if has_replicas and self.mesh.ndim > 1 else self.mesh.ndim
+
+    @property
     def shard_index(self) -> int:
         """The shard that this rank owns. Rank (n, l) owns l * N + n: [Note: A bucket's order] in shard/bucket.py."""
         return self.local_rank * self.num_nodes + self.node_rank

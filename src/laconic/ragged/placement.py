@@ -70,7 +70,7 @@ def placements_of(spec: RaggedSpec, *, on_meta: bool = False) -> tuple[Placement
     They are Shard(0) for a tensor `on_meta`: [Note: RaggedTensors are DTensors].
     """
     num_axes = spec.cluster.mesh.ndim
-    num_cutting = min(num_axes, 2)
+    num_cutting = spec.cluster.num_cutting_axes
     cut = [
         Shard(0) if on_meta and spec.shape else RaggedShard(spec, is_last=axis == num_cutting - 1)
         for axis in range(num_cutting)
