@@ -2,8 +2,8 @@
 
     laconic lab --nodes 4 -- -m benchmarks.cyclic.lab_rank STRATEGY JOB.json OUT.json
 
-STRATEGY is ddp, fsdp2, or RULE/STATES of the cyclic schedule. All strategies train the same model from the same weights
-with the same optimizer. Every rank has its own micro-batch.
+STRATEGY is ddp, fsdp2 (with a true ring: laconic.strategies.ring), or RULE/STATES of the cyclic schedule. All of them
+train the same model from the same weights with the same optimizer. Every rank has a micro-batch of its own.
 """
 
 from __future__ import annotations
@@ -74,9 +74,12 @@ def _wrapped(model: nn.Module, strategy: str) -> nn.Module:
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (*decoder_layers(model), model):
+    from laconic.strategies.ring import use_rings
+
+    mesh, layers = init_device_mesh("cpu", (dist.get_world_size(),)), decoder_layers(model)
+    for module in (*layers, model):
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    use_rings([model, *layers])
     return model
 
 

@@ -8,22 +8,14 @@ both source trees run in the same lab, in turn. The previous tree is the parent 
 from __future__ import annotations
 
 import math
-import os
-import shutil
 import statistics
-import subprocess
-import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
-import tomli_w
-
+from benchmarks import previous
 from benchmarks.record import Row
-from laconic.compare import Case, Comparison, Result, runner
+from laconic.compare import Case, Comparison, Result
 from laconic.compare.progress import ConsoleReporter
-from laconic.config import Config, load, to_toml
+from laconic.config import load
 
 _REPOSITORY = Path(__file__).parents[2]
 ADDED_FILE = "src/laconic/shard/linear.py"
@@ -36,11 +28,12 @@ def step_time(out: Path, *, quick: bool = False) -> Row:
     """Time full training with AdamW on an unshaped wire: this engine, FSDP2, and the previous engine."""
     repeats = 1 if quick else _REPEATS
     times: dict[str, list[float]] = {"fsdp2": [], "now": [], "before": []}
-    with _previous_source(out) as previous, _comparison("wire.toml", out / "step-time") as lab:
+    revision = previous.parent_of_added(ADDED_FILE)
+    with previous.source_at(revision, out) as source, _comparison("wire.toml", out / "step-time") as lab:
         for repeat in range(repeats):
             times["fsdp2"].append(_run(lab, "fsdp2", repeat).step_s)
             times["now"].append(_run(lab, "host", repeat).step_s)
-            with _importing_from(previous / "src"), _jobs_without_defaults():
+            with previous.running(source):
                 times["before"].append(_run(lab, "host", repeat + repeats).step_s)
     fsdp2, now, before = (statistics.median(times[name]) for name in ("fsdp2", "now", "before"))
     return Row(
@@ -98,46 +91,3 @@ def _peak(result: Result) -> float:
 
 def _list(values: list[float]) -> str:
     return ", ".join(f"{value:.3f}" for value in values) + " s"
-
-
-@contextmanager
-def _previous_source(out: Path) -> Iterator[Path]:
-    """Check out the previous source tree, and remove it at the end: [Note: The previous engine]."""
-    added = _git("log", "--diff-filter=A", "--format=%H", "-1", "--", ADDED_FILE)
-    folder = out.absolute() / "before"
-    shutil.rmtree(folder, ignore_errors=True)
-    _git("worktree", "prune")
-    _git("worktree", "add", "--detach", "--force", str(folder), f"{added}^")
-    try:
-        yield folder
-    finally:
-        _git("worktree", "remove", "--force", str(folder))
-
-
-@contextmanager
-def _importing_from(source: Path) -> Iterator[None]:
-    """Let processes that start in the body import laconic from `source`."""
-    with mock.patch.dict(os.environ, PYTHONPATH=str(source)):
-        yield
-
-
-@contextmanager
-def _jobs_without_defaults() -> Iterator[None]:
-    """Leave the values at their defaults out of job files: the previous tree does not know keys that came later."""
-    defaults = tomllib.loads(to_toml(Config()))
-
-    def to_short_toml(config: Config) -> str:
-        sections = {}
-        for section, values in tomllib.loads(to_toml(config)).items():
-            default = defaults.get(section, {})
-            sections[section] = {key: value for key, value in values.items() if value != default.get(key)}
-        return tomli_w.dumps({section: values for section, values in sections.items() if values})
-
-    with mock.patch.object(runner, "to_toml", to_short_toml):
-        yield
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(
-        ["git", "-C", str(_REPOSITORY), *arguments], check=True, capture_output=True, text=True
-    ).stdout.strip()

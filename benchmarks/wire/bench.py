@@ -1,14 +1,16 @@
-"""The runs that the rows share: 2 nodes x 2 ranks in the lab, full training and LoRA of jobs/wire.toml."""
+"""The runs that the rows share: a job in the lab, on 2 nodes x 2 ranks or on other clusters."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.measure import BenchmarkError, Options
 from laconic.compare import Case, Comparison, ComparisonError, Result
@@ -17,70 +19,127 @@ from laconic.compare.progress import ConsoleReporter
 from laconic.compare.runner import explain_failure
 from laconic.config import Config, load, to_toml
 from laconic.lab import LabUnavailable
+from laconic.plan.step_bytes import StepBytes, step_bytes
 
-_JOB = Path(__file__).parents[1] / "jobs" / "wire.toml"
-NODES, LOCAL = 2, 2
+_JOBS = Path(__file__).parents[1] / "jobs"
 FLOAT32_BYTES = 4
 RATES_BITS_PER_S = (1e9, 200e6, 100e6)
-"""The rates at which full training is timed."""
+"""The rates at which the overlap of full training is measured."""
+RATE_BITS_PER_S = 200e6
+"""The rate at which strategies are compared."""
 LORA_RATE_BITS_PER_S = 100e6
 SLOWEST_RATE_BITS_PER_S = 20e6
+
+
+@dataclass(frozen=True, order=True)
+class Setup:
+    """A cluster, and the file below jobs/ that it trains."""
+
+    nodes: int = 2
+    local: int = 2
+    job_file: str = "wire"
+
+    def __str__(self) -> str:
+        return f"{self.nodes} x {self.local}"
+
+
+HOME = Setup()
+"""Where rows that name no cluster are measured."""
+FLAT = Setup(nodes=4, local=1)
+CLUSTERS = tuple(Setup(nodes, local) for local in (1, 2) for nodes in (2, 4, 8))
+"""The clusters on which all strategies are compared."""
+GPT2 = Setup(job_file="gpt2")
+COMPARED = ("fsdp2", "hsdp", "ddp", "host")
+"""The strategies of a comparison, the strongest baseline first."""
+
+
+class Key(NamedTuple):
+    """What distinguishes one run from another; sorts as the tables do."""
+
+    setup: Setup
+    job: Job
+    rate_bits_per_s: float | None
+    strategy: str
+    repeat: int
 
 
 class Bench:
     """The results of all cases; each case runs once, when a row first needs it."""
 
-    def __init__(self, comparison: Comparison, *, quick: bool) -> None:
-        self.comparison = comparison
-        self.quick = quick
+    def __init__(self, out: Path, *, quick: bool) -> None:
+        self.out, self.quick = out, quick
         self.repeats = 1 if quick else 3
         self.loss_steps = 6 if quick else 50
-        self.results: dict[tuple[Any, ...], Result] = {}
-        """The results by job, rate, strategy and repeat."""
+        self.clusters = (HOME, FLAT) if quick else CLUSTERS
+        self.results: dict[Key, Result] = {}
+        self._comparisons: dict[Setup, Comparison] = {}
+        self._reporter = ConsoleReporter()
+        self._labs = contextlib.ExitStack()
         self._compute_alone: dict[str, float] | None = None
 
-    def result(self, strategy: str, job: Job = "full", rate_bits_per_s: float | None = None, repeat: int = 0) -> Result:
+    def close(self) -> None:
+        """Close all labs."""
+        self._labs.close()
+
+    def comparison(self, setup: Setup = HOME) -> Comparison:
+        """Return the comparison of a setup, whose lab stays open. Raises: LabUnavailable."""
+        if setup not in self._comparisons:
+            base = load(_JOBS / f"{setup.job_file}.toml")
+            base = dataclasses.replace(base, data=dataclasses.replace(base.data, cache=str(self.out / "tokens")))
+            comparison = Comparison(
+                _shrink(base) if self.quick else base, self.out / f"{setup.job_file}-{setup.nodes}x{setup.local}",
+                nodes=setup.nodes, local=setup.local, reporter=self._reporter,
+            )  # fmt: skip
+            self._comparisons[setup] = self._labs.enter_context(comparison)
+        return self._comparisons[setup]
+
+    def result(
+        self, strategy: str, job: Job = "full", rate_bits_per_s: float | None = None, repeat: int = 0,
+        setup: Setup = HOME,
+    ) -> Result:  # fmt: skip
         """Return the result of one case."""
-        key = (job, rate_bits_per_s, strategy, repeat)
+        key = Key(setup, job, rate_bits_per_s, strategy, repeat)
         if key not in self.results:
             case = Case(
-                strategy=strategy, job=job, rate_bits_per_s=rate_bits_per_s, repeat=repeat, steps=self._steps(*key),
-                measure_memory=rate_bits_per_s is None and repeat == 0,
-                log_every=1 if strategy == "fsdp2" else 100,  # a log crosses the wire, and some steps move fewer bytes
+                strategy=strategy, job=job, rate_bits_per_s=rate_bits_per_s, repeat=repeat, steps=self._steps(key),
+                measure_memory=setup == HOME and rate_bits_per_s is None and repeat == 0,
+                log_every=100,  # logs cross the wire too, and some steps move little
             )  # fmt: skip
-            self.results[key] = self.comparison.run(case)
+            self.results[key] = self.comparison(setup).run(case)
         return self.results[key]
 
-    def _steps(self, job: Job, rate_bits_per_s: float | None, strategy: str, repeat: int) -> int:
-        """The number of steps of a case. Cases with long steps take few steps."""
-        if rate_bits_per_s is None and job == "full" and strategy in ("fsdp2", "host") and repeat == 0:
+    def _steps(self, key: Key) -> int:
+        """The number of steps of a case: few where a step takes long."""
+        is_shaped, is_whole = key.rate_bits_per_s is not None, key.job == "full"
+        if key.setup == HOME and not is_shaped and is_whole and key.strategy in ("fsdp2", "host") and key.repeat == 0:
             return self.loss_steps
-        if self.quick:
+        if self.quick or key.setup not in (HOME, FLAT):
             return 4
-        if rate_bits_per_s is None or (job == "lora" and strategy != "fsdp2"):
+        if not is_shaped or (not is_whole and key.strategy != "fsdp2"):
             return 12
-        return 4 if job == "lora" else 6
+        return 6 if is_whole else 4
 
-    def step_s(self, strategy: str, job: Job = "full", rate_bits_per_s: float | None = None) -> float:
+    def step_s(
+        self, strategy: str, job: Job = "full", rate_bits_per_s: float | None = None, setup: Setup = HOME
+    ) -> float:
         """Return the seconds per step: the median over the repeats that `alternate` has run."""
-        runs = [result for key, result in self.results.items() if key[:3] == (job, rate_bits_per_s, strategy)]
-        return statistics.median(run.step_s for run in runs)
+        wanted = (setup, job, rate_bits_per_s, strategy)
+        return statistics.median(run.step_s for key, run in self.results.items() if key[:4] == wanted)
 
-    def alternate(self, *cases: tuple[str, Job, float | None]) -> None:
+    def alternate(self, cases: Iterable[tuple[str, Job, float | None]], setup: Setup = HOME) -> None:
         """Run the cases in turn, several times."""
         for repeat in range(self.repeats):
             for strategy, job, rate_bits_per_s in cases:
-                self.result(strategy, job, rate_bits_per_s, repeat)
+                self.result(strategy, job, rate_bits_per_s, repeat, setup)
 
     def compute_alone(self) -> dict[str, float]:
         """Return the seconds of forward and backward of full training without communication."""
         if self._compute_alone is None:
-            out = self.comparison.out
-            config = config_of(self.comparison.base, Case(strategy="host"), out)
-            job, answer = out / "alone.toml", out / "alone.json"
-            job.write_text(to_toml(config), encoding="utf-8")
+            comparison = self.comparison()
+            job, answer = comparison.out / "alone.toml", comparison.out / "alone.json"
+            job.write_text(to_toml(config_of(comparison.base, Case(strategy="host"), comparison.out)), encoding="utf-8")
             command = ["-m", "benchmarks.compute_alone", str(job), str(5 if self.quick else 20), str(answer)]
-            outcome = self.comparison.run_ranks(command, None)
+            outcome = comparison.run_ranks(command, None)
             if outcome.exit_code:
                 raise ComparisonError(f"compute alone failed: {explain_failure(outcome)}")
             self._compute_alone = json.loads(answer.read_text())
@@ -90,20 +149,20 @@ class Bench:
 @contextmanager
 def open_bench(options: Options) -> Iterator[Bench]:
     """Open the lab. Raises: BenchmarkError if this machine cannot make one."""
-    base = load(_JOB)
-    if options.quick:
-        base = _shrink(base)
-    try:
-        comparison = Comparison(base, options.out, nodes=NODES, local=LOCAL, reporter=ConsoleReporter()).__enter__()
-    except LabUnavailable as error:
-        raise BenchmarkError(str(error)) from None
-    with comparison:
-        yield Bench(comparison, quick=options.quick)
+    options.out.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(Bench(options.out.absolute(), quick=options.quick)) as bench:
+        try:
+            bench.comparison()
+        except LabUnavailable as error:
+            raise BenchmarkError(str(error)) from None
+        yield bench
 
 
 def _shrink(base: Config) -> Config:
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
     assert isinstance(base.model.config, dict)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
+    if base.model.config["model_type"] == "gpt2":
+        sizes = {"n_embd": 96, "n_layer": 3, "vocab_size": 1024}
     return dataclasses.replace(
         base,
         model=dataclasses.replace(base.model, config={**base.model.config, **sizes}),
@@ -115,3 +174,20 @@ def wire_bytes(run: Result) -> float:
     """Return the bytes per node and step at the lab's interface."""
     assert run.wire_bytes is not None  # the lab has a wire
     return run.wire_bytes
+
+
+def formula_bytes(run: Result) -> StepBytes:
+    """Return the predicted bytes of a run in fp32: [Note: Bytes of a step] in plan/step_bytes.py."""
+    return step_bytes(
+        run.strategy,
+        nodes=run.num_nodes,
+        local=run.num_local,
+        weights_bytes=run.num_parameters * FLOAT32_BYTES,
+        gradients_bytes=run.num_trainable * FLOAT32_BYTES,
+        frozen_bytes=(run.num_parameters - run.num_trainable) * FLOAT32_BYTES,
+    )
+
+
+def result_key(result: Result) -> tuple[Any, ...]:
+    """Return what makes a recorded run the same as another. Its folder names job, rate, strategy and repeat."""
+    return result.output, result.num_nodes, result.num_local, result.num_parameters

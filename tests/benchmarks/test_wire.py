@@ -8,23 +8,36 @@ import pytest
 
 from benchmarks import record
 from benchmarks.wire import __main__ as wire
-from benchmarks.wire import seconds, traffic
+from benchmarks.wire import bench, picture, seconds, traffic
 from tests.compare.canned import canned, canned_host
 
 W_BYTES = 25_000_000 * 4
 
 
-@pytest.mark.parametrize(("strategy", "weights_crossed"), [("none", 1.5), ("host", 1.0), ("device", 1.0)])
-def test_formula_of_full_training(strategy: str, weights_crossed: float) -> None:
-    assert traffic.formula_bytes(canned_host(strategy=strategy)) == weights_crossed * W_BYTES
+@pytest.mark.parametrize(("strategy", "weights_crossed"), [("none", 1.5), ("host", 1.0), ("fsdp2", 2.25), ("ddp", 1.5)])
+def test_formula_of_a_run(strategy: str, weights_crossed: float) -> None:
+    assert bench.formula_bytes(canned_host(strategy=strategy)).node == pytest.approx(weights_crossed * W_BYTES)
 
 
 def test_formula_of_lora_leaves_frozen_weights_out_where_they_rest() -> None:
     trainable = 100_000
     lora = {"job": "lora", "num_trainable": trainable}
-    assert traffic.formula_bytes(canned_host(**lora)) == trainable * 4
+    assert bench.formula_bytes(canned_host(**lora)).node == trainable * 4
     frozen_bytes = W_BYTES - trainable * 4
-    assert traffic.formula_bytes(canned_host(**lora, strategy="none")) == 1.5 * trainable * 4 + frozen_bytes
+    assert bench.formula_bytes(canned_host(**lora, strategy="none")).node == 1.5 * trainable * 4 + frozen_bytes
+
+
+def test_the_interfaces_are_held_to_the_formula_at_each_level() -> None:
+    run = canned_host(wire_bytes=W_BYTES / 0.99, local_bytes=3 * W_BYTES / 1.01)
+    assert traffic.node_error(run) == pytest.approx(-0.01)
+    assert traffic._local_error(run) == pytest.approx(0.01)
+
+
+def test_ratios_of_all_clusters_by_the_formula() -> None:
+    header, _, first, *_, last = picture.formula_table().splitlines()
+    assert [cell.strip() for cell in header.split("|")[1:4]] == ["nodes", "1 rank each", "2 ranks each"]
+    assert first.split()[1::2] == ["2", "0.667", "0.444", "0.381", "0.356"]
+    assert last.split()[1::2] == ["64", "0.667", "0.661", "0.659", "0.658"]
 
 
 def test_share_of_a_step_that_its_bytes_take() -> None:
@@ -32,7 +45,7 @@ def test_share_of_a_step_that_its_bytes_take() -> None:
 
 
 def test_a_partial_run_is_recorded_beside_earlier_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "PICTURE", tmp_path / "docs" / "wire.png")
+    monkeypatch.setattr(wire, "_DOCS", tmp_path / "docs")
     results = tmp_path / "RESULTS.md"
     monkeypatch.setattr(record, "RESULTS", results)
     first = record.Row(key="losses", claim="losses", required="equal", measured="equal", is_met=True)
@@ -44,7 +57,9 @@ def test_a_partial_run_is_recorded_beside_earlier_runs(tmp_path: Path, monkeypat
     assert text.count("| laconic host |") == 1
     assert "1.250" in text
     assert "`python -m benchmarks.wire --rows losses`" in text
+    assert text.count("2 nodes x 2 ranks, 25.0 M parameters:") == 1
     assert (tmp_path / "docs" / "wire.png").exists()
+    assert (tmp_path / "docs" / "levels.png").exists()
 
 
 def test_a_section_is_replaced_and_its_neighbours_stay(tmp_path: Path) -> None:

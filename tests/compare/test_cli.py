@@ -17,6 +17,12 @@ def cases(*argv: str) -> list[tuple[str, str, float | None]]:
     return [(case.job, case.strategy, case.rate_bits_per_s) for case in made]
 
 
+def test_torchs_own_collectives_run_only_when_asked_for(job: Path) -> None:
+    assert [strategy for _, strategy, _ in cases(str(job))] == [
+        "fsdp2", "fsdp2-hpz", "hsdp", "ddp", "none", "host", "device",
+    ]  # fmt: skip
+
+
 def test_every_strategy_runs_at_every_rate(job: Path) -> None:
     assert cases(str(job), "--strategies", "fsdp2,none", "--rates", "1gbit,none") == [
         ("full", "fsdp2", 1e9), ("full", "none", 1e9), ("full", "fsdp2", None), ("full", "none", None),
@@ -36,7 +42,7 @@ def test_the_demo_trains_fully_and_by_lora_and_saves_laconics_models() -> None:
     options = cli.parse(["--demo"])
     made = cli.make_cases(load(options.config), options)
     assert [(case.job, case.strategy, case.save) for case in made] == [
-        ("full", "fsdp2", False), ("full", "host", True), ("lora", "fsdp2", False), ("lora", "host", True),
+        (job, strategy, strategy == "host") for job in ("full", "lora") for strategy in ("fsdp2", "hsdp", "ddp", "host")
     ]  # fmt: skip
     assert {case.rate_bits_per_s for case in made} == {200e6}
 
@@ -48,7 +54,7 @@ def test_the_demo_trains_fully_and_by_lora_and_saves_laconics_models() -> None:
         (["job.toml", "--demo"], "give a CONFIG.toml, or --demo"),
         (
             ["job.toml", "--strategies", "zero"],
-            "strategy 'zero' is not known; there are fsdp2, fsdp2-hpz, hsdp, ddp, none",
+            "strategy 'zero' is not known; there are fsdp2, fsdp2-gloo, fsdp2-hpz, hsdp, ddp, none",
         ),
         (["job.toml", "--rates", "fast"], "rate 'fast' is not a rate"),
         (["missing.toml"], "cannot read the configuration 'missing.toml'"),

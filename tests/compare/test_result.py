@@ -13,7 +13,7 @@ from laconic.compare.result import read_result
 from tests.compare.canned import canned_host
 
 SUMMARY: dict[str, Any] = {
-    "num_nodes": 2, "num_parameters": 100, "num_trainable": 10,
+    "num_nodes": 2, "num_local": 3, "loopback_bytes": [900, 60, 62, 60, 62], "num_parameters": 100, "num_trainable": 10,
     "step_s": [9.0, 8.0, 1.0, 3.0, 2.0], "losses": [5.0, 4.0, 3.0, 2.0, 1.0], "wait_s": [1.0, 1.0, 0.1, 0.3, 0.2],
     "wire_bytes": [1000, 200, 200, 200, 200], "interface_sent_bytes": [1100, 204, 206, 204, 206],
     "traffic_bytes": [{"node/weights": 900}, *[{"node/weights": 40, "node/gradients": 160}] * 4],
@@ -38,14 +38,23 @@ def test_times_leave_out_the_first_step_and_the_watched_one(tmp_path: Path) -> N
 def test_bytes_are_per_node_from_the_second_step_on(tmp_path: Path) -> None:
     result = read(tmp_path, Case(strategy="host", steps=5))
     assert result.wire_bytes == 102.5
+    assert result.local_bytes == result.moved_local_bytes == 30.5
+    assert (result.num_nodes, result.num_local) == (2, 3)
     assert result.counted_bytes == 100
     assert result.traffic_bytes == {"node/gradients": 80, "node/weights": 20}
 
 
 def test_without_a_wire_or_a_count_there_are_no_bytes(tmp_path: Path) -> None:
-    nothing = {"wire_bytes": [None] * 5, "interface_sent_bytes": [None] * 5, "traffic_bytes": [{}] * 5}
+    nothing = {"wire_bytes": [None] * 5, "interface_sent_bytes": [None] * 5, "loopback_bytes": [None] * 5}
+    counted = read(
+        tmp_path,
+        Case(strategy="host", steps=5),
+        **nothing | {"wire_bytes": [8] * 5, "traffic_bytes": [{"local/weights": 6, "node/weights": 8}] * 5},
+    )
+    assert (counted.moved_bytes, counted.moved_local_bytes) == (4, 3)
+    nothing["traffic_bytes"] = [{}] * 5
     result = read(tmp_path, Case(strategy="ddp", steps=5), **nothing, wait_s=[None] * 5, host_bytes_per_node=None)
-    assert result.wire_bytes is result.counted_bytes is result.wait_s is None
+    assert result.wire_bytes is result.counted_bytes is result.wait_s is result.moved_local_bytes is None
     assert result.host_bytes_per_node == 0
 
 

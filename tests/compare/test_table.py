@@ -23,9 +23,22 @@ def test_each_row_is_compared_with_fsdp2_of_its_own_job_and_rate() -> None:
     header, _, *rows = render(results).splitlines()
     assert cells(header)[:4] == ["job", "wire", "strategy", "s / step"]
     fsdp2, host, alone, _, lora = map(cells, rows)
-    assert fsdp2 == ["full training", "200mbit", "FSDP2", "8.000", "1.00", "300.0", "1.000", "50.0", "0.0", "2.5000"]
+    assert fsdp2 == [
+        "full training",
+        "200mbit",
+        "FSDP2",
+        "8.000",
+        "1.00",
+        "300.0",
+        "1.000",
+        "310.0",
+        "50.0",
+        "0.0",
+        "2.5000",
+    ]
     assert host == [
-        "full training", "200mbit", "laconic host", "2.800", "0.35", "100.0", "0.333", "50.0", "100.0", "2.5000",
+        "full training", "200mbit", "laconic host", "2.800", "0.35", "100.0", "0.333", "310.0", "50.0", "100.0",
+        "2.5000",
     ]  # fmt: skip
     assert alone[1] == "unshaped"
     assert (alone[4], alone[6]) == ("-", "-")
@@ -38,9 +51,11 @@ def test_lines_are_equally_long() -> None:
 
 
 def test_without_a_wire_the_engines_count_is_shown() -> None:
-    rows = render([canned(wire_bytes=None), canned_host(wire_bytes=None)]).splitlines()[2:]
-    assert cells(rows[0])[5:7] == ["-", "-"]
-    assert cells(rows[1])[5:7] == ["99.0", "-"]
+    rows = render(
+        [canned(wire_bytes=None, local_bytes=None), canned_host(wire_bytes=None, local_bytes=None)]
+    ).splitlines()[2:]
+    assert cells(rows[0])[5:8] == ["-", "-", "-"]
+    assert cells(rows[1])[5:8] == ["99.0", "-", "50.0"]
 
 
 @pytest.mark.parametrize("rates", [(200e6,), (None, 1e9, 20e6)])

@@ -39,6 +39,7 @@ def record(step: int, rank: int, *, counted: bool) -> StepRecord:
         step_s=2.0,
         traffic=Snapshot(sizes=sizes, waits={"node": 0.25, "local": 9.0}) if counted else None,
         interface=InterfaceBytes(sent=100, received=50) if counted and rank % 2 == 0 else None,
+        loopback=InterfaceBytes(sent=30, received=30) if counted and rank % 2 == 0 else None,
         memory=Ledger(device_bytes=3, device_peak_bytes=4 + rank, host_bytes=6) if counted else None,
     )
 
@@ -59,7 +60,7 @@ def test_records_of_all_ranks_make_one_step() -> None:
     assert first.wire_bytes == 10 + 11 + 12 + 13
     assert first.traffic_bytes == {"node/weights": 46, "local/weights": 20}
     assert first.wait_s == 0.25
-    assert (first.interface_sent_bytes, first.interface_received_bytes) == (200, 100)
+    assert (first.interface_sent_bytes, first.interface_received_bytes, first.loopback_bytes) == (200, 100, 60)
     assert (first.device_bytes, first.device_peak_bytes, first.host_bytes_per_node) == (3, 7, 12)
 
 

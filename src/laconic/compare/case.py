@@ -12,6 +12,7 @@ Job = Literal["full", "lora"]
 
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2": ("FSDP2", {"strategy": "fsdp2"}),
+    "fsdp2-gloo": ("FSDP2 on Gloo's own", {"strategy": "fsdp2-gloo"}),
     "fsdp2-hpz": ("FSDP2 hpZ", {"strategy": "fsdp2-hpz"}),
     "hsdp": ("HSDP", {"strategy": "hsdp"}),
     "ddp": ("DDP", {"strategy": "ddp"}),

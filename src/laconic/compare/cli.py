@@ -22,6 +22,9 @@ from laconic.lab.cli import add_cluster_options, leaving_in_order
 
 _DEMO_CONFIG = Path(__file__).with_name("demo.toml")
 
+_DEFAULT = ",".join(name for name in STRATEGIES if name != "fsdp2-gloo")
+_DEMO = "fsdp2,hsdp,ddp,host"
+
 _DESCRIPTION = """\
 Run the training job of CONFIG.toml under PyTorch's own strategies and under laconic's, on emulated nodes at one or
 several rates. Compare seconds per step, wire bytes per step, memory and loss. All runs have the same weights, rows and
@@ -78,7 +81,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--strategies", metavar="A,B,...",
-        help="strategies to run, in this order (default: all; with --demo: fsdp2,host)",
+        help=f"strategies to run, in this order (default: {_DEFAULT}; with --demo: {_DEMO})",
     )  # fmt: skip
     parser.add_argument(
         "--rates", default="200mbit", metavar="A,B,...",
@@ -98,7 +101,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("give a CONFIG.toml, or --demo, which has a job of its own; not both")
     if options.demo:
         options.config, options.lora, options.save = _DEMO_CONFIG, True, True
-    options.strategies = options.strategies or ("fsdp2,host" if options.demo else ",".join(STRATEGIES))
+    options.strategies = options.strategies or (_DEMO if options.demo else _DEFAULT)
     options.steps = options.steps or (20 if options.demo else 8)
     options.rates = "none" if options.no_wire else options.rates
     options.command = shlex.join(["laconic", "compare", *argv])

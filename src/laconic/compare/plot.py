@@ -11,7 +11,7 @@ from laconic.lab import format_rate
 
 # Baselines are grey or blue, laconic's own strategies orange. Lightness differs too, for colour-blind readers.
 _COLORS = {
-    "fsdp2": "#4d4d4d", "fsdp2-hpz": "#7f7f7f", "hsdp": "#4a78a8", "ddp": "#a3c1da",
+    "fsdp2": "#4d4d4d", "fsdp2-gloo": "#262626", "fsdp2-hpz": "#7f7f7f", "hsdp": "#4a78a8", "ddp": "#a3c1da",
     "none": "#f2c879", "host": "#d95f02", "device": "#8c3b00",
 }  # fmt: skip
 

@@ -44,6 +44,12 @@ class Result:
     """The seconds of the whole run, with the time that Python takes to start."""
     output: str
     """The folder of the run: metrics, TensorBoard log, checkpoints."""
+    num_nodes: int
+    num_local: int
+    """The number of ranks on each node."""
+    local_bytes: float | None
+    """The bytes per node and step from the second on that ranks of a node send to each other, by the loopback's
+    counters; None without a wire."""
 
     @property
     def loss(self) -> float:
@@ -54,6 +60,13 @@ class Result:
     def moved_bytes(self) -> float | None:
         """The bytes per node and step: `wire_bytes`, or without a wire `counted_bytes`."""
         return self.wire_bytes if self.wire_bytes is not None else self.counted_bytes
+
+    @property
+    def moved_local_bytes(self) -> float | None:
+        """The bytes between ranks of a node by the loopback's counters, or as the engine counts them without a wire."""
+        if self.local_bytes is not None or self.counted_bytes is None:
+            return self.local_bytes
+        return sum(size for kind, size in self.traffic_bytes.items() if kind.startswith("local/"))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -90,6 +103,9 @@ def read_result(case: Case, folder: Path, *, wall_s: float) -> Result:
         num_trainable=summary["num_trainable"],
         wall_s=wall_s,
         output=str(folder),
+        num_nodes=nodes,
+        num_local=summary["num_local"],
+        local_bytes=_per_node(summary.get("loopback_bytes", []), nodes),  # older sources have none
     )
 
 

@@ -7,17 +7,19 @@ from laconic.compare.result import Result
 from laconic.lab import format_rate
 
 _COLUMNS = (
-    "job", "wire", "strategy", "s / step", "x FSDP2", "wire MB / step", "x FSDP2", "device MB", "host MB", "loss",
+    "job", "wire", "strategy", "s / step", "x FSDP2", "wire MB / step", "x FSDP2", "local MB / step",
+    "device MB", "host MB", "loss",
 )  # fmt: skip
 _NUM_TEXT_COLUMNS = 3
 
 LEGEND = """\
-wire MB: bytes that each node sends in one optimizer step from the second on, by the interface's counters, with headers.
+FSDP2: with a true ring reduce-scatter. wire MB: bytes that each node sends in one optimizer step from the second on, by
+the interface's counters, with headers. local MB: bytes that the ranks of a node send to each other, likewise.
 device MB: peak of torch's allocator on a rank: parameters, gradients, optimizer states, activations, transfers.
 host MB: cached node shards, per node. loss: last step, mean over ranks."""
 
 LEGEND_NO_WIRE = """\
-wire MB: without a wire, bytes by the engine's own count, which baselines do not have.
+no wire: the engine counts wire MB and local MB, and baselines have no count. Otherwise as with a wire:
 device MB: peak of torch's allocator on a rank. host MB: cached node shards, per node. loss: last step."""
 
 
@@ -39,6 +41,7 @@ def _row(result: Result, reference: Result | None) -> list[str]:
         f"{result.step_s / reference.step_s:.2f}" if reference else "-",
         _megabytes(moved),
         f"{moved / reference_moved:.3f}" if moved is not None and reference_moved else "-",
+        _megabytes(result.moved_local_bytes),
         _megabytes(result.allocated_peak_bytes),
         _megabytes(result.host_bytes_per_node),
         f"{result.loss:.4f}",

@@ -14,7 +14,7 @@ from laconic.islands.fragments import SyncSchedule
 from laconic.layout.granularity import Block
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Strategy = Literal["laconic", "fsdp2", "fsdp2-hpz", "hsdp", "ddp"]
+Strategy = Literal["laconic", "fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp"]
 
 
 class ConfigError(JobError):
@@ -222,8 +222,10 @@ class ShardConfig(Section):
 
     strategy: Strategy = "laconic"
     """`laconic`, or a PyTorch baseline on the very same job: `fsdp2` (ZeRO-3), `fsdp2-hpz` (parameters stay gathered
-    across nodes between forward and backward), `hsdp` (sharded inside a node, replicated between nodes), `ddp`. No key
-    sets sizes, since torchrun knows them: the dp_shard of other trainers is nodes x local ranks here."""
+    across nodes between forward and backward), `hsdp` (sharded inside a node, replicated between nodes), `ddp`. On CPU
+    the first three reduce along a true ring and gather ahead, as on NCCL; `fsdp2-gloo` is `fsdp2` with Gloo's own
+    collectives, which reduce with twice the bytes. No key sets sizes, torchrun knows them: what other trainers call
+    dp_shard is nodes x local ranks here."""
     cache: Literal["none", "host", "device"] = "host"
     """Where `laconic` keeps a node shard (the part of a unit that a rank holds after the gather across nodes) between
     its uses: nowhere, in host memory, or on the device."""

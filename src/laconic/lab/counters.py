@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import psutil
 
+LOOPBACK = "lo"
+"""The interface over which the ranks of a node reach each other, by sockets."""
 INTERFACE_VARIABLE = "LACONIC_LAB_INTERFACE"
 """The environment variable in which the lab names a node's interface. It is absent or empty without a wire."""
 
@@ -36,3 +38,8 @@ def interface_bytes(interface: str | None = None) -> InterfaceBytes | None:
     if counted is None:
         raise ValueError(f"this network namespace has no interface {name!r}; is {INTERFACE_VARIABLE} set by hand?")
     return InterfaceBytes(sent=counted.bytes_sent, received=counted.bytes_recv)
+
+
+def loopback_bytes() -> InterfaceBytes | None:
+    """Read the bytes that the processes of this node have exchanged over sockets; None outside a lab with a wire."""
+    return interface_bytes(LOOPBACK) if os.environ.get(INTERFACE_VARIABLE) else None

@@ -10,7 +10,7 @@ from laconic.train.records import Step
 _GROUPS = {
     "train": ("loss", "grad_norm", "lr", "tokens"),
     "speed": ("step_s", "data_s", "tokens_per_s", "allocated_peak_bytes"),
-    "wire": ("wait_s", "wire_bytes", "interface_sent_bytes", "interface_received_bytes"),
+    "wire": ("wait_s", "wire_bytes", "interface_sent_bytes", "interface_received_bytes", "loopback_bytes"),
     "memory": ("device_bytes", "device_peak_bytes", "host_bytes_per_node", "resident_bytes"),
 }
 """TensorBoard's groups of the plain figures of a step."""

@@ -6,9 +6,12 @@ import torch
 
 from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
-from laconic.lab.counters import InterfaceBytes, interface_bytes
+from laconic.lab.counters import InterfaceBytes, interface_bytes, loopback_bytes
 from laconic.strategies.stepper import Stepper, StepResult
 from laconic.train.records import StepRecord
+
+_Interfaces = tuple[InterfaceBytes | None, InterfaceBytes | None]
+"""The wire's counters and the loopback's."""
 
 
 class StepMeter:
@@ -20,7 +23,7 @@ class StepMeter:
     def __init__(self, stepper: Stepper, ranks: RankInfo, device: torch.device) -> None:
         self._stepper, self._device = stepper, device
         self._reads_interface = ranks.is_first_on_node
-        self._last_interface: InterfaceBytes | None = None
+        self._last_interfaces: _Interfaces | None = None
         self._last_traffic: Snapshot | None = None
 
     def fetch(self) -> None:
@@ -30,7 +33,7 @@ class StepMeter:
     def start(self) -> None:
         """Start to measure the step."""
         self._synchronize()
-        self._interface = self._last_interface or self._read_interface()
+        self._interfaces = self._last_interfaces or self._read_interfaces()
         self._traffic = self._stepper.traffic(self._last_traffic)
         self._start_s = time.perf_counter()
 
@@ -38,7 +41,10 @@ class StepMeter:
         """End the measurement; return the record of the step."""
         self._synchronize()
         step_s = time.perf_counter() - self._start_s
-        interface = self._last_interface = self._read_interface()
+        now = self._last_interfaces = self._read_interfaces()
+        interface, loopback = (
+            end - begin if end and begin else None for end, begin in zip(now, self._interfaces, strict=True)
+        )
         traffic = self._last_traffic = self._stepper.traffic()
         return StepRecord(
             step=step,
@@ -47,17 +53,18 @@ class StepMeter:
             data_s=self._start_s - self._fetch_start_s,
             step_s=step_s,
             traffic=traffic - self._traffic if traffic is not None and self._traffic is not None else None,
-            interface=interface - self._interface if interface and self._interface else None,
+            interface=interface,
             memory=self._stepper.memory(),
+            loopback=loopback,
         )
 
     def skip(self) -> None:
-        """Ignore the bytes of the interface since the last step, for example the bytes of an evaluation."""
-        self._last_interface = None
+        """Ignore the bytes of the interfaces since the last step, for example those of an evaluation."""
+        self._last_interfaces = None
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _read_interface(self) -> InterfaceBytes | None:
-        return interface_bytes() if self._reads_interface else None
+    def _read_interfaces(self) -> _Interfaces:
+        return (interface_bytes(), loopback_bytes()) if self._reads_interface else (None, None)

@@ -134,6 +134,7 @@ def _wire_figures(record: StepRecord, total: _Figures, ranks: RankInfo) -> dict[
         "traffic_bytes": traffic_bytes,
         "interface_sent_bytes": int(total["interface_sent_bytes"]) if has_interface else None,
         "interface_received_bytes": int(total["interface_received_bytes"]) if has_interface else None,
+        "loopback_bytes": int(total["loopback_bytes"]) if has_interface else None,
     }
 
 
@@ -160,6 +161,7 @@ def _figures(record: StepRecord) -> _Figures:
         "num_interfaces": interface is not None,
         "interface_sent_bytes": interface.sent if interface else 0,
         "interface_received_bytes": interface.received if interface else 0,
+        "loopback_bytes": record.loopback.sent if record.loopback else 0,
         "host_bytes": record.memory.host_bytes if record.memory else 0,
         "wait_s": sum(traffic.waited_s(level) for level in WIRE_LEVELS),
         **{kind: traffic.total(level, purpose, "sent") for kind, (level, purpose) in _KINDS.items()},

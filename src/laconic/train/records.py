@@ -31,6 +31,8 @@ class StepRecord:
     """Bytes of the node's network interface during the step; None outside a lab, and on all but one rank per node."""
     memory: Ledger | None
     """Bytes that the engine holds; None for a strategy without the engine."""
+    loopback: InterfaceBytes | None = None
+    """Bytes that the ranks of the node exchanged during the step; None where `interface` is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,8 @@ class Step:
     interface_sent_bytes: int | None = None
     """Bytes that all nodes' interfaces together sent, as counted by the kernel."""
     interface_received_bytes: int | None = None
+    loopback_bytes: int | None = None
+    """Bytes that ranks sent to ranks of their own node, over all nodes, as counted by the kernel."""
     device_bytes: int | None = None
     """Bytes that the engine holds on the device, on the fullest rank."""
     device_peak_bytes: int | None = None

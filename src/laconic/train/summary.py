@@ -14,8 +14,11 @@ from laconic.config import Config, to_dict
 from laconic.strategies.islands import num_islands
 from laconic.train.records import Step
 
-_LISTS = ("step_s", "wait_s", "wire_bytes", "traffic_bytes", "interface_sent_bytes", "interface_received_bytes")
-"""The attributes of `Step` whose values of all steps are in the summary."""
+_LISTS = (
+    "step_s", "wait_s", "wire_bytes", "traffic_bytes", "interface_sent_bytes", "interface_received_bytes",
+    "loopback_bytes",
+)  # fmt: skip
+"""Attributes of `Step` of which the summary has the values of all steps."""
 _PEAKS = ("device_peak_bytes", "host_bytes_per_node", "allocated_peak_bytes", "resident_bytes")
 """The attributes of `Step` whose largest value is in the summary."""
 

@@ -1,0 +1,98 @@
+"""The bytes that a node moves in one optimizer step, by strategy and level, as closed formulas.
+
+[Note: Bytes of a step]
+N nodes of L ranks make R = N L ranks. Two patterns make every strategy:
+
+- A pass along the flat ring of all ranks brings every part to every rank, or sums it. Over each edge of the ring go
+  (R - 1) / R of the buffer. One edge leaves each node, and L - 1 lie inside it.
+- A pass on two levels joins ranks with the same place in all nodes: (N - 1) / N of the buffer leaves each node. And it
+  joins the ranks of each node: L - 1 buffers move inside it.
+
+A gather is one pass, a reduce-scatter one, an all-reduce two.
+
+| strategy     | weights                                                     | gradients                           |
+|--------------|-------------------------------------------------------------|-------------------------------------|
+| fsdp2        | flat, twice                                                 | flat, once                          |
+| fsdp2-gloo   | flat, twice                                                 | flat, twice                         |
+| fsdp2-hpz    | flat, then inside the node                                  | flat, once                          |
+| hsdp         | inside the node, twice                                      | inside the node; across nodes twice |
+| ddp          | never                                                       | flat, twice                         |
+| none         | two levels, twice                                           | two levels, once                    |
+| host, device | two levels, then inside the node; frozen ones inside, twice | two levels, once                    |
+
+So HSDP crosses the wire with as many bytes as a cache does: its all-reduce gathers gradients where a cache gathers
+weights. It pays in memory, because a rank keeps 1 / L of all states instead of 1 / R.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """The bytes that one node moves in one step, as a mean over nodes. It receives as many as it sends."""
+
+    node: float
+    """Bytes that leave the node over the wire."""
+    local: float
+    """Bytes that ranks of the node send to each other."""
+
+    def __add__(self, other: "StepBytes") -> "StepBytes":
+        return StepBytes(node=self.node + other.node, local=self.local + other.local)
+
+    def __rmul__(self, factor: float) -> "StepBytes":
+        return StepBytes(node=factor * self.node, local=factor * self.local)
+
+
+def step_bytes(
+    strategy: str, *, nodes: int, local: int, weights_bytes: float, gradients_bytes: float, frozen_bytes: float = 0.0
+) -> StepBytes:
+    """Return the bytes of a step of one micro-batch, from the second step on: [Note: Bytes of a step].
+
+    Args:
+        strategy: a PyTorch baseline of shard.strategy, or one of laconic's caches: "none", "host" or "device".
+        nodes: the number of nodes.
+        local: the number of ranks on each node.
+        weights_bytes: the bytes of all weights in the dtype in which they are gathered.
+        gradients_bytes: the bytes of all gradients in the dtype in which they are reduced.
+        frozen_bytes: the part of `weights_bytes` that does not train.
+
+    Raises:
+        ValueError: an unknown strategy.
+    """
+    trained_bytes = weights_bytes - frozen_bytes
+    flat_weights, flat_gradients = (_flat(nodes, local, size) for size in (weights_bytes, gradients_bytes))
+    across_gradients, inside_gradients = _across(nodes, gradients_bytes), _inside(local, gradients_bytes)
+    inside_weights = _inside(local, weights_bytes)
+    if strategy == "fsdp2":
+        return 2 * flat_weights + flat_gradients
+    if strategy == "fsdp2-gloo":
+        return 2 * flat_weights + 2 * flat_gradients
+    if strategy == "fsdp2-hpz":
+        return flat_weights + inside_weights + flat_gradients
+    if strategy == "hsdp":
+        return 2 * inside_weights + inside_gradients + 2 * across_gradients
+    if strategy == "ddp":
+        return 2 * flat_gradients
+    if strategy == "none":
+        return 2 * (_across(nodes, weights_bytes) + inside_weights) + inside_gradients + across_gradients
+    if strategy in ("host", "device"):
+        return _across(nodes, trained_bytes) + 2 * inside_weights + inside_gradients + across_gradients
+    raise ValueError(f"no formula for strategy {strategy!r}")
+
+
+def _flat(nodes: int, local: int, nbytes: float) -> StepBytes:
+    """A pass along the ring of all ranks."""
+    ranks = nodes * local
+    edge_bytes = (ranks - 1) / ranks * nbytes
+    is_one_node = nodes == 1
+    return StepBytes(node=0.0 if is_one_node else edge_bytes, local=(local if is_one_node else local - 1) * edge_bytes)
+
+
+def _across(nodes: int, nbytes: float) -> StepBytes:
+    """A pass between nodes, each rank with those of its place."""
+    return StepBytes(node=(nodes - 1) / nodes * nbytes, local=0.0)
+
+
+def _inside(local: int, nbytes: float) -> StepBytes:
+    """A pass between the ranks of a node."""
+    return StepBytes(node=0.0, local=(local - 1) * nbytes)
