@@ -59,6 +59,13 @@ def job_bad_calls() -> None:
         lambda: laconic.fully_shard(transposed(), mesh=mesh),
         NotImplementedError,
     )
+    layer = nn.Linear(3, 3)
+    layer.weight.fsdp_pre_all_gather = lambda mesh: ()  # type: ignore[attr-defined]
+    refused(
+        "weight is a Parameter, whose fsdp_pre_all_gather converts it.*enable_fsdp_float8_all_gather=False",
+        lambda: laconic.fully_shard(layer, mesh=mesh),
+        NotImplementedError,
+    )
     refused(
         "weight is complex",
         lambda: laconic.fully_shard(nn.Linear(3, 3, dtype=torch.complex64), mesh=mesh),

@@ -73,7 +73,7 @@ def fully_shard(
             is not initialised yet (a lazy module), or is tied to a parameter of another unit; the mesh, cache,
             granularity or integer is not valid.
         AssertionError: a module is sharded already.
-        NotImplementedError: a parameter is not contiguous.
+        NotImplementedError: a parameter is not contiguous, or converts itself before FSDP2's gather.
     """
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     _check_modules(modules)
@@ -215,6 +215,12 @@ def _check_parameters(managed: list[ManagedParameter], offload: OffloadPolicy) -
             raise NotImplementedError(
                 f"{item.name} of shape {tuple(parameter.shape)} is not contiguous (strides {parameter.stride()}); set "
                 "it to nn.Parameter(param.contiguous()) before fully_shard"
+            )
+        if hasattr(item.local, "fsdp_pre_all_gather"):
+            raise NotImplementedError(
+                f"{item.name} is a {type(item.local).__name__}, whose fsdp_pre_all_gather converts it before FSDP2's "
+                "gather; laconic gathers parameters as they are. Turn that conversion off (torchao: "
+                "enable_fsdp_float8_all_gather=False), or give the parameter in ignored_params"
             )
         if parameter.is_complex():
             raise ValueError(f"{item.name} is complex ({parameter.dtype}); laconic shards real parameters")
