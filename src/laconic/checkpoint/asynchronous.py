@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
+from laconic import _compat
 from laconic.checkpoint.api import Contents, check_keep, write
 from laconic.checkpoint.commit import CheckpointError
 from laconic.comm.agreement import RankGroup
@@ -50,7 +51,8 @@ class AsyncSaver:
         """Make a process group for the saver, so all ranks call it. The arguments are those of `save_checkpoint`."""
         check_keep(keep)
         self.folder, self.keep = Path(folder), keep
-        group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        world = dist.group.WORLD
+        group = None if world is None else dist.new_group(timeout=_compat.timeout_of(world), backend="gloo")
         self._ranks = RankGroup(group, error=CheckpointError)
         self._memory = HostMemory()
         self._thread = ThreadPoolExecutor(1)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from laconic import _compat
 from laconic.comm.launch import node_of_rank
 from laconic.comm.traffic import Level, Purpose, Traffic
 from laconic.cyclic.buffers import HEADER_BYTES, ActivationMeta
@@ -81,7 +82,10 @@ class Links:
             is_part = len(ranks) < dist.get_world_size()
             # On NCCL a posted receive blocks later operations with the same peer; on Gloo it does not.
             num_groups = 3 if dist.get_backend(mesh.get_group()) == "nccl" else 2
-            self._owned_groups = [dist.new_group(ranks, use_local_synchronization=is_part) for _ in range(num_groups)]
+            timeout = _compat.timeout_of(mesh.get_group())
+            self._owned_groups = [
+                dist.new_group(ranks, timeout, use_local_synchronization=is_part) for _ in range(num_groups)
+            ]
             self._control = self._owned_groups[0]
             self._groups = {True: self._owned_groups[1], False: self._owned_groups[-1]}  # by: target > source
             self.mesh_rank = mesh.get_local_rank()

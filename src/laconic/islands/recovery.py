@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class Recovery:
 
     def _read(self, like: list[Tensor]) -> _SavedState | None:
         """Read this rank's file. None if it is missing, damaged, or of another model or another sharding."""
-        with contextlib.suppress(OSError, RuntimeError, EOFError, KeyError):
+        with contextlib.suppress(OSError, RuntimeError, EOFError, KeyError, TypeError, UnpicklingError):
             saved = _SavedState(**torch.load(self._file, weights_only=True))
             if [vector.shape for vector in saved.vectors] == [vector.shape for vector in like]:
                 return saved
