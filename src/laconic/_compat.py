@@ -73,6 +73,13 @@ def show_collective(name: str) -> None:
                 mode.__torch_dispatch__(_Shown(name), ())
 
 
+def register_as_sharded(module: torch.nn.Module) -> None:
+    """Let torch's other composable calls, such as `replicate`, leave the parameters of a module alone."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+
+
 def let_optimizers_batch(tensor_type: type[torch.Tensor]) -> None:
     """Let optimizers and `clip_grad_norm_` choose their foreach implementations for this type."""
     from torch.optim.optimizer import _foreach_supported_types as of_optimizers

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 
 import laconic
 from laconic.shard.api import ShardedModule
@@ -109,6 +110,56 @@ class Tied(nn.Module):
         return self.head(x)
 
 
+def job_lists_by_hand() -> None:
+    """A list of modules may be gathered by hand before any forward, but cannot be a root."""
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    laconic.fully_shard([first, second])
+    first.unshard()  # type: ignore[operator]
+    assert type(second.weight) is nn.Parameter
+    second.reshard()  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match="the root of sharded modules must be one module, got Linear, Linear"):
+        first(torch.ones(1, 3))
+    model = laconic.fully_shard(nn.Sequential(first, second))
+    model(torch.ones(1, 3)).sum().backward()
+
+
+def test_lists_are_gathered_by_hand_but_are_no_roots() -> None:
+    run_ranks(job_lists_by_hand, 2)
+
+
+def job_shared_lanes() -> None:
+    models = [laconic.fully_shard(nn.Linear(3, 3)) for _ in range(2)]
+    share_comm_ctx(models)
+    for model in models:
+        model(torch.ones(1, 3)).sum().backward()
+    contexts = [model._laconic_unit.context for model in models]
+    assert contexts[0].lanes is contexts[1].lanes
+    with pytest.raises(RuntimeError, match="before the first forward"):
+        share_comm_ctx([laconic.fully_shard(nn.Linear(3, 3)), models[0]])
+
+
+def test_torch_shares_lanes_among_roots() -> None:
+    run_ranks(job_shared_lanes, 2)
+
+
+def job_replicated_around() -> None:
+    """Torch's `replicate` takes the parameters that fully_shard does not have."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    laconic.fully_shard(model[0])
+    replicate(model)
+    rank = dist.get_rank()
+    model(torch.full((1, 3), rank + 1.0)).sum().backward()
+    assert isinstance(model[0].weight, laconic.RaggedTensor)
+    gradients = [torch.empty(3, 3) for _ in range(dist.get_world_size())]
+    dist.all_gather(gradients, model[1].weight.grad)
+    assert torch.equal(gradients[0], gradients[1])
+
+
+def test_replicate_leaves_sharded_modules_alone() -> None:
+    run_ranks(job_replicated_around, 2)
+
+
 def job_list(runs_all: bool) -> None:
     """Two modules in one unit; `runs_all` is False if the head runs twice, outside the model's forward."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -158,8 +209,13 @@ def job_integer() -> None:
         weights[value] = moved.weights
         helpers.assert_nothing_gathered(model)
     assert weights[4] == weights[True] == 2 * weights[2], "4 is the whole mesh"
+    flat = helpers.shard(helpers.build(), mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
+    with helpers.moved(flat) as moved:
+        helpers.squared_error(flat, helpers.inputs(0, dist.get_rank())).backward()
+    assert moved.weights == weights[2], "the integer says which ranks are on a node"
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("node",))
     with pytest.raises(ValueError, match="laconic keeps parameters among the 1 ranks of a node"):
-        laconic.fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
+        laconic.fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=2)
 
 
 def test_integers_reshard_to_a_node() -> None:

@@ -66,6 +66,8 @@ def job_placement() -> None:
         laconic.fully_shard(
             nn.Linear(2, 2), shard_placement_fn=lambda parameter: Shard(1) if parameter.ndim > 1 else None
         )
+    with pytest.raises(AssertionError, match="does not fit a parameter of shape"):
+        laconic.fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda parameter: Shard(1))
     with pytest.raises(ValueError, match="must return a Shard"):
         laconic.fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda parameter: "rows")
 

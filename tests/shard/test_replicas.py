@@ -51,6 +51,25 @@ def test_replicas_train_as_one_model(world: int, names: tuple[str, str], accumul
     run_ranks(job_replicas, world, names, accumulation, local=1)
 
 
+def job_uneven_sync() -> None:
+    """Only the root sums its gradients over the replicas in the first backward; all units do in the second."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    model: Any = helpers.shard(helpers.build(), mesh=mesh)
+    plain, world = helpers.build(), dist.get_world_size()
+    for micro_batch in range(2):
+        for block in model.blocks:
+            block.set_requires_gradient_sync(micro_batch == 1)
+        helpers.squared_error(model, helpers.inputs(micro_batch, dist.get_rank())).backward()
+        for rank in range(world):
+            (helpers.squared_error(plain, helpers.inputs(micro_batch, rank)) / world).backward()
+    for name, gradient in helpers.full_gradients(model).items():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
+
+
+def test_units_may_synchronise_replicas_at_different_times() -> None:
+    run_ranks(job_uneven_sync, 4, local=1)
+
+
 def job_unused_on_one_replica() -> None:
     """A gradient that only one replica has reaches the other; one that none has stays None."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))

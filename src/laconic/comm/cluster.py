@@ -204,20 +204,22 @@ class Cluster:
         """Every rank of all islands, in the order of the mesh, for small messages in host memory."""
 
     @staticmethod
-    def of(mesh: DeviceMesh) -> Cluster:
+    def of(mesh: DeviceMesh, *, num_local: int | None = None) -> Cluster:
         """The cluster of `mesh`; the same object for meshes of one device type that arrange the same ranks alike.
 
-        The first call for a mesh is collective over its ranks. `Cluster.mesh` is the mesh of the first call. See
-        [Note: What is made once].
+        `num_local` is the number of ranks per node, side by side, for a mesh that does not say so: one whose last axis
+        is not "node" or "local". The first call for a mesh is collective over its ranks. `Cluster.mesh` is the mesh of
+        the first call. See [Note: What is made once].
 
         Raises:
             ValueError: see `Cluster`.
         """
         clusters = _made().clusters
         ranks = mesh.mesh
-        by_value = mesh.device_type, mesh.mesh_dim_names, tuple(ranks.shape), tuple(ranks.flatten().tolist())
+        ranks_by_place = tuple(ranks.shape), tuple(ranks.flatten().tolist())
+        by_value = mesh.device_type, mesh.mesh_dim_names, *ranks_by_place, num_local
         if by_value not in clusters:
-            islands = _arrange(mesh)
+            islands = _arrange(mesh, num_local)
             by_place = mesh.device_type, tuple(islands.shape), tuple(islands.flatten().tolist())
             if by_place not in clusters:
                 clusters[by_place] = Cluster(mesh, islands)
@@ -264,7 +266,7 @@ class Cluster:
         return self._ranks[shard % self.num_nodes][shard // self.num_nodes]
 
 
-def _arrange(mesh: DeviceMesh) -> Tensor:
+def _arrange(mesh: DeviceMesh, ranks_per_node: int | None = None) -> Tensor:
     """The ranks of all islands, (I, N, L). Collective over the ranks of a mesh whose names are not ours."""
     ranks, names = mesh.mesh.cpu(), mesh.mesh_dim_names or ()
     if ranks.ndim > 2 and names != AXES:
@@ -284,6 +286,8 @@ def _arrange(mesh: DeviceMesh) -> Tensor:
     rows = ranks.view(-1, ranks.shape[-1])
     if names and names[-1] in ("node", "local"):
         num_local = 1 if names[-1] == "node" else rows.shape[1]
+    elif ranks_per_node is not None:
+        num_local = ranks_per_node
     else:
         size = _agreed_local_size(mesh)
         num_local = 1 if size is None else _side_by_side(rows, size)

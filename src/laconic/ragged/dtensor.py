@@ -59,7 +59,8 @@ class DTensorShard:
                 f"{name} is a DTensor over ranks {mesh.mesh.flatten().tolist()}, which are in the mesh of fully_shard "
                 "as well; give fully_shard the other axes only, such as mesh['dp'] of a mesh ('dp', 'tp')"
             )
-        local_shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
+        with torch.device("cpu"):  # torch reads numbers from a tensor of the default device, which may be meta
+            local_shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
         return DTensorShard(mesh, placement, tuple(parameter.shape), tuple(offset), tuple(local_shape))
 
     @property

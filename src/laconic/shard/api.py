@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
 
+from laconic import _compat
 from laconic.comm.cluster import Cluster, default_mesh
 from laconic.comm.traffic import Traffic
 from laconic.layout.granularity import Blocks, Granularity, resolve
@@ -81,8 +82,7 @@ def fully_shard(
     precision = mp_policy or MixedPrecisionPolicy()
     if mesh is None:
         mesh = default_mesh(_device_type(modules))
-    cluster = Cluster.of(mesh)
-    reshards, policy = _resolve_reshard(reshard_after_forward, policy, cluster)
+    cluster, reshards, policy = _resolve_reshard(mesh, reshard_after_forward, policy)
     managed = _find_parameters(modules, set(ignored_params or ()), _place_by(shard_placement_fn, cluster))
     blocks = resolve(granularity, [(item.name, item.local) for item in managed])
     offload = offload_policy or OffloadPolicy()
@@ -98,6 +98,7 @@ def fully_shard(
     unit = Unit(modules=modules, buckets=buckets, blocks=blocks, cluster=cluster, cache=policy, precision=precision)
     unit.reshard_after_forward = reshards
     for each in modules:
+        _compat.register_as_sharded(each)
         each._laconic_unit = unit  # type: ignore[assignment]
         each.__class__ = _sharded_class(type(each))  # type: ignore[arg-type]  # classes are hashable
     return module
@@ -125,11 +126,15 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
 
 
 def _resolve_reshard(
-    reshard_after_forward: bool | int | None, policy: Cache, cluster: Cluster
-) -> tuple[bool | None, Cache]:
-    """Turn FSDP2's integer, the number of ranks that still hold the parameters after forward, into a policy."""
+    mesh: DeviceMesh, reshard_after_forward: bool | int | None, policy: Cache
+) -> tuple[Cluster, bool | None, Cache]:
+    """Turn FSDP2's integer, the number of ranks that still hold the parameters after forward, into a cache policy.
+
+    The ranks of a node hold them. Where the mesh does not say which ranks are on a node, the integer does.
+    """
+    cluster = Cluster.of(mesh)
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward, policy
+        return cluster, reshard_after_forward, policy
     if not isinstance(reshard_after_forward, int):
         raise ValueError(
             "reshard_after_forward should be a bool or an int representing the group size to reshard to, not "
@@ -141,16 +146,18 @@ def _resolve_reshard(
             f"{reshard_after_forward}"
         )
     if reshard_after_forward == 1:
-        return False, policy
+        return cluster, False, policy
     if reshard_after_forward == cluster.size:
-        return True, policy
+        return cluster, True, policy
+    if cluster.num_local == 1 and "node" not in (mesh.mesh_dim_names or ()):
+        cluster = Cluster.of(mesh, num_local=reshard_after_forward)
     if reshard_after_forward != cluster.num_local:
         raise ValueError(
             f"reshard_after_forward={reshard_after_forward}: laconic keeps parameters among the {cluster.num_local} "
             f"ranks of a node, so pass {cluster.num_local}, True or False, or a mesh with axes (node, local) whose "
             f"local axis has {reshard_after_forward} ranks"
         )
-    return True, Cache(where="device") if policy.where == "none" else policy
+    return cluster, True, Cache(where="device") if policy.where == "none" else policy
 
 
 def _place_by(function: Callable[[nn.Parameter], Any] | None, default: Cluster) -> Callable[[nn.Parameter], Cluster]:
@@ -161,6 +168,8 @@ def _place_by(function: Callable[[nn.Parameter], Any] | None, default: Cluster) 
         mesh_info, placement = getattr(result, "mesh_info", None), getattr(result, "placement", result)
         if placement is not None and not isinstance(placement, Shard):
             raise ValueError(f"shard_placement_fn must return a Shard, a ShardPlacementResult or None, got {result!r}")
+        if placement is not None and not -parameter.ndim <= placement.dim < parameter.ndim:
+            raise AssertionError(f"{placement} does not fit a parameter of shape {tuple(parameter.shape)}")
         if placement is not None and placement.dim not in (0, -parameter.ndim):
             warnings.warn(
                 f"shard_placement_fn asks to cut a parameter of shape {tuple(parameter.shape)} along dim "

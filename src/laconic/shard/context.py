@@ -29,10 +29,10 @@ PREFETCH = 2
 class Context:
     """The order of execution, the lanes, the reductions, the ledger and the host cache of one root module."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, lanes: Lanes) -> None:
         self.cluster = cluster
         self.ledger = Ledger()
-        self.lanes = Lanes(cluster.device)
+        self.lanes = lanes
         self.reductions = ReductionQueue()
         self.is_in_backward = False
         """True from the first gradient of a backward until it is finished or abandoned."""

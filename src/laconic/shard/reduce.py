@@ -338,16 +338,20 @@ class ReductionQueue:
         self._reduced.clear()
 
     def _advance(self) -> None:
-        arrived, self._across_islands, self._across_nodes = self._across_islands, self._across_nodes, None
-        if self._across_islands is not None:
-            self._across_islands.finish_nodes()
-            if not self._across_islands.is_under_way:  # no other islands
-                assert arrived is None
-                arrived, self._across_islands = self._across_islands, None
-        if arrived is None:
-            return
-        arrived.finish()
-        gradients = arrived.gradients
+        arriving, following = self._across_islands, self._across_nodes
+        self._across_islands = self._across_nodes = None
+        if following is not None:
+            following.finish_nodes()
+        if arriving is not None:
+            self._finish(arriving)
+        if following is not None and following.is_under_way:
+            self._across_islands = following
+        elif following is not None:
+            self._finish(following)
+
+    def _finish(self, reduction: Reduction) -> None:
+        reduction.finish()
+        gradients = reduction.gradients
         if gradients.has_hooks:
             agree_on_use([gradients])
         elif gradients.has_fresh_gradients and gradients not in self._reduced:

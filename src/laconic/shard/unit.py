@@ -44,6 +44,7 @@ from laconic.shard.bucket import Bucket
 from laconic.shard.cache import Cache
 from laconic.shard.context import Context
 from laconic.shard.gather import UnitGather
+from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
 from laconic.shard.reduce import BucketGradients, Reduction
 from laconic.shard.trees import leaves_of, map_tensors, tensors_in
@@ -77,6 +78,7 @@ class Unit:
         self._root = self
         self._units: list[Unit] = []  # of the root: all units of its tree, outermost first
         self._context: Context | None = None
+        self._lanes: Lanes | None = None
         self._gather: UnitGather | None = None
         self._is_shown = False
         self._entered: set[nn.Module] = set()  # the modules called in the present pass
@@ -96,19 +98,13 @@ class Unit:
         """Become the root of all units below, also of units that were unsharded by hand before, and share a context.
 
         Raises:
-            RuntimeError: a unit below has run before, outside its root; or the root has several modules.
+            RuntimeError: a unit below has run before, outside its root.
             ValueError: a granularity pattern matches no parameter of any unit.
         """
-        if len(self.modules) > 1:
-            raise RuntimeError(
-                f"the root of sharded modules must be one module, got {self.name} in one call of fully_shard; call "
-                "fully_shard on the module that contains them as well, and run that one"
-            )
-        (module,) = self.modules
-        self._units = units_below(module)
+        self._units = list(dict.fromkeys(unit for module in self.modules for unit in units_below(module)))
         check_matched(unit.blocks for unit in self._units)
-        context = Context(self.cluster)
-        names = {child: name for name, child in module.named_modules()}
+        context = Context(self.cluster, self._comm_ctx)
+        names = {child: name for module in self.modules for name, child in module.named_modules()}
         for unit in self._units:
             if unit._context is not None:
                 if unit._context.has_run:
@@ -119,7 +115,7 @@ class Unit:
                 unit._leave()
             unit._join(self, context)
         for unit in self._units:
-            unit.name = ", ".join(names.get(child, "") for child in unit.modules) or unit.name
+            unit.name = ", ".join(filter(None, (names.get(child) for child in unit.modules))) or unit.name
         context.place_caches([(unit.cache, unit.buckets) for unit in self._units])
         return context
 
@@ -135,6 +131,23 @@ class Unit:
         self.reshard()
         for bucket in self.buckets:
             bucket.close_account()
+
+    # torch's share_comm_ctx reads and sets these two names of FSDP2's state
+
+    _fsdp_param_groups = ()
+
+    @property
+    def _comm_ctx(self) -> Lanes:
+        """The lanes that this unit uses as a root."""
+        if self._lanes is None:
+            self._lanes = Lanes(self.cluster.device)
+        return self._lanes
+
+    @_comm_ctx.setter
+    def _comm_ctx(self, lanes: Lanes) -> None:
+        if self._context is not None and lanes is not self._context.lanes:
+            raise RuntimeError("call share_comm_ctx before the first forward of its modules")
+        self._lanes = lanes
 
     @property
     def context(self) -> Context:
@@ -248,6 +261,7 @@ class Unit:
         """Begin the forward of the unit: [Note: Several modules in one unit]."""
         context = self.context
         if self.is_root:
+            self._refuse_several_roots()
             if context.is_in_backward and not _compat.in_backward():
                 self.abandon_iteration()
             context.begin_forward(keep_order=any(unit._awaited_outputs for unit in self._units))
@@ -256,6 +270,13 @@ class Unit:
             if bucket.is_shard_dropped and not bucket.is_frozen:
                 bucket.restore_shard()
         context.enter_forward(self.gather, _gathers(self.forward_prefetch))
+
+    def _refuse_several_roots(self) -> None:
+        if len(self.modules) > 1:
+            raise RuntimeError(
+                f"the root of sharded modules must be one module, got {self.name} in one call of fully_shard; call "
+                "fully_shard on the module that contains them as well, and run that one"
+            )
 
     @_compat.outside_compilation
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
