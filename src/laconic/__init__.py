@@ -6,8 +6,9 @@ from laconic.islands.local_steps import LocalSteps
 from laconic.layout.granularity import Block, elements, rows, whole
 from laconic.partial.updates import assign_slice, partial_updates, unsliced, unsliced_state_dict
 from laconic.ragged.tensor import RaggedTensor
-from laconic.shard.api import ShardedModule, fully_shard
+from laconic.shard.api import fully_shard
 from laconic.shard.cache import Cache
+from laconic.shard.sharded_module import ShardedModule
 
 __version__ = "0.1.0"
 

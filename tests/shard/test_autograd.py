@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
 from tests.ranks import run_ranks
@@ -235,7 +236,7 @@ def test_forward_mode_derivatives(world: int) -> None:
 
 def job_half_precision() -> None:
     """The sum of 4 gradients of 30,000 exceeds the largest float16, 65,504; their mean does not."""
-    policy = laconic.shard.api.MixedPrecisionPolicy(param_dtype=torch.float16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16)
     model = laconic.fully_shard(nn.Linear(1, 1, bias=False), mp_policy=policy)
     model(torch.full((1, 1), 30_000.0)).sum().backward()
     assert model.weight.grad.full_tensor().item() == pytest.approx(30_000, rel=1e-3)  # type: ignore[union-attr]

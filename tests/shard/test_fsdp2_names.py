@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 
 import laconic
-from laconic.shard.api import ShardedModule
+from laconic.shard.sharded_module import ShardedModule
 from tests.ranks import run_ranks
 from tests.shard import helpers
 

@@ -27,7 +27,7 @@ from laconic.partial.modules import parts_of, replace_parameters, slice_paramete
 from laconic.partial.patterns import Kind, LayerPattern, find_cuts
 from laconic.ragged.parts import sliced_parameters, sliced_parts, walk_sliced
 from laconic.ragged.tensor import RaggedTensor
-from laconic.shard.api import ShardedModule
+from laconic.shard.sharded_module import ShardedModule
 
 
 def partial_updates(
