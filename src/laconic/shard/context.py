@@ -40,6 +40,8 @@ class Context:
         """False if the next backward need not wait for its last reduction."""
         self.post_optim_event: Any = None
         """An event for which the next forward waits before it gathers."""
+        self.adds_to_grad = False
+        """True if the running backward adds to `.grad` of some parameter."""
         self.creates_graph = False
         """True if the last backward ran with `create_graph=True`, so that another one may need the same weights."""
         self._is_recording = False
@@ -116,10 +118,10 @@ class Context:
             del self._left[position:]
         _begin_all(gather, prefetch)
 
-    def begin_backward(self, *, creates_graph: bool) -> None:
+    def begin_backward(self, *, creates_graph: bool, adds_to_grad: bool) -> None:
         """Begin a backward at its first gradient."""
         self.is_in_backward = True
-        self.creates_graph = creates_graph
+        self.creates_graph, self.adds_to_grad = creates_graph, adds_to_grad
 
     def end_backward(self) -> None:
         """End a backward that is finished or abandoned."""

@@ -7,7 +7,7 @@ of HSDP: the sum of a shard over the islands follows, unless `LocalSteps` trains
 [Note: Gradients that do not come]
 A parameter without a gradient on this rank adds zero, because other ranks may have a gradient for it (a router may send
 tokens to an expert on one rank only). All ranks must reduce the same buckets: those of every unit whose outputs got
-gradients, in a backward that adds to `.grad` of its parameters (`autograd.grad` does not). At the end of a backward the
+gradients, in a backward that adds to `.grad` of some parameter (`autograd.grad` does not). At the end of a backward the
 ranks agree, in one small message, on the parameters that got a gradient on any rank. The others have None, not zero:
 Adam would move a parameter whose gradient is zero. A bucket whose parameters have hooks agrees at once, because a hook
 may take the optimizer's step and free the gradient.
@@ -44,7 +44,7 @@ class BucketGradients:
         self.partial_shard: Tensor | None = None
         """This island's sums of earlier backwards, (C,), that have not been sent to other islands."""
         self.is_due = False
-        """True if the running backward adds to `.grad` of one of the parameters, and has not been reduced yet."""
+        """True if gradients of the running backward are to be reduced, whether they come on this rank or not."""
         self._used: set[int] = set()  # parameters with a gradient on this rank since the last agreement
         self._fresh: set[int] = set()  # parameters whose `.grad` was None until then
         bucket.set_gradient_sink(self)
@@ -63,9 +63,9 @@ class BucketGradients:
         """True if this backward has written gradients whose reduction has not begun."""
         return self._full is not None
 
-    def begin_backward(self) -> None:
-        """Find out whether the running backward adds to `.grad` of a parameter: [Note: Gradients that do not come]."""
-        self.is_due = any(
+    def adds_to_grad(self) -> bool:
+        """True if the running backward adds to `.grad` of a parameter: [Note: Gradients that do not come]."""
+        return any(
             _compat.gradient_use(get_gradient_edge(parameter).node) is GradientUse.ACCUMULATED
             for parameter in self.bucket.gathered
             if parameter.requires_grad

@@ -353,15 +353,20 @@ class Unit:
         """Gather the weights: backward reaches the outputs of one of this unit's forwards."""
         self._awaited_outputs.discard(hook)
         if not self.context.is_in_backward:
-            self.context.begin_backward(creates_graph=torch.is_grad_enabled())
+            self.context.begin_backward(
+                creates_graph=torch.is_grad_enabled(),
+                adds_to_grad=any(each.adds_to_grad() for unit in self._root._units for each in unit.gradients),
+            )
             _compat.after_this_backward(self._root._finish_backward)
         if not self.is_in_backward:
             self.is_in_backward = True
             if self.unshard_in_backward:
                 self.context.enter_backward(self.gather, _gathers(self.backward_prefetch))
                 self.unshard()
+            if not self.context.adds_to_grad:
+                self.context.adds_to_grad = any(each.adds_to_grad() for each in self.gradients)
             for gradients in self.gradients:
-                gradients.begin_backward()
+                gradients.is_due = self.context.adds_to_grad and not gradients.bucket.is_frozen
 
     def reach_inputs(self, node: Any) -> None:
         """End the backward of one of this unit's forwards: [Note: When a unit is done with backward]."""
