@@ -1,0 +1,56 @@
+"""A share of the random module trees; `python -m benchmarks.parity` tries thousands."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.shard.random_trees.case import Case, Forward, Micro, Node, Step, Unit
+from tests.shard.random_trees.compare import differences
+from tests.shard.random_trees.explore import Findings, explore
+from tests.shard.random_trees.play import play_oracle
+from tests.shard.random_trees.pool import Pool
+
+_FAILURES = ("differs", "foreign", "refused")
+
+
+@pytest.mark.parametrize(("world", "num_cases"), [(1, 40), (2, 30), (4, 20)])
+def test_sharded_trees_equal_unsharded_ones(world: int, num_cases: int) -> None:
+    findings = Findings()
+    with Pool(world) as pool:
+        explore(pool, num_cases, first_seed=world, findings=findings)
+        has_failed = any(kind in findings.kinds for kind in _FAILURES)
+        assert not has_failed, findings.report({world: pool})
+    assert findings.kinds["equal"] >= num_cases // 2
+
+
+def _case(mode: str) -> Case:
+    leaf = Node("mlp", unit=Unit())
+    root = Node("residual", (leaf, Node("norm")), unit=Unit())
+    return Case(2, root, (Step(micros=(Micro(mode, (Forward(needs_grad=True),)),)),))
+
+
+def test_the_oracle_averages_over_ranks() -> None:
+    once, twice = (play_oracle(_case(mode)) for mode in ("together", "retained"))
+    for first, second in zip(once, twice, strict=True):
+        gradients = [
+            (one.value, two.value)
+            for one, two in zip(first, second, strict=True)
+            if ".weight.grad" in one.label and one.value is not None
+        ]
+        assert gradients
+        assert all((2 * one - two).abs().max() < 1e-12 for one, two in gradients)
+    for mine, other in zip(*once, strict=True):
+        if ".weight.grad" in mine.label and mine.value is not None:
+            assert (mine.value == other.value).all()
+
+
+def test_a_wrong_value_is_found() -> None:
+    case = _case("together")
+    wanted, found = play_oracle(case), play_oracle(case)
+    assert not list(differences(case, found, wanted))
+    place = next(index for index, entry in enumerate(wanted[1]) if "weight.grad" in entry.label)
+    found[1][place].value = found[1][place].value * (1 + 1e-7)
+    assert list(differences(case, found, wanted))
+    found[1][place].value = None
+    (difference,) = differences(case, found, wanted)
+    assert "None, not a value" in difference
