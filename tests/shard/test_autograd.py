@@ -58,6 +58,24 @@ def job_gradient_penalty(cache: str) -> None:
     helpers.assert_nothing_gathered(model)
 
 
+def job_penalty_past_the_outputs() -> None:
+    """The gradient of a linear model does not depend on its outputs, so their hooks never run."""
+    torch.manual_seed(0)
+    plain, model = (nn.Sequential(nn.Linear(5, 3, bias=False)) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    laconic.fully_shard(model)
+    for module in (model, plain):
+        x = helpers.inputs(0, 0)[0].requires_grad_()
+        (slope,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+        slope.square().sum().backward()
+    torch.testing.assert_close(model[0].weight.grad.full_tensor(), plain[0].weight.grad)  # type: ignore[union-attr]
+    helpers.assert_nothing_gathered(model)
+
+
+def test_a_penalty_may_not_reach_the_outputs() -> None:
+    run_ranks(job_penalty_past_the_outputs, 2, local=1)
+
+
 @pytest.mark.parametrize(("world", "cache"), [(1, "none"), (2, "none"), (2, "host"), (2, "device")])
 def test_gradient_penalty(world: int, cache: str) -> None:
     run_ranks(job_gradient_penalty, world, cache, local=1)
@@ -146,6 +164,84 @@ def job_unused_parameters(local_steps: int) -> None:
 @pytest.mark.parametrize(("world", "num_micro_batches"), [(1, 1), (3, 1), (2, 2)])
 def test_a_parameter_that_no_rank_used_has_no_gradient(world: int, num_micro_batches: int) -> None:
     run_ranks(job_unused_parameters, world, num_micro_batches, local=1)
+
+
+class Chosen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        return sum(self.layers[index](x) for index in chosen)  # type: ignore[return-value]
+
+
+def job_use_is_forgotten() -> None:
+    """The second backward of a step has nothing to agree on; its use must not count in the next step."""
+    model: Any = laconic.fully_shard(Chosen())
+    for _ in range(2):
+        model(torch.ones(1, 3), [0, 1]).sum().backward()
+    model.zero_grad()
+    model(torch.ones(1, 3), [0]).sum().backward()
+    assert model.layers[0].weight.grad is not None
+    assert model.layers[1].weight.grad is None
+
+
+def test_use_in_one_step_does_not_count_in_the_next() -> None:
+    run_ranks(job_use_is_forgotten, 2, local=1)
+
+
+def job_in_place() -> None:
+    """A unit may change its inputs in place; FSDP2 of torch 2.13 refuses."""
+    torch.manual_seed(0)
+    plain, model = (nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))) for _ in "ab")
+    model.load_state_dict(plain.state_dict())
+    laconic.fully_shard(model[1])
+    laconic.fully_shard(model)
+    for each in (plain, model):
+        each(torch.ones(2, 3)).sum().backward()
+    for name, gradient in helpers.full_gradients(model).items():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
+
+
+def test_inputs_may_be_changed_in_place() -> None:
+    run_ranks(job_in_place, 2, local=1)
+
+
+def job_inference_first() -> None:
+    model = helpers.shard(helpers.build(), cache="host")
+    with torch.inference_mode():
+        model(helpers.inputs(0, 0)[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seed in range(2):
+        helpers.train_step(model, optimizer, seed)
+
+
+def test_training_may_follow_inference_mode() -> None:
+    run_ranks(job_inference_first, 2, local=1)
+
+
+def job_accumulation_with_hooks(has_hooks: bool) -> None:
+    """Micro-batches without synchronisation neither run hooks nor forget which parameters were used."""
+    model: Any = helpers.shard(helpers.build())
+    oracle, batches, rank = helpers.oracle_of(model), helpers.micro_batches(2), dist.get_rank()
+    seen: list[Tensor] = []
+    if has_hooks:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(seen.append)
+    model.set_requires_gradient_sync(False)
+    helpers.squared_error(model, batches[0][rank]).backward()
+    assert not seen
+    model.set_requires_gradient_sync(True)
+    x = batches[1][rank][0].clone().requires_grad_()
+    torch.autograd.grad(model(x).sum(), x)  # sends the partial sums
+    helpers.squared_error(model, batches[1][rank]).backward()
+    helpers.assert_gradients(model, oracle, batches)
+    assert len(seen) == 2 * has_hooks * len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("has_hooks", [False, True])
+def test_micro_batches_keep_what_they_have_used(has_hooks: bool) -> None:
+    run_ranks(job_accumulation_with_hooks, 2, has_hooks, local=1)
 
 
 def job_optimizer_in_backward() -> None:

@@ -14,7 +14,7 @@ may take the optimizer's step and free the gradient.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,10 @@ LEVELS: tuple[Level, ...] = ("island", "node", "local")
 class BucketGradients:
     """The gradients of one bucket, from the first one in a backward to `.grad` of the sharded parameters."""
 
-    def __init__(self, bucket: Bucket, lanes: Lanes, ledger: Ledger) -> None:
+    def __init__(self, bucket: Bucket, lanes: Lanes, ledger: Ledger, begin_backward: Callable[[], None]) -> None:
+        """`begin_backward` is called in a backward before the first gradient is written."""
         self.bucket, self.lanes, self.ledger = bucket, lanes, ledger
+        self._begin_backward = begin_backward
         self.island, self.node, self.local = (Communicator(bucket.cluster, level) for level in LEVELS)
         self._full: Tensor | None = None
         self._written: set[int] = set()
@@ -109,6 +111,7 @@ class BucketGradients:
 
     def _allocate(self) -> Tensor:
         if self._full is None:
+            self._begin_backward()
             device = self.bucket.cluster.device
             self._full = torch.empty(self.bucket.layout.numel, dtype=self.bucket.reduce_dtype, device=device)
             self.ledger.hold(self._full.nbytes)
@@ -195,8 +198,12 @@ class BucketGradients:
             else:
                 for hook in _compat.post_accumulate_hooks(parameter):
                     hook(parameter)
-        self._used.clear()
         self._fresh.clear()
+        self.forget_use()
+
+    def forget_use(self) -> None:
+        """Forget which parameters got a gradient: the ranks have agreed, or every parameter had a `.grad` before."""
+        self._used.clear()
 
 
 class Reduction:
@@ -259,9 +266,13 @@ class Reduction:
         """True while the sum over the islands is on its way."""
         return self._replicas is not None
 
-    def finish(self, *, keep: bool = True) -> None:
-        """Finish: on return, compute may use the sum in `.grad` or among the partial sums. Without `keep` drop it."""
+    def finish(self, *, keep: bool = True) -> bool:
+        """Finish: on return, compute may use the sum in `.grad` or among the partial sums. Without `keep` drop it.
+
+        Returns True if `.grad` has changed.
+        """
         self.finish_nodes()
+        changes_grad = self._shard is not None and keep
         if self._shard is not None:
             with self._lane.running():
                 if self._replicas is not None:
@@ -272,6 +283,7 @@ class Reduction:
             self._done = self._lane.record_event()
         wait_for(self._done)
         self._free_full()
+        return changes_grad
 
     def _add(self, total: Tensor | None, fresh: Tensor | None) -> Tensor | None:
         """Add fresh sums to the sums of earlier backwards, and count the memory of the result."""
@@ -350,11 +362,14 @@ class ReductionQueue:
             self._finish(following)
 
     def _finish(self, reduction: Reduction) -> None:
-        reduction.finish()
         gradients = reduction.gradients
+        if not reduction.finish():
+            return
         if gradients.has_hooks:
             agree_on_use([gradients])
-        elif gradients.has_fresh_gradients and gradients not in self._reduced:
+        elif not gradients.has_fresh_gradients:
+            gradients.forget_use()
+        elif gradients not in self._reduced:
             self._reduced.append(gradients)
 
 

@@ -116,14 +116,17 @@ class Unit:
             unit._join(self, context)
         for unit in self._units:
             unit.name = ", ".join(filter(None, (names.get(child) for child in unit.modules))) or unit.name
-        context.place_caches([(unit.cache, unit.buckets) for unit in self._units])
+        with torch.inference_mode(False):  # training could not fill a slab of inference tensors
+            context.place_caches([(unit.cache, unit.buckets) for unit in self._units])
         return context
 
     def _join(self, root: Unit, context: Context) -> None:
         self._root, self._context = root, context
         # A unit may have another mesh than its root: [Note: Two parallelisms, two meshes] in ragged/dtensor.py.
         self._gather = UnitGather(self.buckets, context.lanes)
-        self.gradients = [BucketGradients(bucket, context.lanes, context.ledger) for bucket in self.buckets]
+        self.gradients = [
+            BucketGradients(bucket, context.lanes, context.ledger, self._begin_root_backward) for bucket in self.buckets
+        ]
         for bucket in self.buckets:
             bucket.open_account(context.ledger)
 
@@ -352,12 +355,7 @@ class Unit:
     def begin_backward(self, hook: _OutputGradients) -> None:
         """Gather the weights: backward reaches the outputs of one of this unit's forwards."""
         self._awaited_outputs.discard(hook)
-        if not self.context.is_in_backward:
-            self.context.begin_backward(
-                creates_graph=torch.is_grad_enabled(),
-                adds_to_grad=any(each.adds_to_grad() for unit in self._root._units for each in unit.gradients),
-            )
-            _compat.after_this_backward(self._root._finish_backward)
+        self._begin_root_backward()
         if not self.is_in_backward:
             self.is_in_backward = True
             if self.unshard_in_backward:
@@ -367,6 +365,13 @@ class Unit:
                 self.context.adds_to_grad = any(each.adds_to_grad() for each in self.gradients)
             for gradients in self.gradients:
                 gradients.is_due = self.context.adds_to_grad and not gradients.bucket.is_frozen
+
+    def _begin_root_backward(self) -> None:
+        """Begin a backward under this root at its first gradient: of an output or, if none gets one, of a parameter."""
+        if not self.context.is_in_backward:
+            adds_to_grad = any(each.adds_to_grad() for unit in self._root._units for each in unit.gradients)
+            self.context.begin_backward(creates_graph=torch.is_grad_enabled(), adds_to_grad=adds_to_grad)
+            _compat.after_this_backward(self._root._finish_backward)
 
     def reach_inputs(self, node: Any) -> None:
         """End the backward of one of this unit's forwards: [Note: When a unit is done with backward]."""
@@ -468,12 +473,13 @@ class _InputGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return inputs
+        return tuple(tensor.detach() for tensor in inputs)  # else torch would refuse to change them in place
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.unit = inputs[0]
         ctx.unit.await_inputs(ctx)
+        ctx.set_materialize_grads(False)  # an input without a gradient has None, not zero
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
