@@ -244,6 +244,25 @@ def test_micro_batches_keep_what_they_have_used(has_hooks: bool) -> None:
     run_ranks(job_accumulation_with_hooks, 2, has_hooks, local=1)
 
 
+def job_frozen_between() -> None:
+    """Parameters that are frozen between two micro-batches keep the gradient of the first."""
+    model, plain = helpers.shard(helpers.build()), helpers.build()
+    for micro_batch in range(2):
+        model.set_requires_gradient_sync(micro_batch == 1)
+        for module in (model, plain):
+            module.blocks[0].requires_grad_(micro_batch == 0)
+            module.out.bias.requires_grad_(micro_batch == 0)
+        helpers.squared_error(model, helpers.inputs(micro_batch, dist.get_rank())).backward()
+        for rank in range(dist.get_world_size()):
+            (helpers.squared_error(plain, helpers.inputs(micro_batch, rank)) / dist.get_world_size()).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, msg=name)
+
+
+def test_parameters_may_be_frozen_between_micro_batches() -> None:
+    run_ranks(job_frozen_between, 2, local=1)
+
+
 def job_optimizer_in_backward() -> None:
     """Each hook sees the reduced gradient, takes a step, and frees the gradient."""
     model, plain = helpers.shard(helpers.build()), helpers.build()

@@ -220,9 +220,10 @@ def _check_parameters(managed: list[ManagedParameter], offload: OffloadPolicy) -
                 f"{item.name} of shape {tuple(parameter.shape)} is not contiguous (strides {parameter.stride()}); set "
                 "it to nn.Parameter(param.contiguous()) before fully_shard"
             )
-        if hasattr(item.local, "fsdp_pre_all_gather"):
+        held = getattr(parameter, "_local_tensor", parameter)  # of a DTensor
+        if hasattr(held, "fsdp_pre_all_gather"):
             raise NotImplementedError(
-                f"{item.name} is a {type(item.local).__name__}, whose fsdp_pre_all_gather converts it before FSDP2's "
+                f"{item.name} is a {type(held).__name__}, whose fsdp_pre_all_gather converts it before FSDP2's "
                 "gather; laconic gathers parameters as they are. Turn that conversion off (torchao: "
                 "enable_fsdp_float8_all_gather=False), or give the parameter in ignored_params"
             )

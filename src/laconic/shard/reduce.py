@@ -155,7 +155,12 @@ class BucketGradients:
         shard = shard.to(self.bucket.dtype)
         if self.bucket.is_offloaded:
             shard = self.bucket.host_copy(shard)
-        trainable = [(i, parameter) for i, parameter in enumerate(self.bucket.sharded) if parameter.requires_grad]
+        # a parameter that was frozen after an earlier micro-batch keeps that one's gradient, as in torch
+        trainable = [
+            (index, parameter)
+            for index, parameter in enumerate(self.bucket.sharded)
+            if parameter.requires_grad or self.bucket.is_frozen or index in self._used
+        ]
         base = getattr(trainable[0][1].grad, "base", None)
         if base is not None and all(getattr(parameter.grad, "base", None) is base for _, parameter in trainable):
             base.add_(shard)  # one operation for all gradients
