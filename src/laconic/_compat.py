@@ -125,7 +125,7 @@ def post_accumulate_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
 
 
 class GradientUse(Enum):
-    """What the running backward does with the gradient of a leaf."""
+    """The fate of a leaf's gradient in the running backward."""
 
     UNUSED = auto()
     """Nothing: `autograd.grad` or `backward(inputs=)` asks for other tensors."""

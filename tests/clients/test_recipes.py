@@ -1,4 +1,4 @@
-"""What users of FSDP2 run, with only the import changed: training loops, alignment, averaging, generation, export."""
+"""Recipes of FSDP2's users with only the import changed: training, alignment, averaging, generation, export."""
 
 from __future__ import annotations
 

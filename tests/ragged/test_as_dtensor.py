@@ -1,4 +1,4 @@
-"""What code for torch's own DTensors sees of RaggedTensors: [Note: RaggedTensors are DTensors]."""
+"""RaggedTensors as code for torch's own DTensors sees them: [Note: RaggedTensors are DTensors]."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ AXES = ("island", "node", "local")
 
 @dataclass
 class _Made:
-    """What this rank has made on one default process group: [Note: What is made once]."""
+    """The meshes and clusters of this rank on one default process group: [Note: What is made once]."""
 
     thread: int = field(default_factory=threading.get_ident)
     checked_sizes: set[int] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""What code for torch's DTensors reads of a RaggedTensor: its placements, and a local part that takes whole tensors.
+"""The attributes of a RaggedTensor that code for torch's DTensors reads: placements, and a local part.
 
 [Note: RaggedTensors are DTensors]
 RaggedTensor is a subclass of torch's DTensor, because the ecosystem recognises sharded parameters by
