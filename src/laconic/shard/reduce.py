@@ -7,14 +7,13 @@ of HSDP: the sum of a shard over the islands follows, unless `LocalSteps` trains
 [Note: Gradients that do not come]
 A parameter without a gradient on this rank adds zero, because other ranks may have a gradient for it (a router may send
 tokens to an expert on one rank only). All ranks must reduce the same buckets: those of every unit whose outputs got
-gradients, in a backward that adds to `.grad` of some parameter (`autograd.grad` does not). At the end of a backward the
-ranks agree, in one small message, on the parameters that got a gradient on any rank. The others have None, not zero:
-Adam would move a parameter whose gradient is zero. A bucket whose parameters have hooks agrees at once, because a hook
-may take the optimizer's step and free the gradient.
+gradients, in a backward that adds to `.grad` of some parameter (`autograd.grad` does not). Afterwards the ranks agree
+on the parameters that none of them has used: [Note: Agreement on used parameters] in shard/used.py.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from enum import Enum, auto
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +21,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from laconic import _compat
 from laconic._compat import GradientUse
-from laconic.comm.collectives import Communicator, Pending, ReduceScatter, start_flags
+from laconic.comm.collectives import Communicator, Pending, ReduceScatter
 from laconic.comm.traffic import Level
 from laconic.shard.bucket import Bucket
 from laconic.shard.lanes import Event, Lanes, wait_for
 from laconic.shard.ledger import Ledger
+from laconic.shard.used import UsedParameters, agree
 
 LEVELS: tuple[Level, ...] = ("island", "node", "local")
 
@@ -47,8 +47,7 @@ class BucketGradients:
         """This island's sums of earlier backwards, (C,), that have not been sent to other islands."""
         self.is_due = False
         """True if gradients of the running backward are to be reduced, whether they come on this rank or not."""
-        self._used: set[int] = set()  # parameters with a gradient on this rank since the last agreement
-        self._fresh: set[int] = set()  # parameters whose `.grad` was None until then
+        self.used = UsedParameters(bucket)
         bucket.set_gradient_sink(self)
 
     @property
@@ -129,7 +128,7 @@ class BucketGradients:
         else:
             for index in set(range(len(self.bucket.sharded))) - self._written:
                 self._view(index).zero_()
-        self._used |= self._written
+        self.used.add(self._written)
         self._full = None
         self._written.clear()
         self.is_due = False
@@ -142,8 +141,8 @@ class BucketGradients:
                 self.ledger.hold(-buffer.nbytes)
         self._full = self.partial = self.partial_shard = None
         self.is_due = False
-        for indices in (self._written, self._used, self._fresh):
-            indices.clear()
+        self._written.clear()
+        self.used.forget()
 
     def accumulate(self, shard: Tensor) -> None:
         """Divide a finished sum over all ranks, (C,), and add it to `.grad` of the sharded parameters."""
@@ -159,7 +158,7 @@ class BucketGradients:
         trainable = [
             (index, parameter)
             for index, parameter in enumerate(self.bucket.sharded)
-            if parameter.requires_grad or self.bucket.is_frozen or index in self._used
+            if parameter.requires_grad or self.bucket.is_frozen or index in self.used
         ]
         base = getattr(trainable[0][1].grad, "base", None)
         if base is not None and all(getattr(parameter.grad, "base", None) is base for _, parameter in trainable):
@@ -170,45 +169,23 @@ class BucketGradients:
         for index, parameter in trainable:
             local = self.bucket.local_view(shard, index)
             if parameter.grad is None:
-                self._fresh.add(index)
+                self.used.note_new_gradient(index)
                 gradient = parameter.like(local)  # type: ignore[attr-defined]
                 gradient.base = shard  # so `shard` lives, and is counted, until the last of its gradients goes
                 parameter.grad = gradient
             else:
                 parameter.grad.to_local().add_(local)  # type: ignore[attr-defined]
 
-    # -- the parameters that got a gradient: [Note: Gradients that do not come] ----------------------------------------
 
-    @property
-    def has_hooks(self) -> bool:
-        """True if a sharded parameter has hooks that run after its gradient is in place."""
-        return any(_compat.post_accumulate_hooks(parameter) for parameter in self.bucket.sharded)
+class Stage(Enum):
+    """The progress of a reduction: the level whose sum is under way."""
 
-    @property
-    def has_fresh_gradients(self) -> bool:
-        """True if a parameter had no `.grad` before the last reduction."""
-        return bool(self._fresh)
-
-    def use_flags(self) -> Tensor:
-        """1 for each parameter that got a gradient on this rank since the last agreement, else 0: uint8, (P,)."""
-        flags = [index in self._used for index in range(len(self.bucket.sharded))]
-        return torch.tensor(flags, dtype=torch.uint8)
-
-    def conclude(self, used: Sequence[int]) -> None:
-        """Remove the new `.grad` of parameters that no rank used, and run the hooks of the others."""
-        for index, parameter in enumerate(self.bucket.sharded):
-            if not used[index]:
-                if index in self._fresh:
-                    parameter.grad = None
-            else:
-                for hook in _compat.post_accumulate_hooks(parameter):
-                    hook(parameter)
-        self._fresh.clear()
-        self.forget_use()
-
-    def forget_use(self) -> None:
-        """Forget which parameters got a gradient: the ranks have agreed, or every parameter had a `.grad` before."""
-        self._used.clear()
+    LOCAL = auto()
+    NODE = auto()
+    """The sum across the nodes, or the wait of partial sums for a later backward."""
+    ISLAND = auto()
+    DONE = auto()
+    """The sum is in `.grad`, among the partial sums, or dropped."""
 
 
 class Reduction:
@@ -219,7 +196,11 @@ class Reduction:
     ) -> None:
         """Begin the sum of `full`, (L * N * C,), inside the node; with None, only the partial sums are reduced."""
         self.gradients = gradients
+        self.stage = Stage.LOCAL
+        self.changed_grad = False
+        """True once `.grad` has changed."""
         self._across_nodes, self._across_islands = across_nodes, across_islands
+        self._keeps_sum = True
         self._ledger, self._lane = gradients.ledger, gradients.lanes.reduce
         self._full = full
         self._node_shard: Tensor | None = None
@@ -227,68 +208,74 @@ class Reduction:
         self._shard: Tensor | None = None
         self._replicas: Pending | None = None
         self._done: Event = None
+        """The lane's event after which compute may use the sum and free the bucket."""
         if full is not None:
             with self._lane.running():
                 if gradients.bucket.divide_before != 1:
                     full.div_(gradients.bucket.divide_before)
                 self._start_transfer(gradients.local, full)
 
-    def finish_local(self) -> None:
-        """Finish the sum inside the node and, at the end of an optimizer step, begin the sum across nodes."""
+    def advance(self) -> None:
+        """Finish the sum that is under way, and begin the next one."""
+        finish = {Stage.LOCAL: self._finish_local, Stage.NODE: self._finish_nodes, Stage.ISLAND: self._finish_islands}
         with self._lane.running():
-            fresh = None if self._transfer is None else self._finish_transfer()
-            total, self.gradients.partial = self._add(self.gradients.partial, fresh), None
-            if not self._across_nodes:
-                self.gradients.partial = total
-            elif total is not None:
-                self._node_shard = total
-                self._start_transfer(self.gradients.node, total)
-        self._done = self._lane.record_event()
-        if self._done is None:  # no lane still reads the bucket
+            self.stage = finish[self.stage]()
+        if self.stage is Stage.DONE:
+            wait_for(self._done)
+        if self.stage is Stage.DONE or self._done is None:  # no lane still reads the bucket
             self._free_full()
 
-    def finish_nodes(self) -> None:
-        """Finish the sum across nodes, if it has begun, and begin the sum over the islands."""
-        if self._shard is not None or not self._across_nodes:
-            return
-        with self._lane.running():
-            if self._node_shard is not None:
-                self._shard = self._finish_transfer()
-                self._ledger.hold(-self._node_shard.nbytes)
-                self._node_shard = None
-            if self.gradients.has_replicas:
-                total, self.gradients.partial_shard = self._add(self.gradients.partial_shard, self._shard), None
-                self._shard = None
-                if not self._across_islands:
-                    self.gradients.partial_shard = total
-                elif total is not None:
-                    self._ledger.hold(-total.nbytes)
-                    self._shard, self._replicas = total, self.gradients.island.start_all_reduce(total)
+    def abandon(self) -> None:
+        """Finish the transfers, and drop the sum."""
+        self._keeps_sum = False
+        while self.stage is not Stage.DONE:
+            self.advance()
+
+    def _finish_local(self) -> Stage:
+        """Finish the sum inside the node and, at the end of an optimizer step, begin the sum across nodes."""
+        fresh = None if self._transfer is None else self._finish_transfer()
+        total, self.gradients.partial = self._add(self.gradients.partial, fresh), None
+        if not self._across_nodes:
+            self.gradients.partial = total
+        elif total is not None:
+            self._node_shard = total
+            self._start_transfer(self.gradients.node, total)
         self._done = self._lane.record_event()
+        return Stage.NODE
 
-    @property
-    def is_under_way(self) -> bool:
-        """True while the sum over the islands is on its way."""
-        return self._replicas is not None
-
-    def finish(self, *, keep: bool = True) -> bool:
-        """Finish: on return, compute may use the sum in `.grad` or among the partial sums. Without `keep` drop it.
-
-        Returns True if `.grad` has changed.
-        """
-        self.finish_nodes()
-        changes_grad = self._shard is not None and keep
-        if self._shard is not None:
-            with self._lane.running():
-                if self._replicas is not None:
-                    self._replicas.wait()
-                if keep:
-                    self.gradients.accumulate(self._shard)
-            self._shard = None
+    def _finish_nodes(self) -> Stage:
+        """Finish the sum across nodes, if it has begun, and begin the sum over the islands."""
+        if not self._across_nodes:
+            return Stage.DONE
+        if self._node_shard is not None:
+            self._shard = self._finish_transfer()
+            self._ledger.hold(-self._node_shard.nbytes)
+            self._node_shard = None
+        if not self.gradients.has_replicas:
+            return self._put_into_grad()
+        self._shard, self.gradients.partial_shard = self._add(self.gradients.partial_shard, self._shard), None
+        if not self._across_islands:
+            self.gradients.partial_shard, self._shard = self._shard, None
+        if self._shard is None:
             self._done = self._lane.record_event()
-        wait_for(self._done)
-        self._free_full()
-        return changes_grad
+            return Stage.DONE
+        self._ledger.hold(-self._shard.nbytes)
+        self._replicas = self.gradients.island.start_all_reduce(self._shard)
+        return Stage.ISLAND
+
+    def _finish_islands(self) -> Stage:
+        """Finish the sum over the islands."""
+        assert self._replicas is not None
+        self._replicas.wait()
+        return self._put_into_grad()
+
+    def _put_into_grad(self) -> Stage:
+        if self._shard is not None and self._keeps_sum:
+            self.gradients.accumulate(self._shard)
+            self.changed_grad = True
+        self._shard = None
+        self._done = self._lane.record_event()
+        return Stage.DONE
 
     def _add(self, total: Tensor | None, fresh: Tensor | None) -> Tensor | None:
         """Add fresh sums to the sums of earlier backwards, and count the memory of the result."""
@@ -318,74 +305,53 @@ class Reduction:
 
 
 class ReductionQueue:
-    """The reductions in flight: at most one across nodes, and one over the islands.
+    """The reductions in flight, oldest first: at most one on each level.
 
     So the wire is never idle between two buckets, and the next bucket's gradients are all that takes memory meanwhile.
     All ranks issue them at the same points: [Note: The same order on every rank] in shard/gather.py.
     """
 
     def __init__(self) -> None:
-        self._across_nodes: Reduction | None = None
-        self._across_islands: Reduction | None = None
-        self._reduced: list[BucketGradients] = []  # whose parameters the ranks have yet to agree on
+        self._in_flight: list[Reduction] = []
+        self._reduced: list[UsedParameters] = []  # on which the ranks have yet to agree
 
-    def has(self, gradients: BucketGradients) -> bool:
+    def is_crossing_nodes(self, gradients: BucketGradients) -> bool:
         """True if a reduction of these gradients is on its way across nodes."""
-        return self._across_nodes is not None and self._across_nodes.gradients is gradients
+        return any(each.gradients is gradients and each.stage is Stage.NODE for each in self._in_flight)
 
     def add(self, reduction: Reduction) -> None:
         """Move the reductions in flight one level on. Then finish this one's sum inside the node, and send that on."""
         self._advance()
-        reduction.finish_local()
-        self._across_nodes = reduction
+        reduction.advance()
+        self._in_flight.append(reduction)
 
     def finish(self) -> None:
         """Finish the reductions in flight, and agree on the parameters that got a gradient."""
-        self._advance()
-        self._advance()
-        agree_on_use(self._reduced)
+        while self._in_flight:
+            self._advance()
+        agree(self._reduced)
         self._reduced.clear()
 
     def abandon(self) -> None:
         """Finish the reductions in flight, and drop their sums."""
-        for reduction in (self._across_islands, self._across_nodes):
-            if reduction is not None:
-                reduction.finish(keep=False)
-        self._across_islands = self._across_nodes = None
+        for reduction in self._in_flight:
+            reduction.abandon()
+        self._in_flight.clear()
         self._reduced.clear()
 
     def _advance(self) -> None:
-        arriving, following = self._across_islands, self._across_nodes
-        self._across_islands = self._across_nodes = None
-        if following is not None:
-            following.finish_nodes()
-        if arriving is not None:
-            self._finish(arriving)
-        if following is not None and following.is_under_way:
-            self._across_islands = following
-        elif following is not None:
-            self._finish(following)
+        """Move each reduction one level on, the youngest first: its next sum then runs beside the older one's end."""
+        for reduction in reversed(self._in_flight):
+            reduction.advance()
+            if reduction.changed_grad:
+                self._note_use(reduction.gradients.used)
+        self._in_flight = [reduction for reduction in self._in_flight if reduction.stage is not Stage.DONE]
 
-    def _finish(self, reduction: Reduction) -> None:
-        gradients = reduction.gradients
-        if not reduction.finish():
-            return
-        if gradients.has_hooks:
-            agree_on_use([gradients])
-        elif not gradients.has_fresh_gradients:
-            gradients.forget_use()
-        elif gradients not in self._reduced:
-            self._reduced.append(gradients)
-
-
-def agree_on_use(reduced: Sequence[BucketGradients]) -> None:
-    """Finish the `.grad` of all parameters of `reduced`: [Note: Gradients that do not come].
-
-    Collective over the ranks of their clusters. It removes gradients that no rank has, and runs the parameters' hooks.
-    """
-    for cluster in dict.fromkeys(gradients.bucket.cluster for gradients in reduced):
-        members = [gradients for gradients in reduced if gradients.bucket.cluster is cluster]
-        flags = [gradients.use_flags() for gradients in members]
-        united = start_flags(cluster, torch.cat(flags), across_islands=not cluster.replicas_diverge).wait()
-        for gradients, used in zip(members, united.split([len(each) for each in flags]), strict=True):
-            gradients.conclude(used.tolist())
+    def _note_use(self, used: UsedParameters) -> None:
+        """Agree on the used parameters now, at the end of the backward, or not at all, as none is new."""
+        if used.has_hooks:
+            agree([used])
+        elif not used.has_new_gradients:
+            used.forget()
+        elif used not in self._reduced:
+            self._reduced.append(used)

@@ -411,7 +411,7 @@ class Unit:
             return
         for gradients in self.gradients:
             has_partial_sums = gradients.has_partial_sums(across_islands=self.requires_all_reduce)
-            if has_partial_sums and not self.context.reductions.has(gradients):
+            if has_partial_sums and not self.context.reductions.is_crossing_nodes(gradients):
                 self._reduce(gradients, None)
             cached = gradients.bucket.cached
             if cached is not None and not gradients.bucket.is_frozen and self._frees_after_backward:
