@@ -17,6 +17,21 @@ from tests.ranks import run_ranks
 from tests.shard import helpers
 
 
+def job_freeze_while_gathered() -> None:
+    """A parameter that is frozen while its unit is gathered gets no gradient in the next backward."""
+    model = helpers.shard(helpers.build())
+    frozen = model.inp.weight
+    model.unshard()
+    frozen.requires_grad_(False)
+    helpers.squared_error(model, helpers.inputs(0, dist.get_rank())).backward()
+    assert frozen.grad is None
+    assert model.inp.bias.grad is not None
+
+
+def test_freezing_works_while_gathered() -> None:
+    run_ranks(job_freeze_while_gathered, 2, local=1)
+
+
 def job_forward_only(cache: str) -> None:
     model = helpers.shard(helpers.build(), cache=cache)
     x = helpers.inputs(0, dist.get_rank())[0]

@@ -326,18 +326,21 @@ class Bucket:
             RuntimeError: a module's sharded parameter was replaced; the replacement would be lost now.
         """
         assert self._full is not None
-        for places, sharded, gathered, slot in zip(
-            self._places, self.sharded, self.gathered, self.layout.slots, strict=True
-        ):
-            if gathered.requires_grad != sharded.requires_grad:
-                gathered.requires_grad_(sharded.requires_grad)
+        for places, sharded, slot in zip(self._places, self.sharded, self.layout.slots, strict=True):
             if any(module._parameters.get(name) is not sharded for module, name in places):
                 raise RuntimeError(
                     f"parameter {slot.name} is no longer the one fully_shard made: it was replaced. Copy into it "
                     "instead (param.copy_(value) under torch.no_grad()), or call load_state_dict of the sharded module"
                 )
+        self.follow_requires_grad()
         self.show(self.gathered)
         self._full_version = self._full.tensor._version
+
+    def follow_requires_grad(self) -> None:
+        """Freeze and unfreeze gathered parameters as the sharded ones are now."""
+        for sharded, gathered in zip(self.sharded, self.gathered, strict=True):
+            if gathered.requires_grad != sharded.requires_grad:
+                gathered.requires_grad_(sharded.requires_grad)
 
     def show_sharded(self) -> None:
         """Show the sharded parameters in the modules again.

@@ -204,10 +204,12 @@ class Unit:
     def unshard(self) -> None:
         """Gather the parameters and show them in the module."""
         self.gather.finish()
-        if not self._is_shown:
-            for bucket in self.buckets:
+        for bucket in self.buckets:
+            if self._is_shown:
+                bucket.follow_requires_grad()
+            else:
                 bucket.show_gathered()
-            self._is_shown = True
+        self._is_shown = True
 
     def reshard(self) -> None:
         """Show the sharded parameters in the module and free the gathered ones."""
