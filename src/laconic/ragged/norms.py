@@ -1,4 +1,7 @@
-"""Norms of RaggedTensors over the mesh. The norms of a list (`clip_grad_norm_` with foreach) cost one message."""
+"""Norms of RaggedTensors over the mesh. The norms of a list (`clip_grad_norm_` with foreach) cost one message.
+
+A norm over some dims gathers the tensor, since a rank's run begins and ends inside the elements that one norm takes.
+"""
 
 import math
 from collections.abc import Sequence
@@ -49,11 +52,11 @@ def _order_of(args: tuple[Any, ...]) -> float:
 
 @implements(aten.linalg_vector_norm.default, aten.norm.Scalar)
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    source = args[0]
-    dims = args[2] if len(args) > 2 else kwargs.get("dim")
-    if dims is not None and len(dims) not in (0, source.dim()):
-        raise NotImplementedError(f"a RaggedTensor has norms over all its elements only, not over dims {dims}")
-    return _norms([source], _order_of(args))[0]
+    source, order, dims, keeps_dims = args + (None, 2.0, None, False)[len(args) :]  # torch leaves out trailing defaults
+    if keeps_dims or (dims and len(dims) < source.dim()):
+        return func(source.full_tensor(), *args[1:], **kwargs)
+    norm = _norms([source], float(order))[0]
+    return norm.to(kwargs.get("dtype") or norm.dtype)
 
 
 @implements(aten._foreach_norm.Scalar)
