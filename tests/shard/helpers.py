@@ -171,7 +171,7 @@ def gather_bytes(level: Level, which: list[Bucket]) -> int:
     for bucket in which:
         n, loc, c = bucket.cluster.num_nodes, bucket.cluster.num_local, bucket.layout.shard_numel
         piece = {"node": (n - 1) * c, "local": (loc - 1) * n * c}[level]
-        total += piece * bucket.compute_dtype.itemsize
+        total += piece * bucket.wire_dtype.itemsize
     return total
 
 

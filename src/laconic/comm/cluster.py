@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -232,6 +233,15 @@ class Cluster:
         if self.device_type == "cpu":
             return torch.device("cpu")
         return torch.device(self.device_type, torch.accelerator.current_device_index())
+
+    @cached_property
+    def shard_mesh(self) -> DeviceMesh:
+        """The ranks of the island as a mesh of one axis. The first use is collective over the island."""
+        if self.mesh.ndim == 1:
+            return self.mesh
+        if self.all_group is None:  # one rank among several
+            return self.mesh[(self.mesh.mesh_dim_names or AXES)[-1]]
+        return DeviceMesh.from_group(self.all_group, self.device_type)
 
     @property
     def num_cutting_axes(self) -> int:

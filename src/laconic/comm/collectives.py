@@ -68,10 +68,11 @@ class Communicator:
         """Begin to fill `whole` with the `piece` of every rank, in rank order. None if this level has one rank.
 
         Shapes: R ranks; piece (C,) -> whole (R * C,), flat, contiguous, one dtype. `piece` may be this rank's part of
-            `whole` already; then nothing is copied.
+            `whole` already; then nothing is copied. The backend moves bytes, as few know float8.
         Cost: (R - 1) * C * itemsize bytes out of and into this rank.
         Reference: tests/reference/gather.py.
         """
+        whole, piece = whole.view(torch.uint8), piece.view(torch.uint8)
         parts = whole.view(self.size, -1)
         if self._gather_group is not None and not self._uses_sends:
             self._count(purpose, (self.size - 1) * piece.nbytes)

@@ -20,6 +20,7 @@ from laconic.ragged.parts import slice_of_parameter
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import Bucket, ManagedParameter, compute_dtype_of
 from laconic.shard.cache import Cache, Where
+from laconic.shard.conversion import check_convertible, converts
 from laconic.shard.sharded_module import sharded_class
 from laconic.shard.unit import Unit, unit_of
 
@@ -69,7 +70,8 @@ def fully_shard(
             is not initialised yet (a lazy module), or is tied to a parameter of another unit; the mesh, cache,
             granularity or integer is not valid.
         AssertionError: a module is sharded already.
-        NotImplementedError: a parameter is not contiguous, or converts itself before FSDP2's gather.
+        NotImplementedError: a parameter is not contiguous; or it converts itself before the gather and is a DTensor or
+            wraps several tensors ([Note: Conversion] in shard/conversion.py).
     """
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     _check_modules(modules)
@@ -79,9 +81,9 @@ def fully_shard(
         mesh = default_mesh(_device_type(modules))
     cluster, reshards, policy = _resolve_reshard(mesh, reshard_after_forward, policy)
     managed = _find_parameters(modules, set(ignored_params or ()), _place_by(shard_placement_fn, cluster))
-    blocks = resolve(granularity, [(item.name, item.local) for item in managed])
     offload = offload_policy or OffloadPolicy()
     _check_parameters(managed, offload)
+    blocks = resolve(granularity, [(item.name, item.local) for item in managed])
     may_shrink = granularity is None
     buckets = [
         bucket
@@ -220,13 +222,7 @@ def _check_parameters(managed: list[ManagedParameter], offload: OffloadPolicy) -
                 f"{item.name} of shape {tuple(parameter.shape)} is not contiguous (strides {parameter.stride()}); set "
                 "it to nn.Parameter(param.contiguous()) before fully_shard"
             )
-        held = getattr(parameter, "_local_tensor", parameter)  # of a DTensor
-        if hasattr(held, "fsdp_pre_all_gather"):
-            raise NotImplementedError(
-                f"{item.name} is a {type(held).__name__}, whose fsdp_pre_all_gather converts it before FSDP2's "
-                "gather; laconic gathers parameters as they are. Turn that conversion off (torchao: "
-                "enable_fsdp_float8_all_gather=False), or give the parameter in ignored_params"
-            )
+        check_convertible(parameter, item.name)
         if parameter.is_complex():
             raise ValueError(f"{item.name} is complex ({parameter.dtype}); laconic shards real parameters")
         rests_on_host = isinstance(offload, CPUOffloadPolicy) and parameter.device.type == "cpu"
@@ -245,12 +241,14 @@ def _check_parameters(managed: list[ManagedParameter], offload: OffloadPolicy) -
 def _group_by_kind(managed: list[ManagedParameter]) -> list[list[ManagedParameter]]:
     """Group parameters of one mesh, dtype and trainability, in order of appearance. A LoRA block has two groups.
 
-    Each slice of partial updates is a group of its own, trained or not, so that all islands have the same buckets.
+    Parameters that convert themselves form groups by their class: [Note: Conversion] in shard/conversion.py. Each slice
+    of partial updates is a group of its own, trained or not, so that all islands have the same buckets.
     """
     groups: dict[Any, list[ManagedParameter]] = {}
     for item in managed:
         parameter = item.parameter
-        kind = parameter.dtype, parameter.requires_grad, parameter.device, slice_of_parameter(*item.places[0])
+        form = type(parameter) if converts(parameter) else None
+        kind = parameter.dtype, parameter.requires_grad, parameter.device, form, slice_of_parameter(*item.places[0])
         groups.setdefault((item.cluster, *kind), []).append(item)
     return list(groups.values())
 
@@ -267,12 +265,13 @@ def _make_buckets(
     dtype = group[0].parameter.dtype
     compute_dtype = compute_dtype_of(dtype, precision)
     reduce_dtype = precision.reduce_dtype or compute_dtype
+    smallest = min(each.itemsize for each in (dtype, compute_dtype, reduce_dtype))
     plan = plan_unit(
         [item.name for item in group],
         [tuple(item.local.shape) for item in group],
         [numels[item.name] for item in group],
         num_shards=group[0].cluster.size,
-        itemsize=min(each.itemsize for each in (dtype, compute_dtype, reduce_dtype)),
+        itemsize=1 if converts(group[0].parameter) else smallest,  # a conversion may make single bytes
         may_shrink=may_shrink,
     )
     warn_if_wasteful(plan, dtype.itemsize)

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from laconic.ragged.dtensor import DTensorShard, local_part
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.cache import CachedShard
+from laconic.shard.conversion import Conversion, converts, plain_elements
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import FlatBuffer, Ledger
 from laconic.shard.linear import GradientSink, set_sink, write_gradient_in_place
@@ -45,7 +47,7 @@ class ManagedParameter:
     @property
     def local(self) -> Tensor:
         """The elements that this rank holds now: [Note: Two parallelisms, two meshes] in ragged/dtensor.py."""
-        return local_part(self.parameter)
+        return plain_elements(self.parameter) if converts(self.parameter) else local_part(self.parameter)
 
 
 class Bucket:
@@ -75,6 +77,13 @@ class Bucket:
             )
             for i, p in enumerate(managed)
         ]
+        self._conversions = [
+            Conversion(p.parameter, p.name, p.places[0][0], self.cluster.shard_mesh, precision)
+            for p in managed
+            if converts(p.parameter)
+        ]
+        """One for each parameter, or none."""
+        self._wire_dtype: torch.dtype | None = None
         self._full: FlatBuffer | None = None
         self.gathered: list[nn.Parameter] = []
         """The gathered parameters, in the order of `sharded`; empty before the first gather."""
@@ -126,6 +135,27 @@ class Bucket:
     def compute_dtype(self) -> torch.dtype:
         """The dtype of gathered parameters."""
         return compute_dtype_of(self.dtype, self._precision)
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """The dtype of the elements that a gather sends. The first use is collective if parameters convert themselves.
+
+        Raises:
+            NotImplementedError: conversions of one bucket make different dtypes.
+        """
+        if not self._conversions:
+            return self.compute_dtype
+        if self._wire_dtype is None:
+            shard = self.shard.to(self.cluster.device)
+            dtypes = {each.wire_dtype(self.local_view(shard, i)) for i, each in enumerate(self._conversions)}
+            if len(dtypes) > 1:
+                names = ", ".join(slot.name for slot in self.layout.slots)
+                raise NotImplementedError(
+                    f"fsdp_pre_all_gather of {names} made tensors of several dtypes, {dtypes}; put parameters that "
+                    "convert differently in units of their own"
+                )
+            (self._wire_dtype,) = dtypes
+        return self._wire_dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -186,8 +216,7 @@ class Bucket:
                 "MixedPrecisionPolicy(param_dtype=...)"
             )
         shard = self._rest(shard)
-        self.free_full()
-        self._full = None
+        self._drop_full()
         self.hold_shard(-self.shard.nbytes)
         self.hold_shard(shard.nbytes)
         self.dtype = shard.dtype
@@ -209,14 +238,21 @@ class Bucket:
     def add_cache(self, lanes: Lanes) -> CachedShard:
         """Cache this bucket's node shard from now on."""
         device = self.cluster.device
-        self.cached = CachedShard(self.node_shard_numel, self.compute_dtype, device, self.ledger, lanes)
+        self.cached = CachedShard(self.node_shard_numel, self.wire_dtype, device, self.ledger, lanes)
         return self.cached
 
     def close_account(self) -> None:
         """Free all memory but the shard; another ledger will count it."""
-        self.free_full()
+        self._drop_full()
         self.restore_shard()
-        self._full = self.cached = None
+        self.cached = None
+
+    def _drop_full(self) -> None:
+        """Free the full buffer for good: the next gather makes another, with other gathered parameters."""
+        self.free_full()
+        self._full = self._wire_dtype = None
+        for conversion in self._conversions:
+            conversion.forget()
 
     def _move_shard(self, shard: Tensor, version: int) -> None:
         self.shard = shard
@@ -243,9 +279,11 @@ class Bucket:
     def drop_shard(self) -> bool:
         """Free the memory of a frozen shard and use its copy inside the cached node shard. Returns whether it did.
 
-        It does nothing under mixed precision: a node shard in the compute dtype has not the parameters' own bits.
+        It does nothing if the node shard has not the parameters' own bits: under mixed precision, and if parameters
+        convert themselves.
         """
-        if self.cached is None or self.compute_dtype != self.dtype or self.is_shard_dropped or self.is_offloaded:
+        is_other_form = self.compute_dtype != self.dtype or bool(self._conversions)
+        if self.cached is None or is_other_form or self.is_shard_dropped or self.is_offloaded:
             return False
         self.ledger.hold(-self.shard.nbytes)
         # `.data` is an alias with its own version counter: a gather into the node shard is no edit.
@@ -273,19 +311,45 @@ class Bucket:
         return self.layout.shard_numel * self.cluster.num_nodes
 
     def allocate_full(self) -> Tensor:
-        """Allocate the full buffer, (L * N * C,), in the compute dtype, unless it is allocated already."""
+        """Allocate the full buffer, (L * N * C,), in the wire dtype, unless it is allocated already."""
         if self._full is None:
             # An inference tensor has no versions and could not be trained with later.
             with torch.inference_mode(False), torch.enable_grad():
                 device = self.cluster.device if self.is_offloaded else self._device
                 is_shard = self.cluster.size == 1 and self.shard.device == device
-                if is_shard and self.compute_dtype == self.dtype:  # the shard is the bucket
+                if is_shard and self.compute_dtype == self.dtype and not self._conversions:  # the shard is the bucket
                     self._full = FlatBuffer(self.shard.data, None)
                 else:
-                    full = torch.empty(self.layout.numel, dtype=self.compute_dtype, device=device)
+                    full = torch.empty(self.layout.numel, dtype=self.wire_dtype, device=device)
                     self._full = FlatBuffer(full, self.ledger)
-                self.gathered = [self._gathered_parameter(index) for index in range(len(self.sharded))]
+                views = [self._view_of_full(index) for index in range(len(self.sharded))]
+                self.gathered = [] if self._conversions else list(map(self._gathered_parameter, count(), views))
         return self._full.allocate()
+
+    def write_shard(self, own: Tensor) -> None:
+        """Write this rank's shard as a gather sends it, (C,). Collective if parameters convert themselves."""
+        if not self._conversions:
+            own.copy_(self.shard, non_blocking=True)
+            return
+        shard = self.shard.to(own.device, non_blocking=True)
+        for index, conversion in enumerate(self._conversions):
+            self.local_view(own, index).copy_(conversion.encode(self.local_view(shard, index)))
+
+    def decode(self) -> None:
+        """Make the gathered parameters out of a full buffer that is complete: [Note: Conversion]."""
+        if not self._conversions:
+            return
+        with torch.inference_mode(False):
+            views = map(self._view_of_full, range(len(self.sharded)))
+            decoded = [
+                each.decode(view, self.compute_dtype) for each, view in zip(self._conversions, views, strict=True)
+            ]
+            if not self.gathered:
+                self.gathered = list(map(self._watched, count(), decoded))
+        self._hold_decoded(1)
+
+    def _hold_decoded(self, sign: int) -> None:
+        self.ledger.hold(sign * sum(conversion.buffer_bytes for conversion in self._conversions))
 
     def node_shard_of_full(self) -> Tensor:
         """This rank's node shard within the full buffer, which is allocated: (N * C,), a view."""
@@ -293,20 +357,31 @@ class Bucket:
         return self.allocate_full()[begin : begin + self.node_shard_numel]
 
     def free_full(self) -> None:
-        """Free the full buffer."""
-        if self._full is not None:
-            self._full.free()
+        """Free the full buffer, and what was decoded from it."""
+        if self._full is None or not self._full.is_allocated:
+            return
+        self._full.free()
+        for conversion in self._conversions:
+            conversion.free()
+        if self.gathered:
+            self._hold_decoded(-1)
 
-    def _gathered_parameter(self, index: int) -> nn.Parameter:
+    def _view_of_full(self, index: int) -> Tensor:
         assert self._full is not None
         spec = self._specs[index]
-        view = spec.assemble(self._full.tensor[spec.slot.offset : spec.slot.offset + spec.slot.numel])
+        return spec.assemble(self._full.tensor[spec.slot.offset : spec.slot.offset + spec.slot.numel])
+
+    def _gathered_parameter(self, index: int, view: Tensor) -> nn.Parameter:
         if not view.is_floating_point():  # such as a quantised table: it can never train
             return nn.Parameter(view, requires_grad=False)
         parameter = nn.Parameter(view)
+        if self._sink is not None and self._specs[index].dtensor is None:
+            set_sink(parameter, self._sink, index)
+        return self._watched(index, parameter)
+
+    def _watched(self, index: int, parameter: nn.Parameter) -> nn.Parameter:
+        """Send the gradients of a gathered parameter to the sink, if its sharded one trains."""
         if self._sink is not None:
-            if spec.dtensor is None:
-                set_sink(parameter, self._sink, index)
             parameter.register_post_accumulate_grad_hook(partial(_collect, weakref.ref(self._sink), index))
         parameter.requires_grad_(self.sharded[index].requires_grad)
         return parameter

@@ -63,7 +63,7 @@ class BucketGather:
         with self._lanes.gather_node.running():
             own = bucket.own_part(self._node_shard)
             if own.data_ptr() != bucket.shard.data_ptr():
-                own.copy_(bucket.shard, non_blocking=True)
+                bucket.write_shard(own)
             self._pending = self._node.all_gather(self._node_shard, own)
         self._arrived = self._lanes.gather_node.record_event()
 
@@ -142,6 +142,8 @@ class UnitGather:
         self.start_local()
         for event in self._events or [gather.finish() for gather in self._gathers]:
             wait_for(event)
+        for bucket in self._buckets:
+            bucket.decode()
         self._events = []
         self.state = GatherState.FULL
 

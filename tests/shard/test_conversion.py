@@ -1,0 +1,220 @@
+"""Parameters that convert themselves before the gather, by FSDP2's two methods, against rounding in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import _unsafe_preserve_version_counter as preserve_version
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
+
+import laconic
+from tests.ranks import run_ranks
+from tests.shard import helpers
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+class Float8Weight(torch.Tensor):
+    """A weight that crosses the wire in float8, with one scale, and is multiplied in its own dtype."""
+
+    @staticmethod
+    def __new__(cls, data: Tensor) -> Float8Weight:
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype, device=data.device)
+
+    def __init__(self, data: Tensor) -> None:
+        self._data = data
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_data"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, lambda weight: weight._data, (args, kwargs or {}))
+        return tree_map_only(Tensor, cls, func(*args, **kwargs))
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: MixedPrecisionPolicy
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        assert mesh.ndim == 1
+        assert outer_size == module.weight.shape
+        scale = scale_of(all_reduce(self._data.abs().max(), "MAX", mesh.get_group()))
+        return ((self._data * scale).to(FLOAT8),), (scale,)
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        (data,), (scale,) = all_gather_outputs, metadata
+        weight = data.to(param_dtype) / scale.to(param_dtype)
+        if out is None:
+            return weight, (data, weight)
+        with preserve_version(out):
+            out.copy_(weight)
+        return None
+
+
+class ScaledOnly(Float8Weight):
+    """The protocol of torchao: `fsdp_pre_all_gather` takes the mesh only."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:  # type: ignore[override]
+        scale = scale_of(all_reduce(self._data.abs().max(), "MAX", mesh.get_group()))
+        return ((self._data * scale).to(FLOAT8),), (scale,)
+
+
+class Pair(Float8Weight):
+    """A weight of two tensors."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_data", "_other"], None
+
+
+class Padded(Float8Weight):
+    """A weight whose conversion changes the number of elements."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:  # type: ignore[override]
+        return (self._data.new_zeros(self._data.numel() + 1),), None
+
+
+def scale_of(largest: Tensor) -> Tensor:
+    return torch.finfo(FLOAT8).max / largest.clamp(min=1e-12)
+
+
+def converting(model: nn.Module, weight_class: type[Float8Weight] = Float8Weight) -> nn.Module:
+    """Make the weights of the blocks convert themselves."""
+    for block in model.blocks:  # type: ignore[union-attr]
+        for linear in (block.up, block.down):  # type: ignore[union-attr]
+            trains = linear.weight.requires_grad
+            linear.weight = nn.Parameter(weight_class(linear.weight.detach()), requires_grad=trains)
+    return model
+
+
+class Rounded(nn.Module):
+    """The oracle: the weights of the blocks rounded to float8 in one process, with the gradient of the identity."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        rounded = {}
+        for name, weight in self.model.named_parameters():
+            if name.startswith("blocks") and name.endswith("weight"):
+                scale = scale_of(weight.detach().abs().max())
+                value = (weight.detach() * scale).to(FLOAT8).to(weight.dtype) / scale
+                rounded[name] = weight + (value - weight).detach()
+        return functional_call(self.model, rounded, (x,))
+
+
+def job_training(weight_class: type[Float8Weight], options: dict[str, Any], gathers: int) -> None:
+    """Three steps as the oracle's, whose first two micro-batches are one step; converted weights cross as bytes."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    plain = helpers.build()
+    oracle = Rounded(plain)
+    model: Any = helpers.shard(converting(helpers.build(), weight_class), **options)
+    optimizers = [torch.optim.Adam(module.parameters(), lr=0.05, foreach=True) for module in (model, plain)]
+    blocks = [bucket for bucket in helpers.buckets(*model.blocks) if bucket.wire_dtype is FLOAT8]
+    assert len(blocks) == 3
+    rest = [bucket for bucket in helpers.buckets(model) if bucket not in blocks]
+    for seed in range(3):
+        with helpers.moved(model) as moved:
+            loss = helpers.squared_error(model, helpers.inputs(seed, rank))
+            loss.backward()
+        wanted = [helpers.squared_error(oracle, helpers.inputs(seed, each)) for each in range(world)]
+        torch.testing.assert_close(loss, wanted[rank])
+        torch.stack(wanted).mean().backward()
+        for name, gradient in helpers.full_gradients(model).items():
+            torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
+        root_buckets = helpers.buckets(model)[: len(helpers.buckets(model)) - len(helpers.buckets(*model.blocks))]
+        twice = [bucket for bucket in rest if bucket not in root_buckets]
+        expected = helpers.gather_bytes("node", root_buckets) + gathers * helpers.gather_bytes("node", blocks + twice)
+        assert moved.weights == expected
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    helpers.assert_nothing_gathered(model) if options.get("reshard_after_forward", True) else None
+    for name, whole in helpers.full_parameters(model).items():
+        torch.testing.assert_close(whole, plain.get_parameter(name).detach(), msg=name)
+
+
+@pytest.mark.parametrize(
+    ("world", "local", "weight_class", "options", "gathers"),
+    [
+        (1, 1, Float8Weight, {}, 2),
+        (3, 1, ScaledOnly, {}, 2),
+        (4, 2, Float8Weight, {"cache": "host"}, 1),
+        (3, 1, Float8Weight, {"cache": "device"}, 1),
+        (2, 1, Float8Weight, {"reshard_after_forward": False}, 1),
+        (2, 1, Float8Weight, {"cache": "host", "offload_policy": CPUOffloadPolicy()}, 1),
+    ],
+    ids=["alone", "none", "host", "device", "kept", "offloaded"],
+)
+def test_converted_weights_train_as_rounded_ones(
+    world: int, local: int, weight_class: type[Float8Weight], options: dict[str, Any], gathers: int
+) -> None:
+    run_ranks(job_training, world, weight_class, options, gathers, local=local)
+
+
+def job_frozen() -> None:
+    """Frozen converted weights cross the wire once, and their scales stay."""
+    model = helpers.build()
+    model.blocks.requires_grad_(False)
+    oracle = Rounded(helpers.build())
+    model: Any = helpers.shard(converting(model), cache="host")
+    batch = helpers.inputs(0, 0)
+    for step in range(2):
+        with helpers.moved(model) as moved:
+            helpers.squared_error(model, batch).backward()
+        assert bool(moved.weights) == (step == 0)
+        torch.testing.assert_close(model(batch[0]), oracle(batch[0]))
+        model.zero_grad()
+
+
+def test_frozen_converted_weights_cross_once() -> None:
+    run_ranks(job_frozen, 2, local=1)
+
+
+def job_meta_and_replicas() -> None:
+    """On the meta device first, over replicas, in bfloat16: only the mesh that shards converts."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    with torch.device("meta"):
+        model: Any = converting(helpers.Net())
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    helpers.shard(model, mesh=mesh, mp_policy=policy)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    assert helpers.buckets(model)[0].cluster.shard_mesh.size() == 2
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = [float(helpers.train_step(model, optimizer)) for _ in range(5)]
+    assert losses[-1] < losses[0]
+
+
+def test_conversion_starts_on_meta_and_spares_replicas() -> None:
+    run_ranks(job_meta_and_replicas, 4, local=1)
+
+
+def job_refusals() -> None:
+    pair = converting(helpers.build(), Pair)
+    for parameter in pair.parameters():
+        parameter._other = torch.zeros(3)
+    with pytest.raises(NotImplementedError, match=r"up.weight is a Pair .* consists of 2 tensors .*ignored_params"):
+        helpers.shard(pair)
+    padded = helpers.shard(converting(helpers.build(), Padded))
+    with pytest.raises(NotImplementedError, match=r"made tensors of .* one tensor with as many elements"):
+        padded(helpers.inputs(0, 0)[0])
+    patched = nn.Linear(3, 3)
+    patched.weight.fsdp_pre_all_gather = lambda mesh: None  # type: ignore[attr-defined]
+    with pytest.raises(NotImplementedError, match="consists of 0 tensors"):
+        laconic.fully_shard(patched)
+
+
+def test_conversions_of_other_shapes_are_refused() -> None:
+    run_ranks(job_refusals, 2, local=1)
