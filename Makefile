@@ -19,8 +19,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/laconic compare --demo --out runs/demo
 
+# Two workers, a file each: many tests wait for processes and sockets more than they compute.
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: install
 	$(BIN)/ruff check .
