@@ -214,14 +214,21 @@ def test_editing_a_gathered_parameter_is_refused() -> None:
 
 def job_replaced() -> None:
     model = helpers.shard(helpers.build(), cache="none")
+    sharded, x = model.blocks[1].up.weight, helpers.inputs(0, 0)[0]
     model.blocks[1].up.weight = nn.Parameter(torch.zeros(29, 17))
+    with pytest.warns(UserWarning, match=r"up.weight replaced sharded parameters.*model.parameters\(\)"):
+        model(x)
+    model.reshard()
+    assert model.blocks[1].up.weight is sharded
+    assert not sharded.full_tensor().any(), "the values of the replacement"
+    model.blocks[1].up.weight = nn.Parameter(torch.ones(29, 17))
     with pytest.raises(
         RuntimeError, match=r"up.weight is no longer the one fully_shard made.*load_state_dict of the sharded module"
     ):
-        model(helpers.inputs(0, 0)[0])
+        model(x)
 
 
-def test_a_replaced_parameter_is_refused_when_it_would_be_lost() -> None:
+def test_a_replaced_parameter_is_taken_at_first_and_refused_later() -> None:
     run_ranks(job_replaced, 2, local=1)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import laconic
 from tests.ranks import run_ranks
 from tests.shard import test_models
-from tests.shard.helpers import Net, buckets, full_parameters, inputs, train_step
+from tests.shard.helpers import Net, buckets, full_parameters, inputs, shard, train_step
 
 
 def reset_all(model: nn.Module) -> None:
@@ -127,6 +127,19 @@ def job_trains() -> None:
     train_step(model, optimizer)
     after = full_parameters(model)
     assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("cache", ["none", "host"])
+def test_parameters_left_on_meta_are_named(cache: str) -> None:
+    run_ranks(job_left_on_meta, 2, cache, local=1)
+
+
+def job_left_on_meta(cache: str) -> None:
+    model: Any = shard(on_meta(Net), cache=cache)
+    for block in model.blocks:
+        block.to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match=r"out.weight.* are on the meta device; call model.to_empty"):
+        model(torch.zeros(2, 5))
 
 
 def test_a_model_from_meta_trains() -> None:

@@ -10,6 +10,7 @@ n * L + l, as in MiCS, a strided copy would be needed between the levels.)
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -471,6 +472,28 @@ class Bucket:
             self.convert(lambda shard: torch.zeros_like(shard, device=self.cluster.device))
         for index, parameter in new.items():
             self.sharded[index].copy_(parameter)
+
+    def take_replacements(self) -> None:
+        """Take the values of parameters that have replaced sharded ones before the first forward, and say so.
+
+        Raises:
+            RuntimeError: see `take_values`.
+        """
+        names = [
+            slot.name
+            for places, sharded, slot in zip(self._places, self.sharded, self.layout.slots, strict=True)
+            if any(
+                (shown := module._parameters.get(name)) is not None and shown is not sharded for module, name in places
+            )
+        ]
+        if names:
+            self.take_values()
+            warnings.warn(
+                f"{', '.join(names)} replaced sharded parameters after fully_shard: their values were taken, and the "
+                "sharded parameters train. An optimizer that holds the replacements trains nothing: build it from "
+                "model.parameters() now, or copy with param.copy_(value) instead of replacing",
+                stacklevel=2,
+            )
 
     def show(self, parameters: Sequence[nn.Parameter | None]) -> None:
         """Show `parameters` in the modules; None hides one from `nn.Module._apply`, which must not see it."""

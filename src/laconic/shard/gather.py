@@ -49,8 +49,17 @@ class BucketGather:
         return self._version != self.bucket.version
 
     def start_node(self) -> None:
-        """Issue the gather across nodes, unless the cache has the node shard of this version."""
+        """Issue the gather across nodes, unless the cache has the node shard of this version.
+
+        Raises:
+            RuntimeError: the parameters are on the meta device.
+        """
         bucket, cached = self.bucket, self.bucket.cached
+        if bucket.shard.is_meta:
+            raise RuntimeError(
+                f"{', '.join(slot.name for slot in bucket.layout.slots)} are on the meta device; call model.to_empty("
+                "device=...) and initialise them, or load a state dict, before the first forward"
+            )
         self._version = bucket.version
         self._comes_from_cache = cached is not None and cached.holds(self._version)
         direct = cached.buffer() if cached is not None and cached.is_direct else None

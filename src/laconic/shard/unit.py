@@ -128,6 +128,7 @@ class Unit:
             BucketGradients(bucket, context.lanes, context.ledger, self._begin_root_backward) for bucket in self.buckets
         ]
         for bucket in self.buckets:
+            bucket.take_replacements()
             bucket.open_account(context.ledger)
 
     def _leave(self) -> None:
