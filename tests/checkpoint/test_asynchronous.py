@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,6 +101,33 @@ def test_host_memory_is_allocated_once() -> None:
     again = memory.copies_of(tensors)
     assert [copy.data_ptr() for copy in again.values() if copy.numel()] == addresses
     assert torch.equal(again["odd"], tensors["odd"])
+
+
+class OnXpu(torch.Tensor):
+    """A tensor that says it is on an accelerator."""
+
+    device = torch.device("xpu", 1)
+
+
+def test_host_memory_is_pinned_for_any_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[int] = []
+    waited: list[torch.device] = []
+    empty = torch.empty
+
+    def pretend(*size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            pinned.extend(size)
+        return empty(*size, **options)
+
+    def stream(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(synchronize=lambda: waited.append(device))
+
+    monkeypatch.setattr(torch, "empty", pretend)
+    monkeypatch.setattr("torch.accelerator.current_stream", stream)
+    tensors: dict[Any, torch.Tensor] = {"weight": torch.arange(5.0).as_subclass(OnXpu), "step": torch.ones(())}
+    copies = HostMemory().copies_of(tensors)
+    assert (pinned, waited) == ([128], [torch.device("xpu", 1)])
+    assert torch.equal(copies["weight"], torch.arange(5.0))
 
 
 def _everything(folder: Path) -> dict[str, Any]:

@@ -193,6 +193,22 @@ def test_extra_holds_no_objects(tmp_path: Path) -> None:
         checkpoint.save_checkpoint(tmp_path, 1, model=make_model(), optimizer=None, extra={"schedule": nn.Linear(1, 1)})
 
 
+def test_random_states_of_any_accelerator_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, restored = torch.arange(3, dtype=torch.uint8), list[torch.Tensor]()
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available=False: torch.device("xpu"))
+    monkeypatch.setattr("torch.accelerator.current_device_index", lambda: 0)
+    monkeypatch.setattr("torch.xpu.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.xpu.get_rng_state", lambda: state)
+    monkeypatch.setattr("torch.xpu.set_rng_state", restored.append)
+    saved = checkpoint.rng_state()
+    assert saved["xpu"] is state
+    checkpoint.set_rng_state(saved)
+    assert restored == [state]
+    del saved["xpu"]
+    checkpoint.set_rng_state({**saved, "cuda": state})  # written on another kind of machine
+    assert len(restored) == 1
+
+
 def test_extra_and_random_numbers_come_back(tmp_path: Path) -> None:
     model = make_model()
     tensors = {"bf16": torch.randn(3).bfloat16(), "empty": torch.empty(0, 2), "flag": torch.tensor(True)}

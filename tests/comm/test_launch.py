@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from laconic.comm.launch import RankInfo, node_of_rank, pick_device
+from laconic.comm.launch import RankInfo, initialized_accelerator, node_of_rank, pick_device
 from laconic.errors import JobError
 
 
@@ -36,7 +36,7 @@ def test_a_missing_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: None)
     ranks = RankInfo(rank=0, world_size=1, local_rank=0, num_local=1, num_nodes=1)
     assert pick_device("auto", ranks).type == "cpu"
-    with pytest.raises(JobError, match="finds no GPU"):
+    with pytest.raises(JobError, match=r"'cuda', but torch finds no accelerator here; set train.device to 'cpu'"):
         pick_device("cuda", ranks)
 
 
@@ -49,8 +49,21 @@ def test_an_accelerator_is_chosen_by_the_local_rank(monkeypatch: pytest.MonkeyPa
     assert [pick_device(name, ranks) for name in ("auto", "xpu")] == [torch.device("xpu", 1)] * 2
     assert chosen == [1, 1]
     assert pick_device("cpu", ranks).type == "cpu"
-    with pytest.raises(JobError, match="'cuda', but torch finds no GPU"):
+    with pytest.raises(JobError, match="'cuda', but torch finds the accelerator 'xpu' here"):
         pick_device("cuda", ranks)
+
+
+def test_an_accelerator_counts_once_this_process_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: None)
+    assert initialized_accelerator() is None
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr("torch.accelerator.current_device_index", lambda: 1)
+    for is_initialized, expected in ((False, None), (True, torch.device("xpu", 1))):
+        monkeypatch.setattr("torch.xpu.is_initialized", lambda value=is_initialized: value)
+        assert initialized_accelerator() == expected
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("mps"))
+    monkeypatch.setattr("torch.mps.is_available", lambda: False)
+    assert initialized_accelerator() is None, "torch.mps cannot say whether it is initialised"
 
 
 EXITS = """

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.cyclic.stages.cut import cut
+from laconic.cyclic.stages.devices import restoring_random_states, synchronize
 from laconic.cyclic.stages.partition import partition
 from laconic.cyclic.stages.stage import unstage
 from tests.ranks import run_ranks
@@ -359,6 +360,19 @@ def test_measuring_leaves_no_trace() -> None:
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_accelerators_of_any_kind_are_waited_for_and_keep_their_random_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("xpu", 1)
+    values: Any = [torch.ones(1), SimpleNamespace(device=device)]
+    events: list[Any] = []
+    monkeypatch.setattr("torch.accelerator.synchronize", events.append)
+    monkeypatch.setattr("torch.xpu.get_rng_state", lambda of: f"state of {of}")
+    monkeypatch.setattr("torch.xpu.set_rng_state", lambda state, of: events.append((state, of)))
+    synchronize(values)
+    with restoring_random_states(values):
+        events.append("body")
+    assert events == [device, "body", ("state of xpu:1", device)]
 
 
 def test_every_stage_has_a_trainable_parameter() -> None:

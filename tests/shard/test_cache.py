@@ -11,7 +11,7 @@ from torch import nn
 
 import laconic
 from laconic.shard import cache as cache_module
-from laconic.shard.cache import Cache, CachedShard, choose_device_shards, make_slab
+from laconic.shard.cache import Cache, CachedShard, choose_device_shards, free_slab, make_slab
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
 from laconic.shard.unit import unit_of
@@ -103,6 +103,29 @@ def test_a_tight_memlock_limit_falls_back_to_pageable_memory(monkeypatch: pytest
         slab = make_slab(4096, torch.device("cuda"))
     assert len(caught) == 1
     assert slab.fill_(3).sum() == 3 * 4096
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_another_accelerator_gets_pinned_memory_from_torch(
+    refuses: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    asked: list[bool] = []
+    empty = torch.empty
+
+    def pretend(*size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        asked.append(pin_memory)
+        if refuses and pin_memory:
+            raise RuntimeError("no pinned memory here")
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", pretend)
+    slab = make_slab(4096, torch.device("xpu"))
+    assert asked == [True]
+    assert slab.fill_(3).sum() == 3 * 4096
+    messages = [str(warning.message) for warning in recwarn.list]
+    assert len(messages) == refuses
+    assert all("could not page-lock" in text and "(no pinned memory here;" in text for text in messages)
+    free_slab(slab, torch.device("xpu"))  # calls nothing of CUDA's
 
 
 def test_available_memory_is_plausible() -> None:

@@ -27,6 +27,7 @@ from laconic import _compat
 from laconic.checkpoint.api import Contents, check_keep, write
 from laconic.checkpoint.commit import CheckpointError
 from laconic.comm.agreement import RankGroup
+from laconic.comm.launch import initialized_accelerator
 from laconic.islands.local_steps import LocalSteps
 
 _ALIGNMENT_BYTES = 64
@@ -43,8 +44,8 @@ class AsyncSaver:
     If a save fails, the next `save` or `wait` raises its error. Leaving the `with` block waits for the last save.
 
     Cost: host memory, once, for this rank's parts of parameters and optimizer state, and for all replicated tensors
-    (DDP). On GPUs it is pinned, and torch rounds it up to a power of two. Training waits for the previous save to end,
-    and for the copy. Writing and hashing keep one core busy.
+    (DDP). With an accelerator it is pinned, and torch rounds it up to a power of two. Training waits for the previous
+    save to end, and for the copy. Writing and hashing keep one core busy.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 2) -> None:
@@ -76,8 +77,7 @@ class AsyncSaver:
         self.wait()
         contents = Contents.of(model, optimizer, extra, local_steps, self._ranks)
         contents = replace(contents, tree={}, planner=SnapshotPlanner(contents.tree, self._memory))
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._save = self._thread.submit(self._write, step, contents, device)
+        self._save = self._thread.submit(self._write, step, contents, initialized_accelerator())
 
     def wait(self) -> Path | None:
         """Wait for the save that is under way. Returns the last save's folder, or None if there was no save.
@@ -99,10 +99,10 @@ class AsyncSaver:
         elif self._save is not None:  # waits for the save, and hides its error, so that the run's error is raised
             self._save.exception()
 
-    def _write(self, step: int, contents: Contents, device: int | None) -> Path:
+    def _write(self, step: int, contents: Contents, device: torch.device | None) -> Path:
         threading.current_thread().name = f"save step {step}"
         if device is not None:
-            torch.cuda.set_device(device)  # a thread starts on device 0, and would make a context there
+            torch.accelerator.set_device_index(device)  # a thread starts on device 0, and would make a context there
         return write(self.folder, step, contents, keep=self.keep, ranks=self._ranks)
 
 
@@ -145,20 +145,20 @@ class HostMemory:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def copies_of(self, tensors: dict[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
-        """Copy tensors into the buffer. The next call overwrites the copies. Cost: a synchronisation with the GPU."""
+        """Copy tensors into the buffer. The next call overwrites the copies. Cost: waits for the device's stream."""
         begins, end = [], 0
         for tensor in tensors.values():
             begins.append(end)
             end += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
-        if self._buffer.numel() < end or (on_gpu and not self._buffer.is_pinned()):
-            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=on_gpu)
+        accelerators = {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}
+        if self._buffer.numel() < end or (accelerators and not self._buffer.is_pinned()):
+            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=bool(accelerators))
         copies = {}
         for (index, tensor), begin in zip(tensors.items(), begins, strict=True):
             # Each copy has a storage of its own within the buffer: DCP's writer would first copy a view.
             space = self._buffer.untyped_storage()[begin : begin + tensor.nbytes]
             copies[index] = torch.empty(0, dtype=tensor.dtype).set_(space, 0, tensor.shape)  # type: ignore[call-overload]
             copies[index].copy_(tensor.detach(), non_blocking=True)
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
+        for device in accelerators:
+            torch.accelerator.current_stream(device).synchronize()
         return copies

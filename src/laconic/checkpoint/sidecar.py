@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from laconic.comm.launch import initialized_accelerator
+
 _TENSOR = "__tensor__"
 
 
@@ -34,11 +36,15 @@ def read(folder: Path, rank: int = 0) -> dict[str, Any]:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return this rank's random number states: torch's (CPU, current CUDA device), Python's, numpy's if imported."""
+    """Return this rank's random number states: torch's, Python's, and numpy's if numpy is imported.
+
+    torch's states are those of the CPU and, if this process has used it, of the accelerator's current device.
+    """
     kind, words, gauss = random.getstate()
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [kind, list(words), gauss]}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+    device = initialized_accelerator()
+    if device is not None:
+        state[device.type] = torch.get_device_module(device).get_rng_state()
     if "numpy" in sys.modules:
         name, key, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
         state["numpy"] = [name, key.tolist(), position, has_gauss, cached]
@@ -50,8 +56,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     kind, words, gauss = state["python"]
     random.setstate((kind, tuple(words), gauss))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type in state:
+        torch.get_device_module(accelerator).set_rng_state(state[accelerator.type])
     if "numpy" in state and "numpy" in sys.modules:
         name, key, position, has_gauss, cached = state["numpy"]
         numpy = sys.modules["numpy"]

@@ -87,10 +87,21 @@ def pick_device(name: str, ranks: RankInfo) -> torch.device:
     if name == "cpu" or (name == "auto" and accelerator is None):
         return torch.device("cpu")
     if accelerator is None or name not in ("auto", accelerator.type):
-        raise JobError(f"train.device = {name!r}, but torch finds no GPU here; set train.device to 'cpu' or 'auto'")
+        here = "no accelerator" if accelerator is None else f"the accelerator {accelerator.type!r}"
+        raise JobError(f"train.device = {name!r}, but torch finds {here} here; set train.device to 'cpu' or 'auto'")
     device = torch.device(accelerator.type, ranks.local_rank % torch.accelerator.device_count())
     torch.accelerator.set_device_index(device.index)
     return device
+
+
+def initialized_accelerator() -> torch.device | None:
+    """Return the current device of the accelerator; None if there is none, or if this process has not used it yet."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return None
+    module = torch.get_device_module(accelerator)
+    is_initialized = getattr(module, "is_initialized", module.is_available)  # torch.mps has no `is_initialized`
+    return torch.device(accelerator.type, torch.accelerator.current_device_index()) if is_initialized() else None
 
 
 @contextlib.contextmanager

@@ -376,8 +376,8 @@ class TrainConfig(Section):
     """Micro-batches per rank and optimizer step."""
     seed: int = 0
     """Seed of dropout. Each step of each rank derives its own seed from it, so a resumed run drops the same out."""
-    device: Literal["cpu", "cuda", "auto"] = "auto"
-    """`auto` takes a GPU where there is one."""
+    device: str = "auto"
+    """`cpu`, or the type of the machine's accelerator, such as `cuda`. `auto` takes the accelerator if there is one."""
     eval_every: Size = 0
     """Steps between two evaluations; the last step is followed by one too. 0: never evaluate."""
     eval_batches: Count = 8

@@ -142,10 +142,12 @@ def choose_device_shards(sizes_bytes: Sequence[int], budget_bytes: int) -> set[i
 
 
 def make_slab(nbytes: int, device: torch.device, *, num_local: int = 1) -> Tensor:
-    """Allocate host memory of exactly `nbytes`, uint8, page-locked if the device is a GPU.
+    """Allocate host memory of `nbytes`, uint8, page-locked if the device is an accelerator.
 
-    torch's pinned allocator rounds up to a power of two (pytorch #95823). Call `free_slab` before the slab's last view
-    goes. Warns if the machine has too little memory for the slabs of all `num_local` ranks, or if locking fails.
+    Other accelerators than CUDA get memory of torch's pinned allocator. For CUDA laconic locks memory of exactly
+    `nbytes`, because torch's allocator rounds up to a power of two (pytorch #95823). Call `free_slab` before the slab's
+    last view goes. Warns if the machine has too little memory for the slabs of all `num_local` ranks, or if locking
+    fails.
     """
     available = _available_bytes()
     if nbytes * num_local > available:
@@ -154,34 +156,48 @@ def make_slab(nbytes: int, device: torch.device, *, num_local: int = 1) -> Tenso
             "available: it may swap, and then every use of a layer waits for the disk. Use cache='none', or more nodes",
             stacklevel=2,
         )
+    error = ""
+    if nbytes and device.type not in ("cpu", "cuda"):
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as refusal:
+            error = str(refusal)
     slab = torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
-    if device.type == "cuda" and nbytes:
-        _page_lock(slab)
-    return slab
-
-
-def _page_lock(slab: Tensor) -> None:
-    error = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, 0))
+    if nbytes and device.type == "cuda":
+        error = _lock_pages_for_cuda(slab)
     if error:
-        if torch.cuda.is_initialized():
-            with contextlib.suppress(RuntimeError):  # else torch would raise the error at its next kernel
-                torch.cuda._sleep(0)
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 1e6:.1f} MB"
         warnings.warn(
-            f"could not page-lock the host cache of {slab.nbytes / 1e9:.2f} GB (CUDA error {error}; `ulimit -l` is "
-            f"{limit}); using pageable memory: copies to and from it are several times slower and do not overlap with "
-            "compute. Raise the limit with `ulimit -l unlimited`",
-            stacklevel=3,
+            f"could not page-lock the host cache of {nbytes / 1e9:.2f} GB ({error}; `ulimit -l` is {limit}); using "
+            "pageable memory: copies to and from it are several times slower and do not overlap with compute. Raise "
+            "the limit with `ulimit -l unlimited`",
+            stacklevel=2,
         )
+    return slab
 
 
-def free_slab(slab: Tensor) -> None:
-    """Unlock the pages of a slab from `make_slab`, once no transfer uses it any more.
+def free_slab(slab: Tensor, device: torch.device) -> None:
+    """Unlock the pages of a slab that `make_slab` made for `device`, once no transfer uses it any more."""
+    if slab.nbytes and device.type == "cuda":  # torch's allocator looks after the pages of other accelerators
+        _unlock_pages_for_cuda(slab)
+
+
+def _lock_pages_for_cuda(slab: Tensor) -> str:
+    """Lock the pages of a slab by CUDA's own call; torch has none for other accelerators. Returns the error, if any."""
+    error = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, 0))
+    if error and torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):  # else torch would raise the error at its next kernel
+            torch.cuda._sleep(0)
+    return f"CUDA error {error}" if error else ""
+
+
+def _unlock_pages_for_cuda(slab: Tensor) -> None:
+    """Unlock pages that `_lock_pages_for_cuda` locked.
 
     If memory is unmapped while the driver has it locked, locking fails for the memory that is mapped there next.
     """
-    if slab.nbytes and torch.cuda.is_initialized() and slab.is_pinned():
+    if torch.cuda.is_initialized() and slab.is_pinned():
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
 

@@ -63,10 +63,11 @@ class Context:
         in_slab = [cached for index, unit in enumerate(hosted) if index not in on_device for cached in unit]
         if in_slab:
             sizes_bytes = [cached.nbytes for cached in in_slab]
-            slab = make_slab(sum(sizes_bytes), self.cluster.device, num_local=self.cluster.num_local)
+            device = self.cluster.device
+            slab = make_slab(sum(sizes_bytes), device, num_local=self.cluster.num_local)
             self.ledger.host_bytes += slab.nbytes
-            if self.cluster.device_type == "cuda":
-                weakref.finalize(self, free_slab, slab).atexit = False  # keeps the slab until then
+            if device.type != "cpu":
+                weakref.finalize(self, free_slab, slab, device).atexit = False  # keeps the slab until then
             for cached, part in zip(in_slab, slab.split(sizes_bytes), strict=True):
                 cached.move_to_slab(part)
 

@@ -56,7 +56,7 @@ def parallelize(
         return model, mesh
     wrapped = DistributedDataParallel(
         model,
-        device_ids=[device] if device.type == "cuda" else None,
+        device_ids=None if device.type == "cpu" else [device],
         gradient_as_bucket_view=True,
         **{_BUFFER_SYNC: False},  # type: ignore[arg-type]  # the buffers of a model do not change in training
     )

@@ -201,7 +201,7 @@ class Trainer:
 
     def _rows(self, tokens: np.ndarray, offsets: np.ndarray) -> Tensor:
         rows = torch.from_numpy(rows_at(tokens, offsets, self.config.data.sequence_length))
-        return rows.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else rows
+        return rows if self.device.type == "cpu" else rows.pin_memory().to(self.device, non_blocking=True)
 
     def _stop_training(self, last_step: int, error: NotFiniteError) -> NoReturn:
         """Raise a JobError: see [Note: Non-finite losses] in strategies/simultaneous.py."""

@@ -63,8 +63,8 @@ class StepMeter:
         self._last_interfaces = None
 
     def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
 
     def _read_interfaces(self) -> _Interfaces:
         return (interface_bytes(), loopback_bytes()) if self._reads_interface else (None, None)

@@ -179,7 +179,7 @@ def _peaks(record: StepRecord) -> _Figures:
     return {
         "device_bytes": memory.device_bytes if memory else 0,
         "device_peak_bytes": memory.device_peak_bytes if memory else 0,
-        "allocated_peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+        "allocated_peak_bytes": torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0,
         "resident_bytes": psutil.Process().memory_info().rss,
     }
 

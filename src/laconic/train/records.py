@@ -80,7 +80,7 @@ class Step:
     host_bytes_per_node: int | None = None
     """Bytes of the host caches of all ranks, per node."""
     allocated_peak_bytes: int | None = None
-    """torch.cuda.max_memory_allocated on the fullest rank; None on CPU."""
+    """torch.accelerator.max_memory_allocated on the fullest rank; None on CPU."""
     resident_bytes: int = 0
     """Bytes of resident memory of the largest process."""
     syncs: tuple[SyncMetrics, ...] = ()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from laconic.cyclic.stages.devices import restoring_random_states
 from laconic.cyclic.stages.stage import ModelBlock, Values
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -71,7 +72,7 @@ def _unknown(model: nn.Module) -> ValueError:
 @contextmanager
 def _dry_run(inputs: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside, there are no gradients; afterwards, random states are as before."""
-    with torch.no_grad(), torch.random.fork_rng({value.device for value in inputs.values() if value.is_cuda}):
+    with torch.no_grad(), restoring_random_states(inputs.values()):
         yield
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from laconic.comm.agreement import RankGroup
 from laconic.cyclic.stages import causal_lm
+from laconic.cyclic.stages.devices import restoring_random_states, synchronize
 from laconic.cyclic.stages.meter import ActivationMeter
 from laconic.cyclic.stages.partition import partition
 from laconic.cyclic.stages.stage import ModelBlock, Stage, Values, refuse_shared
@@ -133,12 +134,12 @@ def _time_s(block: ModelBlock, values: Values) -> float:
     for _ in range(_REPEATS):
         inputs = _detached(values)
         leaves = [leaf for leaf in (*inputs, *_parameters(block)) if leaf.requires_grad]
-        _synchronize(values)
+        synchronize(values)
         start_s = time.perf_counter()
         heads = [output for output in block(*inputs) if output.requires_grad]
         if heads:
             torch.autograd.grad(heads, leaves, [torch.ones_like(head) for head in heads], allow_unused=True)
-        _synchronize(values)
+        synchronize(values)
         durations_s.append(time.perf_counter() - start_s)
     return statistics.median(durations_s[1:])
 
@@ -158,18 +159,13 @@ def _detached(values: Values) -> Values:
     return tuple(value.detach().requires_grad_(value.requires_grad) for value in values)
 
 
-def _synchronize(values: Values) -> None:
-    if any(value.is_cuda for value in values):
-        torch.cuda.synchronize()
-
-
 @contextmanager
 def _restoring_state(blocks: Sequence[ModelBlock], values: Values) -> Iterator[None]:
     """Afterwards, buffers (running statistics) and random states are as before."""
     buffers = [buffer for block in blocks for module in block.modules.values() for buffer in module.buffers()]
     copies = [copy.deepcopy(buffer) for buffer in buffers]
     try:
-        with torch.random.fork_rng({value.device for value in values if value.is_cuda}):
+        with restoring_random_states(values):
             yield
     finally:
         with torch.no_grad():
