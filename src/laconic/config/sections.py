@@ -13,7 +13,6 @@ from laconic.errors import JobError
 from laconic.islands.fragments import SyncSchedule
 from laconic.layout.granularity import Block
 
-Dtype = Literal["float32", "bfloat16", "float16"]
 Strategy = Literal["laconic", "fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp"]
 
 
@@ -37,6 +36,14 @@ NonNegative = Annotated[float, Bound(lambda value: value >= 0, "not be negative"
 Share = Annotated[float, Bound(lambda value: 0 <= value <= 1, "lie in [0, 1]")]
 ProperShare = Annotated[float, Bound(lambda value: 0 <= value < 1, "lie in [0, 1)")]
 AtLeastTwo = Annotated[int, Bound(lambda value: value >= 2, "be at least 2")]
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "float16"],  # with float16, so that its refusal can say why
+    Bound(
+        lambda value: value != "float16",
+        "not be float16, in which small gradients vanish unless the loss is scaled, and the trainer does not scale it; "
+        "use 'bfloat16'",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
