@@ -58,7 +58,9 @@ def test_the_demo_trains_fully_and_by_lora_and_saves_laconics_models() -> None:
         ),
         (["job.toml", "--rates", "fast"], "rate 'fast' is not a rate"),
         (["missing.toml"], "cannot read the configuration 'missing.toml'"),
+        (["job.toml", "--strategies", ""], "strategy '' is not known"),
         (["job.toml", "--steps", "2"], "2 steps leave nothing to time"),
+        (["job.toml", "--steps", "0"], "0 steps leave nothing to time"),
         (["job.toml", "--nodes", "0"], "nodes=0 is not possible"),
     ],
 )

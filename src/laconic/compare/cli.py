@@ -101,8 +101,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("give a CONFIG.toml, or --demo, which has a job of its own; not both")
     if options.demo:
         options.config, options.lora, options.save = _DEMO_CONFIG, True, True
-    options.strategies = options.strategies or (_DEMO if options.demo else _DEFAULT)
-    options.steps = options.steps or (20 if options.demo else 8)
+    if options.strategies is None:
+        options.strategies = _DEMO if options.demo else _DEFAULT
+    if options.steps is None:
+        options.steps = 20 if options.demo else 8
     options.rates = "none" if options.no_wire else options.rates
     options.command = shlex.join(["laconic", "compare", *argv])
     return options
