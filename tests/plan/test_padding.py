@@ -145,3 +145,10 @@ def test_the_command_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     arguments = ["--model", "llama-3-70b", "--ranks", "8", "--rows", "16", "--draw", str(file)]
     assert cli.main(["plan", "layout", *arguments]) == 0
     assert "llama-3-70b: layer on 8 ranks, blocks of 16 rows" in file.read_text()
+    arguments[-1] = str(tmp_path / "missing" / "layer.svg")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", "layout", *arguments])
+    assert stopped.value.code == 2
+    output = capsys.readouterr()
+    assert (output.out, "missing first" in output.err) == ("", True), "refused before the work"

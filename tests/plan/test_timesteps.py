@@ -124,6 +124,8 @@ def test_a_picture_needs_matplotlib(
         (["--stages", "0"], "'0' is not a positive number"),
         (["--stages", "4", "--batches", "x"], "'x' is not a positive number"),
         (["--stages", "4", "--rule", "v3"], "invalid choice: 'v3'"),
+        (["--stages", "4", "--draw", "no/such/folder/a.svg"], "does not exist; make no/such/folder first"),
+        (["--stages", "4", "--draw", "."], "'.' is a folder"),
         ([], "--stages"),
     ],
 )

@@ -82,13 +82,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     layout.add_argument("--explain", action="store_true", help="name the tensors that force each bucket's size")
     layout.add_argument("--json", action="store_true", help="print JSON, with explanations")
-    layout.add_argument("--draw", metavar="FILE.svg", help="draw the layout for the first number of ranks and of rows")
+    layout.add_argument(
+        "--draw", type=_picture, metavar="FILE.svg", help="draw the layout for the first number of ranks and of rows"
+    )
     cyclic.add_argument("--stages", type=_count, required=True, metavar="N", help="stages of the model, and workers")
     cyclic.add_argument("--rule", choices=RULES, default="v2", help="update rule (default: v2)")
     cyclic.add_argument("--states", choices=STATES, default="replicated", help="where states lie (default: replicated)")
     cyclic.add_argument("--batches", type=_count, default=3, metavar="T", help="batches of the run (default: 3)")
     cyclic.add_argument("--json", action="store_true", help="print JSON, with every message")
-    cyclic.add_argument("--draw", metavar="FILE", help=f"draw the time steps; FILE ends in {', '.join(SUFFIXES)}")
+    cyclic.add_argument(
+        "--draw", type=_picture, metavar="FILE", help=f"draw the time steps; FILE ends in {', '.join(SUFFIXES)}"
+    )
     return parser.parse_args(argv)
 
 
@@ -100,6 +104,15 @@ def _count(text: str) -> int:
 
 def _counts(text: str) -> list[int]:
     return [_count(part) for part in text.split(",")]
+
+
+def _picture(text: str) -> Path:
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is in a folder that does not exist; make {path.parent} first")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; give the name of a file")
+    return path
 
 
 def _layout(options: argparse.Namespace) -> None:
@@ -115,17 +128,17 @@ def _layout(options: argparse.Namespace) -> None:
         num_ranks, num_rows = options.ranks[0], options.rows[0]
         plan = plan_of(largest, num_ranks, rows(num_rows), itemsize=options.itemsize)
         title = f"{options.model}: {largest.name} on {num_ranks} ranks, blocks of {_count_rows(num_rows)}"
-        Path(options.draw).write_text(draw_layout(plan, title), encoding="utf-8")
+        options.draw.write_text(draw_layout(plan, title), encoding="utf-8")
 
 
 def _cyclic(options: argparse.Namespace) -> None:
     schedule = Schedule(Rule.named(options.rule, options.stages), options.states)
-    if options.draw and Path(options.draw).suffix not in SUFFIXES:
+    if options.draw and options.draw.suffix not in SUFFIXES:
         raise ValueError(f"--draw {options.draw} names no known kind of picture; end it in {', '.join(SUFFIXES)}")
     plan = CyclicPlan(schedule=schedule, batches=options.batches)
     print(json.dumps(plan.to_dict(), indent=1) if options.json else plan)
     if options.draw:
-        draw_timesteps(plan, Path(options.draw))
+        draw_timesteps(plan, options.draw)
 
 
 def _count_rows(count: int) -> str:
