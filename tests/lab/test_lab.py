@@ -2,10 +2,11 @@
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from laconic.lab import Lab, RunResult
+from laconic.lab import Lab, LabUnavailable, RunResult
 
 _TRANSFER = """
 import os, socket, sys, time
@@ -143,6 +144,17 @@ def test_timeout_ends_processes_that_ignore_sigterm(lab: Lab) -> None:
     assert result.timed_out
     assert result.exit_code == 124
     assert python(lab, "pass").exit_code == 0, "the lab can be used again"
+
+
+def test_a_keeper_that_died_between_two_runs_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a killed keeper leaves its folder
+    with Lab(nodes=1, wire=False) as lab:
+        assert python(lab, "pass").exit_code == 0
+        assert lab._keeper is not None
+        lab._keeper.kill()
+        lab._keeper.wait()
+        with pytest.raises(LabUnavailable, match="keeper was killed"):
+            python(lab, "pass")
 
 
 def test_without_a_wire_nothing_is_measured() -> None:

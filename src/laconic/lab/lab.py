@@ -21,6 +21,7 @@ from laconic.lab.wire import INTERFACE, node_address
 _MAX_NODES = 100  # one message carries two descriptors of every node, and at most 253 descriptors
 _PORT = 29500  # every node has all ports to itself, so any port is free
 _KEPT_LINES = 10_000  # of the output of each node
+_KILLED = "the lab's keeper was killed, and everything in the lab with it"
 
 # The keeper must not import torch: the import takes seconds, and torch's libraries start threads, but only a process
 # without threads may enter a user namespace. So the keeper makes a package `laconic` without running its __init__.
@@ -163,11 +164,12 @@ class Lab:
     def _send(self, request: dict[str, Any], fds: Sequence[int] = ()) -> None:
         if self._keeper is None:
             raise ValueError("this lab is not open; use it in a `with` block")
-        self._channel.send(request, fds)
+        try:
+            self._channel.send(request, fds)
+        except ConnectionError:
+            raise LabUnavailable(_KILLED) from None
 
-    def _receive(
-        self, failure: str = "the lab's keeper was killed, and everything in the lab with it"
-    ) -> dict[str, Any]:
+    def _receive(self, failure: str = _KILLED) -> dict[str, Any]:
         try:
             return self._channel.receive()[0]
         except EOFError:
@@ -176,7 +178,8 @@ class Lab:
     def set_rate(self, bits_per_s: float | None) -> None:
         """Limit every link to another rate, in bits per second, between two runs; None removes the limit.
 
-        Raises: ValueError if the rate is out of range, or if the lab has no wire or is not open.
+        Raises: ValueError if the rate is out of range, or if the lab has no wire or is not open; LabUnavailable if the
+            keeper was killed.
         """
         if not self.wire:
             raise ValueError("a lab without a wire has no rate; make it with wire=True")
