@@ -40,7 +40,9 @@ def record(step: int, rank: int, *, counted: bool) -> StepRecord:
         traffic=Snapshot(sizes=sizes, waits={"node": 0.25, "local": 9.0}) if counted else None,
         interface=InterfaceBytes(sent=100, received=50) if counted and rank % 2 == 0 else None,
         loopback=InterfaceBytes(sent=30, received=30) if counted and rank % 2 == 0 else None,
-        memory=Ledger(device_bytes=3, device_peak_bytes=4 + rank, host_bytes=6) if counted else None,
+        memory=Ledger(device_bytes=step, device_peak_bytes=10 * step + rank, host_bytes=6) if counted else None,
+        allocated_peak_bytes=100 * step + rank if counted else 0,
+        resident_bytes=1000 * step - rank,
     )
 
 
@@ -61,12 +63,15 @@ def test_records_of_all_ranks_make_one_step() -> None:
     assert first.traffic_bytes == {"node/weights": 46, "local/weights": 20}
     assert first.wait_s == 0.25
     assert (first.interface_sent_bytes, first.interface_received_bytes, first.loopback_bytes) == (200, 100, 60)
-    assert (first.device_bytes, first.device_peak_bytes, first.host_bytes_per_node) == (3, 7, 12)
+    assert (first.device_bytes, first.device_peak_bytes, first.host_bytes_per_node) == (3, 33, 12)
+    assert (second.device_bytes, second.device_peak_bytes) == (4, 43), "each step has its own"
+    assert [(step.allocated_peak_bytes, step.resident_bytes) for step in (first, second)] == [(303, 3000), (403, 4000)]
 
 
 def test_what_nobody_counts_is_absent() -> None:
     step = run_ranks(reduced, 4, False, local=2)[0][0]
-    assert not {"wire_bytes", "wait_s", "traffic_bytes", "interface_sent_bytes", "device_bytes"} & set(step.to_dict())
+    absent = {"wire_bytes", "wait_s", "traffic_bytes", "interface_sent_bytes", "device_bytes", "allocated_peak_bytes"}
+    assert not absent & set(step.to_dict())
     assert step.loss == 2.5
 
 

@@ -2,6 +2,7 @@
 
 import time
 
+import psutil
 import torch
 
 from laconic.comm.launch import RankInfo
@@ -22,6 +23,7 @@ class StepMeter:
 
     def __init__(self, stepper: Stepper, ranks: RankInfo, device: torch.device) -> None:
         self._stepper, self._device = stepper, device
+        self._is_on_cpu = device.type == "cpu"
         self._reads_interface = ranks.is_first_on_node
         self._last_interfaces: _Interfaces | None = None
         self._last_traffic: Snapshot | None = None
@@ -56,6 +58,8 @@ class StepMeter:
             interface=interface,
             memory=self._stepper.memory(),
             loopback=loopback,
+            allocated_peak_bytes=0 if self._is_on_cpu else torch.accelerator.max_memory_allocated(self._device),
+            resident_bytes=psutil.Process().memory_info().rss,
         )
 
     def skip(self) -> None:
@@ -63,7 +67,7 @@ class StepMeter:
         self._last_interfaces = None
 
     def _synchronize(self) -> None:
-        if self._device.type != "cpu":
+        if not self._is_on_cpu:
             torch.accelerator.synchronize(self._device)
 
     def _read_interfaces(self) -> _Interfaces:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -89,7 +88,7 @@ def reduce_records(
     reports = [report for record in records for report in record.result.syncs]
     sums = _all_reduce([*map(_figures, records), *map(_sync_figures, reports)], dist.ReduceOp.SUM, group)
     step_sums, sync_sums = sums[: len(records)], sums[len(records) :]
-    [peaks] = _all_reduce([_peaks(records[-1])], dist.ReduceOp.MAX, group)
+    peaks = _all_reduce([*map(_peaks, records)], dist.ReduceOp.MAX, group)
     timelines = [record.result.timeline for record in records if record.result.timeline is not None]
     cyclic = gather_metrics(timelines, group) if timelines else [None] * len(records)
     tokens_per_sync = tokens_per_step * (steps_per_sync or 1)
@@ -115,11 +114,11 @@ def reduce_records(
             data_s=record.data_s,
             tokens_per_s=tokens_per_step / record.step_s,
             **_wire_figures(record, total, ranks),
-            **_memory_figures(record, total, peaks, ranks),
+            **_memory_figures(record, total, peak, ranks),
             syncs=tuple(sync for sync in syncs if sync.step == record.step),
             cyclic=metrics,
         )
-        for record, total, metrics in zip(records, step_sums, cyclic, strict=True)
+        for record, total, peak, metrics in zip(records, step_sums, peaks, cyclic, strict=True)
     ]
 
 
@@ -138,15 +137,15 @@ def _wire_figures(record: StepRecord, total: _Figures, ranks: RankInfo) -> dict[
     }
 
 
-def _memory_figures(record: StepRecord, total: _Figures, peaks: _Figures, ranks: RankInfo) -> dict[str, Any]:
-    """The memory of a `Step`, from the sums and the peaks over ranks; None where nothing is measured."""
+def _memory_figures(record: StepRecord, total: _Figures, peak: _Figures, ranks: RankInfo) -> dict[str, Any]:
+    """The memory of a `Step`, from the sums and the maxima over ranks; None where nothing is measured."""
     has_engine = record.memory is not None
     return {
-        "device_bytes": int(peaks["device_bytes"]) if has_engine else None,
-        "device_peak_bytes": int(peaks["device_peak_bytes"]) if has_engine else None,
+        "device_bytes": int(peak["device_bytes"]) if has_engine else None,
+        "device_peak_bytes": int(peak["device_peak_bytes"]) if has_engine else None,
         "host_bytes_per_node": int(total["host_bytes"]) // ranks.num_nodes if has_engine else None,
-        "allocated_peak_bytes": int(peaks["allocated_peak_bytes"]) or None,
-        "resident_bytes": int(peaks["resident_bytes"]),
+        "allocated_peak_bytes": int(peak["allocated_peak_bytes"]) or None,
+        "resident_bytes": int(peak["resident_bytes"]),
     }
 
 
@@ -179,8 +178,8 @@ def _peaks(record: StepRecord) -> _Figures:
     return {
         "device_bytes": memory.device_bytes if memory else 0,
         "device_peak_bytes": memory.device_peak_bytes if memory else 0,
-        "allocated_peak_bytes": torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0,
-        "resident_bytes": psutil.Process().memory_info().rss,
+        "allocated_peak_bytes": record.allocated_peak_bytes,
+        "resident_bytes": record.resident_bytes,
     }
 
 

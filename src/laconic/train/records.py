@@ -33,6 +33,10 @@ class StepRecord:
     """Bytes that the engine holds; None for a strategy without the engine."""
     loopback: InterfaceBytes | None = None
     """Bytes that the ranks of the node exchanged during the step; None where `interface` is."""
+    allocated_peak_bytes: int = 0
+    """The most bytes that torch has allocated on the accelerator since the run began; 0 on CPU."""
+    resident_bytes: int = 0
+    """Bytes of this process's resident memory at the end of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +84,7 @@ class Step:
     host_bytes_per_node: int | None = None
     """Bytes of the host caches of all ranks, per node."""
     allocated_peak_bytes: int | None = None
-    """torch.accelerator.max_memory_allocated on the fullest rank; None on CPU."""
+    """The most bytes that torch has allocated on the fullest rank's accelerator since the run began; None on CPU."""
     resident_bytes: int = 0
     """Bytes of resident memory of the largest process."""
     syncs: tuple[SyncMetrics, ...] = ()
