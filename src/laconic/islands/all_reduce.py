@@ -92,6 +92,14 @@ class CompressedAllReduce:
         return arriving
 
 
+def sum_over_islands(cluster: Cluster, values: Sequence[int]) -> list[int]:
+    """Return the sum of each value over islands. Collective over the ranks at this place in all islands."""
+    sums = torch.tensor(values, dtype=torch.int64)
+    if cluster.island_group is not None and values:
+        dist.all_reduce(sums, group=cluster.island_group)
+    return [int(each) for each in sums]
+
+
 def gather_from_islands(cluster: Cluster, value: int) -> list[int]:
     """Return every island's value, in the order of islands. Collective over the ranks at this place in all islands."""
     if cluster.island_group is None:
