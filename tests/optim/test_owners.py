@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 
 import laconic
 from laconic.comm.cluster import Cluster
+from laconic.optim.muon import Muon
 from laconic.optim.newton_schulz import cost_of
 from laconic.optim.owners import STAY_WITHIN, Matrix, Owners, assign
 from laconic.ragged.redistribute import moved_elements, whole_on
 from laconic.ragged.tensor import RaggedTensor
 from tests.optim.matrices import cut, cut_specs, optimizer_bytes, random_tensors
 from tests.ranks import run_ranks
+from tests.shard import helpers
 from tests.shard.helpers import MESHES, Place
 
 SHAPES = [(7, 5), (12, 33), (33, 12), (20, 20), (1, 9), (9, 1), (16, 4), (5, 40), (0, 3), (6, 6), (31, 8)]
@@ -247,4 +249,33 @@ def job_few_matrices() -> int:
     disagreeing.add(matrices[: 1 + min(1, dist.get_rank())])
     with pytest.raises(ValueError, match="same parameters in the same order"):
         disagreeing.run({})
+    late = Owners()
+    late.add(matrices[:1])
+    late.run({})
+    late.add(matrices[1:] if dist.get_rank() else [], [cluster])
+    with pytest.raises(ValueError, match="same parameters in the same order"):
+        late.run({})
     return len(worked)
+
+
+def job_groups_of_one_rank() -> None:
+    """One rank gives the matrix to AdamW: at the start, and in a group that comes later."""
+    mesh = laconic.init_mesh("cpu")
+    is_odd = dist.get_rank() == 1
+    for is_late in (False, True):
+        model = helpers.build(lambda: torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 2)))
+        laconic.fully_shard(model, mesh=mesh)
+        first, second = (layer.weight for layer in model)
+        for parameter in (first, second):
+            parameter.grad = torch.zeros_like(parameter)
+        group: dict[str, Any] = {"params": [second], "algorithm": "adamw" if is_odd else "muon"}
+        optimizer = Muon([{"params": [first]} if is_late else group])
+        if is_late:
+            optimizer.step()
+            optimizer.add_param_group(group)
+        with pytest.raises(ValueError, match="same parameters in the same order"):
+            optimizer.step()
+
+
+def test_ranks_with_different_groups_all_raise() -> None:
+    run_ranks(job_groups_of_one_rank, 3, local=1, timeout_s=30)

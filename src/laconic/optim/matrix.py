@@ -26,6 +26,7 @@ class MatrixOptimizer(RaggedOptimizer):
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self.owners = Owners()
         self._matrices: dict[Tensor, list[Matrix]] = {}
+        self._has_new_group = True
         super().__init__(params, defaults | {"algorithm": self.algorithm})
 
     # -- subclasses define ---------------------------------------------------------------------------------------------
@@ -63,11 +64,12 @@ class MatrixOptimizer(RaggedOptimizer):
         for key, value in _ADAMW_DEFAULTS.items() if algorithm == ADAMW else ():
             group.setdefault(key, value)
         super().add_param_group(group)
+        self._has_new_group = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "owners" not in self.__dict__:  # a copy, or unpickled: it plans owners anew
-            self.owners, self._matrices = Owners(), {}
+            self.owners, self._matrices, self._has_new_group = Owners(), {}, True
 
     def _step(self) -> None:
         self._plan_owners()
@@ -99,18 +101,27 @@ class MatrixOptimizer(RaggedOptimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter)
 
     def _plan_owners(self) -> None:
-        """Assign owners, at once, to the matrices of all groups that have no owner yet."""
-        new: dict[Tensor, list[Matrix]] = {
-            parameter: self._matrices_of(parameter, group)
+        """Assign owners, at once, to the matrices of all groups that have no owner yet.
+
+        After a new group without a matrix, too, this rank takes part in the check of all ranks' matrices: another rank
+        may have put a matrix into its group by mistake.
+        """
+        ragged: list[tuple[RaggedTensor, Group]] = [
+            (parameter, group)
             for group in self.param_groups
             for parameter in group["params"]
             if isinstance(parameter, RaggedTensor)
-            and parameter not in self._matrices
-            and self._needs_whole(parameter, group)
+        ]
+        new: dict[Tensor, list[Matrix]] = {
+            parameter: self._matrices_of(parameter, group)
+            for parameter, group in ragged
+            if parameter not in self._matrices and self._needs_whole(parameter, group)
         }
-        if new:
+        if new or self._has_new_group:
             self._matrices |= new
-            self.owners.add([matrix for matrices in new.values() for matrix in matrices])
+            self._has_new_group = False
+            matrices = [matrix for matrices in new.values() for matrix in matrices]
+            self.owners.add(matrices, {parameter.spec.cluster for parameter, _ in ragged})
 
     def _matrix_works(self, parameter: Tensor, group: Group) -> dict[Matrix, Work]:
         """Return the work for the owners of a RaggedTensor's matrices. Do the work on a plain tensor at once."""

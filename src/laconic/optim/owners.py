@@ -22,9 +22,9 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -124,11 +124,16 @@ class Owners:
         self.by_matrix: dict[Matrix, int] = {}  # the shard whose rank owns each matrix, in the order of assignment
         self._rounds: list[_Round] = []
         self._planned: list[tuple[Matrix, int]] = []
-        self._num_agreed = 0
+        self._is_agreed = True
 
-    def add(self, matrices: Sequence[Matrix]) -> None:
-        """Assign owners to further matrices. All ranks must add the same matrices in the same order."""
-        for cluster in dict.fromkeys(matrix.spec.cluster for matrix in matrices):
+    def add(self, matrices: Sequence[Matrix], clusters: Iterable[Cluster] = ()) -> None:
+        """Assign owners to further matrices. All ranks must add the same matrices in the same order.
+
+        `run` then checks this on `clusters` and on those of the matrices. So a rank that adds no matrix to a cluster
+        where another rank adds one must give the cluster, or else the other rank would wait for it forever.
+        """
+        self._is_agreed = False
+        for cluster in dict.fromkeys([*(matrix.spec.cluster for matrix in matrices), *clusters]):
             members = [matrix for matrix in matrices if matrix.spec.cluster is cluster]
             loads = self.loads.setdefault(cluster, [0.0] * cluster.size)
             self.by_matrix.update((members[index], owner) for index, owner in assign(members, loads))
@@ -175,10 +180,10 @@ class Owners:
         return self._rounds
 
     def _agree(self) -> None:
-        """After every change, check that all ranks have the same owners. Otherwise they would misread messages."""
-        if len(self.by_matrix) == self._num_agreed:
+        """After every `add`, check that all ranks have the same owners. Otherwise they would misread messages."""
+        if self._is_agreed:
             return
-        for cluster in self.loads:
+        for cluster in sorted(self.loads, key=_place_of):  # ranks may have met the clusters in another order
             owned = [(m.spec, owner) for m, owner in self.by_matrix.items() if m.spec.cluster is cluster]
             plan = [(spec.slot.name, tuple(spec.shape), owner) for spec, owner in owned]
             fingerprint = zlib.crc32(repr(plan).encode())
@@ -189,7 +194,11 @@ class Owners:
                     "ranks disagree about the matrices of this optimizer or their order, for instance because "
                     "parameter groups were filled from a set; give every rank the same parameters in the same order"
                 )
-        self._num_agreed = len(self.by_matrix)
+        self._is_agreed = True
+
+
+def _place_of(cluster: Cluster) -> tuple[Any, ...]:
+    return sorted(cluster.ranks), cluster.num_nodes
 
 
 class _Round:
