@@ -199,6 +199,7 @@ def test_a_vector_is_refused_by_name() -> None:
         ({"lr": -1.0}, "lr must be at least 0, got -1.0"),
         ({"weight_decay": -0.1}, "weight_decay"),
         ({"momentum": -0.1}, "momentum"),
+        ({"eps": 0.0}, "eps must be above 0, got 0.0"),
         ({"ns_steps": 100}, "ns_steps must be at least 0 and below 100"),
         ({"ns_coefficients": (1.0, 2.0)}, "three numbers"),
         ({"adjust_lr_fn": "spectral"}, "match_rms_adamw.*got 'spectral'"),
@@ -224,6 +225,8 @@ def test_defaults_of_an_adamw_group() -> None:
     assert (kept["lr"], kept["weight_decay"], kept["betas"], kept["eps"]) == (0.3, 0.2, (0.9, 0.999), 1e-8)
     (kept,) = Muon([group | {"lr": 0.1, "eps": 1e-6, "betas": (0.8, 0.9)}]).param_groups
     assert (kept["lr"], kept["betas"], kept["eps"]) == (0.1, (0.8, 0.9), 1e-6)
+    with pytest.raises(ValueError, match="eps must be above 0, got 0"):
+        Muon([group | {"eps": 0}])
 
 
 def test_state_without_a_step() -> None:

@@ -87,6 +87,7 @@ class MatrixOptimizer(RaggedOptimizer):
     def _check_settings(self, group: Group) -> None:
         if group["algorithm"] == ADAMW:
             check_range(group, "betas", high=1)
+            check_range(group, "eps", is_open=True)
         else:
             self._check_rule(group)
 

@@ -69,6 +69,7 @@ class Muon(MatrixOptimizer):
 
     def _check_rule(self, group: Group) -> None:
         check_range(group, "momentum")
+        check_range(group, "eps", is_open=True)
         check_range(group, "ns_steps", high=_MAX_NS_STEPS)
         if len(group["ns_coefficients"]) != 3:
             raise ValueError(f"ns_coefficients must be three numbers, got {group['ns_coefficients']}")
