@@ -152,6 +152,24 @@ def test_tokenised_once_until_the_corpus_changes(tmp_path: Path, monkeypatch: py
     assert text(first.train) == "abcdef\0"
 
 
+@pytest.mark.parametrize("pattern", ["train-*.bin", "eval-*.bin", "corpus-*.json"])
+@pytest.mark.parametrize("keeps", [None, 0, 3])
+def test_a_file_that_is_missing_or_short_is_written_again(tmp_path: Path, pattern: str, keeps: int | None) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"text": f"document {number};"}) + "\n" for number in range(40)))
+    settings: dict[str, Any] = {"kind": "jsonl", "path": str(path), "eval_fraction": 0.25}
+    first = tokens_of(tmp_path, **settings)
+    (file,) = (tmp_path / "tokens").glob(pattern)
+    content = file.read_bytes()
+    file.unlink()  # the mapped tokens keep the old file
+    if keeps is not None:
+        file.write_bytes(content[:keeps])
+    again = tokens_of(tmp_path, **settings)
+    assert file.read_bytes() == content
+    assert text(again.train) == text(first.train)
+    assert text(again.evaluation) == text(first.evaluation)
+
+
 def test_documents_are_held_out_whole(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     documents = [f"document {number};" for number in range(400)]

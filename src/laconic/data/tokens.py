@@ -2,8 +2,10 @@
 
 [Note: One writer per node]
 Local rank 0 of each node tokenises the corpus. It writes each file under a temporary name and then renames it. So a
-reader sees a whole file or none, also after a run was killed, or if nodes share the folder. File names have a hash of
-the sources, the tokenizer and the split. The other ranks wait in `RankGroup.agree` and then map the files.
+reader sees a whole file or none, also after a run was killed, or if nodes share the folder. The index file comes last
+and has the sizes of the others: a file that was deleted, or that a power cut left empty, is written again. File names
+have a hash of the sources, the tokenizer and the split. The other ranks wait in `RankGroup.agree` and then map the
+files.
 """
 
 import hashlib
@@ -21,7 +23,8 @@ from laconic.files import replacing, write_text
 from laconic.hf.tokenizer import Tokenizer
 
 _DOCUMENTS_PER_BATCH = 64
-_FORMAT = 1  # raise it when the files change: runs then ignore files of the old format
+_SPLITS = ("train", "eval")
+_FORMAT = 2  # raise it when the files change: runs then ignore files of the old format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +46,14 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> Path:
     """
     corpus = open_corpus(config)
     index = folder / f"corpus-{_fingerprint(corpus, tokenizer, config)}.json"
-    if index.exists():
+    if _is_whole(index):
         return index
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise JobError(f"cannot create the folder for tokenised data {str(folder)!r}: {error}") from error
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    train_path, eval_path = (folder / f"{split}-{index.stem}.bin" for split in ("train", "eval"))
+    train_path, eval_path = (_path(index, split) for split in _SPLITS)
     num_documents = num_text_tokens = 0
     with (
         replacing(train_path, durable=False) as new_train,
@@ -66,8 +69,13 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> Path:
                 row = np.append(row, dtype.type(tokenizer.separator))
             row.tofile(file)
             num_documents += 1
-    summary = {"dtype": dtype.name, "num_documents": num_documents, "num_text_tokens": num_text_tokens}
-    write_text(index, json.dumps(summary), durable=False)  # last: an index shows that the files are complete
+    summary = {
+        "dtype": dtype.name,
+        "num_documents": num_documents,
+        "num_text_tokens": num_text_tokens,
+        "nbytes": {split: _path(index, split).stat().st_size for split in _SPLITS},
+    }
+    write_text(index, json.dumps(summary), durable=False)
     return index
 
 
@@ -80,7 +88,7 @@ def open_tokens(index: Path, config: DataConfig) -> TokenFiles:
     summary = json.loads(index.read_text())
 
     def split(name: str) -> np.ndarray:
-        path = index.with_name(f"{name}-{index.stem}.bin")
+        path = _path(index, name)
         if path.stat().st_size == 0:  # numpy cannot map an empty file
             return np.empty(0, summary["dtype"])
         return np.memmap(path, dtype=summary["dtype"], mode="r")
@@ -111,6 +119,19 @@ def rows_at(tokens: np.ndarray, offsets: np.ndarray, length: int) -> np.ndarray:
         start = int(offsets[where])
         rows[where] = tokens[start : start + length]
     return rows
+
+
+def _path(index: Path, split: str) -> Path:
+    return index.with_name(f"{split}-{index.stem}.bin")
+
+
+def _is_whole(index: Path) -> bool:
+    """True if the index can be read, and its files are there with the sizes that it gives."""
+    try:
+        sizes = json.loads(index.read_text())["nbytes"]
+        return all(_path(index, split).stat().st_size == sizes[split] for split in _SPLITS)
+    except (OSError, ValueError):
+        return False
 
 
 def _tokens(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
