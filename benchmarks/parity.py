@@ -25,7 +25,7 @@ _BATCH = 100
 
 
 class Bench:
-    """What the trees have shown."""
+    """The findings of all trees, and the row that sums them up."""
 
     def __init__(self, num_trees: int) -> None:
         self.num_trees = num_trees

@@ -54,7 +54,7 @@ COMPARED = ("fsdp2", "hsdp", "ddp", "host")
 
 
 class Key(NamedTuple):
-    """What distinguishes one run from another; sorts as the tables do."""
+    """The fields in which two runs differ. Keys sort in the order in which the tables show the runs."""
 
     setup: Setup
     job: Job

@@ -1,10 +1,10 @@
 """Islands that train on their own and sync rarely: DiLoCo (arXiv 2311.08105), streamed (arXiv 2501.18512).
 
 [Note: One thread, one order]
-An all-reduce over islands has two trips with a sum between them, and runs while the next inner steps compute. One
-background thread runs all of it. Only this thread uses the group of islands, for one all-reduce after the other, so
-messages have the same order on all islands. The training thread submits an all-reduce after one step and waits for it
-after a later step. The step counter alone determines both steps.
+An all-reduce over islands has two trips with a sum between them, and runs while the next inner steps compute. Each rank
+has one background thread, which makes both trips and the sum. Only this thread uses the group of islands, for one
+all-reduce after the other, so messages have the same order on all islands. The training thread submits an all-reduce
+after one step and waits for it after a later step. The step counter alone determines both steps.
 """
 
 import time

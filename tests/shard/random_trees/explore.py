@@ -18,7 +18,7 @@ _SHRINK_S = 60.0
 
 @dataclass
 class Findings:
-    """What became of the cases that were tried."""
+    """The outcomes of the cases that were tried."""
 
     kinds: dict[str, int] = field(default_factory=dict)
     """The number of cases by the kind of their outcome."""
