@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from laconic import fully_shard
 from tests.ranks import run_ranks
+from tests.train.jobs import SMALL_LLAMA
 
 
 class Attention(nn.Module):
@@ -222,15 +223,7 @@ def test_compiled_blocks_and_models(whole: bool) -> None:
 
 def llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=19,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-    )
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(LlamaConfig(vocab_size=19, **SMALL_LLAMA)).eval()
 
 
 def job_generation(folder: Path) -> None:

@@ -8,6 +8,17 @@ from typing import Any
 
 from laconic.config import Config, JobError, from_dict
 
+SMALL_LLAMA = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": False,
+}
+"""A transformers configuration without its vocabulary."""
+
 TEXT = "".join(f"{n} bottles of beer on the wall, take one down, pass it around: {n - 1}.\n" for n in range(300, 0, -1))
 
 
@@ -21,18 +32,7 @@ def corpus(folder: Path) -> Path:
 def table(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     """A job in plain values: two small layers, four steps, output in `folder`/out; `sections` are laid over it."""
     job: dict[str, Any] = {
-        "model": {
-            "config": {
-                "model_type": "llama",
-                "hidden_size": 16,
-                "intermediate_size": 24,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "max_position_embeddings": 32,
-                "tie_word_embeddings": False,
-            }
-        },
+        "model": {"config": {"model_type": "llama", **SMALL_LLAMA}},
         "data": {
             "kind": "text",
             "path": str(folder / "corpus.txt"),
