@@ -47,7 +47,7 @@ def live(bench: Bench) -> Row:
 
 def messages(bench: Bench) -> Row:
     n, by_rule, most, largest, burst = 4, [], 0, 0.0, 0.0
-    for rule in ("v1", "v2", "lag2"):
+    for rule in ("v1", "v2", "lag2", "clip"):
         workers = _run_sleeping(bench, rule, n, bench.batches + 2)
         sends, receives = (
             max(len(step) for worker in workers for step in getattr(worker.log, name))
@@ -66,10 +66,10 @@ def messages(bench: Bench) -> Row:
         is_met=most <= 2 and burst <= 1 / n,
         note=(
             "counted at the sender and the receiver, between the ops of the runtime on Gloo, replicated states; P: "
-            "bytes of all parameters. An all-reduce begins with P bytes on every worker, and each worker sends "
-            f"{2 * (n - 1) / n:.2f} P. "
-            "The new parameters of one stage and the gradient sums of another may leave between the same two ops, "
-            "although a batch has fewer than one message per time step: the runtime does not space messages out."
+            "bytes of all parameters. The burst is what a worker sends between two ops. An all-reduce begins with P "
+            f"bytes on every worker, and each worker sends {2 * (n - 1) / n:.2f} P. New parameters of a stage wait for "
+            "one time step where a gradient sum leaves, under every rule. A total of v2 cannot wait, so it may reach "
+            "its owner together with the parameters of another stage, from another worker: two receives."
         ),
     )
 

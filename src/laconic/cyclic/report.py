@@ -20,13 +20,14 @@ class Report:
     bytes_per_step: list[int] = field(default_factory=lambda: [0])
     """The bytes sent before the first op, and after each op."""
     largest_burst: int = 0
-    """The largest number of bytes sent between two ops, since the beginning."""
+    """The largest number of bytes sent between two ops, since the beginning. The two may be of different batches."""
     durations_s: list[float] = field(default_factory=list)
     """The duration of each op, without the wait before it."""
     waits_s: list[float] = field(default_factory=list)
     """The time that the device waited for messages before each op."""
     trace: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_TRACE_LENGTH))
     """The latest changes of `live_now`, as (time.monotonic(), value). `peak_together` merges the traces of devices."""
+    _burst: int = 0  # the bytes sent since the last op
 
     @property
     def on_time(self) -> float:
@@ -51,11 +52,13 @@ class Report:
         self.durations_s.append(duration_s)
         self.waits_s.append(wait_s)
         self.bytes_per_step.append(0)
+        self._burst = 0
 
     def add_sent(self, num_bytes: int) -> None:
         """Record bytes that were sent since the last op."""
         self.bytes_per_step[-1] += num_bytes
-        self.largest_burst = max(self.largest_burst, self.bytes_per_step[-1])
+        self._burst += num_bytes
+        self.largest_burst = max(self.largest_burst, self._burst)
 
     def clear_trace(self) -> None:
         """Clear the trace and the peaks."""

@@ -6,7 +6,8 @@ There are N workers and N stages; s_j is the switch of stage j under the rule (r
   gradient      The gradient of stage j, summed over workers 0..i. Worker i sends it to worker i + 1 after its backward.
   total         The sum over all workers. The last worker sends it to the devices that step the stage's optimizer.
   weights       One version of a stage's parameters. It travels along a ring of workers, from the stage's owner, worker
-                s_j mod N. Each worker sends it on when it begins to use it, two time steps after the previous worker.
+                s_j mod N. Each worker uses it two time steps after the previous worker, and sends it on before its
+                forward or after it: [Note: One message at a time] in program.py.
   rear weights  The same version once more for the backward, if workers do not keep parameters after the forward.
   activation, activation gradient
                 The output of a stage, and the gradient of its input, between stages on different devices.

@@ -2,6 +2,28 @@
 
 Programs are the only source of messages. The planner counts their messages, the runtime executes them, and a receiver
 learns from the sender's program which messages come and in which order. See [Note: Messages of a batch].
+
+[Note: One message at a time]
+With replicated states a staggered worker sends one message of a stage's size at a time, under every rule. Number the
+beginnings of the worker's time steps from its first forward of a batch on; number 2N is number 0 of the next batch.
+
+  gradients  That of stage j, or the total, is ready at 2N - j, so gradients leave at N + 1, ..., 2N. They do not wait:
+             a total may be needed at once (`Rule.slack`).
+  weights    Those of stage j are ready at j, before the worker's own forward. The next worker in the ring needs them at
+             j + 2 under every rule, so they have one time step to spare.
+
+If weights left when they are ready, number 0 would have two messages, the gradient and the weights of stage 0, and
+number N none. So weights wait for one time step where another message leaves: those of stage 0 for its gradient, those
+of stage j for the weights of stage j - 1 that have waited. This ends at a stage whose weights the worker does not send,
+because the next worker owns it, or else at number N, which is free. If a worker sends the weights of all stages, its 2N
+messages have 2N places, and no other order fits: only the weights of stage N - 1 can leave at N, then only those of
+stage N - 2 at N - 1, and so on.
+
+Weights that wait have one time step to arrive instead of two. No op is delayed as long as a message takes less than a
+time step. If messages take longer, 2N of them do not fit into 2N time steps in any order.
+
+Other schedules do not wait. Plain data parallelism needs the weights at once. With sharded states a worker sends about
+3N messages in 2N time steps, so two at a time are the fewest for N > 3, and no two of them are of one kind.
 """
 
 from collections import Counter
@@ -75,14 +97,22 @@ def _ring_of_workers(schedule: Schedule, device: int, batch: int, run: Run) -> I
         version = schedule.rule.version_in_run(op.worker, op.stage, batch)
         if op.is_forward and device == schedule.rule.owner(op.stage) and run.has_version(version):
             yield Update(op.stage, version)
-        if op.is_forward or schedule.states == "sharded":
-            yield from _weights(schedule, op, version, run)
+        receives, sends = _weights(schedule, op, version, run)
+        yield from receives
+        if not (waits := _waits(schedule, op.worker, op.stage)):
+            yield from sends
         if computes:
             yield from _compute(schedule, op, version)
+        if waits:
+            yield from sends
 
 
-def _weights(schedule: Schedule, op: Op, version: int, run: Run) -> Iterator[Instruction]:
+def _weights(schedule: Schedule, op: Op, version: int, run: Run) -> tuple[list[Receive], list[Send]]:
     """Receive a version from the previous worker in the stage's ring, and send it to the next worker."""
+    receives: list[Receive] = []
+    sends: list[Send] = []
+    if not op.is_forward and schedule.states != "sharded":
+        return receives, sends
     workers, owner, is_replicated = schedule.num_stages, schedule.rule.owner(op.stage), schedule.states == "replicated"
     previous = (op.worker - 1) % workers if version >= 0 or op.worker > 0 else owner
     following = (op.worker + 1) % workers
@@ -91,9 +121,19 @@ def _weights(schedule: Schedule, op: Op, version: int, run: Run) -> Iterator[Ins
         return run.has_version(version) if is_replicated else run.has_gradient(message.sent_in)
 
     if op.worker != owner and exists(message := _hop(schedule, op, version, previous, op.worker)):
-        yield Receive(message, is_needed=is_replicated or run.has_gradient(op.batch))
+        receives.append(Receive(message, is_needed=is_replicated or run.has_gradient(op.batch)))
     if following != owner and exists(message := _hop(schedule, op, version, op.worker, following)):
-        yield Send(message)
+        sends.append(Send(message))
+    return receives, sends
+
+
+def _waits(schedule: Schedule, worker: int, stage: int) -> bool:
+    """Whether the worker sends the weights of a stage after its forward: see [Note: One message at a time]."""
+    if schedule.states != "replicated" or not schedule.rule.is_staggered:
+        return False
+    last, owner, following = schedule.num_stages - 1, schedule.rule.owner, (worker + 1) % schedule.num_stages
+    sends_first_gradient = worker < last or owner(0) != last
+    return sends_first_gradient and all(owner(earlier) != following for earlier in range(stage))
 
 
 def _hop(schedule: Schedule, op: Op, version: int, source: int, target: int) -> Message:
@@ -107,7 +147,8 @@ def _hop(schedule: Schedule, op: Op, version: int, source: int, target: int) -> 
     if version == -1 and source == rule.owner(stage) and target == 0 and rule.switch[stage] < schedule.num_stages:
         early = max(due - 2, 0)  # a message of weights leaves two time steps before it is due: see _first_weights
         return Message(kind, source, target, stage, version, target, early, due, 0, due_in)
-    return Message(kind, source, target, stage, version, target, step_of(source, stage, sent_in), due, sent_in, due_in)
+    step = step_of(source, stage, sent_in) + _waits(schedule, source, stage)
+    return Message(kind, source, target, stage, version, target, step, due, sent_in, due_in)
 
 
 def _first_weights(schedule: Schedule, device: int) -> Iterator[Instruction]:

@@ -17,7 +17,7 @@ _SWITCHES: dict[str, Callable[[int, int], int]] = {
     "dp": lambda num_stages, stage: 0,  # all workers are fresh; this is possible only if all run at once
     "v1": lambda num_stages, stage: num_stages,  # all workers are stale: every gradient is one batch old
     "v2": lambda num_stages, stage: num_stages - 1 - stage,  # as many workers are fresh as the time steps permit
-    "lag2": lambda num_stages, stage: num_stages - stage,  # one less than v2: messages have two time steps to arrive
+    "lag2": lambda num_stages, stage: num_stages - stage,  # one less than v2: totals have two time steps to arrive
     "clip": lambda num_stages, stage: num_stages - 1 - stage // 2,  # as v2 where updates wait for all stages
 }
 RULES = tuple(_SWITCHES)
