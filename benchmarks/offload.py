@@ -13,13 +13,13 @@ host cache rest on the host. All else would be on the device: gathered parameter
 activations. Their peak is measured in two ways, in forward and backward of one step.
 
   by torch's allocator  What the profiler saw allocated beyond what was there before. The step before has left its
-                        gradients, so tensors that rest on the host are not in it, and activations are. This is the same
-                        measurement for both.
-  by each one's books   Without activations. Ours: `memory().device_peak_bytes`, which counts every buffer of the engine.
+                        gradients, so tensors that rest on the host are not in it, and activations are. Both are
+                        measured alike.
+  by each one's books   Without activations. Ours: `memory().device_peak_bytes`, which counts all buffers of the engine.
                         FSDP2: torch's own FSDPMemTracker, the categories of unsharded parameters and gradients and of
-                        the buffers of all-gather and reduce-scatter. The tracker does not see the sum that a
-                        reduce-scatter leaves on the device before it goes to the host, and on a GPU shards would also
-                        be copied to the device before an all-gather: both are in favour of FSDP2.
+                        the buffers of all-gather and reduce-scatter. It leaves out the sum that a reduce-scatter puts
+                        on the device before it goes to the host, and the copies of shards that a GPU needs before an
+                        all-gather. Both are in favour of FSDP2.
 
 FSDP2 is measured with the collectives of [Note: The strongest baseline] in strategies/ring.py and, for memory, with
 torch's own too. Its gathers do not run ahead then, so it may need less. The smaller figure counts.

@@ -209,7 +209,8 @@ def test_messages_per_step_are_few(num_stages: int, rule: str) -> None:
     schedule = Schedule(Rule.named(rule, num_stages))
     sends, receives = largest_burst(schedule, 6)
     assert sends == 1
-    assert receives == (1 if rule == "v1" or num_stages == 2 else 2)
+    has_one_sender = rule == "v1" or num_stages == 2 or (rule == "v2" and num_stages == 3)
+    assert receives == (1 if has_one_sender else 2)  # a total may meet weights from another worker
     steady = Counter(message.kind for message in messages_of(schedule, 8) if message.sent_in == 5)
     assert steady["gradient"] == steady["weights"] == num_stages * (num_stages - 1)
     owners = [schedule.rule.owner(stage) for stage in range(num_stages)]
