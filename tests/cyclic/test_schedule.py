@@ -217,6 +217,21 @@ def test_messages_per_step_are_few(num_stages: int, rule: str) -> None:
     assert steady["total"] == sum(owner != num_stages - 1 for owner in owners)
 
 
+@pytest.mark.parametrize("rule", STAGGERED)
+def test_messages_have_time_to_arrive(rule: str) -> None:
+    """Only the totals of v2 are needed at once: see the table in docs/cyclic.md."""
+    for num_stages in range(2, 8):
+        spare: dict[str, set[int]] = defaultdict(set)
+        for message in messages_of(Schedule(Rule.named(rule, num_stages)), 6):
+            spare[message.kind].add(message.due - message.step)
+        assert spare["gradient"] == {2}
+        assert spare["weights"] == {1} if rule == "v1" else {1} <= spare["weights"] <= {1, 2}
+        if rule in ("v2", "lag2"):
+            assert spare["total"] == {0 if rule == "v2" else 2}
+        else:
+            assert all(steps >= 2 for steps in spare["total"])
+
+
 def staggered_rules(num_stages: int) -> list[Rule]:
     """All rules of N workers that are possible, except plain data parallelism."""
     switches = product(*(range(num_stages - 1 - stage, num_stages + 1) for stage in range(num_stages)))
