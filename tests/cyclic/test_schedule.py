@@ -225,7 +225,8 @@ def test_messages_have_time_to_arrive(rule: str) -> None:
         for message in messages_of(Schedule(Rule.named(rule, num_stages)), 6):
             spare[message.kind].add(message.due - message.step)
         assert spare["gradient"] == {2}
-        assert spare["weights"] == {1} if rule == "v1" else {1} <= spare["weights"] <= {1, 2}
+        assert spare["weights"] <= ({1} if rule == "v1" else {1, 2})
+        assert 1 in spare["weights"] or num_stages == 2
         if rule in ("v2", "lag2"):
             assert spare["total"] == {0 if rule == "v2" else 2}
         else:
@@ -255,7 +256,7 @@ def test_a_worker_sends_one_message_at_a_time(num_stages: int) -> None:
 
 
 @pytest.mark.parametrize("num_stages", range(2, 6))
-def test_no_other_order_sends_one_message_at_a_time(num_stages: int) -> None:
+def test_only_two_orders_send_one_message_at_a_time(num_stages: int) -> None:
     """A worker sends the gradients and the weights of all stages, and each message may wait for one time step."""
     n, orders = num_stages, set()
     for waits in product((0, 1), repeat=2 * n):
@@ -266,7 +267,9 @@ def test_no_other_order_sends_one_message_at_a_time(num_stages: int) -> None:
     schedule = Schedule(Rule.named("v1", n))
     begin = schedule.forward_step(0, 0, 2)
     steps = {(m.kind, m.stage): m.step - begin for m in messages_of(schedule, 4) if m.source == 0 and m.sent_in == 2}
-    assert orders == {tuple(steps[kind, stage] for kind in ("weights", "gradient") for stage in range(n))}
+    chosen = tuple(steps[kind, stage] for kind in ("weights", "gradient") for stage in range(n))
+    exchanged = (0, *chosen[1:n], 2 * n + 1, *chosen[n + 1 :])  # the gradient of stage 0 waits instead of its weights
+    assert orders == {chosen, exchanged}
 
 
 @pytest.mark.parametrize("num_stages", range(2, 9))

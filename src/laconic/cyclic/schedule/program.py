@@ -16,8 +16,8 @@ If weights left when they are ready, number 0 would have two messages, the gradi
 number N none. So weights wait for one time step where another message leaves: those of stage 0 for its gradient, those
 of stage j for the weights of stage j - 1 that have waited. This ends at a stage whose weights the worker does not send,
 because the next worker owns it, or else at number N, which is free. If a worker sends the weights of all stages, its 2N
-messages have 2N places, and no other order fits: only the weights of stage N - 1 can leave at N, then only those of
-stage N - 2 at N - 1, and so on.
+messages have 2N places. Only the weights of stage N - 1 can leave at N, then only those of stage N - 2 at N - 1, and so
+on. In the end one choice is left: the gradient of stage 0 could wait instead of its weights, if it is not a total.
 
 Weights that wait have one time step to arrive instead of two. No op is delayed as long as a message takes less than a
 time step. If messages take longer, 2N of them do not fit into 2N time steps in any order.
