@@ -77,11 +77,11 @@ def job_refusals() -> None:
     model, want = shard(build()), build(seed=1).state_dict()
     with pytest.raises(RuntimeError, match=r"torch.float32 of shape .*, cannot become torch.float64.*convert"):
         model.load_state_dict({name: v.double() for name, v in want.items()}, assign=True)
-    with pytest.raises(RuntimeError, match="cannot become torch.float64"):
+    with pytest.raises(RuntimeError, match=r"cannot become torch\.float64"):
         train_step(model)
     model.load_state_dict(want, assign=True)
     assert_equal(full_parameters(model), want)
-    with pytest.raises(RuntimeError, match=r"but not for out.bias; call to_empty first"):
+    with pytest.raises(RuntimeError, match=r"got values, but not out.bias, .*; call to_empty first"):
         on_meta().load_state_dict({k: v for k, v in want.items() if k != "out.bias"}, assign=True, strict=False)
 
 

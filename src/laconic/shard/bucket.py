@@ -10,7 +10,6 @@ n * L + l, as in MiCS, a strided copy would be needed between the levels.)
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -71,7 +70,8 @@ class Bucket:
         self.reduced_hook: Callable[[Tensor], None] | None = None
         self.ledger = Ledger()
         self.cached: CachedShard | None = None
-        self._places = [item.places for item in managed]
+        self.places = [item.places for item in managed]
+        """Every (module, attribute) that shows each parameter."""
         self._specs = [
             RaggedSpec(
                 cluster=p.cluster, layout=layout, index=i, dtensor=DTensorShard.of(p.parameter, p.name, p.cluster)
@@ -390,7 +390,7 @@ class Bucket:
     def set_gradient_sink(self, sink: GradientSink) -> None:
         """Send the gradients of the gathered parameters to `sink`."""
         self._sink = sink
-        for places in self._places:
+        for places in self.places:
             for module, name in places:
                 if name == "weight":
                     write_gradient_in_place(module)
@@ -402,7 +402,7 @@ class Bucket:
             RuntimeError: a module's sharded parameter was replaced; the replacement would be lost now.
         """
         assert self._full is not None
-        for places, sharded, slot in zip(self._places, self.sharded, self.layout.slots, strict=True):
+        for places, sharded, slot in zip(self.places, self.sharded, self.layout.slots, strict=True):
             if any(module._parameters.get(name) is not sharded for module, name in places):
                 raise RuntimeError(
                     f"parameter {slot.name} is no longer the one fully_shard made: it was replaced. Copy into it "
@@ -433,71 +433,9 @@ class Bucket:
                 "parameter that trains. Edit the sharded parameter under torch.no_grad() while the module is resharded"
             )
 
-    @torch.no_grad()
-    def take_values(self) -> None:
-        """Copy from the parameters that stand in place of the sharded ones, and show the sharded ones again.
-
-        So an optimizer that has the sharded parameters goes on to train them. Collective if one is a DTensor.
-
-        Raises:
-            RuntimeError: a replacement has another shape or dtype; or the shard is on the meta device, and some
-                parameters of the bucket have no replacement. The sharded parameters are shown.
-        """
-        found = [
-            next((shown for module, name in places if (shown := module._parameters.get(name)) is not sharded), sharded)
-            for places, sharded in zip(self._places, self.sharded, strict=True)
-        ]
-        for places, sharded in zip(self._places, self.sharded, strict=True):
-            for module, name in places:
-                if module._parameters.get(name) is not None:
-                    module._parameters[name] = sharded
-        new = {index: p for index, p in enumerate(found) if p is not None and p is not self.sharded[index]}
-        for index, parameter in new.items():
-            old = self.sharded[index]
-            if parameter.dtype != self.dtype or parameter.shape != old.shape:
-                raise RuntimeError(
-                    f"{self.layout.slots[index].name}, {self.dtype} of shape {tuple(old.shape)}, cannot become "
-                    f"{parameter.dtype} of shape {tuple(parameter.shape)} after fully_shard; convert the state dict"
-                )
-        new = {index: parameter for index, parameter in new.items() if not parameter.is_meta}
-        if not new:
-            return
-        if self.shard.is_meta:
-            missing = [slot.name for index, slot in enumerate(self.layout.slots) if index not in new]
-            if missing:
-                raise RuntimeError(
-                    f"load_state_dict(assign=True) has values for some parameters of a bucket on the meta device, but "
-                    f"not for {', '.join(missing)}; call to_empty first, or load them all at once"
-                )
-            self.convert(lambda shard: torch.zeros_like(shard, device=self.cluster.device))
-        for index, parameter in new.items():
-            self.sharded[index].copy_(parameter)
-
-    def take_replacements(self) -> None:
-        """Take the values of parameters that have replaced sharded ones before the first forward, and say so.
-
-        Raises:
-            RuntimeError: see `take_values`.
-        """
-        names = [
-            slot.name
-            for places, sharded, slot in zip(self._places, self.sharded, self.layout.slots, strict=True)
-            if any(
-                (shown := module._parameters.get(name)) is not None and shown is not sharded for module, name in places
-            )
-        ]
-        if names:
-            self.take_values()
-            warnings.warn(
-                f"{', '.join(names)} replaced sharded parameters after fully_shard: their values were taken, and the "
-                "sharded parameters train. An optimizer that holds the replacements trains nothing: build it from "
-                "model.parameters() now, or copy with param.copy_(value) instead of replacing",
-                stacklevel=2,
-            )
-
     def show(self, parameters: Sequence[nn.Parameter | None]) -> None:
         """Show `parameters` in the modules; None hides one from `nn.Module._apply`, which must not see it."""
-        for places, parameter in zip(self._places, parameters, strict=True):
+        for places, parameter in zip(self.places, parameters, strict=True):
             for module, name in places:
                 module._parameters[name] = parameter
 

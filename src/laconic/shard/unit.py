@@ -47,6 +47,7 @@ from laconic.shard.gather import UnitGather
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
 from laconic.shard.reduce import BucketGradients, Reduction
+from laconic.shard.replaced import take_loaded_values, take_values_aloud
 from laconic.shard.trees import leaves_of, map_tensors, tensors_in
 
 
@@ -90,7 +91,7 @@ class Unit:
             module.register_forward_hook(self._post_forward)
             module.register_state_dict_pre_hook(lambda *_: self.reshard())
             module.register_load_state_dict_pre_hook(lambda *_: self.reshard())
-            module.register_load_state_dict_post_hook(lambda *_: self._take_values())
+            module.register_load_state_dict_post_hook(lambda *_: take_loaded_values(self.buckets))
 
     # -- the units of one root -----------------------------------------------------------------------------------------
 
@@ -128,7 +129,7 @@ class Unit:
             BucketGradients(bucket, context.lanes, context.ledger, self._begin_root_backward) for bucket in self.buckets
         ]
         for bucket in self.buckets:
-            bucket.take_replacements()
+            take_values_aloud(bucket)
             bucket.open_account(context.ledger)
 
     def _leave(self) -> None:
@@ -223,11 +224,6 @@ class Unit:
                     bucket.show_sharded()
         finally:
             self._gather.release()
-
-    def _take_values(self) -> None:
-        """Take the values of parameters that `load_state_dict(assign=True)` put in place of the sharded ones."""
-        for bucket in self.buckets:
-            bucket.take_values()
 
     def apply(self, function: Callable[[Tensor], Tensor], super_apply: Callable[[], None]) -> None:
         """Run `nn.Module._apply`, but convert the shard in place of the parameters that are views of it."""
