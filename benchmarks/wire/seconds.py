@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 
 from benchmarks import previous
@@ -191,21 +192,26 @@ def unshaped(bench: Bench) -> Row:
 
 
 def before(bench: Bench) -> Row:
-    """Time this tree and an earlier one in turn."""
-    comparison, now, then = bench.comparison(), [], []
+    """Time this tree and an earlier one in pairs, each first in turn, as the machine's speed drifts."""
+    comparison, pairs = bench.comparison(), []
     with previous.source_at(BEFORE, bench.out) as source:
-        for repeat in range(bench.repeats):
-            case = {"strategy": "host", "steps": 4 if bench.quick else 12, "measure_memory": False, "log_every": 100}
-            now.append(comparison.run(Case(**case, repeat=100 + repeat)).step_s)
-            with previous.running(source):
-                then.append(comparison.run(Case(**case, repeat=200 + repeat)).step_s)
+        for repeat in range(1 if bench.quick else 7):
+            times = {}
+            for tree in ("now", "then") if repeat % 2 == 0 else ("then", "now"):
+                case = Case(
+                    strategy="host", steps=4 if bench.quick else 12, measure_memory=False, log_every=100,
+                    repeat=(100 if tree == "now" else 200) + repeat,
+                )  # fmt: skip
+                with previous.running(source) if tree == "then" else contextlib.nullcontext():
+                    times[tree] = comparison.run(case).step_s
+            pairs.append((times["now"], times["then"]))
     return ratio_row(
         key="before",
         claim=f"step time on an unshaped wire, full training, cache=host, against {BEFORE}",
-        ratio=statistics.median(now) / statistics.median(then),
+        ratio=statistics.median(now / then for now, then in pairs),
         limit=1.0,
         note=(
-            f"medians of {bench.repeats} alternating runs each: now {', '.join(f'{time:.3f}' for time in now)} s, "
-            f"before {', '.join(f'{time:.3f}' for time in then)} s."
+            f"median of the ratios of {len(pairs)} pairs, seconds now and before: "
+            f"{', '.join(f'{now:.3f} and {then:.3f}' for now, then in pairs)}."
         ),
     )
