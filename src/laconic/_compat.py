@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from enum import Enum, auto
@@ -11,6 +11,9 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -78,6 +81,32 @@ def register_as_sharded(module: torch.nn.Module) -> None:
     from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+
+
+def axes_of(mesh: DeviceMesh, *axes: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh with the named axes of `mesh`; several names in one tuple become one axis. Collective over `mesh`.
+
+    torch has no public function that flattens axes or puts meshes side by side.
+    """
+    parts = [mesh[names] if len(names) == 1 else mesh[names]._flatten("_".join(names)) for names in axes]
+    return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
+
+
+def local_box(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of this rank's shard of a DTensor, and the global coordinates at which it begins.
+
+    torch's own function is private, and the arithmetic of several axes that cut one dim is not for copying.
+    """
+    with torch.device("cpu"):  # torch reads numbers from a tensor of the default device, which may be meta
+        local_shape, offset = compute_local_shape_and_global_offset(tuple(shape), mesh, placements)
+    return tuple(local_shape), tuple(offset)
+
+
+plain_results: Any = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of `Parameter`, with which operations return plain tensors. torch has no public name for it.
+"""
 
 
 def let_optimizers_batch(tensor_type: type[torch.Tensor]) -> None:

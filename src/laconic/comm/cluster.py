@@ -256,8 +256,8 @@ class Cluster:
 
     @property
     def ranks(self) -> set[int]:
-        """All ranks of the island, by their numbers in the whole job."""
-        return {rank for node in self._ranks for rank in node}
+        """All ranks of all islands, by their numbers in the whole job."""
+        return set(self.mesh.mesh.flatten().tolist())
 
     def place_on(self, level: Level) -> tuple[int, int]:
         """This rank's place on `level`, and the number of places."""

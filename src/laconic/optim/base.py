@@ -127,7 +127,7 @@ class RaggedOptimizer(torch.optim.Optimizer, ABC):
         shard = parameter.spec.dtensor if isinstance(parameter, RaggedTensor) else None
         if shard is not None and shard.local_shape != shard.shape and self._needs_whole(parameter, group):
             raise ValueError(
-                f"{name} of shape {tuple(parameter.shape)} is cut over another mesh axis as well ({shard.placement}), "
+                f"{name} of shape {tuple(parameter.shape)} is cut over another mesh axis as well {shard.placements}, "
                 f"and {kind} cannot put it together across both; {self.remedy}"
             )
 

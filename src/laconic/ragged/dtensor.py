@@ -1,16 +1,23 @@
-"""Parameters that another parallelism has cut over its own mesh axis before `fully_shard` cuts them.
+"""Parameters that other parallelisms have cut over their own mesh axes before `fully_shard` cuts them.
 
 [Note: Two parallelisms, two meshes]
-Tensor parallelism and expert parallelism cut a parameter first, over their own mesh axis. Each rank then has one shard
-of a DTensor. `fully_shard` cuts this shard again, among the ranks that have the same place on the other axis. Between
-uses the parameter is a RaggedTensor of the *global* shape, and its elements are a run of the DTensor's shard. When the
-parameter is gathered, it is the DTensor again, so the module computes as before. Norms sum over both meshes, and count
-an element once if the other axis replicates it. Checkpoints hold global coordinates, so a checkpoint loads under any
-other cut of the DTensor.
+Tensor parallelism and expert parallelism cut a parameter first, each over a mesh axis of its own. Each rank then has
+one shard of a DTensor. `fully_shard` cuts this shard again, among the ranks that have the same place on these *outer
+axes*. Between uses the parameter is a RaggedTensor of the *global* shape, and its elements are a run of the DTensor's
+shard. When the parameter is gathered, it is the DTensor again, so the module computes as before. Norms sum over all
+axes, and count an element once if an outer axis replicates it. Checkpoints hold global coordinates, so a checkpoint
+loads under any other cut of the DTensor. They write an element once if all its replicas are cut alike. So a DTensor
+with unequal shards shares a bucket only with DTensors of the same placements: else its replicas, or those of its
+neighbours in the bucket, would lie at other places of buckets of other sizes.
+
+A DTensor may also lie over the axes of `fully_shard` itself, if `dp_mesh_dims` names them: it replicates there, and
+`fully_shard` cuts the replicas. Along these axes autograd leaves sums pending, and the reduction of gradients ends
+them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -20,10 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
 
+from laconic import _compat
 from laconic.comm.cluster import Cluster
-from laconic.comm.collectives import all_reduce
 from laconic.ragged.boxed import BoxedTensor
 
 
@@ -32,7 +39,10 @@ class DTensorShard:
     """This rank's shard of a DTensor parameter, which `fully_shard` cuts further. `shape` is the global shape."""
 
     mesh: DeviceMesh
-    placement: Shard | Replicate
+    placements: tuple[Placement, ...]
+    """Shard or Replicate for each axis of `mesh`."""
+    outer_axes: tuple[int, ...]
+    """The axes of `mesh` over which `fully_shard` does not cut."""
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     """The global coordinates at which the shard begins."""
@@ -42,31 +52,26 @@ class DTensorShard:
     def of(parameter: Tensor, name: str, cluster: Cluster) -> DTensorShard | None:
         """Describe this rank's shard of `parameter`, which `fully_shard` will cut over `cluster`; None for a plain one.
 
-        Raises:
-            ValueError: a DTensor is cut over several axes or over ranks of `cluster`, or has another placement than
-                Shard or Replicate.
+        `check_dtensor` has accepted the parameter.
         """
         if not is_torch_dtensor(parameter):
             return None
-        mesh, placement = parameter.device_mesh, parameter.placements[0]
-        if len(parameter.placements) != 1 or not (type(placement) is Shard or type(placement) is Replicate):
-            raise ValueError(
-                f"{name} is a DTensor with placements {parameter.placements}; fully_shard composes with one other mesh "
-                "axis, Shard(dim) or Replicate(). Shard it over one axis only, before fully_shard"
-            )
-        if len(cluster.ranks & set(mesh.mesh.flatten().tolist())) > 1:
-            raise ValueError(
-                f"{name} is a DTensor over ranks {mesh.mesh.flatten().tolist()}, which are in the mesh of fully_shard "
-                "as well; give fully_shard the other axes only, such as mesh['dp'] of a mesh ('dp', 'tp')"
-            )
-        with torch.device("cpu"):  # torch reads numbers from a tensor of the default device, which may be meta
-            local_shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
-        return DTensorShard(mesh, placement, tuple(parameter.shape), tuple(offset), tuple(local_shape))
+        mesh, placements = parameter.device_mesh, tuple(parameter.placements)
+        local_shape, offset = _compat.local_box(parameter.shape, mesh, placements)
+        outer_axes = _outer_axes(mesh, cluster)
+        return DTensorShard(mesh, placements, outer_axes, tuple(parameter.shape), offset, local_shape)
+
+    @property
+    def outer_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The ranks along each outer axis."""
+        return tuple(self.mesh.get_group(axis) for axis in self.outer_axes)
 
     @property
     def is_replica(self) -> bool:
-        """True if another rank of `mesh` holds the same elements and counts them in norms."""
-        return isinstance(self.placement, Replicate) and self.mesh.get_local_rank() != 0
+        """True if another rank along the outer axes holds the same elements and counts them in norms."""
+        place = self.mesh.get_coordinate()
+        assert place is not None, "this rank is not in the DTensor's mesh"
+        return any(self.placements[axis].is_replicate() and place[axis] != 0 for axis in self.outer_axes)
 
     def part_of(self, whole: Tensor) -> Tensor:
         """Select this rank's shard of a plain tensor of the global shape: a view."""
@@ -78,11 +83,13 @@ class DTensorShard:
         """Wrap `shard`, of the local shape, as this rank's shard of the DTensor."""
         stride = torch.empty(self.shape, device="meta").stride()
         return DTensor.from_local(
-            shard, self.mesh, [self.placement], run_check=False, shape=torch.Size(self.shape), stride=stride
+            shard, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=stride
         )
 
     def part_of_gradient(self, gradient: Tensor) -> Tensor:
-        """Select this rank's shard of the gradient that autograd made; finish sums over `mesh` that are pending.
+        """Select this rank's shard of the gradient that autograd made; finish sums over outer axes that are pending.
+
+        Sums that are pending over the other axes stay so: `fully_shard` reduces gradients over these.
 
         Raises:
             ValueError: the gradient is a plain tensor.
@@ -91,9 +98,60 @@ class DTensorShard:
             raise ValueError(
                 f"a gradient of a DTensor parameter came as a plain tensor of shape {tuple(gradient.shape)}"
             )
-        if gradient.placements != (self.placement,):
-            gradient = gradient.redistribute(placements=[self.placement])
+        placements = tuple(
+            found if found.is_partial() and axis not in self.outer_axes else own
+            for axis, (own, found) in enumerate(zip(self.placements, gradient.placements, strict=True))
+        )
+        if gradient.placements != placements:
+            gradient = gradient.redistribute(placements=placements)
         return gradient.to_local()
+
+
+def check_dtensor(parameter: Tensor, name: str, cluster: Cluster, *, may_share_axes: bool) -> None:
+    """Check that `fully_shard` can cut `parameter` over `cluster`, if it is a DTensor of torch's own.
+
+    Raises:
+        ValueError: a DTensor has another placement than Shard or Replicate; or it lies over ranks of `cluster`. With
+            `may_share_axes` it may, but not along a part of an axis, and its placement there must be Replicate.
+    """
+    if not is_torch_dtensor(parameter):
+        return
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if not all(type(placement) is Shard or type(placement) is Replicate for placement in placements):
+        raise ValueError(
+            f"{name} is a DTensor with placements {placements}; fully_shard cuts DTensors whose placements are "
+            "Shard(dim) or Replicate(). Redistribute it to such placements before fully_shard"
+        )
+    shared = _ranks_of(mesh) & cluster.ranks
+    if len(shared) > 1 and not may_share_axes:
+        raise ValueError(
+            f"{name} is a DTensor over ranks {sorted(_ranks_of(mesh))}, which are in the mesh of fully_shard as well; "
+            "give fully_shard the other axes only, such as mesh['dp'] of a mesh ('dp', 'tp'), or name its axes in "
+            "dp_mesh_dims"
+        )
+    inner = set(range(mesh.ndim)).difference(_outer_axes(mesh, cluster))
+    is_along_axes = len(shared) == math.prod(mesh.size(axis) for axis in inner)
+    if not is_along_axes or not all(placements[axis].is_replicate() for axis in inner):
+        raise ValueError(
+            f"{name} is a DTensor with placements {placements} over axes {mesh.mesh_dim_names}; along the axes over "
+            "which fully_shard cuts it must be Replicate(), and it must have each of these axes whole or not at all"
+        )
+
+
+def uneven_cut(parameter: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+    """The cut of a DTensor whose shards have unequal shapes; None for any other parameter.
+
+    Parameters of one bucket have the same: [Note: Two parallelisms, two meshes].
+    """
+    if not is_torch_dtensor(parameter):
+        return None
+    mesh, placements = parameter.device_mesh, tuple(parameter.placements)
+    num_parts = [1] * parameter.ndim
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            num_parts[placement.dim] *= mesh.size(axis)
+    is_even = all(size % parts == 0 for size, parts in zip(parameter.shape, num_parts, strict=True))
+    return None if is_even else (mesh, placements)
 
 
 def is_torch_dtensor(tensor: object) -> TypeGuard[DTensor]:
@@ -115,23 +173,21 @@ def local_part(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
-def common_mesh(meshes: Iterable[DeviceMesh | None]) -> DeviceMesh | None:
-    """The only DTensor mesh among `meshes`, one entry per tensor; None if no tensor is a DTensor.
-
-    Raises:
-        NotImplementedError: there are several meshes.
-    """
-    found = [mesh for mesh in meshes if mesh is not None]
-    if any(mesh != found[0] for mesh in found):
-        raise NotImplementedError(
-            "one operation got tensors that are DTensors over different meshes; call it once for each mesh"
-        )
-    return found[0] if found else None
-
-
-def all_reduce_both(tensor: Tensor, cluster: Cluster, mesh: DeviceMesh | None, op: dist.ReduceOp.RedOpType) -> Tensor:
-    """Reduce a small tensor in place over `cluster`, then over the DTensor mesh unless `mesh` is None. Collective."""
-    all_reduce(cluster, tensor, op)
-    if mesh is not None:
-        dist.all_reduce(tensor, op, group=mesh.get_group())
+def all_reduce_outer(groups: Iterable[dist.ProcessGroup], tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+    """Reduce a small tensor in place along the outer axes of a DTensor, whose ranks are `groups`. Collective."""
+    for group in groups:
+        dist.all_reduce(tensor, op, group=group)
     return tensor
+
+
+def _outer_axes(mesh: DeviceMesh, cluster: Cluster) -> tuple[int, ...]:
+    """The axes of a DTensor's mesh along which not all ranks are in `cluster`; an axis of one rank is one, too."""
+    return tuple(
+        axis
+        for axis, group in enumerate(mesh.get_all_groups())
+        if group.size() == 1 or not cluster.ranks.issuperset(dist.get_process_group_ranks(group))
+    )
+
+
+def _ranks_of(mesh: DeviceMesh) -> set[int]:
+    return set(mesh.mesh.flatten().tolist())

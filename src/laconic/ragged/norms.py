@@ -1,49 +1,54 @@
-"""Norms of RaggedTensors over the mesh. The norms of a list (`clip_grad_norm_` with foreach) cost one message.
+"""Norms of RaggedTensors over all axes. The norms of a list (`clip_grad_norm_` with foreach) share their messages.
 
 A norm over some dims gathers the tensor, since a rank's run begins and ends inside the elements that one norm takes.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from laconic.ragged.dtensor import DTensorShard, all_reduce_both, common_mesh
+from laconic.comm.collectives import all_reduce
+from laconic.ragged.dtensor import all_reduce_outer
 from laconic.ragged.tensor import RaggedTensor, implements
 
 aten = torch.ops.aten
 
 
-def _norms(tensors: Sequence[RaggedTensor], order: float) -> Tensor:
-    """The norms of tensors over one cluster, (number of tensors,), in float32 or wider. Collective."""
+def _norms(tensors: Mapping[int, RaggedTensor], order: float) -> dict[int, Tensor]:
+    """The norms of tensors over one cluster, by the tensors' keys, in float32 or wider. Collective.
+
+    Cost: one message for all tensors over the cluster, then one along each outer axis for the tensors that have it:
+        [Note: Two parallelisms, two meshes] in ragged/dtensor.py.
+    """
     if order <= 0:
         raise NotImplementedError(f"a RaggedTensor has norms of positive order, got {order}")
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+    for key, tensor in tensors.items():
+        by_groups.setdefault(tensor.spec.outer_groups, []).append(key)
+    keys = [key for own in by_groups.values() for key in own]
+    first = tensors[keys[0]]
     # float32 at least: float16 cannot hold the square of 256, and bfloat16 sums have 8 significant bits only
-    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    mesh = common_mesh(tensor.spec.dtensor_mesh for tensor in tensors)
-    own = [
-        torch.linalg.vector_norm(tensor._local_tensor, order, dtype=dtype)
-        if tensor._local_tensor.numel() and _is_counted_here(tensor.spec.dtensor, mesh)
-        else tensor._local_tensor.new_zeros((), dtype=dtype)
-        for tensor in tensors
-    ]
-    norms = torch.stack(own).to(tensors[0].device)
-    cluster = tensors[0].spec.cluster
-    if math.isinf(order):
-        return all_reduce_both(norms, cluster, mesh, dist.ReduceOp.MAX)
-    return all_reduce_both(norms.pow(order), cluster, mesh, dist.ReduceOp.SUM).pow(1.0 / order)
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    norms = torch.stack([_own_norm(tensors[key], order, dtype) for key in keys]).to(first.device)
+    is_max = math.isinf(order)
+    op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+    norms = all_reduce(first.spec.cluster, norms if is_max else norms.pow(order), op)
+    for groups, part in zip(by_groups, norms.split([len(own) for own in by_groups.values()]), strict=True):
+        all_reduce_outer(groups, part, op)
+    return dict(zip(keys, norms if is_max else norms.pow(1.0 / order), strict=True))
 
 
-def _is_counted_here(dtensor: DTensorShard | None, mesh: DeviceMesh | None) -> bool:
-    """False if another rank of the DTensor mesh counts the same elements."""
-    if dtensor is not None:
-        return not dtensor.is_replica
-    return mesh is None or mesh.get_local_rank() == 0
+def _own_norm(tensor: RaggedTensor, order: float, dtype: torch.dtype) -> Tensor:
+    """The norm of this rank's part; zero if another rank counts the same elements."""
+    dtensor = tensor.spec.dtensor
+    if not tensor._local_tensor.numel() or (dtensor is not None and dtensor.is_replica):
+        return tensor._local_tensor.new_zeros((), dtype=dtype)
+    return torch.linalg.vector_norm(tensor._local_tensor, order, dtype=dtype)
 
 
 def _order_of(args: tuple[Any, ...]) -> float:
@@ -55,17 +60,16 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     source, order, dims, keeps_dims = args + (None, 2.0, None, False)[len(args) :]  # torch leaves out trailing defaults
     if keeps_dims or (dims and len(dims) < source.dim()):
         return func(source.full_tensor(), *args[1:], **kwargs)
-    norm = _norms([source], float(order))[0]
+    norm = _norms({0: source}, float(order))[0]
     return norm.to(kwargs.get("dtype") or norm.dtype)
 
 
 @implements(aten._foreach_norm.Scalar)
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     tensors, norms = args[0], dict[int, Tensor]()
-    ragged = [position for position, tensor in enumerate(tensors) if isinstance(tensor, RaggedTensor)]
-    for cluster in dict.fromkeys(tensors[position].spec.cluster for position in ragged):
-        positions = [position for position in ragged if tensors[position].spec.cluster is cluster]
-        norms |= zip(positions, _norms([tensors[i] for i in positions], _order_of(args)), strict=True)
+    ragged = {position: tensor for position, tensor in enumerate(tensors) if isinstance(tensor, RaggedTensor)}
+    for cluster in dict.fromkeys(tensor.spec.cluster for tensor in ragged.values()):
+        norms |= _norms({i: tensor for i, tensor in ragged.items() if tensor.spec.cluster is cluster}, _order_of(args))
     # parameters that fully_shard ignored: every rank has them whole, or as DTensors of torch's own
     for position in set(range(len(tensors))).difference(ragged):
         norm = torch.linalg.vector_norm(tensors[position], _order_of(args), dtype=kwargs.get("dtype"))

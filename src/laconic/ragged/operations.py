@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from laconic.comm.collectives import all_reduce
 from laconic.ragged import norms as norms  # registers its handlers
-from laconic.ragged.dtensor import all_reduce_both, is_torch_dtensor, whole_of
+from laconic.ragged.dtensor import all_reduce_outer, is_torch_dtensor, whole_of
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import OTHERS, RaggedTensor, implements
 
@@ -215,7 +216,7 @@ def _any_or_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     spec = args[0].spec
     answer = func(args[0]._local_tensor).to(torch.uint8)
     op = dist.ReduceOp.MAX if func is aten.any.default else dist.ReduceOp.MIN
-    return all_reduce_both(answer, spec.cluster, spec.dtensor_mesh, op).to(torch.bool)
+    return all_reduce_outer(spec.outer_groups, all_reduce(spec.cluster, answer, op), op).to(torch.bool)
 
 
 @implements(aten._amp_foreach_non_finite_check_and_unscale_)
@@ -224,5 +225,5 @@ def _unscale_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     tensors, found_inf, scale = args
     func([_local(tensor, None) for tensor in tensors], found_inf, scale)
     specs = [tensor.spec for tensor in tensors if isinstance(tensor, RaggedTensor)]
-    for cluster, mesh in dict.fromkeys((spec.cluster, spec.dtensor_mesh) for spec in specs):
-        all_reduce_both(found_inf, cluster, mesh, dist.ReduceOp.MAX)
+    for cluster, groups in dict.fromkeys((spec.cluster, spec.outer_groups) for spec in specs):
+        all_reduce_outer(groups, all_reduce(cluster, found_inf, dist.ReduceOp.MAX), dist.ReduceOp.MAX)

@@ -20,12 +20,11 @@ from __future__ import annotations
 import math
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
+from laconic import _compat
 from laconic.layout.bucket import Extent
 from laconic.ragged.spec import RaggedSpec
 
@@ -83,7 +82,7 @@ def local_shape_on_meta(spec: RaggedSpec) -> tuple[int, ...]:
     if not spec.shape:
         return (spec.extent.numel if spec.extent else 0,)
     placements = placements_of(spec, on_meta=True)
-    return compute_local_shape_and_global_offset(spec.shape, spec.cluster.mesh, placements)[0]
+    return _compat.local_box(spec.shape, spec.cluster.mesh, placements)[0]
 
 
 def held_rows(spec: RaggedSpec) -> range:
@@ -100,7 +99,7 @@ class LocalPart(Tensor):
     It shares memory and version with the RaggedTensor. Results of operations are plain tensors, as of Parameters.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as Parameter has it
+    __torch_function__ = _compat.plain_results
     _cut: RaggedSpec
 
     @staticmethod

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from laconic.comm.cluster import Cluster
 from laconic.layout.bucket import BucketLayout, Extent, Slot
@@ -46,9 +46,9 @@ class RaggedSpec:
         return self.layout.extent(self.index, self.cluster.shard_index)
 
     @property
-    def dtensor_mesh(self) -> DeviceMesh | None:
-        """The mesh of the DTensor; None for a tensor that only `layout` cuts."""
-        return None if self.dtensor is None else self.dtensor.mesh
+    def outer_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The ranks along each outer axis; none for a tensor that only `layout` cuts."""
+        return () if self.dtensor is None else self.dtensor.outer_groups
 
     def part_of(self, whole: Tensor) -> Tensor:
         """Select this rank's flat part of a plain tensor of the global shape: a view if `whole` is contiguous."""

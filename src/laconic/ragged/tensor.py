@@ -33,6 +33,7 @@ from laconic import _compat
 from laconic.comm.traffic import Purpose
 from laconic.layout.bucket import BucketLayout, Extent, Slot, boxes
 from laconic.ragged.boxed import Box, BoxedTensor
+from laconic.ragged.dtensor import is_torch_dtensor, whole_of
 from laconic.ragged.gather import gather_whole
 from laconic.ragged.placement import LocalPart, local_shape_on_meta, placements_of
 from laconic.ragged.redistribute import Redistribution, TransferPlan
@@ -133,10 +134,10 @@ class RaggedTensor(BoxedTensor, DTensor):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """Gather the whole tensor on every rank. Collective. `grad_placements` are ignored, as there is no autograd.
 
-        Cost: see `gather_whole`.
+        Cost: see `gather_whole`. The outer axes of a DTensor then gather what they cut, one by one.
         """
         whole = self.spec.assemble(gather_whole(self.spec, self._local_tensor).to(self.device))
-        return whole.full_tensor() if isinstance(whole, DTensor) else whole
+        return whole_of(whole) if is_torch_dtensor(whole) else whole
 
     def redistribute(
         self,

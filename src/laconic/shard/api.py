@@ -16,6 +16,7 @@ from laconic import _compat
 from laconic.comm.cluster import Cluster, default_mesh
 from laconic.layout.granularity import Blocks, Granularity, resolve
 from laconic.layout.planner import plan_unit, warn_if_wasteful
+from laconic.ragged.dtensor import check_dtensor, uneven_cut
 from laconic.ragged.parts import slice_of_parameter
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import Bucket, ManagedParameter, compute_dtype_of
@@ -38,6 +39,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     granularity: Granularity | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
 ) -> _Modules:
     """Shard `module`'s parameters over the mesh, in place, and return it. It is one unit, gathered and freed together.
 
@@ -64,14 +66,20 @@ def fully_shard(
             per block. The planner then splits the unit into up to four buckets per kind where that saves padding.
             Default: one row, or no blocks at all if whole rows take more than 0.5 % more.
         ignored_params: parameters to leave alone.
+        dp_mesh_dims: torch's `DataParallelMeshDims`, or any object with its attributes. `mesh` then has further axes,
+            such as one for tensor parallelism. `shard` names the axes to cut over, and `replicate`, if given, those
+            that replicate; a tuple of names stands for one axis. Parameters may be DTensors over the whole of `mesh`,
+            with Replicate() on these axes, or over other axes, or plain.
 
     Raises:
         ValueError: a module is no module or has no forward; a parameter is complex, is on another device than the mesh,
-            is not initialised yet (a lazy module), or is tied to a parameter of another unit; the mesh, cache,
+            is not initialised yet (a lazy module), or is tied to a parameter of another unit; a DTensor parameter has a
+            placement other than Shard or Replicate, or is cut over the same axes; the mesh, its named axes, the cache,
             granularity or integer is not valid.
         AssertionError: a module is sharded already.
         NotImplementedError: a parameter is not contiguous; or it converts itself before the gather and is a DTensor or
-            wraps several tensors ([Note: Conversion] in shard/conversion.py).
+            wraps several tensors ([Note: Conversion] in shard/conversion.py); or `dp_mesh_dims` names no axis to cut
+            over.
     """
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     _check_modules(modules)
@@ -79,8 +87,12 @@ def fully_shard(
     precision = mp_policy or MixedPrecisionPolicy()
     if mesh is None:
         mesh = default_mesh(_device_type(modules))
+    if dp_mesh_dims is not None:
+        mesh = _named_axes(mesh, dp_mesh_dims)
     cluster, reshards, policy = _resolve_reshard(mesh, reshard_after_forward, policy)
     managed = _find_parameters(modules, set(ignored_params or ()), _place_by(shard_placement_fn, cluster))
+    for item in managed:
+        check_dtensor(item.parameter, item.name, item.cluster, may_share_axes=dp_mesh_dims is not None)
     offload = offload_policy or OffloadPolicy()
     _check_parameters(managed, offload)
     blocks = resolve(granularity, [(item.name, item.local) for item in managed])
@@ -104,6 +116,21 @@ def fully_shard(
 def _device_type(modules: Sequence[nn.Module]) -> str | None:
     """The device type of the parameters; None if all are on the meta device."""
     return next((p.device.type for each in modules for p in each.parameters() if not p.is_meta), None)
+
+
+def _named_axes(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
+    """Select the axes of `mesh` that torch's `DataParallelMeshDims` names: one that shards, or two (HSDP)."""
+    given = dims.replicate, dims.shard
+    replicate, shard = [(names,) if isinstance(names, str) else tuple(names or ()) for names in given]
+    if not shard:
+        raise NotImplementedError(
+            f"dp_mesh_dims={dims} names no axis to cut over; name one in shard, or replicate the model with "
+            "DistributedDataParallel"
+        )
+    found = mesh.mesh_dim_names or ()
+    if len({*replicate, *shard}.intersection(found)) != len(replicate + shard):
+        raise ValueError(f"dp_mesh_dims={dims} must name axes of the mesh, each once; its axes are {found}")
+    return _compat.axes_of(mesh, *([replicate] if replicate else []), shard)
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
@@ -242,12 +269,13 @@ def _group_by_kind(managed: list[ManagedParameter]) -> list[list[ManagedParamete
     """Group parameters of one mesh, dtype and trainability, in order of appearance. A LoRA block has two groups.
 
     Parameters that convert themselves form groups by their class: [Note: Conversion] in shard/conversion.py. Each slice
-    of partial updates is a group of its own, trained or not, so that all islands have the same buckets.
+    of partial updates is a group of its own, trained or not, so that all islands have the same buckets. Each way of
+    cutting DTensors into unequal shards is one, too: see `uneven_cut`.
     """
     groups: dict[Any, list[ManagedParameter]] = {}
     for item in managed:
         parameter = item.parameter
-        form = type(parameter) if converts(parameter) else None
+        form = type(parameter) if converts(parameter) else uneven_cut(parameter)
         kind = parameter.dtype, parameter.requires_grad, parameter.device, form, slice_of_parameter(*item.places[0])
         groups.setdefault((item.cluster, *kind), []).append(item)
     return list(groups.values())

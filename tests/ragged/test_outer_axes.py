@@ -1,0 +1,365 @@
+"""DTensors over several outer axes (experts x tensors) or over the axes of fully_shard; context parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import laconic
+from laconic.checkpoint import load_checkpoint, save_checkpoint
+from laconic.comm.collectives import Communicator
+from laconic.ragged.dtensor import whole_of
+from tests.ranks import run_ranks
+from tests.shard.helpers import Block, assert_nothing_gathered, build, full_gradients, full_parameters
+
+R = Replicate()
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+CUT = {
+    "up": (Shard(0), Shard(2)),
+    "down": (Shard(0), Shard(1)),
+    "scale": (Shard(0), Shard(0)),
+    "shift": (Shard(0), Shard(0)),
+    "offset": (R, Shard(0)),
+    "bias": (R, R),
+}
+"""The experts' placements over ("ep", "tp"). Hardly a size divides; three ranks of the four have no part of `shift`."""
+OTHER_CUT = {"up": (Shard(1), Shard(0)), "down": (Shard(2), R), "scale": (R, Shard(0)), "shift": (R, R)}
+
+
+class Experts(nn.Module):
+    """The sum of all experts, each a small MLP; every rank of ("ep", "tp") computes its part of it."""
+
+    def __init__(self, num: int = 3, d: int = 7, h: int = 5) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(num, d, h)), nn.Parameter(torch.randn(num, h, d))
+        self.scale, self.shift = nn.Parameter(torch.randn(d)), nn.Parameter(torch.randn(1, d))
+        self.offset, self.bias, self.gain = (nn.Parameter(torch.randn(d)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down, scale, shift, offset, bias = (getattr(self, name) for name in CUT)
+        if not isinstance(up, DTensor):
+            return self.gain * (_mlps(x, up, down) * scale + shift + offset + bias)
+        mesh = up.device_mesh
+        x = DTensor.from_local(x, mesh, [R, R], run_check=False).to_local(grad_placements=[Partial(), Partial()])
+        terms = DTensor.from_local(_mlps(x, up.to_local(), down.to_local()), mesh, [Partial(), Partial()])
+        scale, shift, offset, bias = (whole_of(parameter) for parameter in (scale, shift, offset, bias))
+        return self.gain * (whole_of(terms) * scale + shift + offset + bias)
+
+
+def _mlps(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return torch.einsum("beh,ehd->bd", torch.einsum("bd,edh->beh", x, up).relu(), down)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.block, self.experts, self.out = nn.Linear(5, 7), Block(7, 10), Experts(), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.experts(self.block(self.inp(x))))
+
+
+def distribute(module: nn.Module, mesh: DeviceMesh, cut: dict[str, tuple[Placement, ...]]) -> None:
+    """Replace parameters of `module` by DTensors over `mesh`."""
+    for name, placements in cut.items():
+        place, _, last = name.rpartition(".")
+        owner = module.get_submodule(place)
+        whole = owner.get_parameter(last).detach()
+        setattr(owner, last, nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None)))
+
+
+def mixture(mesh: DeviceMesh, cut: dict[str, tuple[Placement, ...]], *, seed: int = 0) -> Any:
+    """`Mixture` with experts over ("ep", "tp") and a block over ("tp",) in one unit over ("dp",); the rest over all."""
+    model: Any = build(Mixture, seed=seed)
+    parallelize_module(model.block, mesh["tp"], PLAN)
+    distribute(model.experts, mesh["ep", "tp"], cut)
+    laconic.fully_shard([model.block, model.experts], mesh=mesh["dp"])
+    return laconic.fully_shard(model, mesh=laconic.init_mesh("cpu", local=1))
+
+
+def assert_equal_steps(
+    models: list[nn.Module], optimizers: list[torch.optim.Optimizer], losses: list[Callable[[int], Tensor]]
+) -> None:
+    """Train the sharded and the plain model for two steps; compare gradients, norms and parameters."""
+    model, plain = models
+    for step in range(2):
+        for loss in losses:
+            loss(step).backward()
+        for name, value in full_gradients(model).items():
+            want = plain.get_parameter(name).grad
+            torch.testing.assert_close(value, want, msg=lambda text, name=name: f"{name}: {text}")
+        for settings in ({"norm_type": float("inf")}, {"foreach": False}, {}):
+            norms = [nn.utils.clip_grad_norm_(net.parameters(), 0.1, **settings) for net in models]  # type: ignore[arg-type]
+            torch.testing.assert_close(norms[0], norms[1])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_nothing_gathered(model)
+    assert_equal_parameters(model, plain)
+
+
+def assert_equal_parameters(model: nn.Module, plain: nn.Module) -> None:
+    for name, value in full_parameters(model).items():
+        torch.testing.assert_close(value, plain.get_parameter(name), msg=lambda text, name=name: f"{name}: {text}")
+
+
+def rows(step: int, replica: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(10 * step + replica))
+
+
+def plain_loss(plain: nn.Module, step: int, replicas: int, *shape: int) -> Tensor:
+    return torch.stack([plain(rows(step, r, *shape)).square().mean() for r in range(replicas)]).mean()
+
+
+def job_mixture(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "ep", "tp"))
+    model, plain = mixture(mesh, CUT), build(Mixture)
+    own, outer = mesh.get_local_rank("dp"), {"up": 2, "scale": 2, "bias": 2, "gain": 0}
+    for name, axes in outer.items():
+        spec = model.experts.get_parameter(name).spec
+        assert len(spec.outer_groups) == axes
+        assert spec.layout.num_shards == 2
+        assert axes == 0 or spec.slot.shape == spec.dtensor.local_shape
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (model, plain)]
+    losses: list[Callable[[int], Tensor]] = [
+        lambda step: model(rows(step, own, 4, 5)).square().mean(),
+        lambda step: plain_loss(plain, step, 2, 4, 5),
+    ]
+    assert_equal_steps([model, plain], optimizers, losses)
+    save_checkpoint(folder, 1, model=model, optimizer=optimizers[0], extra={})
+    check_messages(model)
+    check_found_inf(model)
+    check_random_fills(model)
+    check_named_axes(mesh)
+
+    for again in (mixture(mesh, OTHER_CUT, seed=1), mixture(mesh, CUT, seed=1), build_uncut()):
+        optimizer = torch.optim.AdamW(again.parameters(), lr=0.01)
+        load_checkpoint(folder, model=again, optimizer=optimizer)
+        assert_equal_parameters(again, plain)
+        for parameter, want in zip(again.parameters(), plain.parameters(), strict=True):
+            moment = optimizer.state[parameter]["exp_avg"].full_tensor()
+            torch.testing.assert_close(moment, optimizers[1].state[want]["exp_avg"])
+
+
+def build_uncut() -> Any:
+    return laconic.fully_shard(build(Mixture, seed=1), mesh=laconic.init_mesh("cpu", local=1))
+
+
+def check_messages(model: Any) -> None:
+    """Clipping sends one message over each cluster, and one along each outer axis of each kind of DTensor."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    messages, reductions = [], []
+    original, original_reduce = Communicator.all_reduce, dist.all_reduce
+
+    def counting(self: Communicator, tensor: Tensor, *args: Any) -> Tensor:
+        messages.append((self.level, tensor.numel()))
+        return original(self, tensor, *args)
+
+    def counting_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        reductions.append(tensor.numel())
+        return original_reduce(tensor, *args, **kwargs)
+
+    Communicator.all_reduce, dist.all_reduce = counting, counting_reduce  # type: ignore[method-assign, assignment]
+    total = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    Communicator.all_reduce, dist.all_reduce = original, original_reduce  # type: ignore[method-assign]
+    assert messages == [("local", 4), ("node", 4), ("local", 11), ("node", 11)]
+    assert reductions == [4, 11, 4, 6, 6], "over all ranks, over dp; then tp of the block, ep and tp of the experts"
+    torch.testing.assert_close(total, torch.tensor(float(sum(p.numel() for p in model.parameters()))).sqrt())
+    model.zero_grad()
+
+
+def check_found_inf(model: Any) -> None:
+    gradients = [torch.ones_like(parameter) for parameter in model.experts.parameters()]
+    found = torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.ones(1))
+    assert not found
+    if dist.get_rank() == 5:
+        held = next(each.to_local() for each in gradients if each.to_local().numel())  # type: ignore[attr-defined]
+        held[-1] = float("inf")
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.ones(1))
+    assert found
+
+
+def check_random_fills(model: Any) -> None:
+    for name in ("up", "scale", "offset", "gain"):
+        parameter = model.experts.get_parameter(name)
+        want = torch.empty(parameter.shape)
+        for tensor in (parameter, want):
+            torch.manual_seed(2)
+            nn.init.trunc_normal_(tensor, 0.0, 1.0, 0.5, 4.0)
+        assert torch.equal(parameter.full_tensor(), want)
+
+
+def check_named_axes(mesh: DeviceMesh) -> None:
+    """The places of this rank among those that cut and those that replicate, for axes in any order."""
+    dp, ep = mesh.get_local_rank("dp"), mesh.get_local_rank("ep")
+    for shard, replicate, want in (
+        (("dp", "ep"), None, (1, 0, 4, 2 * dp + ep)),
+        ("ep", "dp", (2, dp, 2, ep)),
+        ("dp", "ep", (2, ep, 2, dp)),
+    ):
+        dims = SimpleNamespace(shard=shard, replicate=replicate)
+        module: Any = laconic.fully_shard(nn.Linear(3, 3), mesh=mesh, dp_mesh_dims=dims)
+        cluster = module._laconic_unit.cluster
+        assert (cluster.num_islands, cluster.island_rank, cluster.size, cluster.shard_index) == want
+
+
+def test_experts_cut_over_two_axes_train_as_the_unsharded_ones(tmp_path: Path) -> None:
+    run_ranks(job_mixture, 8, str(tmp_path), local=1)
+
+
+# -- context parallelism -----------------------------------------------------------------------------------------------
+
+
+class _Sequence(torch.autograd.Function):
+    """The whole sequences from the parts that the ranks of a group have, (batch, tokens, d); dim 1 is cut."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient.chunk(ctx.group.size(), 1)[ctx.group.rank()], None
+
+
+class Attention(nn.Module):
+    group: dist.ProcessGroup | None = None
+
+    def __init__(self, d: int = 7) -> None:
+        super().__init__()
+        self.qkv, self.block, self.out = nn.Linear(5, 3 * d), Block(d, 10), nn.Linear(d, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, -1)
+        if self.group is not None:
+            key, value = _Sequence.apply(key, self.group), _Sequence.apply(value, self.group)
+        return self.out(self.block((query @ key.transpose(1, 2)).softmax(-1) @ value))
+
+
+def job_context_parallel(shares_one_axis: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    model, plain = build(Attention), build(Attention)
+    model.group = mesh.get_group("cp")  # type: ignore[assignment]
+    parallelize_module(model.block, mesh["tp"], PLAN)  # type: ignore[arg-type]
+    data = mesh["dp", "cp"]._flatten("dp_cp") if shares_one_axis else mesh["dp", "cp"]
+    laconic.fully_shard(model.block, mesh=data)  # type: ignore[arg-type]
+    laconic.fully_shard(model, mesh=data)
+    cluster = model._laconic_unit.cluster  # type: ignore[union-attr]
+    assert (cluster.num_islands, cluster.num_nodes, cluster.num_local) == ((1, 2, 2) if shares_one_axis else (2, 1, 2))
+    dp, cp = mesh.get_local_rank("dp"), mesh.get_local_rank("cp")
+    # not AdamW: softmax ignores the bias of the keys, whose gradient is noise that AdamW would enlarge
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, plain)]
+    losses: list[Callable[[int], Tensor]] = [
+        lambda step: model(rows(step, dp, 3, 6, 5)[:, 3 * cp : 3 * cp + 3]).square().mean(),
+        lambda step: plain_loss(plain, step, 2, 3, 6, 5),
+    ]
+    assert_equal_steps([model, plain], optimizers, losses)
+
+
+@pytest.mark.parametrize("shares_one_axis", [True, False])
+def test_context_parallelism_is_one_of_the_axes_of_fully_shard(shares_one_axis: bool) -> None:
+    run_ranks(job_context_parallel, 8, shares_one_axis, local=4)
+
+
+# -- DTensors over the axes of fully_shard -----------------------------------------------------------------------------
+
+
+# torch 2.11 has no such class
+DataParallelMeshDims = getattr(torch.distributed.fsdp, "DataParallelMeshDims", SimpleNamespace)
+BLOCK_CUT = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1), "down.bias": R}
+NAMED = {
+    "beside_tensor_parallelism": {"shard": "data", "replicate": None},
+    "replicated": {"shard": "data", "replicate": "other"},
+    "flattened": {"shard": ("other", "data"), "replicate": None},
+}
+
+
+class TwoBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(5, 9), Block(5, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def job_named_axes(folder: str, case: str) -> None:
+    """Blocks whose parameters and inputs are DTensors over the whole mesh; the axis "other" cuts rows or matrices."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "data"))
+    is_parallel = case == "beside_tensor_parallelism"
+    batch_cut = (R if is_parallel else Shard(0), Shard(0))
+    replica, num_replicas = (mesh.get_local_rank("data"), 2) if is_parallel else (dist.get_rank(), 4)
+    model: Any = build(TwoBlocks)
+    plain, dims = build(TwoBlocks), DataParallelMeshDims(**NAMED[case])
+    for block in (model.first, model.second):
+        distribute(block, mesh, {name: (cut if is_parallel else R, R) for name, cut in BLOCK_CUT.items()})
+        laconic.fully_shard(block, mesh=mesh, dp_mesh_dims=dims)
+    laconic.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+    spec = model.first.up.weight.spec
+    assert spec.dtensor.outer_axes == ((0,) if is_parallel else ())
+    shape = spec.cluster.num_islands, spec.cluster.size
+    assert shape == {"beside_tensor_parallelism": (1, 2), "replicated": (2, 2), "flattened": (1, 4)}[case]
+
+    def loss(step: int) -> Tensor:
+        output = model(DTensor.from_local(rows(step, replica, 4, 5), mesh, batch_cut, run_check=False))
+        return output.redistribute(placements=batch_cut).to_local().square().mean()
+
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (model, plain)]
+    assert_equal_steps([model, plain], optimizers, [loss, lambda step: plain_loss(plain, step, num_replicas, 4, 5)])
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    other = laconic.fully_shard(build(TwoBlocks, seed=1), mesh=laconic.init_mesh("cpu", local=1))
+    dcp.load({"model": other.state_dict()}, checkpoint_id=folder)
+    assert_equal_parameters(other, plain)
+
+
+@pytest.mark.parametrize("case", list(NAMED))
+def test_dtensors_over_the_axes_that_dp_mesh_dims_names(case: str, tmp_path: Path) -> None:
+    run_ranks(job_named_axes, 4, str(tmp_path), case, local=1)
+
+
+def job_refusals() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    shard_dp = SimpleNamespace(shard="dp", replicate=None)
+    for placements in ([Replicate(), Partial()], [Partial(), Shard(0)]):
+        module = nn.Linear(3, 3)
+        module.weight = nn.Parameter(DTensor.from_local(torch.ones(3, 3), mesh, placements, run_check=False))
+        with pytest.raises(ValueError, match=r"weight is a DTensor with placements .*Partial.*placements are Shard"):
+            laconic.fully_shard(module, mesh=mesh, dp_mesh_dims=shard_dp)
+    module = build(lambda: nn.Linear(3, 3))
+    whole = module.weight.detach()
+    distribute(module, mesh, {"weight": (R, Shard(0))})
+    with pytest.raises(ValueError, match=r"over ranks \[0, 1, 2, 3\], which are .* or name its axes in dp_mesh_dims"):
+        laconic.fully_shard(module, mesh=mesh["dp"])
+    for dims in (SimpleNamespace(shard="tp", replicate=None), SimpleNamespace(shard=("dp", "tp"), replicate=None)):
+        with pytest.raises(ValueError, match=r"over axes \('dp', 'tp'\); along the axes over which fully_shard cuts"):
+            laconic.fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
+    with pytest.raises(NotImplementedError, match="names no axis to cut over"):
+        laconic.fully_shard(module, mesh=mesh, dp_mesh_dims=SimpleNamespace(shard=None, replicate="dp"))
+    for names in ({"shard": "ep", "replicate": None}, {"shard": "dp", "replicate": "dp"}):
+        with pytest.raises(ValueError, match=r"must name axes of the mesh, each once; its axes are \('dp', 'tp'\)"):
+            laconic.fully_shard(module, mesh=mesh, dp_mesh_dims=SimpleNamespace(**names))
+    laconic.fully_shard(module, mesh=mesh, dp_mesh_dims=shard_dp)
+    assert torch.equal(module.weight.full_tensor(), whole)  # type: ignore[operator]
+
+
+def test_dtensors_that_cannot_be_cut_are_refused_by_name() -> None:
+    run_ranks(job_refusals, 4, local=1)
