@@ -288,7 +288,14 @@ def test_matrices_and_rest() -> None:
 @pytest.mark.parametrize("optimizer", [Muon, Shampoo])
 def test_a_matrix_over_another_mesh_axis_is_refused_by_name(optimizer: Any) -> None:
     layout = plan_bucket(["up.weight"], [(2, 6)], [6], num_shards=1, itemsize=4)
-    half = DTensorShard(mesh=None, placement=Shard(0), shape=(4, 6), offset=(0, 0), local_shape=(2, 6))  # type: ignore[arg-type]
+    half = DTensorShard(
+        mesh=None,  # type: ignore[arg-type]
+        placements=(Shard(0),),
+        outer_axes=(0,),
+        shape=(4, 6),
+        offset=(0, 0),
+        local_shape=(2, 6),
+    )
     spec = RaggedSpec(cluster=Place(), layout=layout, index=0, dtensor=half)  # type: ignore[arg-type]
     parameter = nn.Parameter(RaggedTensor(torch.zeros(12), spec))
     with pytest.raises(

@@ -62,7 +62,7 @@ def job_bad_calls() -> None:
     layer = nn.Linear(3, 3)
     layer.weight.fsdp_pre_all_gather = lambda mesh: ()  # type: ignore[attr-defined]
     refused(
-        "weight is a Parameter, whose fsdp_pre_all_gather converts it.*enable_fsdp_float8_all_gather=False",
+        r"weight is a Parameter with fsdp_pre_all_gather, and consists of 0 tensors.*ignored_params",
         lambda: laconic.fully_shard(layer, mesh=mesh),
         NotImplementedError,
     )
