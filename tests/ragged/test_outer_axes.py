@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import laconic
 from laconic.checkpoint import load_checkpoint, save_checkpoint
@@ -339,10 +340,10 @@ def test_dtensors_over_the_axes_that_dp_mesh_dims_names(case: str, tmp_path: Pat
 def job_refusals() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     shard_dp = SimpleNamespace(shard="dp", replicate=None)
-    for placements in ([Replicate(), Partial()], [Partial(), Shard(0)]):
+    for placements in ([R, Partial()], [Partial(), Shard(0)], [R, _StridedShard(0, split_factor=2)]):
         module = nn.Linear(3, 3)
         module.weight = nn.Parameter(DTensor.from_local(torch.ones(3, 3), mesh, placements, run_check=False))
-        with pytest.raises(ValueError, match=r"weight is a DTensor with placements .*Partial.*placements are Shard"):
+        with pytest.raises(ValueError, match=r"weight is a DTensor with placements .*; fully_shard cuts DTensors"):
             laconic.fully_shard(module, mesh=mesh, dp_mesh_dims=shard_dp)
     module = build(lambda: nn.Linear(3, 3))
     whole = module.weight.detach()
