@@ -68,8 +68,8 @@ def messages(bench: Bench) -> Row:
             "counted at the sender and the receiver, between the ops of the runtime on Gloo, replicated states; P: "
             "bytes of all parameters. The burst is what a worker sends between two ops. An all-reduce begins with P "
             f"bytes on every worker, and each worker sends {2 * (n - 1) / n:.2f} P. New parameters of a stage wait for "
-            "one time step where a gradient sum leaves, under every rule. A total of v2 cannot wait, so it may reach "
-            "its owner together with the parameters of another stage, from another worker: two receives."
+            "one time step where a gradient sum leaves, under every rule. Receives are counted where they are taken: "
+            "the sum of the first stage after the last backward, its new parameters before the next forward."
         ),
     )
 
