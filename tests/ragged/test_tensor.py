@@ -320,6 +320,7 @@ def job_norms() -> None:
     for options in ({"dim": 1}, {"dim": 0, "ord": 1.0}, {"dim": (0, 1)}, {"keepdim": True}, {"dtype": torch.float64}):
         of_rows = torch.linalg.vector_norm(sharded.matrix, **options)
         torch.testing.assert_close(of_rows, torch.linalg.vector_norm(plain.matrix.detach(), **options))
+    assert torch._foreach_norm([sharded.matrix], dtype=torch.float64)[0].dtype is torch.float64
     torch.testing.assert_close(
         nn.utils.get_total_norm([p.grad for p in sharded.parameters()]),
         nn.utils.get_total_norm([p.grad for p in plain.parameters()]),  # type: ignore[misc]

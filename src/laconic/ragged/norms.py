@@ -51,10 +51,6 @@ def _own_norm(tensor: RaggedTensor, order: float, dtype: torch.dtype) -> Tensor:
     return torch.linalg.vector_norm(tensor._local_tensor, order, dtype=dtype)
 
 
-def _order_of(args: tuple[Any, ...]) -> float:
-    return float(args[1]) if len(args) > 1 else 2.0
-
-
 @implements(aten.linalg_vector_norm.default, aten.norm.Scalar)
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     source, order, dims, keeps_dims = args + (None, 2.0, None, False)[len(args) :]  # torch leaves out trailing defaults
@@ -66,12 +62,13 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 @implements(aten._foreach_norm.Scalar)
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    tensors, norms = args[0], dict[int, Tensor]()
+    tensors, order, dtype = args + (None, 2.0, kwargs.get("dtype"))[len(args) :]
+    norms = dict[int, Tensor]()
     ragged = {position: tensor for position, tensor in enumerate(tensors) if isinstance(tensor, RaggedTensor)}
     for cluster in dict.fromkeys(tensor.spec.cluster for tensor in ragged.values()):
-        norms |= _norms({i: tensor for i, tensor in ragged.items() if tensor.spec.cluster is cluster}, _order_of(args))
+        norms |= _norms({i: tensor for i, tensor in ragged.items() if tensor.spec.cluster is cluster}, float(order))
     # parameters that fully_shard ignored: every rank has them whole, or as DTensors of torch's own
     for position in set(range(len(tensors))).difference(ragged):
-        norm = torch.linalg.vector_norm(tensors[position], _order_of(args), dtype=kwargs.get("dtype"))
+        norm = torch.linalg.vector_norm(tensors[position], order, dtype=dtype)
         norms[position] = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    return [norms[position] for position in range(len(tensors))]
+    return [norms[position].to(dtype or norms[position].dtype) for position in range(len(tensors))]

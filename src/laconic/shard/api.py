@@ -258,7 +258,8 @@ def _check_parameters(managed: list[ManagedParameter], offload: OffloadPolicy) -
                 f"{item.name} is on {parameter.device}, but the mesh is for {cluster.device_type}: move the model with "
                 f".to({cluster.device_type!r}), or build it on the meta device"
             )
-        if parameter.is_cuda and parameter.device != cluster.device:
+        is_on_accelerator = parameter.device.type == cluster.device_type != "cpu"
+        if is_on_accelerator and parameter.device != cluster.device:
             raise ValueError(
                 f"{item.name} is on {parameter.device}, but this rank computes on {cluster.device}: call init_mesh, "
                 "which chooses the device, before building the model, or build it on the meta device"
