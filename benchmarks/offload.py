@@ -216,10 +216,10 @@ def step_time(bench: Bench) -> Row:
         ratio=medians[OURS] / medians[RINGS],
         limit=0.8,
         note=(
-            f"{bench.llama}, fp32, fused AdamW on the host, {_NODES} nodes x {_LOCAL} ranks as processes over loopback, "
-            f"{bench.repeats} alternating runs of {bench.steps} steps: {each}. FSDP2 has a true ring reduce-scatter "
-            "and gathers that run ahead. Parameters are in the memory that computes, so no copies to a device are in "
-            "these times."
+            f"{bench.llama}, fp32, fused AdamW on the host, {_NODES} nodes x {_LOCAL} ranks as processes over "
+            f"loopback, {bench.repeats} alternating runs of {bench.steps} steps: {each}. FSDP2 has a true ring "
+            "reduce-scatter and gathers that run ahead. Parameters are in the memory that computes, so no copies to a "
+            "device are in these times."
         ),
     )
 
