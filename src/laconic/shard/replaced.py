@@ -59,7 +59,7 @@ def take_loaded_values(buckets: Iterable[Bucket]) -> None:
         take_values(bucket)
 
 
-def take_values_aloud(bucket: Bucket) -> None:
+def take_values_and_warn(bucket: Bucket) -> None:
     """Take the values of replacements that came without `load_state_dict`, and warn.
 
     Raises:

@@ -47,7 +47,7 @@ from laconic.shard.gather import UnitGather
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
 from laconic.shard.reduce import BucketGradients, Reduction
-from laconic.shard.replaced import take_loaded_values, take_values_aloud
+from laconic.shard.replaced import take_loaded_values, take_values_and_warn
 from laconic.shard.trees import leaves_of, map_tensors, tensors_in
 
 
@@ -129,7 +129,7 @@ class Unit:
             BucketGradients(bucket, context.lanes, context.ledger, self._begin_root_backward) for bucket in self.buckets
         ]
         for bucket in self.buckets:
-            take_values_aloud(bucket)
+            take_values_and_warn(bucket)
             bucket.open_account(context.ledger)
 
     def _leave(self) -> None:
