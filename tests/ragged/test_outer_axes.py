@@ -40,7 +40,7 @@ OTHER_CUT = {"up": (Shard(1), Shard(0)), "down": (Shard(2), R), "scale": (R, Sha
 
 
 class Experts(nn.Module):
-    """The sum of all experts, each a small MLP; every rank of ("ep", "tp") computes its part of it."""
+    """The sum of all experts, each a small MLP; every rank of ("ep", "tp") computes a part of the sum."""
 
     def __init__(self, num: int = 3, d: int = 7, h: int = 5) -> None:
         super().__init__()

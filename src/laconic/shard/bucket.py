@@ -148,7 +148,7 @@ class Bucket:
             return self.compute_dtype
         if self._wire_dtype is None:
             shard = self.shard.to(self.cluster.device)
-            dtypes = {each.wire_dtype(self.local_view(shard, i)) for i, each in enumerate(self._conversions)}
+            dtypes = {each.encode(self.local_view(shard, i)).dtype for i, each in enumerate(self._conversions)}
             if len(dtypes) > 1:
                 names = ", ".join(slot.name for slot in self.layout.slots)
                 raise NotImplementedError(

@@ -76,13 +76,11 @@ class Conversion:
         self._attribute = _inner_names(parameter)[0]
         self._prototype = parameter.detach().reshape(-1)[:1].clone()
         self._part: Tensor | None = None  # of the parameter's class: holds a view of this rank's elements
+        parameters = inspect.signature(parameter.fsdp_pre_all_gather).parameters  # type: ignore[attr-defined]
+        self._takes_mesh_only = len(parameters) == 1
         self._metadata: Any = None
         self._gathered: nn.Parameter | None = None
         self._buffers: list[tuple[torch.UntypedStorage, int]] = []  # that the gathered parameter needs besides
-
-    def wire_dtype(self, local: Tensor) -> torch.dtype:
-        """The dtype of the converted elements, of which `local`, (n,), are this rank's. Collective, as `encode` is."""
-        return self.encode(local).dtype
 
     @torch.no_grad()
     def encode(self, local: Tensor) -> Tensor:
@@ -92,8 +90,7 @@ class Conversion:
             NotImplementedError: the result is not one tensor with as many elements.
         """
         part = self._bind(local)
-        takes_all = len(inspect.signature(part.fsdp_pre_all_gather).parameters) > 1  # type: ignore[attr-defined]
-        rest = (self._shape, self._stride, self._module, self._precision) if takes_all else ()
+        rest = () if self._takes_mesh_only else (self._shape, self._stride, self._module, self._precision)
         tensors, self._metadata = part.fsdp_pre_all_gather(self._mesh, *rest)  # type: ignore[attr-defined]
         tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         if len(tensors) != 1 or tensors[0].numel() != part.numel():

@@ -1,4 +1,4 @@
-"""What a case says: [Note: A case]."""
+"""The words of a case: [Note: A case]."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ NEED_INPUT_GRADIENT = ("grad", "grad_only", "inputs_only", "penalty", "penalty_o
 
 @dataclass(frozen=True)
 class Step:
-    """What happens up to and including an optimizer step."""
+    """An optimizer step, with all forwards and backwards before it."""
 
     before: str = ""
     """A forward before the step: "", eval, no_grad, inference_mode or abandoned."""

@@ -29,7 +29,7 @@ class Entry:
     """A value at one point of a run."""
 
     label: str
-    """What it is, and after what."""
+    """The name of the value, and the place in the run."""
     value: Any
     """A tensor, None, or plain data. A rank's part of a sharded tensor is a `Part`."""
     scale: float = 0.0

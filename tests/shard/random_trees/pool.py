@@ -68,7 +68,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case: "equal", "differs", "refused", "foreign", or "invalid" if torch itself cannot run it."""
+    """The result of a case: "equal", "differs", "refused", "foreign", or "invalid" if torch itself cannot run it."""
 
     kind: str
     details: tuple[str, ...] = ()
