@@ -198,7 +198,8 @@ class Owners:
 
 
 def _place_of(cluster: Cluster) -> tuple[Any, ...]:
-    return sorted(cluster.ranks), cluster.num_nodes
+    """A key that orders clusters alike on all their ranks: two of them may have the same ranks, arranged otherwise."""
+    return cluster.mesh.mesh.flatten().tolist(), cluster.num_islands, cluster.num_nodes
 
 
 class _Round:
