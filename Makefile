@@ -2,21 +2,28 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# --no-compile: Python compiles what is imported when it is imported, which halves the time of the installation.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 .PHONY: demo test lint bench install clean
 
 install: $(VENV)/.installed
 
-# torch is installed first and by its exact version: resolving it as somebody's dependency could fetch a CUDA stack.
-$(VENV)/.installed: pyproject.toml constraints.txt
+# The demo needs the trainer alone. torch is installed first and by its exact version: resolving it as somebody's
+# dependency could fetch a CUDA stack.
+$(VENV)/.trainer: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	# beside the environment, as transformers would import it in every process
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --target $(VENV)/torchao torchao
+	$(PIP) torch
+	$(PIP) -e '.[train]' matplotlib
 	touch $@
 
-demo: install
+$(VENV)/.installed: $(VENV)/.trainer
+	$(PIP) -e '.[dev]'
+	# beside the environment, as transformers would import it in every process
+	$(PIP) --no-deps --target $(VENV)/torchao torchao
+	touch $@
+
+demo: $(VENV)/.trainer
 	$(BIN)/laconic compare --demo --out runs/demo
 
 # Two workers, a file each: many tests wait for processes and sockets more than they compute.
