@@ -250,6 +250,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 @record
 def main():
     mesh = laconic.init_mesh("cpu")
+    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     for layer in model:
         laconic.fully_shard(layer, mesh=mesh, cache="host")

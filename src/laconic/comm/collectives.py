@@ -196,6 +196,23 @@ def all_reduce(cluster: Cluster, tensor: Tensor, op: dist.ReduceOp.RedOpType = d
     return Communicator(cluster, "node").all_reduce(tensor, op)
 
 
+def share_first(cluster: Cluster, tensor: Tensor) -> None:
+    """Copy the tensor of the cluster's first rank to the ranks of all islands, in place. A tensor on meta stays.
+
+    Cost: its bytes into each rank, counted as "weights" on the farthest level of the cluster.
+    """
+    if tensor.is_meta:
+        return
+    if cluster.all_group is not None:
+        dist.broadcast(tensor, group=cluster.all_group, group_src=0)
+        level: Level = "node" if cluster.num_nodes > 1 else "local"
+        cluster.traffic.count(level, "weights", sent_bytes=0, received_bytes=tensor.nbytes)
+    replicas = cluster.gather_groups["island"]
+    if replicas is not None:
+        dist.broadcast(tensor, group=replicas, group_src=0)
+        cluster.traffic.count("island", "weights", sent_bytes=0, received_bytes=tensor.nbytes)
+
+
 class PendingFlags:
     """Flags on their way."""
 

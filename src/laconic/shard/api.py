@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from laconic import _compat
 from laconic.comm.cluster import Cluster, default_mesh
+from laconic.comm.collectives import share_first
 from laconic.layout.granularity import Blocks, Granularity, resolve
 from laconic.layout.planner import plan_unit, warn_if_wasteful
 from laconic.ragged.dtensor import check_dtensor, uneven_cut
@@ -23,6 +24,7 @@ from laconic.shard.bucket import Bucket, ManagedParameter, compute_dtype_of
 from laconic.shard.cache import Cache, Where
 from laconic.shard.conversion import check_convertible, converts
 from laconic.shard.sharded_module import sharded_class
+from laconic.shard.traps import HOME, Origin
 from laconic.shard.unit import Unit, unit_of
 
 _Modules = TypeVar("_Modules", bound=nn.Module | list[nn.Module])
@@ -40,6 +42,7 @@ def fully_shard(
     granularity: Granularity | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
+    broadcast: bool = False,
 ) -> _Modules:
     """Shard `module`'s parameters over the mesh, in place, and return it. It is one unit, gathered and freed together.
 
@@ -70,6 +73,8 @@ def fully_shard(
             such as one for tensor parallelism. `shard` names the axes to cut over, and `replicate`, if given, those
             that replicate; a tuple of names stands for one axis. Parameters may be DTensors over the whole of `mesh`,
             with Replicate() on these axes, or over other axes, or plain.
+        broadcast: give every rank the weights of the mesh's first rank before they are cut. Without it, ranks must
+            begin with equal weights, or load a state dict before the first forward.
 
     Raises:
         ValueError: a module is no module or has no forward; a parameter is complex, is on another device than the mesh,
@@ -90,11 +95,15 @@ def fully_shard(
     if dp_mesh_dims is not None:
         mesh = _named_axes(mesh, dp_mesh_dims)
     cluster, reshards, policy = _resolve_reshard(mesh, reshard_after_forward, policy)
-    managed = _find_parameters(modules, set(ignored_params or ()), _place_by(shard_placement_fn, cluster))
+    ignored = set(ignored_params or ())
+    managed = _find_parameters(modules, ignored, _place_by(shard_placement_fn, cluster))
     for item in managed:
         check_dtensor(item.parameter, item.name, item.cluster, may_share_axes=dp_mesh_dims is not None)
     offload = offload_policy or OffloadPolicy()
     _check_parameters(managed, offload)
+    if broadcast:
+        for item in managed:
+            share_first(item.cluster, item.local)
     blocks = resolve(granularity, [(item.name, item.local) for item in managed])
     may_shrink = granularity is None
     buckets = [
@@ -103,9 +112,12 @@ def fully_shard(
         for bucket in _make_buckets(group, blocks, precision, offload, may_shrink=may_shrink)
     ]
     for item in managed:
-        item.parameter._laconic_home = item.name  # type: ignore[attr-defined]  # recognises tied weights later
-    unit = Unit(modules=modules, buckets=buckets, blocks=blocks, cluster=cluster, cache=policy, precision=precision)
-    unit.reshard_after_forward = reshards
+        setattr(item.parameter, HOME, item.name)  # recognises tied weights later, and optimizers of replaced parameters
+    origin = Origin([item.parameter for item in managed], ignored)
+    unit = Unit(
+        modules=modules, buckets=buckets, blocks=blocks, cluster=cluster, cache=policy, precision=precision,
+        origin=origin, reshard_after_forward=reshards,
+    )  # fmt: skip
     for each in modules:
         _compat.register_as_sharded(each)
         each._laconic_unit = unit  # type: ignore[assignment]
@@ -220,7 +232,7 @@ def _find_parameters(
                     f"{full_name} of {type(child).__name__} is not initialised yet; run one forward of the model "
                     "with a sample input before fully_shard, so that its shape is known"
                 )
-            home = getattr(parameter, "_laconic_home", None)
+            home = getattr(parameter, HOME, None)
             if home is not None:
                 raise ValueError(
                     f"{full_name} is tied to {home}, which an inner unit shards already. Tied weights must be in one "

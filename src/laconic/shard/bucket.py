@@ -27,6 +27,7 @@ from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.cache import CachedShard
 from laconic.shard.conversion import Conversion, converts, plain_elements
+from laconic.shard.digest import digest_of
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import FlatBuffer, Ledger
 from laconic.shard.linear import GradientSink, set_sink, write_gradient_in_place
@@ -101,6 +102,13 @@ class Bucket:
             for index, item in enumerate(managed)
         ]
         self.show(self.sharded)
+        self._first_digest = digest_of(item.local for item in managed)
+        self._first_version = self.version
+
+    @property
+    def first_digest(self) -> int | None:
+        """The digest of the whole weights that this rank gave; None if they were on the meta device or have changed."""
+        return self._first_digest if self.version == self._first_version else None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Bucket:
         return self  # an asynchronous checkpoint copies tensors with their attributes; copies belong to this bucket

@@ -44,10 +44,12 @@ from laconic.shard.bucket import Bucket
 from laconic.shard.cache import Cache
 from laconic.shard.context import Context
 from laconic.shard.gather import UnitGather
+from laconic.shard.hooks import OutputGradients, watch_inputs
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
 from laconic.shard.reduce import BucketGradients, Reduction
 from laconic.shard.replaced import take_loaded_values, take_values_and_warn
+from laconic.shard.traps import Origin, TrapSearch
 from laconic.shard.trees import leaves_of, map_tensors, tensors_in
 
 
@@ -62,6 +64,7 @@ class Unit:
     cluster: Cluster
     cache: Cache
     precision: MixedPrecisionPolicy
+    origin: Origin
     reshard_after_forward: bool | None = None
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
@@ -79,12 +82,13 @@ class Unit:
         self._root = self
         self._units: list[Unit] = []  # of the root: all units of its tree, outermost first
         self._context: Context | None = None
+        self._traps: TrapSearch | None = None  # of the root
         self._lanes: Lanes | None = None
         self._gather: UnitGather | None = None
         self._is_shown = False
         self._entered: set[nn.Module] = set()  # the modules called in the present pass
         # Hooks that backward has yet to run. They die with their graph, also if the forward is never run backward.
-        self._awaited_outputs: WeakSet[_OutputGradients] = WeakSet()
+        self._awaited_outputs: WeakSet[OutputGradients] = WeakSet()
         self._awaited_inputs: WeakSet[Any] = WeakSet()
         for module in self.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
@@ -100,7 +104,7 @@ class Unit:
 
         Raises:
             RuntimeError: a unit below has run before, outside its root.
-            ValueError: a granularity pattern matches no parameter of any unit.
+            ValueError: a granularity pattern matches no parameter of any unit, or ranks began with different weights.
         """
         self._units = list(dict.fromkeys(unit for module in self.modules for unit in units_below(module)))
         check_matched(unit.blocks for unit in self._units)
@@ -119,6 +123,8 @@ class Unit:
             unit.name = ", ".join(filter(None, (names.get(child) for child in unit.modules))) or unit.name
         with torch.inference_mode(False):  # training could not fill a slab of inference tensors
             context.place_caches([(unit.cache, unit.buckets) for unit in self._units])
+        origins = [unit.origin for unit in self._units]
+        self._traps = TrapSearch(self.modules, origins, [bucket for unit in self._units for bucket in unit.buckets])
         return context
 
     def _join(self, root: Unit, context: Context) -> None:
@@ -264,6 +270,8 @@ class Unit:
         context = self.context
         if self.is_root:
             self._refuse_several_roots()
+            if self._traps is not None:
+                self._traps.look_again()
             if context.is_in_backward and not _compat.in_backward():
                 self.abandon_iteration()
             context.begin_forward(keep_order=any(unit._awaited_outputs for unit in self._units))
@@ -319,12 +327,12 @@ class Unit:
         watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if not watched:
             return args, kwargs
-        identities = dict(zip(map(id, watched), _InputGradients.apply(self, *watched), strict=True))
+        identities = dict(zip(map(id, watched), watch_inputs(self, watched), strict=True))
         return map_tensors(lambda tensor: identities.get(id(tensor), tensor), (args, kwargs))
 
     def _watch_outputs(self, output: Any) -> Any:
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        hook = _OutputGradients(self)
+        hook = OutputGradients(self)
         if tensors:
             self._awaited_outputs.add(hook)
             for tensor in tensors:
@@ -351,7 +359,7 @@ class Unit:
         """Expect `node`, on the inputs of a forward, to report the end of that forward's backward."""
         self._awaited_inputs.add(node)
 
-    def begin_backward(self, hook: _OutputGradients) -> None:
+    def begin_backward(self, hook: OutputGradients) -> None:
         """Gather the weights: backward reaches the outputs of one of this unit's forwards."""
         self._awaited_outputs.discard(hook)
         self._begin_root_backward()
@@ -426,68 +434,6 @@ def units_below(module: nn.Module) -> list[Unit]:
 def unit_of(module: nn.Module) -> Unit | None:
     """Return the unit of a module that was given to `fully_shard`; None for other modules."""
     return getattr(module, "_laconic_unit", None)
-
-
-class _OutputGradients:
-    """A hook on the outputs of one forward, which runs at the first gradient. It lives as long as the graph."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    def __call__(self, gradient: Tensor) -> None:
-        self._unit.begin_backward(self)
-
-    def follow(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` as an output whose gradient, or whose tangent's gradient, runs the hook."""
-        return _Followed.apply(self, tensor) if tensor.is_floating_point() else tensor
-
-
-class _Followed(torch.autograd.Function):
-    """The identity on an output; its backward runs a hook."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(hook: _OutputGradients, output: Tensor) -> Tensor:
-        return output
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.hook = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.hook(gradient)
-        return None, gradient
-
-    @staticmethod
-    def jvp(ctx: Any, hook: None, tangent: Tensor | None) -> Any:
-        return None if tangent is None else _Followed.apply(ctx.hook, tangent)
-
-
-class _InputGradients(torch.autograd.Function):
-    """The identity on the inputs of one forward; its backward reports that gradients have reached them."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensor.detach() for tensor in inputs)  # else torch would refuse to change them in place
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.unit = inputs[0]
-        ctx.unit.await_inputs(ctx)
-        ctx.set_materialize_grads(False)  # an input without a gradient has None, not zero
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.unit.reach_inputs(ctx)
-        return (None, *gradients)
-
-    @staticmethod
-    def jvp(ctx: Any, unit: None, *tangents: Tensor) -> Any:
-        return tangents
 
 
 def _gathers(units: list[Unit] | None) -> list[UnitGather] | None:

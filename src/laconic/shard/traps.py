@@ -1,0 +1,145 @@
+"""Mistakes that would train nothing, or something else: found in the first forward of a root, and named.
+
+[Note: Traps]
+`fully_shard` replaces parameters. An optimizer that was built before holds the old ones, and trains nothing. A
+parameter that was added afterwards, such as an adapter, is in no unit: each rank trains its own copy. And each rank
+keeps its part of the weights that it began with: if the ranks began with different ones, the model is a mixture of
+them. None of these raises an error by itself, so a root looks for them in its first forward. That costs one pass over
+the weights when they are cut, and one small message. Later, a forward looks for added parameters only if modules or
+parameters were registered somewhere since the forward before, and an optimizer's first step looks at its parameters.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from laconic.comm.agreement import RankGroup
+from laconic.ragged.tensor import RaggedTensor
+from laconic.shard.bucket import Bucket
+
+HOME = "_laconic_home"
+"""The attribute of the parameters that `fully_shard` has replaced: their names."""
+_LOOKED = "_laconic_looked"
+"""The attribute of the optimizers whose parameters were looked at."""
+
+
+class Origin:
+    """The parameters that one call of `fully_shard` has found."""
+
+    def __init__(self, replaced: Iterable[Tensor], ignored: Iterable[Tensor]) -> None:
+        """Remember the parameters that the call replaced, and those that it was told to leave alone."""
+        self._replaced = [weakref.ref(parameter) for parameter in replaced]
+        self._ignored = [weakref.ref(parameter) for parameter in ignored]
+
+    @property
+    def is_held(self) -> bool:
+        """True if somebody still holds a parameter that was replaced."""
+        return any(reference() is not None for reference in self._replaced)
+
+    def ignored(self) -> list[int]:
+        """The identities of the parameters that the call was told to leave alone."""
+        return [id(parameter) for reference in self._ignored if (parameter := reference()) is not None]
+
+
+class TrapSearch:
+    """The search for the mistakes of [Note: Traps] below one root."""
+
+    def __init__(self, modules: Sequence[nn.Module], origins: Sequence[Origin], buckets: Sequence[Bucket]) -> None:
+        """Look for all mistakes. Collective over the mesh.
+
+        Raises:
+            ValueError: ranks gave `fully_shard` different weights.
+        """
+        self._modules, self._origins, self._buckets = modules, origins, buckets
+        self._num_strays = 0
+        self._look_for_strays()
+        if any(origin.is_held for origin in origins):  # unusual; the search takes a moment
+            for each in gc.get_objects():
+                if issubclass(type(each), Optimizer):  # `isinstance` would ask proxies for their class
+                    _look_at_optimizer(each)
+        _refuse_unequal_weights(buckets)
+
+    def look_again(self) -> None:
+        """Look for parameters that were added since the last look. It takes a microsecond if nothing was added."""
+        if self._registered != _registrations.count:
+            self._look_for_strays()
+
+    def _look_for_strays(self) -> None:
+        """Warn of trainable parameters that no unit has, if there are more than at the last look."""
+        self._registered = _registrations.count
+        known = {identity for origin in self._origins for identity in origin.ignored()}
+        known |= {id(parameter) for bucket in self._buckets for parameter in bucket.gathered}
+        strays = [
+            name
+            for module in self._modules
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and not isinstance(parameter, RaggedTensor) and id(parameter) not in known
+        ]
+        if len(strays) > self._num_strays:
+            warnings.warn(
+                f"{len(strays)} trainable parameters, such as {strays[0]}, were added after fully_shard: no unit has "
+                "them, and each rank trains a copy of its own. Add them before fully_shard, or give them in "
+                "ignored_params and sum their gradients over the ranks yourself",
+                stacklevel=2,
+            )
+        self._num_strays = len(strays)
+
+
+class _Registrations:
+    """Counts the modules and parameters that are registered anywhere in this process."""
+
+    count = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.count += 1
+
+
+_registrations = _Registrations()
+register_module_module_registration_hook(_registrations)
+register_module_parameter_registration_hook(_registrations)
+
+
+def _look_at_optimizer(optimizer: Optimizer, *_: Any) -> None:
+    """Warn of parameters that `fully_shard` has replaced, once for each optimizer."""
+    if hasattr(optimizer, _LOOKED):
+        return
+    setattr(optimizer, _LOOKED, True)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names = [name for parameter in parameters if (name := getattr(parameter, HOME, None)) is not None]
+    if names:
+        warnings.warn(
+            f"{type(optimizer).__name__} holds {len(names)} parameters that fully_shard has replaced, such as "
+            f"{names[0]}: it trains nothing. Build the optimizer after fully_shard, from model.parameters()",
+            stacklevel=2,
+        )
+
+
+register_optimizer_step_pre_hook(_look_at_optimizer)
+
+
+def _refuse_unequal_weights(buckets: Sequence[Bucket]) -> None:
+    """Refuse weights that differed between ranks when they were cut, unless they were overwritten since."""
+    for cluster in dict.fromkeys(bucket.cluster for bucket in buckets):
+        if cluster.all_flag_group is None:  # one rank
+            continue
+        members = [bucket for bucket in buckets if bucket.cluster is cluster]
+        by_rank = RankGroup(cluster.all_flag_group).gather([bucket.first_digest for bucket in members])
+        for bucket, digests in zip(members, zip(*by_rank, strict=True), strict=True):
+            if None not in digests and len(set(digests)) > 1:
+                raise ValueError(
+                    f"ranks gave fully_shard different weights, as of {bucket.layout.slots[0].name}, and would train a "
+                    "mixture of them. Build the model from one seed on all ranks (torch.manual_seed), load a state "
+                    "dict, or call fully_shard(..., broadcast=True)"
+                )

@@ -1,0 +1,110 @@
+"""Mistakes that would train nothing, or something else, are named in the first forward."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import laconic
+from tests.ranks import run_ranks
+from tests.shard import helpers
+
+BATCH = torch.zeros(2, 5)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Make every warning an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def build_apart() -> nn.Module:
+    """A model with other weights on each rank."""
+    return helpers.build(seed=dist.get_rank())
+
+
+def job_old_optimizer() -> None:
+    plain = helpers.build()
+    old = list(plain.parameters())
+    optimizer = torch.optim.AdamW(old)
+    model = helpers.shard(plain)
+    with pytest.warns(UserWarning, match=r"AdamW holds 16 parameters .* such as inp.weight: it trains nothing"):
+        model(BATCH)
+    late = torch.optim.SGD([*old[:3], *model.parameters()])
+    with pytest.warns(UserWarning, match=r"SGD holds 3 parameters .* such as inp.weight: it trains nothing"):
+        helpers.train_step(model, late)
+    with quiet():
+        helpers.train_step(model, late)
+        helpers.train_step(model, optimizer)
+
+
+def test_an_optimizer_built_before_is_named() -> None:
+    run_ranks(job_old_optimizer, 2, local=1)
+
+
+def job_added() -> None:
+    model: Any = helpers.shard(helpers.build())
+    model.blocks[1].adapter = nn.Linear(3, 3)
+    model.blocks[1].frozen = nn.Linear(3, 3).requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"2 trainable parameters, such as blocks.1.adapter.weight, were added after"):
+        model(BATCH)
+    with quiet():
+        model(BATCH)
+    model.blocks[0].late = nn.Parameter(torch.ones(2))
+    with pytest.warns(UserWarning, match=r"3 trainable parameters, such as blocks.0.late, were added after"):
+        model(BATCH)
+
+
+def test_a_parameter_added_afterwards_is_named() -> None:
+    run_ranks(job_added, 2, local=1)
+
+
+def job_unequal(broadcast: bool, islands: int) -> None:
+    mesh = laconic.init_mesh("cpu", islands=islands)
+    model = build_apart()
+    model.blocks[1].up.weight.requires_grad_(False)
+    helpers.shard(model, mesh=mesh, broadcast=broadcast)
+    if broadcast:
+        with torch.no_grad():
+            model(BATCH)
+        for name, whole in helpers.full_parameters(model).items():
+            assert torch.equal(whole, helpers.build(seed=0).get_parameter(name)), name
+    else:
+        with pytest.raises(ValueError, match=r"different weights, as of .*torch.manual_seed.*broadcast=True"):
+            model(BATCH)
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize(("world", "local", "islands"), [(3, 3, 1), (4, 2, 1), (4, 1, 2)])
+def test_ranks_must_begin_with_equal_weights(world: int, local: int, islands: int, broadcast: bool) -> None:
+    run_ranks(job_unequal, world, broadcast, islands, local=local)
+
+
+def job_quiet() -> None:
+    """No mistake: weights loaded afterwards, ignored parameters, meta, and an optimizer built in time."""
+    model: Any = helpers.shard(build_apart())
+    model.load_state_dict({name: value.clone() for name, value in helpers.build().state_dict().items()})
+    with torch.device("meta"):
+        late: Any = helpers.Net()
+    helpers.shard(late)
+    late.to_empty(device="cpu")
+    ignoring: Any = helpers.build()
+    optimizer = torch.optim.SGD([ignoring.out.weight])
+    laconic.fully_shard(ignoring, ignored_params=[ignoring.out.weight])
+    with quiet():
+        for each in (model, late, ignoring):
+            each(BATCH)
+        optimizer.step()
+
+
+def test_correct_use_is_quiet() -> None:
+    run_ranks(job_quiet, 2, local=1)
