@@ -117,7 +117,15 @@ class RaggedTensor(BoxedTensor, DTensor):
     def _spec(self) -> NoReturn:  # type: ignore[override]
         raise AttributeError(  # so that `hasattr` says no
             "a RaggedTensor has no DTensorSpec, since ranks hold runs of elements and not chunks of rows. Use "
-            ".full_tensor(), .to_local() or torch.distributed.checkpoint"
+            ".full_tensor(), .to_local() or torch.distributed.checkpoint. torch's own fully_shard cannot shard the "
+            "parameters of laconic.fully_shard again"
+        )
+
+    @property
+    def _fsdp_flattened(self) -> NoReturn:  # FullyShardedDataParallel asks each parameter for it
+        raise TypeError(
+            "FullyShardedDataParallel cannot wrap a model that laconic.fully_shard has sharded; use the sharded model "
+            "as it is"
         )
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
@@ -248,8 +256,9 @@ class RaggedTensor(BoxedTensor, DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "a RaggedTensor cannot be pickled, since each rank holds only a part; save it with "
-            "torch.distributed.checkpoint, or gather it with .full_tensor() first"
+            "a RaggedTensor cannot be pickled, so torch.save cannot save it either, since each rank holds only a part. "
+            "Save models and optimizers with laconic.checkpoint.save_checkpoint or torch.distributed.checkpoint, "
+            "weights alone with laconic.save_safetensors, or gather tensors with .full_tensor() on all ranks first"
         )
 
     @classmethod

@@ -26,6 +26,7 @@ from laconic.shard.conversion import check_convertible, converts
 from laconic.shard.sharded_module import sharded_class
 from laconic.shard.traps import HOME, Origin
 from laconic.shard.unit import Unit, unit_of
+from laconic.shard.wrappers import check_unwrapped
 
 _Modules = TypeVar("_Modules", bound=nn.Module | list[nn.Module])
 
@@ -77,7 +78,8 @@ def fully_shard(
             begin with equal weights, or load a state dict before the first forward.
 
     Raises:
-        ValueError: a module is no module or has no forward; a parameter is complex, is on another device than the mesh,
+        ValueError: a module is no module, has no forward, or holds a module that DDP or FSDP has wrapped or sharded; a
+            parameter is complex, is on another device than the mesh,
             is not initialised yet (a lazy module), or is tied to a parameter of another unit; a DTensor parameter has a
             placement other than Shard or Replicate, or is cut over the same axes; the mesh, its named axes, the cache,
             granularity or integer is not valid.
@@ -159,6 +161,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             )
         if unit_of(module) is not None:
             raise AssertionError(f"{type(module).__name__} is sharded already; call fully_shard once per module")
+        check_unwrapped(module)
 
 
 def _resolve_reshard(

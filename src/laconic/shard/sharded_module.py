@@ -274,6 +274,14 @@ class ShardedModule(FSDPModule, nn.Module):
             "before fully_shard, or keep copies of the parameters (copy.deepcopy(param) works)"
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled, so torch.save cannot save it either, since each rank holds only "
+            "a part. Save it with laconic.checkpoint.save_checkpoint, its weights alone with laconic.save_safetensors, "
+            "or its whole state dict with torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True))"
+        )
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # FSDP2's own _apply is skipped: it would convert the parameters one by one.
         self._laconic_unit.apply(fn, functools.partial(super(FSDPModule, self)._apply, fn, recurse))
