@@ -1,5 +1,8 @@
 """Data-parallel training for PyTorch that says little on the wire."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from laconic.comm.cluster import Cluster, default_mesh, init_mesh
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.islands.local_steps import LocalSteps
@@ -8,7 +11,10 @@ from laconic.partial.updates import assign_slice, partial_updates, unsliced, uns
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.api import fully_shard
 from laconic.shard.cache import Cache
-from laconic.shard.sharded_module import ShardedModule
+from laconic.shard.sharded_module import ShardedModule, overrides
+
+if TYPE_CHECKING:
+    from laconic.hf.safetensors_folder import load_safetensors, save_safetensors
 
 __version__ = "0.1.0"
 
@@ -25,9 +31,36 @@ __all__ = [
     "elements",
     "fully_shard",
     "init_mesh",
+    "load_safetensors",
     "partial_updates",
     "rows",
+    "save_safetensors",
     "unsliced",
     "unsliced_state_dict",
     "whole",
 ]
+
+_LAZY = {
+    "load_safetensors": "laconic.hf.safetensors_folder",
+    "save_safetensors": "laconic.hf.safetensors_folder",
+}
+"""Names that need packages besides torch, with their modules: `import laconic` needs torch alone."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'laconic' has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def _save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
+    """Save a sharded transformers or peft model; see `laconic.hf.saving.save_pretrained`. Collective."""
+    return import_module("laconic.hf.saving").save_pretrained(model, *args, **options)
+
+
+def _push_to_hub(model: Any, *args: Any, **options: Any) -> Any:
+    """Push a sharded transformers or peft model; see `laconic.hf.saving.push_to_hub`. Collective."""
+    return import_module("laconic.hf.saving").push_to_hub(model, *args, **options)
+
+
+overrides.update(save_pretrained=_save_pretrained, push_to_hub=_push_to_hub)

@@ -63,13 +63,18 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return {strip(name): first[id(p)] for name, p in every if strip(name) != first[id(p)]}
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name; tied parameters once. Reshards gathered units."""
+def reshard(model: nn.Module) -> None:
+    """Show sharded parameters in place of gathered ones, under laconic and FSDP2."""
     for module in model.modules():
         # Outside a step a root may still hold its gathered parameters (FSDP2 after a forward without backward).
-        reshard = getattr(module, "reshard", None)
-        if callable(reshard) and hasattr(module, "unshard"):
-            reshard()
+        own_reshard = getattr(module, "reshard", None)
+        if callable(own_reshard) and hasattr(module, "unshard"):
+            own_reshard()
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name; tied parameters once. Reshards gathered units."""
+    reshard(model)
     tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in named_parameters(model).items()}
     return tensors | {strip(name): buffer for name, buffer in persistent_buffers(_plain(model))}
 

@@ -4,7 +4,6 @@ One process reads the ranks' shards from disk, one output file at a time, so the
 """
 
 import argparse
-import json
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +17,15 @@ from laconic.checkpoint import StoredCheckpoint, open_checkpoint
 from laconic.checkpoint.state import persistent_buffers
 from laconic.config import DataConfig, JobError, LoraConfig, ModelConfig, from_dict
 from laconic.hf import lora
+from laconic.hf.folder_writer import (
+    MAX_FILE_BYTES,
+    ThisProcess,
+    converted,
+    refuse_existing,
+    whole_or_nothing,
+    write_configuration,
+    write_tensors,
+)
 from laconic.hf.models import build_model
 
 _TOKENIZER_FILES = (
@@ -30,7 +38,6 @@ _TOKENIZER_FILES = (
     "chat_template*",
 )
 _DTYPES = ("float32", "bfloat16", "float16")
-_MAX_FILE_BYTES = 5_000_000_000
 
 
 def main(argv: list[str]) -> int:
@@ -42,7 +49,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dtype", choices=_DTYPES, help="convert to this dtype (default: as trained)")
     parser.add_argument("--base", help="where the run's model.path, or its config.json, lies now")
     parser.add_argument(
-        "--max-file-bytes", type=int, default=_MAX_FILE_BYTES, help="size of an output file, and the memory needed"
+        "--max-file-bytes", type=int, default=MAX_FILE_BYTES, help="size of an output file, and the memory needed"
     )
     options = vars(parser.parse_args(argv))
     options["dtype"] = getattr(torch, options["dtype"]) if options["dtype"] else None
@@ -62,7 +69,7 @@ def export(
     adapter: bool = False,
     dtype: torch.dtype | None = None,
     base: str | Path | None = None,
-    max_file_bytes: int = _MAX_FILE_BYTES,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> StoredCheckpoint:
     """Write the folder `out`, whole or not at all. Cost: host memory for one output file or the largest tensor.
 
@@ -75,26 +82,22 @@ def export(
         CheckpointError: there is no intact checkpoint.
     """
     run, out = Path(run), Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise JobError(f"{out} exists already; give a folder that does not")
+    refuse_existing(out)
     stored = open_checkpoint(run / "checkpoints" if (run / "checkpoints").is_dir() else run)
     model_config, lora_config, tokenizer = _job(stored, base)
     if adapter and not lora_config.enabled:
         raise JobError(f"{stored.folder} was trained without LoRA and has no adapter; leave --adapter out")
     model = build_model(model_config, lora_config)
-    writing = out.with_name(out.name + ".writing")
-    shutil.rmtree(writing, ignore_errors=True)
-    writing.mkdir(parents=True)
-    if adapter:
-        _write_adapter(model, stored, writing, dtype)
-    else:
-        _write_model(model, stored, writing, dtype, max_file_bytes)
-        _write_configuration(lora.base_model(model), model_config, writing, dtype)
-    if tokenizer != "bytes":
-        _copy_tokenizer(Path(tokenizer), writing)
-    if out.exists():
-        out.rmdir()
-    writing.rename(out)
+    values = {} if adapter else dict(_values(model, stored))
+    with whole_or_nothing(out, ThisProcess()) as writing:
+        if adapter:
+            _write_adapter(model, stored, writing, dtype)
+        else:
+            _write_model(values, writing, dtype, max_file_bytes)
+            write_configuration(lora.base_model(model), writing, dtype)
+            _copy_generation_configuration(model_config, writing)
+        if tokenizer != "bytes":
+            _copy_tokenizer(Path(tokenizer), writing)
     return stored
 
 
@@ -115,21 +118,19 @@ def _job(stored: StoredCheckpoint, base: str | Path | None) -> tuple[ModelConfig
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def _write_model(
-    model: nn.Module, stored: StoredCheckpoint, out: Path, dtype: torch.dtype | None, max_file_bytes: int
-) -> None:
-    from huggingface_hub import split_torch_state_dict_into_shards
-    from safetensors.torch import save_file
+_Values = dict[str, tuple[Tensor, Callable[[], Tensor]]]
+"""For each tensor of the base model by name: an empty tensor, and a function that returns its value."""
 
-    values = dict(_values(model, stored))
-    shapes = {name: _converted(tensor, dtype) for name, (tensor, _) in values.items()}  # on the meta device
-    files = split_torch_state_dict_into_shards(shapes, max_shard_size=max_file_bytes)
-    for file_name, names in files.filename_to_tensors.items():
-        tensors = {name: _converted(values[name][1](), dtype).contiguous() for name in names}
-        save_file(tensors, out / file_name, metadata={"format": "pt"})
-    if files.is_sharded:
-        index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
-        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+def _write_model(values: _Values, out: Path, dtype: torch.dtype | None, max_file_bytes: int) -> None:
+    write_tensors(
+        out,
+        {name: tensor for name, (tensor, _) in values.items()},
+        lambda names: (values[name][1]() for name in names),
+        dtype=dtype,
+        max_file_bytes=max_file_bytes,
+        ranks=ThisProcess(),
+    )
 
 
 def _values(model: nn.Module, stored: StoredCheckpoint) -> Iterator[tuple[str, tuple[Tensor, Callable[[], Tensor]]]]:
@@ -180,7 +181,7 @@ def _fill(
     slots = list(slots)
     values = stored.read({name for _, _, name in slots})
     for module, key, name in slots:
-        value = _converted(values[name], dtype).contiguous()
+        value = converted(values[name], dtype).contiguous()
         module._parameters[key] = nn.Parameter(value, requires_grad=False)
 
 
@@ -188,10 +189,6 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name in a checkpoint, tensor) for parameters, tied ones once, and persistent buffers."""
     yield from model.named_parameters()
     yield from persistent_buffers(model)
-
-
-def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 # -- the adapter, and what lies beside the weights ---------------------------------------------------------------------
@@ -206,16 +203,10 @@ def _write_adapter(model: Any, stored: StoredCheckpoint, out: Path, dtype: torch
     model.save_pretrained(out, save_embedding_layers=False)
 
 
-def _write_configuration(base: Any, config: ModelConfig, out: Path, dtype: torch.dtype | None) -> None:
-    if dtype is not None:
-        base.config.dtype = dtype
-    base.config.architectures = [type(base).__name__]
-    base.config.save_pretrained(out)
+def _copy_generation_configuration(config: ModelConfig, out: Path) -> None:
     given = Path(config.path) / "generation_config.json" if config.path else None
     if given is not None and given.is_file():
         shutil.copy(given, out)
-    elif base.can_generate():
-        base.generation_config.save_pretrained(out)
 
 
 def _copy_tokenizer(folder: Path, out: Path) -> None:

@@ -4,9 +4,10 @@
 `torch.distributed.checkpoint.HuggingFaceStorageReader` opens every safetensors file of a folder, also the files of
 adapters. It ignores the index, does not name a damaged file, and cannot read whole tensors one by one, as transformers'
 conversions need. `HuggingFaceStorageWriter` takes a state dict that is in memory, but `laconic export` holds one output
-file at a time. So this module and `export.py` call safetensors directly.
+file at a time. So this module and `folder_writer.py` call safetensors directly.
 """
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -15,30 +16,51 @@ from torch import Tensor
 
 from laconic.errors import JobError
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
+"""The file of a folder that says which file holds which tensor."""
 
 
 class ModelFolderError(JobError):
     """A model folder is unreadable or does not fit its own config.json."""
 
 
-class ModelFolder:
-    """The tensors in a folder's safetensors files. A file is opened when its first tensor is needed.
+def needed(module: str) -> Any:
+    """Import a module of another package.
 
     Raises:
-        ModelFolderError: the path is no folder, or lacks config.json or safetensors files, or a file is unreadable.
+        ImportError: the package is not installed. The message says how to install it.
     """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{error}: safetensors folders need it; run `pip install laconic[train]`") from error
 
-    def __init__(self, folder: str | Path) -> None:
+
+class ModelFolder:
+    """The tensors in a folder's safetensors files. A file is opened when its first tensor is needed."""
+
+    def __init__(
+        self, folder: str | Path, *, called: str = "model.path", is_model: bool = True, file: str = ""
+    ) -> None:
+        """Open the folder, which messages name as `called`. `is_model` asks for a config.json.
+
+        `file` is the only file to read. Default: those of the index, or all but adapters.
+
+        Raises:
+            ModelFolderError: the path is no folder; it lacks safetensors files, or the config.json of a model; or a
+                file is unreadable.
+        """
         self.folder = Path(folder)
+        self.is_model = is_model
+        self._title = f"{called} = {str(folder)!r}"
         self.bytes_read = 0
         """The bytes of all tensors, and parts of tensors, that `read` has returned."""
         self._handles: dict[str, Any] = {}
         if not self.folder.is_dir():
-            raise ModelFolderError(f"model.path = {str(folder)!r} is not a folder; give one with config.json")
-        if not (self.folder / "config.json").is_file():
-            raise ModelFolderError(f"model.path = {str(folder)!r} has no config.json; is it a model folder?")
-        self._file_of = self._find_files()
+            raise ModelFolderError(f"{self._title} is not a folder; give one with safetensors files")
+        if is_model and not (self.folder / "config.json").is_file():
+            raise ModelFolderError(f"{self._title} has no config.json; is it a model folder?")
+        self._file_of = dict.fromkeys(self._open(file).keys(), file) if file else self._find_files()
 
     def keys(self) -> list[str]:
         """Return the names of all tensors, sorted."""
@@ -64,8 +86,7 @@ class ModelFolder:
 
     def _open(self, name: str) -> Any:
         if name not in self._handles:
-            from safetensors import safe_open
-
+            safe_open = needed("safetensors").safe_open
             try:
                 self._handles[name] = safe_open(self.folder / name, framework="pt")
             except Exception as error:  # safetensors raises its own class, OSError and FileNotFoundError
@@ -74,7 +95,7 @@ class ModelFolder:
 
     def _find_files(self) -> dict[str, str]:
         """Return the file name of every tensor."""
-        index = self.folder / _INDEX
+        index = self.folder / INDEX
         if index.is_file():
             try:
                 return dict(json.loads(index.read_text())["weight_map"])
@@ -89,5 +110,5 @@ class ModelFolder:
                 if pickled
                 else "download the model with its .safetensors files"
             )
-            raise ModelFolderError(f"model.path = {str(self.folder)!r} has no safetensors file; {remedy}")
+            raise ModelFolderError(f"{self._title} has no safetensors file; {remedy}")
         return {key: name for name in files for key in self._open(name).keys()}  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face model folder into a sharded model: each rank reads its own part of every tensor and no more.
+"""Reads safetensors files into a model, sharded or not: each rank reads its own part of every tensor and no more.
 
 A tensor of the folder is matched with a tensor of the model in one of three ways, tried in this order: by its name; by
 its name with the base model's prefix ("transformer.") added or removed; by transformers' own conversion table, which
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from laconic.checkpoint.state import persistent_buffers
+from laconic.checkpoint.state import persistent_buffers, reshard, strip
 from laconic.hf.folder import ModelFolder, ModelFolderError
 from laconic.ragged.joined import JoinedTensor, joined
 from laconic.ragged.parts import sliced_parts
@@ -51,9 +51,20 @@ def parameter_ids(tensor: Tensor) -> set[int]:
     return {id(part) for part in (tensor.parts if isinstance(tensor, JoinedTensor) else [tensor])}
 
 
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that a folder must have: tied tensors under all their names, sliced tensors whole.
+
+    They are parameters and persistent buffers. Names lack the names of wrappers. Reshards gathered units.
+    """
+    reshard(model)
+    plain = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    tensors = joined(dict(plain.named_parameters(remove_duplicate=False)), sliced_parts(plain))
+    return {strip(name): tensor for name, tensor in (*tensors.items(), *persistent_buffers(plain))}
+
+
 @torch.no_grad()
-def load_folder(model: Any, folder: ModelFolder) -> set[int]:
-    """Fill this rank's part of every parameter and persistent buffer of a transformers model.
+def load_folder(model: Any, folder: ModelFolder, wanted: Mapping[str, Tensor] | None = None) -> set[int]:
+    """Fill this rank's part of every tensor in `wanted` (default: `named_tensors`).
 
     Returns the ids of the filled tensors, and of the filled parts of sliced tensors. A folder may leave out tensors
     that transformers declares optional.
@@ -61,7 +72,7 @@ def load_folder(model: Any, folder: ModelFolder) -> set[int]:
     Raises:
         ModelFolderError: tensors are missing, unexpected or of a wrong shape. It lists all, and nothing is read yet.
     """
-    wanted = _wanted_tensors(model)
+    wanted = named_tensors(model) if wanted is None else wanted
     plan = _match(model, wanted, folder)
     _refuse_mismatch(wanted, plan, folder)
     for name, key in plan.direct.items():
@@ -77,12 +88,6 @@ def load_folder(model: Any, folder: ModelFolder) -> set[int]:
             write_whole(wanted[target], whole)
     filled = (wanted[name] for name in (*plan.direct, *_converted(plan, wanted)))
     return set().union(*map(parameter_ids, filled))
-
-
-def _wanted_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that a folder must have: tied tensors under all their names, sliced tensors whole."""
-    tensors = joined(dict(model.named_parameters(remove_duplicate=False)), sliced_parts(model))
-    return {**tensors, **dict(persistent_buffers(model))}
 
 
 @dataclass
@@ -125,12 +130,14 @@ def _match(model: Any, wanted: Mapping[str, Tensor], folder: ModelFolder) -> _Pl
 
 def _convert(model: Any, wanted: Mapping[str, Tensor], folder: ModelFolder, keys: list[str], plan: _Plan) -> list[str]:
     """Add the `keys` that transformers' conversion table knows to `plan`. Returns the keys that it does not know."""
+    if not keys or not hasattr(model, "_no_split_modules"):  # all names fit, or no model of transformers
+        return keys
     try:  # internals of transformers 5; without them, a folder that needs a conversion is refused as a mismatch
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     except ImportError:
         return keys
-    mapping = get_model_conversion_mapping(model) if keys else []
+    mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -166,9 +173,10 @@ def _refuse_mismatch(wanted: Mapping[str, Tensor], plan: _Plan, folder: ModelFol
     complaints = {"missing": plan.missing, "unexpected": plan.unexpected, "wrong shape": misshapen}
     found = [f"{kind}: {_listing(items)}" for kind, items in complaints.items() if items]
     if found:
+        fitting = "its config.json" if folder.is_model else "the model"
         raise ModelFolderError(
-            f"the weights in {folder.folder} do not fit its config.json ({'; '.join(found)}); "
-            "use the config.json that belongs to these weights"
+            f"the weights in {folder.folder} do not fit {fitting} ({'; '.join(found)}); "
+            f"use {fitting.replace('its', 'the')} that belongs to these weights"
         )
 
 

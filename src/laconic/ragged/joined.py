@@ -41,6 +41,10 @@ class JoinedTensor(BoxedTensor):
     ) -> Any:
         raise NotImplementedError(f"{func} of a JoinedTensor, which is for checkpoints alone; use its parts")
 
+    def join(self, wholes: Sequence[Tensor]) -> Tensor:
+        """Make the whole from the whole values of all parts; see `SlicedParameter.join`."""
+        return self._sliced.join(wholes)
+
     def held_boxes(self) -> list[Box]:
         """See `BoxedTensor.held_boxes`; boxes without elements are left out."""
         dim, boxes = self._sliced.dim, []

@@ -17,12 +17,22 @@ from laconic.comm.traffic import Traffic
 from laconic.shard.ledger import Ledger
 from laconic.shard.unit import Unit, units_below
 
+overrides: dict[str, Callable[..., Any]] = {}
+"""Methods that a sharded class gets if the plain class has a method of the same name. Rooms above fill it, so that this
+room does not know them."""
+
 
 @functools.cache
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the class of a module of class `cls` after `fully_shard`."""
+    own = {name: method for name, method in overrides.items() if hasattr(cls, name)}
     # The module's name too: transformers knows its own models by it, and initialises custom ones differently.
-    return type(f"Sharded{cls.__name__}", (ShardedModule, cls), {"__module__": cls.__module__})
+    return type(f"Sharded{cls.__name__}", (ShardedModule, cls), {"__module__": cls.__module__, **own})
+
+
+def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that a module of class `cls` had before `fully_shard`; `cls` itself if that is not sharded."""
+    return cls.__mro__[cls.__mro__.index(FSDPModule) + 1] if issubclass(cls, ShardedModule) else cls
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,7 @@ class ShardedModule(FSDPModule, nn.Module):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a plain module: a container builds a new one of its own class for a slice, such as `model[:2]`."""
-        plain: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+        plain: Any = plain_class(cls)
         module = plain.__new__(plain)
         module.__init__(*args, **kwargs)  # Python does not, as the new module is not an instance of `cls`
         return module
