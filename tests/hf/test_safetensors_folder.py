@@ -234,7 +234,8 @@ def failures(folder: str) -> list[str]:
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors", None)
+    for name in ("safetensors", "safetensors.torch"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r"safetensors.* run `pip install laconic\[train\]`"):
         laconic.load_safetensors(nn.Linear(2, 2), tmp_path)
     with pytest.raises(ImportError, match=r"pip install laconic\[train\]"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -163,6 +164,22 @@ class ShardedModule(FSDPModule, nn.Module):
         """
         for unit in self._units(recurse):
             unit.requires_gradient_sync = requires_gradient_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without the wire in backwards inside the `with` block, as under DDP's `no_sync`.
+
+        The next backward outside sends the sums: see `set_requires_gradient_sync`. After the block the settings of all
+        units below are as before, also after an exception, and blocks may be nested.
+        """
+        units = self._units()
+        before = [unit.requires_gradient_sync for unit in units]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit, requires_sync in zip(units, before, strict=True):
+                unit.requires_gradient_sync = requires_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether the next backward sums gradients over the islands, the replicas of HSDP.
