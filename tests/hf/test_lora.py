@@ -12,6 +12,7 @@ import torch
 from laconic import checkpoint
 from laconic.config import JobError, LoraConfig, ModelConfig
 from laconic.hf import lora
+from laconic.hf.layers import base_model
 from laconic.hf.models import build_model
 from tests.hf.zoo import LORA, TINY, differing, spread, tokens, whole
 from tests.ranks import run_ranks
@@ -28,7 +29,7 @@ def test_only_adapters_train_and_the_start_is_the_base_model(name: str) -> None:
         assert ("lora_A" in tensor_name) != ("lora_B" in tensor_name)
         assert bool(parameter.abs().sum() > 0) == ("lora_A" in tensor_name)
     with lora.adapters_put_aside(adapted):
-        assert differing(whole(lora.base_model(adapted)), whole(plain)) == []
+        assert differing(whole(base_model(adapted)), whole(plain)) == []
 
 
 def test_adapters_are_those_of_peft() -> None:

@@ -15,7 +15,8 @@ from transformers.initialization import no_init_weights
 
 from laconic.config import JobError, LoraConfig, ModelConfig
 from laconic.hf.folder import ModelFolderError
-from laconic.hf.models import build_model, layers_to_shard
+from laconic.hf.layers import layers_to_shard
+from laconic.hf.models import build_model
 from tests.hf.zoo import LORA, NO_LORA, STRATEGIES, TINY, differing, spread, tokens, whole
 from tests.ranks import run_ranks
 

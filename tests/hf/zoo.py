@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from laconic.config import LoraConfig, ModelConfig
-from laconic.hf.models import build_model, layers_to_shard, materialize
+from laconic.hf.layers import layers_to_shard
+from laconic.hf.models import build_model, materialize
 
 _LLAMA = {
     "model_type": "llama",

@@ -14,7 +14,7 @@ from torch import nn
 
 import laconic
 from laconic.checkpoint import CheckpointError, load_checkpoint, open_checkpoint, save_checkpoint
-from laconic.hf.models import layers_to_shard
+from laconic.hf.layers import layers_to_shard
 from laconic.partial.updates import partial_updates, unsliced_state_dict
 from laconic.ragged.parts import sliced_parts
 from tests.partial.models import build, lm_loss, tokens

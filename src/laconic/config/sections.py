@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 from laconic.errors import JobError
 from laconic.islands.fragments import SyncSchedule
-from laconic.layout.granularity import Block
+from laconic.layout.granularity import Block, block_of
 
 Strategy = Literal["laconic", "fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp"]
 
@@ -271,12 +270,10 @@ def parse_block(text: Any) -> Block:
     Raises:
         ConfigError: `text` is none of these.
     """
-    if text == "whole":
-        return Block(unit="whole")
-    match = re.fullmatch(r"([1-9][0-9]*) (row|element)s?", text) if isinstance(text, str) else None
-    if match is None:
-        raise ConfigError(f'shard.granularity: {text!r} is not a block; write "32 rows", "256 elements" or "whole"')
-    return Block(unit="rows" if match[2] == "row" else "elements", count=int(match[1]))
+    try:
+        return block_of(text)
+    except ValueError as error:
+        raise ConfigError(f"shard.granularity: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

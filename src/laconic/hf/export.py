@@ -26,6 +26,7 @@ from laconic.hf.folder_writer import (
     write_configuration,
     write_tensors,
 )
+from laconic.hf.layers import base_model
 from laconic.hf.models import build_model
 
 _TOKENIZER_FILES = (
@@ -94,7 +95,7 @@ def export(
             _write_adapter(model, stored, writing, dtype)
         else:
             _write_model(values, writing, dtype, max_file_bytes)
-            write_configuration(lora.base_model(model), writing, dtype)
+            write_configuration(base_model(model), writing, dtype)
             _copy_generation_configuration(model_config, writing)
         if tokenizer != "bytes":
             _copy_tokenizer(Path(tokenizer), writing)
@@ -143,7 +144,7 @@ def _values(model: nn.Module, stored: StoredCheckpoint) -> Iterator[tuple[str, t
         for parameter in layer.get_base_layer().parameters():
             adapted.setdefault(id(parameter), layer)  # the outermost wrapper, if peft has wrapped a layer several times
     with lora.adapters_put_aside(model):
-        tensors = list(_tensors(lora.base_model(model)))
+        tensors = list(_tensors(base_model(model)))
     for name, tensor in tensors:
         layer = adapted.get(id(tensor))
         value = _merged(layer, tensor, stored, stored_as) if layer else _read(stored, stored_as[id(tensor)])

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from laconic.config import JobError, LoraConfig
+from laconic.hf.layers import has_adapters
 
 ADAPTER = "default"
 
@@ -47,17 +48,6 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
                 f"lora.targets = {list(targets)} fits no layer of {type(model).__name__} ({error}); "
                 f"its linear layers are {', '.join(sorted(linear))}"
             ) from error
-
-
-def base_model(model: nn.Module) -> Any:
-    """Return the transformers model inside peft's wrapper, or the model itself."""
-    wrapped: Any = model
-    return wrapped.get_base_model() if has_adapters(model) else model
-
-
-def has_adapters(model: nn.Module) -> bool:
-    """True if peft has wrapped the model."""
-    return hasattr(model, "peft_config")
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:

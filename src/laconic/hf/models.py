@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from laconic.config import Config, JobError, LoraConfig, ModelConfig
 from laconic.hf.folder import ModelFolder
+from laconic.hf.layers import base_model, layers_to_shard
 from laconic.hf.lora import (
     adapted_layers,
     adapter_modules,
     adapters_put_aside,
     add_adapters,
-    base_model,
     reset_adapters,
 )
 from laconic.hf.weights import load_folder, parameter_ids, write_whole
@@ -70,20 +70,6 @@ def build_model(config: ModelConfig, lora: LoraConfig | None = None, *, device: 
     if torch.device(device) != META:
         materialize(model, config, device)
     return model
-
-
-def layers_to_shard(model: nn.Module) -> list[nn.Module]:
-    """Return the model's layers in forward order: the modules to give to `fully_shard` one by one.
-
-    transformers names their classes in `_no_split_modules`. Without it they are the modules of the longest ModuleList.
-    """
-    base = base_model(model)
-    names = set(getattr(base, "_no_split_modules", None) or ())
-    found = list(_outermost(base, names))
-    if not found:
-        lists = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
-        found = list(max(lists, key=lambda modules: len(modules), default=[]))
-    return [layer for layer in found if next(layer.parameters(), None) is not None]
 
 
 @torch.no_grad()
@@ -171,15 +157,6 @@ def _full_size(modules: Iterable[nn.Module], *, loaded: set[int], drawn: set[int
             raise JobError(f"transformers does not initialise {name} of {type(module).__name__}; set model.path")
         write_whole(parameter, stand_in)
         drawn |= parameter_ids(parameter)
-
-
-def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
-    for child in module.children():
-        # By the names of all base classes, because sharding changes a module's class.
-        if any(cls.__name__ in names for cls in type(child).__mro__):
-            yield child
-        else:
-            yield from _outermost(child, names)
 
 
 def _checkpoint_activations(model: Any) -> None:

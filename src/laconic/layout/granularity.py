@@ -1,6 +1,7 @@
 """Granularity: which runs of a parameter must stay on one rank, as users ask for it in `fully_shard(granularity=)`."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -56,6 +57,20 @@ def elements(count: int) -> Block:
 def whole() -> Block:
     """Ask for the whole tensor on one rank."""
     return Block(unit="whole")
+
+
+def block_of(text: object) -> Block:
+    """Return the block that "32 rows", "256 elements" or "whole" describes.
+
+    Raises:
+        ValueError: `text` is none of these.
+    """
+    if text == "whole":
+        return whole()
+    match = re.fullmatch(r"([1-9][0-9]*) (row|element)s?", text) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(f'{text!r} is not a block; write "32 rows", "256 elements" or "whole"')
+    return Block(unit="rows" if match[2] == "row" else "elements", count=int(match[1]))
 
 
 Granularity = Callable[[str, Tensor], int | Block] | Block | Mapping[str, Block]

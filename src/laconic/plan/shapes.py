@@ -84,7 +84,8 @@ def units_of(model: str) -> tuple[UnitShapes, ...]:
 
 def _units_of_config(path: Path) -> tuple[UnitShapes, ...]:
     from laconic.config import ModelConfig
-    from laconic.hf.models import build_model, layers_to_shard
+    from laconic.hf.layers import layers_to_shard
+    from laconic.hf.models import build_model
 
     model = build_model(ModelConfig(config=str(path)))
     layers = layers_to_shard(model)

@@ -14,7 +14,7 @@ from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
 from laconic.config import Config, JobError
 from laconic.cyclic import CyclicDataParallel, cut
-from laconic.hf.lora import base_model
+from laconic.hf.layers import base_model
 from laconic.hf.models import materialize
 from laconic.strategies import cyclic_checkpoint
 from laconic.strategies.cyclic_metrics import DeviceTimeline

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import laconic
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError, parse_block
-from laconic.hf.models import layers_to_shard, materialize
+from laconic.hf.layers import layers_to_shard
+from laconic.hf.models import materialize
 from laconic.optim import AdamW8bit
 from laconic.strategies.islands import num_islands, slice_model
 from laconic.strategies.ring import use_rings

@@ -1,0 +1,44 @@
+"""The layers of a transformers model, with or without peft's adapters: the modules to shard one by one."""
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from torch import nn
+
+
+def base_model(model: nn.Module) -> Any:
+    """Return the transformers model inside peft's wrapper, or the model itself."""
+    wrapped: Any = model
+    return wrapped.get_base_model() if has_adapters(model) else model
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """True if peft has wrapped the model."""
+    return hasattr(model, "peft_config")
+
+
+def layers_to_shard(model: nn.Module) -> list[nn.Module]:
+    """Return the model's layers in forward order: the modules to give to `fully_shard` one by one.
+
+    transformers names their classes in `_no_split_modules`. Without it they are the modules of the longest ModuleList.
+    """
+    base = base_model(model)
+    found = layers_of_classes(base, getattr(base, "_no_split_modules", None) or ())
+    if not found:
+        lists = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
+        found = list(max(lists, key=lambda modules: len(modules), default=[]))
+    return [layer for layer in found if next(layer.parameters(), None) is not None]
+
+
+def layers_of_classes(model: nn.Module, names: Collection[str]) -> list[nn.Module]:
+    """Return the outermost modules below `model` whose class, or a base class of theirs, has one of the names."""
+    return list(_outermost(model, set(names)))
+
+
+def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
+    for child in module.children():
+        # By the names of all base classes, because sharding changes a module's class.
+        if any(cls.__name__ in names for cls in type(child).__mro__):
+            yield child
+        else:
+            yield from _outermost(child, names)

@@ -1,0 +1,16 @@
+"""laconic inside the trainers that people already use. Each module needs its library, and nothing here imports it.
+
+| module | for | needs |
+|---|---|---|
+| `transformers` | `Trainer` and any subclass of it | the extra `trl`, or transformers and accelerate |
+| `trl` | `SFTTrainer`, `DPOTrainer`, `RewardTrainer` | the extra `trl` |
+| `axolotl` | a plugin | axolotl |
+| `accelerate` | an `Accelerator` loop | the extra `accelerate` |
+| `lightning` | a strategy | the extra `lightning` |
+| `torchtitan` | a `parallelize_fn` | torchtitan |
+"""
+
+from laconic.integrations.options import LaconicArguments
+from laconic.integrations.sharding import shard_model
+
+__all__ = ["LaconicArguments", "shard_model"]

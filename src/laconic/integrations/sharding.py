@@ -1,0 +1,162 @@
+"""`shard_model`: the one call of every integration that turns a trainer's model into a sharded one."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import laconic
+from laconic.comm.launch import RankInfo
+from laconic.hf.layers import base_model, layers_of_classes, layers_to_shard
+from laconic.integrations.options import ArgumentError, LaconicArguments
+from laconic.ragged.tensor import RaggedTensor
+
+
+def shard_model(
+    model: nn.Module,
+    arguments: LaconicArguments | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+) -> nn.Module:
+    """Shard `model` in place, layer by layer and then the rest, and return it. Collective over all ranks.
+
+    The model may have peft's adapters. It may be on the CPU while the mesh is for an accelerator: each layer moves to
+    the device only before it is cut, so a rank never holds the whole model there. Parameters on the meta device stay
+    there; call `to_empty` and initialise them afterwards. A model that is sharded already stays as it is.
+
+    Args:
+        model: a transformers model, with or without peft's wrapper, or any module.
+        arguments: the options. Default: those of `LaconicArguments()`.
+        mesh: see `make_mesh`, which makes the default.
+        mp_policy: the mixed precision. Default: that of the arguments, without a trainer's own.
+
+    Raises:
+        ArgumentError: no layer has a class that `arguments.units` names, or the model has no layers to find; or it has
+            weights in a quantised format.
+        ValueError: see `laconic.fully_shard`.
+    """
+    arguments = arguments or LaconicArguments()
+    if isinstance(model, laconic.ShardedModule):
+        return model
+    _refuse_quantised(model)
+    mesh = mesh if mesh is not None else make_mesh(arguments)
+    device = device_of(mesh)
+    for module in [*find_units(model, arguments.units), model]:
+        _move(module, device)
+        if arguments.broadcast:
+            _broadcast(module)
+        laconic.fully_shard(
+            module,
+            mesh=mesh,
+            cache=arguments.cache_policy(),
+            reshard_after_forward=arguments.reshard_after_forward is not False,
+            mp_policy=mp_policy or arguments.mixed_precision(),
+            granularity=arguments.blocks(),
+        )
+    return model
+
+
+def make_mesh(arguments: LaconicArguments, device_type: str | None = None) -> DeviceMesh:
+    """Return the mesh of all ranks, with an island axis if the arguments ask for local steps. Collective.
+
+    Args:
+        arguments: the options.
+        device_type: "cpu" or the type of an accelerator. Default: the machine's accelerator, or else the CPU.
+
+    Raises:
+        ArgumentError: the islands do not divide the nodes.
+        ValueError: see `laconic.init_mesh`.
+    """
+    if not arguments.local_steps:
+        return laconic.default_mesh(device_type)
+    if device_type is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device_type = "cpu" if accelerator is None else accelerator.type
+    num_nodes = RankInfo.from_environment().num_nodes
+    islands = arguments.islands if arguments.islands is not None else num_nodes
+    if num_nodes % islands:
+        raise ArgumentError(
+            f"islands={islands} does not divide the {num_nodes} nodes of this launch; an island is made of whole "
+            "nodes, so use a divisor, or leave it out to make every node an island"
+        )
+    return laconic.init_mesh(device_type, islands=islands)
+
+
+def find_units(model: nn.Module, names: list[str] | None = None) -> list[nn.Module]:
+    """Return the layers to shard one by one, in forward order.
+
+    Args:
+        model: the model, with or without peft's wrapper.
+        names: class names of the layers. Default: the model's own `_no_split_modules`, or else the modules of its
+            longest ModuleList.
+
+    Raises:
+        ArgumentError: no layer is found.
+    """
+    if names is None:
+        found = layers_to_shard(model)
+        if not found:
+            raise ArgumentError(
+                f"{type(base_model(model)).__name__} names no layers to shard (_no_split_modules) and has no "
+                f"ModuleList; pass units=[...] with class names of its layers, which are {_classes(model)}"
+            )
+        return found
+    for name in names:
+        if not layers_of_classes(model, [name]):
+            raise ArgumentError(
+                f"units={names}: no module of {type(base_model(model)).__name__} has the class {name!r}; its classes "
+                f"are {_classes(model)}"
+            )
+    return [layer for layer in layers_of_classes(model, names) if next(layer.parameters(), None) is not None]
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return the device of this rank in `mesh`."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def is_distributed() -> bool:
+    """Whether this process is one of several ranks, which torchrun or a process group says."""
+    size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    return size > 1
+
+
+def _refuse_quantised(model: nn.Module) -> None:
+    method = getattr(base_model(model), "quantization_method", None)
+    if method is not None:
+        name = getattr(method, "value", method)
+        raise ArgumentError(
+            f"the model's weights are quantised ({name}), in a format whose rows cannot be cut; load it without "
+            "quantization_config, in bfloat16, and let laconic shard it"
+        )
+
+
+def _classes(model: nn.Module) -> str:
+    names = sorted({type(module).__name__ for module in model.modules() if next(module.parameters(), None) is not None})
+    return ", ".join(names) or "none"
+
+
+def _broadcast(module: nn.Module) -> None:
+    """Give every rank the first rank's values of the parameters that are not sharded yet."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, RaggedTensor) and not parameter.is_meta:
+            dist.broadcast(parameter.data, src=0)
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Move all parameters and buffers that are not sharded to `device`. Tied parameters stay tied."""
+    for child in module.modules():
+        for parameter in child._parameters.values():
+            if parameter is not None and not isinstance(parameter, RaggedTensor) and not parameter.is_meta:
+                parameter.data = parameter.data.to(device)
+        for name, buffer in child._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                child._buffers[name] = buffer.to(device)
