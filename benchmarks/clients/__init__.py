@@ -1,0 +1,1 @@
+"""laconic inside the trainers that people already use, beside the same trainers with DDP."""

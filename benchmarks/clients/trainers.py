@@ -1,0 +1,165 @@
+"""Tiny jobs of transformers' and TRL's trainers, each with DDP or with laconic, in this process's ranks.
+
+`run` makes the trainer that a user's script would make, trains, and returns the log. Model, tokenizer and rows are made
+here from seeds; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+from laconic.integrations import LaconicArguments, trl
+from laconic.integrations.transformers import LaconicTrainer
+
+WORDS = [f"w{index}" for index in range(124)]
+JOBS = ("trainer", "accumulation", "sft_lora", "dpo_lora", "dpo", "reward")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of 128 words."""
+    special = ["<pad>", "<eos>", "<unk>", "<bos>"]
+    model = models.WordLevel({word: index for index, word in enumerate(special + WORDS)}, unk_token="<unk>")
+    plain = Tokenizer(model)
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", bos_token="<bos>"
+    )
+
+
+def llama(cls: type[nn.Module] = LlamaForCausalLM, seed: int = 0, **settings: Any) -> Any:
+    """Return a Llama with 2 layers of width 16."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 3}
+    return cls(LlamaConfig(**{"vocab_size": 128, "max_position_embeddings": 64, **sizes, **ids, **settings}))
+
+
+def sentences(rows: int, seed: int = 0) -> list[str]:
+    """Return rows of unequal lengths, in which a word follows from the one before."""
+    generator = torch.Generator().manual_seed(seed)
+    lines = []
+    for _ in range(rows):
+        start, step, length = (
+            int(torch.randint(low, high, (), generator=generator)) for low, high in ((0, 124), (1, 4), (6, 15))
+        )
+        lines.append(" ".join(WORDS[(start + step * place) % len(WORDS)] for place in range(length)))
+    return lines
+
+
+def token_rows(rows: int, seed: int = 0, length: int = 10) -> Dataset:
+    """Return rows for a plain Trainer: input_ids and labels of equal length."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, 124, (rows, 1), generator=generator)
+    ids = (4 + (starts + torch.arange(length)) % 124).tolist()
+    return Dataset.from_dict({"input_ids": ids, "labels": ids})
+
+
+def pairs(rows: int, *, prompt: bool) -> Dataset:
+    """Return rows of preferences."""
+    chosen, rejected = sentences(rows, 1), sentences(rows, 2)
+    table = {"chosen": chosen, "rejected": rejected}
+    return Dataset.from_dict({"prompt": sentences(rows, 3), **table} if prompt else table)
+
+
+def settings(folder: str, steps: int, **more: Any) -> dict[str, Any]:
+    """Return the arguments that all jobs share."""
+    return {
+        "output_dir": folder,
+        "max_steps": steps,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": not torch.cuda.is_available(),
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "max_grad_norm": 0.5,
+        "seed": 3,
+        **more,
+    }
+
+
+def make(job: str, folder: str, steps: int, laconic: LaconicArguments | None = None, **more: Any) -> Any:
+    """Return the trainer of a job: with laconic's options a sharded one, without them the stock trainer."""
+    options: dict[str, Any] = {} if laconic is None else {"laconic": laconic}
+    common = settings(folder, steps, **more)
+    lora = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
+    if job in ("trainer", "accumulation"):
+        cls = Trainer if laconic is None else LaconicTrainer
+        accumulation = {"gradient_accumulation_steps": 3} if job == "accumulation" else {}
+        arguments = TrainingArguments(**{**accumulation, **common})
+        return cls(
+            model=llama(), args=arguments, train_dataset=token_rows(64), eval_dataset=token_rows(7, 1), **options
+        )
+    if job == "sft_lora":
+        sft = SFTTrainer if laconic is None else trl.SFTTrainer
+        return sft(
+            model=llama(),
+            args=SFTConfig(**common, max_length=16),
+            train_dataset=Dataset.from_dict({"text": sentences(64)}),
+            eval_dataset=Dataset.from_dict({"text": sentences(7, 5)}),
+            processing_class=tokenizer(),
+            peft_config=lora,
+            **options,
+        )
+    if job in ("dpo_lora", "dpo"):
+        dpo = DPOTrainer if laconic is None else trl.DPOTrainer
+        reference = {"peft_config": lora} if job == "dpo_lora" else {"ref_model": llama(seed=1)}
+        return dpo(
+            model=llama(),
+            args=DPOConfig(**common, max_length=24),
+            train_dataset=pairs(64, prompt=True),
+            processing_class=tokenizer(),
+            **reference,
+            **options,
+        )
+    if job == "reward":
+        reward = RewardTrainer if laconic is None else trl.RewardTrainer
+        return reward(
+            model=llama(LlamaForSequenceClassification, num_labels=1),
+            args=RewardConfig(**common, max_length=16),
+            train_dataset=pairs(64, prompt=False),
+            processing_class=tokenizer(),
+            **options,
+        )
+    raise ValueError(f"job {job!r} is not known; use one of {', '.join(JOBS)}")
+
+
+def run(job: str, folder: str, steps: int, laconic: LaconicArguments | None = None, **more: Any) -> dict[str, Any]:
+    """Train a job and return its log: `loss` and `grad_norm` by step."""
+    os.environ["TQDM_DISABLE"] = "1"
+    trainer = make(job, folder, steps, laconic, **more)
+    trainer.remove_callback(_printer(trainer))
+    trainer.train()
+    return log(trainer)
+
+
+def log(trainer: Any) -> dict[str, list[float]]:
+    """Return the losses and gradient norms that a trainer has logged, by step."""
+    steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    return {key: [float(entry[key]) for entry in steps] for key in ("loss", "grad_norm")}
+
+
+def _printer(trainer: Any) -> type[TrainerCallback]:
+    return next(type(each) for each in trainer.callback_handler.callbacks if "Printer" in type(each).__name__)

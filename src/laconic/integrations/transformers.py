@@ -1,0 +1,338 @@
+"""laconic in transformers' `Trainer`, and in every trainer that is a subclass of it.
+
+[Note: Where a trainer is changed]
+`Trainer.__init__` builds the accelerator, and TRL's trainers add adapters and patch the model's forward there. So the
+model is sharded at the end of `__init__`, in place, and before `train` makes the optimizer. The mixin then keeps
+accelerate from putting DDP around the model: `prepare_model(evaluation_mode=True)` adds the autocast of bf16 and fp16
+and marks the model as prepared. All else is Trainer's own: its loop, its gradient accumulation (`no_sync`), its clipping
+and its logs work on a sharded model as they are. Only what reads or writes weights is replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import register_fsdp_forward_method
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from laconic.comm.agreement import RankGroup
+from laconic.hf.layers import base_model, has_adapters
+from laconic.integrations.options import ArgumentError, LaconicArguments
+from laconic.integrations.sharding import make_mesh, shard_model
+from laconic.integrations.trained_state import (
+    has_shards,
+    incomplete,
+    load_trained,
+    mark_complete,
+    newest_complete,
+    save_trained,
+)
+from laconic.islands.local_steps import LocalSteps
+from laconic.ragged.tensor import RaggedTensor
+
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+
+_SCHEDULER = "scheduler.pt"  # Trainer's name of the file
+_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+"""The names of TrainingArguments.optim whose optimizers are torch's own and element-wise."""
+_DDP_ARGUMENTS = (
+    "ddp_find_unused_parameters",
+    "ddp_bucket_cap_mb",
+    "ddp_broadcast_buffers",
+    "ddp_static_graph",
+)
+_FROZEN_MODELS = ("ref_model", "teacher_model")
+"""The attributes of trainers that hold a second model, which is not trained."""
+
+
+class LaconicMixin(_Base):
+    """Makes a Trainer subclass shard its model: `class MyTrainer(LaconicMixin, SFTTrainer)`.
+
+    Started by torchrun on several ranks, the model is sharded when the trainer is made, adapters included, and so is
+    a reference model. In one process the trainer is what it was.
+
+    Checkpoints can be resumed on any number of ranks, on a file system that all ranks share. `save_model` writes what
+    `from_pretrained` reads, or peft's adapter files. With `laconic.local_steps`, evaluation, prediction and
+    `save_model` use the parameters that all islands share.
+
+    Args:
+        laconic: the options. Default: those of `LaconicArguments()`.
+
+    Raises:
+        ArgumentError: an argument of the trainer cannot work with a sharded model; the message has the remedy.
+    """
+
+    def __init__(self, *args: Any, laconic: LaconicArguments | None = None, **kwargs: Any) -> None:
+        self.laconic_arguments = laconic or LaconicArguments()
+        self.laconic_mesh: DeviceMesh | None = None
+        self._local_steps: LocalSteps | None = None
+        super().__init__(*args, **kwargs)
+        if not self._is_sharding:
+            return
+        if self.optimizer is not None:
+            raise ArgumentError(
+                "optimizers=(...) holds the parameters of the model before it was sharded; pass "
+                "optimizer_cls_and_kwargs=(cls, kwargs) instead, and the trainer makes the optimizer"
+            )
+        self.laconic_mesh = make_mesh(self.laconic_arguments, self.args.device.type)
+        self.model_wrapped = self._shard(self.model)
+        for name in _FROZEN_MODELS:
+            other = getattr(self, name, None)
+            if isinstance(other, nn.Module):
+                shard_model(other.requires_grad_(False), self.laconic_arguments, mesh=self.laconic_mesh)
+        if self.laconic_arguments.local_steps:
+            self.add_callback(_SyncIslands(self))
+
+    @property
+    def _is_sharding(self) -> bool:
+        return self.args.world_size > 1
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """See `Trainer`. Refuses first what cannot work."""
+        if self.args.world_size > 1:
+            _check_arguments(self.args, self.laconic_arguments)
+            if getattr(self.model, "is_distributed_loading_by_transformers", False):
+                raise ArgumentError(
+                    "the model is sharded already, by from_pretrained(distributed_config=...); load it without, and "
+                    "laconic shards it"
+                )
+        super().create_accelerator_and_postprocess()
+        if self.args.world_size > 1 and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ArgumentError(
+                "accelerate's configuration turns on FSDP or DeepSpeed, and laconic takes their place; start the "
+                "script with torchrun, or with a configuration of type MULTI_GPU or MULTI_CPU"
+            )
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        # A rank need not hold the whole model on its device: `shard_model` moves one layer at a time. DPO computes the
+        # reference's log-probabilities in its __init__, though.
+        if not self._is_sharding or getattr(self.args, "precompute_ref_log_probs", False):
+            super()._move_model_to_device(model, device)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """See `Trainer`. The model of `train` is sharded; that of `__init__` is sharded at its end."""
+        model = super().call_model_init(trial)
+        return model if self.laconic_mesh is None else self._shard(model)
+
+    def _shard(self, model: nn.Module) -> nn.Module:
+        """Shard the trained model, and return it as the loop calls it: with autocast, and compiled if asked."""
+        name = model._get_name()  # type: ignore[operator]
+        arguments = self.laconic_arguments
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        policy = arguments.mixed_precision(dtypes.get(self.accelerator.mixed_precision))
+        shard_model(model, arguments, mesh=self.laconic_mesh, mp_policy=policy)
+        # Trainer looks its label smoothing up by this name, and sharding has changed the class.
+        model._get_name = lambda: name  # type: ignore[method-assign, assignment]
+        # transformers then lets all ranks generate equally many tokens.
+        base_model(model)._is_fsdp_managed_module = True
+        if hasattr(model, "generate"):
+            register_fsdp_forward_method(model, "generate")
+        return self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """See `Trainer`. With local steps it also begins the islands' first round. Collective then."""
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if is_new and self.laconic_mesh is not None and self.laconic_arguments.local_steps:
+            every = self.laconic_arguments.local_steps
+            self._local_steps = LocalSteps(self.model, optimizer, mesh=self.laconic_mesh, every=every)
+        return optimizer
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """See `Trainer`. `resume_from_checkpoint=True` takes the newest checkpoint that is complete.
+
+        Raises:
+            ArgumentError: the checkpoint is not complete, or was written without laconic.
+        """
+        if resume_from_checkpoint and self._is_sharding:
+            resume_from_checkpoint = self._complete_checkpoint(resume_from_checkpoint)
+        elif resume_from_checkpoint is True and has_shards(get_last_checkpoint(self.args.output_dir) or ""):
+            resume_from_checkpoint = self._complete_checkpoint(True)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _complete_checkpoint(self, wanted: str | bool) -> str:
+        if isinstance(wanted, str):
+            if reason := RankGroup().on_rank_0(lambda: incomplete(wanted), f"{wanted} is not readable"):
+                raise ArgumentError(f"cannot resume from {wanted}: {reason}")
+            return wanted
+        folders = Path(self.args.output_dir).glob("checkpoint-*")
+        numbered = [folder for folder in folders if folder.name.rpartition("-")[2].isdigit()]
+        newest, skipped = newest_complete(sorted(numbered, key=lambda folder: int(folder.name.rpartition("-")[2])))
+        if skipped and self.is_world_process_zero():
+            warnings.warn(f"skipped checkpoints that are not complete: {'; '.join(skipped)}", stacklevel=3)
+        if newest is None:
+            raise ArgumentError(f"{self.args.output_dir} has no complete checkpoint to resume from")
+        return str(newest)
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """See `Trainer`. All ranks call it."""
+        with self._shared_parameters():
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """See `Trainer`. All ranks call it."""
+        with self._shared_parameters():
+            return super().predict(*args, **kwargs)
+
+    @contextmanager
+    def _shared_parameters(self) -> Iterator[None]:
+        """Let the model hold the parameters that all islands share, inside the block."""
+        if self._local_steps is None:
+            yield
+            return
+        with self._local_steps.outer_parameters():
+            yield
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """See `Trainer`. All ranks call it, and the first one writes."""
+        if not self._is_sharding:
+            super().save_model(output_dir, _internal_call)
+            return
+        with self._shared_parameters():
+            state = _whole_state_dict(self.model, keep=self.args.should_save)
+        self._save(output_dir or self.args.output_dir, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self._is_sharding:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        save_trained(output_dir, self.state.global_step, self.model, self._plain_optimizer(), self._local_steps)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self._is_sharding:  # the ranks' last files; then the first rank writes trainer_state.json
+            mark_complete(output_dir)
+
+    # -- loading -------------------------------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not has_shards(resume_from_checkpoint):  # `train` has refused it, if this run is sharded
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not has_shards(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        load_trained(checkpoint, self.model, self._plain_optimizer(), self._local_steps)
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if best is None or not has_shards(best):
+            super()._load_best_model()
+        else:
+            load_trained(best, self.model)
+
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        """Return the optimizer inside accelerate's wrapper."""
+        optimizer: Any = self.optimizer
+        return getattr(optimizer, "optimizer", optimizer)
+
+
+class LaconicTrainer(LaconicMixin, Trainer):
+    """transformers' `Trainer` with a sharded model; see `LaconicMixin`."""
+
+
+class _SyncIslands(TrainerCallback):
+    """Counts the inner steps of a trainer's islands."""
+
+    def __init__(self, trainer: LaconicMixin) -> None:
+        self._trainer = trainer
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Count an inner step; sync if it is time."""
+        local_steps = self._trainer._local_steps
+        assert local_steps is not None
+        local_steps.advance()
+
+
+def _check_arguments(args: Any, arguments: LaconicArguments) -> None:
+    """Refuse arguments of a trainer that cannot work with a sharded model, and name those that do nothing.
+
+    Raises:
+        ArgumentError: see the messages.
+    """
+    refused = {
+        "deepspeed": (args.deepspeed, "laconic takes its place: leave it out"),
+        "fsdp": (args.fsdp, "laconic takes its place: leave it out"),
+        "parallelism_config": (args.parallelism_config, "laconic shards over all ranks: leave it out"),
+        "auto_find_batch_size": (
+            args.auto_find_batch_size,
+            "a rank that runs out of memory would leave the others waiting: set per_device_train_batch_size",
+        ),
+        "save_on_each_node": (
+            args.save_on_each_node,
+            "a checkpoint is written by all ranks together: give an output_dir that all nodes share",
+        ),
+        "sync_ref_model": (
+            getattr(args, "sync_ref_model", False),
+            "it writes to the reference model behind the engine's back: leave it out",
+        ),
+    }
+    for name, (value, reason) in refused.items():
+        if value:
+            raise ArgumentError(f"{name}={value!r} does not work with a sharded model; {reason}")
+    optimizer = getattr(args.optim, "value", args.optim)
+    if optimizer not in _OPTIMIZERS:
+        raise ArgumentError(
+            f"optim={optimizer!r} needs whole parameters; use one of {', '.join(_OPTIMIZERS)}, or pass "
+            "optimizer_cls_and_kwargs=(cls, kwargs) with an optimizer of laconic.optim, such as AdamW8bit"
+        )
+    if args.accelerator_config.even_batches is False:
+        raise ArgumentError(
+            "accelerator_config even_batches=False gives ranks unequal numbers of batches, and a rank without a batch "
+            "would leave the others waiting; leave it True"
+        )
+    if args.load_best_model_at_end and args.save_only_model:
+        raise ArgumentError(
+            "load_best_model_at_end needs the sharded tensors, which save_only_model=True leaves out; set one of them"
+        )
+    given = [name for name in _DDP_ARGUMENTS if getattr(args, name, None) is not None]
+    if given:
+        warnings.warn(f"{', '.join(given)}: no effect, since laconic takes the place of DDP", stacklevel=4)
+
+
+def _whole_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """Gather the state dict that `save_pretrained` needs, tensor by tensor; peft's has the adapters only. Collective.
+
+    Only ranks with `keep` get values, in host memory.
+    """
+    shown: dict[str, Tensor] = model.state_dict()
+    if has_adapters(model):
+        from peft import get_peft_model_state_dict
+
+        peft_model: Any = model
+        chosen = {
+            id(tensor)
+            for adapter in peft_model.peft_config
+            for tensor in get_peft_model_state_dict(model, state_dict=shown, adapter_name=adapter).values()
+        }
+        shown = {name: tensor for name, tensor in shown.items() if id(tensor) in chosen}
+    whole: dict[str, Tensor] = {}
+    for name, tensor in shown.items():
+        value = tensor.full_tensor() if isinstance(tensor, RaggedTensor) else tensor
+        if keep:
+            whole[name] = value.cpu()
+    return whole
