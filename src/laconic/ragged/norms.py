@@ -1,7 +1,4 @@
-"""Norms of RaggedTensors over all axes. The norms of a list (`clip_grad_norm_` with foreach) share their messages.
-
-A norm over some dims gathers the tensor, since a rank's run begins and ends inside the elements that one norm takes.
-"""
+"""Norms of RaggedTensors over all dims or some. The norms of a list (`clip_grad_norm_`) share their messages."""
 
 import math
 from collections.abc import Mapping
@@ -14,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from laconic.comm.collectives import all_reduce
 from laconic.ragged.dtensor import all_reduce_outer
+from laconic.ragged.reductions import arguments_of, dims_of, extrema, reduced, wide, without
 from laconic.ragged.tensor import RaggedTensor, implements
 
 aten = torch.ops.aten
@@ -25,8 +23,7 @@ def _norms(tensors: Mapping[int, RaggedTensor], order: float) -> dict[int, Tenso
     Cost: one message for all tensors over the cluster, then one along each outer axis for the tensors that have it:
         [Note: Two parallelisms, two meshes] in ragged/dtensor.py.
     """
-    if order <= 0:
-        raise NotImplementedError(f"a RaggedTensor has norms of positive order, got {order}")
+    _refuse_order(order)
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for key, tensor in tensors.items():
         by_groups.setdefault(tensor.spec.outer_groups, []).append(key)
@@ -43,6 +40,11 @@ def _norms(tensors: Mapping[int, RaggedTensor], order: float) -> dict[int, Tenso
     return dict(zip(keys, norms if is_max else norms.pow(1.0 / order), strict=True))
 
 
+def _refuse_order(order: float) -> None:
+    if order <= 0:
+        raise NotImplementedError(f"a RaggedTensor has norms of positive order, got {order}; gather it: .full_tensor()")
+
+
 def _own_norm(tensor: RaggedTensor, order: float, dtype: torch.dtype) -> Tensor:
     """The norm of this rank's part; zero if another rank counts the same elements."""
     dtensor = tensor.spec.dtensor
@@ -53,11 +55,26 @@ def _own_norm(tensor: RaggedTensor, order: float, dtype: torch.dtype) -> Tensor:
 
 @implements(aten.linalg_vector_norm.default, aten.norm.Scalar)
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    source, order, dims, keeps_dims = args + (None, 2.0, None, False)[len(args) :]  # torch leaves out trailing defaults
-    if keeps_dims or (dims and len(dims) < source.dim()):
-        return func(source.full_tensor(), *args[1:], **kwargs)
+    source, order = (*args, 2.0)[:2]
+    dims, keeps = dims_of(source, arguments_of(func, args, kwargs))
+    if dims is not None:
+        norms = without(_norms_over(source, float(order), dims), dims, keeps)
+        return norms.to(kwargs.get("dtype") or source.dtype)
     norm = _norms({0: source}, float(order))[0]
-    return norm.to(kwargs.get("dtype") or norm.dtype)
+    return (norm.view([1] * source.dim()) if keeps else norm).to(kwargs.get("dtype") or norm.dtype)
+
+
+def _norms_over(tensor: RaggedTensor, order: float, dims: list[int]) -> Tensor:
+    """The norms over some dims, which are kept, in float32 or wider. Cost: see `reduced`."""
+    _refuse_order(order)
+    if math.isinf(order):
+        return extrema(tensor, dims, is_max=True, of_abs=True)
+    dtype = wide(tensor.dtype)
+
+    def of_box(box: Tensor, over: list[int], _: object) -> Tensor:
+        return torch.linalg.vector_norm(box, order, over, keepdim=True, dtype=dtype).pow_(order)
+
+    return reduced(tensor, dims, of_box, dtype=dtype).pow_(1.0 / order)
 
 
 @implements(aten._foreach_norm.Scalar)

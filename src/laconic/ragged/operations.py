@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from laconic.comm.collectives import all_reduce
 from laconic.ragged import norms as norms  # registers its handlers
+from laconic.ragged import reductions as reductions  # likewise
 from laconic.ragged.dtensor import all_reduce_outer, is_torch_dtensor, whole_of
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import OTHERS, RaggedTensor, implements
@@ -45,6 +46,7 @@ def _others(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args, kwargs = _gather_for_plain_targets(func, args, kwargs)
     specs = _specs_by_position(args, kwargs)
     local_args, local_kwargs = _localize((args, kwargs), specs)
     result = func(*local_args, **local_kwargs)
@@ -126,6 +128,45 @@ def _whole_operand(operand: DTensor) -> Tensor:
     )
 
 
+def _gather_for_plain_targets(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Gather the RaggedTensors with which `func` changes a whole plain tensor in place: it changes all elements.
+
+    Raises:
+        ValueError: `func` changes RaggedTensors, too.
+    """
+    targets = tree_leaves(_changed(func, args, kwargs))
+    plain = {id(target) for target in targets if isinstance(target, Tensor) and _is_whole(target)}
+    if not plain:
+        return args, kwargs
+    lists = [value for value in (*args, *kwargs.values()) if _is_tensor_list(value)]
+    operands = zip(*(each for each in lists if len(each) == len(lists[0])), strict=True) if lists else [targets]
+    gathers = [any(id(operand) in plain for operand in position) for position in operands]
+    changed = {id(target) for target in targets if isinstance(target, RaggedTensor)}
+
+    def whole(value: Any, *, is_gathered: bool) -> Any:
+        if not is_gathered or not isinstance(value, RaggedTensor):
+            return value
+        if id(value) in changed:
+            raise ValueError(
+                f"{func} changes a RaggedTensor of shape {tuple(value.shape)} together with whole plain tensors; cut "
+                "these alike, with torch.empty_like(ragged).copy_(whole)"
+            )
+        return value.full_tensor()
+
+    def each(value: Any) -> Any:
+        if _is_tensor_list(value) and len(value) == len(gathers):
+            return [whole(item, is_gathered=flag) for item, flag in zip(value, gathers, strict=True)]
+        return whole(value, is_gathered=not lists)
+
+    return tuple(map(each, args)), {key: each(value) for key, value in kwargs.items()}
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not isinstance(tensor, RaggedTensor) and tensor.dim() > 0
+
+
 @cache
 def _changed_arguments(func: Any) -> tuple[str | int, ...]:
     """Positions of the arguments that `func` changes in place, or names if they are keyword-only."""
@@ -136,12 +177,17 @@ def _changed_arguments(func: Any) -> tuple[str | int, ...]:
     )
 
 
-def _note_changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Bump versions ([Note: Versions] in ragged/tensor.py); return the arguments that `func` changes in place."""
-    changed = [
+def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that `func` changes in place."""
+    return [
         args[place] if isinstance(place, int) and place < len(args) else kwargs.get(str(place))
         for place in _changed_arguments(func)
     ]
+
+
+def _note_changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Bump versions ([Note: Versions] in ragged/tensor.py); return the arguments that `func` changes in place."""
+    changed = _changed(func, args, kwargs)
     for tensor in tree_leaves(changed):
         if isinstance(tensor, RaggedTensor):
             tensor.note_change()
@@ -210,13 +256,13 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTe
     return source.rows(first, max(first, end), keep_dim=True)
 
 
-@implements(aten.any.default, aten.all.default)
-def _any_or_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    # trunc_normal_ asks this about the values it draws, and every rank must draw equally often
-    spec = args[0].spec
-    answer = func(args[0]._local_tensor).to(torch.uint8)
-    op = dist.ReduceOp.MAX if func is aten.any.default else dist.ReduceOp.MIN
-    return all_reduce_outer(spec.outer_groups, all_reduce(spec.cluster, answer, op), op).to(torch.bool)
+@implements(aten.mm.default)
+def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    first, second = args
+    scale, tensor = (first, second) if isinstance(second, RaggedTensor) else (second, first)
+    if scale.numel() == 1 and tuple(scale.shape) == (1, 1):  # Adafactor's product of a row's and a column's factors
+        return tensor * scale
+    return _others(func, args, kwargs)
 
 
 @implements(aten._amp_foreach_non_finite_check_and_unscale_)

@@ -1,0 +1,164 @@
+"""Reductions of RaggedTensors equal those of the whole tensor, and move results only. torch itself is the oracle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import laconic
+from laconic.ragged.tensor import RaggedTensor
+from tests.ranks import run_ranks
+
+SHAPES = {
+    "matrix": (5, 3),
+    "vector": (7,),
+    "scalar": (),
+    "tall": (9, 1),
+    "wide": (1, 9),
+    "cube": (3, 4, 5),
+    "row": (2,),
+}
+
+ROUNDED: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda x: x.sum(),
+    "sum of dims": lambda x: x.sum(0),
+    "sum kept": lambda x: x.sum((-1,), keepdim=True),
+    "sum of ends": lambda x: x.sum((0, -1)),
+    "mean": lambda x: x.mean(),
+    "mean of dims": lambda x: x.mean(-1, keepdim=True),
+    "mean in double": lambda x: x.mean(0, dtype=torch.float64),
+    "std": lambda x: x.std(),
+    "std of dims": lambda x: x.std(-1),
+    "var": lambda x: x.var(correction=0),
+    "var kept": lambda x: x.var(0, keepdim=True),
+    "norm": lambda x: x.norm(),
+    "norm kept": lambda x: torch.linalg.vector_norm(x, 3, keepdim=True),
+    "norm of rows": lambda x: torch.linalg.vector_norm(x, dim=-1),
+    "norm of columns": lambda x: torch.norm(x, dim=0, keepdim=True),
+    "1-norm of rows": lambda x: torch.linalg.vector_norm(x, 1, -1),
+    "squares": lambda x: (x * x).sum(),
+}
+EXACT: dict[str, Callable[[Tensor], Any]] = {
+    "max": lambda x: x.max(),
+    "min": lambda x: x.min(),
+    "amax": lambda x: x.amax(-1),
+    "amin kept": lambda x: x.amin(0, keepdim=True),
+    "amax of all": lambda x: x.amax(),
+    "integers": lambda x: (x * 100).to(torch.int32).sum(),
+    "max of integers": lambda x: (x * 100).to(torch.int32).amin(-1),
+    "max of booleans": lambda x: (x > 0).max(),
+    "count": lambda x: (x > 0).sum(),
+    "counts": lambda x: (x > 0).sum(0),
+    "any": lambda x: (x > 1).any(),
+    "all of dims": lambda x: (x > -0.5).all(-1),
+    "any of dims": lambda x: (x > 1).any(0, keepdim=True),
+    "inf-norm": lambda x: torch.linalg.vector_norm(x, math.inf, -1),
+    "bfloat16": lambda x: x.bfloat16().max(),
+    "nan": lambda x: torch.where(x > 0.5, math.nan, x).max(),
+    "nan in rows": lambda x: torch.where(x > 0.5, math.nan, x).amin(-1),
+    "infinity": lambda x: torch.where(x > 0.5, -math.inf, x).amin(),
+    "isnan": lambda x: torch.isnan(x / x.sign().clamp(min=0)).any(),
+    "isfinite": lambda x: torch.isfinite(x).all(),
+    "item": lambda x: torch.tensor(float(x.amax())),
+}
+ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
+    "abs": lambda x: x.abs(),
+    "pow": lambda x: x.abs().pow(1.5),
+    "power": lambda x: x**2,
+    "equal": lambda x: x == x.clone(),
+    "less": lambda x: x < 0.25,
+    "greater": lambda x: torch.gt(x, -x),
+    "not": lambda x: ~(x >= 0) | (x != 0),
+    "clone": lambda x: x.clone(),
+}
+
+
+class Some(nn.Module):
+    """Parameters of odd shapes: on three ranks and more, some ranks hold no part of some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in SHAPES.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape, generator=generator), requires_grad=False))
+
+    def forward(self) -> None: ...
+
+
+def job(granularity: Any) -> None:
+    plain, sharded = Some(), laconic.fully_shard(Some(), mesh=laconic.init_mesh("cpu"), granularity=granularity)
+    for name, x in plain.named_parameters():
+        ragged: Any = sharded.get_parameter(name)
+        compare(name, x, ragged)
+    traffic = sharded.traffic.snapshot()
+    sharded.cube.sum(0)
+    moved = (sharded.traffic.snapshot() - traffic).total(direction="sent")
+    assert moved == 2 * (dist.get_world_size() - 1) * 20 * 4 // dist.get_world_size()
+    plain_total = nn.utils.get_total_norm(list(plain.parameters()))
+    for foreach in (True, False):
+        torch.testing.assert_close(
+            nn.utils.get_total_norm(list(sharded.parameters()), foreach=foreach) + 0, plain_total
+        )
+    whole = torch.randn(5, 3)
+    torch.testing.assert_close(whole.clone().mul_(sharded.matrix), whole * plain.matrix)
+    (changed,) = [whole.clone()]
+    torch._foreach_mul_([changed, sharded.vector], [sharded.matrix, sharded.vector.clone()])
+    torch.testing.assert_close(changed, whole * plain.matrix)
+    torch.testing.assert_close(sharded.vector.full_tensor(), plain.vector * plain.vector)
+    with pytest.raises(RuntimeError, match="mean"):
+        (sharded.matrix > 0).mean()
+
+
+def compare(name: str, x: Tensor, ragged: Any) -> None:
+    for case, function in (ROUNDED | EXACT | ELEMENTWISE).items():
+        try:
+            want = function(x)
+        except (IndexError, RuntimeError):  # a dim that a vector or a scalar does not have
+            continue
+        got = function(ragged)
+        if case in ELEMENTWISE:
+            assert isinstance(got, RaggedTensor)
+            got = got.full_tensor()
+        assert not isinstance(got, DTensor)
+        if case not in ROUNDED:
+            torch.testing.assert_close(
+                got, want, rtol=0, atol=0, equal_nan=True, msg=lambda m, c=case: f"{name} {c}: {m}"
+            )
+        elif case in ("norm", "norm kept"):  # in float32 at least
+            torch.testing.assert_close(got + 0, want, msg=lambda m, c=case: f"{name} {c}: {m}")
+        else:
+            torch.testing.assert_close(got, want, equal_nan=True, msg=lambda m, c=case: f"{name} {c}: {m}")
+
+
+def job_outer_axes() -> None:
+    """Parameters that another axis cuts or replicates first."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain, sharded = Some(), Some()
+    for name, parameter in list(sharded.named_parameters()):
+        placement = Replicate() if name in ("vector", "scalar") else Shard(parameter.ndim - 1)
+        cut = distribute_tensor(parameter.detach(), mesh["tp"], [placement])
+        setattr(sharded, name, nn.Parameter(cut, requires_grad=False))
+    laconic.fully_shard(sharded, mesh=mesh["dp"])
+    for name, x in plain.named_parameters():
+        compare(name, x, sharded.get_parameter(name))
+
+
+def test_reductions_equal_those_of_the_whole_tensor() -> None:
+    run_ranks(job_both, 3)
+
+
+def job_both() -> None:
+    job(None)
+    job(laconic.elements(1))
+
+
+def test_reductions_over_outer_axes() -> None:
+    run_ranks(job_outer_axes, 4)
