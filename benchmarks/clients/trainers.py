@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import datasets
 import torch
 from datasets import Dataset
 from peft import LoraConfig
@@ -19,14 +20,19 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
+    PrinterCallback,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
+from transformers.utils import logging
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from laconic.integrations import LaconicArguments, trl
 from laconic.integrations.transformers import LaconicTrainer
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # accelerate would let every rank have a thread per core
+datasets.disable_progress_bars()
+logging.disable_progress_bar()
 
 WORDS = [f"w{index}" for index in range(124)]
 JOBS = ("trainer", "accumulation", "sft_lora", "dpo_lora", "dpo", "reward")
@@ -102,6 +108,12 @@ def settings(folder: str, steps: int, **more: Any) -> dict[str, Any]:
 
 def make(job: str, folder: str, steps: int, laconic: LaconicArguments | None = None, **more: Any) -> Any:
     """Return the trainer of a job: with laconic's options a sharded one, without them the stock trainer."""
+    trainer = _make(job, folder, steps, laconic, **more)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _make(job: str, folder: str, steps: int, laconic: LaconicArguments | None, **more: Any) -> Any:
     options: dict[str, Any] = {} if laconic is None else {"laconic": laconic}
     common = settings(folder, steps, **more)
     lora = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
@@ -148,9 +160,7 @@ def make(job: str, folder: str, steps: int, laconic: LaconicArguments | None = N
 
 def run(job: str, folder: str, steps: int, laconic: LaconicArguments | None = None, **more: Any) -> dict[str, Any]:
     """Train a job and return its log: `loss` and `grad_norm` by step."""
-    os.environ["TQDM_DISABLE"] = "1"
     trainer = make(job, folder, steps, laconic, **more)
-    trainer.remove_callback(_printer(trainer))
     trainer.train()
     return log(trainer)
 
@@ -159,7 +169,3 @@ def log(trainer: Any) -> dict[str, list[float]]:
     """Return the losses and gradient norms that a trainer has logged, by step."""
     steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     return {key: [float(entry[key]) for entry in steps] for key in ("loss", "grad_norm")}
-
-
-def _printer(trainer: Any) -> type[TrainerCallback]:
-    return next(type(each) for each in trainer.callback_handler.callbacks if "Printer" in type(each).__name__)

@@ -116,7 +116,7 @@ def newest_complete(folders: list[Path]) -> tuple[Path | None, list[str]]:
     """Return the last complete one of `folders`, which are in order, and why later ones were skipped. Collective."""
 
     def find() -> tuple[Path | None, list[str]]:
-        skipped = []
+        skipped: list[str] = []
         for folder in reversed(folders):
             reason = incomplete(folder)
             if not reason:
