@@ -142,19 +142,42 @@ class LoraConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
-    """The source of the tokens."""
+    """The source of the tokens, and the tokens that the loss counts."""
 
     kind: Literal["text", "jsonl", "datasets", "python-stdlib"] = "python-stdlib"
-    """`text`: a file or a folder of text files; `jsonl`: one JSON object a line; `datasets`: a folder written by
-    Hugging Face `save_to_disk`; `python-stdlib`: the running Python's own library sources, which need no download."""
+    """`text`: a file or a folder of text files; `jsonl`: one JSON object a line; `datasets`: what Hugging Face
+    `datasets` reads, that is a folder of `save_to_disk`, a Parquet, CSV or JSON file or a folder of them, or the name
+    of a data set on the Hub; `python-stdlib`: the running Python's own library sources, which need no download."""
     path: str | None = None
-    """The file or folder; not used by `python-stdlib`."""
+    """The file, the folder or, for `datasets`, the name on the Hub; not used by `python-stdlib`."""
+    subset: str | None = None
+    """With `datasets`: the configuration of a data set that has several."""
+    split: str = "train"
+    """With `datasets`: the split to read."""
+    format: Literal["auto", "text", "prompt-completion", "messages"] = "auto"
+    """The documents: `text`; `prompt-completion`, two fields with these names, each a text or a list of messages; or
+    `messages`, a field with a list of {role, content}. `auto` looks at the fields of the first document. Fields named
+    `tools` and `chat_template_kwargs` go to the chat template."""
     text_field: str = "text"
-    """The field that holds the text, for `jsonl` and `datasets`."""
+    """The field that holds the text of a document in format `text`."""
     tokenizer: str = "bytes"
     """`bytes` (256 tokens, no file needed) or a local folder with a Hugging Face tokenizer."""
+    chat_template: str | None = None
+    """A file with a Jinja template for messages; default: the tokenizer's own, for `bytes` a ChatML-like one."""
+    loss: Literal["assistant", "completion", "all"] | None = None
+    """The tokens that the loss counts: the assistant's turns, the completion, or all. Default: `assistant` for
+    messages, `completion` for prompt and completion, `all` for text. A step's loss is the mean over all of them in the
+    global batch."""
+    packing: bool | None = None
+    """The rows of a batch. true: several whole documents in a row, which do not see each other. false: one document in
+    a row, padded. Default: false for messages and for prompt and completion; for text, rows are runs of
+    sequence_length tokens that begin anywhere in the corpus, and documents follow each other."""
+    padding: Literal["longest", "fixed"] = "longest"
+    """With packing = false: rows are as long as the longest of their micro-batch, or sequence_length tokens long."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """What happens to a document with more than sequence_length tokens, unless rows are runs of tokens."""
     sequence_length: AtLeastTwo = 256
-    """Tokens per row of a batch."""
+    """Tokens per row of a batch, at most."""
     eval_fraction: ProperShare = 0.02
     """Share of the documents held out for evaluation (of the tokens, where there are too few documents)."""
     seed: int = 0
@@ -168,6 +191,12 @@ class DataConfig(Section):
             self._check("path", self.path is None, message)
         else:
             self._check("kind", self.path is not None, "needs data.path, the file or folder to read")
+        self._check_only_with("kind", "datasets", keys=("subset", "split"))
+        if self.kind in ("text", "python-stdlib"):
+            message = f"needs documents with fields, and data.kind = {self.kind!r} has texts; use 'jsonl' or 'datasets'"
+            self._check("format", self.format in ("auto", "text"), message)
+        message = "is for rows of one document, and data.packing = true puts several in a row; leave one of the two out"
+        self._check("padding", self.padding == "longest" or not self.packing, message)
 
 
 @dataclass(frozen=True, kw_only=True)

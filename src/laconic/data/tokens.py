@@ -16,9 +16,12 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from laconic.config import DataConfig, JobError
+from laconic.data.batches import Batch, Batches, Division, TrainingData
 from laconic.data.corpus import Corpus, Document, open_corpus
+from laconic.data.sampler import Sampler
 from laconic.files import replacing, write_text
 from laconic.hf.tokenizer import Tokenizer
 
@@ -28,14 +31,68 @@ _FORMAT = 2  # raise it when the files change: runs then ignore files of the old
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenFiles:
-    """The tokenised corpus of a job on this node."""
+class TokenFiles(TrainingData):
+    """The tokenised corpus of a job on this node, as a stream of tokens."""
 
+    config: DataConfig
     train: np.ndarray
     evaluation: np.ndarray
     """Tokens held out for evaluation; empty with eval_fraction = 0."""
     num_documents: int
-    """The number of documents in `train` and `evaluation`."""
+
+    def steps_per_epoch(self, rows_per_step: int) -> int:
+        """See `TrainingData.steps_per_epoch`."""
+        return -(-len(self.train) // (rows_per_step * self.config.sequence_length))
+
+    @property
+    def holds_out(self) -> bool:
+        """See `TrainingData.holds_out`."""
+        return len(self.evaluation) > 0
+
+    def describe(self) -> str:
+        """See `TrainingData.describe`."""
+        return (
+            f"corpus: {self.num_documents:,} documents, {len(self.train):,} tokens to train on, "
+            f"{len(self.evaluation):,} held out"
+        )
+
+    def batches(self, division: Division, rank: int, world_size: int) -> Batches:
+        """See `TrainingData.batches`."""
+        return _StreamBatches(self, division, rank, world_size)
+
+
+class _StreamBatches(Batches):
+    """Rows that begin anywhere in the stream of tokens."""
+
+    def __init__(self, files: TokenFiles, division: Division, rank: int, world_size: int) -> None:
+        self._files, self._division, self._rank, self._world_size = files, division, rank, world_size
+        self._length = files.config.sequence_length
+        self._sampler = Sampler(
+            seed=files.config.seed,
+            num_tokens=len(files.train),
+            sequence_length=self._length,
+            micro_batch_size=division.micro_batch_size,
+            accumulation=division.accumulation,
+            world_size=division.num_workers,
+        )
+
+    def step(self, step: int) -> list[Batch]:
+        """See `Batches.step`."""
+        offsets = self._division.own(self._sampler.global_offsets(step))
+        return [self._batch(self._files.train, micro_batch) for micro_batch in offsets]
+
+    def evaluation(self, num_batches: int) -> Iterator[Batch]:
+        """See `Batches.evaluation`."""
+        rows_each = self._division.micro_batch_size
+        num_rows, rows_at_once = len(self._files.evaluation) // self._length, rows_each * self._world_size
+        for index in range(min(num_batches, -(-num_rows // rows_at_once))):
+            first = index * rows_at_once + self._rank * rows_each
+            rows = (first + np.arange(rows_each)) % num_rows  # the last batch wraps around
+            yield self._batch(self._files.evaluation, rows * self._length)
+
+    def _batch(self, tokens: np.ndarray, offsets: np.ndarray) -> Batch:
+        rows = torch.from_numpy(rows_at(tokens, offsets, self._length))
+        return Batch(input_ids=rows, labels=rows)
 
 
 def prepare(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> Path:
@@ -109,7 +166,7 @@ def open_tokens(index: Path, config: DataConfig) -> TokenFiles:
             f"the corpus {source!r} has {len(train)} tokens to train on{held}, shorter than one sequence of "
             f"data.sequence_length = {length}; use a larger corpus, a shorter sequence or data.eval_fraction = 0"
         )
-    return TokenFiles(train=train, evaluation=evaluation, num_documents=summary["num_documents"])
+    return TokenFiles(config=config, train=train, evaluation=evaluation, num_documents=summary["num_documents"])
 
 
 def rows_at(tokens: np.ndarray, offsets: np.ndarray, length: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """The stepper of jobs with schedule.kind = 'cyclic', whose workers run one after the other."""
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from math import isqrt
 from pathlib import Path
@@ -14,6 +15,7 @@ from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
 from laconic.config import Config, JobError
 from laconic.cyclic import CyclicDataParallel, cut
+from laconic.data.batches import Batch
 from laconic.hf.layers import base_model
 from laconic.hf.models import materialize
 from laconic.strategies import cyclic_checkpoint
@@ -82,20 +84,25 @@ class CyclicStepper(Stepper):
         self.optimizer: torch.optim.Optimizer = self.run.optimizer
         is_one_worker = mesh is not None and schedule.states != "shared"
         self.workers = range(ranks.rank, ranks.rank + 1) if is_one_worker else range(self.num_workers)
+        self.peers = range(self.num_workers)
 
     def _cut(self, config: Config, blocks_by_stage: list[int] | None) -> list[Any]:
         device = next(self.module.parameters()).device
         shape = (config.train.micro_batch_size, config.data.sequence_length)
         example = torch.arange(shape[0] * shape[1], device=device).reshape(shape)
         example %= base_model(self.module).get_input_embeddings().num_embeddings
+        inputs: Any = example
+        if config.data.packing:  # an example must have all inputs of the batches
+            inputs = (example, torch.arange(shape[1], device=device).expand(shape) % max(shape[1] // 2, 1))
+            inputs = dict(zip(("input_ids", "position_ids"), inputs, strict=True))
         by: Any = config.schedule.cut_by
         if blocks_by_stage is not None:  # with these costs the stages are equal, so `cut` makes the same stages
             by = [1 / count for count in blocks_by_stage for _ in range(count)]
-        return list(cut(self.module, self.num_workers, example=example, by=by))
+        return list(cut(self.module, self.num_workers, example=inputs, by=by))
 
-    def step(self, rows: Tensor, *, is_last: bool) -> StepResult:
+    def step(self, batches: Sequence[Batch], *, is_last: bool) -> StepResult:
         """See `Stepper.step`."""
-        micro_batches = [(micro_batch, micro_batch) for micro_batch in rows]
+        micro_batches = [(_inputs(batch), batch) for batch in batches]
         loss = self.run.step(micro_batches if len(self.workers) > 1 else micro_batches[0])
         value = None if loss is None else float(loss)
         if value is not None and not math.isfinite(value):
@@ -136,7 +143,7 @@ class CyclicStepper(Stepper):
 
 
 def _loss_fn(model: nn.Module) -> Any:
-    """The model's own loss, which shifts the labels, as a function of logits and rows."""
+    """The model's own loss, which shifts the labels, as a function of logits and a batch."""
     base: Any = base_model(model)
     if getattr(base.config, "output_router_logits", False):
         raise JobError(
@@ -144,4 +151,14 @@ def _loss_fn(model: nn.Module) -> Any:
             "compute; set it to false"
         )
     loss_function, vocab_size = base.loss_function, base.config.vocab_size
-    return lambda logits, rows: loss_function(logits=logits, labels=rows, vocab_size=vocab_size)
+
+    def loss(logits: Tensor, batch: Batch) -> Tensor:
+        arguments = {key: value for key, value in batch.arguments().items() if key in ("labels", "num_items_in_batch")}
+        return loss_function(logits=logits, vocab_size=vocab_size, **arguments)
+
+    return loss
+
+
+def _inputs(batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
+    """The inputs of the first stage."""
+    return batch.input_ids if batch.position_ids is None else (batch.input_ids, batch.position_ids)

@@ -8,6 +8,7 @@ nor do workers of the cyclic schedule. They end as after any failure: [Note: Fai
 
 import contextlib
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,10 @@ import laconic.checkpoint
 from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
 from laconic.config import Config
+from laconic.data.batches import Batch
 from laconic.islands.local_steps import LocalSteps, SyncReport
 from laconic.shard.ledger import Ledger
-from laconic.strategies.islands import make_local_steps
+from laconic.strategies.islands import make_local_steps, num_islands
 from laconic.strategies.memory import local_nbytes, state_nbytes
 from laconic.strategies.optimizers import make_optimizer
 from laconic.strategies.parallelize import parallelize
@@ -44,6 +46,9 @@ class Simultaneous(Stepper):
             assert mesh is not None
             self.local = make_local_steps(model, self.optimizer, config.sync, mesh)
         self.num_workers, self.workers = ranks.world_size, range(ranks.rank, ranks.rank + 1)
+        ranks_per_island = ranks.world_size // num_islands(config, ranks)
+        first_peer = ranks.rank // ranks_per_island * ranks_per_island
+        self.peers = range(first_peer, first_peer + ranks_per_island)
         self.steps_per_sync = self.local.schedule.interval if self.local else None
         self.recovered_steps = self.local.steps if self.local else 0
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -55,12 +60,12 @@ class Simultaneous(Stepper):
         if self._engine is not None:
             self._engine.reset_peak_memory()
 
-    def step(self, rows: Tensor, *, is_last: bool) -> StepResult:
+    def step(self, batches: Sequence[Batch], *, is_last: bool) -> StepResult:
         """See `Stepper.step`."""
         losses = []
-        for index, micro_batch in enumerate(rows):
-            self._set_gradient_sync(index == len(rows) - 1)
-            loss = self.loss(micro_batch) / len(rows)
+        for index, batch in enumerate(batches):
+            self._set_gradient_sync(index == len(batches) - 1)
+            loss = self.loss(batch) / len(batches)
             loss.backward()
             losses.append(loss.detach())
         grad_norm, mean_loss = self._clip(), float(sum(losses))
@@ -75,9 +80,9 @@ class Simultaneous(Stepper):
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(loss=mean_loss, grad_norm=grad_norm, syncs=syncs)
 
-    def loss(self, rows: Tensor) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
         """See `Stepper.loss`."""
-        return self._forward_module(input_ids=rows, labels=rows, use_cache=False).loss
+        return self._forward_module(**batch.arguments(), use_cache=False).loss
 
     def _set_gradient_sync(self, is_on: bool) -> None:
         """Choose whether the next backward reduces gradients over ranks, as the last backward of a step must."""

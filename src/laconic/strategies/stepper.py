@@ -5,7 +5,7 @@ for the engine and PyTorch's baselines, with islands or without, and `CyclicStep
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from laconic.comm.traffic import Snapshot
+from laconic.data.batches import Batch
 from laconic.islands.local_steps import SyncReport
 from laconic.shard.ledger import Ledger
 from laconic.strategies.cyclic_metrics import DeviceTimeline
@@ -28,7 +29,8 @@ class StepResult:
     """The figures of one step on one rank."""
 
     loss: float | None
-    """The mean over the rows of this rank's micro-batches; None on a rank that does not compute it."""
+    """The mean over this rank's micro-batches, whose mean over ranks is the mean over the tokens of the global batch:
+    [Note: Mean over tokens] in data/batches.py. None on a rank that does not compute it."""
     grad_norm: float | None
     """The norm before clipping, the same on all ranks of an island; None if it is not measured."""
     syncs: tuple[SyncReport, ...] = ()
@@ -60,6 +62,8 @@ class Stepper(ABC):
     """The number of parts of the global batch, one for each worker or rank."""
     workers: range
     """The parts of the global batch that this rank trains on."""
+    peers: range
+    """The parts of the global batch that share an optimizer step with this rank's: those of its island, or all."""
     steps_per_sync: int | None = None
     """Steps between two syncs of islands; None without islands."""
     recovered_steps: int = 0
@@ -70,8 +74,8 @@ class Stepper(ABC):
         self.module.train()
 
     @abstractmethod
-    def step(self, rows: Tensor, *, is_last: bool) -> StepResult:
-        """Train on `rows`, token ids of shape (micro-batches, rows, tokens). Collective.
+    def step(self, batches: Sequence[Batch], *, is_last: bool) -> StepResult:
+        """Train on this rank's micro-batches. Collective.
 
         With `is_last`, transfers that otherwise run during the next steps are complete at the end.
 
@@ -79,9 +83,9 @@ class Stepper(ABC):
             NotFiniteError: before the optimizer's step.
         """
 
-    def loss(self, rows: Tensor) -> Tensor:
-        """The mean next-token loss of `rows`, of shape (rows, tokens), plus the model's own losses. Collective."""
-        return self.module(input_ids=rows, labels=rows, use_cache=False).loss  # the model shifts the labels
+    def loss(self, batch: Batch) -> Tensor:
+        """The next-token loss of a micro-batch, plus the model's own losses. Collective."""
+        return self.module(**batch.arguments(), use_cache=False).loss  # the model shifts the labels
 
     @abstractmethod
     def consistent(self) -> AbstractContextManager[Any]:

@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 import laconic.checkpoint
 from laconic import files
@@ -22,8 +21,7 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.failure import failing_together
 from laconic.comm.launch import RankInfo, pick_device, process_group
 from laconic.config import Config, JobError, to_dict
-from laconic.data.sampler import Sampler
-from laconic.data.tokens import rows_at
+from laconic.data.batches import Division
 from laconic.hf.tokenizer import load_tokenizer
 from laconic.strategies.checks import check_job
 from laconic.strategies.cyclic import CyclicStepper
@@ -79,19 +77,19 @@ class Trainer:
         prepare.show_configuration(config, ranks, device.type, self.console)
         model = self.peers.agree(lambda: prepare.build_checked(config, tokenizer))  # shapes only, before the slow parts
         assert model is not None
-        self.tokens = prepare.open_corpus(config, tokenizer, self.peers, ranks, self.console)
+        corpus = prepare.open_corpus(config, tokenizer, self.peers, ranks, self.console)
         with prepare.as_job_error():
             self.stepper = self._make_stepper(model)
         self.meter = StepMeter(self.stepper, ranks, device)
-        self.sampler = Sampler(
-            seed=config.data.seed,
-            num_tokens=len(self.tokens.train),
-            sequence_length=config.data.sequence_length,
+        division = Division(
+            num_workers=self.stepper.num_workers,
+            workers=self.stepper.workers,
+            peers=self.stepper.peers,
             micro_batch_size=config.train.micro_batch_size,
             accumulation=config.train.accumulation,
-            world_size=self.stepper.num_workers,
         )
-        self.tokens_per_step = self.sampler.rows_per_step * config.data.sequence_length
+        self.batches = corpus.batches(division, ranks.rank, ranks.world_size)
+        self.tokens_per_step = division.rows_per_step * config.data.sequence_length
         self.saver: AsyncSaver | None = None
         if config.train.async_save:
             self.saver = AsyncSaver(self.output / prepare.CHECKPOINTS, keep=config.train.keep)
@@ -174,13 +172,13 @@ class Trainer:
     def _take_step(self, step: int) -> StepRecord:
         config = self.config
         self.meter.fetch()
-        rows = self._rows(self.tokens.train, self._offsets(step))
+        batches = [batch.to(self.device) for batch in self.batches.step(step)]
         lr = set_learning_rates(self.stepper.optimizer, step, config)
         torch.manual_seed(_step_seed(config.train.seed, step, self.ranks.rank))
         self.stepper.begin()
         self.meter.start()
         try:
-            result = self.stepper.step(rows, is_last=step + 1 == config.train.steps)
+            result = self.stepper.step(batches, is_last=step + 1 == config.train.steps)
         except NotFiniteError as error:
             self._stop_training(step, error)
         return self.meter.stop(step + 1, lr, result)
@@ -192,16 +190,6 @@ class Trainer:
         dist.all_reduce(fullest, op=dist.ReduceOp.MAX, group=self.group)
         self.step_memory = dict(zip(self.step_memory, fullest.tolist(), strict=True))
         return record
-
-    def _offsets(self, step: int) -> np.ndarray:
-        """The places where this rank's rows begin in the corpus, of shape (micro-batches, rows)."""
-        workers = self.stepper.workers
-        offsets = self.sampler.global_offsets(step)[:, workers.start : workers.stop]
-        return offsets.reshape(-1, self.config.train.micro_batch_size)
-
-    def _rows(self, tokens: np.ndarray, offsets: np.ndarray) -> Tensor:
-        rows = torch.from_numpy(rows_at(tokens, offsets, self.config.data.sequence_length))
-        return rows if self.device.type == "cpu" else rows.pin_memory().to(self.device, non_blocking=True)
 
     def _stop_training(self, last_step: int, error: NotFiniteError) -> NoReturn:
         """Raise a JobError: see [Note: Non-finite losses] in strategies/simultaneous.py."""
@@ -216,22 +204,17 @@ class Trainer:
         ) from None
 
     def _evaluate(self, step: int) -> None:
-        """Compute the mean loss over the first rows of the held-out tokens. These rows are the same every time."""
+        """Compute the mean loss over the first held-out rows. These rows are the same every time."""
         self.recorder.flush()
-        length, rows_each = self.config.data.sequence_length, self.config.train.micro_batch_size
-        num_rows = len(self.tokens.evaluation) // length
-        rows_at_once = rows_each * self.ranks.world_size
-        num_batches = min(self.config.train.eval_batches, -(-num_rows // rows_at_once))
         self.stepper.module.eval()
-        total = 0.0
+        total = torch.zeros(2, dtype=torch.float64)
         with self.stepper.consistent(), torch.no_grad():
-            for index in range(num_batches):
-                first = index * rows_at_once + self.ranks.rank * rows_each
-                rows = (first + np.arange(rows_each)) % num_rows  # the last batch wraps around
-                total += float(self.stepper.loss(self._rows(self.tokens.evaluation, rows * length)))
-        mean = torch.tensor([total / num_batches], dtype=torch.float64)
-        dist.all_reduce(mean, group=self.group)
-        self.recorder.add_evaluation(step, {"eval_loss": float(mean) / self.ranks.world_size})
+            for batch in self.batches.evaluation(self.config.train.eval_batches):
+                loss = self.stepper.loss(batch.to(self.device))
+                total += torch.tensor([float(loss) * batch.weight, batch.weight], dtype=torch.float64)
+        dist.all_reduce(total, group=self.group)
+        loss_sum, weight = total.tolist()
+        self.recorder.add_evaluation(step, {"eval_loss": loss_sum / weight})
         self.meter.skip()
 
     def _save(self, step: int) -> None:

@@ -16,6 +16,7 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError, to_dict, to_toml
 from laconic.data import tokens
+from laconic.data.batches import TrainingData
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer import Tokenizer
 from laconic.strategies.cyclic import num_workers
@@ -85,7 +86,7 @@ def build_checked(config: Config, tokenizer: Tokenizer) -> nn.Module:
 
 def open_corpus(
     config: Config, tokenizer: Tokenizer, peers: RankGroup, ranks: RankInfo, console: Console
-) -> tokens.TokenFiles:
+) -> TrainingData:
     """The tokenised corpus. One rank per node makes its files unless they exist. Collective.
 
     Raises:
@@ -95,13 +96,9 @@ def open_corpus(
     peers.agree(lambda: tokens.prepare(config.data, tokenizer, folder), only=ranks.is_first_on_node)
     corpus = peers.agree(lambda: tokens.open_tokens(tokens.prepare(config.data, tokenizer, folder), config.data))
     assert corpus is not None
-    if config.train.eval_every and not len(corpus.evaluation):
+    if config.train.eval_every and not corpus.holds_out:
         raise JobError("train.eval_every is set, but data.eval_fraction = 0 holds nothing out; set one of the two")
-    console.print(
-        f"corpus: {corpus.num_documents:,} documents, {len(corpus.train):,} tokens to train on, "
-        f"{len(corpus.evaluation):,} held out",
-        highlight=False,
-    )
+    console.print(corpus.describe(), highlight=False)
     return corpus
 
 

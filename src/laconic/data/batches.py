@@ -1,0 +1,133 @@
+"""The rows of a step as a model takes them, and the interface between prepared data and the training loop.
+
+[Note: Mean over tokens]
+The loss of an optimizer step is the mean over all targets of its global batch. A target is a token that the loss
+counts: its label is not -100. Rows of documents have different numbers of targets, so a mean of the means of ranks and
+micro-batches would be wrong: a target would weigh more where few others are. Every rank has the same prepared data, and
+the rows of a step are a function of (seed, step). So each rank knows the number T of targets of the global batch
+without a message. With M micro-batches over all ranks, the loss of a micro-batch is the sum over its targets, divided
+by T / M, their mean number. Ranks and micro-batches then average, as for any other job, and the average is the sum over
+all targets divided by T. A micro-batch without a target adds zero, and is not divided by zero. The model divides:
+transformers' losses take the divisor as `num_items_in_batch`. Islands take optimizer steps of their own, so each
+island counts the targets of its own rows. Rows of a token stream all have equally many targets, and need no divisor.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""The label of a token that the loss does not count, as in transformers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The rows of one micro-batch."""
+
+    input_ids: Tensor
+    """Token ids, of shape (rows, tokens), int64."""
+    labels: Tensor
+    """The same ids, and `IGNORED` where the loss does not count a token. Losses shift labels: label t is predicted from
+    the tokens before t."""
+    position_ids: Tensor | None = None
+    """The position of each token in its document, where rows hold several documents. transformers then keeps attention
+    inside documents."""
+    num_items: Tensor | None = None
+    """The divisor of the sum over targets, a scalar: see [Note: Mean over tokens]. None: the number of targets."""
+    weight: float = 1.0
+    """The weight of this micro-batch's loss in a mean over an evaluation."""
+
+    def arguments(self) -> dict[str, Tensor]:
+        """The keyword arguments of a transformers model that returns the loss."""
+        found = {"input_ids": self.input_ids, "labels": self.labels}
+        if self.position_ids is not None:
+            found["position_ids"] = self.position_ids
+        if self.num_items is not None:
+            found["num_items_in_batch"] = self.num_items
+        return found
+
+    def to(self, device: torch.device) -> "Batch":
+        """This batch on `device`; transfers from pinned memory, while the host goes on."""
+        if device.type == "cpu":
+            return self
+        moved: dict[str, Any] = {
+            name: value.pin_memory().to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """How the global batch is divided: into parts, one for each worker, and a part into micro-batches."""
+
+    num_workers: int = 1
+    """The number of parts."""
+    workers: range = range(1)
+    """The parts of this rank."""
+    peers: range | None = None
+    """The parts that share an optimizer step with this rank's: those of its island. None: all parts."""
+    micro_batch_size: int = 1
+    """Rows per micro-batch."""
+    accumulation: int = 1
+    """Micro-batches per part."""
+
+    @property
+    def rows_per_step(self) -> int:
+        """The number of rows of the global batch."""
+        return self.accumulation * self.num_workers * self.micro_batch_size
+
+    def own(self, rows: np.ndarray) -> np.ndarray:
+        """This rank's micro-batches of the global batch. Shape: (micro-batches, micro-batch size)."""
+        return rows[:, self.workers.start : self.workers.stop].reshape(-1, self.micro_batch_size)
+
+    def together(self, rows: np.ndarray) -> np.ndarray:
+        """The micro-batches that share this rank's optimizer step. Shape: (micro-batches, micro-batch size)."""
+        peers = self.peers or range(self.num_workers)
+        return rows[:, peers.start : peers.stop].reshape(-1, self.micro_batch_size)
+
+
+class Batches(ABC):
+    """The batches of one rank. Nothing here communicates."""
+
+    @abstractmethod
+    def step(self, step: int) -> Sequence[Batch]:
+        """This rank's micro-batches of optimizer step `step`, counted from 0."""
+
+    @abstractmethod
+    def evaluation(self, num_batches: int) -> Iterator[Batch]:
+        """At most `num_batches` micro-batches of held-out rows, the same every time, equally many on every rank."""
+
+
+class TrainingData(ABC):
+    """The prepared corpus of a job on this node."""
+
+    num_documents: int
+    """The number of documents, those for evaluation included."""
+
+    @abstractmethod
+    def steps_per_epoch(self, rows_per_step: int) -> int:
+        """The number of optimizer steps, of `rows_per_step` rows each, that see the whole corpus once.
+
+        The last step of an epoch may have fewer rows. A token stream is drawn with replacement: its epoch is as many
+        tokens as the corpus has.
+        """
+
+    @property
+    @abstractmethod
+    def holds_out(self) -> bool:
+        """Whether anything is held out for evaluation."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line with the sizes of the corpus."""
+
+    @abstractmethod
+    def batches(self, division: Division, rank: int, world_size: int) -> Batches:
+        """The batches of rank `rank`. `division` is for training; evaluation gives every rank micro-batches."""
