@@ -54,7 +54,7 @@ def test_datasets_on_disk(tmp_path: Path) -> None:
         assert text(tokens_of(tmp_path, kind="datasets", path=str(tmp_path / name)).train) == "one\0two\0"
     for name, field, part in [
         ("no-train", "text", "no 'train'"),
-        ("rows", "body", "one of ['text', 'n']"),
+        ("rows", "body", "it has only ['n', 'text']"),
         ("rows", "n", "no text in the field 'n'"),
     ]:
         with pytest.raises(JobError) as refused:

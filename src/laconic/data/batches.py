@@ -13,7 +13,7 @@ island counts the targets of its own rows. Rows of a token stream all have equal
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,6 +77,8 @@ class Division:
     """Rows per micro-batch."""
     accumulation: int = 1
     """Micro-batches per part."""
+    equal_shapes: bool = False
+    """Whether all micro-batches must have one shape, as the cyclic schedule needs."""
 
     @property
     def rows_per_step(self) -> int:
@@ -127,6 +129,15 @@ class TrainingData(ABC):
     @abstractmethod
     def describe(self) -> str:
         """One line with the sizes of the corpus."""
+
+    def check_model(self, run: Callable[[Batch], Any]) -> None:  # noqa: B027  # streams need nothing special
+        """Run the model once, if rows need it, to see that it treats these rows as the data means them. Collective.
+
+        `run` returns a transformers output with the loss and the logits of a batch.
+
+        Raises:
+            JobError: the model lets documents of a row see each other, or divides the loss by another number.
+        """
 
     @abstractmethod
     def batches(self, division: Division, rank: int, world_size: int) -> Batches:

@@ -1,23 +1,43 @@
-"""Documents from files and datasets, as bytes, in the same order on every machine."""
+"""Documents from files and datasets, in the same order on every machine."""
 
 import json
+import re
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from laconic.config import DataConfig, JobError
+from laconic.data.tables import Rows, hub_rows, local_rows
 
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
+_HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
 
 
 class Document(NamedTuple):
-    """One text."""
+    """One document."""
 
     name: str
-    """The source of the text, for messages: a file, and a line or row in the file."""
-    text: bytes
-    """The content in UTF-8."""
+    """The source of the document, for messages: a file, and a line or row in the file."""
+    fields: Mapping[str, Any]
+    """The fields of the row. A whole file has one, `data.text_field`, in bytes."""
+
+    def text(self, field: str) -> bytes:
+        """The text of a field, in UTF-8.
+
+        Raises:
+            JobError: the document has no such field, or the field holds no text.
+        """
+        text = self.fields.get(field)
+        if isinstance(text, str):
+            text = text.encode("utf-8", errors="surrogatepass")
+        if not isinstance(text, bytes):
+            content = f"holds {text!r} there" if field in self.fields else f"has only {sorted(self.fields)}"
+            raise JobError(
+                f"{self.name} has no text in the field {field!r} (data.text_field): it {content}; chat data has a "
+                "field 'messages', or the fields 'prompt' and 'completion'"
+            )
+        return text
 
 
 class Corpus(NamedTuple):
@@ -42,9 +62,12 @@ def open_corpus(config: DataConfig) -> Corpus:
     assert config.path is not None  # DataConfig requires it
     root = Path(config.path)
     if not root.exists():
+        if config.kind == "datasets" and _HUB_NAME.fullmatch(config.path):
+            return _of_rows(lambda: hub_rows(config), "", config)
         raise JobError(f"data.path = {config.path!r} does not exist")
     if config.kind == "datasets":
-        return Corpus(lambda: _dataset_rows(root, config.text_field), _stamp(config, _files(root, "*")))
+        files = _files(root, "*") if root.is_dir() else [root]
+        return _of_rows(lambda: local_rows(root, config), _stamp(config, files), config)
     pattern = "*.jsonl" if config.kind == "jsonl" else "*"
     files = _files(root, pattern) if root.is_dir() else [root]
     return _of_files(files, config, f"data.path = {config.path!r}", _lines if config.kind == "jsonl" else _whole_file)
@@ -76,13 +99,23 @@ def _of_files(
     return Corpus(documents, _stamp(config, files))
 
 
+def _of_rows(open_rows: Callable[[], Rows], stamp: str, config: DataConfig) -> Corpus:
+    rows = open_rows()
+
+    def documents() -> Iterator[Document]:
+        for number, row in enumerate(rows.rows):
+            yield Document(f"{config.path}, row {number}", row)
+
+    return Corpus(documents, stamp + rows.identity)
+
+
 def _stamp(config: DataConfig, files: list[Path]) -> str:
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return repr((config.kind, config.text_field, stats))
+    return repr((config.kind, config.subset, config.split, stats))
 
 
 def _whole_file(path: Path, config: DataConfig) -> Iterator[Document]:
-    yield Document(str(path), path.read_bytes())
+    yield Document(str(path), {config.text_field: path.read_bytes()})
 
 
 def _lines(path: Path, config: DataConfig) -> Iterator[Document]:
@@ -99,34 +132,4 @@ def _lines(path: Path, config: DataConfig) -> Iterator[Document]:
                 raise JobError(
                     f"{where} is a JSON {type(row).__name__}, not an object with a field {config.text_field!r}"
                 )
-            yield Document(where, _text(row, config.text_field, where))
-
-
-def _dataset_rows(folder: Path, text_field: str) -> Iterator[Document]:
-    from datasets import DatasetDict, load_from_disk
-
-    try:
-        data = load_from_disk(str(folder))
-    except Exception as error:  # pyarrow, fsspec and datasets each raise their own
-        raise JobError(f"data.path = {str(folder)!r} is no folder of datasets' save_to_disk: {error}") from error
-    if isinstance(data, DatasetDict):
-        if "train" not in data:
-            raise JobError(
-                f"data.path = {str(folder)!r} has the splits {sorted(data)} and no 'train'; point to one split's folder"
-            )
-        data = data["train"]
-    if text_field not in data.column_names:
-        raise JobError(
-            f"data.path = {str(folder)!r} has no column {text_field!r}; data.text_field is one of {data.column_names}"
-        )
-    for number, row in enumerate(data):
-        where = f"{folder}, row {number}"
-        yield Document(where, _text(row, text_field, where))
-
-
-def _text(row: dict[str, Any], text_field: str, where: str) -> bytes:
-    text = row.get(text_field)
-    if not isinstance(text, str):
-        content = f"holds {text!r} there" if text_field in row else f"has only {sorted(row)}"
-        raise JobError(f"{where} has no text in the field {text_field!r} (data.text_field): it {content}")
-    return text.encode("utf-8", errors="surrogatepass")
+            yield Document(where, row)

@@ -1,15 +1,5 @@
-"""Tokens in memory-mapped files, and the rows of batches in them.
+"""A corpus as one stream of tokens, and the preparation of a corpus in general."""
 
-[Note: One writer per node]
-Local rank 0 of each node tokenises the corpus. It writes each file under a temporary name and then renames it. So a
-reader sees a whole file or none, also after a run was killed, or if nodes share the folder. The index file comes last
-and has the sizes of the others: a file that was deleted, or that a power cut left empty, is written again. File names
-have a hash of the sources, the tokenizer and the split. The other ranks wait in `RankGroup.agree` and then map the
-files.
-"""
-
-import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -19,15 +9,16 @@ import numpy as np
 import torch
 
 from laconic.config import DataConfig, JobError
+from laconic.data import arrays, documents
 from laconic.data.batches import Batch, Batches, Division, TrainingData
-from laconic.data.corpus import Corpus, Document, open_corpus
-from laconic.data.sampler import Sampler
-from laconic.files import replacing, write_text
+from laconic.data.corpus import Corpus, open_corpus
+from laconic.data.formats import Encoder, find_reading, refuse_binary
+from laconic.data.sampler import Sampler, hashed
+from laconic.files import replacing
 from laconic.hf.tokenizer import Tokenizer
 
 _DOCUMENTS_PER_BATCH = 64
 _SPLITS = ("train", "eval")
-_FORMAT = 2  # raise it when the files change: runs then ignore files of the old format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,61 +87,48 @@ class _StreamBatches(Batches):
 
 
 def prepare(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> Path:
-    """Tokenise the corpus unless `folder` already holds it; return the index file. See [Note: One writer per node].
+    """Tokenise the corpus unless `folder` already holds it; return the index file.
+
+    See [Note: One writer per node] in data/arrays.py. What the format, the template, the loss or the packing change
+    has another index file.
 
     Raises:
-        JobError: the corpus cannot be read or is binary, or the folder cannot be created.
+        JobError: the corpus cannot be read or is binary, a document does not fit its format, the loss counts no token,
+            or the folder cannot be created.
     """
     corpus = open_corpus(config)
-    index = folder / f"corpus-{_fingerprint(corpus, tokenizer, config)}.json"
-    if _is_whole(index):
-        return index
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise JobError(f"cannot create the folder for tokenised data {str(folder)!r}: {error}") from error
-    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    train_path, eval_path = (_path(index, split) for split in _SPLITS)
-    num_documents = num_text_tokens = 0
-    with (
-        replacing(train_path, durable=False) as new_train,
-        replacing(eval_path, durable=False) as new_eval,
-        new_train.open("wb") as train,
-        new_eval.open("wb") as evaluation,
-    ):
-        for tokens in _tokens(corpus, tokenizer):
-            file = evaluation if _is_held_out(num_documents, config.eval_fraction) else train
-            row = tokens.astype(dtype, copy=False)
-            num_text_tokens += len(row)
-            if tokenizer.separator is not None:
-                row = np.append(row, dtype.type(tokenizer.separator))
-            row.tofile(file)
-            num_documents += 1
-    summary = {
-        "dtype": dtype.name,
-        "num_documents": num_documents,
-        "num_text_tokens": num_text_tokens,
-        "nbytes": {split: _path(index, split).stat().st_size for split in _SPLITS},
-    }
-    write_text(index, json.dumps(summary), durable=False)
+    reading = find_reading(config, next(corpus.documents(), None))
+    encoder = Encoder(config, reading, tokenizer)
+    if not reading.is_stream:
+        return documents.prepare(config, corpus, encoder, reading, tokenizer.vocab_size, folder)
+    index = arrays.index_path(folder, (corpus.identity, encoder.identity, config.eval_fraction))
+    if not arrays.is_whole(index):
+        arrays.make_folder(folder)
+        _write(index, corpus, tokenizer, config)
     return index
 
 
-def open_tokens(index: Path, config: DataConfig) -> TokenFiles:
+def open_data(index: Path, config: DataConfig) -> TrainingData:
     """Map the files of `index`, which `prepare` returned, into memory.
 
     Raises:
         JobError: the corpus is empty, or too short for one sequence.
     """
-    summary = json.loads(index.read_text())
+    return (
+        open_tokens(index, config)
+        if "num_text_tokens" in arrays.read_index(index)
+        else documents.open_rows(index, config)
+    )
 
-    def split(name: str) -> np.ndarray:
-        path = _path(index, name)
-        if path.stat().st_size == 0:  # numpy cannot map an empty file
-            return np.empty(0, summary["dtype"])
-        return np.memmap(path, dtype=summary["dtype"], mode="r")
 
-    train, evaluation = split("train"), split("eval")
+def open_tokens(index: Path, config: DataConfig) -> TokenFiles:
+    """Map the files of a token stream into memory.
+
+    Raises:
+        JobError: the corpus is empty, or too short for one sequence.
+    """
+    summary = arrays.read_index(index)
+    train, evaluation = (arrays.map_array(index, split) for split in _SPLITS)
     length = config.sequence_length
     source = config.path or config.kind
     if summary["num_text_tokens"] == 0:
@@ -178,39 +156,32 @@ def rows_at(tokens: np.ndarray, offsets: np.ndarray, length: int) -> np.ndarray:
     return rows
 
 
-def _path(index: Path, split: str) -> Path:
-    return index.with_name(f"{split}-{index.stem}.bin")
+def _write(index: Path, corpus: Corpus, tokenizer: Tokenizer, config: DataConfig) -> None:
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    train_path, eval_path = (arrays.array_path(index, split) for split in _SPLITS)
+    num_documents = num_text_tokens = 0
+    with (
+        replacing(train_path, durable=False) as new_train,
+        replacing(eval_path, durable=False) as new_eval,
+        new_train.open("wb") as train,
+        new_eval.open("wb") as evaluation,
+    ):
+        for tokens in _tokens(corpus, tokenizer, config.text_field):
+            file = evaluation if hashed(num_documents) < config.eval_fraction * 2**64 else train
+            row = tokens.astype(dtype, copy=False)
+            num_text_tokens += len(row)
+            if tokenizer.separator is not None:
+                row = np.append(row, dtype.type(tokenizer.separator))
+            row.tofile(file)
+            num_documents += 1
+    summary = {"num_documents": num_documents, "num_text_tokens": num_text_tokens}
+    arrays.write_index(index, dict.fromkeys(_SPLITS, dtype), summary)
 
 
-def _is_whole(index: Path) -> bool:
-    """True if the index can be read, and its files are there with the sizes that it gives."""
-    try:
-        sizes = json.loads(index.read_text())["nbytes"]
-        return all(_path(index, split).stat().st_size == sizes[split] for split in _SPLITS)
-    except (OSError, ValueError):
-        return False
-
-
-def _tokens(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    documents = corpus.documents()
-    while batch := list(islice(documents, _DOCUMENTS_PER_BATCH)):
-        for document in batch:
-            _refuse_binary(document)
-        yield from tokenizer.encode([document.text for document in batch])
-
-
-def _refuse_binary(document: Document) -> None:
-    where = document.text.find(b"\0")
-    if where >= 0:
-        raise JobError(f"{document.name} is binary, not text: a NUL byte at offset {where}; take it out of the corpus")
-
-
-def _is_held_out(document: int, fraction: float) -> bool:
-    """True if the document with this number is for evaluation: a random choice that is the same on every machine."""
-    digest = hashlib.blake2b(document.to_bytes(8, "little"), digest_size=8).digest()
-    return int.from_bytes(digest, "little") < fraction * 2**64
-
-
-def _fingerprint(corpus: Corpus, tokenizer: Tokenizer, config: DataConfig) -> str:
-    identity = repr((_FORMAT, corpus.identity, tokenizer.identity, config.eval_fraction))
-    return hashlib.sha256(identity.encode()).hexdigest()[:16]
+def _tokens(corpus: Corpus, tokenizer: Tokenizer, text_field: str) -> Iterator[np.ndarray]:
+    found = corpus.documents()
+    while batch := list(islice(found, _DOCUMENTS_PER_BATCH)):
+        texts = [document.text(text_field) for document in batch]
+        for document, text in zip(batch, texts, strict=True):
+            refuse_binary(document, text)
+        yield from tokenizer.encode(texts)

@@ -1,5 +1,6 @@
 """Tokenizers of a job: bytes, or a local Hugging Face tokenizer."""
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from laconic.config import JobError
+from laconic.hf.chat import CHATML, Chat
 
 
 class Tokenizer(Protocol):
@@ -17,11 +19,21 @@ class Tokenizer(Protocol):
     """The number of tokens; every token is smaller."""
     separator: int | None
     """The token after each document; None if there is none."""
+    first: int | None
+    """The token that the tokenizer puts before a text of its own accord; None if it puts none."""
     identity: str
     """A text that is equal only for tokenizers that encode all texts equally."""
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Encode UTF-8 documents. Shapes: one array (tokens,) per document, of any integer dtype."""
+        ...
+
+    def chat(self, template: str | None) -> Chat:
+        """Turn conversations into tokens by `template`, or by the tokenizer's own template.
+
+        Raises:
+            JobError: there is no template.
+        """
         ...
 
 
@@ -30,11 +42,16 @@ class ByteTokenizer:
 
     vocab_size = 256
     separator: int | None = 0
+    first: int | None = None
     identity = "bytes"
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """See `Tokenizer.encode`."""
         return [np.frombuffer(document, dtype=np.uint8) for document in documents]
+
+    def chat(self, template: str | None) -> Chat:
+        """See `Tokenizer.chat`. The tokenizer's own template is `CHATML`."""
+        return Chat(_transformers_bytes(), template or CHATML)
 
 
 class FolderTokenizer:
@@ -44,6 +61,8 @@ class FolderTokenizer:
         self._tokenizer = _load(folder)
         self.vocab_size = len(self._tokenizer)
         self.separator: int | None = self._tokenizer.eos_token_id
+        first = self._tokenizer("a")["input_ids"][:1]
+        self.first: int | None = first[0] if first == [self._tokenizer.bos_token_id] else None
         digest = hashlib.sha256()
         for path in sorted(folder.iterdir()):
             if path.is_file() and path.suffix in (".json", ".model", ".txt"):
@@ -55,6 +74,24 @@ class FolderTokenizer:
         texts = [document.decode("utf-8", errors="replace") for document in documents]
         rows = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         return [np.asarray(row, dtype=np.int64) for row in rows]
+
+    def chat(self, template: str | None) -> Chat:
+        """See `Tokenizer.chat`."""
+        return Chat(self._tokenizer, template)
+
+
+@functools.cache
+def _transformers_bytes() -> Any:
+    """The byte tokenizer as transformers has tokenizers: it knows which characters a token belongs to."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    names = {f"<0x{byte:02X}>": byte for byte in range(256)}  # the names under which unknown characters fall back
+    backend = Backend(models.BPE(vocab=names, merges=[], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    # a text that spells a token's name is text
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<0x00>", split_special_tokens=True)
 
 
 def _load(folder: Path) -> Any:

@@ -21,7 +21,7 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.failure import failing_together
 from laconic.comm.launch import RankInfo, pick_device, process_group
 from laconic.config import Config, JobError, to_dict
-from laconic.data.batches import Division
+from laconic.data.batches import Division, TrainingData
 from laconic.hf.tokenizer import load_tokenizer
 from laconic.strategies.checks import check_job
 from laconic.strategies.cyclic import CyclicStepper
@@ -80,6 +80,7 @@ class Trainer:
         corpus = prepare.open_corpus(config, tokenizer, self.peers, ranks, self.console)
         with prepare.as_job_error():
             self.stepper = self._make_stepper(model)
+        self._check_model(corpus)
         self.meter = StepMeter(self.stepper, ranks, device)
         division = Division(
             num_workers=self.stepper.num_workers,
@@ -87,6 +88,7 @@ class Trainer:
             peers=self.stepper.peers,
             micro_batch_size=config.train.micro_batch_size,
             accumulation=config.train.accumulation,
+            equal_shapes=config.schedule.is_cyclic,
         )
         self.batches = corpus.batches(division, ranks.rank, ranks.world_size)
         self.tokens_per_step = division.rows_per_step * config.data.sequence_length
@@ -98,6 +100,11 @@ class Trainer:
             self.start_step = prepare.resume(self.stepper, config, self.peers, self.console)
         self.step_memory: dict[str, int | None] = {"step_peak_bytes": None, "resting_bytes": None}
         """The memory of step `log.memory_step`, in bytes, on the fullest rank; None if it is not measured."""
+
+    def _check_model(self, corpus: TrainingData) -> None:
+        module = self.stepper.module.eval()
+        with self.stepper.consistent(), torch.no_grad():
+            corpus.check_model(lambda batch: module(**batch.to(self.device).arguments(), use_cache=False))
 
     def _make_stepper(self, model: nn.Module) -> Stepper:
         if not self.config.schedule.is_cyclic:

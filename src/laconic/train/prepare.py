@@ -94,7 +94,7 @@ def open_corpus(
     """
     folder = Path(config.data.cache) if config.data.cache else Path(config.train.output) / "tokens"
     peers.agree(lambda: tokens.prepare(config.data, tokenizer, folder), only=ranks.is_first_on_node)
-    corpus = peers.agree(lambda: tokens.open_tokens(tokens.prepare(config.data, tokenizer, folder), config.data))
+    corpus = peers.agree(lambda: tokens.open_data(tokens.prepare(config.data, tokenizer, folder), config.data))
     assert corpus is not None
     if config.train.eval_every and not corpus.holds_out:
         raise JobError("train.eval_every is set, but data.eval_fraction = 0 holds nothing out; set one of the two")

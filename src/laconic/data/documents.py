@@ -1,0 +1,274 @@
+"""A corpus as whole documents in rows: one in a row, padded, or several in a row, packed.
+
+[Note: Documents in a row]
+Documents of a row must not see each other. Positions begin at 0 with each document, and transformers builds the mask
+that keeps attention inside documents from these positions. A row of one document needs no mask: attention is causal,
+and padding comes last, so no token of the document sees it. No label is the first token of a document: the token
+before it belongs to another document. So a document gives the same loss alone, padded and packed.
+"""
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from laconic.config import DataConfig, JobError
+from laconic.data import arrays
+from laconic.data.batches import IGNORED, Batch, Batches, Division, TrainingData
+from laconic.data.corpus import Corpus
+from laconic.data.formats import Encoder, Reading
+from laconic.data.packing import pack
+from laconic.data.probe import check_model
+from laconic.data.sampler import EpochSampler, hashed
+from laconic.files import replacing
+
+_SPLITS = ("train", "eval")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The rows of one split, as documents."""
+
+    documents: np.ndarray
+    """The documents of all rows, row by row: (documents,)."""
+    starts: np.ndarray
+    """The place in `documents` where each row begins, and the end: (rows + 1,)."""
+    num_tokens: np.ndarray
+    """The tokens of each row, without padding: (rows,)."""
+    num_targets: np.ndarray
+    """The tokens of each row that the loss counts, and 0 for row -1: (rows + 1,)."""
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(self.num_tokens)
+
+    def members(self, row: int) -> np.ndarray:
+        """The documents of a row; row -1 has none."""
+        return self.documents[self.starts[row] : self.starts[row + 1]] if row >= 0 else self.documents[:0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFiles(TrainingData):
+    """The tokenised documents of a job on this node."""
+
+    config: DataConfig
+    is_packed: bool
+    tokens: np.ndarray
+    """The tokens of all documents that are kept: (tokens,)."""
+    counted: np.ndarray
+    """Whether the loss counts each token: (tokens,)."""
+    bounds: np.ndarray
+    """The place in `tokens` where each document begins, and the end: (documents + 1,)."""
+    train: Rows
+    evaluation: Rows
+    summary: dict[str, Any]
+
+    @property
+    def num_documents(self) -> int:  # type: ignore[override]
+        """See `TrainingData.num_documents`."""
+        return len(self.bounds) - 1
+
+    def steps_per_epoch(self, rows_per_step: int) -> int:
+        """See `TrainingData.steps_per_epoch`."""
+        return -(-len(self.train) // rows_per_step)
+
+    @property
+    def holds_out(self) -> bool:
+        """See `TrainingData.holds_out`."""
+        return len(self.evaluation) > 0
+
+    def describe(self) -> str:
+        """See `TrainingData.describe`."""
+        length = self.config.sequence_length
+        fates = {
+            "num_cut": f"cut to data.sequence_length = {length} tokens",
+            "num_dropped": f"left out: longer than data.sequence_length = {length} tokens",
+            "num_without_target": "left out: the loss counts none of their tokens",
+        }
+        notes = "; ".join(f"{self.summary[key]:,} {text}" for key, text in fates.items() if self.summary[key])
+        return (
+            f"corpus: {self.num_documents:,} documents{f' ({notes})' if notes else ''}; to train on: "
+            f"{len(self.train):,} rows, {self.train.num_tokens.sum():,} tokens, of which the loss counts "
+            f"{self.train.num_targets.sum():,}; held out: {len(self.evaluation):,} rows"
+        )
+
+    def check_model(self, run: Callable[[Batch], Any]) -> None:
+        """See `TrainingData.check_model`."""
+        check_model(run, is_packed=self.is_packed)
+
+    def batches(self, division: Division, rank: int, world_size: int) -> Batches:
+        """See `TrainingData.batches`."""
+        return _DocumentBatches(self, division, rank, world_size)
+
+
+class _DocumentBatches(Batches):
+    """Rows of documents, drawn without replacement."""
+
+    def __init__(self, files: RowFiles, division: Division, rank: int, world_size: int) -> None:
+        self._files, self._division, self._rank, self._world_size = files, division, rank, world_size
+        self._is_fixed = files.is_packed or files.config.padding == "fixed" or division.equal_shapes
+        self._sampler = EpochSampler(
+            seed=files.config.seed, num_rows=len(files.train), rows_per_step=division.rows_per_step
+        )
+
+    def step(self, step: int) -> list[Batch]:
+        """See `Batches.step` and [Note: Mean over tokens] in data/batches.py."""
+        division, train = self._division, self._files.train
+        shape = (division.accumulation, division.num_workers, division.micro_batch_size)
+        rows = self._sampler.global_rows(step).reshape(shape)
+        together = division.together(rows)
+        num_items = max(int(train.num_targets[together].sum()), 1) / len(together)
+        return [self._batch(train, micro_batch, num_items, 1.0) for micro_batch in division.own(rows)]
+
+    def evaluation(self, num_batches: int) -> Iterator[Batch]:
+        """See `Batches.evaluation`. Ranks without a row left get rows without a target."""
+        held_out, rows_each = self._files.evaluation, self._division.micro_batch_size
+        rows_at_once = rows_each * self._world_size
+        for index in range(min(num_batches, -(-len(held_out) // rows_at_once))):
+            first = index * rows_at_once + self._rank * rows_each
+            rows = np.arange(first, first + rows_each)
+            rows[rows >= len(held_out)] = -1
+            num_targets = int(held_out.num_targets[rows].sum())
+            yield self._batch(held_out, rows, max(num_targets, 1), num_targets)
+
+    def _batch(self, split: Rows, rows: np.ndarray, num_items: float, weight: float) -> Batch:
+        length = self._files.config.sequence_length
+        if not self._is_fixed:
+            length = max([2, *(int(split.num_tokens[row]) for row in rows if row >= 0)])
+        ids = np.zeros((len(rows), length), dtype=np.int64)
+        labels = np.full_like(ids, IGNORED)
+        positions = np.tile(np.arange(length), (len(rows), 1))
+        for place, row in enumerate(rows):
+            self._fill(split.members(row), ids[place], labels[place], positions[place])
+        return Batch(
+            input_ids=torch.from_numpy(ids),
+            labels=torch.from_numpy(labels),
+            position_ids=torch.from_numpy(positions) if self._files.is_packed else None,
+            num_items=torch.tensor(num_items, dtype=torch.float32),
+            weight=weight,
+        )
+
+    def _fill(self, documents: np.ndarray, ids: np.ndarray, labels: np.ndarray, positions: np.ndarray) -> None:
+        """Put documents one after the other into a row."""
+        files, end = self._files, 0
+        for document in documents:
+            source = slice(*files.bounds[document : document + 2])
+            start, end = end, end + source.stop - source.start
+            ids[start:end] = files.tokens[source]
+            labels[start:end] = np.where(files.counted[source], ids[start:end], IGNORED)
+            positions[start:] = np.arange(len(positions) - start)  # padding continues the last document
+
+
+# -- preparation -------------------------------------------------------------------------------------------------------
+
+
+def prepare(
+    config: DataConfig, corpus: Corpus, encoder: Encoder, reading: Reading, vocab_size: int, folder: Path
+) -> Path:
+    """Write the documents' tokens and rows unless `folder` already holds them; return the index file.
+
+    Raises:
+        JobError: a document cannot be encoded, or the loss counts no token of any document.
+    """
+    settings = config.pick("sequence_length", "too_long", "eval_fraction")
+    index = arrays.index_path(folder, (corpus.identity, encoder.identity, settings))
+    if arrays.is_whole(index):
+        return index
+    arrays.make_folder(folder)
+    dtypes = {"tokens": np.min_scalar_type(vocab_size - 1), "counted": np.dtype(bool)}
+    counts = {"num_cut": 0, "num_dropped": 0, "num_without_target": 0}
+    lengths, num_targets = array("q"), array("q")
+    with (
+        replacing(arrays.array_path(index, "tokens"), durable=False) as new_tokens,
+        replacing(arrays.array_path(index, "counted"), durable=False) as new_counted,
+        new_tokens.open("wb") as tokens_file,
+        new_counted.open("wb") as counted_file,
+    ):
+        for document in corpus.documents():
+            tokens, counted = encoder.encode(document)
+            counted[:1] = False  # see [Note: Documents in a row]
+            if len(tokens) > config.sequence_length:
+                if config.too_long == "drop":
+                    counts["num_dropped"] += 1
+                    continue
+                counts["num_cut"] += 1
+                tokens, counted = tokens[: config.sequence_length], counted[: config.sequence_length]
+            if not counted.any():
+                counts["num_without_target"] += 1
+                continue
+            tokens.astype(dtypes["tokens"]).tofile(tokens_file)
+            counted.tofile(counted_file)
+            lengths.append(len(tokens))
+            num_targets.append(int(counted.sum()))
+    if not lengths:
+        raise JobError(
+            f"no document of the corpus {config.path or config.kind!r} has a token that the loss counts "
+            f"(data.loss = {reading.loss!r}, data.sequence_length = {config.sequence_length}): {counts['num_dropped']} "
+            f"are too long, {counts['num_cut']} are cut, {counts['num_without_target']} have nothing to learn; use a "
+            "longer sequence, or data.loss = 'all'"
+        )
+    small = {"lengths": np.array(lengths), "num_targets": np.array(num_targets)}
+    for split, documents in zip(_SPLITS, _split(len(lengths), config.eval_fraction), strict=True):
+        own_lengths = small["lengths"][documents]
+        rows = pack(own_lengths, config.sequence_length) if reading.packing else [[n] for n in range(len(documents))]
+        small[f"{split}-documents"] = documents[np.array([n for row in rows for n in row], dtype=np.int64)]
+        small[f"{split}-starts"] = np.cumsum([0, *map(len, rows)])
+    for name, values in small.items():
+        arrays.write_array(index, name, values.astype(np.int64))
+        dtypes[name] = np.dtype(np.int64)
+    arrays.write_index(index, dtypes, {**counts, "is_packed": reading.packing})
+    return index
+
+
+def open_rows(index: Path, config: DataConfig) -> RowFiles:
+    """Map the files of `index`, which `prepare` returned, into memory."""
+    summary = arrays.read_index(index)
+    lengths, num_targets = arrays.map_array(index, "lengths"), arrays.map_array(index, "num_targets")
+
+    def rows(split: str) -> Rows:
+        documents, starts = arrays.map_array(index, f"{split}-documents"), arrays.map_array(index, f"{split}-starts")
+
+        def by_row(values: np.ndarray) -> np.ndarray:
+            return np.add.reduceat(values[documents], starts[:-1]) if len(documents) else np.empty(0, np.int64)
+
+        return Rows(
+            documents=documents,
+            starts=starts,
+            num_tokens=by_row(lengths),
+            num_targets=np.append(by_row(num_targets), 0),
+        )
+
+    return RowFiles(
+        config=config,
+        is_packed=summary["is_packed"],
+        tokens=arrays.map_array(index, "tokens"),
+        counted=arrays.map_array(index, "counted"),
+        bounds=np.append(0, np.cumsum(lengths)),
+        train=rows("train"),
+        evaluation=rows("eval"),
+        summary=summary,
+    )
+
+
+def _split(num_documents: int, eval_fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """The documents to train on and those held out, at random but the same on every machine.
+
+    With a fraction above 0, at least one document is held out, and at least one is not.
+
+    Raises:
+        JobError: there is only one document.
+    """
+    if eval_fraction == 0:
+        return np.arange(num_documents), np.arange(0)
+    if num_documents < 2:
+        raise JobError(
+            f"data.eval_fraction = {eval_fraction} holds documents out, and the corpus has one that the loss counts; "
+            "set data.eval_fraction = 0"
+        )
+    held_out = min(max(round(num_documents * eval_fraction), 1), num_documents - 1)
+    order = np.argsort([hashed(document) for document in range(num_documents)], kind="stable")
+    return np.sort(order[held_out:]), np.sort(order[:held_out])
