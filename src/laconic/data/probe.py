@@ -46,7 +46,7 @@ def check_model(run: Callable[[Batch], Any], *, is_packed: bool) -> None:
             "= false"
         )
     total = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
-    if float(output.loss) < 0.5 * float(total):  # a mean is far smaller, and models may add losses of their own
+    if float(output.loss.detach()) < 0.5 * float(total):  # a mean is far smaller, and a model may add a loss of its own
         raise JobError(
             "this model divides its loss by the number of tokens of each micro-batch (it takes no num_items_in_batch), "
             "so rows with few tokens that count would weigh too much; for text, leave data.packing out to train on a "

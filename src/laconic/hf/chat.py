@@ -145,9 +145,9 @@ class Chat:
     def _check_prefix(self, prefix: str, text: str, number: int) -> None:
         if not text.startswith(prefix):
             raise ChatError(
-                f"message {number + 1}: the chat template renders the messages before it in another way once it "
-                "follows, so nobody can tell which tokens the assistant writes; set data.chat_template to a template "
-                "that marks them with {% generation %}, or data.loss = 'all'"
+                f"changes when message {number + 1} follows: the chat template then renders earlier messages in "
+                "another way, so nobody can tell which tokens the assistant writes; set data.chat_template to a "
+                "template that marks them with {% generation %}, or data.loss = 'all'"
             )
 
     def _render(

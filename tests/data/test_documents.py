@@ -1,0 +1,153 @@
+"""Rows of documents: which documents share a row, which rows a step has, and the model's view of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from laconic.config import DataConfig, JobError, ModelConfig
+from laconic.data import tokens as data
+from laconic.data.batches import IGNORED, Division, TrainingData
+from laconic.data.packing import pack
+from laconic.data.probe import check_model
+from laconic.data.sampler import EpochSampler
+from laconic.hf.models import build_model
+from laconic.hf.tokenizer import ByteTokenizer
+from tests.train.jobs import SMALL_LLAMA
+
+
+def naive_pack(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Best fit, longest first: look at all rows for each document."""
+    rows: list[list[int]] = []
+    used: list[int] = []
+    for document in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        fitting = [row for row in range(len(rows)) if used[row] + lengths[document] <= capacity]
+        if fitting:
+            row = max(fitting, key=used.__getitem__)
+        else:
+            row = len(rows)
+            rows.append([])
+            used.append(0)
+        rows[row].append(document)
+        used[row] += lengths[document]
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_packing_is_best_fit_decreasing(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    capacity = int(generator.integers(5, 60))
+    lengths = generator.integers(1, capacity + 1, size=int(generator.integers(1, 200))).tolist()
+    rows, expected = pack(lengths, capacity), naive_pack(lengths, capacity)
+    totals = [sum(lengths[document] for document in row) for row in rows]
+    assert sorted(document for row in rows for document in row) == list(range(len(lengths)))
+    assert max(totals) <= capacity
+    assert sorted(totals) == sorted(sum(lengths[document] for document in row) for row in expected)
+    assert pack(lengths, capacity) == rows
+
+
+def test_an_epoch_has_every_row_once_in_a_new_order() -> None:
+    sampler = EpochSampler(seed=3, num_rows=11, rows_per_step=4)
+    assert sampler.steps_per_epoch == 3
+    epochs = [np.concatenate([sampler.global_rows(3 * epoch + place) for place in range(3)]) for epoch in range(3)]
+    for rows in epochs:
+        assert sorted(rows.tolist()) == [-1, *range(11)]
+        assert rows[-1] == -1
+    assert len({rows.tobytes() for rows in epochs}) == 3
+    assert EpochSampler(seed=4, num_rows=11, rows_per_step=4).global_rows(0).tolist() != epochs[0][:4].tolist()
+    assert EpochSampler(seed=3, num_rows=11, rows_per_step=12).global_rows(1)[:11].tolist() == epochs[1][:11].tolist()
+    assert epochs[0].tolist() == PINNED_EPOCH_0  # a resumed run on another machine or numpy must see the same rows
+
+
+PINNED_EPOCH_0 = [6, 1, 8, 5, 2, 7, 10, 9, 4, 3, 0, -1]
+
+
+def texts(folder: Path, lengths: list[int], **settings: Any) -> TrainingData:
+    """Documents of these lengths, of which the second half counts."""
+    path = folder / "rows.jsonl"
+    rows = [{"prompt": "p" * (n // 2), "completion": chr(97 + k) * (n - n // 2 - 1)} for k, n in enumerate(lengths)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = {"kind": "jsonl", "path": str(path), "sequence_length": 12, "eval_fraction": 0.0}
+    config = DataConfig(**{**table, **settings})
+    return data.open_data(data.prepare(config, ByteTokenizer(), folder / "tokens"), config)
+
+
+def test_packed_rows_restart_positions_and_padding_is_ignored(tmp_path: Path) -> None:
+    (batch,) = texts(tmp_path, [5, 6, 3], packing=True).batches(Division(micro_batch_size=2), 0, 1).step(0)
+    by_length = {int((row != 0).sum()): place for place, row in enumerate(batch.input_ids)}
+    pair = next(place for place in by_length.values() if bytes(batch.input_ids[place].tolist()).count(0) > 3) ^ 1
+    assert batch.position_ids is not None
+    assert bytes(batch.input_ids[pair].tolist()) == b"ppaa\0pppbb\0\0"
+    assert batch.position_ids[pair].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]
+    assert [label != IGNORED for label in batch.labels[pair].tolist()] == [
+        *(False, False, True, True, True),
+        *(False, False, False, True, True, True),
+        False,
+    ]
+
+
+def test_padded_rows_are_as_long_as_the_longest_or_fixed(tmp_path: Path) -> None:
+    for settings, division, width in [
+        ({}, Division(micro_batch_size=3), 7),
+        ({"padding": "fixed"}, Division(micro_batch_size=3), 12),
+        ({}, Division(micro_batch_size=3, equal_shapes=True), 12),
+    ]:
+        (batch,) = texts(tmp_path, [5, 7, 4], **settings).batches(division, 0, 1).step(0)
+        assert batch.input_ids.shape == batch.labels.shape == (3, width)
+        assert batch.position_ids is None
+        assert sorted(int((row != IGNORED).sum()) for row in batch.labels) == [2, 3, 4]
+
+
+def test_every_rank_knows_the_targets_of_its_optimizer_step(tmp_path: Path) -> None:
+    """5 rows for 3 ranks x 2 micro-batches: the sums over ranks are those of the corpus, islands count their own."""
+    corpus = texts(tmp_path, [5, 7, 4, 9, 3])
+
+    def micro_batches(rank: int, peers: range | None) -> list[tuple[int, float]]:
+        division = Division(num_workers=3, workers=range(rank, rank + 1), peers=peers, accumulation=2)
+        found = corpus.batches(division, rank, 3).step(0)
+        return [(int((batch.labels != IGNORED).sum()), float(batch.num_items)) for batch in found]  # type: ignore[arg-type]
+
+    together = [micro_batches(rank, None) for rank in range(3)]
+    assert sum(count for rank in together for count, _ in rank) == 3 + 4 + 2 + 5 + 2
+    assert [items for rank in together for _, items in rank] == [pytest.approx(16 / 6)] * 6
+    alone = [micro_batches(rank, range(rank, rank + 1)) for rank in range(3)]
+    assert [rank[0][1] for rank in alone] == [pytest.approx(sum(count for count, _ in rank) / 2) for rank in alone]
+    assert corpus.steps_per_epoch(6) == 1
+    assert corpus.steps_per_epoch(2) == 3
+
+
+def test_every_held_out_target_counts_once(tmp_path: Path) -> None:
+    corpus = texts(tmp_path, [5, 7, 4, 9, 3, 6], eval_fraction=0.7)
+    weights = [
+        [batch.weight for batch in corpus.batches(Division(micro_batch_size=2), rank, 3).evaluation(9)]
+        for rank in range(3)
+    ]
+    assert [len(own) for own in weights] == [1, 1, 1]
+    assert weights[2] == [0.0]
+    held_out = corpus.evaluation.num_targets.sum()  # type: ignore[attr-defined]
+    assert sum(own[0] for own in weights) == held_out > 0
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_stays_inside_documents(attention: str) -> None:
+    model: Any = build_model(ModelConfig(config={"model_type": "llama", **SMALL_LLAMA, "vocab_size": 16}), device="cpu")
+    model.set_attn_implementation(attention)
+    check_model(lambda batch: model(**batch.arguments(), use_cache=False), is_packed=True)
+
+
+def test_models_that_mix_documents_or_divide_for_themselves_are_refused() -> None:
+    tiny = {"hidden_size": 16, "vocab_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    mamba: Any = build_model(ModelConfig(config={"model_type": "mamba", **tiny}), device="cpu")
+
+    def run(batch: Any) -> Any:
+        return mamba(**{key: value for key, value in batch.arguments().items() if key != "position_ids"})
+
+    check_model(run, is_packed=False)
+    with pytest.raises(JobError, match="lets a document see the ones before it"):
+        check_model(run, is_packed=True)
+    with pytest.raises(JobError, match="takes no num_items_in_batch"):
+        check_model(lambda batch: mamba(input_ids=batch.input_ids, labels=batch.labels), is_packed=False)
