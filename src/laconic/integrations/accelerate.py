@@ -1,0 +1,145 @@
+"""`LaconicAccelerator`: an accelerate loop whose `prepare` shards the model with laconic. Needs the extra `accelerate`.
+
+```python
+accelerator = LaconicAccelerator()
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+```
+
+The rest of the loop stays as accelerate's users write it. Checked with accelerate 1.15.
+
+[Note: In place of FSDP2]
+accelerate calls FSDP2 at one place, the function `fsdp2_prepare_model` of its module `accelerator`. `prepare` calls
+laconic there instead. All the rest is accelerate's code for FSDP2, which needs only what laconic has, too: modules with
+FSDP2's methods, parameters that are DTensors, and torch's functions for state dicts. So the optimizer gets the sharded
+parameters, `no_sync` and `accumulate` send nothing over the network, `clip_grad_norm_` has the norm over all ranks,
+and `save_state` writes folders of `torch.distributed.checkpoint`, or whole files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import accelerate.accelerator
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, convert_to_fp32
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from laconic.integrations.options import ArgumentError, LaconicArguments
+from laconic.integrations.sharding import make_mesh, shard_model
+
+_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class LaconicAccelerator(Accelerator):
+    """accelerate's `Accelerator` for one model that laconic shards; see [Note: In place of FSDP2].
+
+    As with accelerate's FSDP2, `prepare` takes the model and its optimizer together. In a single process it is a plain
+    `Accelerator`, and nothing is sharded.
+    """
+
+    def __init__(
+        self, arguments: LaconicArguments | None = None, *, state_dict_type: str | None = None, **settings: Any
+    ) -> None:
+        """Start the ranks as `Accelerator` does.
+
+        Args:
+            arguments: laconic's options. `param_dtype` is by default that of `mixed_precision`.
+            state_dict_type: `save_state` writes sharded folders with "SHARDED_STATE_DICT", and whole files with
+                "FULL_STATE_DICT"; the name is that of accelerate's FSDP plugin. Default: sharded folders.
+            settings: those of `Accelerator`. `cpu` is by default True on a machine without an accelerator: accelerate
+                itself would let each rank train on its own there.
+
+        Raises:
+            ArgumentError: a setting asks for another way to shard, `mixed_precision` is fp8, or `local_steps` is set.
+        """
+        self.arguments = arguments if arguments is not None else LaconicArguments()
+        _check_settings(self.arguments, settings)
+        plugin = _plugin(state_dict_type)
+        settings.setdefault("cpu", not torch.accelerator.is_available())
+        super().__init__(fsdp_plugin=plugin, **settings)
+        if self.mixed_precision not in _DTYPES:
+            raise ArgumentError(f"mixed_precision={self.mixed_precision!r} is not known; use one of {list(_DTYPES)}")
+        if self.distributed_type is DistributedType.MULTI_CPU:
+            # accelerate looks at the plugin on accelerators only; PartialState holds what all its states show
+            PartialState().distributed_type = self.state.distributed_type = DistributedType.FSDP
+            self.state.fsdp_plugin = plugin
+        if self.distributed_type not in (DistributedType.FSDP, DistributedType.NO):
+            raise ArgumentError(
+                f"accelerate has chosen {self.distributed_type} before: make the LaconicAccelerator before any other "
+                "Accelerator of this process, and unset ACCELERATE_USE_DEEPSPEED and ACCELERATE_USE_MEGATRON_LM"
+            )
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """See `Accelerator.prepare`. Shards the model over all ranks. Collective."""
+        with _in_place_of_fsdp2(self):
+            return super().prepare(*args, device_placement=device_placement)
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        """Shard `model` in place and return it; `prepare` calls this. Collective over all ranks."""
+        module = getattr(model, "_orig_mod", model)  # torch.compile wraps the module
+        dtype = _DTYPES[self.mixed_precision]
+        if dtype is not None:
+            for parameter in module.parameters():  # as accelerate does for FSDP2: the optimizer works in fp32
+                if parameter.requires_grad and parameter.is_floating_point():
+                    parameter.data = parameter.data.float()
+        mesh = make_mesh(self.arguments, self.device.type)
+        shard_model(module, self.arguments, mesh=mesh, mp_policy=self.arguments.mixed_precision(dtype))
+        if dtype is not None:  # accelerate does so with DDP: the loss is computed in fp32
+            module.register_forward_hook(lambda module, inputs, outputs: convert_to_fp32(outputs))
+        return model
+
+
+_OTHERS = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "parallelism_config")
+"""The arguments of `Accelerator` that choose another way to shard."""
+
+
+def _check_settings(arguments: LaconicArguments, settings: dict[str, Any]) -> None:
+    if not isinstance(arguments, LaconicArguments):
+        raise ArgumentError(
+            f"LaconicAccelerator takes LaconicArguments first, got {type(arguments).__name__}; give the settings of "
+            "accelerate by name"
+        )
+    for key in _OTHERS:
+        if settings.get(key) is not None:
+            raise ArgumentError(
+                f"{key} asks for another way to shard; leave it out, and set laconic's options with "
+                "LaconicAccelerator(LaconicArguments(...))"
+            )
+    if arguments.local_steps:
+        raise ArgumentError(
+            f"local_steps={arguments.local_steps}: an accelerate loop averages gradients in every step; use "
+            "laconic.fully_shard and laconic.LocalSteps in a loop of your own, or `laconic train`"
+        )
+
+
+def _plugin(state_dict_type: str | None) -> FullyShardedDataParallelPlugin:
+    """Return the plugin that makes accelerate take its way for FSDP2. `accelerate launch` may have set values of it."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=state_dict_type)
+    refused = {
+        "offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "activation_checkpointing": plugin.activation_checkpointing,
+        "ignored_modules": plugin.ignored_modules,
+    }
+    for key, is_set in refused.items():
+        if is_set:
+            raise ArgumentError(
+                f"FSDP_{key.upper()} is set in the environment, by `accelerate launch` or its config file; laconic has "
+                "no such option here, so remove it (for activation checkpointing, use the model's own)"
+            )
+    return plugin
+
+
+@contextmanager
+def _in_place_of_fsdp2(accelerator: LaconicAccelerator) -> Iterator[None]:
+    """Let accelerate call laconic inside this context: [Note: In place of FSDP2]."""
+    module: Any = accelerate.accelerator
+    fsdp2 = module.fsdp2_prepare_model
+    module.fsdp2_prepare_model = lambda _, model: accelerator.shard(model)
+    try:
+        yield
+    finally:
+        module.fsdp2_prepare_model = fsdp2
