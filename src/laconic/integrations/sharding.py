@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ def shard_model(
     *,
     mesh: DeviceMesh | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    layers: Sequence[nn.Module] | None = None,
 ) -> nn.Module:
     """Shard `model` in place, layer by layer and then the rest, and return it. Collective over all ranks.
 
@@ -35,6 +37,7 @@ def shard_model(
         arguments: the options. Default: those of `LaconicArguments()`.
         mesh: see `make_mesh`, which makes the default.
         mp_policy: the mixed precision. Default: that of the arguments, without a trainer's own.
+        layers: the layers to shard one by one. Default: those of `find_units`.
 
     Raises:
         ArgumentError: no layer has a class that `arguments.units` names, or the model has no layers to find; or it has
@@ -47,7 +50,7 @@ def shard_model(
     _refuse_quantised(model)
     mesh = mesh if mesh is not None else make_mesh(arguments)
     device = device_of(mesh)
-    for module in [*find_units(model, arguments.units), model]:
+    for module in [*(find_units(model, arguments.units) if layers is None else layers), model]:
         _move(module, device)
         if arguments.broadcast:
             _broadcast(module)

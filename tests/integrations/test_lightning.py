@@ -1,0 +1,207 @@
+"""`LaconicStrategy` against Lightning's DDP: training, accumulation, precision, validation, and checkpoints both ways."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import nn
+
+import laconic
+from laconic.integrations import LaconicArguments
+from laconic.integrations.lightning import LaconicStrategy
+from laconic.integrations.options import ArgumentError
+from tests.integrations.lightning_jobs import LightningModel, loader, make_trainer, records, train
+from tests.ranks import run_ranks
+
+
+def whole(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: (parameter.full_tensor() if isinstance(parameter, laconic.RaggedTensor) else parameter).detach().clone()
+        for name, parameter in module.named_parameters()
+    }
+
+
+def assert_equal(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def fit(trainer: Trainer, ckpt_path: Path | None = None, module: LightningModule | None = None) -> LightningModule:
+    """Train for epochs of two steps. Each rank has rows of its own in a fixed order, as the sampler's is not resumed."""
+    module = module or LightningModel()
+    rank = dist.get_rank()
+    trainer.fit(module, loader(seed=rank, rows=12), loader(seed=rank + 9, rows=7), ckpt_path=ckpt_path)
+    return module
+
+
+def job_same_as_ddp() -> None:
+    torch.testing.assert_close(train("laconic", 4), train("ddp", 4), rtol=1e-5, atol=1e-5)
+
+
+class GradientsSent(Callback):
+    """The bytes of gradients that went over the network in each micro-batch."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, index: int) -> None:
+        self.before = module.model.traffic.snapshot()
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        sizes = (module.model.traffic.snapshot() - self.before).sizes
+        self.sent.append(sizes["node", "gradients", "sent"])
+
+
+def accumulation(folder: Path) -> None:
+    """The first of two micro-batches sends no gradient."""
+    count = GradientsSent()
+    module = fit(make_trainer("laconic", 3, callbacks=[count]))
+    assert isinstance(module.model, laconic.ShardedModule)
+    assert all(isinstance(layer, laconic.ShardedModule) for layer in module.model.layers)
+    assert count.sent[0::2] == [0, 0, 0]
+    assert min(count.sent[1::2]) > 0
+
+
+def sharded_checkpoints(folder: Path) -> None:
+    """ModelCheckpoint writes folders, and a resumed run is equal to the bit. `test` loads the best one."""
+    trainer = make_trainer(
+        "laconic", 4, use_distributed_sampler=False, callbacks=[save_epochs(folder)], enable_checkpointing=True
+    )
+    module = fit(trainer)
+    resumed = make_trainer("laconic", 4, use_distributed_sampler=False)
+    again = fit(resumed, folder / "step=2.ckpt")
+    assert (folder / "step=2.ckpt").is_dir()
+    assert_equal(records(resumed), last_steps(trainer))
+    assert_equal(whole(again), whole(module))
+    assert "test_loss" in trainer.test(module, loader(seed=2), ckpt_path="best", verbose=False)[0]
+
+
+def save_epochs(folder: Path) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, filename="{step}", monitor="val_loss", save_top_k=-1)
+
+
+def last_steps(trainer: Trainer) -> dict[str, list[float]]:
+    return {key: values[2:] for key, values in records(trainer).items()}
+
+
+def whole_checkpoints(folder: Path) -> None:
+    """One file: to resume, to go on with DDP, to begin from DDP, and to load without a Trainer."""
+    strategies = {"laconic": lambda: LaconicStrategy(save_distributed_checkpoint=False), "ddp": DDPStrategy}
+    wants = {}
+    for name, strategy in strategies.items():
+        saving = save_epochs(folder / name)
+        trainer = make_trainer(
+            strategy(), 4, use_distributed_sampler=False, callbacks=[saving], enable_checkpointing=True
+        )
+        module = fit(trainer)
+        wants[name] = last_steps(trainer), whole(module)
+    for writer, reader, tolerance in (("laconic", "laconic", 0), ("laconic", "ddp", 1e-5), ("ddp", "laconic", 1e-5)):
+        trainer = make_trainer(strategies[reader](), 4, use_distributed_sampler=False)
+        module = fit(trainer, folder / writer / "step=2.ckpt")
+        torch.testing.assert_close((records(trainer), whole(module)), wants[writer], rtol=tolerance, atol=tolerance)
+    plain = LightningModel.load_from_checkpoint(folder / "laconic" / "step=4.ckpt", weights_only=False)
+    assert_equal(whole(plain), wants["laconic"][1])
+
+
+def precision(folder: Path) -> None:
+    """With bf16-true the weights are bfloat16, with bf16-mixed the wire; both near DDP's."""
+    for name, dtype in (("bf16-true", torch.bfloat16), ("bf16-mixed", torch.float32)):
+        trainers = [make_trainer(strategy, 3, precision=name) for strategy in ("laconic", "ddp")]
+        module, _ = (fit(trainer) for trainer in trainers)
+        assert {parameter.dtype for parameter in module.parameters()} == {dtype}
+        assert module.model._laconic_unit.buckets[0].compute_dtype is torch.bfloat16
+        torch.testing.assert_close(*map(records, trainers), rtol=0.1, atol=0.05)
+
+
+class ShardsItself(LightningModel):
+    """A module that calls `fully_shard` in Lightning's hook for it, and has layers of two parts, one without layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.ModuleList([nn.Linear(3, 2)])
+
+    def configure_model(self) -> None:
+        if not isinstance(self.model, laconic.ShardedModule):
+            for module in (*self.model.layers[1:], self.model):
+                laconic.fully_shard(module, mesh=self.device_mesh)
+
+
+def configured_by_the_user(folder: Path) -> None:
+    trainer, want = make_trainer("laconic", 3), make_trainer("laconic", 3)
+    module = fit(trainer, module=ShardsItself())
+    assert not isinstance(module.model.layers[0], laconic.ShardedModule)
+    assert isinstance(module.unused[0], laconic.ShardedModule)
+    fit(want)
+    torch.testing.assert_close(records(trainer), records(want), rtol=1e-5, atol=1e-5)
+
+
+def on_meta(folder: Path) -> None:
+    """A model that is made on the meta device is initialised after sharding, by its modules' `reset_parameters`."""
+    trainer = make_trainer("laconic", 2)
+    with trainer.init_module(empty_init=True):
+        module = LightningModel()
+    assert module.model.head.weight.is_meta
+    module.model.reset_parameters = lambda: (nn.init.ones_(module.model.temperature), module.model.scale.fill_(0.5))
+    fit(trainer, module=module)
+    assert all(torch.isfinite(tensor).all() for tensor in whole(module).values())
+
+
+class Bare(LightningModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(3, 3))
+
+
+class OwnParameter(LightningModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(3))
+
+
+def refusals(folder: Path) -> None:
+    for module, message in ((Bare(), "pass units="), (OwnParameter(), "parameters of its own \\(bias\\)")):
+        with pytest.raises(ArgumentError, match=message):
+            fit(make_trainer("laconic", 1), module=module)
+
+
+CHECKS = (
+    accumulation,
+    sharded_checkpoints,
+    whole_checkpoints,
+    precision,
+    configured_by_the_user,
+    on_meta,
+    refusals,
+)
+
+
+def job_all(folder: Path) -> None:
+    job_same_as_ddp()
+    for check in CHECKS:
+        mine = folder / check.__name__
+        mine.mkdir(exist_ok=True)
+        check(mine)
+
+
+def test_a_trainer_its_checkpoints_and_its_precisions(tmp_path: Path) -> None:
+    run_ranks(job_all, 2, tmp_path, local=1)
+
+
+def test_options_that_do_not_go_with_lightning() -> None:
+    with pytest.raises(ArgumentError, match="local_steps=5"):
+        LaconicStrategy(LaconicArguments(local_steps=5))
+
+
+def test_the_names_of_lightning_that_the_strategy_uses() -> None:
+    """[Note: In place of ModelParallelStrategy] rests on these private names."""
+    assert ModelParallelStrategy()._device_mesh is None
+    assert LightningModule()._device_mesh is None
+    from lightning.fabric.utilities.init import _materialize_distributed_module
+
+    assert callable(_materialize_distributed_module)
