@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from laconic.comm.watch import waiting_for
 from laconic.errors import JobError
 
 _T = TypeVar("_T")
@@ -31,7 +32,8 @@ class RankGroup:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with waiting_for("an agreement of the ranks"):
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def broadcast(self, value: _T) -> _T:
@@ -39,7 +41,8 @@ class RankGroup:
         if self.size == 1:
             return value
         values: list[Any] = [value]
-        dist.broadcast_object_list(values, group=self.group, group_src=0)
+        with waiting_for("a value of rank 0"):
+            dist.broadcast_object_list(values, group=self.group, group_src=0)
         return values[0]
 
     def agree(self, action: Callable[[], _T], *, only: bool = True) -> _T | None:

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from laconic import _compat
 from laconic.comm.agreement import RankGroup
 from laconic.comm.traffic import IslandLevel, Level, Traffic
+from laconic.comm.watch import watch_progress
 
 AXES = ("island", "node", "local")
 
@@ -203,6 +204,7 @@ class Cluster:
         has_islands = self.num_islands > 1
         self.all_flag_group = _own_group([islands.flatten().tolist()], on_host) if has_islands else self.flag_group
         """Every rank of all islands, in the order of the mesh, for small messages in host memory."""
+        watch_progress()
 
     @staticmethod
     def of(mesh: DeviceMesh, *, num_local: int | None = None) -> Cluster:

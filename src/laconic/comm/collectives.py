@@ -26,6 +26,7 @@ from torch import Tensor
 from laconic import _compat
 from laconic.comm.cluster import Cluster
 from laconic.comm.traffic import Level, Purpose, Traffic
+from laconic.comm.watch import waiting_for
 
 _Tensors = Sequence[Tensor] | Tensor
 
@@ -33,13 +34,19 @@ _Tensors = Sequence[Tensor] | Tensor
 class Pending:
     """A transfer under way."""
 
-    def __init__(self, works: Sequence[dist.Work | torch.Event | None], traffic: Traffic, level: Level) -> None:
+    def __init__(
+        self,
+        works: Sequence[dist.Work | torch.Event | None],
+        traffic: Traffic,
+        level: Level,
+        purpose: Purpose = "control",
+    ) -> None:
         """Take the works or events that end the transfer; waiting for them is counted in `traffic` for `level`."""
-        self._works, self._traffic, self._level = works, traffic, level
+        self._works, self._traffic, self._level, self._purpose = works, traffic, level, purpose
 
     def wait(self) -> None:
         """Block this thread or, with NCCL, the current stream until the data may be used."""
-        with self._traffic.waiting(self._level):
+        with self._traffic.waiting(self._level, self._purpose):
             for work in self._works:
                 if work is not None:
                     work.wait()
@@ -76,7 +83,7 @@ class Communicator:
         parts = whole.view(self.size, -1)
         if self._gather_group is not None and not self._uses_sends:
             self._count(purpose, (self.size - 1) * piece.nbytes)
-            return self._issue(_compat.all_gather_flat, whole, piece, group=self._gather_group)
+            return self._issue(purpose, _compat.all_gather_flat, whole, piece, group=self._gather_group)
         own = parts[self.rank]
         if own.data_ptr() != piece.data_ptr():
             own.copy_(piece)
@@ -84,7 +91,7 @@ class Communicator:
             return None
         self._count(purpose, (self.size - 1) * piece.nbytes)
         _compat.show_collective("_allgather_base_")
-        return self._exchange(self._gather_group, parts, [piece] * self.size)
+        return self._exchange(purpose, self._gather_group, parts, [piece] * self.size)
 
     def start_reduce_scatter(self, whole: Tensor, purpose: Purpose = "gradients") -> ReduceScatter:
         """Begin to sum `whole` over the ranks; this rank will get its own part of the sum.
@@ -104,14 +111,15 @@ class Communicator:
             received = terms[1 if self.rank == 0 else 0]  # it may become the sum, unlike the input
             nbytes = (self.size - 1) * received.nbytes
             _compat.show_collective("_reduce_scatter_base_")
-            return ReduceScatter(self._exchange(group, terms, parts), terms, whole, nbytes=nbytes, out=received)
+            pending = self._exchange(purpose, group, terms, parts)
+            return ReduceScatter(pending, terms, whole, nbytes=nbytes, out=received)
         if self._has_reduce_scatter:
             landing = torch.empty_like(parts[0])
-            terms, pending = [landing], self._issue(_compat.reduce_scatter_flat, landing, whole, group=group)
+            terms, pending = [landing], self._issue(purpose, _compat.reduce_scatter_flat, landing, whole, group=group)
         else:
             landing = torch.empty_like(whole)
             terms = list(landing.view(self.size, -1))
-            pending = self._issue(dist.all_to_all_single, landing, whole, group=group)
+            pending = self._issue(purpose, dist.all_to_all_single, landing, whole, group=group)
         return ReduceScatter(pending, terms, whole, nbytes=landing.nbytes)
 
     def start_all_reduce(self, tensor: Tensor, purpose: Purpose = "gradients") -> Pending | None:
@@ -124,13 +132,13 @@ class Communicator:
         if self._reduce_group is None:
             return None
         self._count(purpose, 2 * (self.size - 1) * tensor.nbytes // self.size)
-        return self._issue(dist.all_reduce, tensor, group=self._reduce_group)
+        return self._issue(purpose, dist.all_reduce, tensor, group=self._reduce_group)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce a small tensor in place, now. The traffic is that of a ring: 2 (R - 1) / R of the bytes each way."""
         if self._reduce_group is not None:
             self._count("control", 2 * (self.size - 1) * tensor.nbytes // self.size)
-            with self._traffic.waiting(self.level):
+            with self._traffic.waiting(self.level, "control"):
                 dist.all_reduce(tensor, op=op, group=self._reduce_group)
         return tensor
 
@@ -138,21 +146,24 @@ class Communicator:
         """Count a transfer in which `nbytes` bytes leave this rank and as many enter it."""
         self._traffic.count(self.level, purpose, sent_bytes=nbytes, received_bytes=nbytes)
 
-    def _pending(self, works: Sequence[dist.Work | torch.Event | None]) -> Pending:
-        return Pending(works, self._traffic, self.level)
+    def _pending(self, purpose: Purpose, works: Sequence[dist.Work | torch.Event | None]) -> Pending:
+        return Pending(works, self._traffic, self.level, purpose)
 
-    def _issue(self, collective: Callable[..., dist.Work | None], *tensors: Tensor, **arguments: Any) -> Pending:
+    def _issue(
+        self, purpose: Purpose, collective: Callable[..., dist.Work | None], *tensors: Tensor, **arguments: Any
+    ) -> Pending:
         """Begin a collective of the backend: [Note: Collectives on a stream]."""
         if not self.is_stream_ordered:
-            return self._pending([collective(*tensors, **arguments, async_op=True)])
+            return self._pending(purpose, [collective(*tensors, **arguments, async_op=True)])
         collective(*tensors, **arguments, async_op=False)
-        return self._pending([torch.get_device_module(self._device_type).current_stream().record_event()])
+        return self._pending(purpose, [torch.get_device_module(self._device_type).current_stream().record_event()])
 
-    def _exchange(self, group: dist.ProcessGroup, landings: _Tensors, messages: _Tensors) -> Pending:
+    def _exchange(self, purpose: Purpose, group: dist.ProcessGroup, landings: _Tensors, messages: _Tensors) -> Pending:
         """Receive from every peer and send to every peer; both arguments are indexed by rank."""
-        works = [dist.irecv(landings[peer], group=group, group_src=peer) for peer in self._peers]
-        works += [dist.isend(messages[peer], group=group, group_dst=peer) for peer in self._peers]
-        return self._pending(works)
+        with waiting_for(purpose):  # a lost connection may be an error already
+            works = [dist.irecv(landings[peer], group=group, group_src=peer) for peer in self._peers]
+            works += [dist.isend(messages[peer], group=group, group_dst=peer) for peer in self._peers]
+        return self._pending(purpose, works)
 
 
 class ReduceScatter:

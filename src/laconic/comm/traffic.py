@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+from laconic.comm.watch import waiting_for
+
 Level = Literal["island", "node", "local"]
 """`island` and `node` cross the wire between nodes; `local` stays inside a node."""
 IslandLevel = Literal["node", "local"]
@@ -80,11 +82,12 @@ class Traffic:
         self._sizes[level, purpose, "received"] += received_bytes
 
     @contextmanager
-    def waiting(self, level: Level) -> Iterator[None]:
-        """Count the duration of the block as waiting for `level`."""
+    def waiting(self, level: Level, transfer: str = "a message") -> Iterator[None]:
+        """Count the duration of the block as waiting for `level`. `transfer` says for what; see `waiting_for`."""
         start = time.perf_counter()
         try:
-            yield
+            with waiting_for(transfer):
+                yield
         finally:
             self._waits[level] += time.perf_counter() - start
 

@@ -39,6 +39,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from laconic import _compat
 from laconic.comm.cluster import Cluster
+from laconic.comm.progress import UnitProgress
 from laconic.layout.granularity import Blocks, check_matched
 from laconic.shard.bucket import Bucket
 from laconic.shard.cache import Cache
@@ -78,7 +79,7 @@ class Unit:
     gradients: list[BucketGradients] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.name = ", ".join(type(module).__name__ for module in self.modules)
+        self.progress = UnitProgress(", ".join(type(module).__name__ for module in self.modules))
         self._root = self
         self._units: list[Unit] = []  # of the root: all units of its tree, outermost first
         self._context: Context | None = None
@@ -96,6 +97,11 @@ class Unit:
             module.register_state_dict_pre_hook(lambda *_: self.reshard())
             module.register_load_state_dict_pre_hook(lambda *_: self.reshard())
             module.register_load_state_dict_post_hook(lambda *_: take_loaded_values(self.buckets))
+
+    @property
+    def name(self) -> str:
+        """The names of the modules in the root; before the root leads, their classes."""
+        return self.progress.name
 
     # -- the units of one root -----------------------------------------------------------------------------------------
 
@@ -120,7 +126,7 @@ class Unit:
                 unit._leave()
             unit._join(self, context)
         for unit in self._units:
-            unit.name = ", ".join(filter(None, (names.get(child) for child in unit.modules))) or unit.name
+            unit.progress.name = ", ".join(filter(None, (names.get(child) for child in unit.modules))) or unit.name
         with torch.inference_mode(False):  # training could not fill a slab of inference tensors
             context.place_caches([(unit.cache, unit.buckets) for unit in self._units])
         origins = [unit.origin for unit in self._units]
@@ -267,6 +273,7 @@ class Unit:
 
     def _begin_pass(self) -> None:
         """Begin the forward of the unit: [Note: Several modules in one unit]."""
+        self.progress.enter_forward()
         context = self.context
         if self.is_root:
             self._refuse_several_roots()
@@ -309,6 +316,7 @@ class Unit:
         if not _compat.in_backward() and not (keeps and torch.is_grad_enabled()):
             self.reshard()
         self.context.leave_forward(self.gather)
+        self.progress.leave_forward()
 
     def _end_root_forward(self) -> None:
         for unit in self._units:
@@ -365,6 +373,7 @@ class Unit:
         self._begin_root_backward()
         if not self.is_in_backward:
             self.is_in_backward = True
+            self.progress.enter_backward()
             if self.unshard_in_backward:
                 self.context.enter_backward(self.gather, _gathers(self.backward_prefetch))
                 self.unshard()
@@ -402,6 +411,7 @@ class Unit:
         for gradients in self.gradients:
             if gradients.is_due or gradients.has_gradients:
                 self._reduce(gradients, gradients.take_full())
+        self.progress.leave_backward()
 
     def _reduce(self, gradients: BucketGradients, full: Tensor | None) -> None:
         reduction = Reduction(

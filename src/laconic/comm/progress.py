@@ -1,0 +1,145 @@
+"""What each rank did last, in plain counters. [Note: Ranks that do not come] in comm/watch.py says what for."""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Action = Literal["in forward", "after forward", "in backward", "after backward"]
+"""The last thing that a unit did."""
+
+
+class UnitProgress:
+    """How often one unit has run on this rank."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.forwards = 0
+        self.backwards = 0
+        here.units.append(weakref.ref(self))
+
+    def enter_forward(self) -> None:
+        """Count a forward that begins."""
+        self.forwards += 1
+        here.note(self, "in forward")
+
+    def leave_forward(self) -> None:
+        """Note that a forward has ended."""
+        here.note(self, "after forward")
+
+    def enter_backward(self) -> None:
+        """Count a backward that begins."""
+        self.backwards += 1
+        here.note(self, "in backward")
+
+    def leave_backward(self) -> None:
+        """Note that a backward has ended."""
+        here.note(self, "after backward")
+
+
+class Here:
+    """What this rank did last."""
+
+    def __init__(self) -> None:
+        self.events = 0
+        """The number of things that happened: units that began or ended, and transfers that were awaited or came."""
+        self.awaited: str | None = None
+        """The transfer for which a thread of this rank waits."""
+        self.units: list[weakref.ref[UnitProgress]] = []
+        """All units in the order in which they were made, which is the same on all ranks."""
+        self._last: tuple[UnitProgress, Action] | None = None
+
+    def note(self, unit: UnitProgress, action: Action) -> None:
+        """Note what a unit does."""
+        self._last = unit, action
+        self.events += 1
+
+    def record(self, since: float, *, has_ended: bool = False) -> Record:
+        """Make a record of this rank. `since` is the time of the last event, in seconds since the epoch."""
+        last, action = self._last or (None, None)
+        units = [reference() for reference in self.units]
+        return Record(
+            counts=[None if unit is None else (unit.name, unit.forwards, unit.backwards) for unit in units],
+            last=None if last is None else units.index(last),
+            action=action,
+            awaited=self.awaited,
+            since=since,
+            has_ended=has_ended,
+        )
+
+
+here = Here()
+"""This process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What one rank did last, as the other ranks read it."""
+
+    counts: list[tuple[str, int, int] | None]
+    """The name, the forwards and the backwards of each unit; None for a unit that is gone."""
+    last: int | None
+    """The index of the unit that did something last."""
+    action: Action | None
+    awaited: str | None
+    since: float
+    has_ended: bool
+
+    def encode(self) -> str:
+        """Return the record as JSON."""
+        return json.dumps(vars(self))
+
+    @staticmethod
+    def decode(text: bytes) -> Record:
+        """Return the record of `encode`."""
+        return Record(**json.loads(text))
+
+    @property
+    def idle_s(self) -> int:
+        """The seconds since the last event."""
+        return max(0, round(time.time() - self.since))
+
+    @property
+    def step(self) -> str:
+        """The last thing that a unit did, such as "in forward 26 of blocks.0"."""
+        unit = None if self.last is None else self.counts[self.last]
+        if unit is None or self.action is None:
+            return "before the first forward"
+        name, forwards, backwards = unit
+        return f"{self.action} {forwards if 'forward' in self.action else backwards} of {name}"
+
+    def lacks(self, other: Record) -> str:
+        """The pass, such as "forward 26 of blocks.0", that `other` did last and this rank never entered; else ""."""
+        if other.last is None or other.last >= len(self.counts) or other.action is None:
+            return ""
+        unit, own = other.counts[other.last], self.counts[other.last]
+        if unit is None or own is None or own[0] != unit[0]:  # the ranks have made different models
+            return ""
+        name, forwards, backwards = unit
+        if "forward" in other.action:
+            return f"forward {forwards} of {name}" if own[1] < forwards else ""
+        return f"backward {backwards} of {name}" if own[2] < backwards else ""
+
+    @property
+    def whereabouts(self) -> str:
+        """Where the rank is, for a message."""
+        if self.has_ended:
+            return f"it ended {self.idle_s} s ago {self.step}"
+        awaited = f"waits for {self.awaited}" if self.awaited else "waits for no transfer of laconic"
+        return f"it was last seen {self.idle_s} s ago {self.step}, and {awaited}"
+
+
+def reasons_to_wait(own: Record, others: Mapping[int, Record]) -> list[str]:
+    """Say for which ranks the rank of `own` waits, and where they are: the ranks that are behind.
+
+    If none is behind but a transfer does not come, these are the ranks that have ended or wait for no transfer.
+    """
+    behind = [(rank, other, missed) for rank, other in others.items() if (missed := other.lacks(own))]
+    if behind or own.awaited is None:
+        return [f"rank {rank} never entered {missed}; {other.whereabouts}" for rank, other, missed in behind]
+    elsewhere = [(rank, other) for rank, other in others.items() if other.has_ended or other.awaited is None]
+    return [f"rank {rank} does not take part; {other.whereabouts}" for rank, other in elsewhere]

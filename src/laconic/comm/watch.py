@@ -1,0 +1,223 @@
+"""A thread that says for which ranks this rank waits in vain.
+
+[Note: Ranks that do not come]
+A collective ends when all its ranks have called it. If one rank evaluates alone, or has fewer batches than the others,
+the others wait until the backend's time-out, and its error does not say for whom. So each rank keeps in memory how
+often each of its units ran, and the last thing that one of them did. A thread looks at this every few seconds. When
+nothing has happened on a rank for a while (`report_waits`), the thread publishes these numbers in the rendezvous store,
+and reads those of the other ranks. If some are behind, the thread prints one line that names them, and the error of a
+time-out carries the line as a note. A rank that is behind is alive but elsewhere, so its own thread has published its
+numbers for the same reason. A rank that goes on takes them back. A rank that ends leaves a last word. While all goes
+well nothing is sent.
+
+With Gloo the host waits for each transfer, so the thread knows for which. With NCCL the device waits, and the host goes
+on until it needs a value, perhaps several units later. The thread then sees that nothing happens any more, and prints
+the line if another rank is behind.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from laconic import _compat
+from laconic.comm.progress import Record, here, reasons_to_wait
+
+_KEY = "laconic/progress"
+_AFTER_S = 30.0
+_LOOKS = 6  # of the thread, in the time after which it reports
+_MOST_INTERVAL_S = 5.0
+_ANSWER_S = 5.0  # for an answer of the store
+_MOST_NAMED = 4  # ranks in a line
+
+
+class waiting_for:
+    """A context manager that notes that this rank waits for a transfer.
+
+    A RuntimeError of the block, such as a time-out, gets the line of [Note: Ranks that do not come] as a note. It is a
+    class because a generator would cost two microseconds more.
+    """
+
+    __slots__ = ("_before", "_transfer")
+
+    def __init__(self, transfer: str) -> None:
+        self._transfer = transfer
+
+    def __enter__(self) -> None:
+        self._before, here.awaited = here.awaited, self._transfer
+        here.events += 1
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, RuntimeError) and _watch is not None and (line := _watch.explain()):
+            error.add_note(line)
+        here.awaited = self._before
+        here.events += 1
+
+
+def report_waits(after_s: float) -> None:
+    """Set after how many seconds without progress a rank names the ranks that it waits for; 0 means never.
+
+    Default: 30, or half the time-out of the default process group if that is less. Call it on all ranks, before the
+    first call of `fully_shard` or of anything else that makes a `Cluster`.
+    """
+    global _after_s
+    _after_s = after_s
+
+
+def watch_progress() -> None:
+    """Start the thread of [Note: Ranks that do not come] for the default process group, unless it runs already."""
+    global _watch
+    world = dist.group.WORLD
+    if world is None or dist.get_world_size() == 1 or dist.get_backend(world) == "fake":
+        return
+    if threading.current_thread() is not threading.main_thread():  # threads that play ranks share one memory
+        return
+    after_s = _default_after_s(world) if _after_s is None else _after_s
+    if after_s == 0 or (_watch is not None and _watch.world() is world):
+        return
+    if _watch is None:
+        atexit.register(_leave_last_word)
+    else:
+        _watch.end()
+    _watch = _Watch(world, after_s)
+
+
+_after_s: float | None = None
+_watch: _Watch | None = None
+
+
+def _default_after_s(world: dist.ProcessGroup) -> float:
+    timeout = _compat.timeout_of(world)
+    return _AFTER_S if timeout is None else min(_AFTER_S, timeout.total_seconds() / 2)
+
+
+def _leave_last_word() -> None:
+    assert _watch is not None
+    _watch.end(last_word=True)
+
+
+class _Watch:
+    """The thread, and its connection to the store."""
+
+    def __init__(self, world: dist.ProcessGroup, after_s: float) -> None:
+        self.world = weakref.ref(world)
+        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self._board = _Board()
+        self._after_s, self._interval_s = after_s, min(_MOST_INTERVAL_S, after_s / _LOOKS)
+        self._host_waits = dist.get_backend(world) == "gloo"
+        self._events, self._since = here.events, time.time()
+        self._is_published = False
+        self._line = ""
+        self._next_look_s = 0.0  # at the other ranks, counted from the last event
+        self._is_asked, self._has_answered, self._is_over = threading.Event(), threading.Event(), False
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="laconic-watch", daemon=True)
+        self._thread.start()
+
+    def explain(self) -> str:
+        """Return the line about the ranks that do not come; empty if none is known."""
+        if not self._is_over:
+            self._has_answered.clear()
+            self._is_asked.set()
+            self._has_answered.wait(_ANSWER_S)
+        return self._line
+
+    def end(self, *, last_word: bool = False) -> None:
+        """End the thread. With `last_word`, tell the other ranks that this one ends."""
+        if self._is_over or os.getpid() != self._pid:  # a fork has no threads
+            return
+        self._is_over = True
+        self._is_asked.set()
+        self._thread.join(_ANSWER_S)  # a thread that returns from C++ while the interpreter ends aborts the process
+        if last_word:
+            with contextlib.suppress(_StoreLost):
+                self._board.write(self._rank, here.record(time.time(), has_ended=True))
+
+    def _run(self) -> None:
+        while not self._is_over:
+            is_asked = self._is_asked.wait(self._interval_s)
+            self._is_asked.clear()
+            try:
+                if not self._is_over:
+                    self._look(is_asked=is_asked)
+            except _StoreLost:
+                self._is_over = True
+            self._has_answered.set()
+
+    def _look(self, *, is_asked: bool) -> None:
+        if self._events != here.events:
+            self._events, self._since, self._line = here.events, time.time(), ""
+            self._next_look_s = self._after_s + 2 * self._interval_s  # the other ranks' threads have looked by then
+            if self._is_published:
+                self._is_published = False
+                self._board.write(self._rank, None)
+        own, idle_s = here.record(self._since), time.time() - self._since
+        if not self._is_published and (is_asked or idle_s >= self._after_s):
+            self._is_published = True
+            self._board.write(self._rank, own)
+        may_wait = own.awaited is not None or not self._host_waits
+        if is_asked or (may_wait and not self._line and idle_s >= self._next_look_s):
+            self._next_look_s = 2 * idle_s
+            self._line = self._compare(own)
+            if self._line and not is_asked:
+                print(f"laconic: {self._line}", file=sys.stderr, flush=True)
+
+    def _compare(self, own: Record) -> str:
+        """Return the line about the ranks that do not come; empty if none is behind."""
+        others = {rank: self._board.read(rank) for rank in range(self._num_ranks) if rank != self._rank}
+        reasons = reasons_to_wait(own, {rank: record for rank, record in others.items() if record is not None})
+        if not reasons:
+            return ""
+        more = f"; and {len(reasons) - _MOST_NAMED} more ranks" if len(reasons) > _MOST_NAMED else ""
+        awaited = f" for {own.awaited}" if own.awaited else ""
+        named = "; ".join(reasons[:_MOST_NAMED])
+        return f"rank {self._rank} has waited {own.idle_s} s{awaited} {own.step}: {named}{more}"
+
+
+class _StoreLost(Exception):
+    """The process that hosts the store has ended."""
+
+
+class _Board:
+    """The records of all ranks in the rendezvous store."""
+
+    def __init__(self) -> None:
+        # a clone has a connection of its own, so the thread never waits behind a blocking call of the main thread
+        self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        self._store.set_timeout(timedelta(seconds=_ANSWER_S))
+
+    def write(self, rank: int, record: Record | None) -> None:
+        """Write the record of a rank; None takes it back."""
+        with self._reaching():
+            self._store.set(f"{_KEY}/{rank}", "" if record is None else record.encode())
+
+    def read(self, rank: int) -> Record | None:
+        """Read the record of a rank; None if the rank has none."""
+        key = f"{_KEY}/{rank}"
+        with self._reaching():
+            text = self._store.get(key) if self._store.check([key]) else b""
+        return Record.decode(text) if text else None
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """Raise _StoreLost if the store is lost. torch would notice as well, but also log a page of frames."""
+        store = self._store
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        try:
+            if isinstance(store, dist.TCPStore):
+                socket.create_connection((store.host, store.port), _ANSWER_S).close()
+            yield
+        except (OSError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
+            raise _StoreLost from error

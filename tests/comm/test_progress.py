@@ -1,0 +1,211 @@
+"""A rank that waits in vain names the ranks that do not come: [Note: Ranks that do not come]."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from datetime import timedelta
+from io import StringIO
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.launch import launch
+from laconic.comm import watch
+from laconic.comm.progress import Record, reasons_to_wait
+from laconic.comm.watch import report_waits
+from laconic.optim import Muon, matrices_and_rest
+from tests.ranks import run_ranks
+from tests.shard import helpers
+
+TIMEOUT_S = 2.0
+WATCH = "laconic-watch"
+
+
+def run_impatient(job: Callable[..., Any], num_ranks: int) -> list[Any]:
+    """Run `job` on ranks that make their own process group."""
+    return launch(job, num_ranks=num_ranks, num_local=1, timeout_s=90, backend=None)
+
+
+def sharded() -> Any:
+    """A sharded model, on process groups that soon give up."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    return helpers.shard(helpers.build())
+
+
+def error_of(function: Callable[[], Any]) -> str:
+    """The error that `function` ends with, and its notes."""
+    with pytest.raises(RuntimeError) as info:
+        function()
+    return "\n".join([str(info.value), *getattr(info.value, "__notes__", [])])
+
+
+def thread_names() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
+
+
+# -- ranks that are elsewhere ------------------------------------------------------------------------------------------
+
+
+def job_evaluates_alone() -> tuple[str, str]:
+    model = sharded()
+    for step in range(2):
+        helpers.train_step(model, seed=step)
+    if dist.get_rank() == 0:
+        with redirect_stderr(StringIO()) as printed, torch.no_grad():
+            return error_of(lambda: model(torch.zeros(2, 5))), printed.getvalue()
+    time.sleep(1.5 * TIMEOUT_S)  # it waits for rank 0 in something that is not laconic's
+    return "", ""
+
+
+def test_a_rank_that_evaluates_alone_names_the_others() -> None:
+    (error, printed), _, _ = run_impatient(job_evaluates_alone, 3)
+    assert "imed out" in error
+    assert printed.count("\n") == 1
+    for text in (error, printed):
+        assert "rank 0 has waited" in text
+        assert "s for weights in forward 3 of Net: rank 1 never entered forward 3 of Net; it was last seen" in text
+        assert "; rank 2 never entered forward 3 of Net; it was last seen" in text
+        assert "s ago after backward 2 of Net, and waits for no transfer of laconic" in text
+
+
+def job_unequal_batches() -> str:
+    model = sharded()
+
+    def train() -> None:
+        for step in range(4 - dist.get_rank()):
+            helpers.train_step(model, seed=step)
+
+    if dist.get_rank() == 0:
+        return error_of(train)
+    train()
+    return error_of(dist.barrier)  # such as the end of the script
+
+
+def test_a_rank_with_fewer_batches_is_named() -> None:
+    error, _ = run_impatient(job_unequal_batches, 2)
+    assert "rank 1 never entered forward 4 of Net; it was last seen" in error
+    assert "after backward 3 of Net, and waits for no transfer of laconic" in error
+
+
+def job_ends() -> str:
+    model = sharded()
+    helpers.train_step(model)
+    if dist.get_rank() == 0:
+        return error_of(lambda: helpers.train_step(model))
+    atexit._run_exitfuncs()  # a rank of the tests ends without
+    assert WATCH not in thread_names()
+    return ""
+
+
+def test_a_rank_that_ended_is_named() -> None:
+    error, _ = run_impatient(job_ends, 2)
+    assert "forward 2 of Net; it ended" in error
+    assert "s ago after backward 1 of Net" in error
+
+
+def job_other_parameters() -> str:
+    model = sharded()
+    optimizer = Muon(matrices_and_rest(model))
+    helpers.train_step(model)
+    helpers.squared_error(model, helpers.inputs(0, dist.get_rank())).backward()
+    if dist.get_rank() == 0:
+        return error_of(optimizer.step)
+    time.sleep(1.5 * TIMEOUT_S)
+    return ""
+
+
+def test_a_rank_that_skips_the_step_of_an_optimizer_is_named() -> None:
+    error, _ = run_impatient(job_other_parameters, 2)
+    assert "for control after backward 2 of Net: rank 1 does not take part; it was last seen" in error
+    assert "after backward 2 of Net, and waits for no transfer of laconic" in error
+
+
+# -- while all goes well -----------------------------------------------------------------------------------------------
+
+
+class CountingBoard:
+    """A board that counts what is written and read."""
+
+    def __init__(self) -> None:
+        self.written: list[Record | None] = []
+        self.reads = 0
+
+    def write(self, rank: int, record: Record | None) -> None:
+        self.written.append(record)
+
+    def read(self, rank: int) -> None:
+        self.reads += 1
+
+
+def job_silent() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "_Board", CountingBoard)
+        report_waits(0.6)
+        model = helpers.shard(helpers.build())
+        for step in range(20):
+            helpers.train_step(model, seed=step)
+            time.sleep(0.05)
+        board: Any = watch._watch._board  # type: ignore[union-attr]
+        assert not board.written
+        time.sleep(1.2)  # idle, such as during a save
+        assert len(board.written) == 1
+        dist.barrier()
+        helpers.train_step(model)
+        time.sleep(0.3)
+        assert board.written[1:] == [None]
+        assert board.reads == 0
+        assert thread_names().count(WATCH) == 1
+        watch._watch.end()  # type: ignore[union-attr]
+        assert WATCH not in thread_names()
+
+
+def test_nothing_is_sent_while_ranks_go_on() -> None:
+    run_ranks(job_silent, 2, local=1)
+
+
+def job_off() -> None:
+    report_waits(0)
+    helpers.shard(helpers.build())
+    assert WATCH not in thread_names()
+
+
+def test_it_can_be_turned_off() -> None:
+    run_ranks(job_off, 2, local=1)
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+def record(*counts: tuple[str, int, int] | None, **changes: Any) -> Record:
+    fields = {"last": 0, "action": "in forward", "awaited": "weights", "since": time.time(), "has_ended": False}
+    return Record.decode(Record(counts=list(counts), **(fields | changes)).encode().encode())
+
+
+def test_records_say_who_is_behind() -> None:
+    own = record(("a", 3, 2), ("b", 2, 2))
+    assert reasons_to_wait(own, {1: record(("a", 3, 2), ("b", 2, 2))}) == [], "it waits as well"
+    assert reasons_to_wait(own, {1: record(("a", 2, 2), ("b", 2, 2), action="after backward", awaited=None)}) == [
+        "rank 1 never entered forward 3 of a; it was last seen 0 s ago after backward 2 of a, and waits for no "
+        "transfer of laconic"
+    ]
+    backward = record(("a", 3, 3), last=0, action="in backward")
+    assert "never entered backward 3 of a" in reasons_to_wait(backward, {1: own})[0]
+    assert reasons_to_wait(own, {1: record(("a", 3, 3), awaited=None, has_ended=True)}) == [
+        "rank 1 does not take part; it ended 0 s ago in forward 3 of a"
+    ]
+    no_unit = record(last=None, action=None, awaited=None)
+    assert reasons_to_wait(own, {1: no_unit}) == [
+        "rank 1 does not take part; it was last seen 0 s ago before the first forward, and waits for no transfer of "
+        "laconic"
+    ]
+    other_model = record(("teacher", 0, 0), None)
+    assert reasons_to_wait(own, {1: other_model}) == []
+    without_wait = record(("a", 3, 2), awaited=None)
+    assert reasons_to_wait(without_wait, {1: no_unit}) == [], "the host of a rank with NCCL does not wait"
+    assert len(reasons_to_wait(without_wait, {1: record(("a", 2, 2))})) == 1
