@@ -7,6 +7,7 @@ from laconic.comm.cluster import Cluster, default_mesh, init_mesh
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.islands.local_steps import LocalSteps
 from laconic.layout.granularity import Block, elements, rows, whole
+from laconic.optim.ema import EMA
 from laconic.partial.updates import assign_slice, partial_updates, unsliced, unsliced_state_dict
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.api import fully_shard
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "EMA",
     "Block",
     "Cache",
     "Cluster",

@@ -62,8 +62,8 @@ def implements(*functions: Any) -> Callable[[Handler], Handler]:
 class RaggedTensor(BoxedTensor, DTensor):
     """A tensor of which each rank holds one run of whole blocks, possibly none.
 
-    `.shape` is the global shape. Element-wise operations, foreach and fused ones included, run on the local part. Norms,
-    sums, means, variances, extrema, `any` and `all` reduce over the mesh, to plain tensors. In-place random fills draw
+    `.shape` is the global shape. Element-wise operations, foreach and fused ones included, run on the local part. Sums,
+    means, variances, extrema, norms, `any` and `all` reduce over the mesh, to plain tensors. In-place random fills draw
     the global tensor and keep this rank's part, so equal seeds give the unsharded values. `copy_` also takes a plain
     tensor of the global shape. Every other operation raises NotImplementedError. The handlers are in operations.py,
     reductions.py and norms.py of this room.
