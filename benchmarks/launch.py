@@ -27,6 +27,9 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
     "transformers.models.llama.modeling_llama",
+    "trl.trainer.sft_trainer",  # with transformers' Trainer, peft and datasets
+    "trl.trainer.dpo_trainer",
+    "trl.trainer.reward_trainer",
     "laconic",
 )
 """The modules that the fork server imports."""

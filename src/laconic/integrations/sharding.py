@@ -47,13 +47,11 @@ def shard_model(
     arguments = arguments or LaconicArguments()
     if isinstance(model, laconic.ShardedModule):
         return model
-    _refuse_quantised(model)
+    refuse_quantised(model)
     mesh = mesh if mesh is not None else make_mesh(arguments)
     device = device_of(mesh)
     for module in [*(find_units(model, arguments.units) if layers is None else layers), model]:
         _move(module, device)
-        if arguments.broadcast:
-            _broadcast(module)
         laconic.fully_shard(
             module,
             mesh=mesh,
@@ -61,6 +59,7 @@ def shard_model(
             reshard_after_forward=arguments.reshard_after_forward is not False,
             mp_policy=mp_policy or arguments.mixed_precision(),
             granularity=arguments.blocks(),
+            broadcast=arguments.broadcast,
         )
     return model
 
@@ -132,7 +131,12 @@ def is_distributed() -> bool:
     return size > 1
 
 
-def _refuse_quantised(model: nn.Module) -> None:
+def refuse_quantised(model: nn.Module) -> None:
+    """Refuse a transformers model whose weights are in a quantised format, such as that of bitsandbytes.
+
+    Raises:
+        ArgumentError: the weights are quantised.
+    """
     method = getattr(base_model(model), "quantization_method", None)
     if method is not None:
         name = getattr(method, "value", method)
@@ -145,13 +149,6 @@ def _refuse_quantised(model: nn.Module) -> None:
 def _classes(model: nn.Module) -> str:
     names = sorted({type(module).__name__ for module in model.modules() if next(module.parameters(), None) is not None})
     return ", ".join(names) or "none"
-
-
-def _broadcast(module: nn.Module) -> None:
-    """Give every rank the first rank's values of the parameters that are not sharded yet."""
-    for parameter in module.parameters():
-        if not isinstance(parameter, RaggedTensor) and not parameter.is_meta:
-            dist.broadcast(parameter.data, src=0)
 
 
 def _move(module: nn.Module, device: torch.device) -> None:

@@ -74,8 +74,11 @@ class LaconicMixin(_Base):
         ArgumentError: an argument of the trainer cannot work with a sharded model; the message has the remedy.
     """
 
+    laconic_defaults: LaconicArguments | None = None
+    """The options of this class, where its caller gives none."""
+
     def __init__(self, *args: Any, laconic: LaconicArguments | None = None, **kwargs: Any) -> None:
-        self.laconic_arguments = laconic or LaconicArguments()
+        self.laconic_arguments = laconic or self.laconic_defaults or LaconicArguments()
         self.laconic_mesh: DeviceMesh | None = None
         self._local_steps: LocalSteps | None = None
         super().__init__(*args, **kwargs)
@@ -253,6 +256,14 @@ class LaconicMixin(_Base):
 
 class LaconicTrainer(LaconicMixin, Trainer):
     """transformers' `Trainer` with a sharded model; see `LaconicMixin`."""
+
+
+def laconic_trainer(cls: type[Trainer], arguments: LaconicArguments | None = None) -> type[Trainer]:
+    """Return the subclass of a Trainer class that shards its model, with options for all its trainers.
+
+    It is for frameworks that make the trainer themselves. In a script, write `class MyTrainer(LaconicMixin, cls)`.
+    """
+    return type(cls.__name__, (LaconicMixin, cls), {"laconic_defaults": arguments, "__module__": cls.__module__})
 
 
 class _SyncIslands(TrainerCallback):

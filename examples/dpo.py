@@ -1,0 +1,65 @@
+"""TRL's DPOTrainer, with one line changed: it is marked. A tiny Llama learns to prefer the next number.
+
+The adapter is trained; the reference is the same model without the adapter. Without `peft_config`, pass `ref_model=`,
+and it is sharded as well.
+
+python examples/dpo.py                                   # one process: as DPOTrainer does
+torchrun --nproc-per-node 4 examples/dpo.py              # sharded
+"""
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import DPOConfig
+
+from laconic.integrations.trl import DPOTrainer  # was: from trl import DPOTrainer
+
+SENTENCE = "<pad> <eos> what comes after ? zero one two three four five six seven eight nine"
+WORDS = SENTENCE.split(" ")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    plain = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<pad>"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>")
+
+
+def preferences() -> Dataset:
+    digits = WORDS[6:]
+    rows = [(digits[index], digits[(index + 1) % 10], digits[(index + 5) % 10]) for index in range(10)] * 16
+    return Dataset.from_dict(
+        {
+            "prompt": [f"what comes after {digit} ?" for digit, _, _ in rows],
+            "chosen": [f" {right}" for _, right, _ in rows],
+            "rejected": [f" {wrong}" for _, _, wrong in rows],
+        }
+    )
+
+
+def main() -> None:
+    parser = HfArgumentParser(DPOConfig)
+    parser.set_defaults(output_dir="runs/dpo", max_steps=20, learning_rate=2e-2, logging_steps=5, save_steps=10)
+    parser.set_defaults(report_to="none", bf16=False)
+    (arguments,) = parser.parse_args_into_dataclasses()
+    torch.manual_seed(arguments.seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(WORDS), hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
+            pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        )
+    )  # fmt: skip
+    trainer = DPOTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=preferences(),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    trainer.train()
+    trainer.save_model()
+
+
+if __name__ == "__main__":
+    main()

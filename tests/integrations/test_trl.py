@@ -1,0 +1,85 @@
+"""TRL's trainers with laconic: DDP's numbers on three ranks, adapters in peft's format, resumption to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+from safetensors import safe_open
+
+import laconic
+from benchmarks.clients import trainers
+from laconic.integrations import LaconicArguments
+from tests.integrations.test_transformers import gap, is_equal, whole
+from tests.ranks import run_ranks
+
+JOBS = ("sft_lora", "dpo_lora", "dpo", "reward")
+
+
+def train_all(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for job in JOBS:
+        stock = trainers.run(job, str(folder / "ddp"), 2)
+        trainer = trainers.make(job, str(folder / "own"), 2, LaconicArguments())
+        trainer.train()
+        models = [trainer.model, *([trainer.ref_model] if job == "dpo" else [])]
+        are_sharded = all(isinstance(model, laconic.ShardedModule) for model in models)
+        found[job] = {"gap": gap(stock, trainers.log(trainer)), "are_sharded": are_sharded}
+    found["adapter"] = adapter_files(folder)
+    return found
+
+
+def adapter_files(folder: Path) -> dict[str, Any]:
+    """Train an adapter, resume it, and load its files in plain peft."""
+    more = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2}
+    straight = trainers.make("sft_lora", str(folder / "straight"), 3, LaconicArguments(), **more)
+    straight.train()
+    resumed = trainers.make("sft_lora", str(folder / "straight"), 3, LaconicArguments(), **more)
+    resumed.train(resume_from_checkpoint=str(folder / "straight" / "checkpoint-2"))
+    straight.save_model(str(folder / "adapter"))
+    dist.barrier()
+    with safe_open(folder / "adapter" / "adapter_model.safetensors", "pt") as file:
+        names = list(file.keys())
+    plain = PeftModel.from_pretrained(trainers.llama(), folder / "adapter").eval()
+    straight.model.eval()
+    rows = torch.arange(4, 24).view(2, 10)
+    with torch.no_grad():
+        outputs = [model(input_ids=rows).logits for model in (straight.model, plain)]
+        base = trainers.llama().eval()(input_ids=rows).logits
+    shards = folder / "straight" / "checkpoint-2" / "laconic" / "step-2"
+    return {
+        "resumed_equal": is_equal(whole(resumed.model), whole(straight.model)),
+        "only_adapters": all("lora_" in name for name in names),
+        "base_class": json.loads((folder / "adapter" / "adapter_config.json").read_text())["auto_mapping"],
+        "outputs_equal": torch.equal(*outputs),
+        "has_learnt": not torch.equal(outputs[1], base),
+        "shards_bytes": sum(path.stat().st_size for path in shards.glob("*.distcp")),
+        "model_bytes": sum(p.numel() * 4 for p in straight.model.parameters()),
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(train_all, 3, tmp_path_factory.mktemp("trl"))
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_trains_as_under_ddp(results: list[dict[str, Any]], job: str) -> None:
+    for result in results:
+        assert result[job]["are_sharded"]
+        assert result[job]["gap"] < 1e-5
+
+
+def test_adapters_are_saved_resumed_and_reloaded(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        adapter = result["adapter"]
+        assert adapter["resumed_equal"]
+        assert adapter["only_adapters"]
+        assert adapter["outputs_equal"]
+        assert adapter["has_learnt"]
+        assert adapter["shards_bytes"] < adapter["model_bytes"]  # the frozen base is not in a checkpoint
