@@ -1,4 +1,6 @@
-"""transformers' Trainer, with three lines changed: they are marked. A tiny Llama learns to count.
+"""transformers' Trainer with laconic. Where lines differ from a stock script, a comment says so. A tiny Llama counts.
+
+One line would do, the import of Trainer; the others give the command line laconic's options.
 
 python examples/trainer.py                               # one process: as Trainer does
 torchrun --nproc-per-node 4 examples/trainer.py          # sharded
@@ -9,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from laconic.integrations import LaconicArguments  # new
+from laconic.integrations.transformers import LaconicArguments  # new
 from laconic.integrations.transformers import LaconicTrainer as Trainer  # was: from transformers import Trainer
 
 
@@ -22,9 +24,9 @@ def numbers(rows: int, seed: int, length: int = 32) -> Dataset:
 
 def main() -> None:
     defaults = {"output_dir": "runs/trainer", "max_steps": 20, "learning_rate": 1e-2, "logging_steps": 5}
-    parser = HfArgumentParser((TrainingArguments, LaconicArguments))
+    parser = HfArgumentParser((TrainingArguments, LaconicArguments))  # was: (TrainingArguments,)
     parser.set_defaults(**defaults, eval_strategy="steps", eval_steps=10, save_steps=10, report_to="none")
-    arguments, sharding = parser.parse_args_into_dataclasses()
+    arguments, sharding = parser.parse_args_into_dataclasses()  # was: (arguments,) = ...
     torch.manual_seed(arguments.seed)
     model = LlamaForCausalLM(
         LlamaConfig(

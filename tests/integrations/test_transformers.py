@@ -159,12 +159,28 @@ def refusals(folder: Path) -> dict[str, str]:
     def make(laconic_arguments: LaconicArguments | None = None, **more: Any) -> Any:
         return lambda: trainers.make("trainer", str(folder), 1, laconic_arguments or LaconicArguments(), **more)
 
+    def stock_arguments_with(**values: Any) -> LaconicTrainer:
+        given = TrainingArguments(**trainers.settings(str(folder), 1))
+        for name, value in values.items():  # their own checks need other packages, or set environment variables
+            setattr(given, name, value)
+        return LaconicTrainer(model=trainers.llama(), args=given, train_dataset=trainers.token_rows(8))
+
     model = trainers.llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     arguments = TrainingArguments(**trainers.settings(str(folder), 1))
     rows = trainers.token_rows(8)
     return {
         "auto_find_batch_size": refusal(make(auto_find_batch_size=True)),
+        "fsdp": refusal(lambda: stock_arguments_with(fsdp=True)),
+        "deepspeed": refusal(lambda: stock_arguments_with(deepspeed="zero3.json")),
+        "parallelism_config": refusal(lambda: stock_arguments_with(parallelism_config="cp")),
+        "save_on_each_node": refusal(lambda: stock_arguments_with(save_on_each_node=True)),
+        "best island": refusal(
+            make(
+                LaconicArguments(local_steps=2), load_best_model_at_end=True, eval_strategy="steps",
+                save_strategy="steps", save_steps=1, eval_steps=1,
+            )
+        ),
         "optim": refusal(make(optim="adafactor")),
         "even_batches": refusal(make(accelerator_config={"even_batches": False})),
         "save_only_model": refusal(
@@ -264,6 +280,11 @@ def test_models_of_model_init_are_sharded(results: list[dict[str, Any]]) -> None
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
+        ("fsdp", "leave it out"),
+        ("deepspeed", "leave it out"),
+        ("parallelism_config", "leave it out"),
+        ("save_on_each_node", "output_dir that all nodes share"),
+        ("best island", "leave it out"),
         ("auto_find_batch_size", "set per_device_train_batch_size"),
         ("optim", "optimizer_cls_and_kwargs"),
         ("even_batches", "leave it True"),

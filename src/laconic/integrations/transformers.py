@@ -4,8 +4,8 @@
 `Trainer.__init__` builds the accelerator, and TRL's trainers add adapters and patch the model's forward there. So the
 model is sharded at the end of `__init__`, in place, and before `train` makes the optimizer. The mixin then keeps
 accelerate from putting DDP around the model: `prepare_model(evaluation_mode=True)` adds the autocast of bf16 and fp16
-and marks the model as prepared. All else is Trainer's own: its loop, its gradient accumulation (`no_sync`), its clipping
-and its logs work on a sharded model as they are. Only what reads or writes weights is replaced.
+and marks the model as prepared. All else is Trainer's own: its loop, gradient accumulation (`no_sync`), clipping and
+logs work on a sharded model as they are. Only methods that read or write weights are replaced.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from laconic.comm.agreement import RankGroup
-from laconic.hf.layers import base_model, has_adapters
+from laconic.hf.layers import base_model
+from laconic.hf.saving import gathered_state
 from laconic.integrations.options import ArgumentError, LaconicArguments
 from laconic.integrations.sharding import make_mesh, shard_model
 from laconic.integrations.trained_state import (
@@ -37,22 +38,25 @@ from laconic.integrations.trained_state import (
     save_trained,
 )
 from laconic.islands.local_steps import LocalSteps
-from laconic.ragged.tensor import RaggedTensor
 
-if TYPE_CHECKING:
-    _Base = Trainer
-else:
-    _Base = object
+__all__ = ["LaconicArguments", "LaconicMixin", "LaconicTrainer", "laconic_trainer"]
+
+_Base: Any = object  # the mixin goes before a Trainer, whose attributes it uses
 
 _SCHEDULER = "scheduler.pt"  # Trainer's name of the file
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 """The names of TrainingArguments.optim whose optimizers are torch's own and element-wise."""
-_DDP_ARGUMENTS = (
-    "ddp_find_unused_parameters",
-    "ddp_bucket_cap_mb",
-    "ddp_broadcast_buffers",
-    "ddp_static_graph",
-)
+_DDP_ARGUMENTS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
+_REFUSED = {
+    "deepspeed": "laconic takes its place; leave it out",
+    "fsdp": "laconic takes its place; leave it out",
+    "parallelism_config": "laconic shards over all ranks; leave it out",
+    "auto_find_batch_size": "a rank that runs out of memory would leave the others waiting; set "
+    "per_device_train_batch_size",
+    "save_on_each_node": "all ranks write a checkpoint together; give an output_dir that all nodes share",
+    "sync_ref_model": "it writes to the reference model behind the engine's back; leave it out",
+}
+"""Arguments of trainers that cannot be set, with the reason and the remedy."""
 _FROZEN_MODELS = ("ref_model", "teacher_model")
 """The attributes of trainers that hold a second model, which is not trained."""
 
@@ -205,12 +209,15 @@ class LaconicMixin(_Base):
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """See `Trainer`. All ranks call it, and the first one writes."""
+        """See `Trainer`. All ranks call it, and the first one writes, with the whole model in host memory.
+
+        `laconic.save_safetensors` needs the memory of one file only.
+        """
         if not self._is_sharding:
             super().save_model(output_dir, _internal_call)
             return
         with self._shared_parameters():
-            state = _whole_state_dict(self.model, keep=self.args.should_save)
+            state = gathered_state(self.model)
         self._save(output_dir or self.args.output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -285,26 +292,9 @@ def _check_arguments(args: Any, arguments: LaconicArguments) -> None:
     Raises:
         ArgumentError: see the messages.
     """
-    refused = {
-        "deepspeed": (args.deepspeed, "laconic takes its place: leave it out"),
-        "fsdp": (args.fsdp, "laconic takes its place: leave it out"),
-        "parallelism_config": (args.parallelism_config, "laconic shards over all ranks: leave it out"),
-        "auto_find_batch_size": (
-            args.auto_find_batch_size,
-            "a rank that runs out of memory would leave the others waiting: set per_device_train_batch_size",
-        ),
-        "save_on_each_node": (
-            args.save_on_each_node,
-            "a checkpoint is written by all ranks together: give an output_dir that all nodes share",
-        ),
-        "sync_ref_model": (
-            getattr(args, "sync_ref_model", False),
-            "it writes to the reference model behind the engine's back: leave it out",
-        ),
-    }
-    for name, (value, reason) in refused.items():
-        if value:
-            raise ArgumentError(f"{name}={value!r} does not work with a sharded model; {reason}")
+    for name, reason in _REFUSED.items():
+        if value := getattr(args, name, None):
+            raise ArgumentError(f"{name}={value!r} does not work with a sharded model: {reason}")
     optimizer = getattr(args.optim, "value", args.optim)
     if optimizer not in _OPTIMIZERS:
         raise ArgumentError(
@@ -320,30 +310,11 @@ def _check_arguments(args: Any, arguments: LaconicArguments) -> None:
         raise ArgumentError(
             "load_best_model_at_end needs the sharded tensors, which save_only_model=True leaves out; set one of them"
         )
+    if args.load_best_model_at_end and arguments.local_steps:
+        raise ArgumentError(
+            "load_best_model_at_end would load a model beside the islands' own state; with local_steps leave it out, "
+            "and load the best checkpoint's model.safetensors after training"
+        )
     given = [name for name in _DDP_ARGUMENTS if getattr(args, name, None) is not None]
     if given:
         warnings.warn(f"{', '.join(given)}: no effect, since laconic takes the place of DDP", stacklevel=4)
-
-
-def _whole_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Gather the state dict that `save_pretrained` needs, tensor by tensor; peft's has the adapters only. Collective.
-
-    Only ranks with `keep` get values, in host memory.
-    """
-    shown: dict[str, Tensor] = model.state_dict()
-    if has_adapters(model):
-        from peft import get_peft_model_state_dict
-
-        peft_model: Any = model
-        chosen = {
-            id(tensor)
-            for adapter in peft_model.peft_config
-            for tensor in get_peft_model_state_dict(model, state_dict=shown, adapter_name=adapter).values()
-        }
-        shown = {name: tensor for name, tensor in shown.items() if id(tensor) in chosen}
-    whole: dict[str, Tensor] = {}
-    for name, tensor in shown.items():
-        value = tensor.full_tensor() if isinstance(tensor, RaggedTensor) else tensor
-        if keep:
-            whole[name] = value.cpu()
-    return whole

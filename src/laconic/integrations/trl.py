@@ -6,7 +6,9 @@ sharded as well. Any other trainer of TRL works in the same way: `class MyTraine
 
 import trl
 
-from laconic.integrations.transformers import LaconicMixin
+from laconic.integrations.transformers import LaconicArguments, LaconicMixin
+
+__all__ = ["DPOTrainer", "LaconicArguments", "RewardTrainer", "SFTTrainer"]
 
 
 class SFTTrainer(LaconicMixin, trl.SFTTrainer):
