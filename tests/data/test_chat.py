@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from laconic.config import DataConfig, JobError
 from laconic.data import tokens as data
 from laconic.data.documents import RowFiles
-from laconic.hf.chat import CHATML, Chat
+from laconic.hf.chat import CHATML, Chat, Encoded
 from laconic.hf.tokenizer import ByteTokenizer, load_tokenizer
 from tests.data.test_fine_tuning import CONVERSATIONS
 from tests.reference.fine_tuning import chatml
@@ -68,14 +68,19 @@ def documents(files: RowFiles) -> list[tuple[list[int], list[bool]]]:
     return [(files.tokens[piece].tolist(), files.counted[piece].tolist()) for piece in pieces]
 
 
+def encoded(chat: Chat, messages: list[dict[str, str]]) -> Encoded:
+    (found,) = chat.encode([chat.render(messages, loss="assistant")])
+    return found
+
+
 def test_both_ways_find_the_turns_of_the_assistant(folder: Path) -> None:
     """With the template's marks and without, on bytes and on a tokenizer whose tokens span several characters."""
     for messages in [*CONVERSATIONS, [USER, ASSISTANT, USER, ASSISTANT]]:
         for template in (None, UNMARKED):
-            tokens, counted = ByteTokenizer().chat(template).encode(messages, loss="assistant")
+            tokens, counted = encoded(ByteTokenizer().chat(template), messages)
             assert (tokens.tolist(), counted.tolist()) == chatml(messages)
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-            tokens, counted = Chat(tokenizer, template).encode(messages, loss="assistant")
+            tokens, counted = encoded(Chat(tokenizer, template), messages)
             theirs: Any = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
             assert tokens.tolist() == theirs["input_ids"]
             assert counted.tolist() == [bool(value) for value in theirs["assistant_masks"]]
@@ -84,20 +89,20 @@ def test_both_ways_find_the_turns_of_the_assistant(folder: Path) -> None:
 def test_all_bytes_of_a_turns_last_character_count() -> None:
     """The mask of transformers loses all but the first of them."""
     bare = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}!{% endfor %}"
-    tokens, counted = ByteTokenizer().chat(bare).encode([{"role": "assistant", "content": "ä€"}], loss="assistant")
+    tokens, counted = encoded(ByteTokenizer().chat(bare), [{"role": "assistant", "content": "ä€"}])
     assert bytes(tokens[counted].tolist()).decode() == "ä€"
 
 
 def test_a_text_that_spells_a_byte_is_a_text() -> None:
-    tokens, _ = ByteTokenizer().chat(None).encode([{"role": "user", "content": "<0x00><0x41>"}], loss="all")
+    tokens, _ = encoded(ByteTokenizer().chat(None), [{"role": "user", "content": "<0x00><0x41>"}])
     assert bytes(tokens.tolist()).decode() == "<|im_start|>user\n<0x00><0x41><|im_end|>\n"
 
 
-def test_tools_and_settings_reach_the_template(folder: Path) -> None:
+def test_tools_and_settings_reach_the_template() -> None:
     template = "{{ tools[0]['name'] }} {{ tone }} {% for m in messages %}{{ m['content'] }}{% endfor %}"
     chat = ByteTokenizer().chat(template)
-    tokens, _ = chat.encode([USER], loss="all", tools=[{"name": "clock"}], settings={"tone": "calm"})
-    assert bytes(tokens.tolist()).decode().startswith("clock calm How?")
+    text, runs = chat.render([USER], loss="all", tools=[{"name": "clock"}], settings={"tone": "calm"})
+    assert (text, runs) == ("clock calm How? ü", [(0, 17)])
 
 
 def test_prompts_with_completions(tmp_path: Path, folder: Path) -> None:
@@ -226,7 +231,7 @@ def test_the_documents_are_prepared_once_until_something_changes(
     write(tmp_path, [GOOD, {"messages": [*CONVERSATIONS[0], *CONVERSATIONS[1]]}])
     rows_of(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(Chat, "encode", None)  # would fail if anything were encoded
+        patch.setattr(Chat, "render", None)  # would fail if anything were encoded
         assert len(rows_of(tmp_path).train) == 2
         changes: list[dict[str, Any]] = [{"loss": "all"}, {"packing": True}, {"sequence_length": 399}]
         template = tmp_path / "template.jinja"

@@ -116,8 +116,18 @@ def test_every_rank_knows_the_targets_of_its_optimizer_step(tmp_path: Path) -> N
     assert [items for rank in together for _, items in rank] == [pytest.approx(16 / 6)] * 6
     alone = [micro_batches(rank, range(rank, rank + 1)) for rank in range(3)]
     assert [rank[0][1] for rank in alone] == [pytest.approx(sum(count for count, _ in rank) / 2) for rank in alone]
+    batches = corpus.batches(Division(num_workers=2), 0, 2)  # 3 steps per epoch
+    assert [batches.tokens_after(steps) for steps in (0, 3, 6)] == [0, 28, 56]
+    assert batches.tokens_after(4) - 28 == sum(own_tokens(corpus, rank) for rank in range(2))
     assert corpus.steps_per_epoch(6) == 1
     assert corpus.steps_per_epoch(2) == 3
+
+
+def own_tokens(corpus: TrainingData, rank: int) -> int:
+    """The tokens of this rank's row of step 3; they are not zero, but padding is."""
+    division = Division(num_workers=2, workers=range(rank, rank + 1))
+    (batch,) = corpus.batches(division, rank, 2).step(3)
+    return int((batch.input_ids != 0).sum()) + 1  # and the separator
 
 
 def test_every_held_out_target_counts_once(tmp_path: Path) -> None:

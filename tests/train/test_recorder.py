@@ -51,7 +51,9 @@ def reduced(counted: bool) -> list[Step]:
     ranks = RankInfo(rank=rank, world_size=4, local_rank=rank % 2, num_local=2, num_nodes=2)
     group = dist.group.WORLD
     assert group is not None
-    return reduce_records([record(step, rank, counted=counted) for step in (3, 4)], ranks, group, tokens_per_step=8)
+    return reduce_records(
+        [record(step, rank, counted=counted) for step in (3, 4)], ranks, group, tokens_after=lambda steps: 8 * steps
+    )
 
 
 def test_records_of_all_ranks_make_one_step() -> None:

@@ -103,6 +103,10 @@ class Batches(ABC):
         """This rank's micro-batches of optimizer step `step`, counted from 0."""
 
     @abstractmethod
+    def tokens_after(self, steps: int) -> int:
+        """The number of tokens of the first `steps` global batches, without padding."""
+
+    @abstractmethod
     def evaluation(self, num_batches: int) -> Iterator[Batch]:
         """At most `num_batches` micro-batches of held-out rows, the same every time, equally many on every rank."""
 

@@ -10,6 +10,7 @@ before it belongs to another document. So a document gives the same loss alone, 
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from laconic.data.packing import pack
 from laconic.data.probe import check_model
 from laconic.data.sampler import EpochSampler, hashed
 from laconic.files import replacing
+from laconic.hf.chat import Encoded
 
+_DOCUMENTS_PER_BATCH = 256
 _SPLITS = ("train", "eval")
 
 
@@ -111,9 +114,8 @@ class _DocumentBatches(Batches):
     def __init__(self, files: RowFiles, division: Division, rank: int, world_size: int) -> None:
         self._files, self._division, self._rank, self._world_size = files, division, rank, world_size
         self._is_fixed = files.is_packed or files.config.padding == "fixed" or division.equal_shapes
-        self._sampler = EpochSampler(
-            seed=files.config.seed, num_rows=len(files.train), rows_per_step=division.rows_per_step
-        )
+        self._rows = division.rows_per_step
+        self._sampler = EpochSampler(seed=files.config.seed, num_rows=len(files.train), rows_per_step=self._rows)
 
     def step(self, step: int) -> list[Batch]:
         """See `Batches.step` and [Note: Mean over tokens] in data/batches.py."""
@@ -123,6 +125,12 @@ class _DocumentBatches(Batches):
         together = division.together(rows)
         num_items = max(int(train.num_targets[together].sum()), 1) / len(together)
         return [self._batch(train, micro_batch, num_items, 1.0) for micro_batch in division.own(rows)]
+
+    def tokens_after(self, steps: int) -> int:
+        """See `Batches.tokens_after`."""
+        epoch, place = divmod(steps, self._sampler.steps_per_epoch)
+        num_tokens = self._files.train.num_tokens
+        return epoch * int(num_tokens.sum()) + int(num_tokens[self._sampler.order(epoch)[: place * self._rows]].sum())
 
     def evaluation(self, num_batches: int) -> Iterator[Batch]:
         """See `Batches.evaluation`. Ranks without a row left get rows without a target."""
@@ -188,8 +196,7 @@ def prepare(
         new_tokens.open("wb") as tokens_file,
         new_counted.open("wb") as counted_file,
     ):
-        for document in corpus.documents():
-            tokens, counted = encoder.encode(document)
+        for tokens, counted in _encoded(corpus, encoder):
             counted[:1] = False  # see [Note: Documents in a row]
             if len(tokens) > config.sequence_length:
                 if config.too_long == "drop":
@@ -222,6 +229,12 @@ def prepare(
         dtypes[name] = np.dtype(np.int64)
     arrays.write_index(index, dtypes, {**counts, "is_packed": reading.packing})
     return index
+
+
+def _encoded(corpus: Corpus, encoder: Encoder) -> Iterator[Encoded]:
+    found = corpus.documents()
+    while batch := list(islice(found, _DOCUMENTS_PER_BATCH)):
+        yield from encoder.encode(batch)
 
 
 def open_rows(index: Path, config: DataConfig) -> RowFiles:

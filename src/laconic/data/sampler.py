@@ -70,8 +70,12 @@ class EpochSampler:
     def global_rows(self, step: int) -> np.ndarray:
         """The rows of the global batch, and -1 where there is none. Shape: (rows per step,), int64."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        rows = _order(self.seed, epoch, self.num_rows)[place * self.rows_per_step :][: self.rows_per_step]
+        rows = self.order(epoch)[place * self.rows_per_step :][: self.rows_per_step]
         return np.pad(rows, (0, self.rows_per_step - len(rows)), constant_values=-1)
+
+    def order(self, epoch: int) -> np.ndarray:
+        """All rows in the order of an epoch. Shape: (rows,), int64."""
+        return _order(self.seed, epoch, self.num_rows)
 
 
 @functools.lru_cache(maxsize=2)

@@ -72,6 +72,10 @@ class _StreamBatches(Batches):
         offsets = self._division.own(self._sampler.global_offsets(step))
         return [self._batch(self._files.train, micro_batch) for micro_batch in offsets]
 
+    def tokens_after(self, steps: int) -> int:
+        """See `Batches.tokens_after`."""
+        return steps * self._division.rows_per_step * self._length
+
     def evaluation(self, num_batches: int) -> Iterator[Batch]:
         """See `Batches.evaluation`."""
         rows_each = self._division.micro_batch_size

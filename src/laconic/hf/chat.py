@@ -49,6 +49,14 @@ class Encoded(NamedTuple):
     """True where the loss counts the token, of shape (tokens,)."""
 
 
+class Rendered(NamedTuple):
+    """A conversation as text."""
+
+    text: str
+    runs: list[tuple[int, int]]
+    """The characters that the loss counts: the first of each run and the one after its last."""
+
+
 class Chat:
     """A chat template and the tokenizer that it belongs to."""
 
@@ -76,7 +84,7 @@ class Chat:
         """A text that is equal only for equal templates."""
         return repr(self._template)
 
-    def encode(
+    def render(
         self,
         messages: Sequence[Message],
         *,
@@ -84,8 +92,8 @@ class Chat:
         num_prompt: int = 0,
         tools: Sequence[Mapping[str, Any]] | None = None,
         settings: Mapping[str, Any] | None = None,
-    ) -> Encoded:
-        """Render and tokenise a conversation.
+    ) -> Rendered:
+        """Render a conversation.
 
         Args:
             messages: the conversation. The template decides which roles may follow each other.
@@ -110,13 +118,17 @@ class Chat:
         else:
             turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
             runs = [self._turn(messages, number, text, given) for number in turns]
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-        first, end = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
-        counted = np.zeros(len(offsets), dtype=bool)
-        for start, stop in runs:
-            counted |= (first < stop) & (end > start)
-        return Encoded(np.asarray(encoded["input_ids"], dtype=np.int64), counted)
+        return Rendered(text, runs)
+
+    def encode(self, conversations: Sequence[Rendered]) -> list[Encoded]:
+        """Tokenise conversations, many at once: the tokenizer then uses all cores."""
+        texts = [text for text, _ in conversations]
+        found = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        parts = zip(conversations, found["input_ids"], found["offset_mapping"], strict=True)
+        return [
+            Encoded(np.asarray(ids, dtype=np.int64), _in_runs(conversation.runs, offsets))
+            for conversation, ids, offsets in parts
+        ]
 
     def _source(self, tools: Any) -> str:
         """The template for these tools: a tokenizer may have one for conversations with tools and one for others."""
@@ -171,3 +183,13 @@ class Chat:
             raise ChatError(f"is refused by the chat template: {error}") from error
         (text,), runs = result
         return text, list(runs[0]) if runs else []
+
+
+def _in_runs(runs: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Whether each token has a character in one of the runs; `offsets` has the characters of each token."""
+    spans = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+    first, end = spans[:, 0], np.maximum(spans[:, 1], spans[:, 0] + 1)
+    found = np.zeros(len(spans), dtype=bool)
+    for start, stop in runs:
+        found |= (first < stop) & (end > start)
+    return found

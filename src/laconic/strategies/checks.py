@@ -99,6 +99,11 @@ def _check_cyclic(config: Config) -> None:
         "micro-batch per step; raise train.micro_batch_size, or schedule.workers",
     )
     _refuse_if(
+        config.data.packing is True and config.schedule.states == "shared",
+        "data.packing = true and schedule.states = 'shared': the masks of packed rows do not all have one shape, as "
+        "activations that cross between devices must; set data.packing = false, or schedule.states = 'sharded'",
+    )
+    _refuse_if(
         config.optimizer.name in ("muon", "shampoo"),
         f"optimizer.name = {config.optimizer.name!r} and schedule.kind = 'cyclic': every stage has an optimizer of its "
         "own, which cannot tell hidden layers from others; use 'adamw' or 'adamw8bit'",

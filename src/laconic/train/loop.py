@@ -21,7 +21,7 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.failure import failing_together
 from laconic.comm.launch import RankInfo, pick_device, process_group
 from laconic.config import Config, JobError, to_dict
-from laconic.data.batches import Division, TrainingData
+from laconic.data.batches import Batch, Division
 from laconic.hf.tokenizer import load_tokenizer
 from laconic.strategies.checks import check_job
 from laconic.strategies.cyclic import CyclicStepper
@@ -80,7 +80,7 @@ class Trainer:
         corpus = prepare.open_corpus(config, tokenizer, self.peers, ranks, self.console)
         with prepare.as_job_error():
             self.stepper = self._make_stepper(model)
-        self._check_model(corpus)
+        corpus.check_model(self._outputs)
         self.meter = StepMeter(self.stepper, ranks, device)
         division = Division(
             num_workers=self.stepper.num_workers,
@@ -91,7 +91,6 @@ class Trainer:
             equal_shapes=config.schedule.is_cyclic,
         )
         self.batches = corpus.batches(division, ranks.rank, ranks.world_size)
-        self.tokens_per_step = division.rows_per_step * config.data.sequence_length
         self.saver: AsyncSaver | None = None
         if config.train.async_save:
             self.saver = AsyncSaver(self.output / prepare.CHECKPOINTS, keep=config.train.keep)
@@ -101,10 +100,10 @@ class Trainer:
         self.step_memory: dict[str, int | None] = {"step_peak_bytes": None, "resting_bytes": None}
         """The memory of step `log.memory_step`, in bytes, on the fullest rank; None if it is not measured."""
 
-    def _check_model(self, corpus: TrainingData) -> None:
-        module = self.stepper.module.eval()
+    def _outputs(self, batch: Batch) -> Any:
+        """The model's outputs for a batch, before the first step. Collective."""
         with self.stepper.consistent(), torch.no_grad():
-            corpus.check_model(lambda batch: module(**batch.to(self.device).arguments(), use_cache=False))
+            return self.stepper.module.eval()(**batch.to(self.device).arguments(), use_cache=False)
 
     def _make_stepper(self, model: nn.Module) -> Stepper:
         if not self.config.schedule.is_cyclic:
@@ -143,7 +142,7 @@ class Trainer:
             **summarise(self.config, self.ranks, self.stepper.module, self.recorder.steps),
             "device": self.device.type,
             "start_step": self.start_step,
-            "tokens_per_step": self.tokens_per_step,
+            "tokens_per_step": self.batches.tokens_after(train.steps) // train.steps,
             "evaluations": self.recorder.evaluations,
             **self.step_memory,
         }
@@ -167,7 +166,8 @@ class Trainer:
                 loggers.append(BarLogger(self.console, total=train.steps, every=train.log_every, start=start))
             else:
                 loggers.append(LineLogger(self.console, total=train.steps, every=train.log_every))
-        reduce = partial(reduce_records, ranks=self.ranks, group=self.group, tokens_per_step=self.tokens_per_step)
+        tokens_after = self.batches.tokens_after
+        reduce = partial(reduce_records, ranks=self.ranks, group=self.group, tokens_after=tokens_after)
         return Recorder(loggers, partial(reduce, steps_per_sync=self.stepper.steps_per_sync))
 
     def _step(self, step: int) -> StepRecord:
@@ -227,7 +227,7 @@ class Trainer:
     def _save(self, step: int) -> None:
         """Write a checkpoint or, with train.async_save, start to write it."""
         self.recorder.flush()
-        extra = {"tokens": step * self.tokens_per_step, "config": to_dict(self.config)}
+        extra = {"tokens": self.batches.tokens_after(step), "config": to_dict(self.config)}
         folder, keep = self.output / prepare.CHECKPOINTS, self.config.train.keep
         save = self.saver.save if self.saver else partial(laconic.checkpoint.save_checkpoint, folder, keep=keep)
         self.stepper.save(partial(save, step), extra)

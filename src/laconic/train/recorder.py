@@ -75,13 +75,13 @@ def reduce_records(
     ranks: RankInfo,
     group: dist.ProcessGroup,
     *,
-    tokens_per_step: int,
+    tokens_after: Callable[[int], int],
     steps_per_sync: int | None = None,
 ) -> list[Step]:
     """Combine the records of the same steps on all ranks. `group` has all ranks and a backend for CPU tensors.
 
     Collective: two small all-reduces, whatever the number of steps, and one more exchange with a cyclic schedule.
-    `tokens_per_step` is of the global batch; `steps_per_sync` is None without islands.
+    `tokens_after` gives the tokens of the first n global batches; `steps_per_sync` is None without islands.
     """
     if not records:
         return []
@@ -91,13 +91,17 @@ def reduce_records(
     peaks = _all_reduce([*map(_peaks, records)], dist.ReduceOp.MAX, group)
     timelines = [record.result.timeline for record in records if record.result.timeline is not None]
     cyclic = gather_metrics(timelines, group) if timelines else [None] * len(records)
-    tokens_per_sync = tokens_per_step * (steps_per_sync or 1)
+
+    def tokens_in(last: int, num_steps: int) -> int:
+        """The tokens of `num_steps` steps, of which the last is the `last`-th of the run."""
+        return tokens_after(last) - tokens_after(max(last - num_steps, 0))
+
     syncs = [
         SyncMetrics(
             step=report.step,
             fragment=report.fragment,
             sent_bytes=int(total["sent_bytes"]),
-            bytes_per_token=total["sent_bytes"] / tokens_per_sync,
+            bytes_per_token=total["sent_bytes"] / tokens_in(report.step, steps_per_sync or 1),
             **{name: total[name] / ranks.world_size for name in _SYNC_MEANS},
         )
         for report, total in zip(reports, sync_sums, strict=True)
@@ -106,13 +110,13 @@ def reduce_records(
     return [
         Step(
             step=record.step,
-            tokens=record.step * tokens_per_step,
+            tokens=tokens_after(record.step),
             loss=total["loss"] / total["num_losses"],
             grad_norm=total["grad_norm"] / ranks.world_size if has_islands else record.result.grad_norm,
             lr=record.lr,
             step_s=record.step_s,
             data_s=record.data_s,
-            tokens_per_s=tokens_per_step / record.step_s,
+            tokens_per_s=tokens_in(record.step, 1) / record.step_s,
             **_wire_figures(record, total, ranks),
             **_memory_figures(record, total, peak, ranks),
             syncs=tuple(sync for sync in syncs if sync.step == record.step),
