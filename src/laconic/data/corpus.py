@@ -3,7 +3,7 @@
 import json
 import re
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ class Document(NamedTuple):
 class Corpus(NamedTuple):
     """The documents of a source."""
 
-    documents: Callable[[], Iterator[Document]]
+    documents: Callable[[], Generator[Document]]
     """Yields all documents."""
     identity: str
     """A text that changes whenever the documents may have changed."""
@@ -89,7 +89,7 @@ def _of_files(
     if not files:
         raise JobError(f"{source} holds no file for data.kind = {config.kind!r}")
 
-    def documents() -> Iterator[Document]:
+    def documents() -> Generator[Document]:
         for path in files:
             try:
                 yield from read(path, config)
@@ -102,7 +102,7 @@ def _of_files(
 def _of_rows(open_rows: Callable[[], Rows], stamp: str, config: DataConfig) -> Corpus:
     rows = open_rows()
 
-    def documents() -> Iterator[Document]:
+    def documents() -> Generator[Document]:
         for number, row in enumerate(rows.rows):
             yield Document(f"{config.path}, row {number}", row)
 

@@ -4,7 +4,8 @@
 Documents of a row must not see each other. Positions begin at 0 with each document, and transformers builds the mask
 that keeps attention inside documents from these positions. A row of one document needs no mask: attention is causal,
 and padding comes last, so no token of the document sees it. No label is the first token of a document: the token
-before it belongs to another document. So a document gives the same loss alone, padded and packed.
+before it belongs to another document. So a document gives the same loss alone, padded and packed. The exception are
+models whose routers add a loss of their own: it counts padding too.
 """
 
 from array import array
@@ -227,7 +228,7 @@ def prepare(
     for name, values in small.items():
         arrays.write_array(index, name, values.astype(np.int64))
         dtypes[name] = np.dtype(np.int64)
-    arrays.write_index(index, dtypes, {**counts, "is_packed": reading.packing})
+    arrays.write_index(index, dtypes, {"is_stream": False, "is_packed": reading.packing, **counts})
     return index
 
 

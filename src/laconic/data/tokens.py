@@ -1,5 +1,6 @@
 """A corpus as one stream of tokens, and the preparation of a corpus in general."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -101,7 +102,8 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> Path:
             or the folder cannot be created.
     """
     corpus = open_corpus(config)
-    reading = find_reading(config, next(corpus.documents(), None))
+    with contextlib.closing(corpus.documents()) as found:
+        reading = find_reading(config, next(found, None))
     encoder = Encoder(config, reading, tokenizer)
     if not reading.is_stream:
         return documents.prepare(config, corpus, encoder, reading, tokenizer.vocab_size, folder)
@@ -118,11 +120,8 @@ def open_data(index: Path, config: DataConfig) -> TrainingData:
     Raises:
         JobError: the corpus is empty, or too short for one sequence.
     """
-    return (
-        open_tokens(index, config)
-        if "num_text_tokens" in arrays.read_index(index)
-        else documents.open_rows(index, config)
-    )
+    is_stream = arrays.read_index(index)["is_stream"]
+    return open_tokens(index, config) if is_stream else documents.open_rows(index, config)
 
 
 def open_tokens(index: Path, config: DataConfig) -> TokenFiles:
@@ -178,7 +177,7 @@ def _write(index: Path, corpus: Corpus, tokenizer: Tokenizer, config: DataConfig
                 row = np.append(row, dtype.type(tokenizer.separator))
             row.tofile(file)
             num_documents += 1
-    summary = {"num_documents": num_documents, "num_text_tokens": num_text_tokens}
+    summary = {"is_stream": True, "num_documents": num_documents, "num_text_tokens": num_text_tokens}
     arrays.write_index(index, dict.fromkeys(_SPLITS, dtype), summary)
 
 

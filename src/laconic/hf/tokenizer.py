@@ -65,7 +65,7 @@ class FolderTokenizer:
         self.first: int | None = first[0] if first == [self._tokenizer.bos_token_id] else None
         digest = hashlib.sha256()
         for path in sorted(folder.iterdir()):
-            if path.is_file() and path.suffix in (".json", ".model", ".txt"):
+            if path.is_file() and path.suffix in (".json", ".model", ".txt", ".jinja"):
                 digest.update(path.name.encode() + path.read_bytes())
         self.identity = f"folder-{digest.hexdigest()}"
 
