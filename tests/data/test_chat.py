@@ -23,7 +23,7 @@ from tests.reference.fine_tuning import chatml
 UNMARKED = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 """The same text without marks, so that the turns must be found by rendering prefixes."""
 STRICT = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('the user must begin') }}{% endif %}" + UNMARKED
-FORGETFUL = UNMARKED.replace("{{ message['content'] }}", "{% if loop.last %}{{ message['content'] }}{% endif %}")
+FORGETFUL = UNMARKED.replace("{{ message['content'] }}", "{% if loop.last %}!{% endif %}{{ message['content'] }}")
 """It renders a turn differently once another follows."""
 USER, ASSISTANT = {"role": "user", "content": "How? ü"}, {"role": "assistant", "content": "So: 日本."}
 
@@ -177,6 +177,7 @@ GOOD = {"messages": [USER, ASSISTANT]}
         ),
         ({"messages": [ASSISTANT, USER]}, {"template": UNMARKED}, "line 2 begins with the assistant"),
         ({"messages": [USER, ASSISTANT, USER]}, {"template": FORGETFUL}, "line 1 changes when message 2 follows"),
+        ({"messages": [USER, ASSISTANT]}, {"template": "hello"}, "line 1 loses message 1: the chat template does not"),
         ({**GOOD, "tools": [{"name": "f"}]}, {}, "line 2 has tools, but the chat template ignores them"),
         ({**GOOD, "tools": "{"}, {}, "line 2, field 'tools' is not JSON"),
         ({**GOOD, "tools": ["f"]}, {}, "must be a list of JSON schemas"),

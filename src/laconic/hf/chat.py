@@ -109,6 +109,7 @@ class Chat:
             raise ChatError("has tools, but the chat template ignores them; take them out, or set data.chat_template")
         given = {"tools": list(tools) if tools else None, **(settings or {})}
         text, marked = self._render(messages, given)
+        _check_contents(messages, text)
         if loss == "all":
             runs = [(0, len(text))]
         elif loss == "completion":
@@ -159,7 +160,8 @@ class Chat:
             raise ChatError(
                 f"changes when message {number + 1} follows: the chat template then renders earlier messages in "
                 "another way, so nobody can tell which tokens the assistant writes; set data.chat_template to a "
-                "template that marks them with {% generation %}, or data.loss = 'all'"
+                "template that marks them with {% generation %} (the package trl has some in trl/chat_templates), or "
+                "data.loss = 'all'"
             )
 
     def _render(
@@ -183,6 +185,17 @@ class Chat:
             raise ChatError(f"is refused by the chat template: {error}") from error
         (text,), runs = result
         return text, list(runs[0]) if runs else []
+
+
+def _check_contents(messages: Sequence[Message], text: str) -> None:
+    """Refuse a template that leaves a turn out: some expect other contents than a text, and say nothing."""
+    for number, message in enumerate(messages, start=1):
+        content = (message.get("content") or "").rpartition("</think>")[2].strip()  # templates may drop reasoning
+        if message["role"] in ("user", "assistant") and content not in text:
+            raise ChatError(
+                f"loses message {number}: the chat template does not render its content {content!r:.60}; set "
+                "data.chat_template to a template for texts"
+            )
 
 
 def _in_runs(runs: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> np.ndarray:
