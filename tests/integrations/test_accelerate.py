@@ -19,8 +19,8 @@ import laconic
 from laconic.integrations import LaconicArguments
 from laconic.integrations.accelerate import LaconicAccelerator
 from laconic.integrations.options import ArgumentError
-from tests.integrations.accelerate_jobs import Loop, train
-from tests.integrations.language_model import loss_of, make_model, make_rows
+from benchmarks.clients.accelerate_jobs import Loop, train
+from benchmarks.clients.language_model import loss_of, make_model, make_rows
 from tests.ranks import run_ranks
 
 

@@ -17,7 +17,7 @@ import laconic
 from laconic.integrations import LaconicArguments
 from laconic.integrations.lightning import LaconicStrategy
 from laconic.integrations.options import ArgumentError
-from tests.integrations.lightning_jobs import LightningModel, loader, make_trainer, records, train
+from benchmarks.clients.lightning_jobs import LightningModel, loader, make_trainer, records, train
 from tests.ranks import run_ranks
 
 

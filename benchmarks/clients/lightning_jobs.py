@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from laconic.integrations.lightning import LaconicStrategy
-from tests.integrations.language_model import decay_groups, loss_of, make_model, make_rows
+from benchmarks.clients.language_model import decay_groups, loss_of, make_model, make_rows
 
 MICRO_BATCHES = 2
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from laconic.integrations import LaconicArguments
 from laconic.integrations.accelerate import LaconicAccelerator
-from tests.integrations.language_model import decay_groups, loss_of, make_model, make_rows
+from benchmarks.clients.language_model import decay_groups, loss_of, make_model, make_rows
 
 MICRO_BATCHES = 2
 
