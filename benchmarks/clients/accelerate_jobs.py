@@ -11,9 +11,9 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader
 
+from benchmarks.clients.language_model import decay_groups, loss_of, make_model, make_rows
 from laconic.integrations import LaconicArguments
 from laconic.integrations.accelerate import LaconicAccelerator
-from benchmarks.clients.language_model import decay_groups, loss_of, make_model, make_rows
 
 MICRO_BATCHES = 2
 

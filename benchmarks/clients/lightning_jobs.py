@@ -15,8 +15,8 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from laconic.integrations.lightning import LaconicStrategy
 from benchmarks.clients.language_model import decay_groups, loss_of, make_model, make_rows
+from laconic.integrations.lightning import LaconicStrategy
 
 MICRO_BATCHES = 2
 

@@ -42,15 +42,15 @@ def losses(bench: Bench) -> Row:
     return Row(
         key="losses",
         claim=(
-            f"losses and gradient norms against DDP, {bench.steps} steps, {' and '.join(map(str, bench.worlds))} ranks, "
-            "fp32, largest difference"
+            f"losses and gradient norms against DDP, {bench.steps} steps, "
+            f"{' and '.join(map(str, bench.worlds))} ranks, fp32, largest difference"
         ),
         required=f"<= {TOLERANCE:.0e}",
         measured=f"{gaps[worst]:.1e} ({worst[0]}, {worst[1]} ranks)",
         is_met=gaps[worst] <= TOLERANCE,
         note=(
-            f"largest absolute difference of any loss and any gradient norm, and laconic's first and last loss: {each}. "
-            "DDP adds the gradients of all ranks in another order, which rounds differently."
+            f"largest absolute difference of any loss and any gradient norm, and laconic's first and last loss: "
+            f"{each}. DDP adds the gradients of all ranks in another order, which rounds differently."
         ),
     )
 

@@ -35,8 +35,8 @@ def resume(bench: Bench) -> Row:
         is_met=not failed,
         note=(
             f"{', '.join(CLIENTS)}; {' and '.join(map(str, bench.worlds))} ranks, fp32. A run of {STEPS} steps against "
-            f"one that begins at the checkpoint of step {CUT} (Lightning: 2): all losses, gradient norms and weights. The saved model "
-            "is read without laconic, and its outputs are compared with those of the sharded one."
+            f"one that begins at the checkpoint of step {CUT} (Lightning: 2): all losses, gradient norms and weights. "
+            "The saved model is read without laconic, and its outputs are compared with those of the sharded one."
         ),
     )
 

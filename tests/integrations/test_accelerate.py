@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 import laconic
+from benchmarks.clients.accelerate_jobs import Loop, train
+from benchmarks.clients.language_model import loss_of, make_model, make_rows
 from laconic.integrations import LaconicArguments
 from laconic.integrations.accelerate import LaconicAccelerator
 from laconic.integrations.options import ArgumentError
-from benchmarks.clients.accelerate_jobs import Loop, train
-from benchmarks.clients.language_model import loss_of, make_model, make_rows
 from tests.ranks import run_ranks
 
 

@@ -1,4 +1,4 @@
-"""`LaconicStrategy` against Lightning's DDP: training, accumulation, precision, validation, and checkpoints both ways."""
+"""`LaconicStrategy` against Lightning's DDP: training, accumulation, precision, validation, checkpoints both ways."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 
 import laconic
+from benchmarks.clients.lightning_jobs import LightningModel, loader, make_trainer, records, train
 from laconic.integrations import LaconicArguments
 from laconic.integrations.lightning import LaconicStrategy
 from laconic.integrations.options import ArgumentError
-from benchmarks.clients.lightning_jobs import LightningModel, loader, make_trainer, records, train
 from tests.ranks import run_ranks
 
 
@@ -33,7 +33,7 @@ def assert_equal(got: Any, want: Any) -> None:
 
 
 def fit(trainer: Trainer, ckpt_path: Path | None = None, module: LightningModule | None = None) -> LightningModule:
-    """Train for epochs of two steps. Each rank has rows of its own in a fixed order, as the sampler's is not resumed."""
+    """Train for epochs of two steps. Each rank has its rows in a fixed order, as the sampler's is not resumed."""
     module = module or LightningModel()
     rank = dist.get_rank()
     trainer.fit(module, loader(seed=rank, rows=12), loader(seed=rank + 9, rows=7), ckpt_path=ckpt_path)
