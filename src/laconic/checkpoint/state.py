@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from laconic.checkpoint.commit import CheckpointError
 from laconic.checkpoint.storage import Entry
+from laconic.ragged.optimizer_state import cut_state
 from laconic.ragged.parts import SlicedParameter, sliced_parts
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -93,7 +94,8 @@ def optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, n
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Return the optimizer's tensors and numbers: by parameter, then by key."""
+    """Return the optimizer's tensors and numbers: by parameter, then by key. State that was loaded whole is cut."""
+    cut_state(optimizer)
     return {
         name: dict(optimizer.state[parameter])
         for name, parameter in optimized(model, optimizer).items()

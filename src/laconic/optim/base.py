@@ -101,14 +101,14 @@ class RaggedOptimizer(torch.optim.Optimizer, ABC):
     def _loaded(self, parameter: Tensor, group: Group, state: dict[str, Any]) -> dict[str, Any]:
         """Copy the state of one parameter; state that came in another cut is cut as a new state would be."""
         templates: dict[str, Any] = {}
-        if isinstance(parameter, RaggedTensor) and any(_is_uncut(value) for value in state.values()):
+        if isinstance(parameter, RaggedTensor) and not all(isinstance(value, RaggedTensor) for value in state.values()):
             self._init_state(parameter, group)
             templates = self.state.pop(parameter)
         return {
             key: value.detach().clone()
             if key == "step"
             else cut_like(templates[key], value)
-            if _is_uncut(value) and isinstance(templates.get(key), RaggedTensor)
+            if isinstance(templates.get(key), RaggedTensor) and not isinstance(value, RaggedTensor)
             else value.to(parameter.device, copy=True)
             for key, value in state.items()
         }
@@ -140,10 +140,6 @@ class RaggedOptimizer(torch.optim.Optimizer, ABC):
             if not self.state[parameter]:
                 self._init_state(parameter, group)
         return parameters
-
-
-def _is_uncut(value: Tensor) -> bool:
-    return value.dim() > 0 and not isinstance(value, RaggedTensor)
 
 
 def check_range(group: Group, *keys: str, low: float = 0, high: float = math.inf, is_open: bool = False) -> None:

@@ -1,10 +1,12 @@
 """Optimizer state that is loaded in another cut becomes RaggedTensors again.
 
 torch loads optimizer state by replacing tensors. What replaces a RaggedTensor may be the whole tensor, from a full
-state dict, or a DTensor of torch's own: [Note: RaggedTensors are DTensors] in ragged/placement.py. A hook after
-`load_state_dict` cuts it as its parameter is cut. torch has no hook that an optimizer could get when it is made, so one
-hook before every optimizer's step gives each optimizer with RaggedTensors its own. `set_optimizer_state_dict` takes a
-step at first, to make the state, so an optimizer has the hook by then.
+state dict, or a DTensor of torch's own: [Note: RaggedTensors are DTensors] in ragged/placement.py. A rank would then
+step its own part of the whole tensor only, and the whole would be wrong. So state is cut as its parameter is cut: by a
+hook after `load_state_dict`, before a step, and before laconic writes a checkpoint. torch has no hook that an optimizer
+could get when it is made, so one hook before every optimizer's step gives each optimizer with RaggedTensors its own.
+Before later steps it looks at the state of one parameter, because not all code that loads state calls
+`load_state_dict`.
 """
 
 from typing import Any
@@ -17,8 +19,8 @@ from laconic.ragged.tensor import RaggedTensor
 
 _NUMBERS = {"step", "mu_product", "eta", "mu"}
 """State of torch's optimizers that is one number, whatever the parameter's shape."""
-_FLAG = "cuts_loaded_state"
-"""The attribute of optimizers that have the hook, or need none."""
+_HAS_HOOK = "_laconic_cuts_state"
+"""The attribute of optimizers that have the hook."""
 
 
 def cut_like(template: RaggedTensor, whole: Tensor) -> RaggedTensor:
@@ -27,7 +29,10 @@ def cut_like(template: RaggedTensor, whole: Tensor) -> RaggedTensor:
 
 
 @torch.no_grad()
-def _cut_state(optimizer: torch.optim.Optimizer) -> None:
+def cut_state(optimizer: torch.optim.Optimizer) -> None:
+    """Cut all state that has another cut than its parameter, unless the optimizer does so itself when it loads."""
+    if getattr(optimizer, "cuts_loaded_state", False):
+        return
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, RaggedTensor):
             for key, value in state.items():
@@ -45,13 +50,16 @@ def _is_like(parameter: RaggedTensor, key: str, value: Any) -> bool:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if getattr(optimizer, _FLAG, False):
+    ragged = (p for group in optimizer.param_groups for p in group["params"] if isinstance(p, RaggedTensor))
+    first = next(ragged, None)
+    if first is None or getattr(optimizer, "cuts_loaded_state", False):
         return
-    has_ragged = any(isinstance(p, RaggedTensor) for group in optimizer.param_groups for p in group["params"])
-    if has_ragged:
-        setattr(optimizer, _FLAG, True)
-        optimizer.register_load_state_dict_post_hook(_cut_state)
-        _cut_state(optimizer)
+    if not hasattr(optimizer, _HAS_HOOK):
+        setattr(optimizer, _HAS_HOOK, True)
+        optimizer.register_load_state_dict_post_hook(cut_state)
+        cut_state(optimizer)
+    elif any(_is_like(first, key, value) for key, value in optimizer.state.get(first, {}).items()):
+        cut_state(optimizer)
 
 
 register_optimizer_step_pre_hook(_before_step)
