@@ -82,7 +82,7 @@ def plain_models(folder: str) -> dict[str, Any]:
         build_model(ModelConfig(config=TINY["qwen2"]), device="cpu"), slice_index=1, num_slices=2
     )
     unsliced = laconic.unsliced_state_dict(sliced)
-    shard(sliced, [])
+    shard(sliced, [], mesh=laconic.init_mesh("cpu", islands=RANKS, nodes=1, local=1))
     laconic.save_safetensors(sliced, f"{folder}/sliced")
     fill(sliced, 3.0)
     laconic.load_safetensors(sliced, f"{folder}/sliced")

@@ -100,6 +100,7 @@ def write_tensors(
             if value is not None
         }
         ranks.agree(partial(_write_file, folder / file_name, values), only=ranks.rank == 0)
+        values.clear()  # before the next file is read
     if files.is_sharded and ranks.rank == 0:
         index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=1))

@@ -30,8 +30,9 @@ def save_safetensors(
     """Write a model's parameters and persistent buffers, whole or not at all. Collective; rank 0 writes.
 
     The folder has one file, or several and their index, as transformers names them. Tensors have the names of the plain
-    model, and tied ones are stored once. A transformers model gets its config.json and generation_config.json, and
-    `from_pretrained` loads the folder. A peft model gets its adapters only, in peft's format.
+    model, and tied ones are stored once. Buffers are those of rank 0. A transformers model gets its config.json and
+    generation_config.json, and `from_pretrained` loads the folder. A peft model gets its adapters only, in peft's
+    format.
 
     Args:
         model: any module: plain, sharded, with other parallelisms, with partial updates, or under FSDP2. With

@@ -105,6 +105,25 @@ class RaggedTensor(BoxedTensor, DTensor):
         return self.spec.extent
 
     @property
+    def data(self) -> Tensor:
+        """The same memory, as `detach()` returns it. A plain tensor of the global shape may be assigned: it is copied.
+
+        Raises:
+            TypeError: the assigned tensor has another dtype.
+        """
+        return self.alias()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:  # torch's own setter would replace the memory of this wrapper only
+        if value.dtype != self.dtype:
+            raise TypeError(
+                f"param.data = value: the parameter is sharded and of {self.dtype}, the value of {value.dtype}; "
+                "convert the model, with model.to(dtype), or the value"
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh over which the tensor is cut."""
         return self.spec.cluster.mesh
