@@ -63,7 +63,7 @@ class Records(Callback):
 
 def make_trainer(strategy: str | LaconicStrategy, steps: int, folder: Path | str = ".", **settings: Any) -> Trainer:
     """Return a Trainer with `Records` as its first callback, as torchrun would start it."""
-    os.environ.setdefault("TORCHELASTIC_RUN_ID", "job")
+    os.environ.update(TORCHELASTIC_RUN_ID="job", OMP_NUM_THREADS="1")  # torchrun sets both
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     seed_everything(3, verbose=False)

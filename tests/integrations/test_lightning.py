@@ -1,4 +1,4 @@
-"""`LaconicStrategy` against Lightning's DDP: training, accumulation, precision, validation, checkpoints both ways."""
+"""`LaconicStrategy` against Lightning's DDP: training, accumulation, precision, and checkpoints both ways."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 
@@ -33,7 +34,7 @@ def assert_equal(got: Any, want: Any) -> None:
 
 
 def fit(trainer: Trainer, ckpt_path: Path | None = None, module: LightningModule | None = None) -> LightningModule:
-    """Train for epochs of two steps. Each rank has its rows in a fixed order, as the sampler's is not resumed."""
+    """Train in epochs of two steps. Each rank has rows of its own in a fixed order; the sampler's is not resumed."""
     module = module or LightningModel()
     rank = dist.get_rank()
     trainer.fit(module, loader(seed=rank, rows=12), loader(seed=rank + 9, rows=7), ckpt_path=ckpt_path)
@@ -152,6 +153,11 @@ def on_meta(folder: Path) -> None:
     assert all(torch.isfinite(tensor).all() for tensor in whole(module).values())
 
 
+class OneRank(TorchElasticEnvironment):
+    def world_size(self) -> int:
+        return 1
+
+
 class Bare(LightningModel):
     def __init__(self) -> None:
         super().__init__()
@@ -168,6 +174,11 @@ def refusals(folder: Path) -> None:
     for module, message in ((Bare(), "pass units="), (OwnParameter(), "parameters of its own \\(bias\\)")):
         with pytest.raises(ArgumentError, match=message):
             fit(make_trainer("laconic", 1), module=module)
+    strategy = LaconicStrategy()
+    make_trainer(strategy, 1)
+    strategy.num_nodes, strategy.cluster_environment = 2, OneRank()
+    with pytest.raises(ArgumentError, match="makes 2 ranks, but the launch has 1"):
+        strategy.setup_environment()
 
 
 CHECKS = (

@@ -8,12 +8,12 @@ Checked with Lightning 2.6.
 
 [Note: In place of ModelParallelStrategy]
 Lightning runs FSDP2 with its `ModelParallelStrategy`, in which the user shards the model himself. `LaconicStrategy` is
-one: it starts the ranks, and saves and loads checkpoints, with that class's code, which needs only what laconic has,
-too. It replaces the mesh, shards the model unless `configure_model` has done it, and keeps gradients off the network
-while they accumulate.
+one: it starts the ranks and saves checkpoints with that class's code, which needs only what laconic has, too. It
+replaces the mesh, shards the model unless `configure_model` has done it, keeps gradients off the network while they
+accumulate, and loads whole files itself.
 
-Lightning calls `training_step`, not the module's `forward`. So not the LightningModule is sharded but the modules in it,
-each with the layers below it.
+Lightning calls `training_step`, not the module's `forward`. So the modules in the LightningModule are sharded, each
+with the layers below it, and not the LightningModule itself.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LaconicStrategy(ModelParallelStrategy):
         *,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         """Set the options; the ranks start with the Trainer's run.
 
@@ -64,16 +64,15 @@ class LaconicStrategy(ModelParallelStrategy):
             save_distributed_checkpoint: True writes a folder of `torch.distributed.checkpoint`, to which each rank adds
                 its shards. False writes one whole file, which Lightning without laconic loads, too. Both load.
             process_group_backend: the backend. Default: that of the device.
-            timeout: the time that a collective may take. Default: Lightning's, 30 minutes.
+            timeout: the time that a collective may take.
 
         Raises:
             ArgumentError: `local_steps` is set.
         """
-        chosen = {} if timeout is None else {"timeout": timeout}
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
-            **chosen,
+            timeout=timeout,
         )
         self.arguments = arguments if arguments is not None else LaconicArguments()
         if self.arguments.local_steps:
@@ -83,7 +82,17 @@ class LaconicStrategy(ModelParallelStrategy):
             )
 
     def setup_environment(self) -> None:
-        """Start the process group and make the mesh, which the LightningModule shows as `device_mesh`."""
+        """Start the process group and make the mesh, which the LightningModule shows as `device_mesh`.
+
+        Raises:
+            ArgumentError: the Trainer's `devices` and `num_nodes` do not make the ranks of the launch.
+        """
+        if self.num_nodes * self.num_processes != self.world_size:
+            raise ArgumentError(
+                f"Trainer(devices={self.num_processes}, num_nodes={self.num_nodes}) makes "
+                f"{self.num_nodes * self.num_processes} ranks, but the launch has {self.world_size}: give it the "
+                "numbers of torchrun's --nproc-per-node and --nnodes"
+            )
         # torchrun's names, for the mesh; Lightning's own launcher sets a part of them only
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(self.num_processes))
         os.environ.setdefault("LOCAL_RANK", str(self.local_rank))

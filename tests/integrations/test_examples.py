@@ -1,0 +1,71 @@
+"""The examples run as torchrun runs them, and `train_gpt.py` is `train_gpt_ddp.py` but for a few lines."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import os
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.launch import launch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def job_scripts(*commands: list[str]) -> list[str]:
+    """Run scripts with their arguments one after the other, and return what each has printed on this rank."""
+    os.environ.update(TORCHELASTIC_RUN_ID="job", OMP_NUM_THREADS="1")  # torchrun sets both
+    printed = []
+    port = int(os.environ["MASTER_PORT"])
+    for index, (script, *arguments) in enumerate(commands):
+        os.environ["MASTER_PORT"] = str(port + index)
+        sys.argv = [str(EXAMPLES / script), *arguments]
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        printed.append(output.getvalue())
+    return printed
+
+
+def run_scripts(*commands: list[str], num_ranks: int = 2) -> list[str]:
+    """Run scripts on ranks that start their process groups themselves, and return the first rank's output."""
+    return launch(job_scripts, *commands, num_ranks=num_ranks, num_local=1, timeout_s=90, backend=None)[0]
+
+
+def numbers(printed: str) -> list[list[float]]:
+    lines = printed.splitlines()
+    return [[float(number) for number in re.findall(r"\d+\.\d+", line)] for line in lines]
+
+
+def changed_lines(before: str, after: str) -> int:
+    """Count the changed lines of a diff: a line in place of another one counts once, as does one more or one fewer."""
+    blocks = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False).get_opcodes()
+    return sum(max(end1 - begin1, end2 - begin2) for tag, begin1, end1, begin2, end2 in blocks if tag != "equal")
+
+
+def test_gpt_with_laconic_trains_as_with_ddp(tmp_path: Path) -> None:
+    files = [str(tmp_path / name) for name in ("ddp.pt", "laconic.pt")]
+    ddp, laconic = run_scripts(
+        ["train_gpt_ddp.py", "--steps", "4", "--save", files[0]], ["train_gpt.py", "--steps", "4", "--save", files[1]]
+    )
+    assert len(numbers(ddp)) == 4
+    torch.testing.assert_close(numbers(laconic), numbers(ddp), rtol=1e-5, atol=1e-5)
+    want, got = (torch.load(file) for file in files)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_gpt_with_laconic_is_a_few_lines_away_from_ddp() -> None:
+    before, after = ((EXAMPLES / name).read_text() for name in ("train_gpt_ddp.py", "train_gpt.py"))
+    assert 0 < changed_lines(before, after) <= 8
+
+
+def test_lightning_example(tmp_path: Path) -> None:
+    arguments = ["--steps", "2", "--folder", str(tmp_path)]
+    (printed,) = run_scripts(["train_lightning.py", *arguments])
+    assert "val_loss" in printed
+    assert (tmp_path / "step=2.ckpt" / "meta.pt").exists()
