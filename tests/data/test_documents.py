@@ -149,9 +149,10 @@ def test_attention_stays_inside_documents(attention: str) -> None:
     check_model(lambda batch: model(**batch.arguments(), use_cache=False), is_packed=True)
 
 
-def test_models_that_mix_documents_or_divide_for_themselves_are_refused() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_models_that_mix_documents_or_divide_for_themselves_are_refused(dtype: Any) -> None:
     tiny = {"hidden_size": 16, "vocab_size": 16, "num_hidden_layers": 1, "state_size": 4}
-    mamba: Any = build_model(ModelConfig(config={"model_type": "mamba", **tiny}), device="cpu")
+    mamba: Any = build_model(ModelConfig(config={"model_type": "mamba", **tiny}, dtype=dtype), device="cpu")
 
     def run(batch: Any) -> Any:
         return mamba(**{key: value for key, value in batch.arguments().items() if key != "position_ids"})
@@ -159,5 +160,7 @@ def test_models_that_mix_documents_or_divide_for_themselves_are_refused() -> Non
     check_model(run, is_packed=False)
     with pytest.raises(JobError, match="lets a document see the ones before it"):
         check_model(run, is_packed=True)
+    with pytest.raises(JobError, match=r"unexpected keyword argument 'position_ids'; set data\.packing = false"):
+        check_model(lambda batch: mamba.get_input_embeddings().forward(position_ids=batch.position_ids), is_packed=True)
     with pytest.raises(JobError, match="takes no num_items_in_batch"):
         check_model(lambda batch: mamba(input_ids=batch.input_ids, labels=batch.labels), is_packed=False)

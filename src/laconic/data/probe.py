@@ -1,7 +1,7 @@
 """A first forward that shows whether a model treats rows of documents as the data means them.
 
 No list says which models do: it depends on their layers, on the attention's implementation, and on the release of
-transformers. So the model is asked.
+transformers. For example, gpt-oss in transformers 5.23 does not tell its masks about positions. So the model is asked.
 """
 
 from collections.abc import Callable
@@ -28,18 +28,24 @@ def check_model(run: Callable[[Batch], Any], *, is_packed: bool) -> None:
     first, second = torch.tensor([[1], [2]]).expand(2, _TOKENS), (torch.arange(_TOKENS) % 3).expand(2, _TOKENS)
     ids = torch.cat([first, second], dim=1)
     positions = torch.arange(_TOKENS).repeat(2).expand(2, 2 * _TOKENS)
-    output = run(
-        Batch(
-            input_ids=ids,
-            labels=ids,
-            position_ids=positions.contiguous() if is_packed else None,
-            num_items=torch.tensor(1.0),
-        )
+    batch = Batch(
+        input_ids=ids,
+        labels=ids,
+        position_ids=positions.contiguous() if is_packed else None,
+        num_items=torch.tensor(1.0),
     )
+    try:
+        output = run(batch)
+    except TypeError as error:  # an unexpected keyword argument
+        advice = "set data.packing = false, or " if is_packed else ""
+        raise JobError(
+            f"this model cannot train on rows of documents: {error}; {advice}choose another model"
+        ) from error
     logits = output.logits.detach().float().cpu()
-    by_row = logits[:, _TOKENS:]
-    tolerance = max(1e-4, 4 * torch.finfo(output.logits.dtype).eps) * by_row.abs().max()
-    if is_packed and (by_row[0] - by_row[1]).abs().max() > tolerance:
+    second_documents = logits[:, _TOKENS:]
+    difference = (second_documents[0] - second_documents[1]).abs().mean() / second_documents.abs().mean()
+    # equal to the bit as a rule, but a layer of experts may add in another order; a leak is at least 0.3 %
+    if is_packed and difference > max(1e-4, torch.finfo(output.logits.dtype).eps / 4):
         raise JobError(
             "data.packing = true puts several documents in a row, and this model lets a document see the ones before "
             "it: its layers, or the implementation of its attention, take no notice of position_ids; set data.packing "
