@@ -1,9 +1,9 @@
 """The trained part of a model and its optimizer, in the checkpoint folder of another trainer.
 
 [Note: Complete checkpoints]
-A trainer writes its checkpoint folder file by file, so a kill leaves a folder that looks like a checkpoint. laconic adds
-a list of the files with their sizes, after all ranks have written theirs. A folder without the list, or with a file of
-another size, is not complete and is never resumed from. The sharded tensors have hashes of their own besides:
+A trainer writes its checkpoint folder file by file, so a kill leaves a folder that looks like a checkpoint. laconic
+adds a list of the files with their sizes, after all ranks have written theirs. A folder without the list, or with a
+file of another size, is not complete and is never resumed from. The sharded tensors have hashes of their own besides:
 [Note: Commit protocol] in checkpoint/commit.py.
 """
 
