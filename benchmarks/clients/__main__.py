@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.clients import lines, losses, resume, sft
+from benchmarks.clients import base, lines, losses, resume, sft
 from benchmarks.clients.bench import prepare
 from benchmarks.measure import Benchmark
 
 BENCHMARK = Benchmark(
     name="clients", doc=__doc__, prepare=prepare,
-    rows={"lines": lines.lines, "losses": losses.losses, "resume": resume.resume, "sft-lab": sft.sft_lab},
+    rows={
+        "lines": lines.lines, "losses": losses.losses, "resume": resume.resume, "base": base.base,
+        "sft-lab": sft.sft_lab,
+    },
 )  # fmt: skip
 
 if __name__ == "__main__":

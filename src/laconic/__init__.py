@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from laconic.codec.linear import quantize_
 from laconic.comm.cluster import Cluster, default_mesh, init_mesh
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.islands.local_steps import LocalSteps
@@ -35,6 +36,7 @@ __all__ = [
     "init_mesh",
     "load_safetensors",
     "partial_updates",
+    "quantize_",
     "rows",
     "save_safetensors",
     "unsliced",

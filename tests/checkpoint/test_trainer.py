@@ -22,7 +22,7 @@ def test_saving_in_the_background_changes_nothing(tmp_path: Path) -> None:
         configs += [
             job(tmp_path, **shared, train={"output": sync, "save_every": 1}),
             job(tmp_path, **shared, train={"output": cut, "save_every": 1, "steps": 3, "async_save": True}),
-            job(tmp_path, **shared, train={"output": cut, "save_every": 1, "resume": True, "async_save": True}),
+            job(tmp_path, **shared, train={"output": cut, "save_every": 1, "resume": "auto", "async_save": True}),
         ]
     summaries = run_ranks(train_all, 2, configs)[0]
     for index, strategy in enumerate(STRATEGIES):

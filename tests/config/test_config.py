@@ -25,7 +25,7 @@ MODEL = {"model_type": "llama"}
         ({"train": {"steps": "ten"}}, ["`train.steps` must be an integer", "'ten' (string)"]),
         ({"train": {"steps": 1.5}}, ["`train.steps` must be an integer"]),
         ({"train": {"steps": True}}, ["`train.steps` must be an integer", "boolean"]),
-        ({"train": {"resume": 1}}, ["`train.resume` must be true or false"]),
+        ({"train": {"resume": 1}}, ['`train.resume` must be one of "never", "auto" or true or false or a string']),
         ({"optimizer": {"lr": "big"}}, ["`optimizer.lr` must be a number"]),
         ({"optimizer": {"betas": [0.9]}}, ["`optimizer.betas` must be a list of 2 of a number values"]),
         ({"lora": {"targets": [1]}}, ["`lora.targets` must be a list of a string values"]),
@@ -57,6 +57,9 @@ def test_a_wrong_file_is_refused_by_name(table: dict[str, Any], parts: list[str]
         ({"model": {"dtype": "float16"}}, "model.dtype = 'float16' must not be float16, in which small gradients"),
         ({"shard": {"param_dtype": "float16"}}, "use 'bfloat16'"),
         ({"shard": {"reduce_dtype": "float16"}}, "use 'bfloat16'"),
+        ({"lora": {"quantize": "nf4"}}, "lora.quantize = 'nf4' needs lora.enabled = true"),
+        ({"lora": {"dora": True}}, "lora.dora = True needs lora.enabled"),
+        ({"lora": {"enabled": True, "quantize_skip": ["lm_head"]}}, "needs lora.quantize"),
         ({"train": {"steps": 0}}, "at least 1"),
         ({"train": {"keep": 1}}, "at least 2"),
     ],
@@ -100,12 +103,16 @@ def test_options_override_the_file(tmp_path: Path) -> None:
     path.write_text(
         '[model]\nconfig = {model_type = "llama", hidden_size = 8}\n[train]\nsteps = 3\nmicro_batch_size = 7\n'
     )
-    options = "--train.steps 9 --train.resume true --lora.targets a b --optimizer.betas 0 0.5 --data.tokenizer t"
+    options = "--train.steps 9 --train.resume auto --lora.targets a b --optimizer.betas 0 0.5 --data.tokenizer t"
     table = "--model.config.hidden_size 16 --model.config.tie_word_embeddings=false"
-    config = parse([str(path), *options.split(), *table.split()])
+    config = parse([str(path), *options.split(), "--lora.enabled", "true", *table.split()])
     assert config.train.steps == 9
     assert config.train.micro_batch_size == 7
-    assert config.train.resume is True
+    assert config.train.resume == "auto"
+    assert config.lora.enabled is True
+    assert parse(["--train.resume", "true"]) == parse(["--train.resume", "auto"])
+    assert parse(["--train.resume", "false"]).train.resume == "never"
+    assert parse(["--train.resume", "runs/other"]).train.resume == "runs/other"
     assert config.lora.targets == ("a", "b")
     assert config.optimizer.betas == (0.0, 0.5)
     assert config.model.config == {"model_type": "llama", "hidden_size": 16, "tie_word_embeddings": False}
@@ -120,7 +127,7 @@ def test_options_override_the_file(tmp_path: Path) -> None:
         (["--train.step", "3"], "--train.steps"),
         (["--train.steps", "x"], "--train.steps"),
         (["--train.steps", "0"], "at least 1"),
-        (["--train.resume", "maybe"], "expected true or false"),
+        (["--lora.enabled", "maybe"], "expected true or false"),
         (["--shard.strategy", "zero"], "fsdp2-hpz"),
     ],
 )

@@ -51,6 +51,23 @@ def test_adapters_are_those_of_peft() -> None:
     assert layer.scaling == {"default": 2.0}
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_dora_starts_from_the_norms_that_peft_computes(name: str) -> None:
+    config = ModelConfig(config=TINY[name])
+    adapted: Any = build_model(config, LoraConfig(enabled=True, rank=3, dora=True), device="cpu").eval()
+    plain: Any = build_model(config, device="cpu").eval()
+    start = plain(input_ids=tokens()).logits
+    targets = sorted({layer for _, layer, _ in lora.adapted_layers(adapted)})
+    settings = {"r": 3, "use_dora": True, "target_modules": targets, "fan_in_fan_out": name == "gpt2"}
+    wrapped = peft.get_peft_model(plain, peft.LoraConfig(**settings))
+    magnitudes = {n: p for n, p in adapted.named_parameters() if "lora_magnitude_vector" in n}
+    assert magnitudes
+    for parameter_name, parameter in magnitudes.items():
+        assert parameter.requires_grad
+        torch.testing.assert_close(parameter, wrapped.get_parameter(parameter_name))
+    torch.testing.assert_close(adapted(input_ids=tokens()).logits, start)
+
+
 def test_a_mixture_gets_adapters_on_its_linear_layers_alone() -> None:
     model: Any = build_model(ModelConfig(config=TINY["mixtral"]), LORA)
     adapted = {name for _, name, _ in lora.adapted_layers(model)}

@@ -236,7 +236,9 @@ def test_a_resumed_run_repeats_the_unbroken_one(tmp_path: Path) -> None:
     """Equal to the bit, from a checkpoint with a pending gradient."""
     configs = [cyclic_job(tmp_path, name, **sections) for name, sections in RESUMED.items()]
     broken = [
-        cyclic_job(tmp_path, f"{name}-resumed", **{**sections, "train": {**sections.get("train", {}), "resume": True}})
+        cyclic_job(
+            tmp_path, f"{name}-resumed", **{**sections, "train": {**sections.get("train", {}), "resume": "auto"}}
+        )
         for name, sections in RESUMED.items()
     ]
     for name, unbroken, rest in zip(RESUMED, *run_ranks(train_and_resume, 2, configs, broken)[0], strict=True):
@@ -259,7 +261,7 @@ def test_one_rank_resumes_and_refuses_other_checkpoints(tmp_path: Path) -> None:
     unbroken = train(cyclic_job(tmp_path, "whole", schedule={"workers": 3}))
     for name in ("resumed", "other"):
         copy_until(tmp_path / "whole", tmp_path / name, step=2)
-    resume = {"resume": True}
+    resume = {"resume": "auto"}
     rest = train(cyclic_job(tmp_path, "resumed", schedule={"workers": 3}, train=resume))
     assert rest["losses"] == unbroken["losses"][2:]
     assert differing(trained(tmp_path / "resumed"), trained(tmp_path / "whole")) == []

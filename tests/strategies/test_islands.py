@@ -66,7 +66,7 @@ def test_settings_that_make_no_sense_are_refused_by_name(sync: dict[str, Any], p
             {"sync": {**LOCAL, "slices": 2}, "lora": {"enabled": True}},
             "only adapters train, and adapters are not sliced",
         ),
-        ({"sync": {**LOCAL, "recovery": "x"}}, "set train.resume = true"),
+        ({"sync": {**LOCAL, "recovery": "x"}}, "set train.resume = 'auto'"),
         ({"sync": {**LOCAL, "islands": 2}}, "sync.islands = 2 does not divide the 1 nodes"),
         ({"sync": {**LOCAL, "slices": 2}}, "sync.slices = 2, but there are 1 islands"),
         ({"sync": {**LOCAL, "every": 6, "fragments": 3}}, "fragments=3, but the model has 2 numbered layers"),
@@ -205,9 +205,9 @@ def test_an_elastic_run_goes_on_with_another_island(tmp_path: Path) -> None:
     machines = str(tmp_path / "machine-$RANK")
     sync = {**LOCAL, "every": 2, "slices": 2, "slice_include": ["mlp"], "recovery": machines}
     settings: dict[str, Any] = {"sync": sync, "optimizer": {"name": "adamw"}}
-    run_ranks(train, 2, job(tmp_path, **settings, train={"steps": 5, "resume": True}), local=1)
+    run_ranks(train, 2, job(tmp_path, **settings, train={"steps": 5, "resume": "auto"}), local=1)
     (tmp_path / "machine-1").rename(tmp_path / "machine-2")  # it is the last machine now, and a new one takes its place
-    summary = run_ranks(train, 3, job(tmp_path, **settings, train={"steps": 8, "resume": True}), local=1)[0]
+    summary = run_ranks(train, 3, job(tmp_path, **settings, train={"steps": 8, "resume": "auto"}), local=1)[0]
     assert summary["start_step"] == 4
     assert [report["step"] for report in summary["syncs"]] == [6, 8]
     slices = {machine: held(tmp_path / f"machine-{machine}") for machine in range(3)}

@@ -78,7 +78,7 @@ def interrupted(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
         shutil.rmtree(broken / "checkpoints" / f"step-{STEPS}")
 
     on_rank_0(copy)
-    return unbroken, train(replace(config, train=replace(config.train, output=str(broken), resume=True)))
+    return unbroken, train(replace(config, train=replace(config.train, output=str(broken), resume="auto")))
 
 
 def interrupted_all(configs: list[Config]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -198,7 +198,7 @@ def look_all(configs: list[Config]) -> list[dict[str, Any]]:
 def changed(config: Config, output: Path, **sync: Any) -> Config:
     output_ = shutil.copytree(config.train.output, output)
     given = replace(config.sync, **sync)
-    return replace(config, sync=given, train=replace(config.train, output=str(output_), resume=True))
+    return replace(config, sync=given, train=replace(config.train, output=str(output_), resume="auto"))
 
 
 def test_any_islands_go_on_from_the_agreed_parameters(runs: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
@@ -241,7 +241,9 @@ def test_a_run_without_islands_becomes_one_with(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"steps": 2, "save_every": 0, "output": str(tmp_path / "out")}
     plain = job(tmp_path, train=settings)
     run_ranks(train, 2, plain, local=1)
-    sliced = replace(job(tmp_path, sync={"mode": "local", "every": 2, "slices": 2}, train={**settings, "resume": True}))
+    sliced = replace(
+        job(tmp_path, sync={"mode": "local", "every": 2, "slices": 2}, train={**settings, "resume": "auto"})
+    )
     for found in run_ranks(look, 2, sliced, local=1):
         assert found["start"] == 2
         assert found["outer"] == found["inner"] == found["wrong"] == found["without"] == []

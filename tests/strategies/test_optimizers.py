@@ -47,7 +47,7 @@ def test_every_optimizer_trains_and_resumes_to_the_same_bits(tmp_path: Path) -> 
         configs += [
             optimizer_job(tmp_path, name, output=whole),
             optimizer_job(tmp_path, name, output=broken, steps=3, save_every=0),
-            optimizer_job(tmp_path, name, output=broken, resume=True),
+            optimizer_job(tmp_path, name, output=broken, resume="auto"),
         ]
     summaries = run_ranks(train_all, 2, configs, local=1)[0]
     for index, name in enumerate(OPTIMIZERS):

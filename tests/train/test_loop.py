@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import subprocess
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,10 @@ import torch
 from laconic.config import Config, load, to_toml
 from laconic.strategies.optimizers import make_optimizer
 from laconic.train.cli import main
+from laconic.train.loop import Trainer
 from laconic.train.prepare import differences
 from tests.ranks import run_ranks
-from tests.train.jobs import job, refusal, train, train_all
+from tests.train.jobs import command, job, refusal, train, train_all
 
 STRATEGIES: list[dict[str, Any]] = [
     {"strategy": "ddp"},
@@ -61,7 +65,7 @@ def test_a_resumed_run_repeats_the_unbroken_one(tmp_path: Path) -> None:
         configs += [
             job(tmp_path, **settings, train={"output": whole}),
             job(tmp_path, **settings, train={"steps": 2, "output": broken, "save_every": 0}),
-            job(tmp_path, **settings, train={"output": broken, "resume": True}),
+            job(tmp_path, **settings, train={"output": broken, "resume": "auto"}),
         ]
     summaries = run_ranks(train_all, 2, configs, local=1)[0]
     for strategy, (unbroken, start, rest) in {"laconic": summaries[:3], "fsdp2": summaries[3:]}.items():
@@ -142,14 +146,66 @@ def test_another_runs_checkpoints_are_not_overwritten(tmp_path: Path) -> None:
     assert "already holds checkpoints" in refusal(config)
     wider = job(
         tmp_path,
-        train={"resume": True},
+        train={"resume": "auto"},
         model={"config": {**config.model.config, "hidden_size": 32}},  # type: ignore[dict-item]
     )
     assert "layers" in refusal(wider)  # names the tensors that differ
 
 
 def test_resume_starts_where_there_is_nothing(tmp_path: Path) -> None:
-    assert train(job(tmp_path, train={"resume": True, "steps": 1}))["start_step"] == 0
+    assert train(job(tmp_path, train={"resume": "auto", "steps": 1}))["start_step"] == 0
+
+
+def train_signalled(first: Config, second: Config, signalled: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train until rank `signalled` gets SIGTERM in its second step; then go on to the end."""
+    step = Trainer._step
+
+    def interrupted(self: Trainer, number: int) -> Any:
+        if self.ranks.rank == signalled and number == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_step", interrupted)
+        stopped = train(first)
+    return stopped, train(second)
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_nothing_is_lost(tmp_path: Path) -> None:
+    """The run goes on from another folder, too, to the losses of an unbroken run."""
+    settings: dict[str, Any] = {"steps": 9, "save_every": 0}
+    whole = job(tmp_path, train={**settings, "output": str(tmp_path / "whole")})
+    first = job(tmp_path, train={**settings, "output": str(tmp_path / "first")})
+    rest = job(tmp_path, train={**settings, "output": str(tmp_path / "rest"), "resume": str(tmp_path / "first")})
+    unbroken = run_ranks(train_all, 3, [whole], local=1)[0][0]
+    ends = run_ranks(train_signalled, 3, first, rest, 2, local=1)
+    for stopped, resumed in ends:
+        assert stopped["stopped_by"] == "SIGTERM"
+        assert 2 <= len(stopped["losses"]) == resumed["start_step"] <= 4
+    stopped, resumed = ends[0]
+    assert resumed["stopped_by"] is None
+    assert stopped["losses"] + resumed["losses"] == unbroken["losses"]
+    nowhere = job(tmp_path, train={"resume": str(tmp_path / "nowhere")})
+    assert "nowhere' holds no checkpoint; give the output folder" in refusal(nowhere)
+
+
+def test_ctrl_c_ends_with_one_line_and_its_exit_code(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(to_toml(job(tmp_path, train={"steps": 100_000, "save_every": 0, "log_every": 1})))
+    running = subprocess.Popen(command(str(path)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert running.stdout is not None
+        while " 2/100000 " not in running.stdout.readline():
+            assert running.poll() is None
+        running.send_signal(signal.SIGINT)
+        _, err = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert running.returncode == 128 + signal.SIGINT
+    assert err.splitlines()[-1] == (
+        "laconic train: stopped by SIGINT, with a checkpoint; go on with --train.resume auto"
+    )
+    assert list((tmp_path / "out" / "checkpoints").glob("step-*"))
 
 
 def test_a_loss_that_is_not_finite_stops_all_ranks(tmp_path: Path) -> None:
@@ -169,8 +225,8 @@ def test_matrices_decay_and_vectors_do_not(tmp_path: Path) -> None:
 
 
 def test_differences_between_configurations() -> None:
-    saved = {"train": {"steps": 4, "resume": False}, "data": {"path": "a"}}
-    current = {"train": {"steps": 5, "resume": True}, "data": {"path": "a", "cache": "b"}}
+    saved = {"train": {"steps": 4, "resume": "never"}, "data": {"path": "a"}}
+    current = {"train": {"steps": 5, "resume": "auto"}, "data": {"path": "a", "cache": "b"}}
     assert differences(saved, current) == ["data.cache: None -> b", "train.steps: 4 -> 5"]
 
 

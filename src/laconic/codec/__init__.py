@@ -3,7 +3,7 @@
 import torch
 
 from laconic.codec.base import Codec, FloatCodec
-from laconic.codec.blocked import E2M1, E3M0, Fp4, Int8
+from laconic.codec.blocked import E2M1, E3M0, BlockCodec, Fp4, Int8, Nf4
 from laconic.codec.tiles import Tiling
 
 CODECS: dict[str, Codec] = {
@@ -19,6 +19,10 @@ CODECS: dict[str, Codec] = {
 """All codecs by name. `fp4` is e3m0, with three exponent bits, for values of many scales (arXiv 2501.18512)."""
 
 
+WEIGHT_CODECS: dict[str, BlockCodec] = {"nf4": Nf4(), "int8": Int8(block=64, clip=16.0)}
+"""The codecs of frozen weights. No block of 64 reaches 16 times its root mean square, so this int8 clips nothing."""
+
+
 def codec_named(codec: str | Codec) -> Codec:
     """The codec of a name; a `Codec` is returned as it is.
 
@@ -32,4 +36,15 @@ def codec_named(codec: str | Codec) -> Codec:
     return CODECS[codec]
 
 
-__all__ = ["CODECS", "Codec", "FloatCodec", "Fp4", "Int8", "Tiling", "codec_named"]
+__all__ = [
+    "CODECS",
+    "WEIGHT_CODECS",
+    "BlockCodec",
+    "Codec",
+    "FloatCodec",
+    "Fp4",
+    "Int8",
+    "Nf4",
+    "Tiling",
+    "codec_named",
+]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
+from laconic.codec.linear import WeightFormat
 from laconic.errors import JobError
 from laconic.islands.fragments import SyncSchedule
 from laconic.layout.granularity import Block, block_of
@@ -138,6 +139,22 @@ class LoraConfig(Section):
     """Dropout on the adapters' input."""
     targets: tuple[str, ...] = ()
     """Names of the linear layers that get an adapter, for example "q_proj"; empty: all but the output layer."""
+    dora: bool = False
+    """Train the magnitude of each row of an adapted weight apart from its direction (DoRA)."""
+    quantize: WeightFormat | None = None
+    """Keep the frozen linear layers in blocks of 64 (QLoRA): `nf4` takes 4.25 bits per weight, `int8` 8.25. Fused
+    experts, embeddings and norms stay in model.dtype."""
+    quantize_skip: tuple[str, ...] | None = None
+    """Linear layers that `quantize` leaves alone, by name, such as "lm_head", or by pattern. Default: the output layer;
+    an empty list: none."""
+
+    def _check_keys(self) -> None:
+        for key in ("dora", "quantize"):
+            message = (
+                "needs lora.enabled = true: only adapters train then, and the model's own weights stay as they are"
+            )
+            self._check(key, self.enabled or not getattr(self, key), message)
+        self._check("quantize_skip", self.quantize_skip is None or self.quantize is not None, "needs lora.quantize")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,7 +359,7 @@ class SyncConfig(Section):
     recovery: str | None = None
     """A folder on each machine, best in memory (/dev/shm), for elastic runs (`torchrun --nnodes MIN:MAX`). It keeps the
     result of the last sync; when islands are lost or join, the run that torchrun restarts goes on from it. No other run
-    may use the folder; environment variables in the path are expanded. Needs train.resume."""
+    may use the folder; environment variables in the path are expanded. Needs train.resume = "auto"."""
 
     def _check_keys(self) -> None:
         keys = [field.name for field in dataclasses.fields(self) if field.name != "mode"]
@@ -423,12 +440,20 @@ class TrainConfig(Section):
     """Number of complete checkpoints to keep; at least two, so that a run can go on if the newest one is damaged."""
     log_every: Count = 10
     """Steps between two lines of the log. For a line, the ranks of all islands combine their figures."""
-    resume: bool = False
-    """Go on from the newest complete checkpoint in `output`; start from step 0 if there is none."""
+    resume: Literal["never", "auto"] | bool | str = "never"
+    """`auto`: go on from the newest complete checkpoint in `output`, or start from step 0 if there is none. A path: the
+    same, but without one go on from another run's output folder or step-N folder. `never`: refuse an `output` that has
+    checkpoints. True and false, as in older files, are `auto` and `never`. SIGINT and SIGTERM end a run after the step
+    that is under way, with a checkpoint and exit code 130 or 143."""
     output: str = "runs/laconic"
     """Folder for checkpoints, logs, the effective configuration and `summary.json`."""
     timeout_s: Positive = 600.0
     """A collective that takes longer than this ends the run."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.resume, bool):
+            object.__setattr__(self, "resume", "auto" if self.resume else "never")
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)

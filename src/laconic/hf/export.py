@@ -7,6 +7,7 @@ import argparse
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from laconic.checkpoint import StoredCheckpoint, open_checkpoint
 from laconic.checkpoint.state import persistent_buffers
 from laconic.config import DataConfig, JobError, LoraConfig, ModelConfig, from_dict
 from laconic.hf import lora
+from laconic.hf.decoded import DecodedCheckpoint
 from laconic.hf.folder_writer import (
     MAX_FILE_BYTES,
     ThisProcess,
@@ -75,8 +77,9 @@ def export(
     """Write the folder `out`, whole or not at all. Cost: host memory for one output file or the largest tensor.
 
     `run` is the output folder of a run, or one checkpoint. `adapter` writes the LoRA adapter alone; otherwise adapters
-    are merged. `dtype` is that of floating-point tensors; None keeps each tensor's own. `base` is where the run's
-    `model.path`, or its config.json, lies now. A file has up to `max_file_bytes`; a larger tensor has its own file.
+    are merged, with `lora.quantize` into the decoded weights that they were trained with. `dtype` is that of
+    floating-point tensors; None keeps each tensor's own. `base` is where the run's `model.path`, or its config.json,
+    lies now. A file has up to `max_file_bytes`; a larger tensor has its own file.
 
     Raises:
         JobError: `out` holds files already; the checkpoint is of another program or another model, or has no adapter.
@@ -88,7 +91,9 @@ def export(
     model_config, lora_config, tokenizer = _job(stored, base)
     if adapter and not lora_config.enabled:
         raise JobError(f"{stored.folder} was trained without LoRA and has no adapter; leave --adapter out")
-    model = build_model(model_config, lora_config)
+    model = build_model(model_config, replace(lora_config, quantize=None, quantize_skip=None))
+    if lora_config.quantize is not None:
+        stored = DecodedCheckpoint.of(stored, model, lora_config.quantize)
     values = {} if adapter else dict(_values(model, stored))
     with whole_or_nothing(out, ThisProcess()) as writing:
         if adapter:

@@ -1,12 +1,14 @@
-"""LoRA by peft: adapters train and all other parameters are frozen. The model may be on the meta device."""
+"""LoRA and DoRA by peft: adapters train and all other parameters are frozen. The model may be on the meta device."""
 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from laconic.codec.linear import QuantizedLinear
 from laconic.config import JobError, LoraConfig
 from laconic.hf.layers import has_adapters
 
@@ -32,6 +34,7 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft divides it by r, any number will do
         lora_dropout=config.dropout,
+        use_dora=config.dora,
         target_modules=list(targets),
     )
     device = next(model.parameters()).device
@@ -81,9 +84,36 @@ def adapter_modules(layer: Any) -> list[nn.Module]:
     return [module for module in layer.modules() if id(module) not in base]
 
 
-def reset_adapters(layer: Any) -> None:
-    """Initialise one layer's adapter as peft does: A random, B zero."""
+def reset_adapters(layer: Any, norms: Tensor | None = None) -> None:
+    """Initialise one layer's adapter as peft does: A random, B zero, and with DoRA the magnitudes `norms`."""
     layer.reset_lora_parameters(ADAPTER, True)
+    if norms is not None:
+        layer.lora_magnitude_vector[ADAPTER].weight.data.copy_(norms)
+
+
+def is_dora(layer: Any) -> bool:
+    """True if the adapter of a layer has DoRA's magnitudes (arXiv 2402.09353)."""
+    return ADAPTER in getattr(layer, "lora_magnitude_vector", {})
+
+
+@torch.no_grad()
+def row_norms(layer: Any) -> Tensor:
+    """The norms, (out_features,), of the rows of an adapted layer's own weight, which DoRA starts from. Collective.
+
+    Memory: the whole weight, which may be sharded or in few bits.
+    """
+    base = layer.get_base_layer()
+    if isinstance(base, QuantizedLinear):
+        weight = base.decode(_gathered(base.weight_codes), _gathered(base.weight_scales), base.dtype)
+    else:
+        weight = _gathered(base.weight)
+    if getattr(layer, "fan_in_fan_out", False):  # GPT-2's Conv1D
+        weight = weight.T
+    return torch.linalg.vector_norm(weight.float(), dim=1).to(weight.dtype)
+
+
+def _gathered(parameter: Any) -> Tensor:
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
 def _is_linear(module: nn.Module) -> bool:

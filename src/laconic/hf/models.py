@@ -7,6 +7,7 @@ initialises. It replaces the layer's parameters by plain ones of full size in ho
 `_initialize_weights` fill them with the job's seed, and keeps this rank's part of each. Memory peaks at one layer.
 Modules outside the layers (embeddings, the output layer) go one by one. Tied parameters are drawn in every place, as
 transformers does before it ties them, and the first draw counts. Parameters that partial updates slice are drawn whole.
+Weights that rest in few bits are drawn as the others and then encoded, so they are those of the plain model, rounded.
 """
 
 import difflib
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laconic.codec.linear import quantize_
 from laconic.config import Config, JobError, LoraConfig, ModelConfig
 from laconic.hf.folder import ModelFolder
 from laconic.hf.layers import base_model, layers_to_shard
@@ -27,10 +29,11 @@ from laconic.hf.lora import (
     adapter_modules,
     adapters_put_aside,
     add_adapters,
+    is_dora,
     reset_adapters,
+    row_norms,
 )
-from laconic.hf.weights import load_folder, parameter_ids, write_whole
-from laconic.ragged.joined import whole_parameters
+from laconic.hf.weights import Whole, load_folder, parameter_ids, whole_tensors, write_whole
 
 META = torch.device("meta")
 # Older configuration files have these keys, and transformers 5 still reads them.
@@ -64,6 +67,8 @@ def build_model(config: ModelConfig, lora: LoraConfig | None = None, *, device: 
         ) from error
     if config.activation_checkpointing:
         _checkpoint_activations(model)
+    if lora is not None and lora.quantize is not None:
+        _quantize(model, lora)
     if lora is not None and lora.enabled:
         model = add_adapters(model, lora)
     model.train()
@@ -99,8 +104,9 @@ def materialize(model: nn.Module, config: Config | ModelConfig, device: torch.de
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.init_seed + 1)  # adapters are equal whether the base was loaded or drawn
         for _, _, layer in adapted_layers(model):
+            norms = row_norms(layer) if is_dora(layer) else None
             with _full_size(adapter_modules(layer), loaded=set(), drawn=set()):
-                reset_adapters(layer)
+                reset_adapters(layer, norms)
     return bytes_read
 
 
@@ -132,9 +138,9 @@ def _full_size(modules: Iterable[nn.Module], *, loaded: set[int], drawn: set[int
     Parameters in `loaded` or `drawn` keep their values. For those in `loaded` the tensors are on meta: drawing is free.
     """
     before = [(module, dict(module._parameters)) for module in modules]
-    swapped: list[tuple[nn.Module, str, Tensor]] = []
+    swapped: list[tuple[nn.Module, str, Whole]] = []
     for module, own in before:
-        wholes = whole_parameters(module)
+        wholes = whole_tensors(module)
         shown: dict[str, nn.Parameter | None] = {name: None for name, parameter in own.items() if parameter is None}
         for name, parameter in wholes.items():
             device = META if parameter_ids(parameter) & loaded else torch.device("cpu")
@@ -157,6 +163,14 @@ def _full_size(modules: Iterable[nn.Module], *, loaded: set[int], drawn: set[int
             raise JobError(f"transformers does not initialise {name} of {type(module).__name__}; set model.path")
         write_whole(parameter, stand_in)
         drawn |= parameter_ids(parameter)
+
+
+def _quantize(model: nn.Module, lora: LoraConfig) -> None:
+    assert lora.quantize is not None
+    try:
+        quantize_(model, lora.quantize, skip=lora.quantize_skip)
+    except ValueError as error:
+        raise JobError(f"lora.quantize = {lora.quantize!r}: {error}") from error
 
 
 def _checkpoint_activations(model: Any) -> None:

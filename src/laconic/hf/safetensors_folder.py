@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laconic.codec.linear import quantized_layers
 from laconic.comm.agreement import RankGroup
 from laconic.hf.folder import ModelFolder, ModelFolderError, needed
 from laconic.hf.folder_writer import MAX_FILE_BYTES, converted, whole_or_nothing, write_configuration, write_tensors
@@ -46,12 +47,13 @@ def save_safetensors(
 
     Raises:
         JobError: the folder has something in it, or rank 0 cannot write. Every rank raises it.
-        ValueError: a tensor is on the meta device.
+        ValueError: a tensor is on the meta device, or a weight is quantised.
         ImportError: safetensors or huggingface_hub is not installed.
     """
     for package in ("safetensors.torch", "huggingface_hub"):
         needed(package)
     _refuse_meta(named_tensors(model), "save_safetensors")
+    _refuse_quantised(model)
     ranks = RankGroup()
     expect_all_ranks(ranks, "save_safetensors")
     with whole_or_nothing(Path(folder), ranks) as writing:
@@ -75,7 +77,7 @@ def load_safetensors(model: nn.Module, folder: str | Path) -> None:
 
     The folder may be one of `save_safetensors`, `laconic export` or transformers; for a peft model, one of peft's. It
     holds every parameter and persistent buffer of the model, tied ones under one of their names or more. Values are
-    converted to the model's dtypes.
+    converted to the model's dtypes, and those of quantised weights are encoded.
 
     Raises:
         ModelFolderError: the folder is unreadable or does not fit the model. The message lists the tensors, and every
@@ -91,10 +93,10 @@ def load_safetensors(model: nn.Module, folder: str | Path) -> None:
 
 
 def _load(model: Any, folder: Path) -> None:
-    tensors = named_tensors(model)
     if not is_peft_model(model):
-        load_folder(model, ModelFolder(folder, called="folder", is_model=False), tensors)
+        load_folder(model, ModelFolder(folder, called="folder", is_model=False))
         return
+    tensors = named_tensors(model)
     for adapter in model.peft_config:
         own = folder if adapter == "default" else folder / adapter
         files = ModelFolder(own, called="folder", is_model=False, file=_ADAPTER)
@@ -109,6 +111,14 @@ def _stored_once(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, T
         first.setdefault(id(tensors[name]), name)
     unsaved = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     return {name: t for name, t in tensors.items() if first[id(t)] == name and name not in unsaved}
+
+
+def _refuse_quantised(model: nn.Module) -> None:
+    if not is_peft_model(model) and any(quantized_layers(model)):
+        raise ValueError(
+            "save_safetensors: the model has quantised weights, which from_pretrained would not read. Save the adapters "
+            "of a peft model, or replace each QuantizedLinear by layer.dequantized() before fully_shard"
+        )
 
 
 def _refuse_meta(tensors: Mapping[str, Tensor], call: str) -> None:

@@ -2,11 +2,12 @@
 
 A tensor of the folder is matched with a tensor of the model in one of three ways, tried in this order: by its name; by
 its name with the base model's prefix ("transformer.") added or removed; by transformers' own conversion table, which
-stacks the experts of a mixture, for example. Only tensors that are converted are read whole, one at a time.
+stacks the experts of a mixture, for example. Only tensors that are converted are read whole, one at a time. A weight
+that rests in few bits is encoded while it is read: each rank reads the rows of the blocks whose codes or scales it has.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from laconic.checkpoint.state import persistent_buffers, reshard, strip
+from laconic.codec.linear import QuantizedLinear
 from laconic.hf.folder import ModelFolder, ModelFolderError
-from laconic.ragged.joined import JoinedTensor, joined
+from laconic.ragged.joined import JoinedTensor, joined, whole_parameters
 from laconic.ragged.parts import sliced_parts
 
 _MAX_LISTED = 8
@@ -39,16 +41,66 @@ def held_parts(tensor: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
             yield view, tuple(slice(offset, offset + size) for offset, size in place)
 
 
+@dataclass(frozen=True, eq=False)
+class EncodedWeight:
+    """The weight of a `QuantizedLinear` as a loader sees it: with the shape and the dtype before it was encoded."""
+
+    layer: QuantizedLinear
+
+    @property
+    def shape(self) -> torch.Size:
+        """(out_features, in_features)."""
+        return torch.Size((self.layer.out_features, self.layer.in_features))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the decoded weight."""
+        return self.layer.dtype
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """The parameters that hold codes and scales."""
+        return self.layer.weight_codes, self.layer.weight_scales
+
+    def fill(self, read_rows: Callable[[slice], Tensor]) -> None:
+        """Encode the blocks of which this rank holds codes or scales, from the rows that `read_rows` returns."""
+        (rows, columns), codec = self.shape, self.layer.codec
+        for index, (part, block_bytes) in enumerate(zip(self.parts, (codec.code_bytes(codec.block), 2), strict=True)):
+            for view, (place,) in held_parts(part):
+                first, stop = place.start // block_bytes, -(-place.stop // block_bytes)
+                begin, end = first * codec.block, min(stop * codec.block, rows * columns)
+                top, bottom = begin // columns, -(-end // columns)
+                values = read_rows(slice(top, bottom)).to(self.dtype).reshape(-1)
+                encoded = self.layer.encode(values[begin - top * columns : end - top * columns])[index]
+                view.copy_(encoded[place.start - first * block_bytes : place.stop - first * block_bytes])
+
+
+Whole = Tensor | EncodedWeight
+"""A tensor of the model as a folder or an initialisation knows it."""
+
+
+def whole_tensors(module: nn.Module) -> dict[str, Whole]:
+    """The parameters that a module itself has, as transformers knows them: unsliced, and not encoded."""
+    tensors: dict[str, Whole] = dict(whole_parameters(module))
+    if isinstance(module, QuantizedLinear) and "weight_codes" in tensors:
+        del tensors["weight_codes"], tensors["weight_scales"]
+        tensors["weight"] = EncodedWeight(module)
+    return tensors
+
+
 @torch.no_grad()
-def write_whole(tensor: Tensor, whole: Tensor) -> None:
+def write_whole(tensor: Whole, whole: Tensor) -> None:
     """Copy this rank's part of `whole`, a plain tensor of the global shape, into `tensor`."""
+    if isinstance(tensor, EncodedWeight):
+        tensor.fill(lambda rows: whole[rows])
+        return
     for view, place in held_parts(tensor):
         view.copy_(whole[place] if place else whole)
 
 
-def parameter_ids(tensor: Tensor) -> set[int]:
-    """Return the id of a parameter, or the ids of the parts of a sliced parameter."""
-    return {id(part) for part in (tensor.parts if isinstance(tensor, JoinedTensor) else [tensor])}
+def parameter_ids(tensor: Whole) -> set[int]:
+    """Return the id of a parameter, or the ids of the parts of a sliced or encoded one."""
+    return {id(part) for part in (tensor.parts if isinstance(tensor, JoinedTensor | EncodedWeight) else [tensor])}
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -62,9 +114,19 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {strip(name): tensor for name, tensor in (*tensors.items(), *persistent_buffers(plain))}
 
 
+def wanted_tensors(model: nn.Module) -> dict[str, Whole]:
+    """Return `named_tensors` as a folder of the plain model knows them: quantised weights are not encoded."""
+    wanted: dict[str, Whole] = dict(named_tensors(model))
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            del wanted[strip(f"{name}.weight_codes")], wanted[strip(f"{name}.weight_scales")]
+            wanted[strip(f"{name}.weight")] = EncodedWeight(layer)
+    return wanted
+
+
 @torch.no_grad()
-def load_folder(model: Any, folder: ModelFolder, wanted: Mapping[str, Tensor] | None = None) -> set[int]:
-    """Fill this rank's part of every tensor in `wanted` (default: `named_tensors`).
+def load_folder(model: Any, folder: ModelFolder, wanted: Mapping[str, Whole] | None = None) -> set[int]:
+    """Fill this rank's part of every tensor in `wanted` (default: `wanted_tensors`).
 
     Returns the ids of the filled tensors, and of the filled parts of sliced tensors. A folder may leave out tensors
     that transformers declares optional.
@@ -72,11 +134,15 @@ def load_folder(model: Any, folder: ModelFolder, wanted: Mapping[str, Tensor] | 
     Raises:
         ModelFolderError: tensors are missing, unexpected or of a wrong shape. It lists all, and nothing is read yet.
     """
-    wanted = named_tensors(model) if wanted is None else wanted
+    wanted = wanted_tensors(model) if wanted is None else wanted
     plan = _match(model, wanted, folder)
     _refuse_mismatch(wanted, plan, folder)
     for name, key in plan.direct.items():
-        for view, place in held_parts(wanted[name]):
+        tensor = wanted[name]
+        if isinstance(tensor, EncodedWeight):
+            tensor.fill(lambda rows, key=key: folder.read(key, (rows, slice(None))))  # type: ignore[misc]
+            continue
+        for view, place in held_parts(tensor):
             view.copy_(folder.read(key, place))
     for name, converter in plan.converters.items():
         for target, value in converter.convert(name, model=model, config=model.config).items():
@@ -102,7 +168,7 @@ class _Plan:
     unexpected: list[str] = field(default_factory=list)
 
 
-def _match(model: Any, wanted: Mapping[str, Tensor], folder: ModelFolder) -> _Plan:
+def _match(model: Any, wanted: Mapping[str, Whole], folder: ModelFolder) -> _Plan:
     """Find a source for each tensor in `wanted`, and list the tensors that are missing or unexpected."""
     plan = _Plan()
     prefix = getattr(model, "base_model_prefix", "")
@@ -128,7 +194,7 @@ def _match(model: Any, wanted: Mapping[str, Tensor], folder: ModelFolder) -> _Pl
     return plan
 
 
-def _convert(model: Any, wanted: Mapping[str, Tensor], folder: ModelFolder, keys: list[str], plan: _Plan) -> list[str]:
+def _convert(model: Any, wanted: Mapping[str, Whole], folder: ModelFolder, keys: list[str], plan: _Plan) -> list[str]:
     """Add the `keys` that transformers' conversion table knows to `plan`. Returns the keys that it does not know."""
     if not keys or not hasattr(model, "_no_split_modules"):  # all names fit, or no model of transformers
         return keys
@@ -155,7 +221,7 @@ def _convert(model: Any, wanted: Mapping[str, Tensor], folder: ModelFolder, keys
     return unknown
 
 
-def _converted(plan: _Plan, wanted: Mapping[str, Tensor]) -> Iterator[str]:
+def _converted(plan: _Plan, wanted: Mapping[str, Whole]) -> Iterator[str]:
     """Yield the names of the model's tensors that converters make."""
     for name, converter in plan.converters.items():
         for target in converter.target_patterns:
@@ -164,7 +230,7 @@ def _converted(plan: _Plan, wanted: Mapping[str, Tensor]) -> Iterator[str]:
                 yield full_name
 
 
-def _refuse_mismatch(wanted: Mapping[str, Tensor], plan: _Plan, folder: ModelFolder) -> None:
+def _refuse_mismatch(wanted: Mapping[str, Whole], plan: _Plan, folder: ModelFolder) -> None:
     misshapen = [
         f"{key} is {list(folder.shape(key))}, expected {list(wanted[name].shape)}"
         for name, key in plan.direct.items()

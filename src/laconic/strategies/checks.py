@@ -74,9 +74,9 @@ def _check_islands(config: Config) -> None:
         "sync.slices out",
     )
     _refuse_if(
-        sync.recovery is not None and not config.train.resume,
+        sync.recovery is not None and config.train.resume == "never",
         f"sync.recovery = {sync.recovery!r} is for a run that goes on when torchrun starts it again; set "
-        "train.resume = true (a run without anything to resume starts from step 0)",
+        "train.resume = 'auto' (a run without anything to resume starts from step 0)",
     )
 
 
@@ -85,6 +85,11 @@ def _check_cyclic(config: Config) -> None:
         config.sync.is_local,
         "sync.mode = 'local' and schedule.kind = 'cyclic': islands train on their own, but workers of the cyclic "
         "schedule exchange every gradient; change one of the two",
+    )
+    _refuse_if(
+        config.lora.quantize is not None,
+        f"lora.quantize = {config.lora.quantize!r} and schedule.kind = 'cyclic', which sends whole stages in the dtype "
+        "of their parameters; leave one of the two out",
     )
     for field in dataclasses.fields(ShardConfig):
         value = getattr(config.shard, field.name)

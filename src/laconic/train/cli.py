@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import tomllib
 from dataclasses import replace
@@ -31,7 +32,11 @@ def command(argv: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; return the exit code: 0, or 2 after one line about a mistake that the user can correct."""
+    """Run the command; return the exit code.
+
+    It is 0; or 2 after one line about a mistake that the user can correct; or 128 + n after signal n, so that a
+    scheduler does not take the run for a complete one.
+    """
     return _recorded(argv) or 0
 
 
@@ -41,11 +46,19 @@ def _recorded(argv: list[str]) -> int:
         config = parse(argv)
         from laconic.train.loop import run  # late, so that a message about a wrong key comes before transformers loads
 
-        run(config)
+        stopped_by = run(config)["stopped_by"]
     except JobError as error:
         if _is_main():
             print(f"laconic train: {error}", file=sys.stderr, flush=True)
         return 2
+    if stopped_by is not None:
+        if _is_main():
+            saved = (
+                "without a checkpoint (train.save_every = -1)" if config.train.save_every < 0 else "with a checkpoint"
+            )
+            advice = "go on with --train.resume auto"
+            print(f"laconic train: stopped by {stopped_by}, {saved}; {advice}", file=sys.stderr, flush=True)
+        return 128 + signal.Signals[stopped_by]
     return 0
 
 

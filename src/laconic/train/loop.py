@@ -4,6 +4,7 @@ import contextlib
 import gc
 import hashlib
 import json
+import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ from laconic.train.meter import StepMeter
 from laconic.train.progress import BarLogger, LineLogger
 from laconic.train.recorder import Recorder, reduce_records
 from laconic.train.records import StepRecord
+from laconic.train.stopping import StopSignals
 from laconic.train.summary import summarise
 
 _COLLECT_EVERY = 50  # steps between two collections of garbage
@@ -95,8 +97,10 @@ class Trainer:
         if config.train.async_save:
             self.saver = AsyncSaver(self.output / prepare.CHECKPOINTS, keep=config.train.keep)
         self.start_step = 0
-        if config.train.resume:
+        if config.train.resume != "never":
             self.start_step = prepare.resume(self.stepper, config, self.peers, self.console)
+        self.stopped_by: str | None = None
+        """The name of the signal that ended the run before its last step."""
         self.step_memory: dict[str, int | None] = {"step_peak_bytes": None, "resting_bytes": None}
         """The memory of step `log.memory_step`, in bytes, on the fullest rank; None if it is not measured."""
 
@@ -108,8 +112,8 @@ class Trainer:
     def _make_stepper(self, model: nn.Module) -> Stepper:
         if not self.config.schedule.is_cyclic:
             return Simultaneous(model, self.config, self.ranks, self.device)
-        resumes = self.config.train.resume and self.ranks.is_main
-        saved = self.peers.broadcast(newest_extra(self.output / prepare.CHECKPOINTS) if resumes else None)
+        resumes = self.config.train.resume != "never" and self.ranks.is_main
+        saved = self.peers.broadcast(newest_extra(prepare.checkpoints_to_load(self.config)) if resumes else None)
         stepper = CyclicStepper(model, self.config, self.ranks, self.device, saved)
         self.console.print(f"cut into stages of {stepper.blocks_by_stage} blocks", highlight=False)
         return stepper
@@ -125,8 +129,10 @@ class Trainer:
             contextlib.closing(self._open_recorder()) as self.recorder,
             _manual_garbage_collection() as collect,
             self.saver or contextlib.nullcontext(),
+            StopSignals(self.group, interval=self.stepper.steps_per_sync or 1) as signals,
         ):
             for done in range(self.start_step + 1, train.steps + 1):
+                signals.begin_step(done)
                 self.recorder.add(self._step(done - 1))
                 is_first = done == self.start_step + 1  # a line for the first step shows that the run works
                 if is_first or self._is_due(done, train.log_every) or self.recorder.num_pending >= _MAX_PENDING:
@@ -137,6 +143,9 @@ class Trainer:
                     self._save(done)
                 if done % _COLLECT_EVERY == 0:
                     collect()
+                if done < train.steps and (stop := signals.end_step()):
+                    self._stop(done, stop)
+                    break
         self.stepper.close()
         summary = {
             **summarise(self.config, self.ranks, self.stepper.module, self.recorder.steps),
@@ -144,11 +153,20 @@ class Trainer:
             "start_step": self.start_step,
             "tokens_per_step": self.batches.tokens_after(train.steps) // train.steps,
             "evaluations": self.recorder.evaluations,
+            "stopped_by": self.stopped_by,
             **self.step_memory,
         }
         if self.ranks.is_main:
             files.write_text(self.output / "summary.json", json.dumps(summary, indent=1) + "\n", durable=False)
         return summary
+
+    def _stop(self, done: int, stop: signal.Signals) -> None:
+        """End the run after step `done`, with a checkpoint unless train.save_every forbids it or has just made one."""
+        self.stopped_by = stop.name
+        every = self.config.train.save_every
+        if every >= 0 and not self._is_due(done, every):
+            self._save(done)
+        self.recorder.flush()
 
     def _is_due(self, done: int, every: int) -> bool:
         """Whether step `done` is the last one, or a multiple of `every`. With 0, only the last step counts."""

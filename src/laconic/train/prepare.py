@@ -30,7 +30,8 @@ def open_output(config: Config) -> None:
     """Create the output folder.
 
     Raises:
-        JobError: the folder cannot be written, or has checkpoints and train.resume is false.
+        JobError: the folder cannot be written, or has checkpoints and train.resume is "never"; or train.resume names
+            a folder without a checkpoint.
     """
     output = Path(config.train.output)
     try:
@@ -40,11 +41,25 @@ def open_output(config: Config) -> None:
         probe.unlink()
     except OSError as error:
         raise JobError(f"train.output = {str(output)!r} cannot be written: {error}; choose another folder") from error
-    if not config.train.resume and any((output / CHECKPOINTS).glob("step-*")):
+    if config.train.resume == "never" and any((output / CHECKPOINTS).glob("step-*")):
         raise JobError(
-            f"train.output = {str(output)!r} already holds checkpoints; go on from them with --train.resume true, or "
+            f"train.output = {str(output)!r} already holds checkpoints; go on from them with --train.resume auto, or "
             "choose another folder"
         )
+    if config.train.resume not in ("never", "auto") and not commit.candidates(checkpoints_to_load(config)):
+        raise JobError(
+            f"train.resume = {config.train.resume!r} holds no checkpoint; give the output folder of a run, one of its "
+            "step-N folders, 'auto' or 'never'"
+        )
+
+
+def checkpoints_to_load(config: Config) -> Path:
+    """The folder of the checkpoints to go on from: the run's own if there are any, else what train.resume names."""
+    own = Path(config.train.output) / CHECKPOINTS
+    if config.train.resume in ("never", "auto") or commit.candidates(own):
+        return own
+    given = Path(str(config.train.resume))
+    return given / CHECKPOINTS if (given / CHECKPOINTS).is_dir() else given
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
@@ -110,7 +125,7 @@ def resume(stepper: Stepper, config: Config, peers: RankGroup, console: Console)
     Raises:
         JobError: the checkpoint belongs to another job.
     """
-    checkpoints = Path(config.train.output) / CHECKPOINTS
+    checkpoints = checkpoints_to_load(config)
     newest = peers.broadcast(_newest_step(checkpoints) if peers.rank == 0 else 0)
     if stepper.recovered_steps and stepper.recovered_steps >= newest:
         console.print(f"going on from the sync of islands after step {stepper.recovered_steps}", highlight=False)
