@@ -47,6 +47,7 @@ def in_training(name: str, lora: LoraConfig, values: dict[str, Tensor]) -> Any:
 def llama_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
     run, tokenizer = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("tokenizer")
     (tokenizer / "tokenizer.json").write_text("{}")
+    (tokenizer / "tokenizer_config.json").write_text("{}")
     (tokenizer / "weights.safetensors").write_text("not a tokenizer's")
     return run, run_ranks(train_and_save, 2, str(run), "llama", NO_LORA, str(tokenizer))[0]
 

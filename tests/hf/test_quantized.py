@@ -95,6 +95,11 @@ def test_sharded_training_equals_unsharded(tmp_path: Path) -> None:
     assert found["resumed"]["start_step"] == 2
     export(tmp_path / "host", tmp_path / "merged")
     export(tmp_path / "host", tmp_path / "adapter", adapter=True)
+    for exported in ("merged", "adapter"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / exported)
+        text = "naïve <0x41> 🙂\n\t"
+        assert tokenizer(text)["input_ids"] == list(text.encode())
+        assert tokenizer.decode(list(text.encode())) == text
     merged: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     base: Any = build_model(load(tmp_path / "host" / "config.toml").model, device="cpu")
     for name, layer in list(base.named_modules()):

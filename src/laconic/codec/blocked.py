@@ -172,7 +172,8 @@ class Nf4(BlockCodec):
         return _in_pairs(torch.bucketize(torch.where(wide > 0, blocks / wide, 0.0), borders).to(torch.uint8)), scales
 
     def _dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
-        pairs, _ = _nf4_tables(codes.device)
+        tables = _nf4_tables.__wrapped__ if torch.compiler.is_compiling() else _nf4_tables  # no cache in a graph
+        pairs, _ = tables(codes.device)
         return pairs.index_select(0, codes.to(torch.int32)).view(-1, self.block) * scales
 
 

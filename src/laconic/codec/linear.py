@@ -125,7 +125,8 @@ class QuantizedLinear(nn.Linear):
         if plain is not None:
             return plain
         with torch.no_grad():
-            return self.decode(self.weight_codes, self.weight_scales, self.dtype).as_subclass(DecodedWeight)
+            decoded = self.decode(self.weight_codes, self.weight_scales, self.dtype)
+        return decoded if torch.compiler.is_compiling() else decoded.as_subclass(DecodedWeight)
 
     def decode(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight, (out_features, in_features), that `encode` made into plain tensors of codes and scales."""

@@ -30,16 +30,8 @@ from laconic.hf.folder_writer import (
 )
 from laconic.hf.layers import base_model
 from laconic.hf.models import build_model
+from laconic.hf.tokenizer_files import KEPT, save_tokenizer
 
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "chat_template*",
-)
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -102,8 +94,8 @@ def export(
             _write_model(values, writing, dtype, max_file_bytes)
             write_configuration(base_model(model), writing, dtype)
             _copy_generation_configuration(model_config, writing)
-        if tokenizer != "bytes":
-            _copy_tokenizer(Path(tokenizer), writing)
+        kept = stored.folder.resolve().parents[1] / KEPT  # stored.folder is RUN/checkpoints/step-N
+        save_tokenizer(str(kept) if kept.is_dir() else tokenizer, writing)
     return stored
 
 
@@ -213,15 +205,3 @@ def _copy_generation_configuration(config: ModelConfig, out: Path) -> None:
     given = Path(config.path) / "generation_config.json" if config.path else None
     if given is not None and given.is_file():
         shutil.copy(given, out)
-
-
-def _copy_tokenizer(folder: Path, out: Path) -> None:
-    if not folder.is_dir():
-        print(
-            f"laconic export: the tokenizer's folder {folder} is gone; copy its files to {out} yourself",
-            file=sys.stderr,
-        )
-    for pattern in _TOKENIZER_FILES:
-        for path in folder.glob(pattern):
-            if path.is_file():
-                shutil.copy(path, out)

@@ -51,14 +51,14 @@ class ByteTokenizer:
 
     def chat(self, template: str | None) -> Chat:
         """See `Tokenizer.chat`. The tokenizer's own template is `CHATML`."""
-        return Chat(_transformers_bytes(), template or CHATML)
+        return Chat(transformers_bytes(), template or CHATML)
 
 
 class FolderTokenizer:
     """A tokenizer from a local folder, as `AutoTokenizer` reads it, or a lone `tokenizer.json`."""
 
     def __init__(self, folder: Path) -> None:
-        self._tokenizer = _load(folder)
+        self._tokenizer = load_folder_tokenizer(folder)
         self.vocab_size = len(self._tokenizer)
         self.separator: int | None = self._tokenizer.eos_token_id
         first = self._tokenizer("a")["input_ids"][:1]
@@ -81,7 +81,7 @@ class FolderTokenizer:
 
 
 @functools.cache
-def _transformers_bytes() -> Any:
+def transformers_bytes() -> Any:
     """The byte tokenizer as transformers has tokenizers: it knows which characters a token belongs to."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models
@@ -94,7 +94,8 @@ def _transformers_bytes() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<0x00>", split_special_tokens=True)
 
 
-def _load(folder: Path) -> Any:
+def load_folder_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder, as transformers has tokenizers."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not (folder / "tokenizer_config.json").is_file() and (folder / "tokenizer.json").is_file():
