@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
+from laconic.comm.launch import RankInfo
 from laconic.config import Config, ConfigError, all_keys, from_dict, load, to_dict, to_toml
+from laconic.hf.models import build_model
+from laconic.hf.tokenizer import ByteTokenizer
+from laconic.strategies.checks import check_job
 from laconic.train.cli import main, parse
+from laconic.train.prepare import with_vocabulary
 
 MODEL = {"model_type": "llama"}
 
@@ -54,9 +59,10 @@ def test_a_wrong_file_is_refused_by_name(table: dict[str, Any], parts: list[str]
         ({"shard": {"device_budget_bytes": 1, "cache": "none"}}, "needs shard.cache = 'host'"),
         ({"shard": {"strategy": "ddp", "param_dtype": "bfloat16"}}, "no mixed precision"),
         ({"shard": {"strategy": "fsdp2-hpz", "reshard_after_forward": True}}, "leave it out"),
-        ({"model": {"dtype": "float16"}}, "model.dtype = 'float16' must not be float16, in which small gradients"),
-        ({"shard": {"param_dtype": "float16"}}, "use 'bfloat16'"),
-        ({"shard": {"reduce_dtype": "float16"}}, "use 'bfloat16'"),
+        ({"model": {"dtype": "float16"}}, "model.dtype = 'float16' must not be float16: an optimizer's small updates"),
+        ({"shard": {"reduce_dtype": "float16"}}, "needs shard.param_dtype = 'float16'"),
+        ({"train": {"steps": 3, "epochs": 1.0}}, "train.epochs = 1.0 and train.steps = 3 are both set"),
+        ({"log": {"wandb_name": "x"}}, "log.wandb_name = 'x' needs log.wandb = true"),
         ({"lora": {"quantize": "nf4"}}, "lora.quantize = 'nf4' needs lora.enabled = true"),
         ({"lora": {"dora": True}}, "lora.dora = True needs lora.enabled"),
         ({"lora": {"enabled": True, "quantize_skip": ["lm_head"]}}, "needs lora.quantize"),
@@ -155,8 +161,16 @@ def test_help_shows_every_key_with_its_docstring(capsys: pytest.CaptureFixture[s
     assert "dp_shard" in shown
 
 
-@pytest.mark.parametrize("name", ["pretrain.toml", "lora.toml"])
-def test_examples_are_valid(name: str) -> None:
-    config = load(Path(__file__).parents[2] / "examples" / name)
-    assert config.shard.strategy == "laconic"
-    assert config.lora.enabled == (name == "lora.toml")
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_are_valid(path: Path) -> None:
+    """Each is read, its model is built on meta, and its first lines say how to start it."""
+    config = load(path)
+    check_job(config, RankInfo(rank=0, world_size=4, local_rank=0, num_local=1, num_nodes=4))
+    model = with_vocabulary(config, ByteTokenizer()).model
+    trained = {p.requires_grad for p in build_model(model, config.lora).parameters()}
+    assert trained == ({True, False} if config.lora.enabled else {True})
+    assert f"-m laconic.train examples/{path.name}" in path.read_text()
+    assert len(EXAMPLES) >= 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from laconic.shard.ledger import Ledger
 from laconic.strategies.memory import measured_peak
 from laconic.strategies.stepper import StepResult
 from laconic.train.loggers import JsonlLogger, TensorBoardLogger
-from laconic.train.progress import BarLogger, LineLogger
+from laconic.train.progress import BarLogger, LineLogger, describe
 from laconic.train.recorder import reduce_records
 from laconic.train.records import Step, StepRecord
 from tests.ranks import run_ranks
@@ -124,6 +125,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 0.5)]
     assert set(events.Tags()["scalars"]) == {
         "train/loss",
+        "train/perplexity",
         "train/grad_norm",
         "train/lr",
         "train/tokens",
@@ -153,7 +155,12 @@ def test_plain_lines() -> None:
         "step 12/12",
         "step 12/12",
     ]
-    assert "loss 0.2000 | grad norm 0.500" in lines[1]
+    assert "loss 0.2000 | perplexity 1.221 | grad norm 0.500" in lines[1]
+    assert "for data" not in lines[1]
+    rich = replace(step_at(5), mfu=0.4, data_s=0.1, device_peak_bytes=3 * 10**9, loss_scale=1024.0, skipped_steps=2)
+    told = describe(rich, 5)
+    assert "MFU 40.0% | waited 0.100 s for data | device 3.00 GB, host 0.00 GB" in told
+    assert "loss scale 1024, 2 skipped" in told
     assert "wire 3.00 MB | waited 0.250 s" in lines[1]
     assert lines[-1].endswith("eval loss 0.5000")
 
@@ -167,7 +174,7 @@ def test_the_bar_moves_and_lines_stand_above_it() -> None:
     logger.close()
     shown = stream.getvalue()
     assert "5/10" in shown
-    assert "loss 0.2000 | grad norm" in shown
+    assert "loss 0.2000 | perplexity" in shown
 
 
 @pytest.mark.parametrize("kept", [1, 3])

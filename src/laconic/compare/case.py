@@ -111,7 +111,8 @@ def config_of(base: Config, case: Case, out: Path) -> Config:
         shard=shard,
         train=dataclasses.replace(
             base.train,
-            steps=case.steps, save_every=0 if case.save else -1, eval_every=0, log_every=case.log_every, resume="never",
+            steps=case.steps, epochs=None, save_every=0 if case.save else -1, eval_every=0, log_every=case.log_every,
+            resume="never",
             output=str(out / "runs" / case.name),
         ),
         log=dataclasses.replace(

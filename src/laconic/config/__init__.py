@@ -1,8 +1,8 @@
 """The description of a training job: typed sections that are read from TOML, strictly, and written back to TOML."""
 
 from laconic.config.job import Config, all_keys, from_dict, load, to_dict, to_toml
+from laconic.config.section import ConfigError
 from laconic.config.sections import (
-    ConfigError,
     DataConfig,
     LogConfig,
     LoraConfig,

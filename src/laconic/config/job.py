@@ -14,7 +14,7 @@ import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
 from laconic.config import sections
-from laconic.config.sections import ConfigError
+from laconic.config.section import ConfigError
 
 _T = TypeVar("_T")
 

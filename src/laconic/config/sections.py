@@ -3,100 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, Literal
 
 from laconic.codec.linear import WeightFormat
-from laconic.errors import JobError
+from laconic.config.section import (
+    AtLeastTwo,
+    Bound,
+    ComputeDtype,
+    ConfigError,
+    Count,
+    Dtype,
+    NonNegative,
+    Positive,
+    ProperShare,
+    Section,
+    Share,
+    Size,
+)
 from laconic.islands.fragments import SyncSchedule
 from laconic.layout.granularity import Block, block_of
 
 Strategy = Literal["laconic", "fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp"]
-
-
-class ConfigError(JobError):
-    """The configuration is wrong; the message names the key and says what it should be."""
-
-
-class Bound(NamedTuple):
-    """A bound on the values of a key, as part of the field's annotation. None (not set) is always accepted."""
-
-    holds: Callable[[Any], bool]
-    """Whether a value is within the bound."""
-    text: str
-    """The end of the sentence "section.key = value must ..."."""
-
-
-Count = Annotated[int, Bound(lambda value: value >= 1, "be at least 1")]
-Size = Annotated[int, Bound(lambda value: value >= 0, "not be negative")]
-Positive = Annotated[float, Bound(lambda value: 0 < value < math.inf, "be a positive number")]
-NonNegative = Annotated[float, Bound(lambda value: value >= 0, "not be negative")]
-Share = Annotated[float, Bound(lambda value: 0 <= value <= 1, "lie in [0, 1]")]
-ProperShare = Annotated[float, Bound(lambda value: 0 <= value < 1, "lie in [0, 1)")]
-AtLeastTwo = Annotated[int, Bound(lambda value: value >= 2, "be at least 2")]
-Dtype = Annotated[
-    Literal["float32", "bfloat16", "float16"],  # with float16, so that its refusal can say why
-    Bound(
-        lambda value: value != "float16",
-        "not be float16, in which small gradients vanish unless the loss is scaled, and the trainer does not scale it; "
-        "use 'bfloat16'",
-    ),
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A section of the configuration. Its name is the class's, in lower case and without `Config`.
-
-    A field's annotation states which values a key accepts, for example `Count` for an integer of at least 1. These
-    bounds are checked whenever a section is made, from a file, from options or in Python.
-
-    Raises:
-        ConfigError: a value is out of bounds, or values make no sense together.
-    """
-
-    def __post_init__(self) -> None:
-        for key, hint in get_type_hints(type(self), include_extras=True).items():
-            value = getattr(self, key)
-            values = value if isinstance(value, tuple) else (value,)
-            for bound in _bounds(hint):
-                self._check(key, all(item is None or bound.holds(item) for item in values), f"must {bound.text}")
-        self._check_keys()
-
-    def pick(self, *keys: str) -> dict[str, Any]:
-        """The values of `keys` as keyword arguments, for a function whose parameters have the same names."""
-        return {key: getattr(self, key) for key in keys}
-
-    def _check_keys(self) -> None:
-        """Refuse values that make no sense together; a section without such values keeps this method."""
-
-    def _check(self, key: str, condition: bool, message: str) -> None:
-        if not condition:
-            value = getattr(self, key)
-            shown = list(value) if isinstance(value, tuple) else value
-            raise ConfigError(f"{self._path(key)} = {shown!r} {message}")
-
-    def _check_only_with(self, switch: str, *choices: str, keys: Iterable[str]) -> None:
-        """Refuse `keys` that are not at their defaults, unless the key `switch` has one of the values `choices`."""
-        if getattr(self, switch) in choices:
-            return
-        path, wanted = self._path(switch), " or ".join(map(repr, choices))
-        message = f"is for {path} = {wanted}, got {getattr(self, switch)!r}; leave it out, or change {path}"
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for key in keys:
-            self._check(key, getattr(self, key) == defaults[key], message)
-
-    def _path(self, key: str) -> str:
-        return f"{type(self).__name__.removesuffix('Config').lower()}.{key}"
-
-
-def _bounds(hint: Any) -> Iterator[Bound]:
-    """The bounds in an annotation, and in the types of a tuple's items and of a union's alternatives."""
-    yield from getattr(hint, "__metadata__", ())
-    for part in get_args(hint):
-        yield from _bounds(part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +188,11 @@ class OptimizerConfig(Section):
     """The decay ends at this share of the peak learning rate."""
     fused: bool = True
     """With `adamw`: use torch's fused AdamW, on CPU too; false: one tensor at a time."""
+    loss_scale: Positive = 65536.0
+    """With shard.param_dtype = "float16": the loss is multiplied by this, so that small gradients do not vanish. A step
+    whose gradients overflow is skipped, on all ranks, and halves the scale."""
+    loss_scale_growth_steps: Count = 2000
+    """With shard.param_dtype = "float16": as many steps in a row without overflow double the scale."""
 
     def _check_keys(self) -> None:
         self._check_only_with("name", "adamw", keys=("fused",))
@@ -283,9 +216,10 @@ class ShardConfig(Section):
     its uses: nowhere, in host memory, or on the device."""
     device_budget_bytes: Size = 0
     """With cache = "host": the last layers' node shards stay on the device until they fill this many bytes per rank."""
-    param_dtype: Dtype | None = None
-    """The type of parameters in forward, in backward and on the wire; default: model.dtype."""
-    reduce_dtype: Dtype | None = None
+    param_dtype: ComputeDtype | None = None
+    """The type of parameters in forward, in backward and on the wire; default: model.dtype. With float16 the loss is
+    scaled: see optimizer.loss_scale."""
+    reduce_dtype: ComputeDtype | None = None
     """The type of gradients when they are reduced; default: param_dtype, on every release of torch."""
     reshard_after_forward: bool | None = None
     """Free gathered parameters after forward and gather them again in backward; default: yes, the root too."""
@@ -295,6 +229,8 @@ class ShardConfig(Section):
     counts, and cuts of other parameters fall between rows. Default: as the optimizer needs, 32 rows for `adamw8bit`."""
 
     def _check_keys(self) -> None:
+        message = f"needs shard.param_dtype = 'float16', got {self.param_dtype!r}: the loss is scaled only then"
+        self._check("reduce_dtype", self.reduce_dtype != "float16" or self.param_dtype == "float16", message)
         message = f"needs shard.cache = 'host', got {self.cache!r}"
         self._check("device_budget_bytes", not self.device_budget_bytes or self.cache == "host", message)
         if self.strategy == "ddp":
@@ -420,12 +356,16 @@ class TrainConfig(Section):
 
     steps: Count = 100
     """Optimizer steps of the whole run."""
+    epochs: Positive | None = None
+    """In place of `steps`: passes over the corpus."""
     micro_batch_size: Count = 4
     """Rows per rank and micro-batch."""
     accumulation: Count = 1
     """Micro-batches per rank and optimizer step."""
     seed: int = 0
     """Seed of dropout. Each step of each rank derives its own seed from it, so a resumed run drops the same out."""
+    compile: bool = False
+    """Compile each layer with torch.compile; the first step takes long."""
     device: str = "auto"
     """`cpu`, or the type of the machine's accelerator, such as `cuda`. `auto` takes the accelerator if there is one."""
     eval_every: Size = 0
@@ -455,6 +395,10 @@ class TrainConfig(Section):
             object.__setattr__(self, "resume", "auto" if self.resume else "never")
         super().__post_init__()
 
+    def _check_keys(self) -> None:
+        message = f"and train.steps = {self.steps} are both set; keep one"
+        self._check("epochs", self.epochs is None or self.steps == TrainConfig.steps, message)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig(Section):
@@ -464,8 +408,23 @@ class LogConfig(Section):
     """Write TensorBoard events to `tensorboard` in the output folder."""
     jsonl: bool = True
     """Write one JSON object per step to `metrics.jsonl` in the output folder."""
+    wandb: bool = False
+    """Send the figures to Weights & Biases. The package wandb reads its account and its mode from the environment, for
+    example WANDB_MODE=offline."""
+    wandb_project: str = "laconic"
+    """With `wandb`: the project."""
+    wandb_name: str | None = None
+    """With `wandb`: the name of the run; default: one that wandb makes up."""
+    peak_flops: Positive | None = None
+    """The FLOP/s of one device in the dtype of the job, of which the log shows the used share (MFU). Default: from a
+    table of devices; for a device that is not in it, such as a CPU, no share is shown."""
     progress: bool = True
     """A progress bar where rank 0 has a terminal; plain lines elsewhere."""
     memory_step: int = 0
     """On CPU: watch the allocator during this step (the first is 1), for the summary's `step_peak_bytes`; 0: never. It
     slows the step down. A GPU's allocator keeps a peak by itself."""
+
+    def _check_keys(self) -> None:
+        message = "needs log.wandb = true"
+        self._check("wandb_project", self.wandb or self.wandb_project == LogConfig.wandb_project, message)
+        self._check("wandb_name", self.wandb or self.wandb_name is None, message)

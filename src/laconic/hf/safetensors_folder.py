@@ -116,8 +116,8 @@ def _stored_once(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, T
 def _refuse_quantised(model: nn.Module) -> None:
     if not is_peft_model(model) and any(quantized_layers(model)):
         raise ValueError(
-            "save_safetensors: the model has quantised weights, which from_pretrained would not read. Save the adapters "
-            "of a peft model, or replace each QuantizedLinear by layer.dequantized() before fully_shard"
+            "save_safetensors: the model has quantised weights, which from_pretrained would not read. Save adapters "
+            "by a peft model, or replace each QuantizedLinear by layer.dequantized() before fully_shard"
         )
 
 

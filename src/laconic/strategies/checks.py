@@ -64,6 +64,11 @@ def check_workers(config: Config, ranks: RankInfo) -> None:
 def _check_islands(config: Config) -> None:
     sync = config.sync
     _refuse_if(
+        config.shard.param_dtype == "float16",
+        "shard.param_dtype = 'float16' and sync.mode = 'local': islands would skip different steps when gradients "
+        "overflow; use shard.param_dtype = 'bfloat16'",
+    )
+    _refuse_if(
         config.shard.strategy != "laconic",
         f"sync.mode = 'local' needs shard.strategy = 'laconic', got {config.shard.strategy!r}, which synchronises all "
         "ranks in every step; change one of the two",

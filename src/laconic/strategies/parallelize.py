@@ -53,6 +53,8 @@ def parallelize(
         if device.type == "cpu" and strategy != "fsdp2-gloo":
             use_rings([model, *layers_to_shard(model)])
     materialize(model, config.model, device)
+    if config.train.compile:
+        compile_layers(model)
     if strategy != "ddp":
         return model, mesh
     wrapped = DistributedDataParallel(
@@ -62,6 +64,12 @@ def parallelize(
         **{_BUFFER_SYNC: False},  # type: ignore[arg-type]  # the buffers of a model do not change in training
     )
     return wrapped, None
+
+
+def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
+    """Compile each layer in place. Gathers and reductions stay outside: hooks of a sharded layer are not compiled."""
+    for layer in layers_to_shard(model):
+        layer.compile(backend=backend)
 
 
 def granularity(config: Config) -> Any:

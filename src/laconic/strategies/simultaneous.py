@@ -26,6 +26,7 @@ from laconic.data.batches import Batch
 from laconic.islands.local_steps import LocalSteps, SyncReport
 from laconic.shard.ledger import Ledger
 from laconic.strategies.islands import make_local_steps, num_islands
+from laconic.strategies.loss_scale import LossScale
 from laconic.strategies.memory import local_nbytes, state_nbytes
 from laconic.strategies.optimizers import make_optimizer
 from laconic.strategies.parallelize import parallelize
@@ -53,6 +54,10 @@ class Simultaneous(Stepper):
         self.recovered_steps = self.local.steps if self.local else 0
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._max_grad_norm = config.optimizer.max_grad_norm or math.inf  # an infinite limit only measures
+        self._loss_scale: LossScale | None = None
+        if config.shard.param_dtype == "float16":
+            settings = config.optimizer
+            self._loss_scale = LossScale(scale=settings.loss_scale, growth_steps=settings.loss_scale_growth_steps)
 
     def begin(self) -> None:
         """See `Stepper.begin`."""
@@ -62,13 +67,16 @@ class Simultaneous(Stepper):
 
     def step(self, batches: Sequence[Batch], *, is_last: bool) -> StepResult:
         """See `Stepper.step`."""
-        losses = []
+        losses, scale = [], self._loss_scale.scale if self._loss_scale else None
         for index, batch in enumerate(batches):
             self._set_gradient_sync(index == len(batches) - 1)
             loss = self.loss(batch) / len(batches)
-            loss.backward()
+            (loss if scale is None else loss * scale).backward()
             losses.append(loss.detach())
         grad_norm, mean_loss = self._clip(), float(sum(losses))
+        if self._skips(grad_norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            return StepResult(loss=mean_loss, grad_norm=grad_norm, loss_scale=scale, skipped_steps=self.num_skipped)
         if not math.isfinite(grad_norm) or not math.isfinite(mean_loss):  # see [Note: Non-finite losses]
             raise NotFiniteError(
                 loss=mean_loss,
@@ -78,7 +86,8 @@ class Simultaneous(Stepper):
             )
         syncs = self._update(is_last=is_last)
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss=mean_loss, grad_norm=grad_norm, syncs=syncs)
+        skipped = None if scale is None else self.num_skipped
+        return StepResult(loss=mean_loss, grad_norm=grad_norm, syncs=syncs, loss_scale=scale, skipped_steps=skipped)
 
     def loss(self, batch: Batch) -> Tensor:
         """See `Stepper.loss`."""
@@ -91,8 +100,18 @@ class Simultaneous(Stepper):
         else:
             self.module.set_requires_gradient_sync(is_on)  # FSDP2 and laconic both have this method
 
+    def _skips(self, grad_norm: float) -> bool:
+        """Whether this step's gradients overflowed and a smaller scale may help: [Note: Loss scaling]."""
+        if self._loss_scale is None or (not math.isfinite(grad_norm) and self._loss_scale.is_exhausted):
+            return False
+        self._loss_scale.update(overflowed=not math.isfinite(grad_norm))
+        return not math.isfinite(grad_norm)
+
     def _clip(self) -> float:
         """Clip the gradients; return their global norm before clipping, the same on every rank of an island."""
+        if self._loss_scale is not None:
+            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            torch._foreach_mul_(gradients, 1 / self._loss_scale.scale)
         norm = nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
@@ -112,13 +131,23 @@ class Simultaneous(Stepper):
 
     def save(self, save: Save, extra: dict[str, Any]) -> None:
         """See `Stepper.save`."""
+        if self._loss_scale is not None:
+            extra = {**extra, "loss_scale": self._loss_scale.state()}
         save(model=self.module, optimizer=self.optimizer, local_steps=self.local, extra=extra)
 
     def load(self, folder: Path) -> dict[str, Any] | None:
         """See `Stepper.load`."""
-        return laconic.checkpoint.load_checkpoint(
+        extra = laconic.checkpoint.load_checkpoint(
             folder, model=self.module, optimizer=self.optimizer, local_steps=self.local
         )
+        if self._loss_scale is not None and extra is not None and "loss_scale" in extra:
+            self._loss_scale.load(extra["loss_scale"])
+        return extra
+
+    @property
+    def num_skipped(self) -> int:  # type: ignore[override]  # read-only here
+        """See `Stepper.num_skipped`."""
+        return 0 if self._loss_scale is None else self._loss_scale.num_skipped
 
     def traffic(self, before: Snapshot | None = None) -> Snapshot | None:
         """See `Stepper.traffic`. Bytes that islands exchange between two steps belong to the later step."""

@@ -35,6 +35,10 @@ class StepResult:
     """The norm before clipping, the same on all ranks of an island; None if it is not measured."""
     syncs: tuple[SyncReport, ...] = ()
     """The syncs of islands that ended with this step; every rank has the same number."""
+    loss_scale: float | None = None
+    """The factor of the loss in this step: [Note: Loss scaling] in loss_scale.py. None without loss scaling."""
+    skipped_steps: int | None = None
+    """The steps of the run so far whose gradients overflowed, so that the weights stayed; None without loss scaling."""
     timeline: DeviceTimeline | None = None
     """The measurements of the cyclic schedule; None without one."""
 
@@ -68,6 +72,9 @@ class Stepper(ABC):
     """Steps between two syncs of islands; None without islands."""
     recovered_steps: int = 0
     """The number of steps taken at the last sync that a machine has kept for recovery; 0 without one."""
+
+    num_skipped: int = 0
+    """The steps of the whole run that were skipped. The learning-rate schedule does not count them."""
 
     def begin(self) -> None:
         """Prepare a step. The time of the step does not include this."""

@@ -1,4 +1,4 @@
-"""`laconic train CONFIG.toml [--section.key value ...]`, under torchrun or alone."""
+"""`torchrun ... -m laconic.train CONFIG.toml [--section.key value ...]`; alone, `laconic train` does the same."""
 
 import json
 import os
@@ -15,10 +15,8 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 from laconic.comm.launch import ExitWithoutTeardown
 from laconic.config import Config, ConfigError, JobError, ModelConfig, load
 
-_USAGE = """laconic train CONFIG.toml [--section.key value ...]
-
-Trains the model that CONFIG.toml describes; options override it. One rank alone, or under torchrun:
-  torchrun --nproc-per-node 2 --no-python laconic train CONFIG.toml --train.steps 100
+_USAGE = """Trains the model that CONFIG.toml describes; options override it. On 8 devices of one machine:
+  torchrun --nproc-per-node 8 -m laconic.train CONFIG.toml --train.steps 100
 A key of an inline model table is reached as --model.config.KEY VALUE."""
 
 _TABLE_PREFIX = "--model.config."

@@ -32,11 +32,12 @@ from laconic.strategies.optimizers import set_learning_rates
 from laconic.strategies.simultaneous import Simultaneous
 from laconic.strategies.stepper import NotFiniteError, Stepper
 from laconic.train import prepare
-from laconic.train.loggers import JsonlLogger, Logger, TensorBoardLogger
+from laconic.train.flops import flops_per_token, peak_flops
+from laconic.train.loggers import JsonlLogger, Logger, TensorBoardLogger, WandbLogger
 from laconic.train.meter import StepMeter
 from laconic.train.progress import BarLogger, LineLogger
 from laconic.train.recorder import Recorder, reduce_records
-from laconic.train.records import StepRecord
+from laconic.train.records import StepRecord, perplexity
 from laconic.train.stopping import StopSignals
 from laconic.train.summary import summarise
 
@@ -73,6 +74,7 @@ class Trainer:
         self.output = Path(config.train.output)
         self.console = Console(stderr=False, quiet=not ranks.is_main)
         self.peers.agree(lambda: prepare.open_output(config), only=ranks.is_first_on_node)
+        self.peers.agree(lambda: prepare.check_wandb(config), only=ranks.is_main)
         tokenizer = self.peers.agree(lambda: load_tokenizer(config.data.tokenizer))
         assert tokenizer is not None
         self.config = config = prepare.with_vocabulary(config, tokenizer)
@@ -80,6 +82,8 @@ class Trainer:
         model = self.peers.agree(lambda: prepare.build_checked(config, tokenizer))  # shapes only, before the slow parts
         assert model is not None
         corpus = prepare.open_corpus(config, tokenizer, self.peers, ranks, self.console)
+        self.peers.agree(lambda: prepare.keep_tokenizer(config), only=ranks.is_main)
+        self.config = config = prepare.with_steps(config, corpus, ranks)
         with prepare.as_job_error():
             self.stepper = self._make_stepper(model)
         corpus.check_model(self._outputs)
@@ -180,13 +184,23 @@ class Trainer:
                 loggers.append(JsonlLogger(self.output / "metrics.jsonl", after_step=start))
             if log.tensorboard:
                 loggers.append(TensorBoardLogger(self.output / "tensorboard", after_step=start))
+            if log.wandb:
+                loggers.append(WandbLogger(self.config, self.output, after_step=start))
             if log.progress and self.console.is_terminal:
                 loggers.append(BarLogger(self.console, total=train.steps, every=train.log_every, start=start))
             else:
                 loggers.append(LineLogger(self.console, total=train.steps, every=train.log_every))
         tokens_after = self.batches.tokens_after
         reduce = partial(reduce_records, ranks=self.ranks, group=self.group, tokens_after=tokens_after)
-        return Recorder(loggers, partial(reduce, steps_per_sync=self.stepper.steps_per_sync))
+        speed = self._peak_tokens_per_s()
+        return Recorder(loggers, partial(reduce, steps_per_sync=self.stepper.steps_per_sync, peak_tokens_per_s=speed))
+
+    def _peak_tokens_per_s(self) -> float | None:
+        """The tokens per second at which the model would use all FLOP/s of all devices; None if it is unknown."""
+        config = self.config
+        peak = config.log.peak_flops or peak_flops(self.device, config.shard.param_dtype or config.model.dtype)
+        needed = flops_per_token(self.stepper.module, config.data.sequence_length)
+        return None if peak is None or needed is None else self.ranks.world_size * peak / needed
 
     def _step(self, step: int) -> StepRecord:
         """Take one optimizer step, the `step`-th of the run, counted from 0."""
@@ -198,7 +212,7 @@ class Trainer:
         config = self.config
         self.meter.fetch()
         batches = [batch.to(self.device) for batch in self.batches.step(step)]
-        lr = set_learning_rates(self.stepper.optimizer, step, config)
+        lr = set_learning_rates(self.stepper.optimizer, step - self.stepper.num_skipped, config)
         torch.manual_seed(_step_seed(config.train.seed, step, self.ranks.rank))
         self.stepper.begin()
         self.meter.start()
@@ -239,7 +253,8 @@ class Trainer:
                 total += torch.tensor([float(loss) * batch.weight, batch.weight], dtype=torch.float64)
         dist.all_reduce(total, group=self.group)
         loss_sum, weight = total.tolist()
-        self.recorder.add_evaluation(step, {"eval_loss": loss_sum / weight})
+        mean = loss_sum / weight
+        self.recorder.add_evaluation(step, {"eval_loss": mean, "eval_perplexity": perplexity(mean)})
         self.meter.skip()
 
     def _save(self, step: int) -> None:

@@ -1,6 +1,8 @@
 """The preparations of a job before its first step, which refuse a job that cannot work."""
 
 import contextlib
+import importlib
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,6 +21,7 @@ from laconic.data import tokens
 from laconic.data.batches import TrainingData
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer import Tokenizer
+from laconic.hf.tokenizer_files import KEPT, save_tokenizer
 from laconic.strategies.cyclic import num_workers
 from laconic.strategies.islands import num_islands
 from laconic.strategies.stepper import Stepper
@@ -62,6 +65,39 @@ def checkpoints_to_load(config: Config) -> Path:
     return given / CHECKPOINTS if (given / CHECKPOINTS).is_dir() else given
 
 
+def check_wandb(config: Config) -> None:
+    """Import the package wandb, if the job needs it.
+
+    Raises:
+        JobError: the package cannot be imported.
+    """
+    if config.log.wandb:
+        try:
+            importlib.import_module("wandb")
+        except ImportError as error:
+            advice = "pip install wandb, or set log.wandb = false"
+            raise JobError(f"log.wandb = true needs the package wandb ({error}): {advice}") from error
+
+
+def keep_tokenizer(config: Config) -> None:
+    """Write the tokenizer's files into the output folder, for exports.
+
+    Raises:
+        JobError: the tokenizer's folder, or the file data.chat_template, is gone.
+    """
+    save_tokenizer(config.data.tokenizer, Path(config.train.output) / KEPT, chat_template=config.data.chat_template)
+
+
+def with_steps(config: Config, corpus: TrainingData, ranks: RankInfo) -> Config:
+    """The job with train.steps in place of train.epochs."""
+    train = config.train
+    if train.epochs is None:
+        return config
+    rows_per_step = train.micro_batch_size * train.accumulation * (num_workers(config, ranks) or ranks.world_size)
+    steps = max(1, math.ceil(train.epochs * corpus.steps_per_epoch(rows_per_step)))
+    return replace(config, train=replace(train, steps=steps, epochs=None))
+
+
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
     """The job with the tokenizer's `vocab_size` in its model's table, if the table has none."""
     table = config.model.config
@@ -71,16 +107,16 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
 
 
 def show_configuration(config: Config, ranks: RankInfo, device_type: str, console: Console) -> None:
-    """Print the effective configuration and the launch; rank 0 also writes `config.toml`."""
+    """Print the launch; rank 0 also writes the effective configuration to `config.toml`, and prints its place."""
     launch = f"{ranks.num_nodes} nodes x {ranks.num_local} ranks, {device_type}"
     if config.schedule.is_cyclic:
         launch += f", {num_workers(config, ranks)} workers one after the other by {config.schedule.rule}"
     if config.sync.is_local:
         launch += f", {num_islands(config, ranks)} islands that sync every {config.sync.every} steps"
-    text = to_toml(config)
-    console.print(f"{text}\n{launch}", markup=False, highlight=False, soft_wrap=True)
+    path = Path(config.train.output) / "config.toml"
     if ranks.is_main:
-        files.write_text(Path(config.train.output) / "config.toml", text, durable=False)
+        files.write_text(path, to_toml(config), durable=False)
+    console.print(f"{launch}; configuration: {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 def build_checked(config: Config, tokenizer: Tokenizer) -> nn.Module:

@@ -9,6 +9,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from laconic.train.loggers import Logger
 from laconic.train.records import Step, SyncMetrics
 
+_SHOWN_WAIT = 0.01  # the share of a step that waiting for data must take to be shown
+
 
 def describe(step: Step, total: int) -> str:
     """One line about a step, for a run of `total` steps."""
@@ -16,19 +18,31 @@ def describe(step: Step, total: int) -> str:
     parts = [
         f"step {step.step:>{width}}/{total}",
         f"loss {step.loss:.4f}",
+        f"perplexity {step.perplexity:.4g}",
         *([f"grad norm {step.grad_norm:.3f}"] if step.grad_norm is not None else []),
         f"lr {step.lr:.2e}",
         f"{step.step_s:.3f} s/step",
         f"{step.tokens_per_s:,.0f} tokens/s",
+        *([f"MFU {step.mfu:.1%}"] if step.mfu is not None else []),
+        *([f"waited {step.data_s:.3f} s for data"] if step.data_s > _SHOWN_WAIT * step.step_s else []),
+        _memory(step),
+        *([f"loss scale {step.loss_scale:g}, {step.skipped_steps} skipped"] if step.loss_scale is not None else []),
     ]
     wire = step.interface_sent_bytes if step.interface_sent_bytes is not None else step.wire_bytes
     if wire is not None:
         parts.append(f"wire {wire / 1e6:.2f} MB")
     if step.wait_s is not None:
-        parts.append(f"waited {step.wait_s:.3f} s")
+        parts.append(f"waited {step.wait_s:.3f} s for it")
     if step.cyclic is not None:
         parts.append(f"{step.cyclic.live_peak} stage activations, {step.cyclic.stagger_kept:.0%} on time")
     return " | ".join(parts)
+
+
+def _memory(step: Step) -> str:
+    """The memory of the fullest rank: on its device, if anything counts that, and resident on its host."""
+    on_device = step.allocated_peak_bytes or step.device_peak_bytes
+    device = "" if on_device is None else f"device {on_device / 1e9:.2f} GB, "
+    return f"{device}host {step.resident_bytes / 1e9:.2f} GB"
 
 
 def describe_sync(sync: SyncMetrics, total: int) -> str:

@@ -77,11 +77,13 @@ def reduce_records(
     *,
     tokens_after: Callable[[int], int],
     steps_per_sync: int | None = None,
+    peak_tokens_per_s: float | None = None,
 ) -> list[Step]:
     """Combine the records of the same steps on all ranks. `group` has all ranks and a backend for CPU tensors.
 
     Collective: two small all-reduces, whatever the number of steps, and one more exchange with a cyclic schedule.
     `tokens_after` gives the tokens of the first n global batches; `steps_per_sync` is None without islands.
+    `peak_tokens_per_s` is the speed at which the model would use all FLOP/s of all devices; None if it is unknown.
     """
     if not records:
         return []
@@ -112,6 +114,9 @@ def reduce_records(
             step=record.step,
             tokens=tokens_after(record.step),
             loss=total["loss"] / total["num_losses"],
+            mfu=tokens_in(record.step, 1) / record.step_s / peak_tokens_per_s if peak_tokens_per_s else None,
+            loss_scale=record.result.loss_scale,
+            skipped_steps=record.result.skipped_steps,
             grad_norm=total["grad_norm"] / ranks.world_size if has_islands else record.result.grad_norm,
             lr=record.lr,
             step_s=record.step_s,

@@ -1,6 +1,7 @@
 """The figures of one optimizer step, on one rank and on the whole cluster."""
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,8 @@ from laconic.lab.counters import InterfaceBytes
 from laconic.shard.ledger import Ledger
 from laconic.strategies.cyclic_metrics import CyclicMetrics
 from laconic.strategies.stepper import StepResult
+
+_LARGEST_EXPONENT = 709.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,12 @@ class Step:
     """Rank 0's seconds to fetch the rows."""
     tokens_per_s: float
     """Tokens of the global batch per second of `step_s`."""
+    mfu: float | None = None
+    """The share of the devices' FLOP/s that the model takes; None where their peak is unknown."""
+    loss_scale: float | None = None
+    """The factor of the loss in this step; None without loss scaling."""
+    skipped_steps: int | None = None
+    """The steps so far that were skipped as gradients overflowed; None without loss scaling."""
     wait_s: float | None
     """Seconds that a rank waited for the wire, mean over ranks; None if the strategy does not count them."""
     wire_bytes: int | None
@@ -91,6 +100,17 @@ class Step:
     """The syncs that ended with this step."""
     cyclic: CyclicMetrics | None = None
 
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss."""
+        return perplexity(self.loss)
+
     def to_dict(self) -> dict[str, Any]:
         """The figures that are measured, as plain JSON values."""
-        return {key: value for key, value in dataclasses.asdict(self).items() if value not in (None, {}, ())}
+        values = {**dataclasses.asdict(self), "perplexity": self.perplexity}
+        return {key: value for key, value in values.items() if value not in (None, {}, ())}
+
+
+def perplexity(loss: float) -> float:
+    """The exponential of a loss, up to the largest number that JSON has."""
+    return math.exp(min(loss, _LARGEST_EXPONENT))

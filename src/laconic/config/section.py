@@ -1,0 +1,95 @@
+"""What every section of a job description has: bounds on its values, and refusals by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+
+from laconic.errors import JobError
+
+
+class ConfigError(JobError):
+    """The configuration is wrong; the message names the key and says what it should be."""
+
+
+class Bound(NamedTuple):
+    """A bound on the values of a key, as part of the field's annotation. None (not set) is always accepted."""
+
+    holds: Callable[[Any], bool]
+    """Whether a value is within the bound."""
+    text: str
+    """The end of the sentence "section.key = value must ..."."""
+
+
+Count = Annotated[int, Bound(lambda value: value >= 1, "be at least 1")]
+Size = Annotated[int, Bound(lambda value: value >= 0, "not be negative")]
+Positive = Annotated[float, Bound(lambda value: 0 < value < math.inf, "be a positive number")]
+NonNegative = Annotated[float, Bound(lambda value: value >= 0, "not be negative")]
+Share = Annotated[float, Bound(lambda value: 0 <= value <= 1, "lie in [0, 1]")]
+ProperShare = Annotated[float, Bound(lambda value: 0 <= value < 1, "lie in [0, 1)")]
+AtLeastTwo = Annotated[int, Bound(lambda value: value >= 2, "be at least 2")]
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "float16"],  # with float16, so that its refusal can say why
+    Bound(
+        lambda value: value != "float16",
+        "not be float16: an optimizer's small updates vanish in it. Use 'bfloat16', or 'float32' with "
+        "shard.param_dtype = 'float16'",
+    ),
+]
+ComputeDtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A section of the configuration. Its name is the class's, in lower case and without `Config`.
+
+    A field's annotation states which values a key accepts, for example `Count` for an integer of at least 1. These
+    bounds are checked whenever a section is made, from a file, from options or in Python.
+
+    Raises:
+        ConfigError: a value is out of bounds, or values make no sense together.
+    """
+
+    def __post_init__(self) -> None:
+        for key, hint in get_type_hints(type(self), include_extras=True).items():
+            value = getattr(self, key)
+            values = value if isinstance(value, tuple) else (value,)
+            for bound in _bounds(hint):
+                self._check(key, all(item is None or bound.holds(item) for item in values), f"must {bound.text}")
+        self._check_keys()
+
+    def pick(self, *keys: str) -> dict[str, Any]:
+        """The values of `keys` as keyword arguments, for a function whose parameters have the same names."""
+        return {key: getattr(self, key) for key in keys}
+
+    def _check_keys(self) -> None:
+        """Refuse values that make no sense together; a section without such values keeps this method."""
+
+    def _check(self, key: str, condition: bool, message: str) -> None:
+        if not condition:
+            value = getattr(self, key)
+            shown = list(value) if isinstance(value, tuple) else value
+            raise ConfigError(f"{self._path(key)} = {shown!r} {message}")
+
+    def _check_only_with(self, switch: str, *choices: str, keys: Iterable[str]) -> None:
+        """Refuse `keys` that are not at their defaults, unless the key `switch` has one of the values `choices`."""
+        if getattr(self, switch) in choices:
+            return
+        path, wanted = self._path(switch), " or ".join(map(repr, choices))
+        message = f"is for {path} = {wanted}, got {getattr(self, switch)!r}; leave it out, or change {path}"
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for key in keys:
+            self._check(key, getattr(self, key) == defaults[key], message)
+
+    def _path(self, key: str) -> str:
+        return f"{type(self).__name__.removesuffix('Config').lower()}.{key}"
+
+
+def _bounds(hint: Any) -> Iterator[Bound]:
+    """The bounds in an annotation, and in the types of a tuple's items and of a union's alternatives."""
+    yield from getattr(hint, "__metadata__", ())
+    for part in get_args(hint):
+        yield from _bounds(part)

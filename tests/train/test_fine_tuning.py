@@ -1,0 +1,178 @@
+"""What fine-tuning adds to the loop: float16, compiled layers, epochs, and Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from laconic.config import Config, ModelConfig
+from laconic.hf.models import build_model
+from laconic.strategies import parallelize
+from laconic.strategies.learning_rates import lr_at
+from laconic.strategies.loss_scale import LossScale
+from laconic.train import flops
+from tests.ranks import run_ranks
+from tests.train.jobs import SMALL_LLAMA, job, refusal, train, train_all
+
+FP16 = {"param_dtype": "float16"}
+
+
+def test_the_scale_moves_as_that_of_grad_scaler() -> None:
+    """torch.amp.GradScaler in one process is the oracle, on a random row of overflows."""
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    oracle = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+    ours = LossScale(scale=2.0**20, growth_steps=3)
+    for overflowed in torch.rand(60, generator=torch.Generator().manual_seed(0)) < 0.3:
+        oracle.scale(parameter.sum()).backward()
+        if overflowed:
+            parameter.grad.mul_(math.inf)  # type: ignore[union-attr]
+        oracle.step(optimizer)
+        oracle.update()
+        optimizer.zero_grad()
+        ours.update(overflowed=bool(overflowed))
+        assert ours.scale == oracle.get_scale()
+    assert ours.num_skipped > 10
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_float16_skips_together_and_trains_as_float32(tmp_path: Path) -> None:
+    """On 3 ranks: a scale that overflows at first, its schedule, its resume; and gradients clipped after unscaling."""
+    optimizer = {"lr_schedule": "cosine", "warmup_steps": 4, "max_grad_norm": 0.1, "loss_scale_growth_steps": 3}
+    high = {**optimizer, "loss_scale": 2.0**20}
+
+    def one(name: str, **sections: Any) -> Config:
+        train = {"steps": 8, "output": str(tmp_path / name), **sections.pop("train", {})}
+        return job(tmp_path, train=train, **{"optimizer": optimizer, "shard": FP16, **sections})
+
+    configs = [
+        one("fp16", optimizer={**optimizer, "loss_scale": 64.0}),
+        one("fp32", shard={}),
+        one("whole", optimizer=high),
+        one("fsdp2", optimizer=high, shard={**FP16, "strategy": "fsdp2"}),
+        one("broken", optimizer=high, train={"steps": 5, "save_every": 0}),
+        one("broken", optimizer=high, train={"resume": "auto"}),
+    ]
+    fp16, fp32, whole, fsdp2, start, rest = run_ranks(train_all, 3, configs, local=1)[0]
+    assert fp16["losses"] == pytest.approx(fp32["losses"], rel=2e-3)
+    assert fp16["grad_norms"] == pytest.approx(fp32["grad_norms"], rel=2e-2)
+    rows = rows_of(tmp_path / "whole")
+    skipped = [row["skipped_steps"] for row in rows]
+    assert 2 <= skipped[-1] < 8
+    assert skipped == [row["skipped_steps"] for row in rows_of(tmp_path / "fsdp2")]
+    assert whole["losses"] == pytest.approx(fsdp2["losses"], rel=1e-3)
+    for index, row in enumerate(rows):
+        before = skipped[index - 1] if index else 0
+        assert row["lr"] == lr_at(index - before, configs[2].optimizer, total_steps=8)
+        assert math.isfinite(row["grad_norm"]) == (row["skipped_steps"] == before)
+    first_good = skipped.index(skipped[-1])
+    assert [row["loss_scale"] for row in rows[: first_good + 1]] == [
+        2.0**20 / 2**index for index in range(first_good + 1)
+    ]
+    assert start["losses"] + rest["losses"] == whole["losses"]
+    assert [row["loss_scale"] for row in rows_of(tmp_path / "broken")] == [row["loss_scale"] for row in rows]
+
+
+def test_a_loss_that_is_nan_ends_float16_training_too(tmp_path: Path) -> None:
+    config = job(tmp_path, shard=FP16, optimizer={"lr": 1e30, "max_grad_norm": 0.0, "loss_scale": 4.0})
+    assert "training stopped before the optimizer of step" in refusal(config)
+    local = job(tmp_path, shard=FP16, sync={"mode": "local", "every": 2})
+    assert "islands would skip different steps" in refusal(local)
+
+
+def train_compiled(configs: list[Config]) -> list[dict[str, Any]]:
+    """Train with a compiler that makes no C++: tracing, and autograd ahead of time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallelize, "compile_layers", partial(parallelize.compile_layers, backend="aot_eager"))
+        return train_all(configs)
+
+
+def test_compiled_layers_train_as_others(tmp_path: Path) -> None:
+    jobs: list[dict[str, Any]] = [
+        {},
+        {"lora": {"enabled": True, "rank": 2, "quantize": "nf4", "dora": True}},
+        {"shard": {"strategy": "ddp"}, "model": {"activation_checkpointing": True}},
+    ]
+    configs = [
+        job(
+            tmp_path,
+            **sections,
+            train={"steps": 2, "compile": is_compiled, "output": str(tmp_path / f"{i}{is_compiled}")},
+        )
+        for i, sections in enumerate(jobs)
+        for is_compiled in (False, True)
+    ]
+    summaries = run_ranks(train_compiled, 2, configs, local=1)[0]
+    for plain, compiled in zip(summaries[::2], summaries[1::2], strict=True):
+        assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+
+
+def test_epochs_become_steps(tmp_path: Path) -> None:
+    """The corpus has 18,435 tokens to train on, and a step 2 x 16."""
+    summary = train(job(tmp_path, train={"steps": 100, "epochs": 0.005}))
+    assert len(summary["losses"]) == math.ceil(0.005 * math.ceil(18_435 / 32))
+    assert summary["config"]["train"]["steps"] == 3
+
+
+class FakeRun:
+    """A run of wandb that records calls."""
+
+    id = "abc"
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.is_finished = False
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        self.is_finished = True
+
+
+def test_wandb_gets_the_scalars_and_a_resumed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = {"wandb": True, "wandb_project": "p", "wandb_name": "n", "peak_flops": 1e12}
+    settings = {"steps": 2, "save_every": 0, "eval_every": 2}
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", None)
+        assert "log.wandb = true needs the package wandb" in refusal(job(tmp_path, log=log))
+    runs, inits = [FakeRun(), FakeRun()], []
+    fake: Any = ModuleType("wandb")
+    fake.init = lambda **settings: (inits.append(settings), runs[len(inits) - 1])[1]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    train(job(tmp_path, log=log, train=settings))
+    train(job(tmp_path, log=log, train={**settings, "steps": 4, "resume": "auto"}))
+    assert [(init["project"], init["name"], init["id"]) for init in inits] == [("p", "n", None), ("p", "n", "abc")]
+    assert inits[0]["config"]["train"]["steps"] == 2
+    assert [step for step, values in runs[0].logged if "train/loss" in values] == [1, 2]
+    assert [step for step, values in runs[1].logged if "train/loss" in values] == [3, 4]
+    assert 0 < runs[0].logged[0][1]["speed/mfu"] < 1
+    assert "eval/eval_perplexity" in runs[0].logged[-1][1]
+    assert all(run.is_finished for run in runs)
+
+
+def test_flops_per_token(tmp_path: Path) -> None:
+    """6 per weight of a matrix and token, and 12 x layers x hidden size x tokens; a frozen weight takes 4."""
+    table = {"model_type": "llama", **SMALL_LLAMA, "vocab_size": 100}
+    model: Any = build_model(ModelConfig(config=table))
+    weights = sum(p.numel() for p in model.parameters()) - 100 * 16
+    attention = 12 * 2 * 16 * 32
+    assert flops.flops_per_token(model, 32) == 6 * weights + attention
+    model.requires_grad_(False)
+    assert flops.flops_per_token(model, 32) == 4 * weights + attention
+    coded = job(tmp_path, model={"config": table}, lora={"enabled": True, "rank": 1, "quantize": "nf4"})
+    adapters = flops.flops_per_token(build_model(coded.model, coded.lora), 32)
+    trained = sum(p.numel() for p in build_model(coded.model, coded.lora).parameters() if p.requires_grad)
+    assert adapters == 4 * weights + 6 * trained + attention
+    assert flops.peak_flops(torch.device("cpu"), "bfloat16") is None
