@@ -126,6 +126,25 @@ def test_a_rank_that_skips_the_step_of_an_optimizer_is_named() -> None:
     assert "after backward 2 of Net, and waits for no transfer of laconic" in error
 
 
+def job_host_goes_on() -> str:
+    """With NCCL no transfer blocks the host; it stops somewhere later."""
+    report_waits(0.6)
+    model = helpers.shard(helpers.build())
+    helpers.train_step(model)
+    watch._watch._host_waits = False  # type: ignore[union-attr]
+    with redirect_stderr(StringIO()) as printed:
+        if dist.get_rank() == 0:
+            model._laconic_unit.progress.enter_forward()
+        time.sleep(2.0)
+    return printed.getvalue()
+
+
+def test_a_host_that_does_not_wait_names_the_ranks_that_are_behind() -> None:
+    ahead, behind = run_ranks(job_host_goes_on, 2, local=1)
+    assert "s in forward 2 of Net: rank 1 never entered forward 2 of Net; it was last seen" in ahead
+    assert behind == ""
+
+
 # -- while all goes well -----------------------------------------------------------------------------------------------
 
 
