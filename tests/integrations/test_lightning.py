@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
@@ -15,9 +16,10 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 
 import laconic
+from benchmarks.clients.language_model import loss_of, make_model, make_rows
 from benchmarks.clients.lightning_jobs import LightningModel, loader, make_trainer, records, train
 from laconic.integrations import LaconicArguments
-from laconic.integrations.lightning import LaconicStrategy
+from laconic.integrations.lightning import LaconicFabricStrategy, LaconicStrategy
 from laconic.integrations.options import ArgumentError
 from tests.ranks import run_ranks
 
@@ -153,6 +155,50 @@ def on_meta(folder: Path) -> None:
     assert all(torch.isfinite(tensor).all() for tensor in whole(module).values())
 
 
+class FabricLoop:
+    """Fabric's loop, as its users write it."""
+
+    def __init__(self, strategy: Any) -> None:
+        make_trainer("ddp", 1)  # sets what torchrun sets, and seeds
+        self.fabric = Fabric(accelerator="cpu", strategy=strategy, devices=1, num_nodes=dist.get_world_size())
+        self.fabric.launch()
+        self.model = self.fabric.setup_module(make_model())
+        self.optimizer = self.fabric.setup_optimizers(torch.optim.AdamW(self.model.parameters(), lr=1e-2))
+
+    def run(self, steps: int) -> list[tuple[float, float]]:
+        numbers = []
+        for step in range(steps):
+            for micro in range(2):
+                rows = make_rows(3, seed=10 * step + 2 * micro + dist.get_rank())
+                with self.fabric.no_backward_sync(self.model, enabled=micro == 0):
+                    loss = loss_of(self.model, rows)
+                    self.fabric.backward(loss / 2)
+            norm = self.fabric.clip_gradients(self.model, self.optimizer, max_norm=0.5)
+            numbers.append((self.fabric.all_reduce(loss.detach()).item(), float(norm)))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return numbers
+
+
+def fabric(folder: Path) -> None:
+    """A Fabric loop trains as with DDP, sends no gradient without sync, and resumes to the bit from both kinds."""
+    want = FabricLoop("ddp").run(3)
+    for is_sharded in (True, False):
+        loop = FabricLoop(LaconicFabricStrategy(save_distributed_checkpoint=is_sharded))
+        torch.testing.assert_close(loop.run(3), want, rtol=1e-5, atol=1e-5)
+        path = folder / f"sharded={is_sharded}"
+        loop.fabric.save(path, {"model": loop.model, "optimizer": loop.optimizer, "step": 3})
+        resumed = FabricLoop(LaconicFabricStrategy(save_distributed_checkpoint=is_sharded))
+        state = {"model": resumed.model, "optimizer": resumed.optimizer, "step": 0}
+        resumed.fabric.load(path, state)
+        assert state["step"] == 3
+        assert resumed.run(2) == loop.run(2)
+    before = loop.model.traffic.snapshot()
+    with loop.fabric.no_backward_sync(loop.model):
+        loop.fabric.backward(loss_of(loop.model, make_rows(3)))
+    assert (loop.model.traffic.snapshot() - before).wire(purpose="gradients") == 0
+
+
 class OneRank(TorchElasticEnvironment):
     def world_size(self) -> int:
         return 1
@@ -177,7 +223,7 @@ def refusals(folder: Path) -> None:
     strategy = LaconicStrategy()
     make_trainer(strategy, 1)
     strategy.num_nodes, strategy.cluster_environment = 2, OneRank()
-    with pytest.raises(ArgumentError, match="makes 2 ranks, but the launch has 1"):
+    with pytest.raises(ArgumentError, match="make 2 ranks, but the launch has 1"):
         strategy.setup_environment()
 
 
@@ -188,6 +234,7 @@ CHECKS = (
     precision,
     configured_by_the_user,
     on_meta,
+    fabric,
     refusals,
 )
 

@@ -1,7 +1,8 @@
-"""`LaconicStrategy`: Lightning's Trainer with laconic. Needs the extra `lightning`.
+"""`LaconicStrategy`: Lightning's Trainer with laconic; `LaconicFabricStrategy`: Fabric. Needs the extra `lightning`.
 
 ```python
 trainer = Trainer(strategy=LaconicStrategy())
+fabric = Fabric(strategy=LaconicFabricStrategy())
 ```
 
 Checked with Lightning 2.6.
@@ -26,11 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 import laconic
@@ -38,7 +41,7 @@ from laconic.hf.layers import layers_to_shard
 from laconic.integrations.options import ArgumentError, LaconicArguments
 from laconic.integrations.sharding import find_units, make_mesh, shard_model
 
-_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_MIXED = {"bf16-mixed": torch.bfloat16}
 
 
 class LaconicStrategy(ModelParallelStrategy):
@@ -74,12 +77,7 @@ class LaconicStrategy(ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self.arguments = arguments if arguments is not None else LaconicArguments()
-        if self.arguments.local_steps:
-            raise ArgumentError(
-                f"local_steps={self.arguments.local_steps}: Lightning's Trainer averages gradients in every step; use "
-                "laconic.fully_shard and laconic.LocalSteps in a loop of your own, or `laconic train`"
-            )
+        self.arguments = _checked(arguments)
 
     def setup_environment(self) -> None:
         """Start the process group and make the mesh, which the LightningModule shows as `device_mesh`.
@@ -87,15 +85,7 @@ class LaconicStrategy(ModelParallelStrategy):
         Raises:
             ArgumentError: the Trainer's `devices` and `num_nodes` do not make the ranks of the launch.
         """
-        if self.num_nodes * self.num_processes != self.world_size:
-            raise ArgumentError(
-                f"Trainer(devices={self.num_processes}, num_nodes={self.num_nodes}) makes "
-                f"{self.num_nodes * self.num_processes} ranks, but the launch has {self.world_size}: give it the "
-                "numbers of torchrun's --nproc-per-node and --nnodes"
-            )
-        # torchrun's names, for the mesh; Lightning's own launcher sets a part of them only
-        os.environ.setdefault("LOCAL_WORLD_SIZE", str(self.num_processes))
-        os.environ.setdefault("LOCAL_RANK", str(self.local_rank))
+        _check_ranks(self)
         super().setup_environment()
         module = self.lightning_module
         assert module is not None
@@ -136,9 +126,9 @@ class LaconicStrategy(ModelParallelStrategy):
         checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=module.strict_loading)
         set_model_state_dict(module, checkpoint.pop("state_dict"), options=options)
-        if self.optimizers:
-            for optimizer, state in zip(self.optimizers, checkpoint.pop("optimizer_states"), strict=True):
-                set_optimizer_state_dict(module, optimizer, _by_name(state, optimizer, module), options=options)
+        states = checkpoint.pop("optimizer_states", [])  # Lightning refuses to resume from weights alone
+        for optimizer, state in zip(self.optimizers, states, strict=False):
+            set_optimizer_state_dict(module, optimizer, _by_name(state, optimizer, module), options=options)
         return checkpoint
 
     @property
@@ -158,6 +148,65 @@ class LaconicStrategy(ModelParallelStrategy):
         finally:
             for module in sharded:
                 module.set_requires_gradient_sync(True, recurse=False)
+
+
+class LaconicFabricStrategy(FabricModelParallelStrategy):
+    """Shards the module that `fabric.setup_module` gets. Make the optimizer afterwards, as for Fabric's FSDP2.
+
+    `fabric.no_backward_sync` keeps gradients off the network, `fabric.clip_gradients` has the norm over all ranks, and
+    `fabric.save` and `fabric.load` write and read as `save_distributed_checkpoint` says.
+    """
+
+    def __init__(self, arguments: LaconicArguments | None = None, *, save_distributed_checkpoint: bool = True) -> None:
+        """Set the options.
+
+        Args:
+            arguments: laconic's options. `param_dtype` is by default that of `precision="bf16-mixed"`.
+            save_distributed_checkpoint: see `LaconicStrategy`.
+
+        Raises:
+            ArgumentError: `local_steps` is set.
+        """
+        super().__init__(parallelize_fn=self._shard, save_distributed_checkpoint=save_distributed_checkpoint)
+        self.arguments = _checked(arguments)
+
+    def setup_environment(self) -> None:
+        """See `LaconicStrategy.setup_environment`."""
+        _check_ranks(self)
+        super().setup_environment()
+        self._device_mesh = make_mesh(self.arguments, self.root_device.type)
+
+    def _shard(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        policy = self.arguments.mixed_precision(_MIXED.get(self.precision.precision))
+        return shard_model(module, self.arguments, mesh=mesh, mp_policy=policy)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All ranks draw other data."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+
+def _checked(arguments: LaconicArguments | None) -> LaconicArguments:
+    arguments = arguments if arguments is not None else LaconicArguments()
+    if arguments.local_steps:
+        raise ArgumentError(
+            f"local_steps={arguments.local_steps}: Lightning averages gradients in every step; use laconic.fully_shard "
+            "and laconic.LocalSteps in a loop of your own, or `laconic train`"
+        )
+    return arguments
+
+
+def _check_ranks(strategy: LaconicStrategy | LaconicFabricStrategy) -> None:
+    """Compare the ranks that the Trainer has been told of with those of the launch, and name them as torchrun does."""
+    devices, nodes, world = strategy.num_processes, strategy.num_nodes, strategy.world_size
+    if nodes * devices != world:
+        raise ArgumentError(
+            f"devices={devices} and num_nodes={nodes} make {nodes * devices} ranks, but the launch has {world}: give "
+            "Lightning the numbers of torchrun's --nproc-per-node and --nnodes"
+        )
+    # for the mesh; Lightning's own launcher sets a part of torchrun's names only
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(devices))
+    os.environ.setdefault("LOCAL_RANK", str(strategy.local_rank))
 
 
 def _by_name(state: dict[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:

@@ -5,10 +5,11 @@ spec = model_registry("8B")
 spec = dataclasses.replace(spec, parallelize_fn=with_laconic(spec.parallelize_fn))
 ```
 
-The tests use a stand-in for torchtitan with the interface of its release 0.3.0, `parallelize_fn(model, *, parallel_dims,
-training, parallelism, compile_config, ac_config, dump_folder)`, because what torchtitan needs does not go with
-what laconic's other extras need. By hand, the Llama 3 of torchtitan 0.3.0 was initialised, run and clipped on two CPU
-ranks, with its backends `spmd_types` (the default) and `partial_dtensor`.
+The tests use a stand-in for torchtitan with the interface of its release 0.3.0, because what torchtitan needs does not
+go with what laconic's other extras need:
+`parallelize_fn(model, *, parallel_dims, training, parallelism, compile_config, ac_config, dump_folder)`. By hand, the
+Llama 3 of torchtitan 0.3.0 was initialised, run and clipped on two CPU ranks, with its backends `spmd_types` (the
+default) and `partial_dtensor`.
 
 [Note: torchtitan's own calls]
 Each model of torchtitan has a `parallelize_fn` of its own. It applies tensor, expert and context parallelism,
