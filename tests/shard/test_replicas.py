@@ -17,6 +17,8 @@ from tests.shard import helpers
 def job_replicas(names: tuple[str, str], accumulation: int) -> None:
     """Train two steps as the mean over all ranks, and count the bytes between the replicas."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=names)
+    other = helpers.shard(helpers.build(), mesh=mesh)
+    laconic.LocalSteps(other, torch.optim.SGD(other.parameters()), mesh=mesh)  # islands of another model change nothing
     model: Any = helpers.shard(helpers.build(), mesh=mesh, cache="host")
     plain, world = helpers.build(), dist.get_world_size()
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, plain)]

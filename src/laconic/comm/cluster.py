@@ -183,8 +183,6 @@ class Cluster:
         self.island_rank, self.node_rank, self.local_rank = (islands == dist.get_rank()).nonzero()[0].tolist()
         self.size = self.num_nodes * self.num_local
         """The number of ranks in the island."""
-        self.replicas_diverge = False
-        """True once `LocalSteps` trains the islands on their own. Otherwise they sum their gradients in every step."""
         self._ranks: list[list[int]] = islands[self.island_rank].tolist()  # by node, then by local rank
         by_island = islands.flatten(1)
         on_host = _compat.host_backend()

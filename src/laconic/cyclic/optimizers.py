@@ -21,13 +21,16 @@ class StageOptimizers(torch.optim.Optimizer):
     """The optimizers of all stages, which `make` makes, as one optimizer for learning-rate schedulers and for users.
 
     The runtime applies the gradients, by `apply`. `step()` only shows learning-rate schedulers that a step was taken.
+    `settle` completes the updates that are under way, on all workers: `LocalSteps` calls it before islands sync.
 
     Raises:
         ValueError: an optimizer needs a closure, or does not hold exactly the parameters of its stage.
     """
 
-    def __init__(self, make: MakeOptimizer, stages: Sequence[list[nn.Parameter]]) -> None:
-        self._make, self._parameters = make, stages
+    def __init__(
+        self, make: MakeOptimizer, stages: Sequence[list[nn.Parameter]], settle: Callable[[], None] = lambda: None
+    ) -> None:
+        self._make, self._parameters, self.settle = make, stages, settle
         self.by_stage = [make(list(parameters)) for parameters in stages]
         for stage, (optimizer, parameters) in enumerate(zip(self.by_stage, stages, strict=True)):
             _check(optimizer, parameters, stage)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from laconic.comm.failure import first_failure, record_failure
 from laconic.comm.traffic import Traffic
@@ -25,6 +26,7 @@ from laconic.cyclic.schedule.schedule import Schedule, StatePlacement
 from laconic.cyclic.snapshot import Snapshots
 from laconic.cyclic.stages.stage import refuse_shared, trainable
 from laconic.cyclic.worker import LossFn, MicroBatch, Worker
+from laconic.ragged.tensor import RaggedTensor
 
 
 class CyclicDataParallel:
@@ -50,8 +52,9 @@ class CyclicDataParallel:
             same rules; see [Note: Two batches late] in scaling.py. The scaler itself never changes: see `loss_scale`.
 
     Raises:
-        ValueError: ranks and stages do not fit; a stage has no trainable parameter, or shares one, or has an optimizer
-            that needs more than gradients; the rule does not exist, or cannot wait for the global norm.
+        ValueError: ranks and stages do not fit; a stage has no trainable parameter, or shares one, or has one that is
+            cut over ranks, or has an optimizer that needs more than gradients; the rule does not exist, or cannot wait
+            for the global norm.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class CyclicDataParallel:
         if not 0 <= stagger <= 1:
             raise ValueError(f"stagger={stagger}, expected 0 (none) to 1 (an N-th of a batch)")
         by_stage = [list(trainable(stage).values()) for stage in self.stages]
-        self.optimizer = StageOptimizers(optimizer_fn, by_stage)
+        self.optimizer = StageOptimizers(optimizer_fn, by_stage, self._settle)
         """All stages' optimizers as one. Hyper-parameters that are set before `step` belong to its batch's gradient."""
         self._links = Links(mesh, by_stage[0][0].device, lambda stage: self._placement.layouts[stage].num_bytes)
         number = self._links.mesh_rank
@@ -137,6 +140,15 @@ class CyclicDataParallel:
         """
         with self._failing_together():
             self._worker.drain()
+
+    def _settle(self) -> None:
+        """Drain, for a sync of islands, which reads and writes all parameters on every worker. Collective."""
+        if self.schedule.states in ("sharded", "shared"):
+            raise ValueError(
+                f'states="{self.schedule.states}" and LocalSteps: a worker holds only its own stages, but a sync of '
+                'islands reads and writes all parameters on every worker; use states="replicated"'
+            )
+        self.drain()
 
     def close(self) -> None:
         """Drain, and destroy this object's process groups. A process need not do so before it ends. Collective."""
@@ -284,6 +296,14 @@ def _check_stages(stages: Sequence[nn.Module]) -> None:
     if not stages:
         raise ValueError("there are no stages; cut the model into one per worker")
     for number, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            if isinstance(parameter, DTensor):  # a RaggedTensor is one, too
+                kind = "sharded by fully_shard" if isinstance(parameter, RaggedTensor) else "a DTensor"
+                raise ValueError(
+                    f"{name} of stage {number} is {kind}, but workers of the cyclic schedule exchange whole stages; "
+                    'leave tensor parallelism and fully_shard out (states="sharded" keeps a stage on one worker), or '
+                    "train with fully_shard in place of the cyclic schedule"
+                )
         if not trainable(stage):
             raise ValueError(
                 f"stage {number} has no trainable parameter, so its worker's gradient would be empty; cut the model "

@@ -28,6 +28,7 @@ from laconic.islands.fragments import FragmentPattern, SyncSchedule, fragment_of
 from laconic.islands.holders import Holders
 from laconic.islands.outer_optimizer import MakeOuter, OuterFragment, nesterov
 from laconic.islands.recovery import Recovery
+from laconic.shard.unit import unit_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,10 @@ class LocalSteps:
     act on the inner optimizer and the model as usual. Evaluate and export the outer parameters
     (`with local.outer_parameters()`): they are better than the parameters of any island.
 
+    An island may be a `CyclicDataParallel` run with replicated states: give its `optimizer`, and call `step()` after
+    its `step`. Such an optimizer has `settle()`, which drains the run before each sync, so that the island has one
+    version of all parameters.
+
     Args:
         model: the model. Its trainable parameters sync, and with `partial_updates` all slices, each averaged over the
             islands that train it. All other parameters must be equal on all islands.
@@ -98,7 +103,8 @@ class LocalSteps:
 
     Raises:
         ValueError: the schedule is not valid, the codec is unknown, no parameter is trainable, or `mixing` is outside
-            [0, 1). `step`: the codec cannot encode a pseudo-gradient, such as NaN.
+            [0, 1); or the optimizer belongs to a cyclic run whose workers do not hold all parameters. `step`: the codec
+            cannot encode a pseudo-gradient, such as NaN.
     """
 
     def __init__(
@@ -120,6 +126,7 @@ class LocalSteps:
         if not 0 <= mixing < 1:
             raise ValueError(f"mixing={mixing} must lie in [0, 1): 0 takes the outer parameters as they are")
         self.optimizer = optimizer
+        self._settle()
         self.schedule = SyncSchedule(every=every, fragments=fragments, overlap=overlap)
         self.mixing, self.error_feedback = mixing, error_feedback
         self.steps = 0
@@ -140,7 +147,9 @@ class LocalSteps:
             self.fragments.append(OuterFragment(own, outer, holders.counts(own)))
         self._residuals = [torch.zeros_like(fragment.flat.detach()) for fragment in self.fragments]
         self._recovery = Recovery(recovery, self.cluster) if recovery is not None else None
-        self.cluster.replicas_diverge = True
+        for unit in filter(None, map(unit_of, model.modules())):
+            for bucket in unit.buckets:
+                bucket.replicas_diverge |= bucket.cluster is self.cluster
         self._begin()
 
     def _begin(self) -> None:
@@ -152,6 +161,12 @@ class LocalSteps:
                 if self.steps == 0 and self.cluster.island_group is not None:
                     dist.broadcast(fragment.flat.detach(), group=self.cluster.island_group, group_src=0)
                 fragment.write_inner(fragment.flat.detach())
+
+    def _settle(self) -> None:
+        """Complete updates of the inner optimizer that are still under way, if it is of a kind that has such."""
+        settle = getattr(self.optimizer, "settle", None)
+        if settle is not None:
+            settle()
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Take an inner step, and sync (collective over islands) if the schedule says so. Return the closure's loss."""
@@ -168,15 +183,18 @@ class LocalSteps:
         """Count an inner step that other code took or skipped, such as a gradient scaler, and sync if it is due."""
         self.steps += 1
         self.reports = []
-        sent = self.schedule.sends(self.steps)
+        sent, is_due = self.schedule.sends(self.steps), self.schedule.applies(self.steps) is not None
+        if sent is not None or is_due:
+            self._settle()
         if sent is not None:
             self._send(sent)
-        if self.schedule.applies(self.steps) is not None:
+        if is_due:
             self._apply()
 
     @torch.no_grad()
     def finish(self) -> None:
         """Apply the fragment in flight, if there is one. Call it at the end of training."""
+        self._settle()
         self._apply()
 
     @contextmanager

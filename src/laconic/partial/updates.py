@@ -52,7 +52,8 @@ def partial_updates(
 
     Raises:
         ValueError: `num_slices` does not divide the hidden units or heads; the model has no layer of a kind in
-            `include`, or is sliced or sharded already; or a tensor to slice is tied to another, or is a DTensor.
+            `include`, has LoRA adapters, or is sliced or sharded already; or a tensor to slice is tied to another, or
+            is a DTensor.
     """
     if num_slices < 1 or not 0 <= slice_index < num_slices:
         raise ValueError(
@@ -65,6 +66,10 @@ def partial_updates(
         raise ValueError("include is empty, so nothing would be sliced; leave partial_updates out instead")
     if sliced_parameters(model):
         raise ValueError("the model is sliced already; assign_slice gives it another of its slices")
+    if any("lora_" in name for name, _ in model.named_parameters()):
+        raise ValueError(
+            "the model has LoRA adapters: only they train, and they are too small to slice. Leave partial_updates out"
+        )
     cuts = find_cuts(model, include, patterns or ())
     wholes = _checked_parameters(model, cuts, num_slices)
     for name, (module, cut) in cuts.items():
@@ -169,7 +174,10 @@ def _checked_parameters(
         if isinstance(whole, RaggedTensor):
             raise ValueError(f"{name} is sharded already; call partial_updates before fully_shard")
         if isinstance(whole, DTensor):
-            raise ValueError(f"{name} is a DTensor, in parts already; partial updates slice whole tensors only")
+            raise ValueError(
+                f"{name} is a DTensor, in parts already; partial updates slice whole tensors only. Leave out "
+                "partial_updates, or the parallelism that has cut the tensor"
+            )
         if len(names[id(whole)]) > 1:
             raise ValueError(f"{' and '.join(names[id(whole)])} are tied; a sliced parameter must have one place")
         cut.check(name, tuple(whole.shape), num_slices)

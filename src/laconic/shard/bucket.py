@@ -66,6 +66,8 @@ class Bucket:
         self.layout, self.cluster = layout, managed[0].cluster
         self.dtype = managed[0].parameter.dtype
         self._precision, self._offload = precision, offload
+        self.replicas_diverge = False
+        """True once `LocalSteps` trains islands on their own. Otherwise they sum their gradients in every step."""
         self.divide_by: float | None = None
         """The divisor of summed gradients that the user has set; None stands for the number of ranks."""
         self.reduced_hook: Callable[[Tensor], None] | None = None
@@ -201,7 +203,7 @@ class Bucket:
         """The divisor of summed gradients: the number of ranks whose gradients are summed, unless the user set it."""
         if self.divide_by is not None:
             return self.divide_by
-        return self.cluster.size * (1 if self.cluster.replicas_diverge else self.cluster.num_islands)
+        return self.cluster.size * (1 if self.replicas_diverge else self.cluster.num_islands)
 
     @property
     def version(self) -> int:

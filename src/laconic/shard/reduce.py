@@ -53,7 +53,7 @@ class BucketGradients:
     @property
     def has_replicas(self) -> bool:
         """True if gradients are summed over islands."""
-        return self.island.size > 1 and not self.bucket.cluster.replicas_diverge
+        return self.island.size > 1 and not self.bucket.replicas_diverge
 
     def has_partial_sums(self, *, across_islands: bool) -> bool:
         """True if sums of earlier backwards wait to be sent on: across nodes or, with `across_islands`, to islands."""

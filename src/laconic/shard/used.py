@@ -73,9 +73,10 @@ def agree(reduced: Sequence[UsedParameters]) -> None:
 
     Collective over the ranks of their clusters. It removes gradients that no rank has, and runs the parameters' hooks.
     """
-    for cluster in dict.fromkeys(each.bucket.cluster for each in reduced):
-        members = [each for each in reduced if each.bucket.cluster is cluster]
+    kinds = [(each.bucket.cluster, each.bucket.replicas_diverge) for each in reduced]
+    for cluster, diverge in dict.fromkeys(kinds):
+        members = [each for each, kind in zip(reduced, kinds, strict=True) if kind == (cluster, diverge)]
         flags = [each.flags() for each in members]
-        united = start_flags(cluster, torch.cat(flags), across_islands=not cluster.replicas_diverge).wait()
+        united = start_flags(cluster, torch.cat(flags), across_islands=not diverge).wait()
         for each, used in zip(members, united.split([len(own) for own in flags]), strict=True):
             each.conclude(used.tolist())
