@@ -1,0 +1,133 @@
+"""Every cell of the matrix: it trains as the unsharded model does, or it is refused by name before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import laconic
+from tests.composition import page
+from tests.composition.job import batch, build, error, num_steps, optimizer_of, run_cell, stage_optimizer, stages_of
+from tests.composition.matrix import CACHES, CYCLIC, ISLANDS, REFUSALS, STRATEGIES, Cell, cells, refusals_of
+from tests.composition.oracle import expected
+from tests.ranks import run_ranks
+
+Result = tuple[str, dict[str, Tensor], int]
+
+
+def job_cells(chosen: list[Cell]) -> list[Result]:
+    """For every cell the text of its refusal, this rank's parameters, and the number of graphs it compiled."""
+    torch._dynamo.config.recompile_limit = 64
+    if any(cell.strategy in CYCLIC for cell in chosen):
+        check_states()
+    return [_run(cell) for cell in chosen]
+
+
+def _run(cell: Cell) -> Result:
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    try:
+        text, parameters = "", run_cell(cell)
+    except ValueError as refusal:
+        text, parameters = str(refusal), {}
+    return text, parameters, torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
+
+
+def check_states() -> None:
+    """Islands sync around cyclic runs only if every worker holds all parameters."""
+    cell = Cell("cyclic", "AdamW")
+    mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "worker")), build(cell, 0)
+    run = laconic.CyclicDataParallel(
+        stages_of(cell, model), error, stage_optimizer(cell), mesh["worker"], states="sharded"
+    )
+    with pytest.raises(ValueError, match=r'states="sharded" and LocalSteps: .* use states="replicated"'):
+        laconic.LocalSteps(model, run.optimizer, mesh=laconic.init_mesh("cpu", islands=2))
+
+
+@pytest.mark.parametrize("kind", ["caches", "islands", "cyclic", "compile"])
+def test_every_cell(kind: str) -> None:
+    strategies = {"caches": CACHES, "islands": ISLANDS, "cyclic": CYCLIC, "compile": STRATEGIES}[kind]
+    is_compiled = kind == "compile"
+    chosen = [cell for cell in cells() if cell.strategy in strategies and ("compile" in cell.features) == is_compiled]
+    assert len(chosen) >= 16
+    results_of_ranks = run_ranks(job_cells, 4, chosen, local=2, timeout_s=110)
+    wrong = [
+        f"{cell} on rank {rank}: {fault}"
+        for rank, results in enumerate(results_of_ranks)
+        for cell, result in zip(chosen, results, strict=True)
+        for fault in faults(cell, result, rank)
+    ]
+    assert not wrong, f"{len(wrong)} faults:\n" + "\n".join(wrong[:40])
+    num_compiled = sum(graphs > 0 for _, _, graphs in results_of_ranks[0])
+    assert num_compiled > 5 * is_compiled - 1, "cells with equal guards share graphs, but not all do"
+
+
+def faults(cell: Cell, result: Result, rank: int) -> Iterator[str]:
+    """Compare a cell's result with the table and with the oracle."""
+    text, got, graphs = result
+    refusals = [REFUSALS[index] for index in refusals_of(cell.parts)]
+    if refusals:
+        if not any(each.message in text and each.remedy in text for each in refusals):
+            yield text or "not refused"
+    elif text:
+        yield text
+    else:
+        if graphs and "compile" not in cell.features:
+            yield "compiled, but not asked to"
+        yield from differences(got, oracle_on(cell, rank), tolerance(cell))
+
+
+def oracle_on(cell: Cell, rank: int) -> dict[str, Tensor]:
+    islands = expected(cell)
+    return islands[rank // 2 if len(islands) > 1 else 0]
+
+
+def tolerance(cell: Cell) -> float:
+    """Rounding enlarges differences of the last bit: AdamW8bit rounds with a seed from the values, Muon to bf16."""
+    is_rounded = cell.optimizer in ("AdamW8bit", "Muon") or "mixed precision" in cell.features
+    return 3e-3 if is_rounded else 2e-5
+
+
+def differences(got: dict[str, Tensor], want: dict[str, Tensor], limit: float) -> Iterator[str]:
+    if got.keys() != want.keys():
+        yield f"parameters {sorted(got)}, expected {sorted(want)}"
+        return
+    for name, value in want.items():
+        distance = (got[name] - value).abs().max().item()
+        if not distance <= limit:
+            yield f"{name} differs by {distance:.2g}"
+
+
+def test_the_oracles_differ_by_more_than_the_tolerance() -> None:
+    """So that a cell cannot pass as another: without its sync, its rule, its precision or its optimizer."""
+    pairs = [
+        (Cell("cache host", "AdamW"), Cell("local steps", "AdamW")),
+        (Cell("local steps", "AdamW"), Cell("partial updates", "AdamW")),
+        (Cell("local steps", "AdamW"), Cell("local steps around cyclic", "AdamW")),
+        (Cell("cache host", "AdamW8bit"), Cell("cache host", "AdamW8bit", frozenset({"tensor parallel"}))),
+        (Cell("cache host", "Muon"), Cell("cache host", "Shampoo")),
+        (Cell("cache host", "Muon"), Cell("local steps", "Muon")),
+        (Cell("cyclic", "Muon"), Cell("local steps around cyclic", "Muon")),
+        (Cell("cache host", "AdamW"), Cell("cache host", "AdamW", frozenset({"LoRA"}))),
+    ]
+    for one, other in pairs:
+        first, second = oracle_on(one, 0), oracle_on(other, 0)
+        shared = {name: value for name, value in second.items() if name in first}
+        assert list(differences({name: first[name] for name in shared}, shared, 2 * tolerance(one))), f"{one}, {other}"
+    cell = Cell("cyclic", "AdamW")
+    model = build(cell, 0)
+    optimizer = optimizer_of(cell, model)
+    for step in range(num_steps(cell)):  # all workers at once
+        for part in range(2):
+            (error(model(batch(step, part)[0]), batch(step, part)[1]) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert list(differences(dict(model.named_parameters()), oracle_on(cell, 0), 2 * tolerance(cell)))
+
+
+def test_the_page_says_what_the_table_says() -> None:
+    assert page.PAGE.read_text(encoding="utf-8") == page.render(), "run python -m tests.composition.page"
