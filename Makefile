@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # --no-compile: Python compiles what is imported when it is imported, which halves the time of the installation.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: demo test lint bench install clean
+.PHONY: demo test lint docs bench install clean
 
 install: $(VENV)/.installed
 
@@ -35,6 +35,10 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+
+# The site, in build/site. A broken link or an unknown name in the API reference is an error.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: install
 	$(BIN)/python -m benchmarks.wire
