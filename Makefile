@@ -38,7 +38,7 @@ lint: install
 
 # The site, in build/site. A broken link or an unknown name in the API reference is an error.
 docs: install
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: install
 	$(BIN)/python -m benchmarks.wire
