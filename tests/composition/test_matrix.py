@@ -38,7 +38,7 @@ def _run(cell: Cell) -> Result:
 
 
 def check_states() -> None:
-    """Islands sync around cyclic runs only if every worker holds all parameters."""
+    """Islands sync around cyclic runs only if every worker holds all parameters, and do not recover."""
     cell = Cell("cyclic", "AdamW")
     mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "worker")), build(cell, 0)
     run = laconic.CyclicDataParallel(
@@ -46,6 +46,8 @@ def check_states() -> None:
     )
     with pytest.raises(ValueError, match=r'states="sharded" and LocalSteps: .* use states="replicated"'):
         laconic.LocalSteps(model, run.optimizer, mesh=laconic.init_mesh("cpu", islands=2))
+    with pytest.raises(ValueError, match=r"recovery= and the optimizer of a cyclic run.*save checkpoints of the run"):
+        laconic.LocalSteps(model, run.optimizer, mesh=laconic.init_mesh("cpu", islands=2), recovery="unused")
 
 
 @pytest.mark.parametrize("kind", ["caches", "islands", "cyclic", "compile"])

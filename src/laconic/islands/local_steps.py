@@ -103,8 +103,8 @@ class LocalSteps:
 
     Raises:
         ValueError: the schedule is not valid, the codec is unknown, no parameter is trainable, or `mixing` is outside
-            [0, 1); or the optimizer belongs to a cyclic run whose workers do not hold all parameters. `step`: the codec
-            cannot encode a pseudo-gradient, such as NaN.
+            [0, 1); or the optimizer belongs to a cyclic run, and its workers do not hold all parameters or `recovery`
+            is given. `step`: the codec cannot encode a pseudo-gradient, such as NaN.
     """
 
     def __init__(
@@ -125,6 +125,11 @@ class LocalSteps:
     ) -> None:
         if not 0 <= mixing < 1:
             raise ValueError(f"mixing={mixing} must lie in [0, 1): 0 takes the outer parameters as they are")
+        if recovery is not None and hasattr(optimizer, "settle"):
+            raise ValueError(
+                "recovery= and the optimizer of a cyclic run, whose states are with the owners of its stages: a "
+                "machine's folder would lack them; leave recovery out, and save checkpoints of the run"
+            )
         self.optimizer = optimizer
         self._settle()
         self.schedule = SyncSchedule(every=every, fragments=fragments, overlap=overlap)
