@@ -8,9 +8,11 @@ import tomllib
 import traceback
 
 import pytest
+import yaml
 
 from laconic.config import Config
 from laconic.config.job import from_dict
+from laconic.integrations import LaconicArguments
 from tests.docs.blocks import ROOT, Block, blocks
 from tests.docs.commands import check, commands
 from tests.docs.scenes import scene
@@ -27,7 +29,7 @@ def of(*languages: str) -> list[Block]:
 
 
 def test_no_block_is_of_an_unknown_kind() -> None:
-    kinds = {"python", "sh", "toml", "diff", "", *NO_CODE}
+    kinds = {"python", "sh", "toml", "yaml", "diff", "", *NO_CODE}
     assert {block.language for block in ALL} <= kinds
     assert {block.mark for block in ALL} <= {"", "not run", "diff", "part of"}
     assert all(block.about.strip() for block in ALL if block.mark)
@@ -85,19 +87,29 @@ def test_excerpts_are_true(block: Block) -> None:
 
 @pytest.mark.parametrize("block", of("diff"), ids=str)
 def test_free_diffs_are_python_on_both_sides(block: Block) -> None:
-    """And what the new side imports from laconic is there. It is not imported: some of it takes seconds."""
+    """And what the new side imports from laconic is there."""
     for sign in "-+":
         lines = [line[1:] for line in block.text.splitlines() if line[:1] in (sign, " ", "")]
         tree = ast.parse("\n".join(lines), str(block))
-    found = [node for node in tree.body if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("laconic")]
-    for node in found:
-        path = ROOT / "src" / str(node.module).replace(".", "/")
-        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        assert {alias.name for alias in node.names} <= defined(ast.parse(path.read_text(encoding="utf-8")))
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("laconic"):
+            assert {alias.name for alias in node.names} <= defined(str(node.module))
 
 
-def defined(module: ast.Module) -> set[str]:
-    """The names at the top level of a module."""
-    names = {node.name for node in module.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    imports = [node for node in module.body if isinstance(node, ast.ImportFrom)]
+@pytest.mark.parametrize("block", of("yaml"), ids=str)
+def test_yaml_names_a_plugin_and_options(block: Block) -> None:
+    job = yaml.safe_load(block.text)
+    LaconicArguments(**job["laconic"])
+    for plugin in job["plugins"]:
+        module, _, name = plugin.rpartition(".")
+        assert name in defined(module)
+
+
+def defined(name: str) -> set[str]:
+    """The names at the top level of a module of laconic. It is not imported: some of them take seconds."""
+    path = ROOT / "src" / name.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     return names | {alias.asname or alias.name for node in imports for alias in node.names}
