@@ -90,13 +90,15 @@ def job_loads(name: str, folder: Path) -> None:
     for index, (how, seeds) in enumerate(WAYS if name == "foreach" else WAYS[:2]):
         model, optimizer = fresh(*seeds)
         load(how, model, optimizer, plain, full)
-        for step, want in ((2, middle), (4, after)):
-            if step == 4:
-                take_steps(model, optimizer, 2, 3)
-                if not is_own:
-                    assert_ragged(model, optimizer)
-            save_checkpoint(folder / f"{index}", step, model=model, optimizer=optimizer, extra={})
-            assert_equals(state_of(model, optimizer), want)
+        assert_equals(state_of(model, optimizer), middle)
+        if not seeds:  # a save cuts as well, so the other ways go without
+            save_checkpoint(folder / f"{index}", 2, model=model, optimizer=optimizer, extra={})
+            assert_equals(state_of(model, optimizer), middle)
+        take_steps(model, optimizer, 2, 3)
+        if not is_own:
+            assert_ragged(model, optimizer)
+        assert_equals(state_of(model, optimizer), after)
+        save_checkpoint(folder / f"{index}", 4, model=model, optimizer=optimizer, extra={})
         other, other_optimizer = fresh(8)
         load_checkpoint(folder / f"{index}", model=other, optimizer=other_optimizer)
         assert_equals(state_of(other, other_optimizer), after)
