@@ -141,6 +141,8 @@ def transformers_models(folder: str) -> list[list[str]]:
     for name in ("llama", "gpt2", "mixtral"):
         model: Any = spread(ModelConfig(config=TINY[name]), NO_LORA, "laconic")[0]
         want = whole(model)
+        assert repr(model).startswith(f"Sharded{model._get_name()}(")
+        assert hasattr(transformers, model._get_name())
         laconic.save_safetensors(model, f"{folder}/{name}", max_file_bytes=20_000)
         model.save_pretrained(f"{folder}/{name}-pretrained", max_shard_size=30_000)
         for source in (name, f"{name}-pretrained"):

@@ -139,7 +139,7 @@ def job_dtype_after_sharding() -> None:
 def job_unsupported() -> None:
     model = shard(build())
     for operation in (
-        lambda: model.inp.weight.sum(),
+        lambda: model.inp.weight.prod(),
         lambda: nn.functional.linear(torch.zeros(1, 5), model.inp.weight),
         lambda: model.inp(torch.zeros(1, 5)),  # a part of a unit, used alone
     ):

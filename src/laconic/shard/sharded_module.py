@@ -295,6 +295,13 @@ class ShardedModule(FSDPModule, nn.Module):
             elif parameter.grad is not None:
                 parameter.grad.zero_()
 
+    def _get_name(self) -> str:
+        """The plain class's name: transformers' Trainer chooses the loss with smoothed labels by it."""
+        return plain_class(type(self)).__name__
+
+    def __repr__(self) -> str:
+        return f"Sharded{super().__repr__()}"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise AssertionError(  # FSDP2's type
             f"{type(self).__name__} cannot be deep-copied, as its units and process groups exist once; copy the model "
