@@ -79,7 +79,8 @@ def token_rows(rows: int, seed: int = 0, length: int = 10) -> Dataset:
 
 def pairs(rows: int, *, prompt: bool) -> Dataset:
     """Return rows of preferences."""
-    chosen, rejected = sentences(rows, 1), sentences(rows, 2)
+    space = " " if prompt else ""  # the tokenizer separates words by it
+    chosen, rejected = ([space + line for line in sentences(rows, seed)] for seed in (1, 2))
     table = {"chosen": chosen, "rejected": rejected}
     return Dataset.from_dict({"prompt": sentences(rows, 3), **table} if prompt else table)
 
@@ -130,7 +131,6 @@ def _make(job: str, folder: str, steps: int, laconic: LaconicArguments | None, *
             model=llama(),
             args=SFTConfig(**common, max_length=16),
             train_dataset=Dataset.from_dict({"text": sentences(64)}),
-            eval_dataset=Dataset.from_dict({"text": sentences(7, 5)}),
             processing_class=tokenizer(),
             peft_config=lora,
             **options,

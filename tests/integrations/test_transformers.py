@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers import HfArgumentParser, LlamaForCausalLM, TrainingArguments
 
 import laconic
@@ -70,23 +71,20 @@ def train_with_checkpoints(folder: Path) -> dict[str, Any]:
     found["reloaded"] = reloads(straight, folder / "exported")
 
     # The run is cut while it writes its third checkpoint, and another kill left a folder with nothing but weights.
-    more["load_best_model_at_end"] = False
-    last = trainers.make("accumulation", str(folder / "last"), STEPS, LaconicArguments(), **more)
-    last.train()
-    expected = whole(last.model)
-    dist.barrier()
     if dist.get_rank() == 0:
-        shutil.copytree(folder / "last", folder / "resumed")
+        shutil.copytree(folder / "straight", folder / "resumed")
         (folder / "resumed" / f"checkpoint-{STEPS}" / "scheduler.pt").write_bytes(b"")
         (folder / "resumed" / f"checkpoint-{STEPS - 1}" / FILES).unlink()
     dist.barrier()
+    more["load_best_model_at_end"] = False
     resumed = trainers.make("accumulation", str(folder / "resumed"), STEPS, LaconicArguments(), **more)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         resumed.train(resume_from_checkpoint=True)
     found["skipped"] = [str(each.message) for each in caught if "not complete" in str(each.message)]
-    found["resumed_equal"] = is_equal(whole(resumed.model), expected)
-    found["resumed_log"] = trainers.log(resumed) == trainers.log(last)
+    end = load_file(folder / "straight" / f"checkpoint-{STEPS}" / "model.safetensors")
+    found["resumed_equal"] = is_equal({name: value for name, value in whole(resumed.model).items() if name in end}, end)
+    found["resumed_log"] = trainers.log(resumed) == trainers.log(straight)
     found["cut"] = refusal(lambda: resumed.train(resume_from_checkpoint=str(folder / "ddp" / "checkpoint-1")))
     return found
 
