@@ -139,6 +139,10 @@ def test_options_of_accelerate_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     with pytest.raises(ArgumentError, match="FSDP_OFFLOAD_PARAMS is set"):
         LaconicAccelerator()
+    monkeypatch.delenv("FSDP_OFFLOAD_PARAMS")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    with pytest.raises(ArgumentError, match="needs broadcast=True"):
+        LaconicAccelerator(LaconicArguments(broadcast=False))
 
 
 def test_the_place_where_accelerate_calls_fsdp2() -> None:

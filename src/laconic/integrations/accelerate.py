@@ -58,7 +58,7 @@ class LaconicAccelerator(Accelerator):
         """
         self.arguments = arguments if arguments is not None else LaconicArguments()
         _check_settings(self.arguments, settings)
-        plugin = _plugin(state_dict_type)
+        plugin = _plugin(self.arguments, state_dict_type)
         settings.setdefault("cpu", not torch.accelerator.is_available())
         super().__init__(fsdp_plugin=plugin, **settings)
         if self.mixed_precision not in _DTYPES:
@@ -116,7 +116,7 @@ def _check_settings(arguments: LaconicArguments, settings: dict[str, Any]) -> No
         )
 
 
-def _plugin(state_dict_type: str | None) -> FullyShardedDataParallelPlugin:
+def _plugin(arguments: LaconicArguments, state_dict_type: str | None) -> FullyShardedDataParallelPlugin:
     """Return the plugin that makes accelerate take its way for FSDP2. `accelerate launch` may have set values of it."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=state_dict_type)
     refused = {
@@ -130,6 +130,11 @@ def _plugin(state_dict_type: str | None) -> FullyShardedDataParallelPlugin:
                 f"FSDP_{key.upper()} is set in the environment, by `accelerate launch` or its config file; laconic has "
                 "no such option here, so remove it (for activation checkpointing, use the model's own)"
             )
+    if plugin.cpu_ram_efficient_loading and not arguments.broadcast:
+        raise ArgumentError(
+            "FSDP_CPU_RAM_EFFICIENT_LOADING loads weights on the first rank only, so it needs broadcast=True in "
+            "LaconicArguments"
+        )
     return plugin
 
 
