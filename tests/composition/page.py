@@ -35,8 +35,8 @@ Features and optimizers with each other, tested under `cache="host"`:
 {features}
 
 So a combination works if each two of its parts do. The test has {count} cells: each pair of the two tables, and for
-each strategy all features that fit, at once, `compile` excepted. For {well_tested}
-it has every optimizer with every feature, and every two features, too.
+each strategy all features that fit, at once, `compile` excepted. For {well_tested} it has every
+optimizer with every feature, and every two features, too.
 
 ## The rows and columns
 
@@ -74,7 +74,7 @@ def render() -> str:
         ),
         meanings="\n".join(["| name | meaning |", "|---|---|"] + [f"| {k} | {v} |" for k, v in MEANING.items()]),
         count=len(cells()),
-        well_tested=", ".join(f"*{name}*" for name in WELL_TESTED),
+        well_tested=" and ".join(f"*{name}*" for name in WELL_TESTED),
     )
 
 
