@@ -1,11 +1,13 @@
-"""torch's Adafactor on sharded parameters equals torch's Adafactor on whole ones, also after a resume."""
+"""Adafactor, torch's and transformers', on sharded parameters equals itself on whole ones, also after a resume."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 import laconic
@@ -17,8 +19,11 @@ from tests.ranks import run_ranks
 STEPS = 3
 
 
-def parameters(model: nn.Module, *, foreach: bool) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(model.requires_grad_().parameters(), lr=0.1, weight_decay=0.1, foreach=foreach)
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "one by one": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1, weight_decay=0.1, foreach=False),
+    "foreach": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1, foreach=True, maximize=True),
+    "transformers": lambda parameters: transformers.Adafactor(parameters, beta1=0.9, weight_decay=0.1),
+}
 
 
 def set_gradients(model: nn.Module, step: int) -> None:
@@ -36,16 +41,16 @@ def compare(sharded: Any, plain: nn.Module) -> None:
 
 
 def job(folder: str) -> None:
-    for foreach in (False, True):
+    for case, make in OPTIMIZERS.items():
         plain, sharded, resumed = (
             Some(),
             *(laconic.fully_shard(Some(), mesh=laconic.init_mesh("cpu")) for _ in range(2)),
         )
-        optimizers = [parameters(model, foreach=foreach) for model in (plain, sharded, resumed)]
+        optimizers = [make(model.requires_grad_().parameters()) for model in (plain, sharded, resumed)]
         for step in range(2 * STEPS):
             if step == STEPS:
-                save_checkpoint(f"{folder}/{foreach}", step, model=sharded, optimizer=optimizers[1], extra={})
-                load_checkpoint(f"{folder}/{foreach}", model=resumed, optimizer=optimizers[2])
+                save_checkpoint(f"{folder}/{case}", step, model=sharded, optimizer=optimizers[1], extra={})
+                load_checkpoint(f"{folder}/{case}", model=resumed, optimizer=optimizers[2])
             for model, optimizer in list(zip((plain, sharded, resumed), optimizers, strict=True))[
                 : 2 + (step >= STEPS)
             ]:

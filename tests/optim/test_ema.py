@@ -78,7 +78,7 @@ def job(folder: str, use_buffers: bool) -> None:
     for each in (again, copied):
         assert each.n_averaged == 4
         for name, average in each.averages.items():
-            if each is copied or dist.get_rank() == 0 or "running" not in name:  # the file has rank 0's buffers
+            if each is copied or "running" not in name:  # ranks differ in these buffers, and one rank writes them
                 assert torch.equal(bits(average), want[name]), name
     with pytest.raises(ValueError, match=r"other tensors than this model: inp\.weight"):
         again.load_state_dict({"averages": {k: v for k, v in ema.averages.items() if k != "inp.weight"}})

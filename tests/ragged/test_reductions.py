@@ -107,12 +107,25 @@ def job(granularity: Any) -> None:
         torch.testing.assert_close(
             nn.utils.get_total_norm(list(sharded.parameters()), foreach=foreach) + 0, plain_total
         )
+        plain.matrix.grad, sharded.matrix.grad = plain.matrix.clone(), sharded.matrix.clone()
+        for model in (plain, sharded):
+            nn.utils.clip_grad_value_(model.parameters(), 0.3, foreach=foreach)
+        torch.testing.assert_close(sharded.matrix.grad.full_tensor(), plain.matrix.grad)
     whole = torch.randn(5, 3)
     torch.testing.assert_close(whole.clone().mul_(sharded.matrix), whole * plain.matrix)
     (changed,) = [whole.clone()]
     torch._foreach_mul_([changed, sharded.vector], [sharded.matrix, sharded.vector.clone()])
     torch.testing.assert_close(changed, whole * plain.matrix)
     torch.testing.assert_close(sharded.vector.full_tensor(), plain.vector * plain.vector)
+    vector = torch.randn(sum(p.numel() for p in plain.parameters()))
+    for model in (plain, sharded):  # assigns to `.data`
+        nn.utils.vector_to_parameters(vector, model.parameters())
+    for name, x in plain.named_parameters():
+        assert torch.equal(sharded.get_parameter(name).full_tensor(), x)
+    with pytest.raises(TypeError, match="convert the model"):
+        sharded.matrix.data = sharded.matrix.data.double()
+    with pytest.raises(NotImplementedError, match="full_tensor"):
+        nn.utils.parameters_to_vector(sharded.parameters())
     with pytest.raises(RuntimeError, match="mean"):
         (sharded.matrix > 0).mean()
 
