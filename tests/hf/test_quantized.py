@@ -68,6 +68,17 @@ def test_peft_wraps_it_and_merging_is_refused() -> None:
         build_model(ModelConfig(config=TINY["gpt2"]), LoraConfig(**BASE, quantize="nf4"))
 
 
+def test_a_folder_of_plain_weights_fills_a_quantised_model_and_is_not_written_from_one(tmp_path: Path) -> None:
+    plain: Any = build_model(ModelConfig(config=ODD), device="cpu")
+    laconic.save_safetensors(plain, tmp_path / "plain")
+    coded: Any = laconic.quantize_(build_model(ModelConfig(config=ODD, init_seed=1), device="cpu"))
+    laconic.load_safetensors(coded, tmp_path / "plain")
+    assert differing(whole(coded), whole(laconic.quantize_(plain))) == []
+    with pytest.raises(ValueError, match="quantised weights, which from_pretrained would not read"):
+        laconic.save_safetensors(coded, tmp_path / "coded")
+    assert not (tmp_path / "coded").exists()
+
+
 def qlora(folder: Path, name: str, **sections: Any) -> Any:
     lora = {**BASE, "quantize": "nf4", "dora": True, **sections.pop("lora", {})}
     train = {"steps": 2, "output": str(folder / name), **sections.pop("train", {})}
