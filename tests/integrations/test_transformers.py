@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import HfArgumentParser, LlamaForCausalLM, TrainingArguments
+from transformers import HfArgumentParser, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import laconic
 from benchmarks.clients import trainers
@@ -228,8 +228,13 @@ def whole_life(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(whole_life, 2, tmp_path_factory.mktemp("trainer"), local=1)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trainer")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(whole_life, 2, folder, local=1)
 
 
 def test_a_run_equals_ddp_and_its_files_load(results: list[dict[str, Any]]) -> None:
@@ -311,6 +316,23 @@ def test_one_process_trains_as_trainer_does(tmp_path: Path) -> None:
     resumed = trainers.make("trainer", str(tmp_path / "own"), 2, LaconicArguments(), **more)
     resumed.train(resume_from_checkpoint=True)
     assert is_equal(whole(resumed.model), whole(trainer.model))
+
+
+def test_one_process_goes_on_from_two_ranks(results: list[dict[str, Any]], folder: Path) -> None:
+    checkpoint = folder / "train_with_checkpoints" / "straight" / f"checkpoint-{STEPS - 1}"
+    trainer = trainers.make("accumulation", str(folder / "one"), STEPS, LaconicArguments())
+    begun: dict[str, torch.Tensor] = {}
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            begun.update(whole(trainer.model))
+
+    trainer.add_callback(Look)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    saved = load_file(checkpoint / "model.safetensors")
+    assert is_equal({name: begun[name] for name in saved}, saved)
+    states = trainer.optimizer.state.values()
+    assert all(state["step"] == STEPS for state in states)
 
 
 def test_arguments_are_command_line_options() -> None:
