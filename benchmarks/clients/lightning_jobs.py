@@ -83,6 +83,7 @@ def make_trainer(strategy: str | LaconicStrategy, steps: int, folder: Path | str
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        num_sanity_val_steps=0,
         callbacks=callbacks,
         **({"enable_checkpointing": False} | settings),
     )
