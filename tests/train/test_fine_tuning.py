@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,37 +50,33 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def test_float16_skips_together_and_trains_as_float32(tmp_path: Path) -> None:
     """On 3 ranks: a scale that overflows at first, its schedule, its resume; and gradients clipped after unscaling."""
-    optimizer = {"lr_schedule": "cosine", "warmup_steps": 4, "max_grad_norm": 0.1, "loss_scale_growth_steps": 3}
+    optimizer = {"lr_schedule": "cosine", "warmup_steps": 4, "max_grad_norm": 0.1, "loss_scale_growth_steps": 2}
     high = {**optimizer, "loss_scale": 2.0**20}
 
     def one(name: str, **sections: Any) -> Config:
-        train = {"steps": 8, "output": str(tmp_path / name), **sections.pop("train", {})}
+        train = {"steps": 6, "output": str(tmp_path / name), **sections.pop("train", {})}
         return job(tmp_path, train=train, **{"optimizer": optimizer, "shard": FP16, **sections})
 
     configs = [
         one("fp16", optimizer={**optimizer, "loss_scale": 64.0}),
         one("fp32", shard={}),
         one("whole", optimizer=high),
-        one("fsdp2", optimizer=high, shard={**FP16, "strategy": "fsdp2"}),
-        one("broken", optimizer=high, train={"steps": 5, "save_every": 0}),
+        one("broken", optimizer=high, train={"steps": 4, "save_every": 0}),
         one("broken", optimizer=high, train={"resume": "auto"}),
     ]
-    fp16, fp32, whole, fsdp2, start, rest = run_ranks(train_all, 3, configs, local=1)[0]
+    fp16, fp32, whole, start, rest = run_ranks(train_all, 3, configs, local=1)[0]
     assert fp16["losses"] == pytest.approx(fp32["losses"], rel=2e-3)
     assert fp16["grad_norms"] == pytest.approx(fp32["grad_norms"], rel=2e-2)
     rows = rows_of(tmp_path / "whole")
     skipped = [row["skipped_steps"] for row in rows]
-    assert 2 <= skipped[-1] < 8
-    assert skipped == [row["skipped_steps"] for row in rows_of(tmp_path / "fsdp2")]
-    assert whole["losses"] == pytest.approx(fsdp2["losses"], rel=1e-3)
+    assert 2 <= skipped[-1] < 6
+    rule = LossScale(scale=2.0**20, growth_steps=2)
     for index, row in enumerate(rows):
         before = skipped[index - 1] if index else 0
-        assert row["lr"] == lr_at(index - before, configs[2].optimizer, total_steps=8)
+        assert row["lr"] == lr_at(index - before, configs[2].optimizer, total_steps=6)
         assert math.isfinite(row["grad_norm"]) == (row["skipped_steps"] == before)
-    first_good = skipped.index(skipped[-1])
-    assert [row["loss_scale"] for row in rows[: first_good + 1]] == [
-        2.0**20 / 2**index for index in range(first_good + 1)
-    ]
+        assert row["loss_scale"] == rule.scale
+        rule.update(overflowed=row["skipped_steps"] > before)
     assert start["losses"] + rest["losses"] == whole["losses"]
     assert [row["loss_scale"] for row in rows_of(tmp_path / "broken")] == [row["loss_scale"] for row in rows]
 
@@ -91,31 +88,16 @@ def test_a_loss_that_is_nan_ends_float16_training_too(tmp_path: Path) -> None:
     assert "islands would skip different steps" in refusal(local)
 
 
-def train_compiled(configs: list[Config]) -> list[dict[str, Any]]:
-    """Train with a compiler that makes no C++: tracing, and autograd ahead of time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallelize, "compile_layers", partial(parallelize.compile_layers, backend="aot_eager"))
-        return train_all(configs)
-
-
-def test_compiled_layers_train_as_others(tmp_path: Path) -> None:
-    jobs: list[dict[str, Any]] = [
-        {},
-        {"lora": {"enabled": True, "rank": 2, "quantize": "nf4", "dora": True}},
-        {"shard": {"strategy": "ddp"}, "model": {"activation_checkpointing": True}},
-    ]
-    configs = [
-        job(
-            tmp_path,
-            **sections,
-            train={"steps": 2, "compile": is_compiled, "output": str(tmp_path / f"{i}{is_compiled}")},
-        )
-        for i, sections in enumerate(jobs)
-        for is_compiled in (False, True)
-    ]
-    summaries = run_ranks(train_compiled, 2, configs, local=1)[0]
-    for plain, compiled in zip(summaries[::2], summaries[1::2], strict=True):
-        assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+def test_compiled_layers_train_as_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With adapters on coded weights, by a compiler that makes no C++: tracing, and autograd ahead of time."""
+    monkeypatch.setattr(parallelize, "compile_layers", partial(parallelize.compile_layers, backend="aot_eager"))
+    lora = {"enabled": True, "rank": 2, "quantize": "nf4", "dora": True}
+    plain, compiled = (
+        train(job(tmp_path, lora=lora, train={"steps": 2, "compile": on, "output": str(tmp_path / str(on))}))
+        for on in (False, True)
+    )
+    assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 def test_epochs_become_steps(tmp_path: Path) -> None:
@@ -149,6 +131,7 @@ def test_wandb_gets_the_scalars_and_a_resumed_run_goes_on(tmp_path: Path, monkey
         assert "log.wandb = true needs the package wandb" in refusal(job(tmp_path, log=log))
     runs, inits = [FakeRun(), FakeRun()], []
     fake: Any = ModuleType("wandb")
+    fake.__spec__ = ModuleSpec("wandb", None)  # transformers looks at it
     fake.init = lambda **settings: (inits.append(settings), runs[len(inits) - 1])[1]
     monkeypatch.setitem(sys.modules, "wandb", fake)
     train(job(tmp_path, log=log, train=settings))
