@@ -135,13 +135,10 @@ class LaconicMixin(_Base):
 
     def _shard(self, model: nn.Module) -> nn.Module:
         """Shard the trained model, and return it as the loop calls it: with autocast, and compiled if asked."""
-        name = model._get_name()
         arguments = self.laconic_arguments
         dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
         policy = arguments.mixed_precision(dtypes.get(self.accelerator.mixed_precision))
         shard_model(model, arguments, mesh=self.laconic_mesh, mp_policy=policy)
-        # Trainer looks its label smoothing up by this name, and sharding has changed the class.
-        model._get_name = lambda: name  # type: ignore[method-assign]
         # transformers then lets all ranks generate equally many tokens.
         base_model(model)._is_fsdp_managed_module = True
         if hasattr(model, "generate"):
