@@ -98,6 +98,11 @@ def test_compiled_layers_train_as_others(tmp_path: Path, monkeypatch: pytest.Mon
     )
     assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    for sections, part in (
+        ({"schedule": {"kind": "cyclic", "workers": 2}}, "train.compile = true and schedule.kind = 'cyclic'"),
+        ({"sync": {"mode": "local", "slices": 2}}, "sync.slices = 2 and train.compile = true"),
+    ):
+        assert part in refusal(job(tmp_path, train={"compile": True}, **sections))
 
 
 def test_epochs_become_steps(tmp_path: Path) -> None:

@@ -79,6 +79,11 @@ def _check_islands(config: Config) -> None:
         "sync.slices out",
     )
     _refuse_if(
+        sync.slices > 1 and config.train.compile,
+        f"sync.slices = {sync.slices} and train.compile = true: products of slices are not compiled; leave one of the "
+        "two out",
+    )
+    _refuse_if(
         sync.recovery is not None and config.train.resume == "never",
         f"sync.recovery = {sync.recovery!r} is for a run that goes on when torchrun starts it again; set "
         "train.resume = 'auto' (a run without anything to resume starts from step 0)",
@@ -90,6 +95,11 @@ def _check_cyclic(config: Config) -> None:
         config.sync.is_local,
         "sync.mode = 'local' and schedule.kind = 'cyclic': islands train on their own, but workers of the cyclic "
         "schedule exchange every gradient; change one of the two",
+    )
+    _refuse_if(
+        config.train.compile,
+        "train.compile = true and schedule.kind = 'cyclic': torch.compile is for layers that stay whole modules, and "
+        "this schedule cuts the model into stages; leave one of the two out",
     )
     _refuse_if(
         config.lora.quantize is not None,
