@@ -44,8 +44,8 @@ __all__ = ["LaconicArguments", "LaconicMixin", "LaconicTrainer", "laconic_traine
 _Base: Any = object  # the mixin goes before a Trainer, whose attributes it uses
 
 _SCHEDULER = "scheduler.pt"  # Trainer's name of the file
-_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
-"""The names of TrainingArguments.optim whose optimizers are torch's own and element-wise."""
+_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
+"""The names of TrainingArguments.optim whose optimizers are element-wise, or reduce over rows and columns only."""
 _DDP_ARGUMENTS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 _REFUSED = {
     "deepspeed": "laconic takes its place; leave it out",
