@@ -24,6 +24,7 @@ from tests.ranks import run_ranks
 from tests.train.jobs import SMALL_LLAMA, job, refusal, train, train_all
 
 FP16 = {"param_dtype": "float16"}
+ONE_LAYER = {"config": {"model_type": "llama", **SMALL_LLAMA, "num_hidden_layers": 1}}
 
 
 def test_the_scale_moves_as_that_of_grad_scaler() -> None:
@@ -55,7 +56,7 @@ def test_float16_skips_together_and_trains_as_float32(tmp_path: Path) -> None:
 
     def one(name: str, **sections: Any) -> Config:
         train = {"steps": 6, "output": str(tmp_path / name), **sections.pop("train", {})}
-        return job(tmp_path, train=train, **{"optimizer": optimizer, "shard": FP16, **sections})
+        return job(tmp_path, train=train, model=ONE_LAYER, **{"optimizer": optimizer, "shard": FP16, **sections})
 
     configs = [
         one("fp16", optimizer={**optimizer, "loss_scale": 64.0}),
@@ -93,7 +94,14 @@ def test_compiled_layers_train_as_others(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(parallelize, "compile_layers", partial(parallelize.compile_layers, backend="aot_eager"))
     lora = {"enabled": True, "rank": 2, "quantize": "nf4", "dora": True}
     plain, compiled = (
-        train(job(tmp_path, lora=lora, train={"steps": 2, "compile": on, "output": str(tmp_path / str(on))}))
+        train(
+            job(
+                tmp_path,
+                model=ONE_LAYER,
+                lora=lora,
+                train={"steps": 2, "compile": on, "output": str(tmp_path / str(on))},
+            )
+        )
         for on in (False, True)
     )
     assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)
