@@ -15,6 +15,7 @@ import laconic
 from laconic.codec import CODECS
 from laconic.islands.fragments import fragment_of
 from laconic.islands.local_steps import LocalSteps
+from tests.partial.models import partial_net
 from tests.ranks import run_ranks
 from tests.reference.local_steps import Islands
 from tests.shard.helpers import Net, build, shard, squared_error
@@ -233,6 +234,10 @@ def job_refusals() -> None:
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter of the model is trainable"):
         LocalSteps(model, sgd(model), mesh=mesh)
+    sliced = partial_net(0)
+    adapters = nn.ModuleList([sliced.requires_grad_(False), nn.Linear(2, 2)])  # as peft adds them
+    with pytest.raises(ValueError, match="no slice is trainable"):
+        LocalSteps(adapters, sgd(adapters), mesh=mesh)
     model.requires_grad_(True)
     local = LocalSteps(model, adamw(model), mesh=mesh, every=1)
     with torch.no_grad():

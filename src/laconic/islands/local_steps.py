@@ -28,6 +28,7 @@ from laconic.islands.fragments import FragmentPattern, SyncSchedule, fragment_of
 from laconic.islands.holders import Holders
 from laconic.islands.outer_optimizer import MakeOuter, OuterFragment, nesterov
 from laconic.islands.recovery import Recovery
+from laconic.ragged.parts import walk_sliced
 from laconic.shard.unit import unit_of
 
 
@@ -102,9 +103,10 @@ class LocalSteps:
             [Note: Re-forming] in islands/recovery.py. Then `steps` is the step after which training goes on.
 
     Raises:
-        ValueError: the schedule is not valid, the codec is unknown, no parameter is trainable, or `mixing` is outside
-            [0, 1); or the optimizer belongs to a cyclic run, and its workers do not hold all parameters or `recovery`
-            is given. `step`: the codec cannot encode a pseudo-gradient, such as NaN.
+        ValueError: the schedule is not valid, the codec is unknown, no parameter is trainable, no slice of a sliced
+            model is trainable, or `mixing` is outside [0, 1); or the optimizer belongs to a cyclic run, and its workers
+            do not hold all parameters or `recovery` is given. `step`: the codec cannot encode a pseudo-gradient, such
+            as NaN.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class LocalSteps:
         synced = {name: p for name, p in model.named_parameters() if holders.is_synced(name, p)}
         if not synced:
             raise ValueError("no parameter of the model is trainable, so islands would have nothing to sync")
+        _refuse_frozen_slices(model)
         assigned = fragment_of(synced, fragments, pattern)
         self.fragments: list[OuterFragment] = []
         for index in range(fragments):
@@ -303,6 +306,16 @@ class LocalSteps:
             for key, name, value in list(fragment.optimizer_state()):
                 if not name and not isinstance(value, Tensor):
                     fragment.optimizer.state[fragment.flat][key] = state[f"outer_optimizer.{index}.{key}"]
+
+
+def _refuse_frozen_slices(model: nn.Module) -> None:
+    """Refuse a sliced model on an island that trains no slice. Adapters, added after the slicing, freeze them all."""
+    sliced = [module.get_parameter(name) for _, module, each in walk_sliced(model) for name in each.part_names]
+    if sliced and not any(part.requires_grad for part in sliced):
+        raise ValueError(
+            "the model is sliced by partial_updates, but no slice is trainable, so the slices would never change. "
+            "Adapters freeze them: with LoRA, leave partial_updates out"
+        )
 
 
 def _named(kind: str, fragment: OuterFragment, vector: Tensor) -> dict[str, Tensor]:
