@@ -25,8 +25,8 @@ class Bench:
     """The model that is fine-tuned in the lab."""
     lab_steps: int
     """The number of timed steps of each run in the lab."""
-    repeats: int
-    """The number of runs of each strategy in the lab."""
+    pairs: int
+    """The number of pairs of runs in the lab, on a slow wire and on an unshaped one."""
     steps: int
     """The number of steps whose losses are compared."""
     worlds: tuple[int, ...]
@@ -37,7 +37,7 @@ class Bench:
 def prepare(options: Options) -> contextlib.nullcontext[Bench]:
     """Choose the sizes."""
     if options.quick:
-        bench = Bench(llama=_TINY_LLAMA, lab_steps=2, repeats=1, steps=4, worlds=(2,), out=options.out)
+        bench = Bench(llama=_TINY_LLAMA, lab_steps=2, pairs=1, steps=4, worlds=(2,), out=options.out)
     else:
-        bench = Bench(llama=_LLAMA, lab_steps=8, repeats=3, steps=30, worlds=(2, 4), out=options.out)
+        bench = Bench(llama=_LLAMA, lab_steps=8, pairs=7, steps=30, worlds=(2, 4), out=options.out)
     return contextlib.nullcontext(bench)
