@@ -26,8 +26,8 @@ def sft_lab(bench: Bench) -> Row:
     step_s = statistics.median(shaped["step_s"] for shaped, _ in pairs)
     fsdp2, fsdp2_unshaped = peers["fsdp2"]
     each = "; ".join(
-        f"{name} {shaped['step_s']:.3f} s and {shaped['sent_bytes'] / 1e6:.3f} MB, unshaped {unshaped['step_s']:.3f} s, "
-        f"loss {shaped['loss']:.4f}"
+        f"{name} {shaped['step_s']:.3f} s and {shaped['sent_bytes'] / 1e6:.3f} MB, unshaped "
+        f"{unshaped['step_s']:.3f} s, loss {shaped['loss']:.4f}"
         for name, (shaped, unshaped) in {**peers, "laconic, last pair,": pairs[-1]}.items()
     )
     return Row(
@@ -44,8 +44,8 @@ def sft_lab(bench: Bench) -> Row:
         is_met=ratio <= LIMIT,
         note=(
             f"{bench.llama}, fp32, adapters of rank 8 on q_proj and v_proj, 0.5 % of the weights. The median of "
-            f"{bench.pairs} pairs of runs of {bench.lab_steps} steps, from {ratios[0]:.3f}x to {ratios[-1]:.3f}x; {each}; "
-            "bytes that a node sends in a step. FSDP2 has a true ring and gathers ahead. accelerate 1.15 trains by DDP "
+            f"{bench.pairs} pairs of runs of {bench.lab_steps} steps, from {ratios[0]:.3f}x to {ratios[-1]:.3f}x; "
+            f"{each}; bytes that a node sends in a step. FSDP2 has a true ring and gathers ahead. accelerate 1.15 trains by DDP "
             "on CPU, whatever FSDP settings it gets; the benchmark turns its FSDP2 on, as on a GPU."
         ),
         tried=(
