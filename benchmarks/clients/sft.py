@@ -45,8 +45,8 @@ def sft_lab(bench: Bench) -> Row:
         note=(
             f"{bench.llama}, fp32, adapters of rank 8 on q_proj and v_proj, 0.5 % of the weights. The median of "
             f"{bench.pairs} pairs of runs of {bench.lab_steps} steps, from {ratios[0]:.3f}x to {ratios[-1]:.3f}x; "
-            f"{each}; bytes that a node sends in a step. FSDP2 has a true ring and gathers ahead. accelerate 1.15 trains by DDP "
-            "on CPU, whatever FSDP settings it gets; the benchmark turns its FSDP2 on, as on a GPU."
+            f"{each}; bytes that a node sends in a step. FSDP2 has a true ring and gathers ahead. accelerate 1.15 "
+            "trains by DDP on CPU, whatever FSDP settings it gets; the benchmark turns its FSDP2 on, as on a GPU."
         ),
         tried=(
             "1.198x by medians of 3 alternating runs of each strategy (0.748, 0.747 and 0.623 s against 0.665, 0.624 "
