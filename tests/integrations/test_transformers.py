@@ -122,7 +122,7 @@ def variants(folder: Path) -> dict[str, Any]:
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}  # kernels would take a minute to build
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [  # for DDP, and in addition for laconic
         ({"label_smoothing_factor": 0.1}, {}),
-        ({"neftune_noise_alpha": 0.5}, {"gradient_checkpointing": True}),
+        ({"neftune_noise_alpha": 0.5, "optim": "adafactor"}, {"gradient_checkpointing": True}),
         ({"optim": "sgd", "max_grad_norm": 0.0}, compiled),
         ({"bf16": True}, {}),
     ]
@@ -181,7 +181,7 @@ def refusals(folder: Path) -> dict[str, str]:
                 save_strategy="steps", save_steps=1, eval_steps=1,
             )
         ),
-        "optim": refusal(make(optim="adafactor")),
+        "optim": refusal(make(optim="adamw_bnb_8bit")),
         "even_batches": refusal(make(accelerator_config={"even_batches": False})),
         "save_only_model": refusal(
             make(
