@@ -28,9 +28,9 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from benchmarks.clients.toys import byte_tokenizer
 from benchmarks.llama import Llama
 from laconic.comm.launch import ExitWithoutTeardown
+from laconic.hf.tokenizer import transformers_bytes
 from laconic.lab.counters import interface_bytes
 
 WARMUP_STEPS = 3
@@ -86,7 +86,7 @@ def build(strategy: str, shape: Llama, steps: int, folder: Path, watch: TrainerC
             gradient_checkpointing=False, dataloader_pin_memory=False, disable_tqdm=True,
         ),
         "train_dataset": rows(shape, 4 * steps * shape.batch),
-        "processing_class": byte_tokenizer(),
+        "processing_class": transformers_bytes(),
         "peft_config": LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
         "callbacks": [watch],
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What goes together: the one table behind docs/composition.md and the test of every cell.
+"""The table of combinations. docs/composition.md and the test of every cell come from this table.
 
 A cell is a strategy, an optimizer and a set of features. It works unless two of its parts are refused together.
 """

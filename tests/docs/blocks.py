@@ -30,7 +30,7 @@ class Block:
     mark: str
     """"not run", "diff", "part of" or nothing."""
     about: str
-    """What the comment says after the mark."""
+    """The text of the comment after the mark."""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"

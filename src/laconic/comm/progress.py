@@ -1,4 +1,4 @@
-"""What each rank did last, in plain counters. [Note: Ranks that do not come] in comm/watch.py says what for."""
+"""Plain counters of the units that ran on each rank. [Note: Ranks that do not come] in comm/watch.py gives the use."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class UnitProgress:
 
 
 class Here:
-    """What this rank did last."""
+    """The counters of this rank, and the last thing that one of its units did."""
 
     def __init__(self) -> None:
         self.events = 0
@@ -78,7 +78,7 @@ here = Here()
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What one rank did last, as the other ranks read it."""
+    """The counters of one rank in the form that the other ranks read."""
 
     counts: list[tuple[str, int, int] | None]
     """The name, the forwards and the backwards of each unit; None for a unit that is gone."""

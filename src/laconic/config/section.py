@@ -1,4 +1,4 @@
-"""What every section of a job description has: bounds on its values, and refusals by name."""
+"""The base of every section of a job description. It checks bounds on values, and refuses values by name."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class DataConfig(Section):
     padding: Literal["longest", "fixed"] = "longest"
     """With packing = false: rows are as long as the longest of their micro-batch, or sequence_length tokens long."""
     too_long: Literal["cut", "drop"] = "cut"
-    """What happens to a document with more than sequence_length tokens, unless rows are runs of tokens."""
+    """The treatment of a document with more than sequence_length tokens. Rows of a token stream ignore this key."""
     sequence_length: AtLeastTwo = 256
     """Tokens per row of a batch, at most."""
     eval_fraction: ProperShare = 0.02

@@ -117,7 +117,7 @@ def _check_settings(arguments: LaconicArguments, settings: dict[str, Any]) -> No
 
 
 def _plugin(arguments: LaconicArguments, state_dict_type: str | None) -> FullyShardedDataParallelPlugin:
-    """Return the plugin that makes accelerate take its way for FSDP2. `accelerate launch` may have set values of it."""
+    """Return the plugin that makes accelerate run its code for FSDP2. `accelerate launch` may have set its fields."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=state_dict_type)
     refused = {
         "offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),

@@ -17,12 +17,11 @@ import torch
 from torch import nn
 
 from laconic import checkpoint
-from laconic.checkpoint.state import persistent_buffers
+from laconic.checkpoint.state import persistent_buffers, reshard
 from laconic.comm.agreement import RankGroup
 from laconic.errors import JobError
 from laconic.files import write_text
 from laconic.islands.local_steps import LocalSteps
-from laconic.shard.sharded_module import ShardedModule
 
 SHARDS = "laconic"
 """The folder, in the trainer's checkpoint, with the sharded tensors."""
@@ -38,9 +37,7 @@ class TrainedPart(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        for module in model.modules():
-            if isinstance(module, ShardedModule):
-                module.reshard()  # after a forward without backward the root may still show gathered parameters
+        reshard(model)  # after a forward without backward the root may still show gathered parameters
         # Dotted names, which register_parameter refuses: they are the names in the model.
         self._parameters.update({name: p for name, p in model.named_parameters() if p.requires_grad})
         self._buffers.update(persistent_buffers(model))

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from laconic.shard.sharded_module import ShardedModule
+from laconic.shard.sharded_module import reshard_all
 
 
 class EMA:
@@ -106,9 +106,7 @@ class EMA:
 
     def _tensors(self) -> dict[str, Tensor]:
         """The tensors to average by name, detached; sharded parameters in their sharded form."""
-        for module in self._model.modules():
-            if isinstance(module, ShardedModule):
-                module.reshard()
+        reshard_all(self._model)
         tensors = {name: p.detach() for name, p in self._model.named_parameters() if p.requires_grad}
         return tensors | (dict(self._model.named_buffers()) if self._use_buffers else {})
 

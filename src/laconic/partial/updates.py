@@ -27,7 +27,7 @@ from laconic.partial.modules import parts_of, replace_parameters, slice_paramete
 from laconic.partial.patterns import Kind, LayerPattern, find_cuts
 from laconic.ragged.parts import sliced_parameters, sliced_parts, walk_sliced
 from laconic.ragged.tensor import RaggedTensor
-from laconic.shard.sharded_module import ShardedModule
+from laconic.shard.sharded_module import reshard_all
 
 
 def partial_updates(
@@ -87,7 +87,7 @@ def assign_slice(model: nn.Module, *, slice_index: int, optimizer: torch.optim.O
     Raises:
         ValueError: the model is not sliced, or has no such slice.
     """
-    _reshard(model)
+    reshard_all(model)
     slices = list(walk_sliced(model))
     if not slices:
         raise ValueError("the model is not sliced; call partial_updates on it first")
@@ -129,7 +129,7 @@ def unsliced(module: nn.Module) -> Iterator[None]:
     libraries. The parts keep values written inside. Do not train inside. Cost: collective if the model is sharded; then
     all sliced parameters below `module` are gathered in host memory at once. To save memory, take a layer at a time.
     """
-    _reshard(module)
+    reshard_all(module)
     shown = []
     with torch.no_grad():
         for _, child, sliced in list(walk_sliced(module)):
@@ -146,13 +146,6 @@ def unsliced(module: nn.Module) -> Iterator[None]:
                 replace_parameters(child, {sliced.name: whole}, parts)
                 for part, value in zip(parts.values(), sliced.split(whole), strict=True):
                     part.copy_(value)
-
-
-def _reshard(model: nn.Module) -> None:
-    """Make the modules show sharded parameters in place of gathered ones."""
-    for module in model.modules():
-        if isinstance(module, ShardedModule):
-            module.reshard()
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -322,6 +322,13 @@ class ShardedModule(FSDPModule, nn.Module):
         return self
 
 
+def reshard_all(model: nn.Module) -> None:
+    """Show sharded parameters in place of gathered ones, in all units below `model`."""
+    for module in model.modules():
+        if isinstance(module, ShardedModule):
+            module.reshard()
+
+
 def _units_of(modules: Sequence[FSDPModule]) -> list[Unit]:
     for module in modules:
         if not isinstance(module, ShardedModule):
