@@ -2,7 +2,12 @@
 
 [Note: Fork server]
 To import torch and transformers takes longer than most jobs. So every rank is a fork of a server that has imported them
-already. The first launch of a process starts this server. The server never uses CUDA, so its forks may use CUDA.
+already. The first launch of a process starts this server. The server never uses CUDA, so its forks may use CUDA. Last,
+it freezes its objects (fork_server.py): a rank's garbage collector would write into all of them, and so copy them.
+
+[Note: A file to meet in]
+Ranks meet in a file. In torch's TCPStore they would ask the resolver for each other's names, also on this machine. A
+lost answer costs seconds, and a suite launches thousands of ranks. Tests of torchrun's own store start torchrun.
 
 This module does not import laconic: `unchanged.py` launches ranks that import it from other source trees.
 """
@@ -13,6 +18,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -67,15 +73,17 @@ def launch(
         RuntimeError: a rank failed. The message has its traceback; the other ranks are killed.
         TimeoutError: some ranks have no result after `timeout_s`; all ranks are killed.
     """
-    _context.set_forkserver_preload(list(preloaded))
+    _context.set_forkserver_preload([*preloaded, "benchmarks.fork_server"])
     num_local, port = num_local or num_ranks, free_port()
     processes: list[Any] = []
     connections: dict[Any, int] = {}
+    folder = tempfile.TemporaryDirectory(prefix="laconic-launch-")
+    store = f"file://{folder.name}/store"  # [Note: A file to meet in]
     try:
         for rank in range(num_ranks):
             receiver, sender = _context.Pipe(duplex=False)
             environment = _torchrun_environment(rank, num_ranks, num_local, port)
-            job = (sender, environment, backend, function, args)
+            job = (sender, environment, store, backend, function, args)
             process = _context.Process(target=_run_rank, args=job, daemon=True)
             process.start()
             processes.append(process)
@@ -90,6 +98,7 @@ def launch(
         for process in processes:
             process.kill()
             process.join()
+        folder.cleanup()
     return [results[rank] for rank in range(num_ranks)]
 
 
@@ -130,6 +139,7 @@ def _collect(connections: dict[Any, int], processes: Sequence[Any], deadline: fl
 def _run_rank(
     connection: Connection,
     environment: dict[str, str],
+    store: str,
     backend: str | None,
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -141,7 +151,8 @@ def _run_rank(
     torch.set_num_threads(1)
     try:
         if backend is not None:
-            dist.init_process_group(backend)
+            rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+            dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size)
         answer = pickle.dumps((False, function(*args)))
         if backend is not None:
             dist.barrier()

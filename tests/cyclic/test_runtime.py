@@ -96,13 +96,13 @@ def job_workers(count: int) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("count", range(2, 6))
+@pytest.mark.parametrize("count", [2, 3, 5])
 def test_workers_equal_the_oracle(count: int) -> None:
     run_ranks(job_workers, count, count, timeout_s=200)
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("count", range(2, 6))
+@pytest.mark.parametrize("count", [2, 3, 5])
 def test_shared_stages_equal_the_oracle(count: int) -> None:
     """Model and data parallel on N(N+1)/2 devices: 10 at N = 4, where plain data parallelism needs 16."""
     run_ranks(job_trajectory, count * (count + 1) // 2, "shared", count, STAGGERED, timeout_s=200)

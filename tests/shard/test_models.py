@@ -1,4 +1,4 @@
-"""Real architectures on every kind of mesh: forward, gradients and three clipped AdamW steps equal one process's."""
+"""Real architectures on every kind of mesh: forward, gradients and two clipped AdamW steps equal one process's."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def job(runs: list[tuple[str, str]]) -> None:
             oracle = Oracle(build(make).train(), loss_of, num_nodes=cluster.num_nodes, num_local=cluster.num_local)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
         accumulation = 1 + (number + size) % 2
-        for step in range(3):
+        for step in range(2):
             batches = [
                 [batch_of(torch.Generator().manual_seed(1000 * step + 10 * a + r)) for r in range(size)]
                 for a in range(accumulation)

@@ -88,7 +88,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="rates of every node's link in each direction, such as 200mbit,1gbit,none (default 200mbit)",
     )  # fmt: skip
     parser.add_argument(
-        "--steps", type=int, metavar="S", help="optimizer steps of each run (default 8; with --demo 16)"
+        "--steps", type=int, metavar="S", help="optimizer steps of each run (default 8; with --demo 10)"
     )
     parser.add_argument("--lora", action="store_true", help="after full training, train with LoRA too, as [lora] says")
     parser.add_argument("--save", action="store_true", help="end each run under laconic with a checkpoint")
@@ -104,7 +104,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if options.strategies is None:
         options.strategies = _DEMO if options.demo else _DEFAULT
     if options.steps is None:
-        options.steps = 16 if options.demo else 8
+        options.steps = 10 if options.demo else 8
     options.rates = "none" if options.no_wire else options.rates
     options.command = shlex.join(["laconic", "compare", *argv])
     return options
