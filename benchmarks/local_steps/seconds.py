@@ -28,7 +28,7 @@ def wall_clock(bench: Bench) -> Row:
         Job(name="ddp", kind="ddp", steps=steps * 3 // 5, schedule_steps=4 * steps, **common),
         # The settings of torchft, PyTorch's own DiLoCo: fp32 on the wire, and training waits for every exchange.
         Job(name="diloco", steps=steps, **common),
-        Job(name="laconic", steps=steps, codec="fp4", **STREAMED, **common),
+        Job(name="laconic", steps=steps, codec="e3m0", **STREAMED, **common),
     ]
     found = bench.run_in_lab(jobs, RATE_BITS_PER_S)
     target = found["ddp"].evaluations[-1][2]
@@ -76,7 +76,7 @@ def overlap(bench: Bench) -> Row:
     # with the last step has no step to hide behind.
     begin, end = 11, 36 if bench.quick else 111
     repeats = 1 if bench.quick else 5
-    common = {"shape": bench.shape, "steps": end + 1, "codec": "fp4", "warmup_steps": 5}
+    common = {"shape": bench.shape, "steps": end + 1, "codec": "e3m0", "warmup_steps": 5}
     jobs = []
     for repeat in range(repeats):
         jobs.append(Job(name=f"synced {repeat}", **common, **synced))  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ def bytes_per_token(bench: Bench) -> Row:
     common = {"shape": bench.shape, "warmup_steps": 5, **SMALL_STEP}
     jobs = [
         Job(name="ddp", kind="ddp", steps=12, **common),
-        Job(name="local", steps=2 * steps, every=steps, codec="fp4", **common),
+        Job(name="local", steps=2 * steps, every=steps, codec="e3m0", **common),
     ]
     found = bench.run_in_lab(jobs, None)
     ddp = statistics.mean(wire_bytes(found["ddp"])[2:])  # DDP builds its buckets in the first steps
@@ -36,11 +36,11 @@ def bytes_per_token(bench: Bench) -> Row:
 
 def _bytes_arithmetic() -> float:
     numel = 2**20
-    return 100 * 4 * numel / codec_named("fp4").payload_bytes(numel)
+    return 100 * 4 * numel / codec_named("e3m0").payload_bytes(numel)
 
 
 def peak(bench: Bench) -> Row:
-    common = {"shape": bench.shape, "warmup_steps": 5, "codec": "fp4", "every": 40, "steps": 80, **SMALL_STEP}
+    common = {"shape": bench.shape, "warmup_steps": 5, "codec": "e3m0", "every": 40, "steps": 80, **SMALL_STEP}
     jobs = [Job(name="diloco", **common), Job(name="streamed", fragments=8, **common)]  # type: ignore[arg-type]
     found = bench.run_in_lab(jobs, None)
     largest = {name: max(wire_bytes(answer)) for name, answer in found.items()}

@@ -36,7 +36,7 @@ def test_curves_are_means_over_seeds() -> None:
 
 
 def test_jobs_survive_their_file(tmp_path: Path) -> None:
-    jobs = [Job(name="a", steps=3, shape=TINY), Job(name="b", kind="ddp", steps=4, codec="fp4", every=2)]
+    jobs = [Job(name="a", steps=3, shape=TINY), Job(name="b", kind="ddp", steps=4, codec="e3m0", every=2)]
     write_jobs(jobs, tmp_path / "jobs.json")
     assert read_jobs(tmp_path / "jobs.json") == jobs
 

@@ -9,17 +9,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laconic.codec import CODECS, WEIGHT_CODECS, Codec, Int8, codec_named
-from laconic.codec.blocked import NF4
+from laconic.codec import CODECS, WEIGHT_CODECS, BlockCodec, Codec, TopK, codec_named
+from laconic.codec.blocked import NF4, pack, unpack
+from laconic.codec.rotation import rotate
 
 SIZES = [0, 1, 2, 63, 64, 65, 127, 256, 4099]
 
 BYTES = {
     "fp32": lambda n: 4 * n,
     "bf16": lambda n: 2 * n,
-    "int8": lambda n: n + 2 * math.ceil(n / 256),
-    "fp4": lambda n: math.ceil(n / 2) + 2 * math.ceil(n / 64),
-    "fp4-e2m1": lambda n: math.ceil(n / 2) + 2 * math.ceil(n / 64),
+    "int8": lambda n: n + 2 * math.ceil(n / 128),
+    "int4": lambda n: math.ceil(n / 2) + 2 * math.ceil(n / 128),
+    "int3": lambda n: math.ceil(3 * n / 8) + 2 * math.ceil(n / 128),
+    "int2": lambda n: math.ceil(n / 4) + 2 * math.ceil(n / 128),
+    "e2m1": lambda n: math.ceil(n / 2) + 2 * math.ceil(n / 128),
+    "e3m0": lambda n: math.ceil(n / 2) + 2 * math.ceil(n / 128),
+    "top64": lambda n: math.ceil(n / 4096) * (64 * 12 // 8 + 64 * 2 // 8 + 4),
     "weight-nf4": lambda n: math.ceil(n / 2) + 2 * math.ceil(n / 64),
     "weight-int8": lambda n: n + 2 * math.ceil(n / 64),
 }
@@ -58,10 +63,12 @@ def test_the_error_is_bounded(name: str, data: list[float], exponent: int) -> No
 def test_zeros_stay_zero_and_blocks_are_independent(name: str) -> None:
     codec = ALL[name]
     assert torch.equal(codec.decode(codec.encode(torch.zeros(300)), 300), torch.zeros(300))
-    x = torch.randn(600, generator=torch.Generator().manual_seed(0))
+    block = getattr(codec, "block", 256)
+    numel = 2 * block + 88
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     loud = x.clone()
-    loud[:256] *= 1e6
-    assert torch.equal(codec.decode(codec.encode(x), 600)[256:], codec.decode(codec.encode(loud), 600)[256:])
+    loud[:block] *= 1e6
+    assert torch.equal(codec.decode(codec.encode(x), numel)[block:], codec.decode(codec.encode(loud), numel)[block:])
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -76,29 +83,80 @@ def test_values_that_are_not_finite_are_refused(name: str, bad: float) -> None:
         ALL[name].encode(x)
 
 
+@pytest.mark.parametrize("name", [name for name, codec in CODECS.items() if isinstance(codec, BlockCodec)])
+def test_decoded_values_are_whole_multiples_of_a_bf16_step(name: str) -> None:
+    """So a fused multiply-add of a code, its step and a base gives the bits of two operations."""
+    codec = CODECS[name]
+    assert isinstance(codec, BlockCodec)
+    x = torch.randn(1280, generator=torch.Generator().manual_seed(3)) * 1e-3
+    codes, steps = codec.quantize(x)
+    decoded = codec.dequantize(codes, steps, x.numel()).view(-1, codec.block).double()
+    counts = decoded / steps.double().unsqueeze(1)
+    assert torch.equal(counts, counts.round())
+    assert counts.abs().max() <= 127
+
+
+@pytest.mark.parametrize("name", [name for name, codec in CODECS.items() if isinstance(codec, BlockCodec)])
+def test_a_block_that_is_not_finite_travels_as_such(name: str) -> None:
+    codec = CODECS[name]
+    assert isinstance(codec, BlockCodec)
+    x = torch.ones(384)
+    for bad in (math.nan, math.inf, -math.inf):
+        x[130] = bad
+        decoded = codec.dequantize(*codec.quantize(x), 384)
+        assert not decoded[128:256].isfinite().any()
+        assert torch.equal(decoded[:128], decoded[256:])
+        assert decoded[:128].isfinite().all()
+
+
+@pytest.mark.parametrize("name", [name for name, codec in CODECS.items() if isinstance(codec, BlockCodec)])
+def test_no_step_is_denormal(name: str) -> None:
+    codec = CODECS[name]
+    assert isinstance(codec, BlockCodec)
+    codes, steps = codec.quantize(torch.full((256,), 2.0**-130))
+    assert not steps.any()
+    assert not codec.dequantize(codes, steps, 256).any()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_packed_codes_come_back(bits: int) -> None:
+    codes = torch.randint(2**bits, (48,), dtype=torch.uint8, generator=torch.Generator().manual_seed(bits))
+    packed = pack(codes, bits)
+    assert packed.numel() == 48 * bits // 8
+    assert torch.equal(unpack(packed, bits), codes)
+    number = sum(int(code) << (bits * place) for place, code in enumerate(codes))
+    assert bytes(packed.tolist()) == number.to_bytes(len(packed), "little"), "the first code in the lowest bits"
+
+
 def test_wrong_shapes_and_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="'fp5' is not known; use one of fp32, bf16, int8, fp4"):
+    with pytest.raises(ValueError, match="'fp5' is not known; use one of fp32, bf16, int8, int4"):
         codec_named("fp5")
-    assert codec_named(CODECS["fp4"]) is CODECS["fp4"]
+    assert codec_named(CODECS["int4"]) is CODECS["int4"]
     with pytest.raises(ValueError, match=r"flat fp32 tensors, got shape \(2, 2\)"):
-        CODECS["fp4"].encode(torch.ones(2, 2))
+        CODECS["int4"].encode(torch.ones(2, 2))
     with pytest.raises(ValueError, match="4 values in fp32 take 16 bytes"):
         CODECS["fp32"].decode(torch.zeros(15, dtype=torch.uint8), 4)
 
 
 def test_decoded_values_computed_by_hand() -> None:
-    x = torch.tensor([1.0, -0.5, 0.26, 0.1, 0.0, -1 / 64, 0.005, 0.74])
-    assert CODECS["fp4"].decode(CODECS["fp4"].encode(x), 8).tolist() == [1, -0.5, 0.25, 0.125, 0, -1 / 64, 0, 0.5]
-    y = torch.tensor([6.0, -4.0, 2.9, 1.6, 0.6, -0.2])
-    decoded = CODECS["fp4-e2m1"].decode(CODECS["fp4-e2m1"].encode(y), 6)
-    torch.testing.assert_close(decoded, torch.tensor([6.0, -4.0, 3.0, 1.5, 0.5, 0.0]))
-    z = torch.tensor([127.0, -64.4, 0.6])
-    assert CODECS["int8"].decode(CODECS["int8"].encode(z), 3).tolist() == [127, -64, 1]
-    spike = torch.full((256,), 1e-3)
-    spike[7] = 1.0
-    clipped = Int8().decode(Int8().encode(spike), 256)
-    assert clipped[7] < 0.4, "clipped at six times the root mean square"
-    assert Int8(clip=math.inf).decode(Int8(clip=math.inf).encode(spike), 256)[7] == 1
+    def decoded(name: str, *values: float) -> list[float]:
+        return CODECS[name].decode(CODECS[name].encode(torch.tensor(values)), len(values)).tolist()
+
+    assert decoded("e3m0", 1.0, -0.5, 0.26, 0.1, 0.0, -1 / 64, 0.005, 0.74) == [
+        1,
+        -0.5,
+        0.25,
+        0.125,
+        0,
+        -1 / 64,
+        0,
+        0.5,
+    ]
+    assert decoded("e2m1", 6.0, -4.0, 2.9, 1.6, 0.6, -0.2) == [6.0, -4.0, 3.0, 1.5, 0.5, 0.0]
+    assert decoded("int8", 127.0, -64.4, 0.6) == [127, -64, 1]
+    assert decoded("int4", 7.0, -6.4, 0.6, 0.4, -7.0) == [7, -6, 1, 0, -7]
+    assert decoded("int3", 6.0, -1.4, 0.9, 3.1) == [6, -2, 0, 4]
+    assert decoded("int2", -2.0, 0.0, 0.0, 0.0) == [-1.494140625, 0.498046875, 0.498046875, 0.498046875]
 
 
 def test_nf4_has_the_quantiles_of_a_normal_distribution_and_takes_the_nearest() -> None:
@@ -117,4 +175,29 @@ def test_nf4_has_the_quantiles_of_a_normal_distribution_and_takes_the_nearest() 
     loud = torch.zeros(64)
     loud[0], loud[1] = 1000.0, 1.0
     int8 = WEIGHT_CODECS["int8"]
-    assert int8.decode(int8.encode(loud), 64)[0] == pytest.approx(1000.0), "a weight is never clipped"
+    assert int8.decode(int8.encode(loud), 64)[0] == pytest.approx(1000.0, rel=2**-8), "a weight is never clipped"
+
+
+def test_the_largest_values_are_kept_with_two_magnitudes() -> None:
+    codec = TopK(keep=4)
+    x = torch.full((5000,), 1e-3)
+    for place, value in {7: 8.0, 4095: -2.0, 256: 2.0, 4000: -8.0, 4097: 1.0}.items():
+        x[place] = value
+    decoded = codec.decode(codec.encode(x), 5000)
+    first = {7: 8.0, 4095: -2.0, 256: 2.0, 4000: -8.0}
+    assert {place: float(decoded[place]) for place in decoded[:4096].nonzero().flatten().tolist()} == first
+    assert decoded[4097] == 1.0
+    assert int(decoded.count_nonzero()) == 8, "four of each chunk, also of the last, which is short"
+
+
+def test_the_rotation_is_hadamards_and_undoes_itself() -> None:
+    """The matrix of order 32: entry (i, j) is the parity of the bits that i and j share."""
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(32)] for i in range(32)]
+    matrix = torch.tensor(signs, dtype=torch.float64) / 32**0.5
+    x = torch.randn(96, generator=torch.Generator().manual_seed(0))
+    expected = (x.double().view(-1, 32) @ matrix.T).view(-1)
+    torch.testing.assert_close(rotate(x).double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(rotate(rotate(x)), x, rtol=1e-5, atol=1e-6)
+    spike = torch.zeros(32)
+    spike[5] = 32.0
+    assert rotate(spike).abs().unique().numel() == 1, "a single large value is spread evenly"

@@ -24,8 +24,8 @@ CASES: dict[str, dict[str, Any]] = {
     "diloco": {"every": 4},
     "streamed": {"every": 4, "fragments": 2, "overlap": 1, "mixing": 0.5},
     "int8": {"every": 4, "codec": "int8"},
-    "fp4, streamed": {"every": 6, "fragments": 2, "overlap": 2, "codec": "fp4", "error_feedback": True},
-    "fp4-e2m1": {"every": 3, "codec": "fp4-e2m1"},
+    "e3m0, streamed": {"every": 6, "fragments": 2, "overlap": 2, "codec": "e3m0", "error_feedback": True},
+    "e2m1": {"every": 3, "codec": "e2m1"},
 }
 
 

@@ -38,7 +38,7 @@ ALONE = {"mode": "local", "every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
         ({**LOCAL, "every": 0}, "sync: every=0"),
         ({**LOCAL, "islands": 0}, "sync.islands = 0 must be at least 1"),
         ({**LOCAL, "mixing": 1.0}, "sync.mixing = 1.0 must lie in [0, 1)"),
-        ({**LOCAL, "codec": "fp8"}, '"fp4-e2m1"'),
+        ({**LOCAL, "codec": "fp8"}, '"e2m1"'),
         ({**LOCAL, "error_feedback": True}, "sync.codec = 'fp32' loses nothing"),
         ({**LOCAL, "outer_lr": 0.0}, "sync.outer_lr = 0.0 must be a positive number"),
         ({**LOCAL, "outer_momentum": 1.0}, "sync.outer_momentum = 1.0 must lie in [0, 1)"),

@@ -3,7 +3,8 @@
 import torch
 
 from laconic.codec.base import Codec, FloatCodec
-from laconic.codec.blocked import E2M1, E3M0, BlockCodec, Fp4, Int8, Nf4
+from laconic.codec.blocked import E2M1, E3M0, BlockCodec, Even, Float4, Nf4, TwoBit
+from laconic.codec.sparse import TopK
 from laconic.codec.tiles import Tiling
 
 CODECS: dict[str, Codec] = {
@@ -11,16 +12,20 @@ CODECS: dict[str, Codec] = {
     for codec in (
         FloatCodec("fp32", torch.float32),
         FloatCodec("bf16", torch.bfloat16),
-        Int8(),
-        Fp4("fp4", E3M0),
-        Fp4("fp4-e2m1", E2M1),
+        Even(8),
+        Even(4),
+        Even(3),
+        TwoBit(),
+        Float4("e2m1", E2M1),
+        Float4("e3m0", E3M0),
+        TopK(),
     )
 }
-"""All codecs by name. `fp4` is e3m0, with three exponent bits, for values of many scales (arXiv 2501.18512)."""
+"""All codecs of messages, by name. `e3m0` is for values of many scales (arXiv 2501.18512)."""
 
 
-WEIGHT_CODECS: dict[str, BlockCodec] = {"nf4": Nf4(), "int8": Int8(block=64, clip=16.0)}
-"""The codecs of frozen weights. No block of 64 reaches 16 times its root mean square, so this int8 clips nothing."""
+WEIGHT_CODECS: dict[str, BlockCodec] = {"nf4": Nf4(), "int8": Even(8, block=64)}
+"""The codecs of frozen weights."""
 
 
 def codec_named(codec: str | Codec) -> Codec:
@@ -41,10 +46,12 @@ __all__ = [
     "WEIGHT_CODECS",
     "BlockCodec",
     "Codec",
+    "Even",
+    "Float4",
     "FloatCodec",
-    "Fp4",
-    "Int8",
     "Nf4",
     "Tiling",
+    "TopK",
+    "TwoBit",
     "codec_named",
 ]

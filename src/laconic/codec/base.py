@@ -16,6 +16,8 @@ class Codec(ABC):
 
     name: str
     """The key in `CODECS`, which job descriptions use."""
+    is_sparse = False
+    """True if most values become zero, so that the sum of several vectors has more that are not zero than each."""
 
     @property
     @abstractmethod
@@ -26,8 +28,10 @@ class Codec(ABC):
     def payload_bytes(self, numel: int) -> int:
         """The bytes that `numel` encoded values take."""
 
-    def encode(self, values: Tensor) -> Tensor:
+    def encode(self, values: Tensor, *, check: bool = True) -> Tensor:
         """Encode values (numel,), fp32, contiguous, as (payload_bytes(numel),), uint8, on the same device.
+
+        Without `check`, NaN and infinity are not refused, but make their block NaN.
 
         Raises:
             ValueError: a value is NaN or infinite, or `values` is not a flat fp32 tensor.
@@ -37,7 +41,7 @@ class Codec(ABC):
                 f"a codec takes flat fp32 tensors, got shape {tuple(values.shape)}, {values.dtype}; use "
                 "x.float().view(-1)"
             )
-        if not bool(torch.isfinite(values).all()):
+        if check and not bool(torch.isfinite(values).all()):
             raise ValueError(
                 f"{self.name} cannot encode NaN or infinity: training has diverged. Lower the (inner) learning rate, "
                 "clip gradients, or resume from an earlier checkpoint"

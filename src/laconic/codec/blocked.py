@@ -1,4 +1,11 @@
-"""Codecs that keep few bits per value and one bf16 scale per block of values: int8, fp4 and nf4."""
+"""Codecs that keep few bits per value and one bf16 step per block of values.
+
+[Note: Codes are whole multiples of a step]
+A value is decoded as a small whole number times its block's step. The step has eight significant bits, so the product
+is exact in fp32, with or without a fused multiply-add. So every device decodes the same bits. (A scale of max / 127,
+rounded once more in the product, would not do that.) Steps are rounded to the nearest bf16 number and never denormal,
+which some devices flush to zero. A block with NaN or infinity gets a step that is NaN or infinite, and decodes to NaN.
+"""
 
 import itertools
 import math
@@ -10,32 +17,34 @@ from torch import Tensor
 
 from laconic.codec.base import Codec
 
-E3M0 = (0.0, *(2.0**-k for k in range(6, -1, -1)))
-"""The magnitudes of a 4-bit number with three exponent bits and no mantissa: seven powers of two."""
-E2M1 = tuple(value / 6 for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
-"""The magnitudes of a 4-bit number with two exponent bits and one mantissa bit, divided by the largest."""
+E3M0 = (0, 1, 2, 4, 8, 16, 32, 64)
+"""The magnitudes of a 4-bit number with three exponent bits and no mantissa, in steps."""
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
+"""The magnitudes of a 4-bit number with two exponent bits and one mantissa bit, in steps."""
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 """The values of NormalFloat4, ascending: quantiles of a normal distribution, scaled to [-1, 1] (arXiv 2305.14314)."""
-_MAX_CODE = 127
+_STEP_ROUNDING = 1 + 2**-8  # the largest factor by which a step changes in bf16
 _SCALE_ROUNDING = 1 + 2**-7  # the largest factor by which `_round_up_to_bf16` enlarges a scale
+_TWO_BIT_STEP = 0.9957
+"""The best step of four even levels for a normal distribution of variance 1 (J. Max, 1960, table II)."""
 
 
 class BlockCodec(Codec):
-    """Codes with one bf16 scale per block. The payload holds all codes, then all scales."""
+    """Codes with one bf16 step per block. The payload holds all codes, then all steps."""
 
     block: int
-    """The number of values that share a scale."""
+    """The number of values that share a step."""
 
     def payload_bytes(self, numel: int) -> int:
         """See `Codec.payload_bytes`: the codes, and two bytes per block."""
         return self.code_bytes(numel) + 2 * self.num_blocks(numel)
 
     def num_blocks(self, numel: int) -> int:
-        """The number of blocks, and so of scales, of `numel` values."""
+        """The number of blocks, and so of steps, of `numel` values."""
         return -(-numel // self.block)
 
     @abstractmethod
@@ -43,57 +52,92 @@ class BlockCodec(Codec):
         """The bytes of the codes of `numel` values."""
 
     def quantize(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode values (numel,), fp32, finite. Returns codes (code_bytes(numel),), uint8, and scales (b,), bf16."""
-        numel = values.numel()
-        codes, scales = self._quantize(
-            _filled_up(values, self.num_blocks(numel) * self.block).view(-1, self.block), numel
-        )
-        return codes[: self.code_bytes(numel)], scales
+        """Encode values (numel,), fp32. Returns codes (code_bytes(numel),), uint8, and steps (b,), bf16.
 
-    def dequantize(self, codes: Tensor, scales: Tensor, numel: int) -> Tensor:
+        Values that are not finite make their block NaN: [Note: Codes are whole multiples of a step].
+        """
+        numel = values.numel()
+        blocks = _filled_up(values, self.num_blocks(numel) * self.block).view(-1, self.block)
+        codes, steps = self._quantize(blocks, numel)
+        return codes[: self.code_bytes(numel)], steps
+
+    def dequantize(self, codes: Tensor, steps: Tensor, numel: int) -> Tensor:
         """Decode what `quantize` returned for `numel` values: (numel,), fp32."""
         codes = _filled_up(codes, self.code_bytes(self.num_blocks(numel) * self.block))
-        return self._dequantize(codes, scales.to(torch.float32).unsqueeze(1)).view(-1)[:numel]
+        return self._dequantize(codes, steps.to(torch.float32).unsqueeze(1)).view(-1)[:numel]
 
     @abstractmethod
     def _quantize(self, blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Shapes: blocks (b, block), the last filled up with zeros -> codes (bytes,), uint8, and scales (b,), bf16."""
+        """Shapes: blocks (b, block), the last filled up with zeros -> codes (bytes,), uint8, and steps (b,), bf16."""
 
     @abstractmethod
-    def _dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Shapes: the codes of whole blocks (bytes,), uint8, and scales (b, 1), fp32 -> (b, block), fp32."""
+    def _dequantize(self, codes: Tensor, steps: Tensor) -> Tensor:
+        """Shapes: the codes of whole blocks (bytes,), uint8, and steps (b, 1), fp32 -> (b, block), fp32."""
 
     def _encode(self, values: Tensor) -> Tensor:
-        codes, scales = self.quantize(values)
-        return torch.cat([codes, scales.view(torch.uint8)])
+        codes, steps = self.quantize(values)
+        return torch.cat([codes, steps.view(torch.uint8)])
 
     def _decode(self, payload: Tensor, numel: int) -> Tensor:
         size = self.code_bytes(numel)
         return self.dequantize(payload[:size], payload[size:].clone().view(torch.bfloat16), numel)
 
 
-class Int8(BlockCodec):
-    """255 even steps per block, from minus to plus its largest magnitude, or `clip` times its root mean square if less.
+class Even(BlockCodec):
+    """Round to an even number of steps, of which the largest value of a block takes 2^(bits - 1) - 1; zero is exact."""
 
-    The clip protects the resolution: without it, one large value would make the steps of its whole block large.
-    Source: INTELLECT-1 (arXiv 2412.01152), which clips a whole tensor in this way.
-    """
-
-    name = "int8"
-
-    def __init__(self, block: int = 256, clip: float = 6.0) -> None:
-        self.block, self.clip = block, clip
+    def __init__(self, bits: int, block: int = 128) -> None:
+        """`bits` is 3, 4 or 8; `block` is a multiple of 8."""
+        self.name, self.bits, self.block = f"int{bits}", bits, block
+        self._largest = 2 ** (bits - 1) - 1
 
     @property
     def max_relative_error(self) -> float:
-        """The error of a block that is one spike. Blocks without spikes have 2.4 %."""
-        lost = max(0.0, 1 - self.clip / math.sqrt(self.block))
-        rounding = min(self.clip, math.sqrt(self.block)) * _SCALE_ROUNDING / (2 * _MAX_CODE)
-        return math.hypot(lost, rounding)
+        """The error of a block with one large value, whose step is large for the others."""
+        return math.sqrt(self.block) * _STEP_ROUNDING / (2 * self._largest)
 
     def code_bytes(self, numel: int) -> int:
-        """See `BlockCodec.code_bytes`: one byte per value."""
-        return numel
+        """See `BlockCodec.code_bytes`: `bits` for each value."""
+        return -(-numel * self.bits // 8)
+
+    def _quantize(self, blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        steps = _to_steps(blocks.abs().amax(1) / self._largest)
+        # A step is rounded by at most one part in 512, so no code exceeds the largest.
+        counts = blocks * _inverses(steps)
+        if self.bits == 8:
+            return counts.round_().to(torch.int8).view(torch.uint8).view(-1), steps
+        # the conversion cuts off what is behind the point, so this rounds to the nearest
+        codes = counts.add_(self._largest + 0.5).to(torch.int8)
+        return pack(codes.view(torch.uint8).view(-1), self.bits), steps
+
+    def _dequantize(self, codes: Tensor, steps: Tensor) -> Tensor:
+        if self.bits == 8:
+            return codes.view(torch.int8).to(torch.float32).view(-1, self.block).mul_(steps)
+        if self.bits == 4:
+            return _look_up_pairs(_even_pairs(self._largest, codes.device), codes).view(-1, self.block).mul_(steps)
+        return unpack(codes, self.bits).to(torch.float32).sub_(self._largest).view(-1, self.block).mul_(steps)
+
+
+class TwoBit(BlockCodec):
+    """Round to -3, -1, 1 or 3 half steps; a step is the best one for normal values of the block's root mean square.
+
+    Zero is not a level, and large values are clipped: meant for rotated values, or with feedback of the error.
+    """
+
+    name = "int2"
+
+    def __init__(self, block: int = 128) -> None:
+        """`block` is a multiple of 4."""
+        self.block = block
+
+    @property
+    def max_relative_error(self) -> float:
+        """The bound from: no value's error exceeds half a step or, where it is clipped, the value."""
+        return math.hypot(1.0, _TWO_BIT_STEP * _STEP_ROUNDING / 2)
+
+    def code_bytes(self, numel: int) -> int:
+        """See `BlockCodec.code_bytes`: two bits for each value."""
+        return -(-numel // 4)
 
     def _quantize(self, blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         sizes = blocks.new_full((len(blocks), 1), self.block)
@@ -101,20 +145,19 @@ class Int8(BlockCodec):
         largest = blocks.abs().amax(1, keepdim=True)
         # Divide before squaring: a square may exceed the range of fp32. The clamp avoids 0 / 0.
         root = largest * (blocks / largest.clamp(min=1e-38)).square().sum(1, keepdim=True).div(sizes).sqrt()
-        scales = _round_up_to_bf16(torch.minimum(largest, self.clip * root).squeeze(1))
-        steps = scales.to(torch.float32).unsqueeze(1) / _MAX_CODE
-        codes = torch.where(steps > 0, blocks / steps, 0.0).round_().clamp_(-_MAX_CODE, _MAX_CODE).to(torch.int8)
-        return codes.view(-1).view(torch.uint8), scales
+        half_steps = _to_steps(root.squeeze(1) * (_TWO_BIT_STEP / 2))
+        codes = (blocks * (_inverses(half_steps) / 2)).add_(2).clamp_(0, 3)
+        return pack(codes.to(torch.uint8).view(-1), 2), half_steps
 
-    def _dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return codes.view(torch.int8).to(torch.float32).view(-1, self.block) * (scales / _MAX_CODE)
+    def _dequantize(self, codes: Tensor, steps: Tensor) -> Tensor:
+        return (2 * unpack(codes, 2).to(torch.float32) - 3).view(-1, self.block) * steps
 
 
-class Fp4(BlockCodec):
-    """Round to a sign and one of eight magnitudes, scaled to the largest value of each block; two codes make a byte."""
+class Float4(BlockCodec):
+    """Round to a sign and one of eight magnitudes, of which the largest value of a block takes the last."""
 
-    def __init__(self, name: str, magnitudes: tuple[float, ...], block: int = 64) -> None:
-        """`magnitudes` are eight numbers, ascending, from 0 to 1; `block` is even."""
+    def __init__(self, name: str, magnitudes: tuple[int, ...], block: int = 128) -> None:
+        """`magnitudes` are eight whole numbers, ascending from 0; `block` is even."""
         self.name, self.block = name, block
         self._magnitudes = magnitudes
 
@@ -122,29 +165,32 @@ class Fp4(BlockCodec):
     def max_relative_error(self) -> float:
         """The error of rounding between two magnitudes, and of values that round to zero."""
         between = max((b - a) / (b + a) for a, b in zip(self._magnitudes[1:], self._magnitudes[2:], strict=False))
-        flushed = self._magnitudes[1] / 2 * _SCALE_ROUNDING
-        return math.hypot(between, flushed * math.sqrt(self.block - 1))
+        flushed = self._magnitudes[1] / self._magnitudes[-1] / 2 * _STEP_ROUNDING
+        return math.hypot(between * _STEP_ROUNDING, flushed * math.sqrt(self.block - 1))
 
     def code_bytes(self, numel: int) -> int:
         """See `BlockCodec.code_bytes`: half a byte per value."""
         return -(-numel // 2)
 
     def _quantize(self, blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        _, borders = _tables(self._magnitudes, blocks.device)
-        scales = _round_up_to_bf16(blocks.abs().amax(1))
-        wide = scales.to(torch.float32).unsqueeze(1)
-        magnitude = torch.bucketize(torch.where(wide > 0, blocks.abs() / wide, 0.0), borders).to(torch.uint8)
-        return _in_pairs(magnitude | ((blocks < 0).to(torch.uint8) << 3)), scales
+        _, nearest = _tables(self._magnitudes, blocks.device)
+        sizes = blocks.abs()
+        steps = _to_steps(sizes.amax(1) / self._magnitudes[-1])
+        halves = sizes.mul_(2 * _inverses(steps)).nan_to_num_(nan=0.0).clamp_(0, len(nearest) - 1).to(torch.int32)
+        codes = nearest.index_select(0, halves.view(-1)) | ((blocks.view(-1) < 0).to(torch.uint8) << 3)
+        return pack(codes, 4), steps
 
-    def _dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
+    def _dequantize(self, codes: Tensor, steps: Tensor) -> Tensor:
         pairs, _ = _tables(self._magnitudes, codes.device)
-        return pairs.index_select(0, codes.to(torch.int32)).view(-1, self.block) * scales
+        return _look_up_pairs(pairs, codes).view(-1, self.block).mul_(steps)
 
 
 class Nf4(BlockCodec):
     """Round to the nearest of sixteen quantiles, scaled to the largest value of each block; two codes make a byte.
 
-    Source: NormalFloat4 of QLoRA (arXiv 2305.14314). The paper quantises its fp32 scales once more; ours are bf16.
+    Its steps are scales: the largest magnitude of a block, rounded up. So a product with a quantile is rounded, and may
+    differ by device in the last bit. Source: NormalFloat4 of QLoRA (arXiv 2305.14314). The paper quantises its fp32
+    scales once more; ours are bf16.
     """
 
     name = "nf4"
@@ -169,18 +215,61 @@ class Nf4(BlockCodec):
         _, borders = _nf4_tables(blocks.device)
         scales = _round_up_to_bf16(blocks.abs().amax(1))
         wide = scales.to(torch.float32).unsqueeze(1)
-        return _in_pairs(torch.bucketize(torch.where(wide > 0, blocks / wide, 0.0), borders).to(torch.uint8)), scales
+        codes = torch.bucketize(torch.where(wide > 0, blocks / wide, 0.0), borders).to(torch.uint8)
+        return pack(codes.view(-1), 4), scales
 
-    def _dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
+    def _dequantize(self, codes: Tensor, steps: Tensor) -> Tensor:
         tables = _nf4_tables.__wrapped__ if torch.compiler.is_compiling() else _nf4_tables  # no cache in a graph
         pairs, _ = tables(codes.device)
-        return pairs.index_select(0, codes.to(torch.int32)).view(-1, self.block) * scales
+        return pairs.index_select(0, codes.to(torch.int32)).view(-1, self.block) * steps
 
 
-def _in_pairs(codes: Tensor) -> Tensor:
-    """Put two codes of four bits in a byte, the first one in the lower bits: any even shape -> (numel / 2,)."""
-    codes = codes.view(-1, 2)
-    return codes[:, 0] | (codes[:, 1] << 4)
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Put codes of 2, 3, 4 or 8 bits side by side, the first in the lowest bits.
+
+    Shapes: codes (n,), uint8, with n * bits a multiple of 8, and of 24 for three bits -> (n * bits / 8,), uint8.
+    """
+    if bits == 8:
+        return codes
+    if bits == 4:  # a pair of codes is a number of 16 bits
+        pairs = codes.view(torch.int16)
+        return (pairs | (pairs >> 4)).to(torch.uint8)
+    if bits == 3:
+        a, b, c, d, e, f, g, h = codes.view(-1, 8).unbind(1)
+        low = a | (b << 3) | (c << 6)
+        middle = (c >> 2) | (d << 1) | (e << 4) | (f << 7)
+        high = (f >> 1) | (g << 2) | (h << 5)
+        return torch.stack([low, middle, high], dim=1).view(-1)
+    parts = codes.view(-1, 8 // bits).unbind(1)
+    packed = parts[0]
+    for place, part in enumerate(parts[1:], start=1):
+        packed = packed | (part << (bits * place))
+    return packed
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Take apart what `pack` has put together: (n * bits / 8,), uint8 -> (n,), uint8."""
+    if bits == 8:
+        return packed
+    if bits == 3:
+        low, middle, high = packed.view(-1, 3).unbind(1)
+        parts: tuple[Tensor, ...] = (
+            low, low >> 3, (low >> 6) | (middle << 2), middle >> 1, middle >> 4, (middle >> 7) | (high << 1), high >> 2,
+            high >> 5,
+        )  # fmt: skip
+    else:
+        parts = tuple(packed >> shift for shift in range(0, 8, bits))
+    return (torch.stack(parts, dim=1) & (2**bits - 1)).view(-1)
+
+
+def _to_steps(steps: Tensor) -> Tensor:
+    """Round steps (b,), fp32, to bf16. Those that would be denormal become zero."""
+    return torch.where(steps < torch.finfo(torch.bfloat16).tiny, 0.0, steps).to(torch.bfloat16)
+
+
+def _inverses(steps: Tensor) -> Tensor:
+    """The inverses of the steps (b,), as (b, 1), fp32; zero for a step of zero, so that its values become zero."""
+    return torch.where(steps == 0, 0.0, steps.to(torch.float32).reciprocal()).unsqueeze(1)
 
 
 def _pairs_by_byte(values: Tensor) -> Tensor:
@@ -206,11 +295,31 @@ def _round_up_to_bf16(scales: Tensor) -> Tensor:
     return torch.where(too_small, larger, rounded)
 
 
+def _look_up_pairs(pairs: Tensor, codes: Tensor) -> Tensor:
+    """The two values of each byte: pairs (256, 2), fp32, and codes (n,), uint8 -> (2 n,), fp32.
+
+    A pair is looked up as one number of 64 bits, which is several times as fast on a CPU.
+    """
+    return pairs.view(torch.float64).view(-1).index_select(0, codes.to(torch.int32)).view(torch.float32)
+
+
 @lru_cache
-def _tables(magnitudes: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The two values of each byte, (256, 2), and the seven borders between the magnitudes."""
-    positive = torch.tensor(magnitudes, device=device)
-    return _pairs_by_byte(torch.cat([positive, -positive])), (positive[1:] + positive[:-1]) / 2
+def _even_pairs(largest: int, device: torch.device) -> Tensor:
+    """The two numbers of each byte, (256, 2), of codes that count from minus `largest`."""
+    return _pairs_by_byte(torch.arange(16, device=device, dtype=torch.float32) - largest)
+
+
+@lru_cache
+def _tables(magnitudes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The two values of each byte, (256, 2), in steps, and the nearest magnitude for 0, 1, 2, ... half steps.
+
+    The borders between magnitudes are whole numbers of half steps.
+    """
+    positive = torch.tensor(magnitudes, device=device, dtype=torch.float32)
+    borders = positive[1:] + positive[:-1]
+    halves = torch.arange(2 * magnitudes[-1] + 2, device=device)
+    nearest = torch.bucketize(halves.to(torch.float32), borders, right=True).to(torch.uint8)
+    return _pairs_by_byte(torch.cat([positive, -positive])), nearest
 
 
 @lru_cache

@@ -279,7 +279,7 @@ class SyncConfig(Section):
     """Steps that hide an exchange: its result is applied this many steps later; less than every / fragments."""
     mixing: ProperShare = 0.0
     """The share of an island's own parameters in the mixture when a result is applied; 0 takes the result alone."""
-    codec: Literal["fp32", "bf16", "int8", "fp4", "fp4-e2m1"] = "fp32"
+    codec: Literal["fp32", "bf16", "int8", "int4", "int3", "int2", "e2m1", "e3m0", "top64"] = "fp32"
     """The format of pseudo-gradients on the wire: 4, 2, 1 or half a byte per parameter."""
     error_feedback: bool = False
     """Add the codec's error on the last pseudo-gradient to the next one."""

@@ -5,6 +5,9 @@ A vector is cut into as many parts as there are islands. Every island sends part
 decodes the parts of all islands, its own included, and sums them in fp32 in the order of islands. It divides the sum,
 encodes the mean and sends it to all. Every island, island j included, uses the decoded mean, so all islands have the
 same bits. Encoded values are never summed. A rank sends and receives 2 (I - 1) / I of the encoded vector.
+
+A sparse codec cannot encode a mean of several vectors as well as each of them. So there, every island sends its whole
+vector to all others, in one trip, and every island sums them in the order of islands (SparseLoCo, arXiv 2508.15706).
 """
 
 import time
@@ -47,10 +50,13 @@ class CompressedAllReduce:
         the coordinate. Default: the number of islands.
 
         Shapes: values (numel,), fp32, on the host; divisor (numel,) -> value and sent (numel,), fp32.
-        Cost: 2 (I - 1) payloads of numel / I values out of and into this rank, counted as "outer".
+        Cost: 2 (I - 1) payloads of numel / I values out of and into this rank, with a sparse codec I - 1 payloads of
+            numel values, counted as "outer".
         Raises: ValueError if the codec cannot encode a value, such as NaN.
         """
         began = time.perf_counter()
+        if self._codec.is_sparse:
+            return self._sparse_mean(values, divisor, began)
         numel, part = values.numel(), -(-values.numel() // self._num_islands)
         rows = torch.zeros(self._num_islands, part)
         rows.view(-1)[:numel] = values
@@ -64,6 +70,21 @@ class CompressedAllReduce:
         sent_bytes = 2 * (self._num_islands - 1) * self._codec.payload_bytes(part)
         self._cluster.traffic.count("island", "outer", sent_bytes=sent_bytes, received_bytes=sent_bytes)
         value = self._join(means, numel)
+        return Mean(value=value, sent=sent, sent_bytes=sent_bytes, took_s=time.perf_counter() - began)
+
+    def _sparse_mean(self, values: Tensor, divisor: Tensor | None, began: float) -> Mean:
+        """The mean in one trip: [Note: The two trips of an all-reduce]."""
+        numel = values.numel()
+        code = self._codec.encode(values)
+        arrived = self._exchange([code] * self._num_islands)
+        total = torch.zeros_like(values)
+        for theirs in arrived:
+            total += self._codec.decode(theirs, numel)
+        counts = torch.full_like(total, self._num_islands) if divisor is None else divisor
+        value = torch.where(counts > 0, total / counts.clamp(min=1), 0.0)
+        sent_bytes = (self._num_islands - 1) * self._codec.payload_bytes(numel)
+        self._cluster.traffic.count("island", "outer", sent_bytes=sent_bytes, received_bytes=sent_bytes)
+        sent = self._codec.decode(code, numel)
         return Mean(value=value, sent=sent, sent_bytes=sent_bytes, took_s=time.perf_counter() - began)
 
     def _divide(self, total: Tensor, divisor: Tensor | None) -> Tensor:

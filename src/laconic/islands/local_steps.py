@@ -97,7 +97,7 @@ class LocalSteps:
         overlap: inner steps between sending a fragment and applying its mean.
         mixing: the weight of an island's own parameters when a mean is applied. With overlap this keeps part of the
             inner steps that the island took while the mean was on its way.
-        codec: "fp32", "bf16", "int8", "fp4", "fp4-e2m1", or a `Codec`.
+        codec: "fp32", "bf16", "int8", "int4", "int3", "int2", "e2m1", "e3m0", "top64", or a `Codec`.
         error_feedback: add to each pseudo-gradient the part of the last one that encoding lost.
         recovery: a folder on each machine for the state of the last sync, from which islands go on after a restart:
             [Note: Re-forming] in islands/recovery.py. Then `steps` is the step after which training goes on.
