@@ -14,6 +14,7 @@ from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.api import fully_shard
 from laconic.shard.cache import Cache
 from laconic.shard.sharded_module import ShardedModule, overrides
+from laconic.shard.wire import Wire
 
 if TYPE_CHECKING:
     from laconic.hf.safetensors_folder import load_safetensors, save_safetensors
@@ -29,6 +30,7 @@ __all__ = [
     "LocalSteps",
     "RaggedTensor",
     "ShardedModule",
+    "Wire",
     "assign_slice",
     "default_mesh",
     "elements",

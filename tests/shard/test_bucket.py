@@ -13,6 +13,7 @@ from laconic.shard.bucket import Bucket, ManagedParameter
 from laconic.shard.cache import CachedShard
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
+from laconic.shard.wire import Wire
 from tests.reference import gather as reference
 from tests.shard.helpers import Block, Place, account, build, places
 
@@ -37,7 +38,7 @@ def bucket_of(module: nn.Module, place: Place, *, compute_dtype: torch.dtype = t
         itemsize=compute_dtype.itemsize,
     )
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype)
-    return Bucket(managed, layout, precision=precision, offload=OffloadPolicy())
+    return Bucket(managed, layout, precision=precision, offload=OffloadPolicy(), wire=Wire())
 
 
 def fill_full(bucket: Bucket, shards: list[Tensor]) -> None:

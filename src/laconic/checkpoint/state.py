@@ -14,6 +14,7 @@ from laconic.checkpoint.commit import CheckpointError
 from laconic.checkpoint.storage import Entry
 from laconic.ragged.optimizer_state import cut_state
 from laconic.ragged.parts import SlicedParameter, sliced_parts
+from laconic.shard.sharded_module import ShardedModule
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 # Each run chooses the kernels of its own optimizer, and they decide on which device `step` is.
@@ -65,8 +66,13 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Show sharded parameters in place of gathered ones, under laconic and FSDP2."""
+    """Show sharded parameters in place of gathered ones, under laconic and FSDP2.
+
+    Under laconic weights cross exactly next time, as in the run that goes on from them.
+    """
     for module in model.modules():
+        if isinstance(module, ShardedModule):
+            module.forget_copies()
         # Outside a step a root may still hold its gathered parameters (FSDP2 after a forward without backward).
         own_reshard = getattr(module, "reshard", None)
         if callable(own_reshard) and hasattr(module, "unshard"):

@@ -122,6 +122,21 @@ class Communicator:
             pending = self._issue(purpose, dist.all_to_all_single, landing, whole, group=group)
         return ReduceScatter(pending, terms, whole, nbytes=landing.nbytes)
 
+    def start_all_to_all(self, landings: Tensor, messages: Tensor, purpose: Purpose = "gradients") -> Pending:
+        """Begin to send row r of `messages` to rank r, and to fill row r of `landings` with what rank r sends.
+
+        This rank's own row of `landings` has no meaning. Nobody uses either tensor until the transfer has ended.
+
+        Shapes: R ranks; landings and messages (R, C), contiguous, of one dtype.
+        Cost: (R - 1) * C * itemsize bytes out of and into this rank.
+        """
+        group = self._reduce_group
+        assert group is not None, "a level of one rank has nobody to send to"
+        self._count(purpose, (self.size - 1) * messages.nbytes // self.size)
+        if self._uses_sends:  # [Note: Collectives on Gloo]
+            return self._exchange(purpose, group, landings, messages)
+        return self._issue(purpose, dist.all_to_all_single, landings, messages, group=group)
+
     def start_all_reduce(self, tensor: Tensor, purpose: Purpose = "gradients") -> Pending | None:
         """Begin to sum `tensor` over the ranks, in place. None if this level has one rank.
 

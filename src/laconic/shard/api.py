@@ -26,6 +26,7 @@ from laconic.shard.conversion import check_convertible, converts
 from laconic.shard.sharded_module import sharded_class
 from laconic.shard.traps import HOME, Origin
 from laconic.shard.unit import Unit, unit_of
+from laconic.shard.wire import Wire, WireName
 from laconic.shard.wrappers import check_unwrapped
 
 _Modules = TypeVar("_Modules", bound=nn.Module | list[nn.Module])
@@ -36,6 +37,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     cache: Cache | Where = "none",
+    wire: Wire | WireName = "exact",
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
@@ -57,6 +59,8 @@ def fully_shard(
             first replicates (HSDP); see `Cluster`. Default: all ranks, on the device of the parameters, or on the
             accelerator if they are on the meta device.
         cache: where the node shard stays while the parameters do not change: "none", "host", "device", or a `Cache`.
+        wire: the bits in which weights and gradients cross between nodes: "exact", "8bit", "4bit", or a `Wire`. Weights
+            in few bits need a cache.
         reshard_after_forward: False keeps the unit gathered until its backward. None means False for the root, which
             backward needs first, and True for other units. FSDP2's integer, the number of ranks per node, keeps the
             node shard on the device until backward.
@@ -82,7 +86,7 @@ def fully_shard(
             parameter is complex, is on another device than the mesh,
             is not initialised yet (a lazy module), or is tied to a parameter of another unit; a DTensor parameter has a
             placement other than Shard or Replicate, or is cut over the same axes; the mesh, its named axes, the cache,
-            granularity or integer is not valid.
+            wire, granularity or integer is not valid.
         AssertionError: a module is sharded already.
         NotImplementedError: a parameter is not contiguous; or it converts itself before the gather and is a DTensor or
             wraps several tensors ([Note: Conversion] in shard/conversion.py); or `dp_mesh_dims` names no axis to cut
@@ -106,12 +110,13 @@ def fully_shard(
     if broadcast:
         for item in managed:
             share_first(item.cluster, item.local)
+    coding = _resolve_wire(Wire.of(wire), policy, managed)
     blocks = resolve(granularity, [(item.name, item.local) for item in managed])
     may_shrink = granularity is None
     buckets = [
         bucket
-        for group in _group_by_kind(managed)
-        for bucket in _make_buckets(group, blocks, precision, offload, may_shrink=may_shrink)
+        for group in _group_by_kind(managed, coding)
+        for bucket in _make_buckets(group, blocks, precision, offload, coding, may_shrink=may_shrink)
     ]
     for item in managed:
         setattr(item.parameter, HOME, item.name)  # recognises tied weights later, and optimizers of replaced parameters
@@ -281,7 +286,38 @@ def _check_parameters(managed: list[ManagedParameter], offload: OffloadPolicy) -
             )
 
 
-def _group_by_kind(managed: list[ManagedParameter]) -> list[list[ManagedParameter]]:
+def _resolve_wire(wire: Wire, cache: Cache, managed: list[ManagedParameter]) -> Wire:
+    """Return the policy of crossings that can be followed.
+
+    Raises:
+        ValueError: differences are to cross, but no cache keeps what they are differences to.
+    """
+    if wire.is_exact or not managed:
+        return wire
+    if all(item.cluster.num_nodes == 1 for item in managed):
+        warnings.warn(
+            "wire= does nothing here: all ranks that share the parameters are on one node, and replicas on other nodes "
+            "(islands) sum their gradients exactly. If the ranks are on several nodes, give a mesh whose axis 'node' "
+            "has them (laconic.init_mesh under torchrun)",
+            stacklevel=3,
+        )
+        return Wire()
+    if wire.sends_differences and cache.where == "none":
+        raise ValueError(
+            f"Wire(weights={wire.weights!r}) sends differences to the copies that a cache keeps, but cache='none' "
+            "keeps none; use cache='host' or 'device', or Wire(weights='int8', as_values=True, ...), or weights='exact'"
+        )
+    return wire
+
+
+def _is_coded(item: ManagedParameter, wire: Wire) -> bool:
+    """True if a parameter crosses in few bits: a matrix, or a larger tensor, that trains."""
+    parameter = item.parameter
+    is_matrix = parameter.ndim > 1 and parameter.is_floating_point() and not converts(parameter)
+    return not wire.is_exact and item.cluster.num_nodes > 1 and is_matrix and parameter.requires_grad
+
+
+def _group_by_kind(managed: list[ManagedParameter], wire: Wire) -> list[list[ManagedParameter]]:
     """Group parameters of one mesh, dtype and trainability, in order of appearance. A LoRA block has two groups.
 
     Parameters that convert themselves form groups by their class: [Note: Conversion] in shard/conversion.py. Each slice
@@ -293,7 +329,7 @@ def _group_by_kind(managed: list[ManagedParameter]) -> list[list[ManagedParamete
         parameter = item.parameter
         form = type(parameter) if converts(parameter) else uneven_cut(parameter)
         kind = parameter.dtype, parameter.requires_grad, parameter.device, form, slice_of_parameter(*item.places[0])
-        groups.setdefault((item.cluster, *kind), []).append(item)
+        groups.setdefault((item.cluster, *kind, _is_coded(item, wire)), []).append(item)
     return list(groups.values())
 
 
@@ -302,6 +338,7 @@ def _make_buckets(
     blocks: Blocks,
     precision: MixedPrecisionPolicy,
     offload: OffloadPolicy,
+    wire: Wire,
     *,
     may_shrink: bool,
 ) -> list[Bucket]:
@@ -320,6 +357,12 @@ def _make_buckets(
     )
     warn_if_wasteful(plan, dtype.itemsize)
     return [
-        Bucket([group[index] for index in members], layout, precision=precision, offload=offload)
+        Bucket(
+            [group[index] for index in members],
+            layout,
+            precision=precision,
+            offload=offload,
+            wire=wire if _is_coded(group[0], wire) else Wire(),
+        )
         for members, layout in zip(plan.members, plan.buckets, strict=True)
     ]

@@ -31,6 +31,7 @@ from laconic.shard.digest import digest_of
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import FlatBuffer, Ledger
 from laconic.shard.linear import GradientSink, set_sink, write_gradient_in_place
+from laconic.shard.wire import Wire
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +62,12 @@ class Bucket:
         *,
         precision: MixedPrecisionPolicy,
         offload: OffloadPolicy,
+        wire: Wire,
     ) -> None:
         """Copy this rank's shard of `managed`, the parameters of `layout` in its order, and show sharded parameters."""
         self.layout, self.cluster = layout, managed[0].cluster
+        self.wire = wire
+        """The bits of this bucket's crossings; all of them if it has vectors or is frozen, whatever the user wants."""
         self.dtype = managed[0].parameter.dtype
         self._precision, self._offload = precision, offload
         self.replicas_diverge = False
@@ -290,10 +294,11 @@ class Bucket:
     def drop_shard(self) -> bool:
         """Free the memory of a frozen shard and use its copy inside the cached node shard. Returns whether it did.
 
-        It does nothing if the node shard has not the parameters' own bits: under mixed precision, and if parameters
-        convert themselves.
+        It does nothing if the node shard has not the parameters' own bits: under mixed precision, if parameters convert
+        themselves, and if weights cross in few bits.
         """
-        is_other_form = self.compute_dtype != self.dtype or bool(self._conversions)
+        is_coded = self.wire.weights != "exact"
+        is_other_form = self.compute_dtype != self.dtype or bool(self._conversions) or is_coded
         if self.cached is None or is_other_form or self.is_shard_dropped or self.is_offloaded:
             return False
         self.ledger.hold(-self.shard.nbytes)
@@ -313,6 +318,12 @@ class Bucket:
         """This rank's shard within its node shard, (N * C,): [Note: A bucket's order]."""
         size = self.layout.shard_numel
         return node_shard[self.cluster.node_rank * size : (self.cluster.node_rank + 1) * size]
+
+    @property
+    def peers(self) -> range:
+        """The shards of this rank's node shard, in the order of nodes."""
+        first = self.cluster.local_rank * self.cluster.num_nodes
+        return range(first, first + self.cluster.num_nodes)
 
     # -- the full buffer, and the gathered parameters that are views of it ---------------------------------------------
 

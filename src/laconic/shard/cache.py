@@ -105,8 +105,11 @@ class CachedShard:
         """Mark the cache as empty: a new node shard is being gathered."""
         self._version = None
 
-    def store(self, node_shard: Tensor, version: int, arrived: Event) -> Event:
-        """Keep a node shard that is complete at `arrived`. Returns the event after which its memory may be freed."""
+    def store(self, node_shard: Tensor, version: int | None, arrived: Event) -> Event:
+        """Keep a node shard that is complete at `arrived`. Returns the event after which its memory may be freed.
+
+        Without a version it is never used.
+        """
         self._version = version
         if self.is_direct:  # the node shard was gathered in the cache's memory
             return None
@@ -114,6 +117,12 @@ class CachedShard:
             self.buffer().copy_(node_shard, non_blocking=True)
         self._stored = self._lanes.to_host.record_event()
         return self._stored
+
+    def kept(self) -> Tensor:
+        """The node shard that was kept last, (numel,), complete: it waits for a copy that is under way."""
+        if self._stored is not None:
+            self._stored.synchronize()
+        return self.buffer()
 
     def load_into(self, node_shard: Tensor) -> Event:
         """Copy the cache to `node_shard`, unless it is direct. Returns the event after which the copy is complete."""

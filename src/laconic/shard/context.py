@@ -17,6 +17,7 @@ from laconic import _compat
 from laconic.comm.cluster import Cluster
 from laconic.shard.bucket import Bucket
 from laconic.shard.cache import Cache, CachedShard, choose_device_shards, free_slab, make_slab
+from laconic.shard.difference import Copies
 from laconic.shard.gather import UnitGather
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
@@ -44,6 +45,7 @@ class Context:
         """True if the running backward adds to `.grad` of some parameter."""
         self.creates_graph = False
         """True if the last backward ran with `create_graph=True`, so that another one may need the same weights."""
+        self._copies: dict[Cluster, Copies] = {}
         self._is_recording = False
         self._last_forward: list[UnitGather] = []
         self._forward: list[UnitGather] = []  # the present forward so far
@@ -70,6 +72,10 @@ class Context:
                 weakref.finalize(self, free_slab, slab, device).atexit = False  # keeps the slab until then
             for cached, part in zip(in_slab, slab.split(sizes_bytes), strict=True):
                 cached.move_to_slab(part)
+
+    def copies_of(self, cluster: Cluster) -> Copies:
+        """The copies of the weights that the nodes of `cluster` have: [Note: Exact crossings] in difference.py."""
+        return self._copies.setdefault(cluster, Copies(cluster))
 
     @property
     def has_run(self) -> bool:

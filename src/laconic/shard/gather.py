@@ -11,6 +11,8 @@ from enum import Enum, auto
 
 from laconic.comm.collectives import Communicator, Pending
 from laconic.shard.bucket import Bucket
+from laconic.shard.crossing import CodedValues, ExactWeights, WeightCrossing
+from laconic.shard.difference import CodedDifferences, CopiesOf
 from laconic.shard.lanes import Event, Lanes, wait_for
 
 
@@ -28,11 +30,13 @@ class GatherState(Enum):
 class BucketGather:
     """The gather of one bucket: from this rank's shard, or from a cached node shard, to the full buffer."""
 
-    def __init__(self, bucket: Bucket, lanes: Lanes) -> None:
+    def __init__(self, bucket: Bucket, lanes: Lanes, copies_of: CopiesOf) -> None:
         self.bucket, self._lanes = bucket, lanes
         self._node, self._local = Communicator(bucket.cluster, "node"), Communicator(bucket.cluster, "local")
+        self._crossing = _crossing_of(bucket, self._node, copies_of)
+        self._is_crossing = False
         self._pending: Pending | None = None
-        self._version = 0
+        self._version: int | None = None
         self._loaded: Event = None
         self._arrived: Event = None
         self._comes_from_cache = False
@@ -64,29 +68,37 @@ class BucketGather:
         self._comes_from_cache = cached is not None and cached.holds(self._version)
         direct = cached.buffer() if cached is not None and cached.is_direct else None
         self._node_shard = bucket.node_shard_of_full() if direct is None else direct
+        if cached is not None and (self._comes_from_cache or self._crossing.prepare()):
+            self._loaded = cached.load_into(self._node_shard)
+        if self._comes_from_cache:
+            return
         if cached is not None:
-            if self._comes_from_cache:
-                self._loaded = cached.load_into(self._node_shard)
-                return
             cached.invalidate()
-        with self._lanes.gather_node.running():
-            own = bucket.own_part(self._node_shard)
-            if own.data_ptr() != bucket.shard.data_ptr():
-                bucket.write_shard(own)
-            self._pending = self._node.all_gather(self._node_shard, own)
-        self._arrived = self._lanes.gather_node.record_event()
+        with self._lanes.gather_node.running(self._loaded):
+            self._crossing.start(self._node_shard)
+            self._is_crossing = True
 
     def start_local(self) -> None:
         """Wait for the node shard and issue the gather inside the node."""
         full = self.bucket.allocate_full()
+        if self._is_crossing:
+            self._finish_crossing()
         with self._lanes.gather_local.running(self._loaded, self._arrived):
-            _wait(self._pending)
             self._pending = self._local.all_gather(full, self._node_shard)
+
+    def _finish_crossing(self) -> None:
+        """Finish the gather across nodes. If an exception cuts it short, the gather stays stale and is begun anew."""
+        version, self._version, self._is_crossing = self._version, None, False
+        with self._lanes.gather_node.running():
+            self._crossing.finish(self._node_shard)
+        self._version = version
+        self._arrived = self._lanes.gather_node.record_event()
 
     def finish(self) -> Event:
         """Finish the gather. Returns the event after which the full buffer may be used."""
         with self._lanes.gather_local.running():
-            _wait(self._pending)
+            if self._pending is not None:
+                self._pending.wait()
         self._pending = self._loaded = None
         event = self._lanes.gather_local.record_event()
         cached = self.bucket.cached
@@ -95,6 +107,10 @@ class BucketGather:
         self._arrived = None
         del self._node_shard
         return event
+
+    def forget(self) -> None:
+        """Let the weights cross exactly next time."""
+        self._crossing.forget()
 
     def release(self) -> None:
         """Free the full buffer after the copy from it to the cache is done."""
@@ -108,9 +124,9 @@ class BucketGather:
 class UnitGather:
     """The gather of all buckets of a unit."""
 
-    def __init__(self, buckets: list[Bucket], lanes: Lanes) -> None:
+    def __init__(self, buckets: list[Bucket], lanes: Lanes, copies_of: CopiesOf) -> None:
         self._buckets = buckets
-        self._gathers = [BucketGather(bucket, lanes) for bucket in buckets]
+        self._gathers = [BucketGather(bucket, lanes, copies_of) for bucket in buckets]
         self._is_stream_ordered = all(gather.is_stream_ordered for gather in self._gathers)
         self._events: list[Event] = []
         self.state = GatherState.IDLE
@@ -165,7 +181,14 @@ class UnitGather:
             gather.release()
         self.state = GatherState.IDLE
 
+    def forget_copies(self) -> None:
+        """Let the weights cross exactly next time: [Note: Exact crossings] in shard/difference.py."""
+        for gather in self._gathers:
+            gather.forget()
 
-def _wait(pending: Pending | None) -> None:
-    if pending is not None:
-        pending.wait()
+
+def _crossing_of(bucket: Bucket, node: Communicator, copies_of: CopiesOf) -> WeightCrossing:
+    """The way in which a bucket's weights cross between nodes."""
+    if bucket.wire.sends_differences:
+        return CodedDifferences(bucket, node, copies_of(bucket.cluster))
+    return ExactWeights(bucket, node) if bucket.wire.weights == "exact" else CodedValues(bucket, node)

@@ -21,9 +21,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from laconic import _compat
 from laconic._compat import GradientUse
-from laconic.comm.collectives import Communicator, Pending, ReduceScatter
+from laconic.comm.collectives import Communicator, Pending
 from laconic.comm.traffic import Level
 from laconic.shard.bucket import Bucket
+from laconic.shard.crossing import CodedSum, Transfer
 from laconic.shard.lanes import Event, Lanes, wait_for
 from laconic.shard.ledger import Ledger
 from laconic.shard.used import UsedParameters, agree
@@ -38,7 +39,8 @@ class BucketGradients:
         """`begin_backward` is called in a backward before the first gradient is written."""
         self.bucket, self.lanes, self.ledger = bucket, lanes, ledger
         self._begin_backward = begin_backward
-        self.island, self.node, self.local = (Communicator(bucket.cluster, level) for level in LEVELS)
+        self.island, node, self.local = (Communicator(bucket.cluster, level) for level in LEVELS)
+        self.node: Communicator | CodedSum = node if bucket.wire.gradients == "exact" else CodedSum(bucket, node)
         self._full: Tensor | None = None
         self._written: set[int] = set()
         self.partial: Tensor | None = None
@@ -134,6 +136,11 @@ class BucketGradients:
         self.is_due = False
         return full
 
+    def forget_lost(self) -> None:
+        """Drop what a codec has lost of earlier gradients."""
+        if isinstance(self.node, CodedSum):
+            self.node.forget()
+
     def discard(self) -> None:
         """Drop the gradients of a failed backward, and the partial sums that may include some of them."""
         for buffer in (self._full, self.partial, self.partial_shard):
@@ -204,7 +211,7 @@ class Reduction:
         self._ledger, self._lane = gradients.ledger, gradients.lanes.reduce
         self._full = full
         self._node_shard: Tensor | None = None
-        self._transfer: ReduceScatter | None = None
+        self._transfer: Transfer | None = None
         self._shard: Tensor | None = None
         self._replicas: Pending | None = None
         self._done: Event = None
@@ -286,7 +293,7 @@ class Reduction:
             return fresh
         return total.add_(fresh)
 
-    def _start_transfer(self, level: Communicator, whole: Tensor) -> None:
+    def _start_transfer(self, level: Communicator | CodedSum, whole: Tensor) -> None:
         self._transfer = level.start_reduce_scatter(whole)
         self._ledger.hold(self._transfer.nbytes)
 

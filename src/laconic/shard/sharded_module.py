@@ -115,6 +115,13 @@ class ShardedModule(FSDPModule, nn.Module):
         """
         self._laconic_unit.reshard()
 
+    def forget_copies(self) -> None:
+        """Let this module's weights cross between nodes exactly next time, also with `wire="4bit"`.
+
+        A state dict, a checkpoint, a load and any edit do this by themselves. See `laconic.Wire`.
+        """
+        self._laconic_unit.forget_copies()
+
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether parameters are freed after forward. False saves the gather in backward and costs their memory.
 

@@ -94,7 +94,7 @@ class Unit:
         for module in self.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
-            module.register_state_dict_pre_hook(lambda *_: self.reshard())
+            module.register_state_dict_pre_hook(lambda *_: self._prepare_state_dict())
             module.register_load_state_dict_pre_hook(lambda *_: self.reshard())
             module.register_load_state_dict_post_hook(lambda *_: take_loaded_values(self.buckets))
 
@@ -136,7 +136,7 @@ class Unit:
     def _join(self, root: Unit, context: Context) -> None:
         self._root, self._context = root, context
         # A unit may have another mesh than its root: [Note: Two parallelisms, two meshes] in ragged/dtensor.py.
-        self._gather = UnitGather(self.buckets, context.lanes)
+        self._gather = UnitGather(self.buckets, context.lanes, context.copies_of)
         self.gradients = [
             BucketGradients(bucket, context.lanes, context.ledger, self._begin_root_backward) for bucket in self.buckets
         ]
@@ -211,6 +211,7 @@ class Unit:
             for gradients in unit.gradients:
                 gradients.discard()
             unit.reshard()
+            unit.forget_copies()
         self.context.end_backward()
 
     # -- gathered or not -----------------------------------------------------------------------------------------------
@@ -236,6 +237,18 @@ class Unit:
                     bucket.show_sharded()
         finally:
             self._gather.release()
+
+    def forget_copies(self) -> None:
+        """Let the weights cross exactly next time: [Note: Exact crossings] in shard/difference.py."""
+        if self._gather is not None:
+            self._gather.forget_copies()
+        for gradients in self.gradients:
+            gradients.forget_lost()
+
+    def _prepare_state_dict(self) -> None:
+        """Show the sharded parameters. A run that resumes from them begins with exact weights, so this one does too."""
+        self.reshard()
+        self.forget_copies()
 
     def apply(self, function: Callable[[Tensor], Tensor], super_apply: Callable[[], None]) -> None:
         """Run `nn.Module._apply`, but convert the shard in place of the parameters that are views of it."""
@@ -431,7 +444,8 @@ class Unit:
             if has_partial_sums and not self.context.reductions.is_crossing_nodes(gradients):
                 self._reduce(gradients, None)
             cached = gradients.bucket.cached
-            if cached is not None and not gradients.bucket.is_frozen and self._frees_after_backward:
+            is_base = gradients.bucket.wire.sends_differences  # of the next difference
+            if cached is not None and not gradients.bucket.is_frozen and not is_base and self._frees_after_backward:
                 self.reshard()  # a gather that has begun may still write into the cache
                 cached.free()  # the optimizer is about to make it stale
 

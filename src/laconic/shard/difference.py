@@ -1,0 +1,240 @@
+"""Weights that cross between nodes as differences to the copies that the receivers have already.
+
+[Note: Differences]
+A cache still has the node shard of the version before. The owner of a shard codes the difference between its weights
+and its part of that node shard, and sends it to all nodes. Every node, the owner's too, adds the decoded difference to
+its node shard. So all nodes compute with equal weights, which lag behind the optimizer's by what the codec lost. The
+next difference contains that, so nothing is lost for good: the error feeds back by itself, without memory. The
+optimizer always moves the exact shard. Source: SDP4Bit (arXiv 2410.15526), which keeps a full replica on every rank;
+here the copy is the cache's.
+
+[Note: Exact crossings]
+A difference is small only if an optimizer's step has made it, and means something only if all nodes have the same copy.
+So weights cross exactly when there is no copy yet, or it was lost; after any edit that was not an optimizer's step, as
+a load is; after a backward that failed; when a state dict is taken, so that a resumed run goes on with the same bits;
+and every `exact_every` steps. Before the first crossing of new weights the ranks agree on it, bucket by bucket, in one
+small message: a crossing is exact if any rank needs that. The message has the number of differences since the last
+exact crossing, too, in which ranks must not differ. Every `exact_every` steps they compare the copies themselves. If
+they differ, they cross exactly. If they differ again, training stops, since something else changes weights.
+
+[Note: Versions of the optimizer]
+`Bucket.version` counts all edits. Hooks before and after each optimizer's step tell its edits from others: the version
+after the step is trusted if the version before was.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from laconic.comm.agreement import RankGroup
+from laconic.comm.cluster import Cluster
+from laconic.comm.collectives import Communicator, start_flags
+from laconic.shard.bucket import Bucket
+from laconic.shard.crossing import ExactWeights, Messages
+from laconic.shard.digest import digest_of
+from laconic.shard.payload import Payload
+
+_EDITS_BEFORE_WARNING = 8
+
+
+class CopyState(Enum):
+    """What the node shard in a cache is to the weights of the version it was made from."""
+
+    LOST = auto()
+    """Nothing: there is none yet, it is being written, or it must not be used."""
+    EXACT = auto()
+    """Equal to them."""
+    DECODED = auto()
+    """Equal on all nodes, and to the weights but for what the codec has lost."""
+
+
+class CodedDifferences:
+    """The gather of one bucket as differences: [Note: Differences]."""
+
+    def __init__(self, bucket: Bucket, node: Communicator, copies: Copies) -> None:
+        codec = bucket.wire.weight_codec
+        assert codec is not None
+        self.bucket, self._copies = bucket, copies
+        self.state = CopyState.LOST
+        self.number = 0
+        """The differences since the last exact crossing."""
+        self.edits = 0
+        """The exact crossings in a row that an edit has caused."""
+        self._version_before_step: int | None = None
+        self._trusted_version: int | None = None
+        self._exact = ExactWeights(bucket, node)
+        self._messages = Messages(bucket, node, Payload(bucket, codec))
+        self._is_coded = False
+        copies.add(self)
+        _all.add(self)
+
+    @property
+    def was_edited(self) -> bool:
+        """True if something else than an optimizer's step has changed the weights since their last crossing."""
+        return self.state is not CopyState.LOST and self.bucket.version != self._trusted_version
+
+    def note_step_begins(self) -> None:
+        """Remember the version before an optimizer's step: [Note: Versions of the optimizer]."""
+        self._version_before_step = self.bucket.version
+
+    def note_step_ended(self) -> None:
+        """Trust the version after an optimizer's step if that before was trusted."""
+        if self._version_before_step == self._trusted_version:
+            self._trusted_version = self.bucket.version
+
+    def prepare(self) -> bool:
+        """See `WeightCrossing.prepare`. Collective, once for each version of the weights under one root."""
+        self._is_coded = not self.bucket.is_frozen and self._copies.may_code(self)
+        return self._is_coded
+
+    def start(self, node_shard: Tensor) -> None:
+        """See `WeightCrossing.start`."""
+        self.state = CopyState.LOST
+        self._trusted_version = self.bucket.version
+        if not self._is_coded:
+            self._exact.start(node_shard)
+            return
+        shard, own = self.bucket.shard, self.bucket.own_part(node_shard)
+        self._messages.start(lambda run: shard[run].to(own.device, torch.float32) - own[run])
+
+    def finish(self, node_shard: Tensor) -> None:
+        """See `WeightCrossing.finish`. Until it has ended, the copy counts as lost."""
+        if not self._is_coded:
+            self._exact.finish(node_shard)
+            self.state, self.number = CopyState.EXACT, 0
+            return
+        for part, values in self._messages.finish(node_shard):
+            part.add_(values)
+        self.state, self.number = CopyState.DECODED, self.number + 1
+
+    def forget(self) -> None:
+        """See `WeightCrossing.forget`."""
+        self.state = CopyState.LOST
+        self._copies.ask_again(self)
+
+
+_all: WeakSet[CodedDifferences] = WeakSet()
+
+
+def _begin_step(*_: Any) -> None:
+    for each in _all:
+        each.note_step_begins()
+
+
+def _end_step(*_: Any) -> None:
+    for each in _all:
+        each.note_step_ended()
+
+
+register_optimizer_step_pre_hook(_begin_step)
+register_optimizer_step_post_hook(_end_step)
+
+
+class Copies:
+    """The copies of all buckets of one cluster under one root, and what its ranks agree on: [Note: Exact crossings]."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._members: list[CodedDifferences] = []
+        self._decided: dict[CodedDifferences, tuple[int, bool]] = {}  # the version, and whether it is coded
+        self._steps = 0  # since the last exact crossing of all
+        self._has_differed = False
+
+    def add(self, member: CodedDifferences) -> None:
+        """Add a bucket, in the same order on all ranks."""
+        self._members.append(member)
+
+    def may_code(self, member: CodedDifferences) -> bool:
+        """Whether the bucket's present version crosses as a difference, on all ranks alike.
+
+        Collective when asked for a version for the first time.
+
+        Raises:
+            RuntimeError: nodes have different copies for the second time.
+        """
+        if self._decided.get(member, (None,))[0] != member.bucket.version:
+            self._decide()
+        _, may_code = self._decided.pop(member)  # a gather that is begun anew asks anew
+        return may_code
+
+    def ask_again(self, member: CodedDifferences) -> None:
+        """Drop what was agreed on for a bucket that has not crossed since."""
+        self._decided.pop(member, None)
+
+    def _decide(self) -> None:
+        """Agree on the next crossing of each bucket. Collective over the cluster."""
+        members = self._members
+        self._warn_of_edits()
+        needs = [each.state is CopyState.LOST or each.was_edited for each in members]
+        numbers = [each.number % 256 for each in members]
+        is_due = self._steps + 1 >= min(each.bucket.wire.exact_every for each in members)
+        mine = [*needs, *numbers, *(255 - number for number in numbers), is_due]
+        flags = start_flags(self._cluster, torch.tensor(mine, dtype=torch.uint8)).wait().tolist()
+        count = len(members)
+        must = [bool(flag) for flag in flags[:count]]
+        highest, lowest = flags[count : 2 * count], [255 - flag for flag in flags[2 * count : 3 * count]]
+        known = [each for each, flag in zip(members, must, strict=True) if not flag]
+        differing = [each for each, low, high in zip(members, lowest, highest, strict=True) if low != high]
+        differing = [each for each in differing if each in known]
+        if flags[-1] and not differing:
+            differing = self._compare(known)
+        self._note_differences(differing)
+        is_exact = bool(flags[-1] or differing)
+        self._steps = 0 if is_exact or all(must) else self._steps + 1
+        self._decided = {
+            each: (each.bucket.version, not (flag or is_exact)) for each, flag in zip(members, must, strict=True)
+        }
+
+    def _compare(self, known: list[CodedDifferences]) -> list[CodedDifferences]:
+        """Compare the copies of the nodes, bit by bit. Returns the buckets whose copies differ. Collective."""
+        digests = [digest_of([each.bucket.cached.kept()]) for each in known if each.bucket.cached is not None]
+        by_rank = RankGroup(self._cluster.flag_group).gather((self._cluster.local_rank, digests))
+        by_place: dict[int, list[list[int | None]]] = {}
+        for place, theirs in by_rank:
+            by_place.setdefault(place, []).append(theirs)
+        return [
+            each
+            for index, each in enumerate(known)
+            if any(len({theirs[index] for theirs in nodes}) > 1 for nodes in by_place.values())
+        ]
+
+    def _note_differences(self, differing: list[CodedDifferences]) -> None:
+        if not differing:
+            return
+        names = ", ".join(each.bucket.layout.slots[0].name for each in differing[:3])
+        if self._has_differed:
+            raise RuntimeError(
+                f"nodes have different copies of {len(differing)} buckets, those of {names}, though they were made "
+                "equal before: something changes gathered weights, or memory is damaged. Train with wire='exact', and "
+                "look at what runs between the forwards"
+            )
+        self._has_differed = True
+        warnings.warn(
+            f"nodes have different copies of {len(differing)} buckets, those of {names}; the weights cross exactly "
+            "now, which makes them equal",
+            stacklevel=2,
+        )
+
+    def _warn_of_edits(self) -> None:
+        for each in self._members:
+            each.edits = each.edits + 1 if each.was_edited else 0
+        worst = max(self._members, key=lambda each: each.edits)
+        if worst.edits == _EDITS_BEFORE_WARNING:
+            warnings.warn(
+                f"the weights of {worst.bucket.layout.slots[0].name} cross the wire exactly, not in few bits, because "
+                f"something else than an optimizer's step() has edited them {worst.edits} times in a row; change "
+                "weights inside an optimizer of torch, or train with wire='exact'",
+                stacklevel=2,
+            )
+
+
+CopiesOf = Callable[[Cluster], Copies]
+"""A function that finds the copies of a cluster under one root."""

@@ -1,0 +1,100 @@
+"""The policy that says in how many bits a bucket's crossings travel between nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from laconic.codec import CODECS, Codec
+
+WireWeights = Literal["exact", "bf16", "int8", "int4", "int3"]
+WireGradients = Literal["exact", "bf16", "int8", "int4", "int3", "e2m1", "int2"]
+WireName = Literal["exact", "8bit", "4bit"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wire:
+    """The bits in which weights and gradients cross between nodes. Inside a node everything stays exact.
+
+    Two-dimensional and larger parameters that train are coded, in blocks of 128 values. Vectors, frozen parameters and
+    parameters that convert themselves (float8) travel as they are. Sources: SDP4Bit (arXiv 2410.15526), ZeRO++
+    (arXiv 2306.10209).
+
+    Raises:
+        ValueError: a value is unknown, `exact_every` is not positive, or an option has nothing to act on.
+    """
+
+    weights: WireWeights = "exact"
+    """The codec of weights. Except for "exact", what crosses is the difference to the copy that the receivers have in
+    their cache: [Note: Differences] in shard/difference.py. int3 is experimental."""
+    gradients: WireGradients = "exact"
+    """The codec of gradients, once per optimizer step, after the sums inside the nodes. Codecs of four bits and fewer
+    rotate them first. int3 and int2 are experimental; int2 wants `feedback`."""
+    as_values: bool = False
+    """Weights cross as themselves instead of differences, as in ZeRO++: "bf16" or "int8", every time they change.
+    Without a cache there is no other way."""
+    feedback: bool = False
+    """Add what the codec lost of a gradient to the next one. It takes N - 1 fp32 shards of device memory."""
+    exact_every: int = 1000
+    """Optimizer steps from one exact crossing of the weights to the next."""
+
+    def __post_init__(self) -> None:
+        for name, value, kind in (("weights", self.weights, WireWeights), ("gradients", self.gradients, WireGradients)):
+            if value not in get_args(kind):
+                raise ValueError(f"Wire({name}={value!r}) is not known; use one of {', '.join(get_args(kind))}")
+        if self.exact_every < 1:
+            raise ValueError(f"Wire(exact_every={self.exact_every}) must be positive")
+        if self.as_values and self.weights not in ("bf16", "int8"):
+            raise ValueError(
+                f"Wire(weights={self.weights!r}, as_values=True): values need 8 bits or more; use 'int8' or 'bf16', or "
+                "send differences, with as_values=False and a cache"
+            )
+        if self.feedback and self.gradients == "exact":
+            raise ValueError("Wire(feedback=True) needs gradients other than 'exact', which lose nothing")
+
+    @classmethod
+    def of(cls, wire: Wire | WireName) -> Wire:
+        """The policy that `fully_shard(wire=)` was given, as an object or as a word.
+
+        Raises:
+            ValueError: the word is unknown.
+        """
+        if isinstance(wire, Wire):
+            return wire
+        if wire not in get_args(WireName):
+            raise ValueError(
+                f"wire={wire!r} is not known; use one of {', '.join(get_args(WireName))}, or a laconic.Wire"
+            )
+        return _NAMED[wire]
+
+    @property
+    def is_exact(self) -> bool:
+        """True if nothing is coded."""
+        return self.weights == self.gradients == "exact"
+
+    @property
+    def sends_differences(self) -> bool:
+        """True if weights cross as differences, for which a cache must hold the receivers' copies."""
+        return self.weights != "exact" and not self.as_values
+
+    @property
+    def weight_codec(self) -> Codec | None:
+        """The codec of weights; None if they are exact."""
+        return CODECS.get(self.weights)
+
+    @property
+    def gradient_codec(self) -> Codec | None:
+        """The codec of gradients; None if they are exact."""
+        return CODECS.get(self.gradients)
+
+    @property
+    def rotates_gradients(self) -> bool:
+        """True if gradients are rotated before they are coded."""
+        return self.gradients in ("int4", "int3", "e2m1", "int2")
+
+
+_NAMED: dict[str, Wire] = {
+    "exact": Wire(),
+    "8bit": Wire(weights="int8", gradients="int8"),
+    "4bit": Wire(weights="int4", gradients="int4"),
+}

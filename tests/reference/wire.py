@@ -1,0 +1,147 @@
+"""The oracle of coded crossings: N x L ranks, their copies of the weights and sums of gradients, in one process.
+
+Every value is coded block by block, in the plainest way; tests/codec checks the rotation, whose bits are a library's.
+The owner of shard s is rank (s mod N, s div N). The twin knows which run of each tensor lies in which shard; nothing
+else is sharded, cached or overlapped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from laconic.codec.rotation import rotate
+
+BLOCK = 128
+LEVELS = {
+    "int8": [float(k) for k in range(-127, 128)],
+    "int4": [float(k) for k in range(-7, 8)],
+    "int3": [float(k) for k in range(-3, 4)],
+    "int2": [-3.0, -1.0, 1.0, 3.0],
+    "e2m1": [sign * k for sign in (-1.0, 1.0) for k in (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)],
+}
+"""The whole numbers that a code stands for."""
+Runs = Mapping[str, Sequence[tuple[int, int]]]
+"""For each tensor, by shard, the run [start, stop) of its flattened elements."""
+
+
+def coded(values: Tensor, codec: str, *, rotated: bool = False) -> Tensor:
+    """The values (n,), fp32, as a receiver decodes them."""
+    if codec == "bf16":
+        return values.bfloat16().float()
+    numel = values.numel()
+    if rotated:
+        padded = torch.cat([values, torch.zeros(-numel % 32)])
+        values = rotate(padded)
+    decoded = torch.cat([coded_block(block, codec) for block in values.split(BLOCK)]) if numel else values
+    if rotated:
+        decoded = rotate(decoded)
+    return decoded[:numel]
+
+
+def coded_block(values: Tensor, codec: str) -> Tensor:
+    levels = torch.tensor(LEVELS[codec])
+    root = values.double().square().mean().sqrt()
+    step = root * 0.9957 / 2 if codec == "int2" else values.abs().max() / levels.max()
+    step = step.float().bfloat16().float()
+    if not math.isfinite(float(step)):
+        return torch.full_like(values, math.nan)
+    if float(step) < 2.0**-126:
+        return torch.zeros_like(values)
+    inverse = step.reciprocal()  # a product with it, in fp32, decides between two levels that are equally near
+    if codec == "e2m1":
+        return levels[(values[:, None] * inverse - levels).abs().argmin(1)] * step
+    if codec == "int8":
+        return (values * inverse).round() * step
+    places = values * (inverse / 2) + 2 if codec == "int2" else values * inverse + (levels.max() + 0.5)
+    return levels[places.clamp(0, len(levels) - 1).long()] * step
+
+
+class Twin:
+    """All ranks of a cluster that send weights and gradients between nodes in few bits."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        runs: Runs,
+        *,
+        num_nodes: int,
+        num_local: int,
+        weights: str,
+        gradients: str,
+        feedback: bool = False,
+    ) -> None:
+        """Tensors of one dimension, and those that are in `frozen`, cross exactly."""
+        self.num_nodes, self.num_local, self.runs = num_nodes, num_local, runs
+        self.weights, self.gradients, self.feedback = weights, gradients, feedback
+        self.shape = {name: value.shape for name, value in parameters.items()}
+        self.is_coded = {name: value.ndim > 1 for name, value in parameters.items()}
+        self.shards = {
+            (name, shard): torch.nn.Parameter(value.flatten()[start:stop].clone())
+            for name, value in parameters.items()
+            for shard, (start, stop) in enumerate(runs[name])
+        }
+        """The exact weights, by tensor and shard."""
+        self.copies: dict[str, Tensor] = {}
+        """The weights with which every node computes, by tensor; empty before the first crossing."""
+        self.lost: dict[tuple[str, int, int], Tensor] = {}
+
+    def cross(self, *, exactly: bool = False) -> dict[str, Tensor]:
+        """Let the weights cross. Returns the weights with which every rank computes next."""
+        is_first = not self.copies
+        for name, runs in self.runs.items():
+            copy = self.copies.setdefault(name, torch.zeros(math.prod(self.shape[name])))
+            for shard, (start, stop) in enumerate(runs):
+                exact = self.shards[name, shard].detach()
+                if is_first or exactly or not self.is_coded[name] or self.weights == "exact":
+                    copy[start:stop] = exact
+                else:
+                    copy[start:stop] += coded(exact - copy[start:stop], self.weights)
+        return {name: copy.view(self.shape[name]).clone() for name, copy in self.copies.items()}
+
+    def set_gradients(self, micro_batches: Sequence[Sequence[Mapping[str, Tensor]]]) -> None:
+        """Set `.grad` of the shards from `micro_batches[a][rank][name]`, the gradients of each rank."""
+        for name, runs in self.runs.items():
+            nodes = []
+            for node in range(self.num_nodes):
+                total = None
+                for batches in micro_batches:
+                    ranks = range(node * self.num_local, (node + 1) * self.num_local)
+                    fresh = sum_in_order([batches[rank][name].flatten() for rank in ranks])
+                    total = fresh if total is None else total + fresh
+                nodes.append(total)
+            for shard, (start, stop) in enumerate(runs):
+                parts = [
+                    self._sent(name, shard, node, values[start:stop])
+                    for node, values in enumerate(nodes)  # type: ignore[index]
+                ]
+                self.shards[name, shard].grad = sum_in_order(parts) / (self.num_nodes * self.num_local)
+
+    def _sent(self, name: str, shard: int, node: int, values: Tensor) -> Tensor:
+        """One node's part of a sum, as the owner of the shard uses it."""
+        owner = shard % self.num_nodes
+        if node == owner or not self.is_coded[name] or self.gradients == "exact":
+            return values
+        is_rotated = self.gradients in ("int4", "int3", "int2", "e2m1")
+        if not self.feedback:
+            return coded(values, self.gradients, rotated=is_rotated)
+        place = name, shard, node
+        whole = self.lost.get(place, torch.zeros_like(values)) + values
+        sent = coded(whole, self.gradients, rotated=is_rotated)
+        self.lost[place] = whole - sent
+        return sent
+
+    def forget(self) -> None:
+        """Begin the next crossing exactly, as after a checkpoint."""
+        self.copies.clear()
+        self.lost.clear()
+
+
+def sum_in_order(values: Sequence[Tensor]) -> Tensor:
+    total = values[0].clone()
+    for value in values[1:]:
+        total = total + value
+    return total
