@@ -19,7 +19,7 @@ def cases(*argv: str) -> list[tuple[str, str, float | None]]:
 
 def test_torchs_own_collectives_run_only_when_asked_for(job: Path) -> None:
     assert [strategy for _, strategy, _ in cases(str(job))] == [
-        "fsdp2", "fsdp2-hpz", "hsdp", "ddp", "none", "host", "device",
+        "fsdp2", "fsdp2-hpz", "hsdp", "ddp", "zero++", "none", "host", "device", "8bit", "4bit",
     ]  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def test_the_demo_trains_fully_and_by_lora_and_saves_laconics_models() -> None:
         (["job.toml", "--demo"], "give a CONFIG.toml, or --demo"),
         (
             ["job.toml", "--strategies", "zero"],
-            "strategy 'zero' is not known; there are fsdp2, fsdp2-gloo, fsdp2-hpz, hsdp, ddp, none",
+            "strategy 'zero' is not known; there are fsdp2, fsdp2-gloo, fsdp2-hpz, hsdp, ddp, zero++, none",
         ),
         (["job.toml", "--rates", "fast"], "rate 'fast' is not a rate"),
         (["missing.toml"], "cannot read the configuration 'missing.toml'"),

@@ -338,7 +338,7 @@ def test_one_process_goes_on_from_two_ranks(results: list[dict[str, Any]], folde
 def test_arguments_are_command_line_options() -> None:
     parser = HfArgumentParser((TrainingArguments, LaconicArguments))
     line = "--output_dir out --cache device --reshard_after_forward false --units A B --local_steps 5 --no_broadcast"
-    _, options = parser.parse_args_into_dataclasses([*line.split(), "--granularity", "32 rows"])
+    _, options = parser.parse_args_into_dataclasses([*line.split(), "--wire", "8bit", "--granularity", "32 rows"])
     assert options == LaconicArguments(
         cache="device",
         reshard_after_forward=False,
@@ -346,6 +346,7 @@ def test_arguments_are_command_line_options() -> None:
         local_steps=5,
         broadcast=False,
         granularity="32 rows",
+        wire="8bit",
     )
     assert options.blocks() == laconic.rows(32)
     assert LaconicArguments(granularity={"*.weight": "whole"}).blocks() == {"*.weight": laconic.whole()}
@@ -358,6 +359,8 @@ def test_arguments_are_command_line_options() -> None:
         ({"cache": "disk"}, "cache='disk' is not known"),
         ({"param_dtype": "int8"}, "param_dtype='int8' is not known"),
         ({"device_budget_bytes": 5, "cache": "none"}, "needs cache='host'"),
+        ({"wire": "5bit"}, "wire='5bit' is not known"),
+        ({"wire": "4bit", "cache": "none"}, "sends differences to cached weights; use cache='host' or 'device'"),
         ({"local_steps": -1}, "local_steps=-1 must be an integer of at least 0"),
         ({"islands": 2}, "needs local_steps"),
         ({"units": "LlamaDecoderLayer"}, "must be a list of class names"),

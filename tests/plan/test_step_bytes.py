@@ -10,7 +10,7 @@ import pytest
 from laconic.lab import Lab
 from laconic.plan.step_bytes import StepBytes, step_bytes
 
-STRATEGIES = ("fsdp2", "fsdp2-gloo", "hsdp", "ddp", "none", "host")
+STRATEGIES = ("fsdp2", "fsdp2-gloo", "hsdp", "ddp", "none", "host", "zero++", "8bit", "4bit")
 
 
 def in_weights(strategy: str, nodes: int, local: int) -> StepBytes:
@@ -52,6 +52,16 @@ def test_frozen_weights_cross_only_without_a_cache() -> None:
     assert step_bytes("host", **lora).local == 203
 
 
+def test_codes_cross_in_as_many_bits_as_they_have() -> None:
+    """In multiples of fp32 weights, on two nodes: half of weights and half of gradients cross."""
+    assert in_weights("4bit", 2, 2).node == pytest.approx((66 / 128 + 66 / 128) / 4 / 2)
+    assert in_weights("8bit", 2, 2).node == pytest.approx(130 / 128 / 4)
+    assert in_weights("zero++", 2, 2).node == pytest.approx((130 / 128 + 66 / 128) / 4 / 2)
+    assert in_weights("4bit", 2, 2).local == in_weights("host", 2, 2).local
+    in_bf16 = step_bytes("4bit", nodes=2, local=1, weights_bytes=1, gradients_bytes=1, itemsize=2)
+    assert in_bf16.node == pytest.approx(66 / 128 / 2)
+
+
 def test_an_unknown_strategy_is_named() -> None:
     with pytest.raises(ValueError, match="'zero'"):
         step_bytes("zero", nodes=2, local=2, weights_bytes=1, gradients_bytes=1)
@@ -74,8 +84,8 @@ room.materialize = lambda model, config, device: model.to_empty(device=device)  
 room.layers_to_shard = lambda model: [getattr(model, "module", model)[0], getattr(model, "module", model)[1]]
 measured = {}
 for strategy in strategies:
-    own = strategy in ("none", "host")
-    shard = ShardConfig(strategy="laconic", cache=strategy) if own else ShardConfig(strategy=strategy)
+    keys = {"none": {"cache": "none"}, "host": {}, "8bit": {"wire": "8bit"}, "4bit": {"wire": "4bit"}}
+    shard = ShardConfig(**keys[strategy]) if strategy in keys else ShardConfig(strategy=strategy)
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3)))
     forward, _ = room.parallelize(model, Config(shard=shard), ranks, torch.device("cpu"))
@@ -83,9 +93,9 @@ for strategy in strategies:
         nn.init.constant_(parameter, 0.001)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     totals = None
-    for step in range(3):
+    for step in range(4):
         dist.barrier()
-        if step == 1:
+        if step == 2:
             before = interface_bytes(), loopback_bytes()
             dist.barrier()
         forward(torch.ones(1, 512)).sum().backward()
@@ -106,7 +116,7 @@ process_exit.code = 0
 
 
 def test_the_formulas_hold_at_the_interfaces(tmp_path: Path) -> None:
-    """On 2 x 2 ranks, within 3 %: messages are small here, so headers and barriers weigh more than in training."""
+    """On 2 x 2 ranks, within 4 %: messages are small here, so headers and barriers weigh more than in training."""
     script, out = tmp_path / "rank.py", tmp_path / "out.json"
     script.write_text(_RANK)
     with Lab(nodes=2) as lab:
@@ -117,5 +127,5 @@ def test_the_formulas_hold_at_the_interfaces(tmp_path: Path) -> None:
         expected = step_bytes(
             strategy, nodes=2, local=2, weights_bytes=answer["weights"], gradients_bytes=answer["weights"]
         )
-        assert node == pytest.approx(expected.node, rel=0.03), (strategy, "node")
-        assert local == pytest.approx(expected.local, rel=0.03), (strategy, "local")
+        assert node == pytest.approx(expected.node, rel=0.04), (strategy, "node")
+        assert local == pytest.approx(expected.local, rel=0.04), (strategy, "local")

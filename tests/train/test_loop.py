@@ -33,6 +33,8 @@ STRATEGIES: list[dict[str, Any]] = [
     {"strategy": "laconic", "cache": "host"},
     {"strategy": "laconic", "cache": "device"},
 ]
+CODED: list[dict[str, Any]] = [{"strategy": "zero++"}, {"wire": "8bit"}, {"wire": "4bit"}]
+"""The strategies whose crossings lose bits."""
 
 
 @pytest.mark.timeout(300)
@@ -40,10 +42,11 @@ def test_every_strategy_trains_the_same_model(tmp_path: Path) -> None:
     """2 nodes x 2 ranks, two micro-batches; and one rank alone with the same global batch."""
     configs = [
         job(tmp_path, shard=shard, train={"steps": 3, "accumulation": 2, "output": str(tmp_path / str(index))})
-        for index, shard in enumerate(STRATEGIES)
+        for index, shard in enumerate([*STRATEGIES, *CODED])
     ]
     alone = train(job(tmp_path, train={"steps": 3, "accumulation": 8}, shard={"strategy": "ddp"}))
-    together = run_ranks(train_all, 4, configs, local=2)[0]
+    summaries = run_ranks(train_all, 4, configs, local=2)[0]
+    together, coded = summaries[: len(STRATEGIES)], summaries[len(STRATEGIES) :]
     for shard, summary in zip(STRATEGIES, together, strict=True):
         assert summary["losses"] == pytest.approx(alone["losses"], rel=1e-5), shard
         assert summary["grad_norms"] == pytest.approx(alone["grad_norms"], rel=1e-4), shard
@@ -51,6 +54,12 @@ def test_every_strategy_trains_the_same_model(tmp_path: Path) -> None:
     none, host, device = (summary["wire_bytes"] for summary in together[-3:])
     assert none[1] > host[1] == device[1] > 0
     assert all(summary["wire_bytes"] == [None] * 3 for summary in together[:5])
+    for shard, summary in zip(CODED, coded, strict=True):
+        assert summary["losses"] == pytest.approx(alone["losses"], rel=1e-2), shard
+        assert summary["losses"] != together[-1]["losses"], shard
+    zero, eight, four = (summary["wire_bytes"][2] for summary in coded)
+    assert four < 0.6 * eight < 0.2 * host[2], "matrices and their steps; vectors stay exact"
+    assert 2 < zero / four < 4, "in each of two micro-batches, weights in eight bits and gradients in four"
 
 
 def test_a_resumed_run_repeats_the_unbroken_one(tmp_path: Path) -> None:

@@ -16,9 +16,12 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2-hpz": ("FSDP2 hpZ", {"strategy": "fsdp2-hpz"}),
     "hsdp": ("HSDP", {"strategy": "hsdp"}),
     "ddp": ("DDP", {"strategy": "ddp"}),
+    "zero++": ("ZeRO++ on our engine", {"strategy": "zero++"}),
     "none": ("laconic none", {"strategy": "laconic", "cache": "none"}),
     "host": ("laconic host", {"strategy": "laconic", "cache": "host"}),
     "device": ("laconic device", {"strategy": "laconic", "cache": "device"}),
+    "8bit": ("laconic 8bit", {"strategy": "laconic", "cache": "host", "wire": "8bit"}),
+    "4bit": ("laconic 4bit", {"strategy": "laconic", "cache": "host", "wire": "4bit"}),
 }
 """The name of each strategy -> (its label for people, its keys in the section `[shard]`)."""
 
@@ -97,7 +100,7 @@ def config_of(base: Config, case: Case, out: Path) -> Config:
 
     Raises: ConfigError if the strategy cannot run this job.
     """
-    keys = {"device_budget_bytes": 0, **STRATEGIES[case.strategy][1]}
+    keys = {"device_budget_bytes": 0, "wire": None, **STRATEGIES[case.strategy][1]}
     if keys.get("cache") == "host":
         del keys["device_budget_bytes"]  # the host cache keeps the budget of the job; no other strategy may have one
     try:

@@ -23,8 +23,9 @@ from laconic.config.section import (
 )
 from laconic.islands.fragments import SyncSchedule
 from laconic.layout.granularity import Block, block_of
+from laconic.shard.wire import Wire
 
-Strategy = Literal["laconic", "fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp"]
+Strategy = Literal["laconic", "zero++", "fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,11 +210,15 @@ class ShardConfig(Section):
     """`laconic`, or a PyTorch baseline on the very same job: `fsdp2` (ZeRO-3), `fsdp2-hpz` (parameters stay gathered
     across nodes between forward and backward), `hsdp` (sharded inside a node, replicated between nodes), `ddp`. On CPU
     the first three reduce along a true ring and gather ahead, as on NCCL; `fsdp2-gloo` is `fsdp2` with Gloo's own
-    collectives, which reduce with twice the bytes. No key sets sizes, torchrun knows them: what other trainers call
-    dp_shard is nodes x local ranks here."""
+    collectives, which reduce with twice the bytes. `zero++` is the algorithm of ZeRO++ on laconic's engine: weights
+    cross in int8 in every forward, gradients in int4 in every backward, and node shards stay on the device in between.
+    No key sets sizes, torchrun knows them: what other trainers call dp_shard is nodes x local ranks here."""
     cache: Literal["none", "host", "device"] = "host"
     """Where `laconic` keeps a node shard (the part of a unit that a rank holds after the gather across nodes) between
     its uses: nowhere, in host memory, or on the device."""
+    wire: dict[str, Any] | str | None = None
+    """The bits in which weights and gradients cross between nodes: "exact", "8bit" or "4bit", which need a cache. Or a
+    table with the fields of `laconic.Wire`, such as { weights = "exact", gradients = "int4" }. Default: exact."""
     device_budget_bytes: Size = 0
     """With cache = "host": the last layers' node shards stay on the device until they fill this many bytes per rank."""
     param_dtype: ComputeDtype | None = None
@@ -240,10 +245,32 @@ class ShardConfig(Section):
         if self.strategy == "fsdp2-hpz":
             message = "but shard.strategy = 'fsdp2-hpz' sets it to the number of ranks per node: leave it out"
             self._check("reshard_after_forward", self.reshard_after_forward is None, message)
+        self._check_wire()
         blocks = self.granularity.values() if isinstance(self.granularity, dict) else [self.granularity]
         for text in blocks:
             if text is not None:
                 parse_block(text)
+
+    def _check_wire(self) -> None:
+        policy = self.wire_policy
+        message = "is for shard.strategy = 'laconic'; leave it out"
+        self._check("wire", self.wire in (None, "exact") or self.strategy == "laconic", message)
+        message = "sends differences to cached weights, so it needs shard.cache = 'host' or 'device', got 'none'"
+        self._check("wire", not policy.sends_differences or self.cache != "none", message)
+        message = "cannot feed errors back with shard.param_dtype = 'float16', whose loss scale changes; leave it out"
+        self._check("wire", not policy.feedback or self.param_dtype != "float16", message)
+
+    @property
+    def wire_policy(self) -> Wire:
+        """The policy that `wire` describes.
+
+        Raises:
+            ConfigError: it describes none.
+        """
+        try:
+            return Wire(**self.wire) if isinstance(self.wire, dict) else Wire.of(self.wire or "exact")  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"shard.wire: {error}") from None
 
 
 def parse_block(text: Any) -> Block:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from laconic.errors import JobError
 from laconic.layout.granularity import Block, Granularity, block_of
 from laconic.shard.cache import Cache
+from laconic.shard.wire import Wire, WireName
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -36,6 +37,13 @@ class LaconicArguments:
         metadata={
             "help": "Where gathered weights rest between forward and backward, so that they cross the network once: "
             "in pinned host memory, on the device, or nowhere (ZeRO-3)."
+        },
+    )
+    wire: Any | str | None = field(
+        default=None,
+        metadata={
+            "help": "The bits in which weights and gradients cross between nodes: 'exact', '8bit' or '4bit'. In Python "
+            "also a laconic.Wire. Default: exact."
         },
     )
     device_budget_bytes: int = field(
@@ -94,6 +102,10 @@ class LaconicArguments:
 
     def __post_init__(self) -> None:
         _check_choice("cache", self.cache, ("none", "host", "device"))
+        if not isinstance(self.wire, Wire):
+            _check_choice("wire", self.wire, (None, *get_args(WireName)))
+        if self.wire_policy().sends_differences and self.cache == "none":
+            raise ArgumentError(f"wire={self.wire!r} sends differences to cached weights; use cache='host' or 'device'")
         for key in ("param_dtype", "reduce_dtype"):
             _check_choice(key, getattr(self, key), (None, *get_args(DtypeName)))
         for key, least in (("device_budget_bytes", 0), ("local_steps", 0), ("islands", 1)):
@@ -121,6 +133,10 @@ class LaconicArguments:
         if isinstance(given, Mapping):
             return {pattern: _block(text) for pattern, text in given.items()}
         return given if given is None or callable(given) else _block(given)
+
+    def wire_policy(self) -> Wire:
+        """Return the policy that `wire` describes."""
+        return Wire.of(cast("Wire | WireName", self.wire or "exact"))
 
     def cache_policy(self) -> Cache:
         """Return the policy that `cache` and `device_budget_bytes` describe."""

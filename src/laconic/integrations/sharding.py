@@ -56,6 +56,7 @@ def shard_model(
             module,
             mesh=mesh,
             cache=arguments.cache_policy(),
+            wire=arguments.wire_policy(),
             reshard_after_forward=arguments.reshard_after_forward is not False,
             mp_policy=mp_policy or arguments.mixed_precision(),
             granularity=arguments.blocks(),

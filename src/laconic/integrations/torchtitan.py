@@ -50,8 +50,8 @@ def with_laconic(
 
     Args:
         parallelize_fn: a torchtitan model's own, `ModelSpec.parallelize_fn`.
-        arguments: laconic's options: `cache`, `device_budget_bytes` and `granularity`. torchtitan has keys of its own
-            for the others. All ranks begin with equal weights, as `init_weights` makes them so.
+        arguments: laconic's options: `cache`, `wire`, `device_budget_bytes` and `granularity`. torchtitan has keys of
+            its own for the others. All ranks begin with equal weights, as `init_weights` makes them so.
 
     Raises:
         ArgumentError: an option is set for which torchtitan has a key of its own. The returned function raises it if
@@ -65,7 +65,9 @@ def with_laconic(
 
     @functools.wraps(parallelize_fn)
     def parallelize(model: nn.Module, **settings: Any) -> nn.Module:
-        shard = functools.partial(laconic.fully_shard, cache=chosen.cache_policy(), granularity=chosen.blocks())
+        shard = functools.partial(
+            laconic.fully_shard, cache=chosen.cache_policy(), wire=chosen.wire_policy(), granularity=chosen.blocks()
+        )
         with _in_place_of_fsdp2(shard, {"torchtitan", parallelize_fn.__module__.partition(".")[0]}):
             parallel = parallelize_fn(model, **settings)
         if not any(isinstance(module, laconic.ShardedModule) for module in parallel.modules()):

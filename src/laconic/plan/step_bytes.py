@@ -19,12 +19,19 @@ A gather is one pass, a reduce-scatter one, an all-reduce two.
 | ddp          | never                                                       | flat, twice                         |
 | none         | two levels, twice                                           | two levels, once                    |
 | host, device | two levels, then inside the node; frozen ones inside, twice | two levels, once                    |
+| 8bit, 4bit   | as host, in 8.125 or 4.125 bits between nodes               | as host, in as many bits            |
+| zero++       | as host, in 8.125 bits between nodes                        | as host, in 4.125 bits              |
 
 So HSDP crosses the wire with as many bytes as a cache does: its all-reduce gathers gradients where a cache gathers
 weights. It pays in memory, because a rank keeps 1 / L of all states instead of 1 / R.
+
+Codes carry a step of 16 bits for every 128 values. The formula counts every parameter as coded: vectors, which cross as
+they are, are few.
 """
 
 from dataclasses import dataclass
+
+from laconic.codec import codec_named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,18 +50,31 @@ class StepBytes:
         return StepBytes(node=factor * self.node, local=factor * self.local)
 
 
+CODED = {"8bit": ("int8", "int8"), "4bit": ("int4", "int4"), "zero++": ("int8", "int4")}
+"""The codecs of weights and gradients, by strategy."""
+
+
 def step_bytes(
-    strategy: str, *, nodes: int, local: int, weights_bytes: float, gradients_bytes: float, frozen_bytes: float = 0.0
+    strategy: str,
+    *,
+    nodes: int,
+    local: int,
+    weights_bytes: float,
+    gradients_bytes: float,
+    frozen_bytes: float = 0.0,
+    itemsize: int = 4,
 ) -> StepBytes:
     """Return the bytes of a step of one micro-batch, from the second step on: [Note: Bytes of a step].
 
     Args:
-        strategy: a PyTorch baseline of shard.strategy, or one of laconic's caches: "none", "host" or "device".
+        strategy: a PyTorch baseline of shard.strategy, "zero++", one of laconic's caches, "none", "host" or "device",
+            or one of its wires, "8bit" or "4bit".
         nodes: the number of nodes.
         local: the number of ranks on each node.
         weights_bytes: the bytes of all weights in the dtype in which they are gathered.
         gradients_bytes: the bytes of all gradients in the dtype in which they are reduced.
         frozen_bytes: the part of `weights_bytes` that does not train.
+        itemsize: the bytes of a value in `weights_bytes` and in `gradients_bytes`; it matters only to codecs.
 
     Raises:
         ValueError: an unknown strategy.
@@ -77,6 +97,10 @@ def step_bytes(
         return 2 * (_across(nodes, weights_bytes) + inside_weights) + inside_gradients + across_gradients
     if strategy in ("host", "device"):
         return _across(nodes, trained_bytes) + 2 * inside_weights + inside_gradients + across_gradients
+    if strategy in CODED:
+        weights, gradients = (codec_named(name).payload_bytes(128) / (128 * itemsize) for name in CODED[strategy])
+        crossing = weights * _across(nodes, trained_bytes) + gradients * across_gradients
+        return crossing + 2 * inside_weights + inside_gradients
     raise ValueError(f"no formula for strategy {strategy!r}")
 
 

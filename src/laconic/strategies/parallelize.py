@@ -32,6 +32,11 @@ _BUFFER_SYNC = next(
 )
 
 
+ZERO_PLUS_PLUS = laconic.Wire(weights="int8", as_values=True, gradients="int4")
+"""The crossings of ZeRO++ (arXiv 2306.10209): qwZ and qgZ, in blocks of 128. DeepSpeed's groups are larger, and it
+codes gradients inside the node, too, so these losses flatter it; the bytes between nodes are its own."""
+
+
 def parallelize(
     model: nn.Module, config: Config, ranks: RankInfo, device: torch.device
 ) -> tuple[nn.Module, DeviceMesh | None]:
@@ -44,7 +49,8 @@ def parallelize(
         ValueError: the engine refuses the model or the granularity.
     """
     strategy = config.shard.strategy
-    mesh = laconic.init_mesh(device.type, islands=num_islands(config, ranks)) if strategy == "laconic" else None
+    on_engine = strategy in ("laconic", "zero++")
+    mesh = laconic.init_mesh(device.type, islands=num_islands(config, ranks)) if on_engine else None
     if mesh is not None:
         slice_model(model, config.sync, mesh)
         _fully_shard(model, laconic.fully_shard, _laconic_arguments(config, mesh))
@@ -104,8 +110,11 @@ def _common_arguments(config: Config) -> dict[str, Any]:
 
 
 def _laconic_arguments(config: Config, mesh: DeviceMesh) -> dict[str, Any]:
+    arguments = {**_common_arguments(config), "mesh": mesh, "granularity": granularity(config)}
+    if config.shard.strategy == "zero++":
+        return {**arguments, "cache": "device", "wire": ZERO_PLUS_PLUS}
     cache = laconic.Cache(where=config.shard.cache, device_budget_bytes=config.shard.device_budget_bytes)
-    return {**_common_arguments(config), "mesh": mesh, "cache": cache, "granularity": granularity(config)}
+    return {**arguments, "cache": cache, "wire": config.shard.wire_policy}
 
 
 def _fsdp2_arguments(config: Config, ranks: RankInfo, device: torch.device) -> dict[str, Any]:

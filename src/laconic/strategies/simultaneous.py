@@ -40,6 +40,8 @@ class Simultaneous(Stepper):
         self.module = model
         self._forward_module, mesh = parallelize(model, config, ranks, device)
         self._engine: Any = model if mesh is not None else None
+        self._syncs_always = config.shard.strategy == "zero++"
+        """Whether every micro-batch reduces its gradients across nodes, as in DeepSpeed's ZeRO-3."""
         self.optimizer = make_optimizer(model, config)
         self.local: LocalSteps | None = None
         """The wrapper of the optimizer that synchronises islands; None without islands."""
@@ -69,7 +71,7 @@ class Simultaneous(Stepper):
         """See `Stepper.step`."""
         losses, scale = [], self._loss_scale.scale if self._loss_scale else None
         for index, batch in enumerate(batches):
-            self._set_gradient_sync(index == len(batches) - 1)
+            self._set_gradient_sync(index == len(batches) - 1 or self._syncs_always)
             loss = self.loss(batch) / len(batches)
             (loss if scale is None else loss * scale).backward()
             losses.append(loss.detach())
