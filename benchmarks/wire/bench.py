@@ -66,6 +66,9 @@ class Key(NamedTuple):
 class Bench:
     """The results of all cases; each case runs once, when a row first needs it."""
 
+    home = HOME
+    """The setup whose first unshaped runs are watched for memory."""
+
     def __init__(self, out: Path, *, quick: bool) -> None:
         self.out, self.quick = out, quick
         self.repeats = 1 if quick else 3
@@ -102,7 +105,7 @@ class Bench:
         if key not in self.results:
             case = Case(
                 strategy=strategy, job=job, rate_bits_per_s=rate_bits_per_s, repeat=repeat, steps=self._steps(key),
-                measure_memory=setup == HOME and rate_bits_per_s is None and repeat == 0,
+                measure_memory=setup == self.home and rate_bits_per_s is None and repeat == 0,
                 log_every=100,  # logs cross the wire too, and some steps move little
             )  # fmt: skip
             self.results[key] = self.comparison(setup).run(case)

@@ -1,0 +1,1 @@
+"""Crossings in few bits: bytes, seconds, memory and losses."""
