@@ -359,12 +359,18 @@ def int4_bytes(numel: int, multiple: int = 1) -> int:
 
 
 def message_bytes(bucket: Bucket, multiple: int) -> int:
-    """The bytes of one shard in four bits: those of the longest message on this rank's way between the nodes."""
+    """The bytes of one shard, matrices in four bits: those of the longest message on this rank's way."""
     local, nodes = bucket.cluster.local_rank, bucket.cluster.num_nodes
     totals = []
     for shard_index in range(local * nodes, (local + 1) * nodes):
         extents = [bucket.layout.extent(i, shard_index) for i in range(len(bucket.layout.slots))]
-        totals.append(sum(int4_bytes(extent.numel, multiple) for extent in extents if extent))
+        totals.append(
+            sum(
+                int4_bytes(extent.numel, multiple) if len(slot.shape) > 1 else 4 * extent.numel
+                for slot, extent in zip(bucket.layout.slots, extents, strict=True)
+                if extent
+            )
+        )
     return max(totals)
 
 
@@ -382,14 +388,9 @@ def job_bytes() -> None:
     weights = gradients = 0
     others = dist.get_world_size() // model._laconic_unit.cluster.num_local - 1
     for bucket in buckets(model):
-        if bucket.wire.is_exact:
-            assert all(parameter.ndim == 1 for parameter in bucket.sharded)
-            weights += others * bucket.shard.nbytes
-            gradients += others * bucket.shard.nbytes
-        else:
-            assert all(parameter.ndim > 1 for parameter in bucket.sharded)
-            weights += others * message_bytes(bucket, 1)
-            gradients += others * message_bytes(bucket, 32)
+        assert not bucket.wire.is_exact
+        weights += others * message_bytes(bucket, 1)
+        gradients += others * message_bytes(bucket, 32)
     assert (m.weights, m.gradients) == (3 * weights, 3 * gradients)
 
 

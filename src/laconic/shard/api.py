@@ -115,7 +115,7 @@ def fully_shard(
     may_shrink = granularity is None
     buckets = [
         bucket
-        for group in _group_by_kind(managed, coding)
+        for group in _group_by_kind(managed)
         for bucket in _make_buckets(group, blocks, precision, offload, coding, may_shrink=may_shrink)
     ]
     for item in managed:
@@ -310,14 +310,15 @@ def _resolve_wire(wire: Wire, cache: Cache, managed: list[ManagedParameter]) -> 
     return wire
 
 
-def _is_coded(item: ManagedParameter, wire: Wire) -> bool:
-    """True if a parameter crosses in few bits: a matrix, or a larger tensor, that trains."""
-    parameter = item.parameter
-    is_matrix = parameter.ndim > 1 and parameter.is_floating_point() and not converts(parameter)
-    return not wire.is_exact and item.cluster.num_nodes > 1 and is_matrix and parameter.requires_grad
+def _wire_of(group: list[ManagedParameter], wire: Wire) -> Wire:
+    """The policy of a bucket with these parameters: exact if they are frozen, convert themselves, or are vectors."""
+    first = group[0].parameter
+    may_be_coded = first.requires_grad and first.is_floating_point() and not converts(first)
+    has_matrix = any(item.local.ndim > 1 for item in group)
+    return wire if may_be_coded and has_matrix and group[0].cluster.num_nodes > 1 else Wire()
 
 
-def _group_by_kind(managed: list[ManagedParameter], wire: Wire) -> list[list[ManagedParameter]]:
+def _group_by_kind(managed: list[ManagedParameter]) -> list[list[ManagedParameter]]:
     """Group parameters of one mesh, dtype and trainability, in order of appearance. A LoRA block has two groups.
 
     Parameters that convert themselves form groups by their class: [Note: Conversion] in shard/conversion.py. Each slice
@@ -329,7 +330,7 @@ def _group_by_kind(managed: list[ManagedParameter], wire: Wire) -> list[list[Man
         parameter = item.parameter
         form = type(parameter) if converts(parameter) else uneven_cut(parameter)
         kind = parameter.dtype, parameter.requires_grad, parameter.device, form, slice_of_parameter(*item.places[0])
-        groups.setdefault((item.cluster, *kind, _is_coded(item, wire)), []).append(item)
+        groups.setdefault((item.cluster, *kind), []).append(item)
     return list(groups.values())
 
 
@@ -362,7 +363,7 @@ def _make_buckets(
             layout,
             precision=precision,
             offload=offload,
-            wire=wire if _is_coded(group[0], wire) else Wire(),
+            wire=_wire_of([group[index] for index in members], wire),
         )
         for members, layout in zip(plan.members, plan.buckets, strict=True)
     ]

@@ -67,7 +67,7 @@ class Bucket:
         """Copy this rank's shard of `managed`, the parameters of `layout` in its order, and show sharded parameters."""
         self.layout, self.cluster = layout, managed[0].cluster
         self.wire = wire
-        """The bits of this bucket's crossings; all of them if it has vectors or is frozen, whatever the user wants."""
+        """The bits of this bucket's crossings; all of them if it is frozen or has vectors alone."""
         self.dtype = managed[0].parameter.dtype
         self._precision, self._offload = precision, offload
         self.replicas_diverge = False

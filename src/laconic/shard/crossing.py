@@ -14,7 +14,7 @@ from torch import Tensor
 
 from laconic.comm.collectives import Communicator, Pending
 from laconic.shard.bucket import Bucket
-from laconic.shard.payload import Payload
+from laconic.shard.payload import Payload, Piece
 
 
 class WeightCrossing(Protocol):
@@ -70,7 +70,8 @@ class CodedValues:
     def __init__(self, bucket: Bucket, node: Communicator) -> None:
         codec = bucket.wire.weight_codec
         assert codec is not None
-        self._bucket, self._messages = bucket, Messages(bucket, node, Payload(bucket, codec))
+        self._bucket = bucket
+        self._messages = Messages(bucket, node, Payload(bucket, codec, plain=bucket.compute_dtype))
 
     def prepare(self) -> bool:
         """See `WeightCrossing.prepare`."""
@@ -79,11 +80,11 @@ class CodedValues:
     def start(self, node_shard: Tensor) -> None:
         """See `WeightCrossing.start`."""
         shard = self._bucket.shard
-        self._messages.start(lambda run: shard[run].to(node_shard.device, torch.float32))
+        self._messages.start(lambda piece: shard[piece.values].to(node_shard.device, torch.float32))
 
     def finish(self, node_shard: Tensor) -> None:
         """See `WeightCrossing.finish`. Parts that are only padding keep what they have."""
-        for part, values in self._messages.finish(node_shard):
+        for part, values, _ in self._messages.finish(node_shard):
             part.copy_(values)
 
     def forget(self) -> None:
@@ -98,8 +99,8 @@ class Messages:
         self._all: Tensor | None = None
         self._pending: Pending | None = None
 
-    def start(self, values: Callable[[slice], Tensor]) -> None:
-        """Begin to send this rank's shard, whose runs `values` returns, (n,), fp32."""
+    def start(self, values: Callable[[Piece], Tensor]) -> None:
+        """Begin to send this rank's shard, whose pieces `values` returns, (n,), fp32."""
         self._free()  # an exception may have cut the last crossing short
         device = self._bucket.cluster.device
         self._all = torch.empty(self._node.size, self._payload.nbytes, dtype=torch.uint8, device=device)
@@ -108,14 +109,14 @@ class Messages:
         self._payload.encode(self._node.rank, values, own)
         self._pending = self._node.all_gather(self._all.view(-1), own)
 
-    def finish(self, node_shard: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the runs of `node_shard`, (N * C,), as views (n,), and the values that came for them, (n,), fp32."""
+    def finish(self, node_shard: Tensor) -> Iterator[tuple[Tensor, Tensor, Piece]]:
+        """Yield the pieces of `node_shard`, (N * C,), as views (n,), and the values that came for them, (n,), fp32."""
         assert self._all is not None
         if self._pending is not None:
             self._pending.wait()
         for index, (part, message) in enumerate(zip(node_shard.view(self._node.size, -1), self._all, strict=True)):
-            for run, values in self._payload.decode(index, message):
-                yield part[run], values
+            for piece, values in self._payload.decode(index, message):
+                yield part[piece.values], values, piece
         self._free()
 
     def _free(self) -> None:
@@ -145,7 +146,8 @@ class CodedSum:
         codec = bucket.wire.gradient_codec
         assert codec is not None
         self._bucket, self._node = bucket, node
-        self._payload = Payload(bucket, codec, rotates=bucket.wire.rotates_gradients)
+        rotates = bucket.wire.rotates_gradients
+        self._payload = Payload(bucket, codec, plain=bucket.reduce_dtype, rotates=rotates)
         self._lost: dict[int, Tensor] = {}
         """With feedback: what the codec has lost of the part for each node, (C,), fp32."""
 
@@ -168,15 +170,17 @@ class CodedSum:
 
     def _encode(self, index: int, part: Tensor, message: Tensor) -> None:
         if not self._bucket.wire.feedback:
-            self._payload.encode(index, lambda run: part[run].float(), message)
+            self._payload.encode(index, lambda piece: part[piece.values].float(), message)
             return
         if index not in self._lost:
             self._lost[index] = torch.zeros_like(part, dtype=torch.float32)
             self._bucket.ledger.hold(self._lost[index].nbytes)
         lost = self._lost[index].add_(part)
-        self._payload.encode(index, lambda run: lost[run], message)
-        for run, values in self._payload.decode(index, message):
-            lost[run].sub_(values).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # a step that is skipped loses nothing
+        self._payload.encode(index, lambda piece: lost[piece.values], message)
+        for piece, values in self._payload.decode(index, message):
+            lost[piece.values].sub_(values).nan_to_num_(
+                nan=0.0, posinf=0.0, neginf=0.0
+            )  # a step that is skipped loses nothing
 
 
 class _CodedTransfer:
@@ -197,6 +201,6 @@ class _CodedTransfer:
             if index == self._rank:
                 total.add_(self._own)
                 continue
-            for run, values in self._payload.decode(self._rank, message):
-                total[run].add_(values)
+            for piece, values in self._payload.decode(self._rank, message):
+                total[piece.values].add_(values)
         return total.to(self._own.dtype)

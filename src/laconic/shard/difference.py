@@ -40,7 +40,7 @@ from laconic.comm.collectives import Communicator, start_flags
 from laconic.shard.bucket import Bucket
 from laconic.shard.crossing import ExactWeights, Messages
 from laconic.shard.digest import digest_of
-from laconic.shard.payload import Payload
+from laconic.shard.payload import Payload, Piece
 
 _EDITS_BEFORE_WARNING = 8
 
@@ -71,7 +71,7 @@ class CodedDifferences:
         self._version_before_step: int | None = None
         self._trusted_version: int | None = None
         self._exact = ExactWeights(bucket, node)
-        self._messages = Messages(bucket, node, Payload(bucket, codec))
+        self._messages = Messages(bucket, node, Payload(bucket, codec, plain=bucket.compute_dtype))
         self._is_coded = False
         copies.add(self)
         _all.add(self)
@@ -103,7 +103,12 @@ class CodedDifferences:
             self._exact.start(node_shard)
             return
         shard, own = self.bucket.shard, self.bucket.own_part(node_shard)
-        self._messages.start(lambda run: shard[run].to(own.device, torch.float32) - own[run])
+
+        def values(piece: Piece) -> Tensor:
+            new = shard[piece.values].to(own.device, torch.float32)
+            return new if piece.is_exact else new - own[piece.values]
+
+        self._messages.start(values)
 
     def finish(self, node_shard: Tensor) -> None:
         """See `WeightCrossing.finish`. Until it has ended, the copy counts as lost."""
@@ -111,8 +116,11 @@ class CodedDifferences:
             self._exact.finish(node_shard)
             self.state, self.number = CopyState.EXACT, 0
             return
-        for part, values in self._messages.finish(node_shard):
-            part.add_(values)
+        for part, values, piece in self._messages.finish(node_shard):
+            if piece.is_exact:
+                part.copy_(values)
+            else:
+                part.add_(values)
         self.state, self.number = CopyState.DECODED, self.number + 1
 
     def forget(self) -> None:
