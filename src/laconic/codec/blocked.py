@@ -84,7 +84,7 @@ class BlockCodec(Codec):
 
 
 class Even(BlockCodec):
-    """Round to an even number of steps, of which the largest value of a block takes 2^(bits - 1) - 1; zero is exact."""
+    """Round to a whole number of equal steps. The largest value of a block takes 2^(bits - 1) - 1; zero is exact."""
 
     def __init__(self, bits: int, block: int = 128) -> None:
         """`bits` is 3, 4 or 8; `block` is a multiple of 8."""

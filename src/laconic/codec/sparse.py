@@ -26,7 +26,7 @@ class TopK(Codec):
 
     @property
     def max_relative_error(self) -> float:
-        """What is left out may be nearly all; means are rounded to bf16."""
+        """The bound for values of one size, of which nearly all are left out. Magnitudes are rounded to bf16."""
         return 1 + 2**-8
 
     def payload_bytes(self, numel: int) -> int:

@@ -46,14 +46,14 @@ _EDITS_BEFORE_WARNING = 8
 
 
 class CopyState(Enum):
-    """What the node shard in a cache is to the weights of the version it was made from."""
+    """The use of the node shard in a cache as the base of a difference."""
 
     LOST = auto()
-    """Nothing: there is none yet, it is being written, or it must not be used."""
+    """It is no base: it was never written, it is being written, or `forget` was called."""
     EXACT = auto()
-    """Equal to them."""
+    """It is equal to the weights of the version that crossed last."""
     DECODED = auto()
-    """Equal on all nodes, and to the weights but for what the codec has lost."""
+    """It is equal on all nodes, and lags behind the weights by the error of the codec."""
 
 
 class CodedDifferences:
@@ -190,8 +190,8 @@ class Copies:
         must = [bool(flag) for flag in flags[:count]]
         highest, lowest = flags[count : 2 * count], [255 - flag for flag in flags[2 * count : 3 * count]]
         known = [each for each, flag in zip(members, must, strict=True) if not flag]
-        differing = [each for each, low, high in zip(members, lowest, highest, strict=True) if low != high]
-        differing = [each for each in differing if each in known]
+        quadruples = zip(members, lowest, highest, must, strict=True)
+        differing = [each for each, low, high, flag in quadruples if low != high and not flag]
         if flags[-1] and not differing:
             differing = self._compare(known)
         self._note_differences(differing)

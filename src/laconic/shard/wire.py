@@ -25,8 +25,8 @@ class Wire:
     """
 
     weights: WireWeights = "exact"
-    """The codec of weights. Except for "exact", what crosses is the difference to the copy that the receivers have in
-    their cache: [Note: Differences] in shard/difference.py. int3 is experimental."""
+    """The codec of weights. "exact" sends weights. The others send differences to the weights in the receivers' caches:
+    [Note: Differences] in shard/difference.py. int3 is experimental."""
     gradients: WireGradients = "exact"
     """The codec of gradients, once per optimizer step, after the sums inside the nodes. Codecs of four bits and fewer
     rotate them first. int3 and int2 are experimental; int2 wants `feedback`."""
