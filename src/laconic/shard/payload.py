@@ -1,11 +1,12 @@
 """A bucket's shards in few bits: where the codes of each tensor lie in a message between two nodes.
 
 [Note: Payloads]
-A shard is coded tensor by tensor, so that no block of a codec has values of two tensors, and in pieces that fit into a
-processor's cache. Vectors (norms, biases) are few and matter much, so they travel as they are, between the codes of
-matrices. So a bucket is one message, and its layout does not depend on the wire. The shards that cross on one way,
-those of a node shard, hold different tensors, so their payloads differ by some bytes. All are as long as the longest,
-since collectives want equal sizes. Every rank works out all of it from the layout: a message has no header.
+No block of a codec has values of two tensors. So tensors are coded on their own, or together with the tensors before
+them if those end on a block's border, as they mostly do. Long runs are coded in pieces that fit into a processor's
+cache. Vectors (norms, biases) are few and matter much, so they travel as they are, between the codes of matrices. So a
+bucket is one message, and its layout does not depend on the wire. The shards that cross on one way, those of a node
+shard, hold different tensors, so their payloads differ by some bytes. All are as long as the longest, since collectives
+want equal sizes. Every rank works out all of it from the layout: a message has no header.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,13 +23,13 @@ from laconic.layout.bucket import BucketLayout
 from laconic.layout.packing import round_up
 from laconic.shard.bucket import Bucket
 
-HOST_PIECE_NUMEL, DEVICE_PIECE_NUMEL = 1 << 17, 1 << 22
-"""The values that are coded at once: 512 KiB of fp32 on a CPU, whose caches they should fit, and 16 MiB elsewhere."""
+HOST_PIECE_NUMEL, DEVICE_PIECE_NUMEL = 1 << 18, 1 << 22
+"""The values that are coded at once: 1 MiB of fp32 on a CPU, whose caches they should fit, and 16 MiB elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of a shard's values of one tensor, and their codes in the payload."""
+    """A run of a shard's values, all of matrices or all of vectors, and their codes in the payload."""
 
     values: slice
     codes: slice
@@ -37,7 +38,7 @@ class Piece:
     """The values, with the zeros that fill up the last rotation."""
     is_rotated: bool
     is_exact: bool
-    """True for a vector, whose values travel as they are."""
+    """True for vectors, whose values travel as they are."""
 
     @property
     def numel(self) -> int:
@@ -72,7 +73,8 @@ class Payload:
         for piece in self._pieces[index]:
             given = values(piece)
             if piece.is_rotated:
-                given = rotate(F.pad(given, (0, piece.coded_numel - piece.numel)))
+                filling = piece.coded_numel - piece.numel
+                given = rotate(F.pad(given, (0, filling)) if filling else given)
             payload[piece.codes] = piece.codec.encode(given, check=False)
 
     def decode(self, index: int, payload: Tensor) -> Iterator[tuple[Piece, Tensor]]:
@@ -84,16 +86,29 @@ class Payload:
     def _pieces_of(self, layout: BucketLayout, shard: int) -> Iterator[Piece]:
         """The pieces of one shard, in order."""
         begin_byte = 0
-        for index, slot in enumerate(layout.slots):
-            is_exact = len(slot.shape) < 2
+        for first, last, is_exact in self._runs_of(layout, shard):
             codec, is_rotated = (self._plain, False) if is_exact else (self._codec, self._rotates)
-            extent = layout.extent(index, shard)
-            numel = 0 if extent is None else extent.numel
-            first = layout.offset_in_shard(index, shard)
-            for begin in range(first, first + numel, self._piece_numel):
-                end = min(begin + self._piece_numel, first + numel)
+            for begin in range(first, last, self._piece_numel):
+                end = min(begin + self._piece_numel, last)
                 coded_numel = round_up(end - begin, ROTATED) if is_rotated else end - begin
                 end_byte = begin_byte + codec.payload_bytes(coded_numel)
                 codes = slice(begin_byte, end_byte)
                 yield Piece(slice(begin, end), codes, codec, coded_numel, is_rotated, is_exact)
                 begin_byte = end_byte
+
+    def _runs_of(self, layout: BucketLayout, shard: int) -> list[tuple[int, int, bool]]:
+        """The runs (begin, end, is_exact) of a shard's values that are coded together, in order: [Note: Payloads]."""
+        runs: list[tuple[int, int, bool]] = []
+        for index, slot in enumerate(layout.slots):
+            extent = layout.extent(index, shard)
+            if extent is None:
+                continue
+            is_exact = len(slot.shape) < 2
+            begin = first = layout.offset_in_shard(index, shard)
+            if runs and runs[-1][1:] == (first, is_exact) and (first - runs[-1][0]) % self._block(is_exact) == 0:
+                begin, _, _ = runs.pop()
+            runs.append((begin, first + extent.numel, is_exact))
+        return runs
+
+    def _block(self, is_exact: bool) -> int:
+        return (self._plain if is_exact else self._codec).block
