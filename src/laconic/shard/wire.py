@@ -102,3 +102,7 @@ _NAMED: dict[str, Wire] = {
     "8bit": Wire(weights="int8", gradients="int8"),
     "4bit": Wire(weights="int4", gradients="int4"),
 }
+
+ZERO_PLUS_PLUS = Wire(weights="int8", as_values=True, gradients="int4")
+"""The crossings of ZeRO++ (arXiv 2306.10209), for comparisons: qwZ and qgZ, in blocks of 128. DeepSpeed's groups are
+larger, and it codes gradients inside the node, too. So these losses flatter it; the bytes between nodes are its own."""
