@@ -91,7 +91,9 @@ class LocalSteps:
         optimizer: the inner optimizer of the model's parameters.
         mesh: a mesh with an island axis: `laconic.init_mesh(device, islands=...)`.
         every: inner steps between two syncs of a parameter.
-        outer: makes the outer optimizer from a list of parameters. Default: SGD, lr 0.7, Nesterov momentum 0.9.
+        outer: makes the outer optimizer of a fragment from a list of parameter groups, one for each number of islands
+            that train them: [Note: Outer parameter groups] in islands/holders.py. `outer_sgd` returns such functions;
+            `functools.partial(torch.optim.SGD, lr=1.0)` is one, too. Default: SGD, lr 0.7, Nesterov momentum 0.9.
         fragments: the number of parts of the model that sync in turn.
         pattern: how layers are assigned to fragments; see `fragment_of`.
         overlap: inner steps between sending a fragment and applying its mean.
@@ -152,8 +154,8 @@ class LocalSteps:
         self.fragments: list[OuterFragment] = []
         for index in range(fragments):
             own = {name: parameter for name, parameter in synced.items() if assigned[name] == index}
-            self.fragments.append(OuterFragment(own, outer, holders.counts(own)))
-        self._residuals = [torch.zeros_like(fragment.flat.detach()) for fragment in self.fragments]
+            self.fragments.append(OuterFragment(own, outer, holders))
+        self._residuals = [torch.zeros_like(fragment.flat) for fragment in self.fragments]
         self._recovery = Recovery(recovery, self.cluster) if recovery is not None else None
         for unit in filter(None, map(unit_of, model.modules())):
             for bucket in unit.buckets:
@@ -167,8 +169,8 @@ class LocalSteps:
         with torch.no_grad():
             for fragment in self.fragments:
                 if self.steps == 0 and self.cluster.island_group is not None:
-                    dist.broadcast(fragment.flat.detach(), group=self.cluster.island_group, group_src=0)
-                fragment.write_inner(fragment.flat.detach())
+                    dist.broadcast(fragment.flat, group=self.cluster.island_group, group_src=0)
+                fragment.write_inner(fragment.flat)
 
     def _settle(self) -> None:
         """Complete updates of the inner optimizer that are still under way, if it is of a kind that has such."""
@@ -211,7 +213,7 @@ class LocalSteps:
         with torch.no_grad():
             inner = [fragment.copy_inner() for fragment in self.fragments]
             for fragment in self.fragments:
-                fragment.write_inner(fragment.flat.detach())
+                fragment.write_inner(fragment.flat)
         try:
             yield
         finally:
@@ -241,7 +243,7 @@ class LocalSteps:
         fragment = self.fragments[sent.fragment]
         with torch.enable_grad():
             fragment.step(mean.value)
-        fragment.write_inner(fragment.flat.detach(), keep=self.mixing)
+        fragment.write_inner(fragment.flat, keep=self.mixing)
         if self._recovery is not None:
             self._recovery.save(self.steps, self.fragments, self.optimizer)
         self.reports.append(self._report(sent, mean, exposed_s))
@@ -273,7 +275,7 @@ class LocalSteps:
         """
         state: dict[str, Any] = {"steps": self.steps}
         for index, fragment in enumerate(self.fragments):
-            state |= _named("outer", fragment, fragment.flat.detach())
+            state |= _named("outer", fragment, fragment.flat)
             for key, name, value in fragment.optimizer_state():
                 state[f"outer_optimizer.{name}.{key}" if name else f"outer_optimizer.{index}.{key}"] = value
             if self.error_feedback:
@@ -303,9 +305,8 @@ class LocalSteps:
             if isinstance(value, Tensor):
                 value.copy_(state[key])
         for index, fragment in enumerate(self.fragments):
-            for key, name, value in list(fragment.optimizer_state()):
-                if not name and not isinstance(value, Tensor):
-                    fragment.optimizer.state[fragment.flat][key] = state[f"outer_optimizer.{index}.{key}"]
+            for key in [key for key, name, _ in fragment.optimizer_state() if not name]:
+                fragment.set_number(key, state[f"outer_optimizer.{index}.{key}"])
 
 
 def _refuse_frozen_slices(model: nn.Module) -> None:
@@ -324,7 +325,7 @@ def _named(kind: str, fragment: OuterFragment, vector: Tensor) -> dict[str, Tens
 
 def _arrived(index: int, fragment: OuterFragment) -> _InFlight:
     """Make a fragment in flight whose mean has arrived, all zero, to load a checkpoint into."""
-    message, value, sent = (torch.zeros_like(fragment.flat.detach()) for _ in range(3))
+    message, value, sent = (torch.zeros_like(fragment.flat) for _ in range(3))
     result: Future[Mean] = Future()
     result.set_result(Mean(value=value, sent=sent, sent_bytes=0))
     return _InFlight(fragment=index, message=message, result=result)
