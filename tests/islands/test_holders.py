@@ -42,7 +42,7 @@ def job_merge(islands: int, local: int, held: list[set[int]], num_slices: int, s
             if not isinstance(child, nn.ModuleList):
                 laconic.fully_shard(child, mesh=mesh)
         laconic.fully_shard(model, mesh=mesh)
-    local_steps = LocalSteps(model, torch.optim.AdamW(model.parameters(), lr=0.01), mesh=mesh, every=3)
+    local_steps = LocalSteps(model, torch.optim.AdamW(model.parameters(), lr=0.01), mesh=mesh, every=3, codec="fp32")
     outer = values(model)
     momentum = {name: torch.zeros_like(value) for name, value in outer.items()}
     for round_ in range(2):
@@ -104,7 +104,8 @@ def job_groups(islands: int, local: int, held: list[set[int]], num_slices: int, 
         if sharded:
             laconic.fully_shard(model, mesh=mesh)
         inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-        return model, LocalSteps(model, inner, mesh=mesh, every=4, fragments=2, overlap=1, outer=outer)
+        options: dict[str, Any] = {"every": 4, "fragments": 2, "overlap": 1, "codec": "fp32"}
+        return model, LocalSteps(model, inner, mesh=mesh, outer=outer, **options)
 
     model, steps = start(laconic.outer_sgd(lr=0.7, momentum=0.9, sliced_lr=0.5, sliced_momentum=0.0))
     names = [name for name, _ in model.named_parameters()]

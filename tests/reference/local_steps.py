@@ -29,6 +29,7 @@ class Islands:
         lr: float = 0.7,
         momentum: float = 0.9,
         code: Callable[[Tensor], Tensor] = lambda x: x,
+        feedback: float = 0.0,
         trains: Callable[[str, int], bool] = lambda name, island: True,
         sliced_lr: float = 0.7,
         sliced_momentum: float = 0.9,
@@ -44,7 +45,8 @@ class Islands:
         self.every, self.fragments, self.overlap, self.mixing = every, fragments, overlap, mixing
         whole, sliced = (lr, momentum), (sliced_lr, sliced_momentum)
         self.rates = {name: whole if len(held) == count else sliced for name, held in self.holders.items()}
-        self.code = code
+        self.code, self.feedback = code, feedback
+        self.lost = [{name: torch.zeros_like(value) for name, value in self.outer.items()} for _ in range(count)]
         self.step_number = 0
         self.sent: dict[int, dict[str, Tensor]] = {}
         """The means in flight, by the step after which they are applied, and by parameter."""
@@ -71,6 +73,10 @@ class Islands:
                     own.copy_(self.mixing * own + (1 - self.mixing) * self.outer[name])
 
     def _mean(self, name: str) -> Tensor:
-        models = [self.models[island] for island in self.holders[name]]
-        differences = [self.code(self.outer[name] - model.get_parameter(name)) for model in models]
-        return self.code(torch.stack(differences).sum(0) / len(differences))
+        arrived = []
+        for island in self.holders[name]:
+            message = self.outer[name] - self.models[island].get_parameter(name)
+            message = message + self.feedback * self.lost[island][name]
+            arrived.append(self.code(message))
+            self.lost[island][name] = message - arrived[-1]
+        return self.code(torch.stack(arrived).sum(0) / len(arrived))

@@ -60,7 +60,7 @@ class _InFlight:
 
     fragment: int
     message: Tensor
-    """The pseudo-gradient; with error feedback, plus the part of the last one that encoding lost."""
+    """The pseudo-gradient; with error feedback, plus a share of what encoding has lost so far."""
     result: Future[Mean]
 
     def vectors(self) -> dict[str, Tensor]:
@@ -99,16 +99,18 @@ class LocalSteps:
         overlap: inner steps between sending a fragment and applying its mean.
         mixing: the weight of an island's own parameters when a mean is applied. With overlap this keeps part of the
             inner steps that the island took while the mean was on its way.
-        codec: "fp32", "bf16", "int8", "int4", "int3", "int2", "e2m1", "e3m0", "top64", or a `Codec`.
-        error_feedback: add to each pseudo-gradient the part of the last one that encoding lost.
+        codec: the format of pseudo-gradients on the wire: "fp32", "bf16", "int8", "int4", "int3", "int2", "e2m1",
+            "e3m0", "top64", or a `Codec`. One island alone sends nothing, and uses "fp32".
+        error_feedback: add to each pseudo-gradient what encoding has lost of the earlier ones: all of it (True), or
+            this share at each sync, below 1. "top64" needs it.
         recovery: a folder on each machine for the state of the last sync, from which islands go on after a restart:
             [Note: Re-forming] in islands/recovery.py. Then `steps` is the step after which training goes on.
 
     Raises:
         ValueError: the schedule is not valid, the codec is unknown, no parameter is trainable, no slice of a sliced
-            model is trainable, or `mixing` is outside [0, 1); or the optimizer belongs to a cyclic run, and its workers
-            do not hold all parameters or `recovery` is given. `step`: the codec cannot encode a pseudo-gradient, such
-            as NaN.
+            model is trainable, or `mixing` or `error_feedback` is out of its range; or the optimizer belongs to a
+            cyclic run, and its workers do not hold all parameters or `recovery` is given. `step`: the codec cannot
+            encode a pseudo-gradient, such as NaN.
     """
 
     def __init__(
@@ -123,10 +125,14 @@ class LocalSteps:
         pattern: FragmentPattern = "strided",
         overlap: int = 0,
         mixing: float = 0.0,
-        codec: str | Codec = "fp32",
-        error_feedback: bool = False,
+        codec: str | Codec = "int4",
+        error_feedback: float = False,
         recovery: str | Path | None = None,
     ) -> None:
+        if not 0 <= error_feedback <= 1:
+            raise ValueError(
+                f"error_feedback={error_feedback} must lie in [0, 1]: 0 forgets all that encoding has lost"
+            )
         if not 0 <= mixing < 1:
             raise ValueError(f"mixing={mixing} must lie in [0, 1): 0 takes the outer parameters as they are")
         if recovery is not None and hasattr(optimizer, "settle"):
@@ -227,7 +233,7 @@ class LocalSteps:
         fragment = self.fragments[index]
         message = fragment.pseudo_gradient()
         if self.error_feedback:
-            message = message + self._residuals[index]
+            message = message + self.error_feedback * self._residuals[index]
         result = self._thread.submit(self._all_reduce.mean, message, fragment.divisor)
         self._in_flight = _InFlight(fragment=index, message=message, result=result)
 
