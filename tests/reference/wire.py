@@ -1,4 +1,4 @@
-"""The oracle of coded crossings: N x L ranks, their copies of the weights and sums of gradients, in one process.
+"""The oracle of coded crossings: I x N x L ranks, their copies of the weights and sums of gradients, in one process.
 
 Every value is coded block by block, in the plainest way; tests/codec checks the rotation, whose bits are a library's.
 The owner of shard s is rank (s mod N, s div N). The twin knows which run of each tensor lies in which shard; nothing
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ LEVELS = {
 """The whole numbers that a code stands for."""
 Runs = Mapping[str, Sequence[tuple[int, int]]]
 """For each tensor, by shard, the run [start, stop) of its flattened elements."""
+Cuts = Mapping[str, Sequence[Sequence[int]]]
 
 
 def coded(values: Tensor, codec: str, *, rotated: bool = False) -> Tensor:
@@ -46,10 +48,10 @@ def coded_block(values: Tensor, codec: str) -> Tensor:
     levels = torch.tensor(LEVELS[codec])
     root = values.double().square().mean().sqrt()
     step = root * 0.9957 / 2 if codec == "int2" else values.abs().max() / levels.max()
-    step = step.float().bfloat16().float()
+    step = step.float().clamp(min=2.0**-126).bfloat16().float()
     if not math.isfinite(float(step)):
         return torch.full_like(values, math.nan)
-    if float(step) < 2.0**-126:
+    if not values.any():
         return torch.zeros_like(values)
     inverse = step.reciprocal()  # a product with it, in fp32, decides between two levels that are equally near
     if codec == "e2m1":
@@ -73,9 +75,15 @@ class Twin:
         weights: str,
         gradients: str,
         feedback: bool = False,
+        num_islands: int = 1,
+        cuts: Cuts | None = None,
     ) -> None:
-        """Tensors of one dimension, and those that are in `frozen`, cross exactly."""
+        """Tensors of one dimension cross exactly.
+
+        `cuts` has, for each tensor and shard, the first element of its run that belongs to each island, and the end.
+        """
         self.num_nodes, self.num_local, self.runs = num_nodes, num_local, runs
+        self.num_islands, self.cuts = num_islands, cuts or {}
         self.weights, self.gradients, self.feedback = weights, gradients, feedback
         self.shape = {name: value.shape for name, value in parameters.items()}
         self.is_coded = {name: value.ndim > 1 for name, value in parameters.items()}
@@ -87,7 +95,7 @@ class Twin:
         """The exact weights, by tensor and shard."""
         self.copies: dict[str, Tensor] = {}
         """The weights with which every node computes, by tensor; empty before the first crossing."""
-        self.lost: dict[tuple[str, int, int], Tensor] = {}
+        self.lost: dict[tuple[str, int, int, int], Tensor] = {}
 
     def cross(self, *, exactly: bool = False) -> dict[str, Tensor]:
         """Let the weights cross. Returns the weights with which every rank computes next."""
@@ -104,31 +112,53 @@ class Twin:
 
     def set_gradients(self, micro_batches: Sequence[Sequence[Mapping[str, Tensor]]]) -> None:
         """Set `.grad` of the shards from `micro_batches[a][rank][name]`, the gradients of each rank."""
-        for name, runs in self.runs.items():
-            nodes = []
-            for node in range(self.num_nodes):
-                total = None
-                for batches in micro_batches:
-                    ranks = range(node * self.num_local, (node + 1) * self.num_local)
-                    fresh = sum_in_order([batches[rank][name].flatten() for rank in ranks])
-                    total = fresh if total is None else total + fresh
-                nodes.append(total)
-            for shard, (start, stop) in enumerate(runs):
-                parts = [
-                    self._sent(name, shard, node, values[start:stop])
-                    for node, values in enumerate(nodes)  # type: ignore[index]
-                ]
-                self.shards[name, shard].grad = sum_in_order(parts) / (self.num_nodes * self.num_local)
+        num_ranks = self.num_islands * self.num_nodes * self.num_local
+        for name in self.runs:
+            islands = [self._sums_of_island(name, island, micro_batches) for island in range(self.num_islands)]
+            for shard in range(len(self.runs[name])):
+                total = self._sum_over_islands(name, shard, [sums[shard] for sums in islands])
+                self.shards[name, shard].grad = total / num_ranks
 
-    def _sent(self, name: str, shard: int, node: int, values: Tensor) -> Tensor:
-        """One node's part of a sum, as the owner of the shard uses it."""
-        owner = shard % self.num_nodes
-        if node == owner or not self.is_coded[name] or self.gradients == "exact":
-            return values
+    def _sums_of_island(
+        self, name: str, island: int, micro_batches: Sequence[Sequence[Mapping[str, Tensor]]]
+    ) -> list[Tensor]:
+        """The sums of one island's gradients, by shard."""
+        nodes: list[Tensor] = []
+        for node in range(island * self.num_nodes, (island + 1) * self.num_nodes):
+            ranks = range(node * self.num_local, (node + 1) * self.num_local)
+            fresh = [sum_in_order([batches[rank][name].flatten() for rank in ranks]) for batches in micro_batches]
+            nodes.append(sum_in_order(fresh))
+        sums = []
+        for shard, (start, stop) in enumerate(self.runs[name]):
+            parts = [values[start:stop] for values in nodes]
+            owner = shard % self.num_nodes
+            sums.append(sum_in_order(self._sent(parts, owner, name, shard, island)))
+        return sums
+
+    def _sum_over_islands(self, name: str, shard: int, islands: list[Tensor]) -> Tensor:
+        """The sum of a shard's values as all islands use it: in two trips, one part for each island."""
+        if self.num_islands == 1 or not self.is_coded[name] or self.gradients == "exact":
+            return sum_in_order(islands)
+        sums = []
+        for owner, (start, stop) in enumerate(pairwise(self.cuts[name][shard])):
+            parts = [values[start:stop] for values in islands]
+            total = sum_in_order(self._sent(parts, owner, name, shard, -1 - owner))
+            sums.append(coded(total, "bf16" if self.gradients == "bf16" else "int8"))
+        return torch.cat(sums)
+
+    def _sent(self, parts: list[Tensor], owner: int, name: str, shard: int, place: int) -> list[Tensor]:
+        """The terms of a sum as its owner uses them: its own exact, the others decoded."""
+        if not self.is_coded[name] or self.gradients == "exact":
+            return parts
+        return [
+            part if index == owner else self._decoded(part, (name, shard, place, index))
+            for index, part in enumerate(parts)
+        ]
+
+    def _decoded(self, values: Tensor, place: tuple[str, int, int, int]) -> Tensor:
         is_rotated = self.gradients in ("int4", "int3", "int2", "e2m1")
         if not self.feedback:
             return coded(values, self.gradients, rotated=is_rotated)
-        place = name, shard, node
         whole = self.lost.get(place, torch.zeros_like(values)) + values
         sent = coded(whole, self.gradients, rotated=is_rotated)
         self.lost[place] = whole - sent

@@ -16,6 +16,8 @@ class Codec(ABC):
 
     name: str
     """The key in `CODECS`, which job descriptions use."""
+    block = 1
+    """The number of values that are coded together."""
     is_sparse = False
     """True if most values become zero, so that the sum of several vectors has more that are not zero than each."""
 

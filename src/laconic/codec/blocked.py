@@ -3,8 +3,9 @@
 [Note: Codes are whole multiples of a step]
 A value is decoded as a small whole number times its block's step. The step has eight significant bits, so the product
 is exact in fp32, with or without a fused multiply-add. So every device decodes the same bits. (A scale of max / 127,
-rounded once more in the product, would not do that.) Steps are rounded to the nearest bf16 number and never denormal,
-which some devices flush to zero. A block with NaN or infinity gets a step that is NaN or infinite, and decodes to NaN.
+rounded once more in the product, would not do that.) Steps are rounded to the nearest bf16 number, and are never zero
+or denormal, which some devices flush to zero. A block with NaN or infinity gets a step that is NaN or infinite, and
+decodes to NaN.
 """
 
 import itertools
@@ -35,9 +36,6 @@ _TWO_BIT_STEP = 0.9957
 
 class BlockCodec(Codec):
     """Codes with one bf16 step per block. The payload holds all codes, then all steps."""
-
-    block: int
-    """The number of values that share a step."""
 
     def payload_bytes(self, numel: int) -> int:
         """See `Codec.payload_bytes`: the codes, and two bytes per block."""
@@ -101,7 +99,7 @@ class Even(BlockCodec):
         return -(-numel * self.bits // 8)
 
     def _quantize(self, blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        steps = _to_steps(blocks.abs().amax(1) / self._largest)
+        steps = _to_steps(blocks.abs().amax(1).div_(self._largest))
         # A step is rounded by at most one part in 512, so no code exceeds the largest.
         counts = blocks * _inverses(steps)
         if self.bits == 8:
@@ -147,6 +145,7 @@ class TwoBit(BlockCodec):
         root = largest * (blocks / largest.clamp(min=1e-38)).square().sum(1, keepdim=True).div(sizes).sqrt()
         half_steps = _to_steps(root.squeeze(1) * (_TWO_BIT_STEP / 2))
         codes = (blocks * (_inverses(half_steps) / 2)).add_(2).clamp_(0, 3)
+        half_steps.masked_fill_(largest.squeeze(1) == 0, 0)  # no level is zero, but a block of zeros stays so
         return pack(codes.to(torch.uint8).view(-1), 2), half_steps
 
     def _dequantize(self, codes: Tensor, steps: Tensor) -> Tensor:
@@ -175,7 +174,7 @@ class Float4(BlockCodec):
     def _quantize(self, blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         _, nearest = _tables(self._magnitudes, blocks.device)
         sizes = blocks.abs()
-        steps = _to_steps(sizes.amax(1) / self._magnitudes[-1])
+        steps = _to_steps(sizes.amax(1).div_(self._magnitudes[-1]))
         halves = sizes.mul_(2 * _inverses(steps)).nan_to_num_(nan=0.0).clamp_(0, len(nearest) - 1).to(torch.int32)
         codes = nearest.index_select(0, halves.view(-1)) | ((blocks.view(-1) < 0).to(torch.uint8) << 3)
         return pack(codes, 4), steps
@@ -233,7 +232,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         return codes
     if bits == 4:  # a pair of codes is a number of 16 bits
         pairs = codes.view(torch.int16)
-        return (pairs | (pairs >> 4)).to(torch.uint8)
+        return (pairs >> 4).bitwise_or_(pairs).to(torch.uint8)
     if bits == 3:
         a, b, c, d, e, f, g, h = codes.view(-1, 8).unbind(1)
         low = a | (b << 3) | (c << 6)
@@ -263,13 +262,13 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def _to_steps(steps: Tensor) -> Tensor:
-    """Round steps (b,), fp32, to bf16. Those that would be denormal become zero."""
-    return torch.where(steps < torch.finfo(torch.bfloat16).tiny, 0.0, steps).to(torch.bfloat16)
+    """Round steps (b,), fp32, to bf16, in place where that helps. The smallest is the smallest normal number."""
+    return steps.clamp_(min=torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
 
 
 def _inverses(steps: Tensor) -> Tensor:
-    """The inverses of the steps (b,), as (b, 1), fp32; zero for a step of zero, so that its values become zero."""
-    return torch.where(steps == 0, 0.0, steps.to(torch.float32).reciprocal()).unsqueeze(1)
+    """The inverses of the steps (b,), as (b, 1), fp32."""
+    return steps.to(torch.float32).reciprocal_().unsqueeze(1)
 
 
 def _pairs_by_byte(values: Tensor) -> Tensor:

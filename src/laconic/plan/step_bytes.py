@@ -31,7 +31,7 @@ they are, are few.
 
 from dataclasses import dataclass
 
-from laconic.codec import codec_named
+from laconic.shard.wire import ZERO_PLUS_PLUS, Wire
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ class StepBytes:
         return StepBytes(node=factor * self.node, local=factor * self.local)
 
 
-CODED = {"8bit": ("int8", "int8"), "4bit": ("int4", "int4"), "zero++": ("int8", "int4")}
-"""The codecs of weights and gradients, by strategy."""
+CODED = {"8bit": Wire.of("8bit"), "4bit": Wire.of("4bit"), "zero++": ZERO_PLUS_PLUS}
+"""The policy of crossings, by strategy."""
 
 
 def step_bytes(
@@ -98,7 +98,8 @@ def step_bytes(
     if strategy in ("host", "device"):
         return _across(nodes, trained_bytes) + 2 * inside_weights + inside_gradients + across_gradients
     if strategy in CODED:
-        weights, gradients = (codec_named(name).payload_bytes(128) / (128 * itemsize) for name in CODED[strategy])
+        codecs = CODED[strategy].weight_codec, CODED[strategy].gradient_codec
+        weights, gradients = (codec.payload_bytes(128) / (128 * itemsize) if codec else 1.0 for codec in codecs)
         crossing = weights * _across(nodes, trained_bytes) + gradients * across_gradients
         return crossing + 2 * inside_weights + inside_gradients
     raise ValueError(f"no formula for strategy {strategy!r}")

@@ -1,6 +1,6 @@
 """Operations on RaggedTensors: element-wise ones on local parts, random fills, rows and allocations."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from laconic.comm.collectives import all_reduce
 from laconic.ragged import norms as norms  # registers its handlers
@@ -64,10 +63,21 @@ def _specs_by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ra
     A position without RaggedTensors has None: a parameter that `fully_shard` ignored.
     """
     lists = [value for value in (*args, *kwargs.values()) if _is_tensor_list(value)]
-    positions: Iterable[Iterable[Any]] = [tree_leaves((args, kwargs))]
+    positions: Iterable[Iterable[Any]] = [_leaves((args, kwargs))]
     if lists:
         positions = zip(*(entry for entry in lists if len(entry) == len(lists[0])), strict=True)
     return [_common_spec(operands) for operands in positions]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the arguments of an operation, those in lists and dicts one by one."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        yield from _leaves(list(value.values()))
+    else:
+        yield value
 
 
 def _common_spec(operands: Iterable[Any]) -> RaggedSpec | None:
@@ -136,7 +146,7 @@ def _gather_for_plain_targets(
     Raises:
         ValueError: `func` changes RaggedTensors, too.
     """
-    targets = tree_leaves(_changed(func, args, kwargs))
+    targets = list(_leaves(_changed(func, args, kwargs)))
     plain = {id(target) for target in targets if isinstance(target, Tensor) and _is_whole(target)}
     if not plain:
         return args, kwargs
@@ -188,7 +198,7 @@ def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 def _note_changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Bump versions ([Note: Versions] in ragged/tensor.py); return the arguments that `func` changes in place."""
     changed = _changed(func, args, kwargs)
-    for tensor in tree_leaves(changed):
+    for tensor in _leaves(changed):
         if isinstance(tensor, RaggedTensor):
             tensor.note_change()
     return changed

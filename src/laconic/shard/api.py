@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -295,13 +296,14 @@ def _resolve_wire(wire: Wire, cache: Cache, managed: list[ManagedParameter]) -> 
     if wire.is_exact or not managed:
         return wire
     if all(item.cluster.num_nodes == 1 for item in managed):
-        warnings.warn(
-            "wire= does nothing here: all ranks that share the parameters are on one node, and replicas on other nodes "
-            "(islands) sum their gradients exactly. If the ranks are on several nodes, give a mesh whose axis 'node' "
-            "has them (laconic.init_mesh under torchrun)",
-            stacklevel=3,
-        )
-        return Wire()
+        if wire.gradients == "exact" or all(item.cluster.num_islands == 1 for item in managed):
+            warnings.warn(
+                "wire= does nothing here: all ranks that share the parameters are on one node, where everything stays "
+                "exact. If they are on several nodes, give a mesh whose axis 'node' has them (laconic.init_mesh under "
+                "torchrun)",
+                stacklevel=3,
+            )
+        return wire
     if wire.sends_differences and cache.where == "none":
         raise ValueError(
             f"Wire(weights={wire.weights!r}) sends differences to the copies that a cache keeps, but cache='none' "
@@ -311,11 +313,17 @@ def _resolve_wire(wire: Wire, cache: Cache, managed: list[ManagedParameter]) -> 
 
 
 def _wire_of(group: list[ManagedParameter], wire: Wire) -> Wire:
-    """The policy of a bucket with these parameters: exact if they are frozen, convert themselves, or are vectors."""
+    """The policy of a bucket with these parameters: exact if they are frozen, convert themselves, or are vectors.
+
+    Weights cross between nodes only; gradients cross between islands, too.
+    """
     first = group[0].parameter
     may_be_coded = first.requires_grad and first.is_floating_point() and not converts(first)
     has_matrix = any(item.local.ndim > 1 for item in group)
-    return wire if may_be_coded and has_matrix and group[0].cluster.num_nodes > 1 else Wire()
+    cluster = group[0].cluster
+    if not (may_be_coded and has_matrix and max(cluster.num_nodes, cluster.num_islands) > 1):
+        return Wire()
+    return wire if cluster.num_nodes > 1 else dataclasses.replace(wire, weights="exact", as_values=False)
 
 
 def _group_by_kind(managed: list[ManagedParameter]) -> list[list[ManagedParameter]]:

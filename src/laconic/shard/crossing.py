@@ -1,20 +1,24 @@
-"""The ways in which a bucket's shards cross between nodes: exactly, or in few bits.
+"""The ways in which a bucket's shards cross between nodes and islands: exactly, or in few bits.
 
 The weights of a bucket take one `WeightCrossing`: the exact one here, or one of those in difference.py, which need the
-receivers' copies. Gradients are summed across the nodes by the communicator itself, or by `CodedSum`.
+receivers' copies. Gradients are summed across the nodes by the communicator itself, or by `CodedSum`, and over the
+islands, if these are replicas, by the communicator or by `CodedAllReduce`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from laconic.codec import CODECS
 from laconic.comm.collectives import Communicator, Pending
+from laconic.comm.traffic import Purpose
 from laconic.shard.bucket import Bucket
-from laconic.shard.payload import Payload, Piece
+from laconic.shard.ledger import Ledger
+from laconic.shard.payload import Part, Payload, Piece, parts_of_islands, shards_of_nodes
 
 
 class WeightCrossing(Protocol):
@@ -71,7 +75,8 @@ class CodedValues:
         codec = bucket.wire.weight_codec
         assert codec is not None
         self._bucket = bucket
-        self._messages = Messages(bucket, node, Payload(bucket, codec, plain=bucket.compute_dtype))
+        payload = Payload(bucket, shards_of_nodes(bucket), codec, plain=bucket.compute_dtype)
+        self._messages = Messages(bucket, node, payload)
 
     def prepare(self) -> bool:
         """See `WeightCrossing.prepare`."""
@@ -92,29 +97,30 @@ class CodedValues:
 
 
 class Messages:
-    """The shards of one way between nodes, each as one message to all: [Note: Payloads] in shard/payload.py."""
+    """The parts of one way, each as one message from its rank to all: [Note: Payloads] in shard/payload.py."""
 
-    def __init__(self, bucket: Bucket, node: Communicator, payload: Payload) -> None:
-        self._bucket, self._node, self._payload = bucket, node, payload
+    def __init__(self, bucket: Bucket, way: Communicator, payload: Payload, purpose: Purpose = "weights") -> None:
+        self._bucket, self._way, self._payload, self._purpose = bucket, way, payload, purpose
         self._all: Tensor | None = None
         self._pending: Pending | None = None
 
     def start(self, values: Callable[[Piece], Tensor]) -> None:
-        """Begin to send this rank's shard, whose pieces `values` returns, (n,), fp32."""
+        """Begin to send this rank's part, whose pieces `values` returns, (n,), fp32."""
         self._free()  # an exception may have cut the last crossing short
         device = self._bucket.cluster.device
-        self._all = torch.empty(self._node.size, self._payload.nbytes, dtype=torch.uint8, device=device)
+        self._all = torch.empty(self._way.size, self._payload.nbytes, dtype=torch.uint8, device=device)
         self._bucket.ledger.hold(self._all.nbytes)
-        own = self._all[self._node.rank]
-        self._payload.encode(self._node.rank, values, own)
-        self._pending = self._node.all_gather(self._all.view(-1), own)
+        own = self._all[self._way.rank]
+        self._payload.encode(self._way.rank, values, own)
+        self._pending = self._way.all_gather(self._all.view(-1), own, self._purpose)
 
-    def finish(self, node_shard: Tensor) -> Iterator[tuple[Tensor, Tensor, Piece]]:
-        """Yield the pieces of `node_shard`, (N * C,), as views (n,), and the values that came for them, (n,), fp32."""
+    def finish(self, whole: Tensor) -> Iterator[tuple[Tensor, Tensor, Piece]]:
+        """Yield the pieces of `whole`, all parts in order, as views (n,), and the values that came for them, fp32."""
         assert self._all is not None
         if self._pending is not None:
             self._pending.wait()
-        for index, (part, message) in enumerate(zip(node_shard.view(self._node.size, -1), self._all, strict=True)):
+        parts = whole.split(self._payload.numels)
+        for index, (part, message) in enumerate(zip(parts, self._all, strict=True)):
             for piece, values in self._payload.decode(index, message):
                 yield part[piece.values], values, piece
         self._free()
@@ -136,31 +142,37 @@ class Transfer(Protocol):
 
 
 class CodedSum:
-    """Sums of gradients across the nodes, of which each node sends the others their parts in few bits.
+    """Sums of gradients, of which each rank of a way sends the others their parts in few bits.
 
-    A node's own part stays exact, and the parts are added in the order of nodes. Only the owner of a shard has its sum,
+    A rank's own part stays exact, and the parts are added in the order of ranks. Only the owner of a part has its sum,
     so nothing else must be equal. Source: the second hop of ZeRO++'s qgZ (arXiv 2306.10209), in one trip.
     """
 
-    def __init__(self, bucket: Bucket, node: Communicator) -> None:
+    def __init__(self, bucket: Bucket, way: Communicator, parts: Sequence[Part]) -> None:
+        """`parts` has what each rank of the way will own the sum of, in their order."""
         codec = bucket.wire.gradient_codec
         assert codec is not None
-        self._bucket, self._node = bucket, node
+        self._bucket, self._way = bucket, way
         rotates = bucket.wire.rotates_gradients
-        self._payload = Payload(bucket, codec, plain=bucket.reduce_dtype, rotates=rotates)
+        self._payload = Payload(bucket, parts, codec, plain=bucket.reduce_dtype, rotates=rotates)
         self._lost: dict[int, Tensor] = {}
-        """With feedback: what the codec has lost of the part for each node, (C,), fp32."""
+        """With feedback: what the codec has lost of the part for each rank, (n,), fp32."""
+
+    @classmethod
+    def across_nodes(cls, bucket: Bucket, node: Communicator) -> CodedSum:
+        """The sums across the nodes."""
+        return cls(bucket, node, shards_of_nodes(bucket))
 
     def start_reduce_scatter(self, whole: Tensor) -> Transfer:
-        """Begin to sum `whole`, (N * C,), over the nodes. It must not change until the end."""
-        parts = whole.view(self._node.size, -1)
+        """Begin to sum `whole`, all parts in order, over the ranks. It must not change until the end."""
+        parts = whole.split(self._payload.numels)
         messages = torch.empty(len(parts), self._payload.nbytes, dtype=torch.uint8, device=whole.device)
         for index, part in enumerate(parts):
-            if index != self._node.rank:
+            if index != self._way.rank:
                 self._encode(index, part, messages[index])
         landing = torch.empty_like(messages)
-        pending = self._node.start_all_to_all(landing, messages)
-        return _CodedTransfer(self._payload, self._node.rank, parts[self._node.rank], landing, messages, pending)
+        pending = self._way.start_all_to_all(landing, messages)
+        return _CodedTransfer(self._payload, self._way.rank, parts[self._way.rank], landing, messages, pending)
 
     def forget(self) -> None:
         """Drop what the codec has lost so far."""
@@ -204,3 +216,48 @@ class _CodedTransfer:
             for piece, values in self._payload.decode(self._rank, message):
                 total[piece.values].add_(values)
         return total.to(self._own.dtype)
+
+
+class CodedAllReduce:
+    """Sums of a shard's gradients over the islands, in two trips of few bits.
+
+    Every island owns one part of the shard, whose sum it makes as `CodedSum` does. Then it sends the sum, in eight bits
+    (bf16 if gradients cross in bf16), to all islands. All of them, the owner too, use the decoded sum, so that their
+    weights stay equal. Source: qgZ of ZeRO++ (arXiv 2306.10209), whose second trip has four bits; a sum that all ranks
+    use is worth more.
+    """
+
+    def __init__(self, bucket: Bucket, island: Communicator) -> None:
+        parts = parts_of_islands(bucket)
+        codec = CODECS["bf16" if bucket.wire.gradients == "bf16" else "int8"]
+        self._bucket, self._island = bucket, island
+        self._sum = CodedSum(bucket, island, parts)
+        self._payload = Payload(bucket, parts, codec, plain=bucket.reduce_dtype)
+
+    def start_all_reduce(self, shard: Tensor) -> CodedReplicaSum:
+        """Begin to sum `shard`, (C,), over the islands, in place. It must not change until the end."""
+        messages = Messages(self._bucket, self._island, self._payload, "gradients")
+        return CodedReplicaSum(shard, self._sum.start_reduce_scatter(shard), messages, self._bucket.ledger)
+
+    def forget(self) -> None:
+        """Drop what the codec has lost so far."""
+        self._sum.forget()
+
+
+class CodedReplicaSum:
+    """A sum of `CodedAllReduce` on its way."""
+
+    def __init__(self, shard: Tensor, transfer: Transfer, messages: Messages, ledger: Ledger) -> None:
+        self._shard, self._transfer, self._messages, self._ledger = shard, transfer, messages, ledger
+        ledger.hold(transfer.nbytes)
+
+    def send_back(self) -> None:
+        """Finish the first trip, and begin to send this island's part of the sum to all."""
+        total = self._transfer.finish()
+        self._ledger.hold(-self._transfer.nbytes)
+        self._messages.start(lambda piece: total[piece.values].float())
+
+    def finish(self) -> None:
+        """Finish the second trip. Elements that only fill up the shard keep what they have."""
+        for part, values, _ in self._messages.finish(self._shard):
+            part.copy_(values)

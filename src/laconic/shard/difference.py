@@ -40,7 +40,7 @@ from laconic.comm.collectives import Communicator, start_flags
 from laconic.shard.bucket import Bucket
 from laconic.shard.crossing import ExactWeights, Messages
 from laconic.shard.digest import digest_of
-from laconic.shard.payload import Payload, Piece
+from laconic.shard.payload import Payload, Piece, shards_of_nodes
 
 _EDITS_BEFORE_WARNING = 8
 
@@ -71,7 +71,8 @@ class CodedDifferences:
         self._version_before_step: int | None = None
         self._trusted_version: int | None = None
         self._exact = ExactWeights(bucket, node)
-        self._messages = Messages(bucket, node, Payload(bucket, codec, plain=bucket.compute_dtype))
+        payload = Payload(bucket, shards_of_nodes(bucket), codec, plain=bucket.compute_dtype)
+        self._messages = Messages(bucket, node, payload)
         self._is_coded = False
         copies.add(self)
         _all.add(self)

@@ -1,14 +1,17 @@
-"""A bucket's shards in few bits: where the codes of each tensor lie in a message between two nodes.
+"""A bucket's shards in few bits: where the codes of each tensor lie in a message between two ranks.
 
 [Note: Payloads]
-A shard is coded tensor by tensor, so that no block of a codec has values of two tensors, and in pieces that fit into a
-processor's cache. Vectors (norms, biases) are few and matter much, so they travel as they are, between the codes of
-matrices. So a bucket is one message, and its layout does not depend on the wire. The shards that cross on one way,
-those of a node shard, hold different tensors, so their payloads differ by some bytes. All are as long as the longest,
-since collectives want equal sizes. Every rank works out all of it from the layout: a message has no header.
+No block of a codec has values of two tensors. So tensors are coded on their own, or together with the tensors before
+them if those end on a block's border, as they mostly do. Long runs are coded in pieces that fit into a processor's
+cache. Vectors (norms, biases) are few and matter much, so they travel as they are, between the codes of matrices. So a
+bucket is one message, and its layout does not depend on the wire. Between nodes the shards of a node shard cross, and
+between islands the parts of one shard. They hold different tensors, so their payloads differ by some bytes. All are as
+long as the longest, since collectives want equal sizes. Every rank works out all of it from the layout: a message has
+no header.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,13 +25,42 @@ from laconic.layout.bucket import BucketLayout
 from laconic.layout.packing import round_up
 from laconic.shard.bucket import Bucket
 
-HOST_PIECE_NUMEL, DEVICE_PIECE_NUMEL = 1 << 17, 1 << 22
-"""The values that are coded at once: 512 KiB of fp32 on a CPU, whose caches they should fit, and 16 MiB elsewhere."""
+HOST_PIECE_NUMEL, DEVICE_PIECE_NUMEL = 1 << 18, 1 << 22
+"""The values that are coded at once: 1 MiB of fp32 on a CPU, whose caches they should fit, and 16 MiB elsewhere."""
+_PART_ALIGNMENT = 128
+"""The elements in a block of the codecs, of which the parts of a shard have a whole number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The elements [begin, end) of a shard."""
+
+    shard: int
+    begin: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.end - self.begin
+
+
+def shards_of_nodes(bucket: Bucket) -> list[Part]:
+    """What crosses between nodes: the whole shards of this rank's node shard, in the order of nodes."""
+    return [Part(shard, 0, bucket.layout.shard_numel) for shard in bucket.peers]
+
+
+def parts_of_islands(bucket: Bucket) -> list[Part]:
+    """What crosses between islands: this rank's shard, cut into one part for each island."""
+    numel, own = bucket.layout.shard_numel, bucket.peers[bucket.cluster.node_rank]
+    size = round_up(-(-numel // bucket.cluster.num_islands), _PART_ALIGNMENT)
+    begins = [min(island * size, numel) for island in range(bucket.cluster.num_islands + 1)]
+    return [Part(own, begin, end) for begin, end in itertools.pairwise(begins)]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of a shard's values of one tensor, and their codes in the payload."""
+    """A run of a part's values, all of matrices or all of vectors, and their codes in the payload."""
 
     values: slice
     codes: slice
@@ -37,7 +69,7 @@ class Piece:
     """The values, with the zeros that fill up the last rotation."""
     is_rotated: bool
     is_exact: bool
-    """True for a vector, whose values travel as they are."""
+    """True for vectors, whose values travel as they are."""
 
     @property
     def numel(self) -> int:
@@ -46,13 +78,16 @@ class Piece:
 
 
 class Payload:
-    """Encodes and decodes the shards of one bucket: [Note: Payloads]."""
+    """Encodes and decodes parts of one bucket: [Note: Payloads]."""
 
-    def __init__(self, bucket: Bucket, codec: Codec, *, plain: torch.dtype, rotates: bool = False) -> None:
-        """Code the shards of a bucket that cross on this rank's way.
+    def __init__(
+        self, bucket: Bucket, parts: Sequence[Part], codec: Codec, *, plain: torch.dtype, rotates: bool = False
+    ) -> None:
+        """Code the parts of a bucket that cross on this rank's way.
 
         Args:
             bucket: the bucket.
+            parts: one part for each rank of the way, in their order.
             codec: the codec of matrices.
             plain: the dtype in which vectors travel.
             rotates: rotate matrices in runs of 32 first.
@@ -60,40 +95,59 @@ class Payload:
         self._codec, self._plain = codec, CODECS["bf16" if plain is torch.bfloat16 else "fp32"]
         self._rotates = rotates
         self._piece_numel = HOST_PIECE_NUMEL if bucket.cluster.device_type == "cpu" else DEVICE_PIECE_NUMEL
-        self._pieces = [list(self._pieces_of(bucket.layout, shard)) for shard in bucket.peers]
+        self.numels = [part.numel for part in parts]
+        """The elements of each part."""
+        self._pieces = [list(self._pieces_of(bucket.layout, part)) for part in parts]
         self.nbytes = max((pieces[-1].codes.stop for pieces in self._pieces if pieces), default=0)
-        """The bytes of the message for one shard."""
+        """The bytes of the message for one part."""
 
     def encode(self, index: int, values: Callable[[Piece], Tensor], payload: Tensor) -> None:
-        """Write the codes of a shard, the `index`-th of those that travel together, into `payload`, (nbytes,), uint8.
+        """Write the codes of the `index`-th part into `payload`, (nbytes,), uint8.
 
         `values` returns the values of a piece, (n,), fp32.
         """
         for piece in self._pieces[index]:
             given = values(piece)
             if piece.is_rotated:
-                given = rotate(F.pad(given, (0, piece.coded_numel - piece.numel)))
+                filling = piece.coded_numel - piece.numel
+                given = rotate(F.pad(given, (0, filling)) if filling else given)
             payload[piece.codes] = piece.codec.encode(given, check=False)
 
     def decode(self, index: int, payload: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-        """Yield the pieces of a shard and their values, (n,), fp32, that `encode` has written."""
+        """Yield the pieces of a part and their values, (n,), fp32, that `encode` has written."""
         for piece in self._pieces[index]:
             values = piece.codec.decode(payload[piece.codes], piece.coded_numel)
             yield piece, (rotate(values)[: piece.numel] if piece.is_rotated else values)
 
-    def _pieces_of(self, layout: BucketLayout, shard: int) -> Iterator[Piece]:
-        """The pieces of one shard, in order."""
+    def _pieces_of(self, layout: BucketLayout, part: Part) -> Iterator[Piece]:
+        """The pieces of one part, in order."""
         begin_byte = 0
-        for index, slot in enumerate(layout.slots):
-            is_exact = len(slot.shape) < 2
+        for first, last, is_exact in self._runs_of(layout, part):
             codec, is_rotated = (self._plain, False) if is_exact else (self._codec, self._rotates)
-            extent = layout.extent(index, shard)
-            numel = 0 if extent is None else extent.numel
-            first = layout.offset_in_shard(index, shard)
-            for begin in range(first, first + numel, self._piece_numel):
-                end = min(begin + self._piece_numel, first + numel)
+            for begin in range(first, last, self._piece_numel):
+                end = min(begin + self._piece_numel, last)
                 coded_numel = round_up(end - begin, ROTATED) if is_rotated else end - begin
                 end_byte = begin_byte + codec.payload_bytes(coded_numel)
                 codes = slice(begin_byte, end_byte)
                 yield Piece(slice(begin, end), codes, codec, coded_numel, is_rotated, is_exact)
                 begin_byte = end_byte
+
+    def _runs_of(self, layout: BucketLayout, part: Part) -> list[tuple[int, int, bool]]:
+        """The runs (begin, end, is_exact) of a part's values that are coded together, in order: [Note: Payloads]."""
+        runs: list[tuple[int, int, bool]] = []
+        for index, slot in enumerate(layout.slots):
+            extent, offset = layout.extent(index, part.shard), layout.offset_in_shard(index, part.shard)
+            if extent is None:
+                continue
+            begin = first = max(offset, part.begin) - part.begin
+            end = min(offset + extent.numel, part.end) - part.begin
+            if begin >= end:
+                continue
+            is_exact = len(slot.shape) < 2
+            if runs and runs[-1][1:] == (first, is_exact) and (first - runs[-1][0]) % self._block(is_exact) == 0:
+                begin, _, _ = runs.pop()
+            runs.append((begin, end, is_exact))
+        return runs
+
+    def _block(self, is_exact: bool) -> int:
+        return (self._plain if is_exact else self._codec).block

@@ -24,7 +24,7 @@ from laconic._compat import GradientUse
 from laconic.comm.collectives import Communicator, Pending
 from laconic.comm.traffic import Level
 from laconic.shard.bucket import Bucket
-from laconic.shard.crossing import CodedSum, Transfer
+from laconic.shard.crossing import CodedAllReduce, CodedReplicaSum, CodedSum, Transfer
 from laconic.shard.lanes import Event, Lanes, wait_for
 from laconic.shard.ledger import Ledger
 from laconic.shard.used import UsedParameters, agree
@@ -39,8 +39,12 @@ class BucketGradients:
         """`begin_backward` is called in a backward before the first gradient is written."""
         self.bucket, self.lanes, self.ledger = bucket, lanes, ledger
         self._begin_backward = begin_backward
-        self.island, node, self.local = (Communicator(bucket.cluster, level) for level in LEVELS)
-        self.node: Communicator | CodedSum = node if bucket.wire.gradients == "exact" else CodedSum(bucket, node)
+        island, node, self.local = (Communicator(bucket.cluster, level) for level in LEVELS)
+        is_coded = bucket.wire.gradients != "exact"
+        self.node: Communicator | CodedSum = CodedSum.across_nodes(bucket, node) if is_coded and node.size > 1 else node
+        self.island: Communicator | CodedAllReduce = (
+            CodedAllReduce(bucket, island) if is_coded and island.size > 1 else island
+        )
         self._full: Tensor | None = None
         self._written: set[int] = set()
         self.partial: Tensor | None = None
@@ -55,7 +59,7 @@ class BucketGradients:
     @property
     def has_replicas(self) -> bool:
         """True if gradients are summed over islands."""
-        return self.island.size > 1 and not self.bucket.replicas_diverge
+        return self.bucket.cluster.num_islands > 1 and not self.bucket.replicas_diverge
 
     def has_partial_sums(self, *, across_islands: bool) -> bool:
         """True if sums of earlier backwards wait to be sent on: across nodes or, with `across_islands`, to islands."""
@@ -138,8 +142,9 @@ class BucketGradients:
 
     def forget_lost(self) -> None:
         """Drop what a codec has lost of earlier gradients."""
-        if isinstance(self.node, CodedSum):
-            self.node.forget()
+        for level in (self.node, self.island):
+            if isinstance(level, (CodedSum, CodedAllReduce)):
+                level.forget()
 
     def discard(self) -> None:
         """Drop the gradients of a failed backward, and the partial sums that may include some of them."""
@@ -191,6 +196,8 @@ class Stage(Enum):
     NODE = auto()
     """The sum across the nodes, or the wait of partial sums for a later backward."""
     ISLAND = auto()
+    RETURN = auto()
+    """The way back of a sum over islands that crosses in few bits."""
     DONE = auto()
     """The sum is in `.grad`, among the partial sums, or dropped."""
 
@@ -213,7 +220,7 @@ class Reduction:
         self._node_shard: Tensor | None = None
         self._transfer: Transfer | None = None
         self._shard: Tensor | None = None
-        self._replicas: Pending | None = None
+        self._replicas: Pending | CodedReplicaSum | None = None
         self._done: Event = None
         """The lane's event after which compute may use the sum and free the bucket."""
         if full is not None:
@@ -224,7 +231,12 @@ class Reduction:
 
     def advance(self) -> None:
         """Finish the sum that is under way, and begin the next one."""
-        finish = {Stage.LOCAL: self._finish_local, Stage.NODE: self._finish_nodes, Stage.ISLAND: self._finish_islands}
+        finish = {
+            Stage.LOCAL: self._finish_local,
+            Stage.NODE: self._finish_nodes,
+            Stage.ISLAND: self._finish_islands,
+            Stage.RETURN: self._finish_return,
+        }
         with self._lane.running():
             self.stage = finish[self.stage]()
         if self.stage is Stage.DONE:
@@ -273,7 +285,16 @@ class Reduction:
     def _finish_islands(self) -> Stage:
         """Finish the sum over the islands."""
         assert self._replicas is not None
+        if isinstance(self._replicas, CodedReplicaSum):
+            self._replicas.send_back()
+            return Stage.RETURN
         self._replicas.wait()
+        return self._put_into_grad()
+
+    def _finish_return(self) -> Stage:
+        """Finish the way back of a sum over the islands."""
+        assert isinstance(self._replicas, CodedReplicaSum)
+        self._replicas.finish()
         return self._put_into_grad()
 
     def _put_into_grad(self) -> Stage:

@@ -16,6 +16,8 @@ WireName = Literal["exact", "8bit", "4bit"]
 class Wire:
     """The bits in which weights and gradients cross between nodes. Inside a node everything stays exact.
 
+    Gradients also cross between islands that are replicas, which sum them in every step (HSDP). Weights do not.
+
     Two-dimensional and larger parameters that train are coded, in blocks of 128 values. Vectors, frozen parameters and
     parameters that convert themselves (float8) travel as they are. Sources: SDP4Bit (arXiv 2410.15526), ZeRO++
     (arXiv 2306.10209).
@@ -29,12 +31,14 @@ class Wire:
     [Note: Differences] in shard/difference.py. int3 is experimental."""
     gradients: WireGradients = "exact"
     """The codec of gradients, once per optimizer step, after the sums inside the nodes. Codecs of four bits and fewer
-    rotate them first. int3 and int2 are experimental; int2 wants `feedback`."""
+    rotate them first. Sums over islands come back in eight bits, or in bf16 if gradients cross in bf16. int3 and int2
+    are experimental; int2 wants `feedback`."""
     as_values: bool = False
     """Weights cross as themselves instead of differences, as in ZeRO++: "bf16" or "int8", every time they change.
     Without a cache there is no other way."""
     feedback: bool = False
-    """Add what the codec lost of a gradient to the next one. It takes N - 1 fp32 shards of device memory."""
+    """Add what the codec lost of a gradient to the next one. It takes N - 1 fp32 shards of device memory with N nodes,
+    and less than one more with replicas."""
     exact_every: int = 1000
     """Optimizer steps from one exact crossing of the weights to the next."""
 
@@ -98,3 +102,7 @@ _NAMED: dict[str, Wire] = {
     "8bit": Wire(weights="int8", gradients="int8"),
     "4bit": Wire(weights="int4", gradients="int4"),
 }
+
+ZERO_PLUS_PLUS = Wire(weights="int8", as_values=True, gradients="int4")
+"""The crossings of ZeRO++ (arXiv 2306.10209), for comparisons: qwZ and qgZ, in blocks of 128. DeepSpeed's groups are
+larger, and it codes gradients inside the node, too. So these losses flatter it; the bytes between nodes are its own."""

@@ -21,6 +21,7 @@ from laconic.config import Config, JobError, parse_block
 from laconic.hf.layers import layers_to_shard
 from laconic.hf.models import materialize
 from laconic.optim import AdamW8bit
+from laconic.shard.wire import ZERO_PLUS_PLUS
 from laconic.strategies.islands import num_islands, slice_model
 from laconic.strategies.ring import use_rings
 
@@ -30,11 +31,6 @@ _BUFFER_SYNC = next(
     for name in ("forward_sync_buffers", "broadcast_buffers")
     if name in inspect.signature(DistributedDataParallel.__init__).parameters
 )
-
-
-ZERO_PLUS_PLUS = laconic.Wire(weights="int8", as_values=True, gradients="int4")
-"""The crossings of ZeRO++ (arXiv 2306.10209): qwZ and qgZ, in blocks of 128. DeepSpeed's groups are larger, and it
-codes gradients inside the node, too, so these losses flatter it; the bytes between nodes are its own."""
 
 
 def parallelize(

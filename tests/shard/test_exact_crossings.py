@@ -1,0 +1,167 @@
+"""The causes of exact crossings, and copies that differ, are lost in part, or go on after a checkpoint."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import laconic
+import laconic.optim
+from laconic.checkpoint import load_checkpoint, save_checkpoint
+from laconic.shard.difference import CopyState
+from tests.ranks import run_ranks
+from tests.shard.helpers import build, full_parameters, inputs, moved, shard, squared_error, train_step
+from tests.shard.wire_helpers import assert_nodes_agree, crossings, crossings_after, is_exact, states
+
+
+def job_causes(folder: str) -> None:
+    model = shard(build(), cache="host", wire="4bit")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(seed: int = 0) -> None:
+        train_step(model, optimizer, seed)
+
+    step()
+    assert states(model) == {CopyState.EXACT}, "the first crossing is exact"
+    step()
+    assert states(model) == {CopyState.DECODED}
+    assert not is_exact(model)
+    assert_nodes_agree(model)
+
+    def expect_exact(cause: str) -> None:
+        assert is_exact(model), cause
+        assert_nodes_agree(model)
+        step()
+        step()
+        assert states(model) == {CopyState.DECODED}, f"differences again after {cause}"
+
+    with torch.no_grad():  # one rank of one node edits
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+    expect_exact("an edit")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    expect_exact("a state dict")
+    model.load_state_dict(state)
+    expect_exact("a load")
+    if dist.get_rank() == 1:  # its memory was lost
+        crossings(model)[0].forget()
+    step()
+    assert {each.state for each in crossings(model)} == {CopyState.EXACT, CopyState.DECODED}
+    step()
+    loss = squared_error(model, failing_inputs(3))
+    with pytest.raises(RuntimeError, match="on purpose"):
+        loss.backward()
+    model.zero_grad()
+    step()  # the weights are the same, so nothing crosses before its forward
+    step()
+    assert states(model) == {CopyState.EXACT}, "after a backward that failed"
+    step()
+    for _ in range(2):  # a skipped step changes nothing, so nothing crosses
+        with moved(model) as m:
+            squared_error(model, inputs(5, dist.get_rank())).backward()
+        model.zero_grad()
+    assert m.weights == 0
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise RuntimeError("on purpose")
+
+
+def failing_inputs(seed: int) -> tuple[Tensor, Tensor]:
+    x, y = inputs(seed, dist.get_rank())
+    return FailsInBackward.apply(x.requires_grad_()), y
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (3, 1)], ids=str)
+def test_weights_cross_exactly_for_each_cause(mesh: tuple[int, int], tmp_path: Path) -> None:
+    run_ranks(job_causes, mesh[0] * mesh[1], str(tmp_path), local=mesh[1])
+
+
+def job_disagree() -> None:
+    model = shard(build(), cache="host", wire=laconic.Wire(weights="int4", exact_every=4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    damaged = next(each for each in crossings_after(model, optimizer) if "up" in each.bucket.layout.slots[0].name)
+    for attempt in range(2):
+        if dist.get_rank() == 0:
+            damaged.bucket.cached.buffer()[0] += 1  # a flipped bit
+        if attempt == 0:
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                for seed in range(4):
+                    train_step(model, optimizer, seed)
+            assert any("different copies of 1 buckets, those of up.weight" in str(each.message) for each in seen)
+            assert_nodes_agree(model)
+            continue
+        with pytest.raises(RuntimeError, match=r"different copies of 1 buckets, those of up\.weight.*is damaged"):
+            crossings_after(model, optimizer, steps=8)
+
+
+def test_copies_that_differ_are_made_equal_once_and_then_named() -> None:
+    run_ranks(job_disagree, 2, local=1)
+
+
+class Interrupted(Exception):
+    """Stands for what may arrive while a difference is added."""
+
+
+def job_interrupted() -> None:
+    """An exception comes in the middle of adding a difference. The weights cross exactly next time, on all ranks."""
+    model = shard(build(), units=[], cache="host", wire="4bit")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    (victim,) = crossings_after(model, optimizer)
+    finish = victim._messages.finish
+
+    def interrupted(node_shard: Tensor) -> Any:
+        arrived = list(finish(node_shard))
+        yield arrived[0]
+        raise Interrupted
+
+    victim._messages.finish = interrupted
+    with pytest.raises(Interrupted):
+        model.unshard()
+    victim._messages.finish = finish
+    assert victim.state is CopyState.LOST
+    model.reshard()
+    assert is_exact(model)
+    assert victim.state is CopyState.EXACT
+    crossings_after(model, optimizer)
+    assert_nodes_agree(model)
+
+
+def test_a_difference_that_is_added_in_part_is_never_a_base() -> None:
+    run_ranks(job_interrupted, 2, local=1)
+
+
+def job_resumed(folder: str) -> None:
+    """A run that saves, and one that resumes from what it saved, go on with the same bits."""
+    wire = laconic.Wire(weights="int4", gradients="int2", feedback=True)
+    model = shard(build(), cache="host", wire=wire)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for seed in range(4):
+        train_step(model, optimizer, seed)
+    save_checkpoint(folder, 4, model=model, optimizer=optimizer, extra={})
+    for seed in range(4, 8):
+        train_step(model, optimizer, seed)
+    resumed = shard(build(seed=1), cache="device", wire=wire)
+    second = torch.optim.AdamW(resumed.parameters(), lr=1e-2)
+    assert load_checkpoint(folder, model=resumed, optimizer=second) is not None
+    for seed in range(4, 8):
+        train_step(resumed, second, seed)
+    for name, value in full_parameters(model).items():
+        assert torch.equal(value, full_parameters(resumed)[name]), name
+
+
+def test_a_resumed_run_has_the_bits_of_the_one_that_saved(tmp_path: Path) -> None:
+    run_ranks(job_resumed, 4, str(tmp_path), local=2)

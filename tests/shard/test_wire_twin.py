@@ -1,0 +1,221 @@
+"""Weights and gradients that cross in few bits equal the twin of the whole protocol, to the bit; bytes are exact."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import laconic
+import laconic.optim
+from laconic.codec import CODECS
+from laconic.shard.bucket import Bucket
+from laconic.shard.payload import Payload, shards_of_nodes
+from tests.ranks import run_ranks
+from tests.reference.wire import Twin
+from tests.shard.helpers import buckets, build, full_parameters, inputs, moved, shard, squared_error
+from tests.shard.wire_helpers import Aligned, Toy, computed_weights, crossings_after, cuts_of, runs_of, toy_inputs
+
+LR = 0.01
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=LR, momentum=0.5)
+
+
+def assert_equals_twin(
+    model: Any,
+    twin: Twin,
+    optimizer: torch.optim.Optimizer,
+    make: Callable[[], nn.Module] = Toy,
+    *,
+    steps: int,
+    accumulation: int,
+    exactly: set[int],
+) -> None:
+    """Train both; every step's gradients, exact weights and computed weights must have the same bits."""
+    rank, world, shards = dist.get_rank(), dist.get_world_size(), twin.num_nodes * twin.num_local
+    whole = build(make)
+    names = {name: p.shape for name, p in whole.named_parameters()}
+    theirs = sgd(list(twin.shards.values()))
+    for step in range(steps):
+        expected = twin.cross(exactly=step in exactly)
+        seeds = [[1000 * step + 100 * a + r for r in range(world)] for a in range(accumulation)]
+        for a in range(accumulation):
+            model.set_requires_gradient_sync(a == accumulation - 1)
+            model(toy_inputs(whole, seeds[a][rank])).backward()
+        got = computed_weights(model)
+        for name, value in expected.items():
+            assert torch.equal(got[name], value), f"step {step}: computed {name}"
+        micro_batches = [
+            [{name: value * expected[name] for name, value in toy_inputs(whole, seed).items()} for seed in row]
+            for row in seeds
+        ]
+        twin.set_gradients(micro_batches)
+        for name, parameter in model.named_parameters():
+            want = torch.cat([twin.shards[name, s].grad for s in range(shards)])  # type: ignore[list-item]
+            assert torch.equal(parameter.grad.full_tensor().flatten(), want), f"step {step}: gradient of {name}"
+        optimizer.step()
+        theirs.step()
+        model.zero_grad()
+        for name, value in full_parameters(model).items():
+            want = torch.cat([twin.shards[name, s].detach() for s in range(shards)])
+            assert torch.equal(value.flatten(), want), f"step {step}: exact {name}, {names[name]}"
+
+
+def twin_of(model: Any, wire: laconic.Wire, make: Callable[[], nn.Module] = Toy) -> Twin:
+    cluster = model._laconic_unit.cluster
+    parameters = {name: p.detach() for name, p in build(make).named_parameters()}
+    return Twin(
+        parameters, runs_of(model), num_nodes=cluster.num_nodes, num_local=cluster.num_local,
+        num_islands=cluster.num_islands, cuts=cuts_of(model),
+        weights=wire.weights if cluster.num_nodes > 1 else "exact", gradients=wire.gradients, feedback=wire.feedback,
+    )  # fmt: skip
+
+
+WIRES = {
+    "4bit": laconic.Wire.of("4bit"),
+    "8bit": laconic.Wire.of("8bit"),
+    "bf16": laconic.Wire(weights="bf16", gradients="bf16"),
+    "int3": laconic.Wire(weights="int3", gradients="e2m1"),
+    "gradients": laconic.Wire(gradients="int3"),
+    "feedback": laconic.Wire(weights="int4", gradients="int2", feedback=True),
+    "due": laconic.Wire(weights="int4", gradients="int4", exact_every=2),
+}
+
+
+def job_twin(runs: list[tuple[str, str, int]], islands: int = 1) -> None:
+    mesh = laconic.init_mesh("cpu", islands=islands)
+    for wire_name, cache, accumulation in runs:
+        wire = WIRES[wire_name]
+        model = shard(build(Toy), mesh=mesh, cache=cache, wire=wire)
+        twin = twin_of(model, wire)
+        exactly = {2} if wire.exact_every == 2 else set()
+        optimizer = sgd(model.parameters())
+        assert_equals_twin(model, twin, optimizer, steps=4, accumulation=accumulation, exactly=exactly)
+        assert not all(bucket.wire.is_exact for bucket in buckets(model))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "runs"),
+    [
+        ((2, 1), [("4bit", "host", 1), ("8bit", "device", 2), ("feedback", "host", 1), ("int3", "host", 3)]),
+        ((2, 2), [("4bit", "device", 1), ("bf16", "host", 2), ("due", "host", 1)]),
+        ((3, 1), [("4bit", "host", 2), ("gradients", "none", 1)]),
+        ((4, 1), [("4bit", "host", 1)]),
+        ((3, 2), [("4bit", "host", 1), ("feedback", "device", 2)]),
+    ],
+    ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_equals_the_twin_to_the_bit(mesh: tuple[int, int], runs: list[tuple[str, str, int]]) -> None:
+    run_ranks(job_twin, mesh[0] * mesh[1], runs, local=mesh[1])
+
+
+def job_aligned() -> None:
+    """Tensors that are coded together have the codes that each would have alone.
+
+    Gradients cross in int8, which are not rotated: the bits of a product of matrices depend on its size.
+    """
+    wire = laconic.Wire(weights="int4", gradients="int8")
+    model = shard(build(Aligned), units=[], cache="host", wire=wire)
+    (bucket,) = buckets(model)
+    payload = Payload(bucket, shards_of_nodes(bucket), CODECS["int4"], plain=torch.float32)
+    num_runs = sum(start < stop for runs in runs_of(model).values() for start, stop in runs)
+    assert sum(map(len, payload._pieces)) < num_runs
+    twin = twin_of(model, wire, Aligned)
+    assert_equals_twin(model, twin, sgd(model.parameters()), Aligned, steps=3, accumulation=1, exactly=set())
+
+
+def test_tensors_that_are_coded_together_equal_the_twin() -> None:
+    run_ranks(job_aligned, 3, local=1)
+
+
+@pytest.mark.parametrize(
+    ("islands", "ranks", "local", "runs"),
+    [
+        (2, 4, 1, [("4bit", "host", 1), ("feedback", "device", 2), ("bf16", "host", 1)]),
+        (3, 3, 1, [("4bit", "host", 2), ("feedback", "none", 1), ("8bit", "none", 1)]),
+        (2, 4, 2, [("gradients", "none", 1)]),
+    ],
+)
+def test_replicas_equal_the_twin_to_the_bit(
+    islands: int, ranks: int, local: int, runs: list[tuple[str, str, int]]
+) -> None:
+    run_ranks(job_twin, ranks, runs, islands, local=local)
+
+
+def int4_bytes(numel: int, multiple: int = 1) -> int:
+    numel = -(-numel // multiple) * multiple
+    return math.ceil(numel / 2) + 2 * math.ceil(numel / 128)
+
+
+def message_bytes(bucket: Bucket, multiple: int) -> int:
+    """The bytes of one shard, matrices in four bits: those of the longest message on this rank's way."""
+    local, nodes = bucket.cluster.local_rank, bucket.cluster.num_nodes
+    totals = []
+    for shard_index in range(local * nodes, (local + 1) * nodes):
+        extents = [bucket.layout.extent(i, shard_index) for i in range(len(bucket.layout.slots))]
+        totals.append(
+            sum(
+                int4_bytes(extent.numel, multiple) if len(slot.shape) > 1 else 4 * extent.numel
+                for slot, extent in zip(bucket.layout.slots, extents, strict=True)
+                if extent
+            )
+        )
+    return max(totals)
+
+
+def job_bytes() -> None:
+    model = shard(build(), cache="host", wire="4bit")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    crossings_after(model, optimizer)
+    with moved(model) as m:
+        for seed in range(3):
+            for a in range(2):
+                model.set_requires_gradient_sync(a == 1)
+                squared_error(model, inputs(seed + 7 * a, dist.get_rank())).backward()
+            optimizer.step()
+            model.zero_grad()
+    weights = gradients = 0
+    others = dist.get_world_size() // model._laconic_unit.cluster.num_local - 1
+    for bucket in buckets(model):
+        assert not bucket.wire.is_exact
+        weights += others * message_bytes(bucket, 1)
+        gradients += others * message_bytes(bucket, 32)
+    assert (m.weights, m.gradients) == (3 * weights, 3 * gradients)
+
+
+def job_bytes_of_replicas() -> None:
+    """Two trips over the islands: every other island's part in four bits, then this island's in eight bits."""
+    world = dist.get_world_size()
+    model = shard(build(), mesh=laconic.init_mesh("cpu", islands=world), wire=laconic.Wire(gradients="int4"))
+    with moved(model) as m:
+        squared_error(model, inputs(0, dist.get_rank())).backward()
+    cuts, names = cuts_of(model), {id(p): name for name, p in model.named_parameters()}
+    expected = 0
+    for bucket in buckets(model):
+        there, back = [0] * world, [0] * world
+        for slot, parameter in zip(bucket.layout.slots, bucket.sharded, strict=True):
+            (borders,) = cuts[names[id(parameter)]]
+            for island, (begin, end) in enumerate(itertools.pairwise(borders)):
+                numel = end - begin
+                is_vector = len(slot.shape) < 2
+                there[island] += 4 * numel if is_vector else int4_bytes(numel, 32)
+                back[island] += 4 * numel if is_vector else numel + 2 * -(-numel // 128)
+        expected += (world - 1) * (max(there) + max(back))
+    assert m.sent("island", "gradients") == expected
+
+
+def test_bytes_of_replicas_are_those_of_two_trips() -> None:
+    run_ranks(job_bytes_of_replicas, 3, local=1)
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (3, 1)], ids=str)
+def test_bytes_are_those_of_the_codes(mesh: tuple[int, int]) -> None:
+    run_ranks(job_bytes, mesh[0] * mesh[1], local=mesh[1])
