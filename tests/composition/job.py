@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import laconic
 from laconic.optim import AdamW8bit, Muon, Shampoo, matrices_and_rest
 from laconic.partial.patterns import sliced_layer
-from tests.composition.matrix import CYCLIC, ISLANDS, Cell
+from tests.composition.matrix import CODED, CYCLIC, ISLANDS, Cell
 from tests.shard.helpers import Block
 
 EVERY, MAX_NORM = 2, 0.5
@@ -148,6 +148,7 @@ def run_cell(cell: Cell) -> dict[str, Tensor]:
         "mesh": mesh,
         "cache": cache,
         "mp_policy": PRECISION if "mixed precision" in cell.features else None,
+        "wire": _wire(cell),
         "granularity": _TILES if cell.optimizer == "AdamW8bit" else None,
     }
     for block in model.blocks:
@@ -163,6 +164,14 @@ def run_cell(cell: Cell) -> dict[str, Tensor]:
         steps.zero_grad()
     _check_features(cell, model)
     return values(model)
+
+
+def _wire(cell: Cell) -> laconic.Wire:
+    """Matrix optimizers get gradients in eight bits, as docs/thinner.md advises."""
+    if cell.strategy not in CODED:
+        return laconic.Wire()
+    gradients: Any = "int8" if cell.optimizer in ("Muon", "Shampoo") else "int4"
+    return laconic.Wire(weights="int4" if cell.strategy == "4bit" else "exact", gradients=gradients)
 
 
 def _mesh(cell: Cell) -> tuple[DeviceMesh, DeviceMesh | None]:

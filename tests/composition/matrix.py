@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import combinations, product
 
-CACHES = ("cache none", "cache host", "cache device")
-ISLANDS = ("replicas", "local steps", "partial updates")
+CACHES = ("cache none", "cache host", "cache device", "4bit")
+ISLANDS = ("replicas", "4bit replicas", "local steps", "partial updates")
+CODED = ("4bit", "4bit replicas")
 CYCLIC = ("cyclic", "cyclic, sharded", "local steps around cyclic")
 STRATEGIES = (*CACHES, *ISLANDS, *CYCLIC)
 WELL_TESTED = ("cache host", "cyclic")
@@ -21,7 +22,9 @@ MEANING = {
     "cache none": '`fully_shard(cache="none")`: ZeRO-3',
     "cache host": '`fully_shard(cache="host")`',
     "cache device": '`fully_shard(cache="device")`',
+    "4bit": '`fully_shard(cache="host", wire="4bit")`',
     "replicas": "islands that sum their gradients in every step: HSDP",
+    "4bit replicas": 'the same with `Wire(gradients="int4")`',
     "local steps": "`LocalSteps` around sharded islands",
     "partial updates": "`partial_updates` in islands of `LocalSteps`",
     "cyclic": "`CyclicDataParallel`",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -13,11 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 import laconic
 from tests.composition import page
 from tests.composition.job import batch, build, error, num_steps, optimizer_of, run_cell, stage_optimizer, stages_of
-from tests.composition.matrix import CACHES, CYCLIC, ISLANDS, REFUSALS, STRATEGIES, Cell, cells, refusals_of
+from tests.composition.matrix import CACHES, CODED, CYCLIC, ISLANDS, REFUSALS, STRATEGIES, Cell, cells, refusals_of
 from tests.composition.oracle import expected
 from tests.ranks import run_ranks
 
 Result = tuple[str, dict[str, Tensor], int]
+CODED_SHARE = 0.45
+"""The most by which a run with coded crossings may end off, as a share of the way that the exact run has gone."""
 
 
 def job_cells(chosen: list[Cell]) -> list[Result]:
@@ -80,7 +83,8 @@ def faults(cell: Cell, result: Result, rank: int) -> Iterator[str]:
     else:
         if graphs and "compile" not in cell.features:
             yield "compiled, but not asked to"
-        yield from differences(got, oracle_on(cell, rank), tolerance(cell))
+        compare = strays if cell.strategy in CODED else differences
+        yield from compare(cell, got, oracle_on(cell, rank))
 
 
 def oracle_on(cell: Cell, rank: int) -> dict[str, Tensor]:
@@ -94,14 +98,30 @@ def tolerance(cell: Cell) -> float:
     return 3e-3 if is_rounded else 2e-5
 
 
-def differences(got: dict[str, Tensor], want: dict[str, Tensor], limit: float) -> Iterator[str]:
+def differences(cell: Cell, got: dict[str, Tensor], want: dict[str, Tensor], factor: float = 1) -> Iterator[str]:
     if got.keys() != want.keys():
         yield f"parameters {sorted(got)}, expected {sorted(want)}"
         return
     for name, value in want.items():
         distance = (got[name] - value).abs().max().item()
-        if not distance <= limit:
+        if not distance <= factor * tolerance(cell):
             yield f"{name} differs by {distance:.2g}"
+
+
+def strays(cell: Cell, got: dict[str, Tensor], want: dict[str, Tensor]) -> Iterator[str]:
+    """Crossings in four bits go the way of exact ones, but for a part of the distance."""
+    if got.keys() != want.keys():
+        yield f"parameters {sorted(got)}, expected {sorted(want)}"
+        return
+    start = dict(build(cell, 0).named_parameters())
+    off, way = (
+        math.sqrt(sum((ends[name] - begins[name]).square().sum().item() for name in want))
+        for ends, begins in ((got, want), (want, start))
+    )
+    if not off <= CODED_SHARE * way:
+        yield f"parameters are {off:.2g} off after {way:.2g}"
+    if all(torch.equal(got[name], value) for name, value in want.items()):
+        yield "nothing was coded"
 
 
 def test_the_oracles_differ_by_more_than_the_tolerance() -> None:
@@ -119,7 +139,7 @@ def test_the_oracles_differ_by_more_than_the_tolerance() -> None:
     for one, other in pairs:
         first, second = oracle_on(one, 0), oracle_on(other, 0)
         shared = {name: value for name, value in second.items() if name in first}
-        assert list(differences({name: first[name] for name in shared}, shared, 2 * tolerance(one))), f"{one}, {other}"
+        assert list(differences(one, {name: first[name] for name in shared}, shared, 2)), f"{one}, {other}"
     cell = Cell("cyclic", "AdamW")
     model = build(cell, 0)
     optimizer = optimizer_of(cell, model)
@@ -128,7 +148,7 @@ def test_the_oracles_differ_by_more_than_the_tolerance() -> None:
             (error(model(batch(step, part)[0]), batch(step, part)[1]) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert list(differences(dict(model.named_parameters()), oracle_on(cell, 0), 2 * tolerance(cell)))
+    assert list(differences(cell, dict(model.named_parameters()), oracle_on(cell, 0), 2))
 
 
 def test_the_page_says_what_the_table_says() -> None:

@@ -11,13 +11,17 @@ decodes to NaN.
 import itertools
 import math
 from abc import abstractmethod
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from laconic.codec.base import Codec
+from laconic.codec.fused import fused
 
+T = TypeVar("T")
 E3M0 = (0, 1, 2, 4, 8, 16, 32, 64)
 """The magnitudes of a 4-bit number with three exponent bits and no mantissa, in steps."""
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
@@ -49,20 +53,23 @@ class BlockCodec(Codec):
     def code_bytes(self, numel: int) -> int:
         """The bytes of the codes of `numel` values."""
 
-    def quantize(self, values: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize(self, values: Tensor, *, fuse: bool = False) -> tuple[Tensor, Tensor]:
         """Encode values (numel,), fp32. Returns codes (code_bytes(numel),), uint8, and steps (b,), bf16.
 
-        Values that are not finite make their block NaN: [Note: Codes are whole multiples of a step].
+        Values that are not finite make their block NaN: [Note: Codes are whole multiples of a step]. `fuse` compiles
+        for accelerators: [Note: Fused coding] in codec/fused.py.
         """
         numel = values.numel()
         blocks = _filled_up(values, self.num_blocks(numel) * self.block).view(-1, self.block)
-        codes, steps = self._quantize(blocks, numel)
+        quantize = fused(self._quantize, values.device) if fuse else self._quantize
+        codes, steps = quantize(blocks, numel)
         return codes[: self.code_bytes(numel)], steps
 
-    def dequantize(self, codes: Tensor, steps: Tensor, numel: int) -> Tensor:
-        """Decode what `quantize` returned for `numel` values: (numel,), fp32."""
+    def dequantize(self, codes: Tensor, steps: Tensor, numel: int, *, fuse: bool = False) -> Tensor:
+        """Decode what `quantize` returned for `numel` values: (numel,), fp32. `fuse` is as there."""
         codes = _filled_up(codes, self.code_bytes(self.num_blocks(numel) * self.block))
-        return self._dequantize(codes, steps.to(torch.float32).unsqueeze(1)).view(-1)[:numel]
+        dequantize = fused(self._dequantize, codes.device) if fuse else self._dequantize
+        return dequantize(codes, steps.to(torch.float32).unsqueeze(1)).view(-1)[:numel]
 
     @abstractmethod
     def _quantize(self, blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
@@ -73,12 +80,12 @@ class BlockCodec(Codec):
         """Shapes: the codes of whole blocks (bytes,), uint8, and steps (b, 1), fp32 -> (b, block), fp32."""
 
     def _encode(self, values: Tensor) -> Tensor:
-        codes, steps = self.quantize(values)
+        codes, steps = self.quantize(values, fuse=True)
         return torch.cat([codes, steps.view(torch.uint8)])
 
     def _decode(self, payload: Tensor, numel: int) -> Tensor:
         size = self.code_bytes(numel)
-        return self.dequantize(payload[:size], payload[size:].clone().view(torch.bfloat16), numel)
+        return self.dequantize(payload[:size], payload[size:].clone().view(torch.bfloat16), numel, fuse=True)
 
 
 class Even(BlockCodec):
@@ -111,7 +118,7 @@ class Even(BlockCodec):
     def _dequantize(self, codes: Tensor, steps: Tensor) -> Tensor:
         if self.bits == 8:
             return codes.view(torch.int8).to(torch.float32).view(-1, self.block).mul_(steps)
-        if self.bits == 4:
+        if self.bits == 4 and not torch.compiler.is_compiling():  # compiled arithmetic needs no table
             return _look_up_pairs(_even_pairs(self._largest, codes.device), codes).view(-1, self.block).mul_(steps)
         return unpack(codes, self.bits).to(torch.float32).sub_(self._largest).view(-1, self.block).mul_(steps)
 
@@ -218,8 +225,7 @@ class Nf4(BlockCodec):
         return pack(codes.view(-1), 4), scales
 
     def _dequantize(self, codes: Tensor, steps: Tensor) -> Tensor:
-        tables = _nf4_tables.__wrapped__ if torch.compiler.is_compiling() else _nf4_tables  # no cache in a graph
-        pairs, _ = tables(codes.device)
+        pairs, _ = _nf4_tables(codes.device)
         return pairs.index_select(0, codes.to(torch.int32)).view(-1, self.block) * steps
 
 
@@ -302,13 +308,24 @@ def _look_up_pairs(pairs: Tensor, codes: Tensor) -> Tensor:
     return pairs.view(torch.float64).view(-1).index_select(0, codes.to(torch.int32)).view(torch.float32)
 
 
-@lru_cache
+def _kept(make: Callable[..., T]) -> Callable[..., T]:
+    """Keep what a function returns, by its arguments; but not in a graph that is compiled, which makes its own."""
+    cached = lru_cache(make)
+
+    @wraps(make)
+    def look_up(*arguments: Any) -> T:
+        return make(*arguments) if torch.compiler.is_compiling() else cached(*arguments)
+
+    return look_up
+
+
+@_kept
 def _even_pairs(largest: int, device: torch.device) -> Tensor:
     """The two numbers of each byte, (256, 2), of codes that count from minus `largest`."""
     return _pairs_by_byte(torch.arange(16, device=device, dtype=torch.float32) - largest)
 
 
-@lru_cache
+@_kept
 def _tables(magnitudes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """The two values of each byte, (256, 2), in steps, and the nearest magnitude for 0, 1, 2, ... half steps.
 
@@ -321,7 +338,7 @@ def _tables(magnitudes: tuple[int, ...], device: torch.device) -> tuple[Tensor, 
     return _pairs_by_byte(torch.cat([positive, -positive])), nearest
 
 
-@lru_cache
+@_kept
 def _nf4_tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """The two values of each byte, (256, 2), and the fifteen borders between the values."""
     values = torch.tensor(NF4, device=device)

@@ -219,7 +219,8 @@ class ShardConfig(Section):
     its uses: nowhere, in host memory, or on the device."""
     wire: dict[str, Any] | str | None = None
     """The bits in which weights and gradients cross between nodes: "exact", "8bit" or "4bit", which need a cache. Or a
-    table with the fields of `laconic.Wire`, such as { weights = "exact", gradients = "int4" }. Default: exact."""
+    table with the fields of `laconic.Wire`, such as { weights = "exact", gradients = "int4" }. With Muon and Shampoo
+    "4bit" sends gradients in eight bits. Default: exact."""
     device_budget_bytes: Size = 0
     """With cache = "host": the last layers' node shards stay on the device until they fill this many bytes per rank."""
     param_dtype: ComputeDtype | None = None

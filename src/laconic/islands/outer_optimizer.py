@@ -179,10 +179,10 @@ class OuterFragment:
     def set_number(self, key: str, value: Any) -> None:
         """Set a number of the outer optimizer's state, for all outer parameters."""
         for section in self._sections:
-            state = self.optimizer.state[section.parameter]
-            if isinstance(state[key], Tensor):
+            state = self.optimizer.state.get(section.parameter, {})
+            if isinstance(state.get(key), Tensor):
                 state[key].copy_(value)
-            else:
+            elif key in state:
                 state[key] = value
 
     def create_state(self) -> None:

@@ -121,6 +121,7 @@ class Bucket:
 
     # -- the shard, and the sharded parameters that are views of it ----------------------------------------------------
 
+    @torch.no_grad()  # the local part of a DTensor has a graph
     def _cut(self, parameters: list[Tensor]) -> Tensor:
         """Copy this rank's shard out of whole parameters."""
         shard = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=parameters[0].device)

@@ -6,6 +6,7 @@ collectives that are as good as NCCL's: [Note: The strongest baseline] in ring.p
 """
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -106,11 +107,30 @@ def _common_arguments(config: Config) -> dict[str, Any]:
 
 
 def _laconic_arguments(config: Config, mesh: DeviceMesh) -> dict[str, Any]:
-    arguments = {**_common_arguments(config), "mesh": mesh, "granularity": granularity(config)}
+    arguments = {
+        **_common_arguments(config),
+        "mesh": mesh,
+        "granularity": granularity(config),
+        "wire": wire_policy(config),
+    }
     if config.shard.strategy == "zero++":
-        return {**arguments, "cache": "device", "wire": ZERO_PLUS_PLUS}
+        return {**arguments, "cache": "device"}
     cache = laconic.Cache(where=config.shard.cache, device_budget_bytes=config.shard.device_budget_bytes)
-    return {**arguments, "cache": cache, "wire": config.shard.wire_policy}
+    return {**arguments, "cache": cache}
+
+
+def wire_policy(config: Config) -> laconic.Wire:
+    """The policy of crossings between nodes.
+
+    Muon and Shampoo enlarge small directions of a gradient, and what a codec has lost with them. So for them the word
+    "4bit" sends gradients in eight bits; a table in `shard.wire` is followed as it is.
+    """
+    if config.shard.strategy == "zero++":
+        return ZERO_PLUS_PLUS
+    policy = config.shard.wire_policy
+    if config.shard.wire == "4bit" and config.optimizer.name in ("muon", "shampoo"):
+        return replace(policy, gradients="int8")
+    return policy
 
 
 def _fsdp2_arguments(config: Config, ranks: RankInfo, device: torch.device) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from laconic.hf.tokenizer import Tokenizer
 from laconic.hf.tokenizer_files import KEPT, save_tokenizer
 from laconic.strategies.cyclic import num_workers
 from laconic.strategies.islands import num_islands
+from laconic.strategies.parallelize import wire_policy
 from laconic.strategies.stepper import Stepper
 
 CHECKPOINTS = "checkpoints"
@@ -115,6 +116,9 @@ def show_configuration(config: Config, ranks: RankInfo, device_type: str, consol
         launch += (
             f", {num_islands(config, ranks)} islands that sync every {config.sync.every} steps in {config.sync.codec}"
         )
+    crossings = wire_policy(config)
+    if not crossings.is_exact:
+        launch += f", weights cross in {crossings.weights} and gradients in {crossings.gradients}"
     path = Path(config.train.output) / "config.toml"
     if ranks.is_main:
         files.write_text(path, to_toml(config), durable=False)

@@ -1,0 +1,63 @@
+"""Compiled coding has the bits of the plain chain."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from laconic.codec import CODECS
+from laconic.codec.blocked import BlockCodec
+from laconic.codec.fused import Fused, fused
+
+BLOCKED = [name for name, codec in CODECS.items() if isinstance(codec, BlockCodec)]
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+def test_a_graph_of_all_sizes_has_the_bits_of_the_chain(name: str) -> None:
+    codec = CODECS[name]
+    assert isinstance(codec, BlockCodec)
+    quantize, dequantize = (Fused(each, backend="aot_eager") for each in (codec._quantize, codec._dequantize))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # a graph that breaks would warn
+        for num_blocks in (5, 37, 64):
+            blocks = torch.randn(num_blocks, codec.block)
+            codes, steps = codec._quantize(blocks, blocks.numel())
+            got_codes, got_steps = quantize(blocks, blocks.numel())
+            assert torch.equal(got_codes, codes)
+            assert torch.equal(got_steps, steps)
+            wide = steps.float().unsqueeze(1)
+            assert torch.equal(dequantize(codes, wide), codec._dequantize(codes, wide))
+
+
+def test_without_a_compiler_the_chain_runs_and_says_so() -> None:
+    def twice(values: Tensor) -> Tensor:
+        if values.sum() > 0:  # no graph can hold this
+            return 2 * values
+        return values + values
+
+    function = Fused(twice, backend="aot_eager")
+    with pytest.warns(UserWarning, match=r"codecs run in many small kernels.*torch.compile failed.*install Triton"):
+        assert torch.equal(function(torch.ones(3)), torch.full((3,), 2.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(function(torch.ones(3)), torch.full((3,), 2.0))
+
+
+def test_a_cpu_compiles_nothing() -> None:
+    assert fused(torch.neg, torch.device("cpu")) is torch.neg
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", BLOCKED)
+def test_a_gpu_decodes_to_the_bits_of_a_cpu(name: str) -> None:
+    codec = CODECS[name]
+    for numel in (1, 1000, 128 * 300):
+        values = torch.randn(numel)
+        payload = codec.encode(values.cuda())
+        assert torch.equal(codec.decode(payload, numel).cpu(), codec.decode(payload.cpu(), numel))
+        on_cpu = codec.encode(values)
+        assert (payload.cpu() != on_cpu).float().mean() < 0.01  # ties only
