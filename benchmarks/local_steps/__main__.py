@@ -26,7 +26,8 @@ from benchmarks.measure import Benchmark
 BENCHMARK = Benchmark(
     name="local_steps", doc=__doc__, prepare=prepare,
     rows={
-        "loss-codecs": losses.loss_codecs, "loss-slices": losses.loss_slices, "bytes": traffic.bytes_per_token,
+        "loss-codecs": losses.loss_codecs, "loss-slices": losses.loss_slices, "loss-top-k": losses.loss_top_k,
+        "bytes": traffic.bytes_per_token, "bytes-top-k": traffic.bytes_of_top_k,
         "peak": traffic.peak, "wall-clock": seconds.wall_clock, "flops": partial.flops,
         "memory": partial.memory, "overlap": seconds.overlap,
     },

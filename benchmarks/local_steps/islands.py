@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,8 +81,12 @@ class Job:
     overlap: int = 0
     mixing: float = 0.0
     codec: str = "fp32"
+    error_feedback: float = 0.0
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
+    sliced_lr: float | None = None
+    """The outer learning rate of slices; None: as of all other parameters."""
+    sliced_momentum: float | None = None
     slices: int = 1
     eval_every: int = 0
     """The steps between evaluations; 0: only after the last step."""
@@ -170,8 +173,12 @@ def _run(job: Job, islands: _Islands) -> Answer:
             overlap=job.overlap,
             mixing=job.mixing,
             codec=job.codec,
-            outer=partial(
-                torch.optim.SGD, lr=job.outer_lr, momentum=job.outer_momentum, nesterov=job.outer_momentum > 0
+            error_feedback=job.error_feedback,
+            outer=laconic.outer_sgd(
+                lr=job.outer_lr,
+                momentum=job.outer_momentum,
+                sliced_lr=job.sliced_lr,
+                sliced_momentum=job.sliced_momentum,
             ),
         )
     steps = _Steps(job, islands)

@@ -28,7 +28,7 @@ def wall_clock(bench: Bench) -> Row:
         Job(name="ddp", kind="ddp", steps=steps * 3 // 5, schedule_steps=4 * steps, **common),
         # The settings of torchft, PyTorch's own DiLoCo: fp32 on the wire, and training waits for every exchange.
         Job(name="diloco", steps=steps, **common),
-        Job(name="laconic", steps=steps, codec="e3m0", **STREAMED, **common),
+        Job(name="laconic", steps=steps, codec="int4", **STREAMED, **common),
     ]
     found = bench.run_in_lab(jobs, RATE_BITS_PER_S)
     target = found["ddp"].evaluations[-1][2]
@@ -50,7 +50,7 @@ def wall_clock(bench: Bench) -> Row:
             f"seconds of training, without evaluations, until the eval loss, {start:.4f} at first, is {target:.4f}, "
             f"DDP's after three fifths of these steps: {each} (inf: not in {steps}). "
             f"{found['ddp'].num_parameters / 1e6:.2f} M parameters, learning rate {_WIDE_LR}. "
-            "laconic streams fp4 every 20 steps. DiLoCo sends fp32 every 20 steps and waits for each exchange, like "
+            "laconic streams int4 every 20 steps. DiLoCo sends fp32 every 20 steps and waits for each exchange, like "
             "torchft. "
             f"{SMALL_STEP['rows']} rows of {SMALL_STEP['length']} tokens per island and step, the last {steps} of a "
             f"schedule that begins with {3 * steps} of data parallel."
@@ -76,7 +76,7 @@ def overlap(bench: Bench) -> Row:
     # with the last step has no step to hide behind.
     begin, end = 11, 36 if bench.quick else 111
     repeats = 1 if bench.quick else 5
-    common = {"shape": bench.shape, "steps": end + 1, "codec": "e3m0", "warmup_steps": 5}
+    common = {"shape": bench.shape, "steps": end + 1, "codec": "int4", "warmup_steps": 5}
     jobs = []
     for repeat in range(repeats):
         jobs.append(Job(name=f"synced {repeat}", **common, **synced))  # type: ignore[arg-type]
@@ -97,8 +97,8 @@ def overlap(bench: Bench) -> Row:
         measured=f"{ratio - 1:+.2%}",
         is_met=ratio <= 1.03 and takes_s <= synced["overlap"] * means["never"],
         note=(
-            f"{format_rate(RATE_BITS_PER_S)}, fp4, every=100 in 4 fragments, overlap 10: {means['synced']:.4f} against "
-            f"{means['never']:.4f} s a step, medians of {repeats} alternating runs of {end - begin} steps. An "
+            f"{format_rate(RATE_BITS_PER_S)}, int4, every=100 in 4 fragments, overlap 10: {means['synced']:.4f} "
+            f"against {means['never']:.4f} s a step, medians of {repeats} alternating runs of {end - begin} steps. An "
             f"exchange takes {takes_s * 1e3:.0f} ms, {takes_s / means['never']:.1f} steps; training waits for the last "
             f"{exposed_s * 1e3:.1f} ms of the exchange."
         ),

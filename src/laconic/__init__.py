@@ -7,6 +7,7 @@ from laconic.codec.linear import quantize_
 from laconic.comm.cluster import Cluster, default_mesh, init_mesh
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.islands.local_steps import LocalSteps
+from laconic.islands.outer_optimizer import outer_sgd
 from laconic.layout.granularity import Block, elements, rows, whole
 from laconic.optim.ema import EMA
 from laconic.partial.updates import assign_slice, partial_updates, unsliced, unsliced_state_dict
@@ -37,6 +38,7 @@ __all__ = [
     "fully_shard",
     "init_mesh",
     "load_safetensors",
+    "outer_sgd",
     "partial_updates",
     "quantize_",
     "rows",

@@ -155,7 +155,7 @@ def run_cell(cell: Cell) -> dict[str, Tensor]:
         laconic.fully_shard(block, **options)
     laconic.fully_shard(model, **options)
     optimizer: Any = optimizer_of(cell, model)
-    steps = laconic.LocalSteps(model, optimizer, mesh=mesh, every=EVERY) if is_local else optimizer
+    steps = laconic.LocalSteps(model, optimizer, mesh=mesh, every=EVERY, codec="fp32") if is_local else optimizer
     for step in range(num_steps(cell)):
         x, y = batch(step, part)
         error(model(x), y).backward()
@@ -209,7 +209,7 @@ def _run_cyclic(cell: Cell) -> dict[str, Tensor]:
     trainer = laconic.CyclicDataParallel(stages, error, stage_optimizer(cell), mesh["worker"], states=states)
     if cell.strategy == "local steps around cyclic":
         around = laconic.init_mesh("cpu", islands=2)
-        local = laconic.LocalSteps(model, trainer.optimizer, mesh=around, every=EVERY)
+        local = laconic.LocalSteps(model, trainer.optimizer, mesh=around, every=EVERY, codec="fp32")
     for step in range(num_steps(cell)):
         part = 2 * island + worker if cell.strategy == "local steps around cyclic" else worker
         trainer.step(batch(step, part))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic
+from laconic.islands.fragments import fragment_of
 from laconic.islands.local_steps import LocalSteps
 from tests.partial.models import MlpNet, partial_net
 from tests.ranks import run_ranks
+from tests.reference.local_steps import Islands
 from tests.shard.helpers import inputs, squared_error
 
 
@@ -39,7 +42,7 @@ def job_merge(islands: int, local: int, held: list[set[int]], num_slices: int, s
             if not isinstance(child, nn.ModuleList):
                 laconic.fully_shard(child, mesh=mesh)
         laconic.fully_shard(model, mesh=mesh)
-    local_steps = LocalSteps(model, torch.optim.AdamW(model.parameters(), lr=0.01), mesh=mesh, every=3)
+    local_steps = LocalSteps(model, torch.optim.AdamW(model.parameters(), lr=0.01), mesh=mesh, every=3, codec="fp32")
     outer = values(model)
     momentum = {name: torch.zeros_like(value) for name, value in outer.items()}
     for round_ in range(2):
@@ -84,6 +87,73 @@ def test_pseudo_gradients_are_averaged_over_the_holders_of_the_slice(
     islands: int, local: int, held: list[set[int]], num_slices: int, sharded: bool
 ) -> None:
     run_ranks(job_merge, islands * local, islands, local, held, num_slices, sharded, local=local)
+
+
+def job_groups(islands: int, local: int, held: list[set[int]], num_slices: int, sharded: bool) -> None:
+    """Sliced and whole parameters take other outer steps; compare every step with the oracle, and resume half-way."""
+    mesh = laconic.init_mesh("cpu", islands=islands, nodes=1, local=local)
+    island, rank = dist.get_rank() // local, dist.get_rank() % local
+
+    def trains(name: str, which: int) -> bool:
+        return slice_of(name) in {None, *held[which]}
+
+    def start(outer: Any) -> tuple[nn.Module, LocalSteps]:
+        model = partial_net(min(held[island]), num_slices)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trains(name, island))
+        if sharded:
+            laconic.fully_shard(model, mesh=mesh)
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        options: dict[str, Any] = {"every": 4, "fragments": 2, "overlap": 1, "codec": "fp32"}
+        return model, LocalSteps(model, inner, mesh=mesh, outer=outer, **options)
+
+    model, steps = start(laconic.outer_sgd(lr=0.7, momentum=0.9, sliced_lr=0.5, sliced_momentum=0.0))
+    names = [name for name, _ in model.named_parameters()]
+    oracle = Islands(
+        partial_net(0, num_slices), islands, lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), every=4,
+        fragments=fragment_of(names, 2), overlap=1, trains=trains, sliced_lr=0.5, sliced_momentum=0.0,
+    )  # fmt: skip
+
+    def losses(own: nn.Module, which: int, step: int) -> Tensor:
+        return torch.stack([squared_error(own, inputs(step, 2 * which + r)) for r in range(local)]).mean()
+
+    for step in range(9):
+        squared_error(model, inputs(step, 2 * island + rank)).backward()
+        steps.step()
+        steps.zero_grad()
+        oracle.step(partial(losses, step=step))
+        want = dict(oracle.models[island].named_parameters())
+        for name, value in values(model).items():
+            torch.testing.assert_close(value, want[name].detach(), atol=2e-5, rtol=1e-4, msg=name)
+    counts = {len(oracle.holders[name]) for name in names}
+    for fragment in steps.fragments:
+        groups = fragment.optimizer.param_groups
+        assert {group["holders"] for group in groups} <= counts
+        assert [group["lr"] for group in groups] == [0.7 if g["holders"] == islands else 0.5 for g in groups]
+        assert sum(p.numel() for group in groups for p in group["params"]) == fragment.flat.numel()
+
+    # An optimizer with numbers in its state, and a state that is loaded into other objects.
+    adam = partial(torch.optim.AdamW, lr=0.1)
+    (model, steps), (_, resumed) = start(adam), start(adam)
+    for step in range(5):
+        squared_error(model, inputs(step, 2 * island + rank)).backward()
+        steps.step()
+        steps.zero_grad()
+    resumed.load_state_dict(steps.state_dict())
+    for fragment, again in zip(steps.fragments, resumed.fragments, strict=True):
+        for vector, value in zip(fragment.vectors(), again.vectors(), strict=True):
+            assert torch.equal(vector, value)
+        assert {float(s["step"]) for s in again.optimizer.state.values()} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("islands", "local", "held", "num_slices", "sharded"),
+    [(3, 1, [{0}, {1}, {1}], 2, False), (2, 2, [{1, 0}, {3}], 4, True)],
+)
+def test_outer_steps_by_number_of_holders(
+    islands: int, local: int, held: list[set[int]], num_slices: int, sharded: bool
+) -> None:
+    run_ranks(job_groups, islands * local, islands, local, held, num_slices, sharded, local=local)
 
 
 def job_one_slice() -> None:

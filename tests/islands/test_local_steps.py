@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic
-from laconic.codec import CODECS
+from laconic.codec import CODECS, Codec
 from laconic.islands.fragments import fragment_of
 from laconic.islands.local_steps import LocalSteps
 from tests.partial.models import partial_net
@@ -40,6 +40,25 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
+def coarse(values: Tensor) -> Tensor:
+    return (values * 256).round() / 256
+
+
+class Coarse(Codec):
+    """Values rounded one by one, as in the oracle, which codes a parameter where a fragment codes its flat buffer."""
+
+    name, max_relative_error = "coarse", 1.0
+
+    def payload_bytes(self, numel: int) -> int:
+        return numel
+
+    def _encode(self, values: Tensor) -> Tensor:
+        return (values * 256).round().to(torch.int8).view(torch.uint8)
+
+    def _decode(self, payload: Tensor, numel: int) -> Tensor:
+        return payload.view(torch.int8).to(torch.float32) / 256
+
+
 def whole(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, laconic.RaggedTensor) else parameter.detach()
 
@@ -58,7 +77,7 @@ def job_trajectory(islands: int, local: int, sharded: bool, options: Job, oracle
     mesh = laconic.init_mesh("cpu", islands=islands, nodes=1, local=local)
     island, rank = dist.get_rank() // local, dist.get_rank() % local
     model = shard(build(make), mesh=mesh, cache="host") if sharded else build(make)
-    local_steps = LocalSteps(model, adamw(model), mesh=mesh, **options)
+    local_steps = LocalSteps(model, adamw(model), mesh=mesh, **{"codec": "fp32", **options})
     names = dict(model.named_parameters())
     fragments = fragment_of(names, options.get("fragments", 1))
     oracle = Islands(build(make), islands, adamw, every=options["every"], fragments=fragments, **oracle_options)
@@ -92,6 +111,7 @@ def job_trajectory(islands: int, local: int, sharded: bool, options: Job, oracle
         (2, 2, True, {"every": 6, "fragments": 3, "overlap": 1, "mixing": 0.5}, {"overlap": 1, "mixing": 0.5}),
         (2, 1, True, {"every": 4, "fragments": 2, "overlap": 1}, {"overlap": 1}),
         (2, 2, False, {"every": 3, "overlap": 2, "mixing": 0.25}, {"overlap": 2, "mixing": 0.25}),
+        (3, 1, False, {"every": 2, "codec": Coarse(), "error_feedback": 0.5}, {"code": coarse, "feedback": 0.5}),
     ],
 )
 def test_islands_move_as_in_one_process(islands: int, local: int, sharded: bool, options: Job, oracle: Job) -> None:
@@ -118,7 +138,7 @@ def job_degenerate() -> None:
     # every = 1 with SGD inside, outer lr 1 and no momentum: data-parallel SGD, to rounding.
     mesh = laconic.init_mesh("cpu", islands=2, nodes=1, local=1)
     model, plain = build(make), build(make)
-    local = LocalSteps(model, sgd(model), mesh=mesh, every=1, outer=partial(torch.optim.SGD, lr=1.0))
+    local = LocalSteps(model, sgd(model), mesh=mesh, every=1, codec="fp32", outer=partial(torch.optim.SGD, lr=1.0))
     optimizer = sgd(plain)
     for step in range(4):
         squared_error(model, batch(step, rank)).backward()
@@ -234,6 +254,8 @@ def job_refusals() -> None:
     model = build(make)
     with pytest.raises(ValueError, match=r"mixing=1.0 must lie in \[0, 1\)"):
         LocalSteps(model, adamw(model), mesh=mesh, mixing=1.0)
+    with pytest.raises(ValueError, match=r"error_feedback=1.5 must lie in \[0, 1\]"):
+        LocalSteps(model, adamw(model), mesh=mesh, error_feedback=1.5)
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter of the model is trainable"):
         LocalSteps(model, sgd(model), mesh=mesh)

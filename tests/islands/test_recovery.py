@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import laconic
 from laconic.islands.local_steps import LocalSteps
 from tests.islands.test_local_steps import adamw, assert_equal, batch, make, values
+from tests.partial.models import partial_net
 from tests.ranks import free_port, run_ranks
-from tests.shard.helpers import build, shard, squared_error
+from tests.shard.helpers import build, inputs, shard, squared_error
 
 
 def train(islands: int, local: int, machines: list[str] | None, upto: int, seed: int = 0) -> tuple[int, Any]:
@@ -72,6 +74,31 @@ def test_islands_come_and_go(tmp_path: Path) -> None:
     begun, got = run_ranks(job, 2, 2, 1, machines[:2], 4, 3, local=1)[1]
     assert begun == 4, "an island without a file gets the state of the other"
     assert_equal(got, before[0][1], atol=0, rtol=0)
+
+
+def job_sliced(held: list[int], machines: list[str]) -> tuple[int, dict[str, Any]]:
+    """Train island i's slice `held[i]` up to step 4; return the step after which it began, and the outer state."""
+    mesh = laconic.init_mesh("cpu", islands=len(held), nodes=1, local=1)
+    island = dist.get_rank()
+    model = partial_net(held[island], 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    steps = LocalSteps(model, inner, mesh=mesh, every=2, codec="fp32", recovery=machines[island])
+    begun = steps.steps
+    for step in range(begun, 4):
+        squared_error(model, inputs(step, island)).backward()
+        steps.step()
+        steps.zero_grad()
+    return begun, {key: value.clone() for key, value in steps.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def test_slices_keep_their_outer_state_when_the_number_of_their_holders_changes(tmp_path: Path) -> None:
+    machines = [str(tmp_path / f"machine-{i}") for i in range(3)]
+    _, before = run_ranks(job_sliced, 3, [1, 0, 0], machines, local=1)[0]
+    assert any("_slice0.momentum_buffer" in key for key in before)
+    for begun, got in run_ranks(job_sliced, 2, [0, 1], machines, local=1):
+        assert begun == 4
+        assert_equal(got, before, atol=0, rtol=0)
+        assert got.keys() == before.keys()
 
 
 SCRIPT = """

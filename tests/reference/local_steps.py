@@ -10,7 +10,11 @@ from torch import Tensor, nn
 
 
 class Islands:
-    """DiLoCo (arXiv 2311.08105) on `count` copies of a model; streamed by fragments (arXiv 2501.18512)."""
+    """DiLoCo (arXiv 2311.08105) on `count` copies of a model; streamed by fragments (arXiv 2501.18512).
+
+    With partial updates, island i trains the parameters for which `trains(name, i)` is true. A parameter that some
+    islands do not train is averaged over those that train it, and moves by `sliced_lr` and `sliced_momentum`.
+    """
 
     def __init__(
         self,
@@ -25,13 +29,24 @@ class Islands:
         lr: float = 0.7,
         momentum: float = 0.9,
         code: Callable[[Tensor], Tensor] = lambda x: x,
+        feedback: float = 0.0,
+        trains: Callable[[str, int], bool] = lambda name, island: True,
+        sliced_lr: float = 0.7,
+        sliced_momentum: float = 0.9,
     ) -> None:
         self.models = [copy.deepcopy(model) for _ in range(count)]
+        self.holders = {name: [i for i in range(count) if trains(name, i)] for name, _ in model.named_parameters()}
+        for island, own in enumerate(self.models):
+            for name, parameter in own.named_parameters():
+                parameter.requires_grad_(island in self.holders[name])
         self.inner = [make_inner(own) for own in self.models]
         self.outer = {name: value.detach().clone() for name, value in model.named_parameters()}
         self.momentum = {name: torch.zeros_like(value) for name, value in self.outer.items()}
         self.every, self.fragments, self.overlap, self.mixing = every, fragments, overlap, mixing
-        self.lr, self.beta, self.code = lr, momentum, code
+        whole, sliced = (lr, momentum), (sliced_lr, sliced_momentum)
+        self.rates = {name: whole if len(held) == count else sliced for name, held in self.holders.items()}
+        self.code, self.feedback = code, feedback
+        self.lost = [{name: torch.zeros_like(value) for name, value in self.outer.items()} for _ in range(count)]
         self.step_number = 0
         self.sent: dict[int, dict[str, Tensor]] = {}
         """The means in flight, by the step after which they are applied, and by parameter."""
@@ -47,15 +62,21 @@ class Islands:
         interval = self.every // count
         with torch.no_grad():
             if t % interval == 0:
-                due = [name for name, home in self.fragments.items() if home == t // interval % count]
+                due = [n for n, home in self.fragments.items() if home == t // interval % count and self.holders[n]]
                 self.sent[t + self.overlap] = {name: self._mean(name) for name in due}
             for name, mean in self.sent.pop(t, {}).items():
-                self.momentum[name] = self.beta * self.momentum[name] + mean
-                self.outer[name] = self.outer[name] - self.lr * (mean + self.beta * self.momentum[name])
+                lr, beta = self.rates[name]
+                self.momentum[name] = beta * self.momentum[name] + mean
+                self.outer[name] = self.outer[name] - lr * (mean + beta * self.momentum[name])
                 for model in self.models:
                     own = model.get_parameter(name)
                     own.copy_(self.mixing * own + (1 - self.mixing) * self.outer[name])
 
     def _mean(self, name: str) -> Tensor:
-        differences = [self.code(self.outer[name] - model.get_parameter(name)) for model in self.models]
-        return self.code(torch.stack(differences).sum(0) / len(differences))
+        arrived = []
+        for island in self.holders[name]:
+            message = self.outer[name] - self.models[island].get_parameter(name)
+            message = message + self.feedback * self.lost[island][name]
+            arrived.append(self.code(message))
+            self.lost[island][name] = message - arrived[-1]
+        return self.code(torch.stack(arrived).sum(0) / len(arrived))

@@ -39,7 +39,11 @@ ALONE = {"mode": "local", "every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
         ({**LOCAL, "islands": 0}, "sync.islands = 0 must be at least 1"),
         ({**LOCAL, "mixing": 1.0}, "sync.mixing = 1.0 must lie in [0, 1)"),
         ({**LOCAL, "codec": "fp8"}, '"e2m1"'),
-        ({**LOCAL, "error_feedback": True}, "sync.codec = 'fp32' loses nothing"),
+        ({**LOCAL, "codec": "fp32", "error_feedback": True}, "sync.codec = 'fp32' loses nothing"),
+        ({**LOCAL, "error_feedback": 1.5}, "sync.error_feedback = 1.5 must be true, false or in [0, 1]"),
+        ({**LOCAL, "error_feedback": "all"}, "`sync.error_feedback` must be true or false or a number"),
+        ({**LOCAL, "outer_sliced_lr": 0.5}, "sync.outer_sliced_lr = 0.5 needs sync.slices of at least 2"),
+        ({**LOCAL, "slices": 2, "outer_sliced_momentum": 1.0}, "sync.outer_sliced_momentum = 1.0 must lie in [0, 1)"),
         ({**LOCAL, "outer_lr": 0.0}, "sync.outer_lr = 0.0 must be a positive number"),
         ({**LOCAL, "outer_momentum": 1.0}, "sync.outer_momentum = 1.0 must lie in [0, 1)"),
         ({**LOCAL, "slices": 0}, "sync.slices = 0 must be at least 1"),
@@ -161,7 +165,7 @@ def test_syncs_are_logged(tmp_path: Path) -> None:
         job(tmp_path, sync={**sync, "islands": 2}, train={"steps": 8, "eval_every": 4, "output": str(tmp_path / "2")}),
     ]
     (every_step, four, two), printed = run_ranks(train_and_listen, 4, configs, local=1)[0]
-    assert "4 islands that sync every 4 steps" in printed
+    assert "4 islands that sync every 4 steps in int8" in printed
     assert "| synced fragment 0 | drift " in printed
     for islands, summary in ((4, four), (2, two)):
         assert summary["islands"] == islands

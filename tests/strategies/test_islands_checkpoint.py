@@ -30,12 +30,13 @@ from tests.train.jobs import job, table, train
 pytestmark = pytest.mark.timeout(300)  # a dozen runs of four ranks, on however few cores
 
 STREAMED = {"mode": "local", "every": 4, "fragments": 2, "overlap": 1}
+SLICED = {"outer_sliced_lr": 0.4, "outer_sliced_momentum": 0.6}
 KEPT_AT, STEPS = 4, 7
 """After step 4 a fragment is in flight, and so it is after step 6, but for the last step's `finish`."""
 
 RUNS: dict[str, dict[str, Any]] = {
     "feedback": {"sync": {**STREAMED, "codec": "e3m0", "error_feedback": True, "mixing": 0.5, "islands": 2}},
-    "slices": {"sync": {**STREAMED, "codec": "int8", "slices": 4}, "train": {"async_save": True}},
+    "slices": {"sync": {**STREAMED, "codec": "int8", "slices": 4, **SLICED}, "train": {"async_save": True}},
     "adamw8bit": {
         "sync": {"mode": "local", "every": 3, "mixing": 0.5, "slices": 2},
         "optimizer": {"name": "adamw8bit"},

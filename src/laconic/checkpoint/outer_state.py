@@ -112,7 +112,7 @@ def _in_flight(source: Source, local_steps: LocalSteps, steps: int, prefix: str)
     return {
         f"{kind}.{name}": part
         for kind in _IN_FLIGHT
-        for name, part in fragment.named(torch.zeros_like(fragment.flat.detach())).items()
+        for name, part in fragment.named(torch.zeros_like(fragment.flat)).items()
     }
 
 

@@ -30,6 +30,7 @@ Positive = Annotated[float, Bound(lambda value: 0 < value < math.inf, "be a posi
 NonNegative = Annotated[float, Bound(lambda value: value >= 0, "not be negative")]
 Share = Annotated[float, Bound(lambda value: 0 <= value <= 1, "lie in [0, 1]")]
 ProperShare = Annotated[float, Bound(lambda value: 0 <= value < 1, "lie in [0, 1)")]
+Switch = Annotated[bool | float, Bound(lambda value: 0 <= value <= 1, "be true, false or in [0, 1]")]
 AtLeastTwo = Annotated[int, Bound(lambda value: value >= 2, "be at least 2")]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"],  # with float16, so that its refusal can say why

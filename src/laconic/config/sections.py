@@ -20,6 +20,7 @@ from laconic.config.section import (
     Section,
     Share,
     Size,
+    Switch,
 )
 from laconic.islands.fragments import SyncSchedule
 from laconic.layout.granularity import Block, block_of
@@ -307,14 +308,19 @@ class SyncConfig(Section):
     """Steps that hide an exchange: its result is applied this many steps later; less than every / fragments."""
     mixing: ProperShare = 0.0
     """The share of an island's own parameters in the mixture when a result is applied; 0 takes the result alone."""
-    codec: Literal["fp32", "bf16", "int8", "int4", "int3", "int2", "e2m1", "e3m0", "top64"] = "fp32"
-    """The format of pseudo-gradients on the wire: 4, 2, 1 or half a byte per parameter."""
-    error_feedback: bool = False
-    """Add the codec's error on the last pseudo-gradient to the next one."""
+    codec: Literal["fp32", "bf16", "int8", "int4", "int3", "int2", "e2m1", "e3m0", "top64"] = "int4"
+    """The format of pseudo-gradients on the wire: 32, 16, 8, 4, 3, 2, 4, 4 or 0.23 bits a parameter."""
+    error_feedback: Switch = False
+    """Add to each pseudo-gradient what the codec has lost of the earlier ones: all of it, or this share at each sync.
+    `top64` needs it."""
     outer_lr: Positive = 0.7
     """Learning rate of the outer optimizer, SGD along the mean pseudo-gradient."""
     outer_momentum: ProperShare = 0.9
     """Nesterov momentum of the outer optimizer; 0: none."""
+    outer_sliced_lr: Positive | None = None
+    """The outer learning rate of slices that only some islands train. Default: `outer_lr`."""
+    outer_sliced_momentum: ProperShare | None = None
+    """The outer momentum of slices that only some islands train. Default: `outer_momentum`."""
     slices: Count = 1
     """Partial updates: an island trains one of this many slices of every MLP and attention layer, and all other layers.
     Island i trains slice i mod slices; with `recovery`, an island that joins takes the slice that fewest train."""
@@ -334,6 +340,8 @@ class SyncConfig(Section):
             raise ConfigError(f"sync: {error}") from error
         message = "has no effect: sync.codec = 'fp32' loses nothing; leave it out, or choose another codec"
         self._check("error_feedback", not self.error_feedback or self.codec != "fp32", message)
+        for key in ("outer_sliced_lr", "outer_sliced_momentum"):
+            self._check(key, self.slices > 1 or getattr(self, key) is None, "needs sync.slices of at least 2")
         if not self.slice_include:
             raise ConfigError("sync.slice_include is empty, so no layer would be sliced; leave sync.slices out instead")
         is_default = self.slice_include == ("mlp", "attention")

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.codec import Codec
+from laconic.codec import CODECS, Codec
 from laconic.comm.cluster import Cluster
 
 
@@ -39,8 +39,9 @@ class CompressedAllReduce:
     """Means over the islands of a cluster. Only one thread may use it: messages are matched by their order."""
 
     def __init__(self, cluster: Cluster, codec: Codec) -> None:
-        self._cluster, self._codec = cluster, codec
+        self._cluster = cluster
         self._num_islands, self._rank = cluster.num_islands, cluster.island_rank
+        self._codec = codec if self._num_islands > 1 else CODECS["fp32"]  # one island sends nothing
 
     @torch.no_grad()
     def mean(self, values: Tensor, divisor: Tensor | None = None) -> Mean:

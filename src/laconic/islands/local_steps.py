@@ -61,7 +61,7 @@ class _InFlight:
 
     fragment: int
     message: Tensor
-    """The pseudo-gradient; with error feedback, plus the part of the last one that encoding lost."""
+    """The pseudo-gradient; with error feedback, plus a share of what encoding has lost so far."""
     result: Future[Mean]
 
     def vectors(self) -> dict[str, Tensor]:
@@ -92,22 +92,26 @@ class LocalSteps:
         optimizer: the inner optimizer of the model's parameters.
         mesh: a mesh with an island axis: `laconic.init_mesh(device, islands=...)`.
         every: inner steps between two syncs of a parameter.
-        outer: makes the outer optimizer from a list of parameters. Default: SGD, lr 0.7, Nesterov momentum 0.9.
+        outer: makes the outer optimizer of a fragment from a list of parameter groups, one for each number of islands
+            that train them: [Note: Outer parameter groups] in islands/holders.py. `outer_sgd` returns such functions;
+            `functools.partial(torch.optim.SGD, lr=1.0)` is one, too. Default: SGD, lr 0.7, Nesterov momentum 0.9.
         fragments: the number of parts of the model that sync in turn.
         pattern: how layers are assigned to fragments; see `fragment_of`.
         overlap: inner steps between sending a fragment and applying its mean.
         mixing: the weight of an island's own parameters when a mean is applied. With overlap this keeps part of the
             inner steps that the island took while the mean was on its way.
-        codec: "fp32", "bf16", "int8", "int4", "int3", "int2", "e2m1", "e3m0", "top64", or a `Codec`.
-        error_feedback: add to each pseudo-gradient the part of the last one that encoding lost.
+        codec: the format of pseudo-gradients on the wire: "fp32", "bf16", "int8", "int4", "int3", "int2", "e2m1",
+            "e3m0", "top64", or a `Codec`. One island alone sends nothing, and uses "fp32".
+        error_feedback: add to each pseudo-gradient what encoding has lost of the earlier ones: all of it (True), or
+            this share at each sync, below 1. "top64" needs it.
         recovery: a folder on each machine for the state of the last sync, from which islands go on after a restart:
             [Note: Re-forming] in islands/recovery.py. Then `steps` is the step after which training goes on.
 
     Raises:
         ValueError: the schedule is not valid, the codec is unknown, no parameter is trainable, no slice of a sliced
-            model is trainable, or `mixing` is outside [0, 1); or the optimizer belongs to a cyclic run, and its workers
-            do not hold all parameters or `recovery` is given. `step`: the codec cannot encode a pseudo-gradient, such
-            as NaN.
+            model is trainable, or `mixing` or `error_feedback` is out of its range; or the optimizer belongs to a
+            cyclic run, and its workers do not hold all parameters or `recovery` is given. `step`: the codec cannot
+            encode a pseudo-gradient, such as NaN.
     """
 
     def __init__(
@@ -122,10 +126,14 @@ class LocalSteps:
         pattern: FragmentPattern = "strided",
         overlap: int = 0,
         mixing: float = 0.0,
-        codec: str | Codec = "fp32",
-        error_feedback: bool = False,
+        codec: str | Codec = "int4",
+        error_feedback: float = False,
         recovery: str | Path | None = None,
     ) -> None:
+        if not 0 <= error_feedback <= 1:
+            raise ValueError(
+                f"error_feedback={error_feedback} must lie in [0, 1]: 0 forgets all that encoding has lost"
+            )
         if not 0 <= mixing < 1:
             raise ValueError(f"mixing={mixing} must lie in [0, 1): 0 takes the outer parameters as they are")
         if recovery is not None and hasattr(optimizer, "settle"):
@@ -153,8 +161,8 @@ class LocalSteps:
         self.fragments: list[OuterFragment] = []
         for index in range(fragments):
             own = {name: parameter for name, parameter in synced.items() if assigned[name] == index}
-            self.fragments.append(OuterFragment(own, outer, holders.counts(own)))
-        self._residuals = [torch.zeros_like(fragment.flat.detach()) for fragment in self.fragments]
+            self.fragments.append(OuterFragment(own, outer, holders))
+        self._residuals = [torch.zeros_like(fragment.flat) for fragment in self.fragments]
         self._recovery = Recovery(recovery, self.cluster) if recovery is not None else None
         for unit in filter(None, map(unit_of, model.modules())):
             for bucket in unit.buckets:
@@ -169,8 +177,8 @@ class LocalSteps:
         with torch.no_grad():
             for fragment in self.fragments:
                 if self.steps == 0 and self.cluster.island_group is not None:
-                    dist.broadcast(fragment.flat.detach(), group=self.cluster.island_group, group_src=0)
-                fragment.write_inner(fragment.flat.detach())
+                    dist.broadcast(fragment.flat, group=self.cluster.island_group, group_src=0)
+                fragment.write_inner(fragment.flat)
 
     def _settle(self) -> None:
         """Complete updates of the inner optimizer that are still under way, if it is of a kind that has such."""
@@ -213,7 +221,7 @@ class LocalSteps:
         with torch.no_grad():
             inner = [fragment.copy_inner() for fragment in self.fragments]
             for fragment in self.fragments:
-                fragment.write_inner(fragment.flat.detach())
+                fragment.write_inner(fragment.flat)
         try:
             yield
         finally:
@@ -227,7 +235,7 @@ class LocalSteps:
         fragment = self.fragments[index]
         message = fragment.pseudo_gradient()
         if self.error_feedback:
-            message = message + self._residuals[index]
+            message = message + self.error_feedback * self._residuals[index]
         result = self._thread.submit(self._all_reduce.mean, message, fragment.divisor)
         self._in_flight = _InFlight(fragment=index, message=message, result=result)
 
@@ -243,7 +251,7 @@ class LocalSteps:
         fragment = self.fragments[sent.fragment]
         with torch.enable_grad():
             fragment.step(mean.value)
-        fragment.write_inner(fragment.flat.detach(), keep=self.mixing)
+        fragment.write_inner(fragment.flat, keep=self.mixing)
         if self._recovery is not None:
             self._recovery.save(self.steps, self.fragments, self.optimizer)
         self.reports.append(self._report(sent, mean, exposed_s))
@@ -275,7 +283,7 @@ class LocalSteps:
         """
         state: dict[str, Any] = {"steps": self.steps}
         for index, fragment in enumerate(self.fragments):
-            state |= _named("outer", fragment, fragment.flat.detach())
+            state |= _named("outer", fragment, fragment.flat)
             for key, name, value in fragment.optimizer_state():
                 state[f"outer_optimizer.{name}.{key}" if name else f"outer_optimizer.{index}.{key}"] = value
             if self.error_feedback:
@@ -305,9 +313,8 @@ class LocalSteps:
             if isinstance(value, Tensor):
                 value.copy_(state[key])
         for index, fragment in enumerate(self.fragments):
-            for key, name, value in list(fragment.optimizer_state()):
-                if not name and not isinstance(value, Tensor):
-                    fragment.optimizer.state[fragment.flat][key] = state[f"outer_optimizer.{index}.{key}"]
+            for key in [key for key, name, _ in fragment.optimizer_state() if not name]:
+                fragment.set_number(key, state[f"outer_optimizer.{index}.{key}"])
 
 
 def _refuse_frozen_slices(model: nn.Module) -> None:
@@ -338,7 +345,7 @@ def _named(kind: str, fragment: OuterFragment, vector: Tensor) -> dict[str, Tens
 
 def _arrived(index: int, fragment: OuterFragment) -> _InFlight:
     """Make a fragment in flight whose mean has arrived, all zero, to load a checkpoint into."""
-    message, value, sent = (torch.zeros_like(fragment.flat.detach()) for _ in range(3))
+    message, value, sent = (torch.zeros_like(fragment.flat) for _ in range(3))
     result: Future[Mean] = Future()
     result.set_result(Mean(value=value, sent=sent, sent_bytes=0))
     return _InFlight(fragment=index, message=message, result=result)

@@ -1,19 +1,61 @@
 """The outer parameters of a fragment, in host memory, and the outer optimizer that moves them."""
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from laconic.islands.holders import Holders
 from laconic.ragged.tensor import RaggedTensor
 
-MakeOuter = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""Makes an outer optimizer of the given parameters."""
+MakeOuter = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+"""Makes an outer optimizer of parameter groups: [Note: Outer parameter groups]."""
 
-nesterov: MakeOuter = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-"""DiLoCo's outer optimizer (arXiv 2311.08105)."""
+
+def outer_sgd(
+    *,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    sliced_lr: float | None = None,
+    sliced_momentum: float | None = None,
+) -> MakeOuter:
+    """Make the outer optimizer of `LocalSteps`: SGD with Nesterov momentum (arXiv 2311.08105).
+
+    Args:
+        lr: the learning rate of parameters that all islands train.
+        momentum: their momentum; 0: none.
+        sliced_lr: the learning rate of slices that only some islands train; None: `lr`.
+        sliced_momentum: their momentum; None: `momentum`.
+    """
+    rates = {False: (lr, momentum), True: (_given(sliced_lr, lr), _given(sliced_momentum, momentum))}
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        for group in groups:
+            group["lr"], group["momentum"] = rates[group["holders"] < group["islands"]]
+            group["nesterov"] = group["momentum"] > 0
+        return torch.optim.SGD(groups, lr=lr)
+
+    return make
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+nesterov: MakeOuter = outer_sgd()
+"""DiLoCo's outer optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Section:
+    """An outer parameter: a view of a run of the fragment's buffer."""
+
+    parameter: nn.Parameter
+    run: slice
+    names: list[str]
+    """The model's parameters of which it is made, in the order of the buffer."""
 
 
 class OuterFragment:
@@ -23,28 +65,47 @@ class OuterFragment:
     the inner parameters start elsewhere.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, Tensor], make_outer: MakeOuter, counts: Mapping[str, int] | None = None
-    ) -> None:
-        """Copy the inner parameters. `counts`: how many islands train each parameter; None if all train all."""
-        self.parameters = dict(parameters)
+    def __init__(self, parameters: Mapping[str, Tensor], make_outer: MakeOuter, holders: Holders) -> None:
+        """Copy the inner parameters of one fragment, of which `holders` knows the islands that train them."""
+        self.parameters = dict(sorted(parameters.items(), key=lambda item: holders.order(item[0])))
+        """The inner parameters by name: first those that all islands train, then slice by slice."""
         self._parts: dict[str, slice] = {}
         begin = 0
         for name, parameter in self.parameters.items():
             end = begin + flat_local(parameter).numel()
             self._parts[name] = slice(begin, end)
             begin = end
-        self.flat = nn.Parameter(self.copy_inner())
+        self.flat = self.copy_inner()
         """The outer parameters, (numel,)."""
-        self.optimizer = make_outer([self.flat])
+        counts = holders.counts(self.parameters)
         self.divisor = self._spread(counts) if counts is not None else None
         """The number of islands that train each coordinate, (numel,); None if all islands train all."""
         trained = {name: float(parameter.requires_grad) for name, parameter in self.parameters.items()}
         self._is_trained = None if all(trained.values()) else self._spread(trained)
+        self._sections = self._cut(holders)
+        self.optimizer = make_outer(self._groups(holders))
+
+    def _cut(self, holders: Holders) -> list[_Section]:
+        """Cut the buffer into one outer parameter, a view, for the whole parameters and one for each slice."""
+        names: dict[int, list[str]] = {}
+        for name in self.parameters:
+            names.setdefault(holders.order(name), []).append(name)
+        runs = [(slice(self._parts[each[0]].start, self._parts[each[-1]].stop), each) for each in names.values()]
+        return [_Section(parameter=nn.Parameter(self.flat[run]), run=run, names=each) for run, each in runs]
+
+    def _groups(self, holders: Holders) -> list[dict[str, Any]]:
+        """Group the outer parameters by the number of their holders, most holders first."""
+        groups: dict[int, list[nn.Parameter]] = {}
+        for section in self._sections:
+            groups.setdefault(max(map(holders.count, section.names)), []).append(section.parameter)
+        return [
+            {"params": groups[count], "holders": count, "islands": holders.num_islands}
+            for count in sorted(groups, reverse=True)
+        ]
 
     def _spread(self, values: Mapping[str, float]) -> Tensor:
         """Give every coordinate the value of its parameter: (numel,)."""
-        spread = torch.empty_like(self.flat.detach())
+        spread = torch.empty_like(self.flat)
         for name, part in self._parts.items():
             spread[part] = values[name]
         return spread
@@ -56,25 +117,32 @@ class OuterFragment:
 
     def pseudo_gradient(self) -> Tensor:
         """Return outer minus inner parameters, (numel,); zero where this island does not train."""
-        difference = self.flat.detach() - self.copy_inner()
+        difference = self.flat - self.copy_inner()
         return difference if self._is_trained is None else difference * self._is_trained
 
     def step(self, mean: Tensor) -> None:
         """Step along the mean pseudo-gradient, (numel,). Coordinates that no island trains keep value and momentum."""
-        kept: list[tuple[Tensor, Tensor]] = []
-        if self.divisor is not None:
-            unheld = self.divisor == 0
-            kept = [(vector, vector[unheld]) for vector in self.vectors() if vector.shape == unheld.shape]
-        self.flat.grad = mean
+        kept: list[tuple[Tensor, Tensor, Tensor]] = []
+        for section in self._sections:
+            section.parameter.grad = mean[section.run]
+            if self.divisor is not None:
+                unheld = self.divisor[section.run] == 0
+                kept += [(vector, unheld, vector[unheld]) for vector in self._vectors_of(section.parameter)]
         self.optimizer.step()
-        self.flat.grad = None
-        for vector, values in kept:
+        for section in self._sections:
+            section.parameter.grad = None
+        for vector, unheld, values in kept:
             vector[unheld] = values
+
+    def _vectors_of(self, parameter: nn.Parameter) -> list[Tensor]:
+        """Return an outer parameter, and the vectors of the outer optimizer's state that are like it."""
+        state = self.optimizer.state.get(parameter, {})
+        return [parameter.detach(), *(value for value in state.values() if _is_like(value, parameter))]
 
     def vectors(self) -> list[Tensor]:
         """Return the outer parameters and all tensors of the outer optimizer's state, in an order all islands share."""
-        state = self.optimizer.state.get(self.flat, {})
-        return [self.flat.detach(), *(value for _, value in sorted(state.items()) if isinstance(value, Tensor))]
+        states = [self.optimizer.state.get(section.parameter, {}) for section in self._sections]
+        return [self.flat, *(v for state in states for _, v in sorted(state.items()) if isinstance(v, Tensor))]
 
     def write_inner(self, values: Tensor, keep: float = 0.0) -> None:
         """Set the inner parameters to keep * inner + (1 - keep) * values, with values of shape (numel,)."""
@@ -85,32 +153,53 @@ class OuterFragment:
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
         """Cut a vector like `flat`, (numel,), into one view for each parameter, sharded as the parameter is."""
-        return {
-            name: parameter.like(flat[self._parts[name]])
-            if isinstance(parameter, RaggedTensor)
-            else flat[self._parts[name]].view(parameter.shape)
-            for name, parameter in self.parameters.items()
-        }
+        return {name: self._as_parameter(name, flat[part]) for name, part in self._parts.items()}
+
+    def _as_parameter(self, name: str, values: Tensor) -> Tensor:
+        """View this rank's values of a parameter, (local numel,), as the parameter is shaped and sharded."""
+        parameter = self.parameters[name]
+        return parameter.like(values) if isinstance(parameter, RaggedTensor) else values.view(parameter.shape)
 
     def optimizer_state(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield (key, parameter's name, value) of the outer optimizer's state; for numbers the name is empty."""
-        for key, value in self.optimizer.state.get(self.flat, {}).items():
-            if isinstance(value, Tensor) and value.shape == self.flat.shape:
-                yield from ((key, name, part) for name, part in self.named(value).items())
-            elif value is not None:
-                yield key, "", value
+        """Yield (key, parameter's name, value) of the outer optimizer's state; for numbers the name is empty.
+
+        A number, such as a count of steps, is the same for all outer parameters, and comes once.
+        """
+        numbers: dict[str, Any] = {}
+        for section in self._sections:
+            for key, value in self.optimizer.state.get(section.parameter, {}).items():
+                if _is_like(value, section.parameter):
+                    for name in section.names:
+                        part, begin = self._parts[name], section.run.start
+                        yield key, name, self._as_parameter(name, value[part.start - begin : part.stop - begin])
+                elif value is not None:
+                    numbers[key] = value
+        yield from ((key, "", value) for key, value in numbers.items())
+
+    def set_number(self, key: str, value: Any) -> None:
+        """Set a number of the outer optimizer's state, for all outer parameters."""
+        for section in self._sections:
+            state = self.optimizer.state.get(section.parameter, {})
+            if isinstance(state.get(key), Tensor):
+                state[key].copy_(value)
+            elif key in state:
+                state[key] = value
 
     def create_state(self) -> None:
         """Create the outer optimizer's state, all zero, so that a checkpoint can be read into it."""
-        if self.optimizer.state.get(self.flat):
+        if any(self.optimizer.state.get(section.parameter) for section in self._sections):
             return
-        before = self.flat.detach().clone()
+        before = self.flat.clone()
         with torch.enable_grad():
             self.step(torch.zeros_like(before))
         with torch.no_grad():
             self.flat.copy_(before)
             for vector in self.vectors()[1:]:
                 vector.zero_()  # as before the first step
+
+
+def _is_like(value: Any, parameter: nn.Parameter) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 def flat_local(parameter: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 import os
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from laconic.comm.cluster import Cluster
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError, SyncConfig
 from laconic.islands.local_steps import LocalSteps
+from laconic.islands.outer_optimizer import outer_sgd
 from laconic.partial.updates import partial_updates
 from laconic.ragged.parts import slice_of_parameters
 
@@ -50,7 +50,12 @@ def make_local_steps(
     Raises:
         ValueError: the model cannot be divided into these fragments, or has no trainable parameter.
     """
-    outer = partial(torch.optim.SGD, lr=sync.outer_lr, momentum=sync.outer_momentum, nesterov=sync.outer_momentum > 0)
+    outer = outer_sgd(
+        lr=sync.outer_lr,
+        momentum=sync.outer_momentum,
+        sliced_lr=sync.outer_sliced_lr,
+        sliced_momentum=sync.outer_sliced_momentum,
+    )
     return LocalSteps(
         model,
         optimizer,

@@ -113,7 +113,9 @@ def show_configuration(config: Config, ranks: RankInfo, device_type: str, consol
     if config.schedule.is_cyclic:
         launch += f", {num_workers(config, ranks)} workers one after the other by {config.schedule.rule}"
     if config.sync.is_local:
-        launch += f", {num_islands(config, ranks)} islands that sync every {config.sync.every} steps"
+        launch += (
+            f", {num_islands(config, ranks)} islands that sync every {config.sync.every} steps in {config.sync.codec}"
+        )
     crossings = wire_policy(config)
     if not crossings.is_exact:
         launch += f", weights cross in {crossings.weights} and gradients in {crossings.gradients}"
