@@ -3,7 +3,9 @@
 [Note: Paired runs]
 Runs from scratch scatter by a per cent, more than a codec changes. So runs are paired: all go on from one checkpoint
 of an exact run, on the same rows, with one learning rate that falls to its end, and differ in the wire alone. The noise
-floor is an exact run on 1 node x 4 ranks: it adds the same gradients in another order.
+floor is an exact run on 1 node x 4 ranks: it adds the same gradients in another order. Larger perturbations scatter:
+training is chaotic, so runs that a codec perturbs end some 0.1 % apart, above and below, and only means over seeds say
+something.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class Runs:
     first_steps: int
     more_steps: int
     seeds: int
+    eval_batches: int = 16
     optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -51,23 +54,25 @@ class Runs:
 
 def paired(bench: Bench) -> Row:
     """The eval loss of four bits against exact crossings and against ZeRO++."""
-    runs = Runs(job="thinner_losses", first_steps=240, more_steps=120, seeds=2)
+    runs = Runs(job="thinner_losses", first_steps=240, more_steps=120, seeds=3, eval_batches=64)
     names = ("exact", "4bit", "ZeRO++")
     losses = paired_losses(bench, runs, names)
     floor = excess(losses["floor"], losses["exact"])
     coded, zero = (excess(losses[name], losses["exact"]) for name in ("4bit", "ZeRO++"))
-    worst = max(coded)
     mean, zero_mean = statistics.mean(coded), statistics.mean(zero)
+    apart = [one - other for one, other in zip(coded, zero, strict=True)]
+    error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else 0.0
     return Row(
         key="paired",
         claim="eval loss, paired continuation, 10.8 M parameters, 4bit against exact / against ZeRO++",
         required="<= 0.1 % / not above",
-        measured=f"{mean:+.3%} / {mean - zero_mean:+.3%}",
-        is_met=worst <= 0.001 and mean <= zero_mean,
+        measured=f"{mean:+.3%} / {mean - zero_mean:+.3%} +- {error:.3%}",
+        is_met=max(coded) <= 0.001 and mean <= zero_mean,
         note=(
             f"by seed: 4bit {percents(coded)}; ZeRO++ {percents(zero)}; the noise floor (exact, sums in another order) "
             f"{percents(floor)}. {losses['exact'][0]:.4f} with exact crossings; {runs.first_steps} exact steps, then "
-            f"{runs.more_steps} of each kind, 1,024 tokens a step, 2 nodes x 2 ranks."
+            f"{runs.more_steps} of each kind, 1,024 tokens a step, 2 nodes x 2 ranks; {runs.eval_batches * 1024:,} "
+            "held-out tokens."
         ),
     )
 
@@ -84,7 +89,7 @@ def stretch(bench: Bench) -> Row:
         required="measured, experimental",
         measured=each,
         is_met=True,
-        note="by seed, against exact crossings, as in the row above.",
+        note=f"by seed, against exact crossings, as in the row above; {runs.eval_batches * 1024:,} held-out tokens.",
     )
 
 
@@ -116,8 +121,9 @@ def scratch(bench: Bench) -> Row:
     losses: dict[str, list[float]] = {"exact": [], "4bit": []}
     for seed in range(seeds):
         for name, found in losses.items():
-            config = job_of(bench, "optimizers", seed, name, steps=steps, folder=f"scratch-{name}-{seed}")
-            found.append(train(config)[-1])
+            folder = f"scratch-{name}-{seed}"
+            config = job_of(bench, "optimizers", seed, name, steps=steps, folder=folder, eval_batches=64, rows=4)
+            found.append(train(config, num_ranks=2, num_local=1)[-1])
     differences = excess(losses["4bit"], losses["exact"])
     mean, error = statistics.mean(differences), statistics.stdev(differences) / seeds**0.5
     return Row(
@@ -126,7 +132,7 @@ def scratch(bench: Bench) -> Row:
         required="<= 0.3 %, or within a standard error that is below 0.3 %",
         measured=f"{mean:+.3%} +- {error:.3%}",
         is_met=mean <= 0.003 or (mean <= error < 0.003),
-        note=f"by seed {percents(differences)}; 1.7 M parameters, {steps} steps of 1,024 tokens.",
+        note=f"by seed {percents(differences)}; 1.7 M parameters, {steps} steps of 1,024 tokens, 2 nodes x 1 rank.",
     )
 
 
@@ -134,18 +140,19 @@ def paired_losses(
     bench: Bench, runs: Runs, names: tuple[str, ...], *, has_floor: bool = True
 ) -> dict[str, list[float]]:
     """The eval loss of each run at its end, by name and seed: [Note: Paired runs]."""
-    first, more, seeds = (6, 4, 1) if bench.quick else (runs.first_steps, runs.more_steps, runs.seeds)
+    first, more, seeds = (6, 4, 2) if bench.quick else (runs.first_steps, runs.more_steps, runs.seeds)
     losses: dict[str, list[float]] = {name: [] for name in (*names, *(["floor"] if has_floor else []))}
     for seed in range(seeds):
         base = f"{runs.name}-{seed}"
-        common = {"optimizer": runs.optimizer, "seed": seed}
+        common = {"optimizer": runs.optimizer, "seed": seed, "eval_batches": runs.eval_batches}
         begun = job_of(bench, runs.job, wire="exact", steps=first, folder=base, is_first=True, **common)
         if not (Path(begun.train.output) / "checkpoints" / f"step-{first}").exists():
             train(begun)
         for name, found in losses.items():
+            folder = f"{base}-{name.replace(' / ', '-')}-{runs.eval_batches}"
             config = job_of(
                 bench, runs.job, wire="exact" if name == "floor" else name, steps=first + more, decay_steps=more,
-                folder=f"{base}-{name.replace(' / ', '-')}", resume=f"{begun.train.output}/checkpoints/step-{first}",
+                folder=folder, resume=f"{begun.train.output}/checkpoints/step-{first}",
                 **common,
             )  # fmt: skip
             found.append(finished(config, num_local=RANKS if name == "floor" else LOCAL))
@@ -163,9 +170,9 @@ def finished(config: Config, *, num_local: int) -> float:
 
 def job_of(
     bench: Bench, job: str, seed: int, wire: str, *, steps: int, folder: str, optimizer: dict[str, Any] | None = None,
-    decay_steps: int = 1, resume: str = "never", is_first: bool = False,
+    eval_batches: int = 16, rows: int = 2, decay_steps: int = 1, resume: str = "never", is_first: bool = False,
 ) -> Config:  # fmt: skip
-    """The training job of one run."""
+    """The training job of one run; a micro-batch has `rows` rows."""
     base = load(_JOBS / f"{job}.toml")
     keys = {"wire": EIGHT_BIT_GRADIENTS} if wire == "8-bit gradients" else WIRES[wire]
     decays = {"lr_schedule": "wsd", "decay_steps": decay_steps} if resume != "never" or is_first else {}
@@ -176,16 +183,16 @@ def job_of(
         shard=dataclasses.replace(base.shard, **keys),
         optimizer=dataclasses.replace(base.optimizer, **(optimizer or {}), **decays),
         train=dataclasses.replace(
-            base.train, steps=steps, micro_batch_size=2, eval_every=steps, eval_batches=16, resume=resume,
+            base.train, steps=steps, micro_batch_size=rows, eval_every=steps, eval_batches=eval_batches, resume=resume,
             save_every=0 if is_first else -1, output=str(bench.out / folder),
         ),
         log=dataclasses.replace(base.log, progress=False),
     )  # fmt: skip
 
 
-def train(config: Config, *, num_local: int = LOCAL) -> list[float]:
-    """Train with the trainer on four ranks. Returns the eval losses."""
-    launch(_train_rank, config, num_ranks=RANKS, num_local=num_local, backend=None, timeout_s=_TIMEOUT_S)
+def train(config: Config, *, num_ranks: int = RANKS, num_local: int = LOCAL) -> list[float]:
+    """Train with the trainer. Returns the eval losses."""
+    launch(_train_rank, config, num_ranks=num_ranks, num_local=num_local, backend=None, timeout_s=_TIMEOUT_S)
     lines = (Path(config.train.output) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [line["eval_loss"] for line in map(json.loads, lines) if "eval_loss" in line]
 

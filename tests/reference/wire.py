@@ -8,7 +8,7 @@ else is sharded, cached or overlapped.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -75,10 +75,11 @@ class Twin:
         weights: str,
         gradients: str,
         feedback: bool = False,
+        frozen: Collection[str] = (),
         num_islands: int = 1,
         cuts: Cuts | None = None,
     ) -> None:
-        """Tensors of one dimension cross exactly.
+        """Tensors of one dimension and frozen ones cross exactly.
 
         `cuts` has, for each tensor and shard, the first element of its run that belongs to each island, and the end.
         """
@@ -86,7 +87,8 @@ class Twin:
         self.num_islands, self.cuts = num_islands, cuts or {}
         self.weights, self.gradients, self.feedback = weights, gradients, feedback
         self.shape = {name: value.shape for name, value in parameters.items()}
-        self.is_coded = {name: value.ndim > 1 for name, value in parameters.items()}
+        self.is_coded = {name: value.ndim > 1 and name not in frozen for name, value in parameters.items()}
+        self.trained = [name for name in parameters if name not in frozen]
         self.shards = {
             (name, shard): torch.nn.Parameter(value.flatten()[start:stop].clone())
             for name, value in parameters.items()
@@ -113,7 +115,7 @@ class Twin:
     def set_gradients(self, micro_batches: Sequence[Sequence[Mapping[str, Tensor]]]) -> None:
         """Set `.grad` of the shards from `micro_batches[a][rank][name]`, the gradients of each rank."""
         num_ranks = self.num_islands * self.num_nodes * self.num_local
-        for name in self.runs:
+        for name in self.trained:
             islands = [self._sums_of_island(name, island, micro_batches) for island in range(self.num_islands)]
             for shard in range(len(self.runs[name])):
                 total = self._sum_over_islands(name, shard, [sums[shard] for sums in islands])

@@ -59,6 +59,9 @@ def assert_equals_twin(
         ]
         twin.set_gradients(micro_batches)
         for name, parameter in model.named_parameters():
+            if name not in twin.trained:
+                assert parameter.grad is None
+                continue
             want = torch.cat([twin.shards[name, s].grad for s in range(shards)])  # type: ignore[list-item]
             assert torch.equal(parameter.grad.full_tensor().flatten(), want), f"step {step}: gradient of {name}"
         optimizer.step()
@@ -72,9 +75,10 @@ def assert_equals_twin(
 def twin_of(model: Any, wire: laconic.Wire, make: Callable[[], nn.Module] = Toy) -> Twin:
     cluster = model._laconic_unit.cluster
     parameters = {name: p.detach() for name, p in build(make).named_parameters()}
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     return Twin(
         parameters, runs_of(model), num_nodes=cluster.num_nodes, num_local=cluster.num_local,
-        num_islands=cluster.num_islands, cuts=cuts_of(model),
+        num_islands=cluster.num_islands, cuts=cuts_of(model), frozen=frozen,
         weights=wire.weights if cluster.num_nodes > 1 else "exact", gradients=wire.gradients, feedback=wire.feedback,
     )  # fmt: skip
 
@@ -115,6 +119,21 @@ def job_twin(runs: list[tuple[str, str, int]], islands: int = 1) -> None:
 )
 def test_equals_the_twin_to_the_bit(mesh: tuple[int, int], runs: list[tuple[str, str, int]]) -> None:
     run_ranks(job_twin, mesh[0] * mesh[1], runs, local=mesh[1])
+
+
+def job_adapters() -> None:
+    """As with LoRA: most weights of a block are frozen, and the rest has a bucket of its own."""
+    whole = build(Toy)
+    for name, parameter in whole.named_parameters():
+        parameter.requires_grad_(not name.endswith((".wide", ".norm")))
+    wire = laconic.Wire.of("4bit")
+    model = shard(whole, cache="host", wire=wire)
+    optimizer = sgd([p for p in model.parameters() if p.requires_grad])
+    assert_equals_twin(model, twin_of(model, wire), optimizer, steps=4, accumulation=2, exactly=set())
+
+
+def test_adapters_beside_frozen_weights_equal_the_twin() -> None:
+    run_ranks(job_adapters, 4, local=2)
 
 
 def job_aligned() -> None:

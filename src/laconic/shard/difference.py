@@ -180,27 +180,35 @@ class Copies:
 
     def _decide(self) -> None:
         """Agree on the next crossing of each bucket. Collective over the cluster."""
-        members = self._members
         self._warn_of_edits()
-        needs = [each.state is CopyState.LOST or each.was_edited for each in members]
-        numbers = [each.number % 256 for each in members]
-        is_due = self._steps + 1 >= min(each.bucket.wire.exact_every for each in members)
-        mine = [*needs, *numbers, *(255 - number for number in numbers), is_due]
-        flags = start_flags(self._cluster, torch.tensor(mine, dtype=torch.uint8)).wait().tolist()
-        count = len(members)
-        must = [bool(flag) for flag in flags[:count]]
-        highest, lowest = flags[count : 2 * count], [255 - flag for flag in flags[2 * count : 3 * count]]
-        known = [each for each, flag in zip(members, must, strict=True) if not flag]
-        quadruples = zip(members, lowest, highest, must, strict=True)
-        differing = [each for each, low, high, flag in quadruples if low != high and not flag]
-        if flags[-1] and not differing:
-            differing = self._compare(known)
+        must_be_exact, differing, is_due = self._ask_all_ranks()
+        if is_due and not differing:
+            differing = self._compare([each for each in self._members if each not in must_be_exact])
         self._note_differences(differing)
-        is_exact = bool(flags[-1] or differing)
-        self._steps = 0 if is_exact or all(must) else self._steps + 1
-        self._decided = {
-            each: (each.bucket.version, not (flag or is_exact)) for each, flag in zip(members, must, strict=True)
-        }
+        if is_due or differing:
+            must_be_exact = set(self._members)
+        self._steps = 0 if len(must_be_exact) == len(self._members) else self._steps + 1
+        self._decided = {each: (each.bucket.version, each not in must_be_exact) for each in self._members}
+
+    def _ask_all_ranks(self) -> tuple[set[CodedDifferences], list[CodedDifferences], bool]:
+        """Return, alike on all ranks, three answers in one small message.
+
+        They are the buckets that some rank must send exactly; those of the others in whose differences ranks have come
+        to different numbers; and whether it is time to compare copies, and to cross exactly.
+        """
+        needs = [each.state is CopyState.LOST or each.was_edited for each in self._members]
+        numbers = [each.number % 256 for each in self._members]
+        is_due = self._steps + 1 >= min(each.bucket.wire.exact_every for each in self._members)
+        mine = [*needs, *numbers, *(255 - number for number in numbers), is_due]
+        flags = start_flags(self._cluster, torch.tensor(mine, dtype=torch.uint8)).wait().tolist()  # the largest of each
+        some_need, highest, lowest_from_255 = (flags[i : i + len(needs)] for i in range(0, 3 * len(needs), len(needs)))
+        must_be_exact = {each for each, flag in zip(self._members, some_need, strict=True) if flag}
+        differing = [
+            each
+            for each, high, low in zip(self._members, highest, lowest_from_255, strict=True)
+            if high != 255 - low and each not in must_be_exact
+        ]
+        return must_be_exact, differing, bool(flags[-1])
 
     def _compare(self, known: list[CodedDifferences]) -> list[CodedDifferences]:
         """Compare the copies of the nodes, bit by bit. Returns the buckets whose copies differ. Collective."""
