@@ -23,7 +23,8 @@ from laconic.config import Config, load
 
 _JOBS = Path(__file__).parents[1] / "jobs"
 _TIMEOUT_S = 3600.0
-RANKS, LOCAL = 4, 2
+NODES = 2
+TOKENS_PER_STEP = 1024
 EIGHT_BIT_GRADIENTS = {"weights": "int4", "gradients": "int8"}
 WIRES: dict[str, dict[str, Any]] = {
     "exact": {},
@@ -44,6 +45,8 @@ class Runs:
     more_steps: int
     seeds: int
     eval_batches: int = 16
+    num_local: int = 2
+    """The ranks of a node. A step has the same tokens with any."""
     optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -99,7 +102,14 @@ def optimizers(bench: Bench) -> Row:
     for name, settings in (
         ("adamw8bit", {}), ("muon", {"adjust_lr_fn": "match_rms_adamw"}), ("shampoo", {"block_size": 128}),
     ):  # fmt: skip
-        runs = Runs(job="optimizers", first_steps=150, more_steps=100, seeds=2, optimizer={"name": name, **settings})
+        runs = Runs(
+            job="optimizers",
+            first_steps=150,
+            more_steps=100,
+            seeds=2,
+            num_local=1,
+            optimizer={"name": name, **settings},
+        )
         losses = paired_losses(bench, runs, ("exact", "8-bit gradients", "4bit"), has_floor=False)
         found[name] = [excess(losses[wire], losses["exact"]) for wire in ("8-bit gradients", "4bit")]
     means = {name: statistics.mean(eight) for name, (eight, _) in found.items()}
@@ -111,7 +121,7 @@ def optimizers(bench: Bench) -> Row:
         is_met=all(mean <= 0.002 for mean in means.values()),
         note="by seed: " + "; ".join(
             f"{name} {percents(eight)}, with int4 gradients {percents(four)}" for name, (eight, four) in found.items()
-        ) + ". 1.7 M parameters, 150 exact steps, then 100 of each kind, 1,024 tokens a step.",
+        ) + ". 1.7 M parameters, 150 exact steps, then 100 of each kind, 1,024 tokens a step, 2 nodes x 1 rank.",
     )  # fmt: skip
 
 
@@ -122,8 +132,8 @@ def scratch(bench: Bench) -> Row:
     for seed in range(seeds):
         for name, found in losses.items():
             folder = f"scratch-{name}-{seed}"
-            config = job_of(bench, "optimizers", seed, name, steps=steps, folder=folder, eval_batches=64, rows=4)
-            found.append(train(config, num_ranks=2, num_local=1)[-1])
+            config = job_of(bench, "optimizers", seed, name, steps=steps, folder=folder, eval_batches=64, num_local=1)
+            found.append(train(config, num_ranks=NODES, num_local=1)[-1])
     differences = excess(losses["4bit"], losses["exact"])
     mean, error = statistics.mean(differences), statistics.stdev(differences) / seeds**0.5
     return Row(
@@ -144,10 +154,13 @@ def paired_losses(
     losses: dict[str, list[float]] = {name: [] for name in (*names, *(["floor"] if has_floor else []))}
     for seed in range(seeds):
         base = f"{runs.name}-{seed}"
-        common = {"optimizer": runs.optimizer, "seed": seed, "eval_batches": runs.eval_batches}
+        common = {
+            "optimizer": runs.optimizer, "seed": seed, "eval_batches": runs.eval_batches, "num_local": runs.num_local,
+        }  # fmt: skip
+        ranks = {"num_ranks": NODES * runs.num_local, "num_local": runs.num_local}
         begun = job_of(bench, runs.job, wire="exact", steps=first, folder=base, is_first=True, **common)
         if not (Path(begun.train.output) / "checkpoints" / f"step-{first}").exists():
-            train(begun)
+            train(begun, **ranks)
         for name, found in losses.items():
             folder = f"{base}-{name.replace(' / ', '-')}-{runs.eval_batches}"
             config = job_of(
@@ -155,25 +168,27 @@ def paired_losses(
                 folder=folder, resume=f"{begun.train.output}/checkpoints/step-{first}",
                 **common,
             )  # fmt: skip
-            found.append(finished(config, num_local=RANKS if name == "floor" else LOCAL))
+            on_one_node = {"num_local": NODES * runs.num_local} if name == "floor" else {}
+            found.append(finished(config, **{**ranks, **on_one_node}))
     return losses
 
 
-def finished(config: Config, *, num_local: int) -> float:
+def finished(config: Config, *, num_ranks: int, num_local: int) -> float:
     """The eval loss at the end of a run, which runs if it has not yet."""
     known = Path(config.train.output) / "eval.json"
     if not known.exists():
         known.parent.mkdir(parents=True, exist_ok=True)
-        known.write_text(json.dumps(train(config, num_local=num_local)[-1]))
+        known.write_text(json.dumps(train(config, num_ranks=num_ranks, num_local=num_local)[-1]))
     return float(json.loads(known.read_text()))
 
 
 def job_of(
     bench: Bench, job: str, seed: int, wire: str, *, steps: int, folder: str, optimizer: dict[str, Any] | None = None,
-    eval_batches: int = 16, rows: int = 2, decay_steps: int = 1, resume: str = "never", is_first: bool = False,
+    eval_batches: int = 16, num_local: int = 2, decay_steps: int = 1, resume: str = "never", is_first: bool = False,
 ) -> Config:  # fmt: skip
-    """The training job of one run; a micro-batch has `rows` rows."""
+    """The training job of one run on nodes of `num_local` ranks."""
     base = load(_JOBS / f"{job}.toml")
+    rows = TOKENS_PER_STEP // (NODES * num_local * base.data.sequence_length)
     keys = {"wire": EIGHT_BIT_GRADIENTS} if wire == "8-bit gradients" else WIRES[wire]
     decays = {"lr_schedule": "wsd", "decay_steps": decay_steps} if resume != "never" or is_first else {}
     return dataclasses.replace(
@@ -190,7 +205,7 @@ def job_of(
     )  # fmt: skip
 
 
-def train(config: Config, *, num_ranks: int = RANKS, num_local: int = LOCAL) -> list[float]:
+def train(config: Config, *, num_ranks: int, num_local: int) -> list[float]:
     """Train with the trainer. Returns the eval losses."""
     launch(_train_rank, config, num_ranks=num_ranks, num_local=num_local, backend=None, timeout_s=_TIMEOUT_S)
     lines = (Path(config.train.output) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
