@@ -207,10 +207,11 @@ def test_any_islands_go_on_from_the_agreed_parameters(runs: tuple[Path, dict[str
     folder, _ = runs
     four, two = island_job(folder, "slices"), island_job(folder, "feedback")
     blocks = island_job(folder, "adamw8bit")
+    whole = {"slices": 1, "outer_sliced_lr": None, "outer_sliced_momentum": None}
     cases = {
         "2 islands, 2 slices": (four, {"islands": 2, "slices": 2}),
-        "2 islands, 1 slice": (four, {"islands": 2, "slices": 1}),
-        "1 island": (four, {"islands": 1, "slices": 1}),
+        "2 islands, 1 slice": (four, {"islands": 2, **whole}),
+        "1 island": (four, {"islands": 1, **whole}),
         "4 islands, 2 slices of MLPs": (four, {"slices": 2, "slice_include": ("mlp",)}),
         "4 islands from 2, sliced": (two, {"islands": 4, "slices": 4}),
         "no islands": (two, {key: getattr(type(two.sync)(), key) for key in two.sync.__dataclass_fields__}),
