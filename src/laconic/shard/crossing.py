@@ -132,13 +132,13 @@ class Messages:
 
 
 class Transfer(Protocol):
-    """A sum across the nodes that is under way."""
+    """A sum across nodes or islands that has begun."""
 
     nbytes: int
     """The bytes that it takes besides its input."""
 
     def finish(self) -> Tensor:
-        """Wait, and return this rank's part of the sum, (C,)."""
+        """Wait, and return this rank's part of the sum."""
 
 
 class CodedSum:
@@ -190,9 +190,8 @@ class CodedSum:
         lost = self._lost[index].add_(part)
         self._payload.encode(index, lambda piece: lost[piece.values], message)
         for piece, values in self._payload.decode(index, message):
-            lost[piece.values].sub_(values).nan_to_num_(
-                nan=0.0, posinf=0.0, neginf=0.0
-            )  # a step that is skipped loses nothing
+            rest = lost[piece.values].sub_(values)
+            rest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # a step that is skipped loses nothing
 
 
 class _CodedTransfer:
