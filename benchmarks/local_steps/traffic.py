@@ -26,8 +26,7 @@ def bytes_per_token(bench: Bench) -> Row:
         measured=f"1/{ddp / sent:.0f}",
         is_met=sent <= ddp / 400,
         note=(
-            f"sent by island 0 at the lab's interface: {sent / 1e3:.2f} kB a step (counted {counted / 1e3:.2f} kB) "
-            f"against {ddp / 1e3:.0f} kB; equal tokens per step. Arithmetic says 1/{arithmetic:.0f}: DDP's ring sends "
+            f"{_measured(ddp, sent, counted)} Arithmetic says 1/{arithmetic:.0f}: DDP's ring sends "
             f"{_RING:g} of the gradients in fp32; the two trips of an exchange send {_RING:g} of the pseudo-gradients "
             "in codes of 4 bits with one scale a block."
         ),
@@ -46,11 +45,18 @@ def bytes_of_top_k(bench: Bench) -> Row:
         measured=f"1/{ddp / sent:,.0f}",
         is_met=sent <= ddp / 2000,
         note=(
-            f"sent by island 0 at the lab's interface: {sent / 1e3:.2f} kB a step (counted {counted / 1e3:.2f} kB) "
-            f"against {ddp / 1e3:.0f} kB; equal tokens per step. Arithmetic says 1/{arithmetic:,.0f}: an island sends "
+            f"{_measured(ddp, sent, counted)} Arithmetic says 1/{arithmetic:,.0f}: an island sends "
             f"64 of each 4,096 values, in {8 * payload / _NUMEL:.3f} bits a value of all, to {NUM_ISLANDS - 1} others, "
             "in one trip."
         ),
+    )
+
+
+def _measured(ddp: float, sent: float, counted: float) -> str:
+    """Describe the bytes that `_bytes_of_a_step` has found."""
+    return (
+        f"sent by island 0 at the lab's interface: {sent / 1e3:.2f} kB a step (counted {counted / 1e3:.2f} kB) "
+        f"against {ddp / 1e3:.0f} kB; equal tokens per step."
     )
 
 

@@ -51,7 +51,7 @@ def test_a_cpu_compiles_nothing() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", BLOCKED)
 def test_a_gpu_decodes_to_the_bits_of_a_cpu(name: str) -> None:
     codec = CODECS[name]

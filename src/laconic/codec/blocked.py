@@ -268,7 +268,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def _to_steps(steps: Tensor) -> Tensor:
-    """Round steps (b,), fp32, to bf16, in place where that helps. The smallest is the smallest normal number."""
+    """Round steps (b,), fp32, to bf16, and raise those below the smallest normal number to it. Overwrites `steps`."""
     return steps.clamp_(min=torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
 
 

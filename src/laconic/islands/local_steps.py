@@ -164,10 +164,16 @@ class LocalSteps:
             self.fragments.append(OuterFragment(own, outer, holders))
         self._residuals = [torch.zeros_like(fragment.flat) for fragment in self.fragments]
         self._recovery = Recovery(recovery, self.cluster) if recovery is not None else None
-        for unit in filter(None, map(unit_of, model.modules())):
-            for bucket in unit.buckets:
-                bucket.replicas_diverge |= bucket.cluster is self.cluster
-        _warn_of_idle_wire(model, self.cluster)
+        units = filter(None, map(unit_of, model.modules()))
+        buckets = [bucket for unit in units for bucket in unit.buckets if bucket.cluster is self.cluster]
+        for bucket in buckets:
+            bucket.replicas_diverge = True
+        if self.cluster.num_nodes == 1 and not all(bucket.wire.is_exact for bucket in buckets):
+            warnings.warn(
+                "fully_shard's wire= does nothing here: every island has one node, and islands sync by LocalSteps, "
+                "whose bits are those of its codec=; leave wire= out",
+                stacklevel=2,
+            )
         self._begin()
 
     def _begin(self) -> None:
@@ -324,18 +330,6 @@ def _refuse_frozen_slices(model: nn.Module) -> None:
         raise ValueError(
             "the model is sliced by partial_updates, but no slice is trainable, so the slices would never change. "
             "Adapters freeze them: with LoRA, leave partial_updates out"
-        )
-
-
-def _warn_of_idle_wire(model: nn.Module, cluster: Cluster) -> None:
-    """Say so if `fully_shard` got `wire=`, but an island has one node, so that its codecs have nothing to code."""
-    buckets = [bucket for unit in filter(None, map(unit_of, model.modules())) for bucket in unit.buckets]
-    is_idle = any(bucket.cluster is cluster and not bucket.wire.is_exact for bucket in buckets)
-    if is_idle and cluster.num_nodes == 1:
-        warnings.warn(
-            "fully_shard's wire= does nothing here: every island has one node, and islands sync by LocalSteps, whose "
-            "bits are those of its codec=; leave wire= out",
-            stacklevel=3,
         )
 
 

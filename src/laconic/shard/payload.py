@@ -28,7 +28,7 @@ from laconic.shard.bucket import Bucket
 HOST_PIECE_NUMEL, DEVICE_PIECE_NUMEL = 1 << 18, 1 << 22
 """The values that are coded at once: 1 MiB of fp32 on a CPU, whose caches they should fit, and 16 MiB elsewhere."""
 _PART_ALIGNMENT = 128
-"""The elements in a block of the codecs, of which the parts of a shard have a whole number."""
+"""The elements of a codec's block. A part of a shard has whole blocks, but for the last part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ class Part:
 
 
 def shards_of_nodes(bucket: Bucket) -> list[Part]:
-    """What crosses between nodes: the whole shards of this rank's node shard, in the order of nodes."""
+    """Return the parts that cross between nodes, in the order of nodes: the whole shards of this rank's node shard."""
     return [Part(shard, 0, bucket.layout.shard_numel) for shard in bucket.peers]
 
 
 def parts_of_islands(bucket: Bucket) -> list[Part]:
-    """What crosses between islands: this rank's shard, cut into one part for each island."""
+    """Return the parts that cross between islands, in the order of islands: this rank's shard, cut."""
     numel, own = bucket.layout.shard_numel, bucket.peers[bucket.cluster.node_rank]
     size = round_up(-(-numel // bucket.cluster.num_islands), _PART_ALIGNMENT)
     begins = [min(island * size, numel) for island in range(bucket.cluster.num_islands + 1)]

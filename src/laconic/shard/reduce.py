@@ -143,7 +143,7 @@ class BucketGradients:
     def forget_lost(self) -> None:
         """Drop what a codec has lost of earlier gradients."""
         for level in (self.node, self.island):
-            if isinstance(level, (CodedSum, CodedAllReduce)):
+            if not isinstance(level, Communicator):
                 level.forget()
 
     def discard(self) -> None:
