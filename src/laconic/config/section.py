@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 from laconic.errors import JobError
+
+_MOST_SHOWN = 200  # characters of a value in a message
 
 
 class ConfigError(JobError):
@@ -57,6 +59,7 @@ class Section:
     def __post_init__(self) -> None:
         for key, hint in get_type_hints(type(self), include_extras=True).items():
             value = getattr(self, key)
+            refuse_absurd(value, self._path(key))
             values = value if isinstance(value, tuple) else (value,)
             for bound in _bounds(hint):
                 self._check(key, all(item is None or bound.holds(item) for item in values), f"must {bound.text}")
@@ -72,8 +75,8 @@ class Section:
     def _check(self, key: str, condition: bool, message: str) -> None:
         if not condition:
             value = getattr(self, key)
-            shown = list(value) if isinstance(value, tuple) else value
-            raise ConfigError(f"{self._path(key)} = {shown!r} {message}")
+            plain = list(value) if isinstance(value, tuple) else value
+            raise ConfigError(f"{self._path(key)} = {shown(plain)} {message}")
 
     def _check_only_with(self, switch: str, *choices: str, keys: Iterable[str]) -> None:
         """Refuse `keys` that are not at their defaults, unless the key `switch` has one of the values `choices`."""
@@ -87,6 +90,38 @@ class Section:
 
     def _path(self, key: str) -> str:
         return f"{type(self).__name__.removesuffix('Config').lower()}.{key}"
+
+
+def refuse_absurd(value: Any, name: str) -> None:
+    """Refuse integers of more than 64 bits and texts that are no Unicode, or have a NUL, also inside lists and tables.
+
+    Such values break other programs in obscure ways: C's integers and file names have no room for them.
+
+    Raises:
+        ConfigError: `value`, which messages call `name`, is or holds such a value.
+    """
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"{name} is an integer of {value.bit_length()} bits; it must fit into 64 bits")
+    if isinstance(value, str):
+        try:
+            is_text = "\0" not in value and value.encode() is not None
+        except UnicodeEncodeError:
+            is_text = False
+        if not is_text:
+            raise ConfigError(f"{name} = {shown(value)} has a NUL or is not UTF-8; take these characters out")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            refuse_absurd(key, f"a key of {name}")
+            refuse_absurd(item, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for item in value:
+            refuse_absurd(item, f"an item of {name}")
+
+
+def shown(value: Any) -> str:
+    """A value for a message: its `repr`, or the beginning of a long one."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _bounds(hint: Any) -> Iterator[Bound]:

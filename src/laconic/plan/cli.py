@@ -1,8 +1,9 @@
-"""`laconic plan`: the padding of layouts and the time steps of cyclic schedules, computed before a run starts."""
+"""`laconic plan`: the padding of layouts, the time steps of cyclic schedules, and the figures of a cluster."""
 
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from itertools import groupby
@@ -16,6 +17,7 @@ from laconic.cyclic.schedule.rule import RULES, Rule
 from laconic.cyclic.schedule.schedule import STATES, Schedule
 from laconic.layout.granularity import rows
 from laconic.plan.layout_picture import draw_layout
+from laconic.plan.measure_cli import add_measure
 from laconic.plan.padding import LayoutRow, layout_rows, plan_of
 from laconic.plan.shapes import KNOWN, UnitShapes, units_of
 from laconic.plan.timesteps import CyclicPlan
@@ -57,13 +59,15 @@ def main(argv: Sequence[str]) -> int:
         mistake = f"--draw needs {error.name}; pip install 'laconic[bench]'"
     else:
         return 0
-    print(f"laconic plan {options.command}: {mistake}", file=sys.stderr)
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # the ranks of a node share a terminal
+        print(f"laconic plan {options.command}: {mistake}", file=sys.stderr)
     return 2
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="laconic plan", description="Compute numbers of a run before it starts.")
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
+    add_measure(commands)
     layout = commands.add_parser("layout", help="the padding of a model's layouts at a list of group sizes")
     layout.set_defaults(run=_layout)
     layout.description, layout.epilog = _LAYOUT, _LAYOUT_EPILOG

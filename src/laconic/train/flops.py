@@ -3,7 +3,6 @@
 Source: PaLM (arXiv 2204.02311, appendix B). Recomputation for activation checkpointing does not count.
 """
 
-import re
 from typing import Any
 
 import torch
@@ -11,35 +10,18 @@ from torch import nn
 
 from laconic.codec.linear import quantized_layers
 from laconic.hf.layers import base_model
-
-_PEAKS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "A40": 150e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "RTX 5090": 210e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "V100": 125e12,
-    "T4": 65e12,
-    "MI300X": 1307e12,
-    "MI250X": 191e12,
-}
-"""Dense FLOP/s with 16-bit inputs by words of the device's name, from the makers' data sheets."""
+from laconic.plan.known import device_of
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
     """The FLOP/s that a device can do in a 16-bit `dtype`; None for another type, or a device that is not known."""
-    if device.type != "cuda" or dtype not in ("bfloat16", "float16"):
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for words, peak in _PEAKS.items() if re.search(rf"\b{words}\b", name)), None)
+    return peak_of(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+
+
+def peak_of(torch_name: str, dtype: str) -> float | None:
+    """As `peak_flops`, for the device of this name in torch. The figures are those of plan/devices.toml."""
+    known = device_of(torch_name)
+    return known.peak_flops_per_s.get(dtype) if known and dtype in ("bfloat16", "float16") else None
 
 
 def flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
@@ -52,12 +34,13 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
     text: Any = base.config.get_text_config()
     if any(getattr(text, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
         return None
-    coded = {id(p): 0 for layer in quantized_layers(model) for p in (layer.weight_codes, layer.weight_scales)}
+    quantized = list(quantized_layers(model))
+    coded = {id(p): 0 for layer in quantized for p in (layer.weight_codes, layer.weight_scales)}
     embedding = base.get_input_embeddings().weight
     output = base.get_output_embeddings()
-    if output is not None and output.weight is not embedding:
+    if output is not None and (output in quantized or output.weight is not embedding):
         coded[id(embedding)] = 0
-    total = 4.0 * sum(layer.in_features * layer.out_features for layer in quantized_layers(model))
+    total = 4.0 * sum(layer.in_features * layer.out_features for layer in quantized)
     for parameter in model.parameters():
         total += coded.get(id(parameter), parameter.numel()) * (6 if parameter.requires_grad else 4)
     return total + 12.0 * text.num_hidden_layers * text.hidden_size * sequence_length

@@ -1,0 +1,340 @@
+"""The figures of a cluster, measured on the machines at hand.
+
+[Note: What is measured]
+All ranks measure at once, since in training they compute and talk at once, and share their node. A repetition takes as
+long as it takes on the slowest rank. Every figure is the median of its repetitions, and says how far they were apart.
+The size of the work grows until a repetition takes long enough for the clock. Transfers are all-gathers of
+`Communicator`, which the engine uses: on the wire each rank talks to the ranks with its place on the other nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+
+from laconic.comm.agreement import RankGroup
+from laconic.comm.cluster import Cluster
+from laconic.comm.collectives import Communicator
+from laconic.comm.traffic import IslandLevel
+from laconic.plan.cluster_file import cluster_from_dict
+from laconic.plan.cluster_spec import DEFAULT_HEADER_FACTOR, ClusterSpec
+from laconic.plan.known import device_of
+from laconic.plan.units import format_quantity, unit_of
+
+_MOST_CALLS = 100
+"""The calls of an action that one repetition may take."""
+_MOST_HEADERS = 1.25
+"""If an interface has counted more than this many bytes for each byte of payload, something else has used it."""
+_FLOPS = "device_flops_per_s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """The sizes of the work, from small to large, and the number of repetitions."""
+
+    products: Sequence[int] = (256, 512, 1024, 2048, 4096, 8192, 16384)
+    """The rows of square matrices."""
+    copies_bytes: Sequence[int] = (2**26, 2**28, 2**30)
+    transfers_bytes: Sequence[int] = tuple(2**power for power in range(20, 29, 2))
+    """Of what a rank has after an all-gather."""
+    enough_s: float = 0.15
+    """The seconds of an action at which its size stops growing. A repetition of short actions takes a third of them."""
+    repetitions: int = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A measured figure."""
+
+    key: str
+    """The key of the cluster file; `device_flops_per_s.float32` for a rate by dtype."""
+    values: tuple[float, ...]
+    """One for each repetition, or one for a figure that is read."""
+    how: str
+    """What was done, in words."""
+    kind: Literal["measured", "assumed"] = "measured"
+
+    @property
+    def median(self) -> float:
+        """The figure itself, with four digits."""
+        return float(f"{statistics.median(self.values):.4g}") if len(self.values) > 1 else self.values[0]
+
+    @property
+    def spread(self) -> float:
+        """The distance between the lowest and the highest value, as a share of the median."""
+        return (max(self.values) - min(self.values)) / statistics.median(self.values)
+
+    @property
+    def source(self) -> str:
+        """The comment of the cluster file."""
+        if len(self.values) == 1:
+            return f"{self.kind}: {self.how}"
+        unit = unit_of(self.key.partition(".")[0])
+        low, high = (format_quantity(value, unit) for value in (min(self.values), max(self.values)))
+        return f"{self.kind}: {self.how}, {len(self.values)} times, {low} to {high}"
+
+
+def measure(cluster: Cluster, ranks: RankGroup, effort: Effort | None = None) -> list[Figure]:
+    """Measure all figures of a cluster: [Note: What is measured]. Collective over the ranks of `cluster` and `ranks`.
+
+    Returns the same figures on every rank. `ranks` is a group of all ranks that carries CPU tensors.
+    """
+    return list(_Measuring(cluster, ranks, effort or Effort()).figures())
+
+
+def as_spec(figures: Sequence[Figure], names: Mapping[str, str]) -> ClusterSpec:
+    """Make a cluster of measured figures and of the names of its device and network.
+
+    Raises:
+        ConfigError: a figure is out of bounds.
+    """
+    table: dict[str, Any] = dict(names)
+    sources = {}
+    for figure in figures:
+        section, _, dtype = figure.key.partition(".")
+        value = figure.median
+        value = int(value) if isinstance(figure.values[0], int) else value
+        if dtype:
+            table.setdefault(section, {})[dtype] = value
+        else:
+            table[section] = value
+        sources[figure.key] = figure.source
+    spec = cluster_from_dict(table)
+    return replace(spec, sources={**spec.sources, **sources})
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a device in the table of devices, or in its maker's words."""
+    if device.type != "cpu":
+        name = str(torch.get_device_module(device).get_device_name(device))
+        known = device_of(name)
+        return known.name if known else name
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if os.path.exists("/proc/cpuinfo") else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(named, platform.machine())}, threads of a rank: {torch.get_num_threads()}"
+
+
+class _Measuring:
+    """One rank's part of the measurement."""
+
+    def __init__(self, cluster: Cluster, ranks: RankGroup, effort: Effort) -> None:
+        self.cluster, self.ranks, self.effort = cluster, ranks, effort
+        self.device = cluster.device
+        self.host = torch.device("cpu")
+
+    def figures(self) -> Iterator[Figure]:
+        """All figures, in the order of the cluster file."""
+        local = self.cluster.num_local
+        yield Figure(key="nodes", values=(self.cluster.num_nodes,), how="as started")
+        yield Figure(key="ranks_per_node", values=(local,), how="as started")
+        yield from self._memory()
+        yield from self._products()
+        on_device = self._copy_rate(self.device)
+        yield Figure(key="device_memory_bytes_per_s", values=on_device, how="a copy; what it reads and writes")
+        on_host = on_device if self.device == self.host else self._copy_rate(self.host)
+        values = tuple(local * rate for rate in on_host)
+        yield Figure(key="host_memory_bytes_per_s", values=values, how="copies by all ranks of a node")
+        yield from self._host_copies()
+        yield from self._transfers("local")
+        yield from self._transfers("node")
+
+    def _memory(self) -> Iterator[Figure]:
+        machines = self.ranks.gather(_machine())
+        sharing = machines.count(machines[self.ranks.rank]) // self.cluster.num_local  # as in a lab
+        host = min(self.ranks.gather(_host_memory_bytes() // max(1, sharing)))
+        how = "the least of all nodes" if sharing <= 1 else f"one machine plays {sharing} nodes"
+        if self.device == self.host:
+            device, on = host // self.cluster.num_local, "a rank's part of the host's memory"
+        else:
+            total = torch.accelerator.get_memory_info()[1]
+            ranks = -(-self.cluster.num_local // torch.accelerator.device_count())
+            device, on = min(self.ranks.gather(total // ranks)), "the least of all devices"
+        yield Figure(key="device_memory_bytes", values=(device,), how=on)
+        yield Figure(key="host_memory_bytes", values=(host,), how=how)
+
+    def _products(self) -> Iterator[Figure]:
+        """Products of square matrices, of the size with the highest rate."""
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            rates = {}
+            for size in self.effort.products:
+                seconds = self._trial(self._product(size, dtype))
+                if seconds >= self.effort.enough_s / 50 or size == self.effort.products[-1]:
+                    rates[size] = 2 * size**3 / seconds
+                if seconds >= self.effort.enough_s:
+                    break
+            best = max(rates, key=lambda size: rates[size])
+            values = tuple(2 * best**3 / seconds for seconds in self._repeated(self._product(best, dtype)))
+            name = str(dtype).removeprefix("torch.")
+            yield Figure(key=f"{_FLOPS}.{name}", values=values, how=f"a product of {best} x {best}")
+
+    def _product(self, size: int, dtype: torch.dtype) -> Callable[[], object]:
+        a, b = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))
+        return partial(torch.matmul, a, b, out=torch.empty_like(a))
+
+    def _copy_rate(self, device: torch.device) -> tuple[float, ...]:
+        """The bytes per second that a copy inside a memory reads and writes, for each repetition."""
+        for size in self.effort.copies_bytes:
+            source = torch.ones(size // 4, device=device)
+            copy = partial(torch.ones_like(source).copy_, source)
+            if self._trial(copy) >= self.effort.enough_s / 2:
+                break
+        return tuple(2 * source.nbytes / seconds for seconds in self._repeated(copy))
+
+    def _host_copies(self) -> Iterator[Figure]:
+        """Copies between pinned host memory and the device; on CPU between two parts of the host's memory."""
+        size = self.effort.copies_bytes[min(1, len(self.effort.copies_bytes) - 1)]
+        on_device = torch.ones(size // 4, device=self.device)
+        on_host = torch.ones(size // 4, pin_memory=self.device != self.host)
+        is_first = self.cluster.local_rank == 0
+        link = 0.0
+        for key, source, target in (
+            ("host_to_device_bytes_per_s", on_host, on_device),
+            ("device_to_host_bytes_per_s", on_device, on_host),
+        ):
+            copy = partial(target.copy_, source, non_blocking=True)
+            alone = self._repeated(copy if is_first else _nothing)
+            rates = tuple(size / duration for duration in alone)
+            how = "one rank of each node copies " + ("pinned memory" if self.device != self.host else "host memory")
+            yield Figure(key=key, values=rates, how=how)
+            link = link or statistics.median(rates)
+        together = self._repeated(partial(on_device.copy_, on_host, non_blocking=True))
+        ratio = link / (size / statistics.median(together))
+        sharing = min(max(round(ratio), 1), self.cluster.num_local)
+        how = f"a rank copies {ratio:.2f} times faster alone than with all ranks of its node"
+        yield Figure(key="ranks_per_host_link", values=(sharing,), how=how)
+
+    def _transfers(self, level: IslandLevel) -> Iterator[Figure]:
+        """Latency and rate of a level; nothing if the level has one rank."""
+        communicator = Communicator(self.cluster, level)
+        if communicator.size == 1:
+            return
+        small = torch.zeros(8 * communicator.size, dtype=torch.uint8, device=self.device)
+
+        latencies = self._repeated(partial(_gather, communicator, small))
+        latency = statistics.median(latencies)
+        for size in self.effort.transfers_bytes:
+            whole = torch.zeros(size // communicator.size * communicator.size, dtype=torch.uint8, device=self.device)
+            if self._trial(partial(_gather, communicator, whole)) >= self.effort.enough_s:
+                break
+        before, counted_before = self.cluster.traffic.snapshot(), _counters()
+        seconds = self._repeated(partial(_gather, communicator, whole))
+        counted = _counters() - counted_before
+        payload_bytes = (self.cluster.traffic.snapshot() - before).total(level, direction="sent")
+        sent = whole.nbytes * (communicator.size - 1) // communicator.size
+        rates = tuple(sent / max(duration - latency, duration / 2) for duration in seconds)
+        how = f"all-gathers of {format_quantity(whole.nbytes, 'B')} by {communicator.size} ranks"
+        few = f"an all-gather of 8 bytes by {communicator.size} ranks"
+        if level == "local":
+            yield Figure(key="local_bytes_per_s", values=rates, how=how)
+            yield Figure(key="local_latency_s", values=latencies, how=few)
+            return
+        local = self.cluster.num_local
+        header_factor = self._header_factor(counted, local * payload_bytes)
+        on_wire = tuple(8 * header_factor.median * local * rate for rate in rates)
+        yield Figure(key="wire_bits_per_s", values=on_wire, how=f"{how}, on {local} ranks of each node at once")
+        yield Figure(key="wire_latency_s", values=latencies, how=few)
+        yield header_factor
+
+    def _header_factor(self, counted: _Counters, payload_bytes: int) -> Figure:
+        """The bytes of the network interface for each byte of payload, on the mean of all nodes, if they make sense."""
+        name, sent = counted.busiest()
+        factors = [factor for factor in self.ranks.gather(sent / payload_bytes) if 1 <= factor <= _MOST_HEADERS]
+        key = "wire_header_factor"
+        if len(factors) < self.ranks.size:
+            how = "TCP in frames of 1500 bytes, since no network interface has counted these transfers alone"
+            return Figure(key=key, values=(DEFAULT_HEADER_FACTOR,), how=how, kind="assumed")
+        factor = float(f"{statistics.mean(factors):.5g}")
+        return Figure(key=key, values=(factor,), how=f"bytes that {name} has counted for each byte of payload")
+
+    def _trial(self, action: Callable[[], object]) -> float:
+        """About how long `action` takes."""
+        return min(self._seconds(action, 2))
+
+    def _repeated(self, action: Callable[[], object]) -> tuple[float, ...]:
+        """The duration of `action` in each repetition. A repetition of a short action calls it many times."""
+        calls = int(self.effort.enough_s / 3 / self._trial(action))
+        return self._seconds(action, self.effort.repetitions, calls=min(max(calls, 1), _MOST_CALLS))
+
+    def _seconds(self, action: Callable[[], object], repetitions: int, *, calls: int = 1) -> tuple[float, ...]:
+        """The duration of `action` in each repetition, on the slowest rank. The first does not count. Collective."""
+        own = []
+        for _ in range(repetitions + 1):
+            self._finish()
+            self.ranks.gather(None)  # all ranks begin together
+            start = time.perf_counter()
+            for _ in range(calls):
+                action()
+            self._finish()
+            own.append((time.perf_counter() - start) / calls)
+        return tuple(max(durations) for durations in zip(*self.ranks.gather(own[1:]), strict=True))
+
+    def _finish(self) -> None:
+        if self.device != self.host:
+            torch.accelerator.synchronize()
+
+
+def _nothing() -> None:
+    """Wait for the ranks that work."""
+
+
+def _gather(communicator: Communicator, whole: torch.Tensor) -> None:
+    piece = whole.view(communicator.size, -1)[communicator.rank]
+    pending = communicator.all_gather(whole, piece, "control")
+    if pending is not None:
+        pending.wait()
+
+
+class _Counters:
+    """The bytes that each network interface has sent."""
+
+    def __init__(self, sent: Mapping[str, int]) -> None:
+        self.sent = sent
+
+    def __sub__(self, earlier: _Counters) -> _Counters:
+        return _Counters({name: sent - earlier.sent.get(name, sent) for name, sent in self.sent.items()})
+
+    def busiest(self) -> tuple[str, int]:
+        """The interface that has sent most, and its bytes."""
+        return max(self.sent.items(), key=lambda item: item[1], default=("no interface", 0))
+
+
+def _counters() -> _Counters:
+    counted = psutil.net_io_counters(pernic=True, nowrap=False)
+    return _Counters({name: counts.bytes_sent for name, counts in counted.items() if name != "lo"})
+
+
+def _machine() -> str:
+    """A text that is the same for processes of one machine, also in different containers of it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:  # not Linux
+        return platform.node()
+
+
+def _host_memory_bytes() -> int:
+    """The memory that processes here may use: the machine's, or less if a control group limits it."""
+    limits = [psutil.virtual_memory().total]
+    root = Path("/sys/fs/cgroup")
+    try:
+        group = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()[0].split(":", 2)[2]
+    except (OSError, IndexError):
+        group = "/"
+    folder = root / group.strip("/")
+    for path in (folder, *folder.parents):
+        if path == root.parent:
+            break
+        try:
+            limits.append(int((path / "memory.max").read_text(encoding="utf-8")))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return min(limits)

@@ -1,0 +1,85 @@
+"""Quantities as people write them, `80 GB`, `10 Gbit/s`, `989 TFLOP/s`, and back."""
+
+import re
+from typing import Literal
+
+Unit = Literal["B", "B/s", "bit/s", "FLOP/s", "s", ""]
+"""Bytes, bytes per second, bits per second, floating-point operations per second, seconds, or none."""
+
+_PREFIXES = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+_PREFIXES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
+_SHORT = {"": 1, "m": 1e-3, "u": 1e-6, "µ": 1e-6, "n": 1e-9}
+_SPELLINGS: dict[Unit, dict[str, float]] = {
+    "B": {"B": 1},
+    "B/s": {"B/s": 1, "Bps": 1, "bit/s": 1 / 8, "b/s": 1 / 8, "bps": 1 / 8},
+    "bit/s": {"bit/s": 1, "b/s": 1, "bps": 1, "bit": 1, "B/s": 8, "Bps": 8},
+    "FLOP/s": {"FLOP/s": 1, "FLOPS": 1, "FLOPs": 1},
+    "s": {"s": 1},
+    "": {},
+}
+"""The ways to write each unit, and how many of the unit one of them is."""
+_EXAMPLES: dict[Unit, str] = {
+    "B": "'80 GB'",
+    "B/s": "'25 GB/s'",
+    "bit/s": "'10 Gbit/s'",
+    "FLOP/s": "'312 TFLOP/s'",
+    "s": "'20 us'",
+    "": "2",
+}
+_WORDS: dict[Unit, str] = {
+    "B": "bytes",
+    "B/s": "bytes per second",
+    "bit/s": "bits per second",
+    "FLOP/s": "FLOP/s",
+    "s": "seconds",
+    "": "",
+}
+
+
+def unit_of(key: str) -> Unit:
+    """The unit in a name: `wire_bits_per_s` is in bits per second, `device_memory_bytes` in bytes."""
+    endings: dict[str, Unit] = {
+        "bytes_per_s": "B/s",
+        "bits_per_s": "bit/s",
+        "flops_per_s": "FLOP/s",
+        "bytes": "B",
+        "_s": "s",
+    }
+    return next((unit for ending, unit in endings.items() if key.endswith(ending)), "")
+
+
+def parse_quantity(text: str, unit: Unit) -> float:
+    """Return the number of `unit` that a text like `10 Gbit/s` says.
+
+    Prefixes are those of the SI (k, M, G, T, P) and of IEC (Ki, Mi, Gi, Ti). B is a byte; b and bit are a bit. The
+    spelling of `laconic lab`, `200mbit`, is understood too.
+
+    Raises:
+        ValueError: the text is no number with such a unit.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*(\S*)", text.strip())
+    if match is not None:
+        prefixes = _SHORT if unit == "s" else _PREFIXES
+        for spelling, factor in _SPELLINGS[unit].items():
+            prefix = match[2].removesuffix(spelling)
+            if spelling == "bit":
+                prefix = prefix.upper()
+            if match[2].endswith(spelling) and prefix in prefixes:
+                return float(match[1]) * prefixes[prefix] * factor
+    raise ValueError(f"must be {expected(unit)}")
+
+
+def expected(unit: Unit) -> str:
+    """The words for a value of `unit` in a message."""
+    return f"a number of {_WORDS[unit]}, or a text such as {_EXAMPLES[unit]}" if unit else "a number"
+
+
+def format_quantity(value: float, unit: Unit) -> str:
+    """Return a short text for people, of four digits: `3.35 TB/s`, `20 us`."""
+    if unit == "s":
+        scale = next((scale for scale in _SHORT if scale != "µ" and value >= _SHORT[scale]), "n")
+        return f"{value / _SHORT[scale]:.4g} {scale}s"
+    if not unit:
+        return f"{value:.4g}"
+    scale = next((scale for scale in "EPTGMk" if value >= _PREFIXES[scale]), "")
+    return f"{value / _PREFIXES[scale]:.4g} {scale}{unit}"
