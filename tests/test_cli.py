@@ -30,7 +30,7 @@ def test_unknown_command_names_the_known(capsys: pytest.CaptureFixture[str]) -> 
     assert cli.main(["trian"]) == 2
     message = capsys.readouterr().err
     assert "'trian'" in message
-    assert "train, export, compare, lab" in message
+    assert "train, export, compare, rendezvous, lab" in message
 
 
 @pytest.fixture

@@ -7,13 +7,16 @@ from laconic.codec.linear import quantize_
 from laconic.comm.cluster import Cluster, default_mesh, init_mesh
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.islands.local_steps import LocalSteps
+from laconic.islands.membership import Membership
 from laconic.islands.outer_optimizer import outer_sgd
 from laconic.layout.granularity import Block, elements, rows, whole
 from laconic.optim.ema import EMA
 from laconic.partial.updates import assign_slice, partial_updates, unsliced, unsliced_state_dict
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.api import fully_shard
+from laconic.shard.audit import audit
 from laconic.shard.cache import Cache
+from laconic.shard.checks import Checks, CorruptionError
 from laconic.shard.sharded_module import ShardedModule, overrides
 from laconic.shard.wire import Wire
 
@@ -26,13 +29,17 @@ __all__ = [
     "EMA",
     "Block",
     "Cache",
+    "Checks",
     "Cluster",
+    "CorruptionError",
     "CyclicDataParallel",
     "LocalSteps",
+    "Membership",
     "RaggedTensor",
     "ShardedModule",
     "Wire",
     "assign_slice",
+    "audit",
     "default_mesh",
     "elements",
     "fully_shard",

@@ -54,6 +54,47 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Set the time that a collective of a group may take. torch has no public function for a group that exists."""
+    if timeout_of(group) not in (None, timeout):
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def gloo_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
+    """Connect ranks that need not be of one job. Unlike a group of torch.distributed's, this one may lose members.
+
+    It has the point-to-point methods of a ProcessGroup. Blocks until all ranks are there; RuntimeError if they are not.
+    """
+    group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+    return cast(dist.ProcessGroup, group)
+
+
+def isend(tensor: Tensor, group: dist.ProcessGroup, rank: int) -> dist.Work:
+    """Send to a rank of a group, which may be one of `gloo_group`."""
+    return group.send([tensor], rank, 0)
+
+
+def irecv(tensor: Tensor, group: dist.ProcessGroup, rank: int) -> dist.Work:
+    """Receive from a rank of a group, which may be one of `gloo_group`."""
+    return group.recv([tensor], rank, 0)
+
+
+def all_gather(outputs: list[Tensor], tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Gather tensors of one shape from all ranks of a group, which may be one of `gloo_group`."""
+    group.allgather([outputs], [tensor]).wait()
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """Close the connections of a group of `gloo_group`, so that no other rank waits for this one."""
+    group.abort()
+
+
+def device_of_messages(group: dist.ProcessGroup) -> torch.device:
+    """Return the device on which a group sends small messages: the CPU if a backend carries it, else its first."""
+    devices = group._device_types
+    return devices[0] if devices and torch.device("cpu") not in devices else torch.device("cpu")
+
+
 class _Shown:
     """An operator that does nothing, under the name of one of c10d's."""
 
@@ -74,6 +115,13 @@ def show_collective(name: str) -> None:
         for mode in _get_current_dispatch_mode_stack():
             if isinstance(mode, debug.CommDebugMode):
                 mode.__torch_dispatch__(_Shown(name), ())
+
+
+def storage_info(**fields: Any) -> Any:
+    """Return the record of where DCP's writer has put a value; DCP has no public name for it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(**fields)
 
 
 def register_as_sharded(module: torch.nn.Module) -> None:

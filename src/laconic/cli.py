@@ -9,10 +9,11 @@ COMMANDS = {
     "train": ("laconic.train.cli:command", "train a model from a config file (started by torchrun, or alone)"),
     "export": ("laconic.hf.export:main", "turn a checkpoint into a Hugging Face safetensors folder"),
     "compare": ("laconic.compare.cli:main", "run one job under several strategies in the lab, side by side"),
+    "rendezvous": ("laconic.islands.rendezvous:main", "serve as the meeting point of islands that come and go"),
     "lab": ("laconic.lab.cli:main", "run a script under torchrun on an emulated cluster with a slow wire"),
     "plan": (
         "laconic.plan.cli:main",
-        "compute the cost of a run: the padding of a model's layouts, the time steps of a cyclic schedule",
+        "compute the cost of a run: a model's padding, a cyclic schedule's time steps; measure the machines for it",
     ),
 }
 """The name of each subcommand -> (its function as "module:function", a line of help).

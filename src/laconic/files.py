@@ -1,6 +1,12 @@
-"""Functions that write a file whole or not at all."""
+"""Functions that write files, and make and remove folders, so that a kill or a power cut does no harm.
 
+A write is durable after fsync of the file. A new name, a rename and a removal are durable after fsync of the folder
+that lists the name; before, a file system may keep any of them and lose the others.
+"""
+
+import contextlib
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,3 +46,26 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and its parents, unless it exists; it survives a power cut.
+
+    Raises:
+        OSError: the folder cannot be created.
+    """
+    if path.is_dir():
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    for parent in path.absolute().parents:  # all of them: another program may have just made one, and not synced it
+        with contextlib.suppress(OSError):  # a parent that this user may not read was there before
+            sync(parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with its files, or a file, or a link but not its target. What cannot be removed stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from laconic import checkpoint
+from laconic import _compat, checkpoint
 from laconic.optim.adamw8bit import AdamW8bit
 from laconic.optim.muon import Muon
 from laconic.shard.unit import unit_of
@@ -189,6 +189,8 @@ class Spy:
             if name.startswith(tuple(_COMMUNICATING)) and callable(function) and not isinstance(function, type):
                 for module in (distributed_c10d, dist):
                     setattr(module, name, self._counting(function))
+        for name in ("_all_gather_flat", "_reduce_scatter_flat"):  # laconic's own names of two of them
+            setattr(_compat, name, self._counting(getattr(_compat, name)))
 
     def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:

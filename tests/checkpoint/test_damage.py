@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.trust import checkpoint_damage
 from laconic import checkpoint
 from laconic.checkpoint import CheckpointError, commit, storage
 from tests.checkpoint.job import files_of, make_model
@@ -64,9 +65,6 @@ def test_damage_to_any_file_is_noticed_and_the_older_checkpoint_loaded(harm: Any
             folder = tmp_path / f"{number}-{where}"
             shutil.copytree(saved, folder)
             harm(folder / "step-2" / name, where)
-            if harm is _remove and name == "manifest.json":  # without a manifest the folder was never committed
-                assert _load(folder)["step"] == 1  # type: ignore[index]
-                continue
             with pytest.warns(UserWarning, match="step-2 is damaged and is skipped"):
                 loaded = _load(folder)
             assert loaded is not None
@@ -82,11 +80,123 @@ def test_damage_to_all_is_an_error_and_not_a_fresh_start(saved: Path, tmp_path: 
         _load(folder)
 
 
-def test_damage_to_latest_does_not_matter(saved: Path, tmp_path: Path) -> None:
+def _dangle(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    path.symlink_to(path.with_name("gone"))
+
+
+def _lose_manifests(folder: Path) -> None:
+    for step in (1, 2):
+        (folder / f"step-{step}" / "manifest.json").unlink()
+
+
+def _lose_folders(folder: Path) -> None:
+    for step in (1, 2):
+        shutil.rmtree(folder / f"step-{step}")
+
+
+def _copy_over(source: Path, target: Path) -> None:
+    shutil.rmtree(target)
+    shutil.copytree(source, target)
+
+
+def _swap(folder: Path) -> None:
+    (folder / "step-1").rename(folder / "x")
+    (folder / "step-2").rename(folder / "step-1")
+    (folder / "x").rename(folder / "step-2")
+
+
+LOSSES: dict[str, tuple[Any, int]] = {
+    "manifest": (lambda folder: (folder / "step-2" / "manifest.json").unlink(), 1),
+    "manifest dangles": (lambda folder: _dangle(folder / "step-2" / "manifest.json"), 1),
+    "manifest of the step before": (lambda f: shutil.copy(f / "step-1" / "manifest.json", f / "step-2"), 1),
+    "folder": (lambda folder: shutil.rmtree(folder / "step-2"), 1),
+    "folder dangles": (lambda folder: _dangle(folder / "step-2"), 1),
+    "folder of the step before": (lambda folder: _copy_over(folder / "step-1", folder / "step-2"), 1),
+    "folder is empty": (lambda f: [path.unlink() for path in (f / "step-2").iterdir()], 1),
+    "latest is nonsense": (lambda folder: (folder / "latest").write_bytes(b"\xff"), 2),
+    "latest names nothing": (lambda folder: (folder / "latest").write_text("step-8\n"), 2),
+    "latest dangles": (lambda folder: _dangle(folder / "latest"), 2),
+    "all manifests": (_lose_manifests, 0),
+    "all folders": (_lose_folders, 0),
+    "all names": (_swap, 0),
+    "everything dangles": (_dangle, 0),
+}
+"""What is lost, and the step that a resume then loads; 0 if it refuses."""
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_is_lost_is_noticed_and_never_a_fresh_start(loss: str, saved: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(saved, folder)
-    (folder / "latest").write_text("nonsense")
-    assert _load(folder)["step"] == 2  # type: ignore[index]
+    lose, step = LOSSES[loss]
+    lose(folder)
+    if step == 0:
+        warnings.simplefilter("ignore")
+        with pytest.raises(CheckpointError, match=r"none of the checkpoints.*is intact"):
+            _load(folder)
+        return
+    with pytest.warns(UserWarning, match="is damaged and is skipped") as caught:
+        loaded = _load(folder)
+    assert loaded is not None
+    assert loaded["step"] == step
+    assert [Path(warning.filename).name for warning in caught] == ["test_damage.py"]
+
+
+def test_an_older_manifest_of_the_same_step_is_noticed(tmp_path: Path) -> None:
+    """Back from step 4, step 2 is saved again; then its first manifest is put in the place of the new one."""
+    model = make_model()
+    for number, step in enumerate((1, 2, 4, 2)):
+        path = checkpoint.save_checkpoint(tmp_path, step, model=model, optimizer=None, extra={"n": number}, keep=4)
+        if number == 1:
+            shutil.copy(path / "manifest.json", tmp_path / "first")
+    shutil.copy(tmp_path / "first", tmp_path / "step-2" / "manifest.json")
+    with pytest.warns(UserWarning, match=r"step-2 is damaged and is skipped: rank-00000.json"):
+        loaded = checkpoint.load_checkpoint(tmp_path, model=model, optimizer=None)
+    assert loaded == {"step": 4, "n": 2}
+
+
+def test_a_damaged_checkpoint_is_never_removed(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(saved, folder)
+    manifest = (folder / "step-2" / "manifest.json").rename(tmp_path / "manifest")
+    for step in (3, 4, 5):
+        checkpoint.save_checkpoint(folder, step, model=make_model(), optimizer=None, extra={})
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-2", "step-4", "step-5"]
+    with pytest.warns(UserWarning, match=r"step-2 is damaged .*; it is kept as step-2.damaged"):
+        checkpoint.save_checkpoint(folder, 2, model=make_model(), optimizer=None, extra={})
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-2", "step-2.damaged", "step-5"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = make_model()
+        assert checkpoint.load_checkpoint(folder, model=model, optimizer=None)["step"] == 2  # type: ignore[index]
+    manifest.rename(folder / "step-2.damaged" / "manifest.json")
+    assert _load(folder / "step-2.damaged")["step"] == 2  # type: ignore[index]
+
+
+def test_the_only_intact_copy_of_a_step_stays_until_another_is_committed(saved: Path, tmp_path: Path) -> None:
+    """After a kill, `step-2.old` is intact and `step-2` is not. Step 2 is saved again, and killed once more."""
+    folder = tmp_path / "run"
+    shutil.copytree(saved, folder)
+    shutil.rmtree(folder / "step-1")
+    shutil.copytree(folder / "step-2", folder / "step-2.old")
+    _flip(folder / "step-2" / "__0_0.distcp", 0.5)
+    steps: list[int] = []
+
+    def resume(point: str) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = make_model()
+            found = checkpoint.load_checkpoint(folder, model=model, optimizer=None, strict=False)
+        steps.append(found["tokens"] if found else 0)
+
+    commit.on_crash_point = resume
+    try:
+        checkpoint.save_checkpoint(folder, 2, model=make_model(), optimizer=None, extra={"tokens": 7})
+    finally:
+        commit.on_crash_point = None
+    assert set(steps) == {20, 7}
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-2"]
 
 
 def test_nothing_to_load_is_none(tmp_path: Path) -> None:
@@ -156,6 +266,22 @@ def test_settings_of_the_optimizer_come_back(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_a_checkpoint_is_loaded_itself(saved: Path) -> None:
     assert _load(saved / "step-1")["step"] == 1  # type: ignore[index]
+
+
+def test_absurd_metadata_is_refused(saved: Path, tmp_path: Path) -> None:
+    """Lengths that no memory holds, and places of bytes before the file."""
+    shutil.copytree(saved / "step-2", tmp_path / "dcp")
+    path = tmp_path / "dcp" / ".metadata"
+    data = path.read_bytes()
+    absurd = [data[:11] + b"\x8d" + (2**62).to_bytes(8, "little") + data[11:], data.replace(b"K\x0d", b"M\xff\xff")]
+    for index in range(len(data) - 8):
+        if data[index] == 0x8C:  # the length of a short string becomes that of a long one
+            absurd.append(data[:index] + b"\x8d" + (2**61).to_bytes(8, "little") + data[index + 2 :])
+    for mutated in absurd[:: max(1, len(absurd) // 20)]:
+        path.write_bytes(mutated)
+        model = make_model()
+        with pytest.raises(CheckpointError):
+            checkpoint.load_dcp(tmp_path / "dcp", model=model, optimizer=torch.optim.AdamW(model.parameters()))
 
 
 class _Hostile:
@@ -231,3 +357,11 @@ def test_extra_and_random_numbers_come_back(tmp_path: Path) -> None:
     for key, tensor in tensors.items():
         assert loaded["tensors"][key].dtype == tensor.dtype
         assert torch.equal(loaded["tensors"][key], tensor)
+
+
+def test_any_damage_is_noticed_and_the_checkpoint_before_is_used(saved: Path, tmp_path: Path) -> None:
+    """A sample of `python -m benchmarks.trust --rows checkpoint-damage`."""
+    shutil.copytree(saved, tmp_path / "run")
+    kinds, harmed = checkpoint_damage.tally(tmp_path / "run", 120)
+    assert set(kinds) == set(checkpoint_damage.KINDS)
+    assert harmed == []

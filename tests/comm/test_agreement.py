@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from laconic import _compat
+from laconic.comm import agreement
 from laconic.comm.agreement import RankGroup
 from laconic.errors import JobError
 from tests.ranks import run_ranks
@@ -131,3 +138,100 @@ def test_an_error_without_a_message_is_an_error() -> None:
 
     with pytest.raises(JobError, match="ValueError"):
         RankGroup().agree(fail)
+
+
+VALUES = [
+    None, True, -(2**70), 0.1, "", "\udcff \u00e9", "x" * 52, "x" * 51, "x" * 50, "x" * 49, "y" * 70_000,
+    [], {}, [float("inf"), -float("inf"), [1.5, {"a": [None]}]], {"": {"b": False}},
+]  # fmt: skip
+
+
+def job_values() -> list[object]:
+    """Every rank sends another value of the list in each round: short and long ones meet."""
+    ranks, found = RankGroup(), []
+    for shift in range(len(VALUES)):
+        sent = [VALUES[(shift + rank) % len(VALUES)] for rank in range(ranks.size)]
+        found.append(ranks.gather(sent[ranks.rank]) == sent)
+        found.append(ranks.broadcast(sent[ranks.rank]) == sent[0])
+    found.append([math.isnan(number) for number in ranks.gather(float("nan"))] == [True] * 3)
+    mine = ["mine"]
+    found.append(all(value is not mine for value in ranks.gather(mine)))
+    return found
+
+
+def test_values_of_every_kind_and_length_arrive() -> None:
+    for found in run_ranks(job_values, 3):
+        assert all(found), found
+
+
+class Named(str):
+    """A text of a class of its own."""
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ((1, 2), r"the value is a tuple: \(1, 2\); convert"),
+        ({"a": [1, {2}]}, r"the value\['a'\]\[1\] is a set: \{2\}"),
+        ([{1: "one"}], r"the value\[0\] has the key 1"),
+        (torch.zeros(1), r"the value is a Tensor"),
+        (b"bytes", r"the value is a bytes"),
+        (Named("a"), r"the value is a Named: 'a'"),
+        (Path("a"), r"the value is a PosixPath"),
+    ],
+)
+def test_other_values_are_refused(value: object, problem: str) -> None:
+    ranks = RankGroup()
+    with pytest.raises(TypeError, match=rf"^RankGroup.gather sends JSON.*{problem}"):
+        ranks.gather(value)
+    with pytest.raises(TypeError, match=rf"^RankGroup.broadcast sends JSON.*{problem}"):
+        ranks.broadcast(value)
+    with pytest.raises(TypeError, match="is a"):
+        ranks.on_rank_0(lambda: {"result": object()}, "no")
+
+
+def job_wrong_bytes() -> list[str]:
+    """Rank 1 sends what is no message: another collective, a damaged header, damaged text, a damaged rest."""
+    own, problems = RankGroup(), []
+    for place, text in ((None, ""), (3, "short"), (14, "short"), (90, "l" + 100 * "o" + "ng")):
+        if dist.get_rank() == 1:
+            encode = agreement._encoded
+
+            def damaged(value: object, call: str, place: int | None = place, encode: Any = encode) -> bytes:
+                message = bytearray(encode(value, call))
+                if place is None:
+                    return b"\1" * 64
+                message[place] ^= 4
+                return bytes(message)
+
+            agreement._encoded = damaged
+        try:
+            own.gather(text)
+        except RuntimeError as error:
+            problems.append(str(error))
+        if dist.get_rank() == 1:
+            agreement._encoded = encode
+    return problems
+
+
+def test_bytes_that_are_no_value_are_named() -> None:
+    for problems in run_ranks(job_wrong_bytes, 2):
+        assert len(problems) == 4
+        for problem in problems:
+            assert re.match(r"rank 1 of the group sent (64|117) bytes that are no value: [0-9a-f ]+ \.\.\.", problem)
+            assert "all ranks must make the same calls" in problem
+
+
+def job_trips() -> list[int]:
+    """The number of collectives, and the bytes, of a gather of short values and of longer ones."""
+    sent: list[int] = []
+    gather = _compat.all_gather_flat
+    _compat.all_gather_flat = lambda output, own, **more: sent.append(len(own)) or gather(output, own, **more)  # type: ignore[assignment,func-returns-value]
+    RankGroup().gather([True, ""])
+    RankGroup().gather("x" * 100 * dist.get_rank())
+    return sent
+
+
+def test_short_values_take_one_trip() -> None:
+    """A longer one takes a second trip with the rest of the longest: 12 bytes of header and 102 of JSON in all."""
+    assert run_ranks(job_trips, 2) == [[64, 64, 12 + 102 - 64]] * 2

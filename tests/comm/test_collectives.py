@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic import _compat
-from laconic.comm.collectives import Communicator, all_reduce, start_flags
+from laconic.comm.collectives import Communicator, all_reduce, pass_on, start_flags, swap_rows
 from laconic.comm.traffic import Purpose
 from tests.ranks import run_ranks
 from tests.reference import gather as reference
@@ -268,3 +268,26 @@ def job_flags(islands: int) -> None:
 @pytest.mark.parametrize(("world", "local", "islands"), [(1, 1, 1), (3, 3, 1), (4, 2, 1), (6, 1, 3), (8, 2, 2)])
 def test_flags_are_united(world: int, local: int, islands: int) -> None:
     run_ranks(job_flags, world, islands, local=local)
+
+
+def job_rows_and_neighbours() -> None:
+    cluster = laconic.Cluster.of(laconic.init_mesh("cpu", islands=2))
+    place = cluster.node_rank * cluster.num_local + cluster.local_rank
+    kinds = {False: (place, cluster.size, "node"), True: (cluster.island_rank, cluster.num_islands, "island")}
+    for across_islands, (own, size, level) in kinds.items():
+        before = cluster.traffic.snapshot()
+        rows = torch.arange(size)[:, None] * 10 + own + torch.tensor([0, 2**40])
+        got = swap_rows(cluster, rows, across_islands=across_islands)
+        assert got.tolist() == [[own * 10 + other, own * 10 + other + 2**40] for other in range(size)]
+        assert_sent(cluster, before, level, "control", 16 * (size - 1))
+    before = cluster.traffic.snapshot()
+    last = (place - 1) % cluster.size
+    landings = [torch.empty(last, dtype=torch.bool), torch.empty(2, 3)]
+    pass_on(cluster, [torch.ones(place, dtype=torch.bool), torch.full((2, 3), float(place))], landings)
+    assert landings[0].all()
+    assert (landings[1] == last).all()
+    assert (cluster.traffic.snapshot() - before).total("node", "control", "sent") == place + 24
+
+
+def test_rows_are_swapped_and_tensors_passed_on() -> None:
+    run_ranks(job_rows_and_neighbours, 6, local=1)

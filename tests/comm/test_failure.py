@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
-from laconic.comm.failure import failing_together, first_failure, record_failure
+from benchmarks.launch import PRELOADED, _context, _torchrun_environment
+from laconic.comm import failure
+from laconic.comm.failure import failing_together, first_failure, record_failure, watch_peers, watch_peers_early
+from laconic.comm.launch import start_process_group
 from laconic.config import to_toml
 from laconic.errors import JobError
 from tests.ranks import free_port, run_ranks
@@ -19,42 +26,27 @@ from tests.train.jobs import job
 
 
 def job_record() -> tuple[str, str, str]:
+    watch_peers()
     before = first_failure()
     dist.barrier()
     if dist.get_rank() == 1:
-        assert record_failure(RuntimeError("the disk is on fire")) == ""
+        assert record_failure(ValueError("the disk is on fire")) == ""
+    answer = first_failure(patience_s=30.0)
+    later = record_failure(ValueError("me, too"))
     dist.barrier()
-    answer = record_failure(ValueError("me, too")) if dist.get_rank() != 1 else ""
-    dist.barrier()
-    return before, first_failure(), answer
+    return before, answer, later
 
 
 def test_the_first_failure_is_the_one_that_every_other_rank_learns() -> None:
-    results = run_ranks(job_record, 3)
-    assert [before for before, _, _ in results] == [""] * 3
+    results = run_ranks(job_record, 5)
+    assert [before for before, _, _ in results] == [""] * 5
     assert results[1][1:] == ("", ""), "its own failure is no failure of another rank"
-    for rank in (0, 2):
+    for rank in (0, 2, 3, 4):
         _, first, answer = results[rank]
         assert first == answer
         assert first.startswith("rank 1 failed first:\n")
-        assert "RuntimeError: the disk is on fire" in first
+        assert "ValueError: the disk is on fire" in first
         assert "me, too" not in first
-
-
-class DeadStore:
-    """A store whose host has died."""
-
-    def __getattr__(self, name: str) -> object:
-        raise dist.DistNetworkError("connection reset")
-
-
-def job_dead_store() -> None:
-    assert record_failure(RuntimeError("no"), DeadStore()) == ""  # type: ignore[arg-type]
-    assert first_failure(DeadStore()) == ""  # type: ignore[arg-type]
-
-
-def test_a_dead_store_hides_no_error() -> None:
-    run_ranks(job_dead_store, 1)
 
 
 def job_fail(kind: str) -> str:
@@ -62,10 +54,10 @@ def job_fail(kind: str) -> str:
     try:
         with failing_together(2):
             if dist.get_rank() == 1:
-                raise {"error": RuntimeError, "job": JobError}[kind]("the disk is on fire")
+                raise (RuntimeError if kind == "error" else JobError)("the disk is on fire")
             while not first_failure():
                 time.sleep(0.01)
-            raise JobError("no corpus") if kind == "job" else RuntimeError("connection closed by peer")
+            raise JobError("no corpus") if kind == "both" else RuntimeError("connection closed by peer")
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
@@ -79,7 +71,72 @@ def test_a_rank_that_fails_later_shows_the_first_failure() -> None:
 
 
 def test_job_errors_stay_as_they_are() -> None:
-    assert run_ranks(job_fail, 2, "job") == ["JobError: no corpus", "JobError: the disk is on fire"]
+    assert run_ranks(job_fail, 2, "both") == ["JobError: no corpus", "JobError: the disk is on fire"]
+
+
+def test_a_job_error_of_one_rank_ends_the_others_with_its_message_alone() -> None:
+    assert run_ranks(job_fail, 2, "job") == ["JobError: the disk is on fire"] * 2
+
+
+def meet(rank: int, port: int, folder: str) -> None:
+    """Rank 1 dies when its neighbour has found it, and has no process group yet."""
+    os.dup2(os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    os.environ.update(_torchrun_environment(rank, 2, 2, port))
+    failure._GRACE_S = 0.1
+    if rank == 0:
+        start_process_group("gloo", timedelta(seconds=80))
+    watch_peers_early(next(rendezvous("env://"))[0], rank, 2)
+    while not failure._peers.ring.has_neighbours:
+        time.sleep(0.01)
+    time.sleep(0.3)  # until the neighbour knows, too
+    os._exit(9)
+
+
+def wait_in_vain(rank: int, port: int, folder: str) -> None:
+    """No neighbour is known."""
+    os.dup2(os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    failure._GRACE_S, os.environ["RANK"] = 0.1, str(rank)
+    with failure.ending_after(0.1, "the process group of all ranks"):
+        time.sleep(80)
+
+
+def test_ranks_end_if_another_one_dies_before_all_have_met(tmp_path: Path) -> None:
+    _context.set_forkserver_preload([*PRELOADED, "benchmarks.fork_server"])
+    port = free_port()
+    jobs = [(meet, 0), (meet, 1), (wait_in_vain, 2)]
+    processes = [_context.Process(target=job, args=(rank, port, str(tmp_path)), daemon=True) for job, rank in jobs]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()
+    assert [process.exitcode for process in processes] == [1, 9, 1]
+    assert "rank 0 is stuck because rank 1 is gone" in (tmp_path / "0").read_text()
+    assert "rank 2 has waited 0.2 s for the process group of all ranks" in (tmp_path / "2").read_text()
+
+
+def job_show_slowly() -> str:
+    """Rank 0 fails late, and shows its traceback late; both within the grace, but not together."""
+    failure._GRACE_S, shown = 2.0, io.StringIO()
+    hook, sys.excepthook = sys.excepthook, lambda *error: (time.sleep(1.5), hook(*error))
+    failure._peers = None  # so that the hook of laconic is the outer one, as where a script starts
+    watch_peers()
+    dist.barrier()
+    error = RuntimeError("connection closed by peer")
+    if dist.get_rank() == 1:
+        record_failure(ValueError("the disk is on fire"))
+    else:
+        assert first_failure(patience_s=30.0)
+        time.sleep(1.0)
+        with contextlib.redirect_stderr(shown):
+            sys.excepthook(type(error), error, None)
+    return shown.getvalue()
+
+
+def test_a_rank_that_fails_by_itself_shows_all_of_its_error() -> None:
+    own, _ = run_ranks(job_show_slowly, 2)
+    assert "RuntimeError: connection closed by peer" in own
+    assert "ValueError: the disk is on fire" in own
 
 
 def run_all(commands: list[list[str]]) -> tuple[list[int], list[str]]:
@@ -103,22 +160,30 @@ HANGS = """
 import sys, time
 import torch.distributed as dist
 from laconic.comm import failure
+from laconic.errors import JobError
 
-failure._WATCH_INTERVAL_S = failure._GRACE_S = 0.1
+failure._GRACE_S = 0.1
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 with failure.failing_together(2):
     if dist.get_rank() == 1:
-        raise RuntimeError("the disk is on fire")
+        raise {"RuntimeError": RuntimeError, "JobError": JobError}[sys.argv[3]]("the disk is on fire")
     time.sleep(600)
 """
 
 
 def test_a_rank_that_hangs_ends_with_the_first_failure() -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
-    codes, outputs = run_all([["-c", HANGS, address, str(rank)] for rank in range(2)])
+    codes, outputs = run_all([["-c", HANGS, address, str(rank), "RuntimeError"] for rank in range(2)])
     assert codes == [1, 1]
     assert "rank 0 is stuck because rank 1 failed first:" in outputs[0]
     assert "RuntimeError: the disk is on fire" in outputs[0]
+
+
+def test_a_rank_that_hangs_ends_with_one_line_after_a_job_error() -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    codes, outputs = run_all([["-c", HANGS, address, str(rank), "JobError"] for rank in range(2)])
+    assert codes[0] == 2
+    assert outputs[0] == "rank 0 is stuck because rank 1 failed first: the disk is on fire\n"
 
 
 def test_one_rank_alone_needs_no_process_group() -> None:

@@ -150,6 +150,7 @@ def run_cell(cell: Cell) -> dict[str, Tensor]:
         "mp_policy": PRECISION if "mixed precision" in cell.features else None,
         "wire": _wire(cell),
         "granularity": _TILES if cell.optimizer == "AdamW8bit" else None,
+        "checks": laconic.Checks(interval=1, on_damage="regather", unnoticed_edits=True),
     }
     for block in model.blocks:
         laconic.fully_shard(block, **options)

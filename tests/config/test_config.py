@@ -67,6 +67,9 @@ def test_a_wrong_file_is_refused_by_name(table: dict[str, Any], parts: list[str]
             "cannot feed errors back with shard.param_dtype = 'float16'",
         ),
         ({"shard": {"strategy": "ddp", "param_dtype": "bfloat16"}}, "no mixed precision"),
+        ({"shard": {"strategy": "ddp", "check_every": 9}}, "is for shard.strategy = 'laconic'"),
+        ({"shard": {"on_damage": "regather"}}, "set shard.check_every too"),
+        ({"train": {"timeout_s": 1e308}}, "lie in (0, 1e9]"),
         ({"shard": {"strategy": "fsdp2-hpz", "reshard_after_forward": True}}, "leave it out"),
         ({"model": {"dtype": "float16"}}, "model.dtype = 'float16' must not be float16: an optimizer's small updates"),
         ({"shard": {"reduce_dtype": "float16"}}, "needs shard.param_dtype = 'float16'"),
@@ -77,6 +80,12 @@ def test_a_wrong_file_is_refused_by_name(table: dict[str, Any], parts: list[str]
         ({"lora": {"enabled": True, "quantize_skip": ["lm_head"]}}, "needs lora.quantize"),
         ({"train": {"steps": 0}}, "at least 1"),
         ({"train": {"keep": 1}}, "at least 2"),
+        ({"train": {"steps": 10**400}}, "train.steps is an integer of 1329 bits; it must fit into 64 bits"),
+        ({"optimizer": {"lr": 1 << 20_000}}, "optimizer.lr is an integer of 20001 bits"),
+        ({"model": {"config": {**MODEL, "rope": [2**63]}}}, "an item of model.config.rope is an integer of 64 bits"),
+        ({"train": {"output": "a\0b"}}, "has a NUL"),
+        ({"train": {"device": "\udcff"}}, "is not UTF-8"),
+        ({"train": {"steps": "x" * 5000}}, "x... (string)"),
     ],
 )
 def test_values_that_make_no_sense_are_refused(table: dict[str, Any], part: str) -> None:
@@ -90,9 +99,10 @@ def test_the_file_is_named(tmp_path: Path) -> None:
     path.write_text("[train]\nstep = 1\n")
     with pytest.raises(ConfigError, match=r"job\.toml: unknown key"):
         load(path)
-    path.write_text("[train\n")
-    with pytest.raises(ConfigError, match="not valid TOML"):
-        load(path)
+    for text in ("[train\n", f"x = {'[' * 5000}", f"[train]\nsteps = {'9' * 5000}"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="not valid TOML"):
+            load(path)
     with pytest.raises(ConfigError, match="cannot read"):
         load(tmp_path / "missing.toml")
 

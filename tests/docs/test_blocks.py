@@ -13,6 +13,7 @@ import yaml
 from laconic.config import Config
 from laconic.config.job import from_dict
 from laconic.integrations import LaconicArguments
+from laconic.plan.cluster_file import cluster_from_dict
 from tests.docs.blocks import ROOT, Block, blocks
 from tests.docs.commands import check, commands
 from tests.docs.scenes import scene
@@ -68,8 +69,12 @@ def test_commands_parse(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("block", of("toml"), ids=str)
-def test_jobs_are_valid(block: Block) -> None:
-    from_dict(Config, tomllib.loads(block.text))
+def test_jobs_and_clusters_are_valid(block: Block) -> None:
+    table = tomllib.loads(block.text)
+    if "ranks_per_node" in table:
+        cluster_from_dict(table)
+    else:
+        from_dict(Config, table)
 
 
 @pytest.mark.parametrize("block", [block for block in ALL if block.mark in ("diff", "part of")], ids=str)

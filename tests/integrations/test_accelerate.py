@@ -127,6 +127,7 @@ def test_three_ranks_train_as_ddp() -> None:
     [
         ({"fsdp_plugin": object()}, "fsdp_plugin asks for another way to shard"),
         ({"arguments": LaconicArguments(local_steps=5)}, "local_steps=5"),
+        ({"arguments": LaconicArguments(audit_every=5)}, "call laconic.audit"),
         ({"arguments": {"cache": "host"}}, "takes LaconicArguments first, got dict"),
     ],
 )

@@ -254,6 +254,8 @@ def test_a_trainer_its_checkpoints_and_its_precisions(tmp_path: Path) -> None:
 def test_options_that_do_not_go_with_lightning() -> None:
     with pytest.raises(ArgumentError, match="local_steps=5"):
         LaconicStrategy(LaconicArguments(local_steps=5))
+    with pytest.raises(ArgumentError, match="audit_every=5"):
+        LaconicStrategy(LaconicArguments(audit_every=5))
 
 
 def test_the_names_of_lightning_that_the_strategy_uses() -> None:

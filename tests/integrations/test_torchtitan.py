@@ -76,7 +76,7 @@ def test_the_steps_of_torchtitans_trainer(world: int, local: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"param_dtype": "bfloat16"}, {"units": ["Layer"]}, {"local_steps": 5}, {"reshard_after_forward": False}]
+    "options", [{"param_dtype": "bfloat16"}, {"units": ["Layer"]}, {"audit_every": 5}, {"reshard_after_forward": False}]
 )
 def test_options_that_torchtitan_decides(options: dict) -> None:
     (name,) = options

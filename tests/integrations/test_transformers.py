@@ -17,9 +17,10 @@ from transformers import HfArgumentParser, LlamaForCausalLM, TrainerCallback, Tr
 
 import laconic
 from benchmarks.clients import trainers
+from benchmarks.trust.bit_flips import flipping_in_gradients
 from laconic.integrations import LaconicArguments, shard_model
 from laconic.integrations.options import ArgumentError
-from laconic.integrations.trained_state import FILES
+from laconic.integrations.trained_state import FILES, incomplete
 from laconic.integrations.transformers import LaconicTrainer
 from tests.ranks import run_ranks
 
@@ -70,18 +71,25 @@ def train_with_checkpoints(folder: Path) -> dict[str, Any]:
 
     found["reloaded"] = reloads(straight, folder / "exported")
 
-    # The run is cut while it writes its third checkpoint, and another kill left a folder with nothing but weights.
+    # A power cut left zeros in the third checkpoint, and a kill left the second without its list of files. The first
+    # one has a list of earlier versions, without hashes.
     if dist.get_rank() == 0:
         shutil.copytree(folder / "straight", folder / "resumed")
-        (folder / "resumed" / f"checkpoint-{STEPS}" / "scheduler.pt").write_bytes(b"")
+        damaged = folder / "resumed" / f"checkpoint-{STEPS}" / "trainer_state.json"
+        damaged.write_bytes(bytes(damaged.stat().st_size))
         (folder / "resumed" / f"checkpoint-{STEPS - 1}" / FILES).unlink()
+        old = folder / "resumed" / "checkpoint-1" / FILES
+        old.write_text(json.dumps({**json.loads(old.read_text()), "sha256": {}}))
     dist.barrier()
     more["load_best_model_at_end"] = False
+    more["save_total_limit"] = 2
     resumed = trainers.make("accumulation", str(folder / "resumed"), STEPS, LaconicArguments(), **more)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         resumed.train(resume_from_checkpoint=True)
     found["skipped"] = [str(each.message) for each in caught if "not complete" in str(each.message)]
+    found["kept"] = [path.name for path in sorted((folder / "resumed").glob("checkpoint-*"))]
+    found["damage"] = incomplete(folder / "resumed" / f"checkpoint-{STEPS}")
     end = load_file(folder / "straight" / f"checkpoint-{STEPS}" / "model.safetensors")
     found["resumed_equal"] = is_equal({name: value for name, value in whole(resumed.model).items() if name in end}, end)
     found["resumed_log"] = trainers.log(resumed) == trainers.log(straight)
@@ -112,7 +120,7 @@ def reloads(trainer: Any, folder: Path) -> bool:
 def refusal(action: Any) -> str:
     try:
         action()
-    except (ArgumentError, ValueError) as error:
+    except (ValueError, laconic.CorruptionError) as error:
         return str(error)
     return "nothing was refused"
 
@@ -126,10 +134,11 @@ def variants(folder: Path) -> dict[str, Any]:
         ({"optim": "sgd", "max_grad_norm": 0.0}, compiled),
         ({"bf16": True}, {}),
     ]
+    audited = LaconicArguments(audit_every=2)
     found = {}
     for more, added in cases:
         stock = trainers.run("trainer", str(folder / "ddp"), 2, **more)
-        own = trainers.run("trainer", str(folder / "own"), 2, LaconicArguments(), **more, **added)
+        own = trainers.run("trainer", str(folder / "own"), 2, audited, **more, **added)
         found[next(iter(more))] = gap(stock, own)
     return found
 
@@ -194,6 +203,7 @@ def refusals(folder: Path) -> dict[str, str]:
         ),
         "units": refusal(make(LaconicArguments(units=["NoSuchLayer"]))),
         "islands": refusal(make(LaconicArguments(local_steps=2, islands=3))),
+        "audit": refusal(make(LaconicArguments(local_steps=2, audit_every=3))),
         "layers": refusal(lambda: shard_model(torch.nn.Linear(3, 3))),
     }  # fmt: skip
 
@@ -220,7 +230,22 @@ def traffic(folder: Path) -> list[int]:
     return sent
 
 
-PARTS = (train_with_checkpoints, variants, islands, refusals, model_init, traffic)
+def audits(folder: Path) -> dict[str, Any]:
+    """The steps whose first micro-batch is audited, and what an audit says of a device that computes wrongly."""
+    audit, steps = laconic.audit, []
+    with pytest.MonkeyPatch.context() as patch:
+        trainer = trainers.make("accumulation", str(folder), 4, LaconicArguments(audit_every=3))
+        patch.setattr(laconic, "audit", lambda *args: (steps.append(trainer.state.global_step), audit(*args)))
+        trainer.train()
+    injured = trainers.make("trainer", str(folder), 1, LaconicArguments(audit_every=1))
+    with flipping_in_gradients(0, bit=3, seed=0):
+        damage = refusal(injured.train)
+    pairs = trainers.make("trainer", str(folder), 1, LaconicArguments(audit_every=1))
+    pairs.data_collator = lambda rows: {"prompts": [row["input_ids"] for row in rows]}
+    return {"steps": steps, "damage": damage, "other batches": refusal(pairs.train)}
+
+
+PARTS = (train_with_checkpoints, variants, islands, refusals, model_init, traffic, audits)
 
 
 def whole_life(folder: Path) -> dict[str, Any]:
@@ -252,7 +277,10 @@ def test_a_run_equals_ddp_and_its_files_load(results: list[dict[str, Any]]) -> N
         assert run["resumed_log"]
         assert "another trainer wrote it" in run["cut"]
         skipped = " ".join(run["skipped"])
-        assert ("scheduler.pt is missing or damaged" in skipped and FILES in skipped) == (rank == 0)
+        problem = "trainer_state.json does not have the contents that were written"
+        assert (problem in skipped and FILES in skipped) == (rank == 0)
+        assert run["kept"] == ["checkpoint-1", f"checkpoint-{STEPS}"]  # the best one and the last
+        assert run["damage"] == ""
 
 
 def test_settings_equal_ddp(results: list[dict[str, Any]]) -> None:
@@ -279,6 +307,14 @@ def test_accumulation_sends_gradients_once(results: list[dict[str, Any]]) -> Non
         assert one == three > 0
 
 
+def test_audits_repeat_a_neighbours_batch(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        found = result["audits"]
+        assert found["steps"] == [0, 3]
+        assert "computed different bits from the same batch" in found["damage"]
+        assert "use check_every" in found["other batches"]
+
+
 def test_models_of_model_init_are_sharded(results: list[dict[str, Any]]) -> None:
     assert all(result["model_init"] for result in results)
 
@@ -298,6 +334,7 @@ def test_models_of_model_init_are_sharded(results: list[dict[str, Any]]) -> None
         ("optimizers", "optimizer_cls_and_kwargs"),
         ("units", "LlamaDecoderLayer"),
         ("islands", "use a divisor"),
+        ("audit", "use fewer islands"),
         ("layers", "pass units="),
     ],
 )
@@ -338,13 +375,17 @@ def test_one_process_goes_on_from_two_ranks(results: list[dict[str, Any]], folde
 def test_arguments_are_command_line_options() -> None:
     parser = HfArgumentParser((TrainingArguments, LaconicArguments))
     line = "--output_dir out --cache device --reshard_after_forward false --units A B --local_steps 5 --no_broadcast"
-    _, options = parser.parse_args_into_dataclasses([*line.split(), "--wire", "8bit", "--granularity", "32 rows"])
+    _, options = parser.parse_args_into_dataclasses(
+        [*line.split(), "--wire", "8bit", "--check_every", "9", "--audit_every", "7", "--granularity", "32 rows"]
+    )
     assert options == LaconicArguments(
         cache="device",
         reshard_after_forward=False,
         units=["A", "B"],
         local_steps=5,
         broadcast=False,
+        check_every=9,
+        audit_every=7,
         granularity="32 rows",
         wire="8bit",
     )
@@ -363,6 +404,8 @@ def test_arguments_are_command_line_options() -> None:
         ({"wire": "4bit", "cache": "none"}, "sends differences to cached weights; use cache='host' or 'device'"),
         ({"local_steps": -1}, "local_steps=-1 must be an integer of at least 0"),
         ({"islands": 2}, "needs local_steps"),
+        ({"check_every": 1.5}, "check_every=1.5 must be an integer"),
+        ({"on_damage": "regather"}, "needs check_every"),
         ({"units": "LlamaDecoderLayer"}, "must be a list of class names"),
         ({"granularity": "32 columns"}, "'32 columns' is not a block"),
     ],

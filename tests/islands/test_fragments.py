@@ -48,3 +48,5 @@ def test_layers_are_assigned_to_fragments() -> None:
     assert set(fragment_of(["a.weight"], 1).values()) == {0}
     with pytest.raises(ValueError, match=r"fragments=6, but the model has 5 numbered layers; use at most 5"):
         fragment_of(names, 6)
+    with pytest.raises(ValueError, match=r"leaves fragments \[1\] without a parameter: only the layers \[0, 2\]"):
+        fragment_of(["0.weight", "2.weight"], 2)

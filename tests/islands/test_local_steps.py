@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.codec import CODECS, Codec
+from laconic.errors import JobError
 from laconic.islands.fragments import fragment_of
 from laconic.islands.local_steps import LocalSteps
 from tests.partial.models import partial_net
@@ -273,3 +274,31 @@ def job_refusals() -> None:
 
 def test_bad_input_is_refused_by_name() -> None:
     run_ranks(job_refusals, 1, local=1)
+
+
+def job_diverged(values: list[float]) -> list[str]:
+    """One element of one shard of island 1 is not a number, in the second fragment; return what each rank raises."""
+    mesh = laconic.init_mesh("cpu", islands=2, nodes=1, local=2)
+    messages = []
+    for value in values:
+        model = shard(build(make), mesh=mesh)
+        local = LocalSteps(model, sgd(model), mesh=mesh, every=4, fragments=2, overlap=1)
+        if dist.get_rank() == 3:
+            inner = max((p for p in local.fragments[1].parameters.values()), key=lambda p: p.to_local().numel())
+            inner.to_local()[0] = value
+        local.advance()
+        local.advance()
+        with pytest.raises(JobError) as raised:
+            local.advance()
+        assert local.steps == 3, "sent after step 2, and known when it would be applied"
+        assert not any("outer" in key for key in local.cluster.traffic.snapshot().sizes), (
+            "nothing has been sent to other islands"
+        )
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_a_pseudo_gradient_that_is_no_number_ends_all_ranks_of_all_islands_at_one_step() -> None:
+    found = run_ranks(job_diverged, 4, [float("nan"), float("inf"), -3e38], local=2)
+    assert {message for messages in found for message in messages} == {found[0][0]}
+    assert "fragment 1 after step 2 is NaN, infinite or too large on island 1 (of 0 to 1)" in found[0][0]

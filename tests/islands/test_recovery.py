@@ -31,12 +31,13 @@ def train(islands: int, local: int, machines: list[str] | None, upto: int, seed:
     island, rank = dist.get_rank() // local, dist.get_rank() % local
     model = shard(build(make, seed=seed), mesh=mesh) if local > 1 else build(make, seed=seed)
     folder = machines[island] if machines else None
-    steps = LocalSteps(model, adamw(model), mesh=mesh, every=2, recovery=folder)
+    steps = LocalSteps(model, adamw(model), mesh=mesh, every=2, recovery=folder, run_id="test")
     begun = steps.steps
     for step in range(begun, upto):
         squared_error(model, batch(step, island, rank)).backward()
         steps.step()
         steps.zero_grad()
+    steps.finish()
     return begun, model
 
 
@@ -69,7 +70,7 @@ def test_islands_come_and_go(tmp_path: Path) -> None:
     alone = run_ranks(job, 1, 1, 1, machines[1:2], 4, 2, local=1)
     assert alone[0][0] == 4
     assert_equal(alone[0][1], before[0][1], atol=0, rtol=0)
-    for index, damaged in enumerate(sorted((tmp_path / "machine-1").iterdir())):
+    for index, damaged in enumerate(sorted((tmp_path / "machine-1").glob("*/*.*"))):
         damaged.write_bytes(damaged.read_bytes()[:100] if index % 2 else b"no file of torch")
     begun, got = run_ranks(job, 2, 2, 1, machines[:2], 4, 3, local=1)[1]
     assert begun == 4, "an island without a file gets the state of the other"
@@ -82,12 +83,13 @@ def job_sliced(held: list[int], machines: list[str]) -> tuple[int, dict[str, Any
     island = dist.get_rank()
     model = partial_net(held[island], 2)
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
-    steps = LocalSteps(model, inner, mesh=mesh, every=2, codec="fp32", recovery=machines[island])
+    steps = LocalSteps(model, inner, mesh=mesh, every=2, codec="fp32", recovery=machines[island], run_id="x")
     begun = steps.steps
     for step in range(begun, 4):
         squared_error(model, inputs(step, island)).backward()
         steps.step()
         steps.zero_grad()
+    steps.finish()
     return begun, {key: value.clone() for key, value in steps.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
@@ -146,7 +148,7 @@ def test_a_run_survives_the_loss_of_a_machine(tmp_path: Path) -> None:
             agents.append(subprocess.Popen(command, env=env, start_new_session=True))
             if machine == 0:
                 _wait(lambda: _listens(port), 60)  # this agent holds the store, so it must stay
-        _wait(lambda: (tmp_path / "machine-1").exists() and any((tmp_path / "machine-1").iterdir()), 90)
+        _wait(lambda: any((tmp_path / "machine-1").glob("*/*.index")), 90)
         _kill(agents[1])
         assert agents[0].wait(120) == 0
     finally:

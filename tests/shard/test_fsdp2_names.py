@@ -280,7 +280,7 @@ def job_changed_behind_autograd(cache: str) -> None:
         model(x)
         for bucket in helpers.buckets(model):
             bucket.shard.data.mul_(2)
-        model.note_weights_changed()
+        model.invalidate()
         for parameter in plain.parameters():
             parameter.mul_(2)
         torch.testing.assert_close(model(x), plain(x))

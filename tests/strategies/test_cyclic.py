@@ -51,7 +51,7 @@ STEPS = 4
         ({"stagger": 0.5}, "schedule.stagger = 0.5 is for schedule.kind = 'cyclic'"),
         ({"kind": "cyclical"}, '"simultaneous", "cyclic"'),
         ({**CYCLIC, "rule": "v3"}, '"lag2"'),
-        ({**CYCLIC, "workers": 1}, "schedule.workers = 1 must be at least 2"),
+        ({**CYCLIC, "workers": 1}, "schedule.workers = 1 must lie in [2, 4096]"),
         ({**CYCLIC, "stagger": 1.5}, "schedule.stagger = 1.5 must lie in [0, 1]"),
     ],
 )

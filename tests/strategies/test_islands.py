@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -17,6 +18,7 @@ from laconic.codec import CODECS
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, ConfigError, JobError, ModelConfig, SyncConfig, from_dict, load
 from laconic.hf.models import build_model
+from laconic.islands.recovery import trained_slices
 from laconic.strategies.islands import assign_slices, num_islands
 from laconic.strategies.parallelize import parallelize
 from tests.hf.zoo import TINY, differing
@@ -215,11 +217,33 @@ def test_an_elastic_run_goes_on_with_another_island(tmp_path: Path) -> None:
     assert summary["start_step"] == 4
     assert [report["step"] for report in summary["syncs"]] == [6, 8]
     slices = {machine: held(tmp_path / f"machine-{machine}") for machine in range(3)}
-    assert slices == {0: ["slice-0-of-2"], 1: ["slice-0-of-2"], 2: ["slice-1-of-2"]}
+    assert slices == {0: (0,), 1: (0,), 2: (1,)}
+    shutil.rmtree(tmp_path / "out")
+    again = run_ranks(train, 3, job(tmp_path, **settings, train={"steps": 2, "resume": "auto"}), local=1)[0]
+    assert again["start_step"] == 0, "a new run does not go on from what the earlier one has left"
 
 
-def held(machine: Path) -> list[str]:
-    return sorted(path.name for path in machine.iterdir())
+def held(machine: Path) -> tuple[int, ...] | None:
+    (run,) = machine.iterdir()
+    return trained_slices(machine, run.name.removeprefix("run-"))
+
+
+def test_a_kill_between_the_last_sync_and_the_last_checkpoint_loses_nothing(tmp_path: Path) -> None:
+    """Neither that checkpoint nor the evaluation before it, which stands in the metrics once."""
+    sync = {**LOCAL, "every": 2, "recovery": str(tmp_path / "memory")}
+    config = job(tmp_path, sync=sync, train={"save_every": 2, "eval_every": 4, "eval_batches": 1, "resume": "auto"})
+    before = run_ranks(train, 2, config, local=1)
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    written = metrics.read_text()
+    checkpoints = tmp_path / "out" / "checkpoints"
+    shutil.rmtree(checkpoints / "step-4")
+    (checkpoints / "latest").write_text("step-2\n")
+    after = run_ranks(train, 2, config, local=1)
+    assert [summary["start_step"] for summary in after] == [4, 4]
+    assert [len(summary["evaluations"]) for summary in after] == [1, 1]
+    assert after[0]["evaluations"] == before[0]["evaluations"]
+    assert (checkpoints / "step-4" / "manifest.json").exists()
+    assert metrics.read_text() == written
 
 
 def test_the_example_is_valid() -> None:

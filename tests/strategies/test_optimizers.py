@@ -55,7 +55,8 @@ def test_every_optimizer_trains_and_resumes_to_the_same_bits(tmp_path: Path) -> 
         assert unbroken["losses"][-1] < unbroken["losses"][0] - 0.2, name
         assert rest["start_step"] == 3
         assert start["losses"] + rest["losses"] == unbroken["losses"], name
-        alone = train(optimizer_job(tmp_path, name, {"strategy": "ddp"}, micro_batch_size=4))
+        output = str(tmp_path / f"{name}-alone")
+        alone = train(optimizer_job(tmp_path, name, {"strategy": "ddp"}, micro_batch_size=4, output=output))
         assert alone["losses"] == pytest.approx(unbroken["losses"], rel=2e-3), name
 
 

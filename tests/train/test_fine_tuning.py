@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
@@ -171,4 +172,6 @@ def test_flops_per_token(tmp_path: Path) -> None:
     adapters = flops.flops_per_token(build_model(coded.model, coded.lora), 32)
     trained = sum(p.numel() for p in build_model(coded.model, coded.lora).parameters() if p.requires_grad)
     assert adapters == 4 * weights + 6 * trained + attention
+    coded = job(tmp_path, model={"config": table}, lora={**dataclasses.asdict(coded.lora), "quantize_skip": []})
+    assert flops.flops_per_token(build_model(coded.model, coded.lora), 32) == adapters  # the head is coded, too
     assert flops.peak_flops(torch.device("cpu"), "bfloat16") is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 from importlib.metadata import version
@@ -35,6 +36,7 @@ STRATEGIES: list[dict[str, Any]] = [
 ]
 CODED: list[dict[str, Any]] = [{"strategy": "zero++"}, {"wire": "8bit"}, {"wire": "4bit"}]
 """The strategies whose crossings lose bits."""
+CHECKED = {"cache": "host", "check_every": 1, "audit_every": 2, "on_damage": "regather"}
 
 
 @pytest.mark.timeout(300)
@@ -42,10 +44,11 @@ def test_every_strategy_trains_the_same_model(tmp_path: Path) -> None:
     """2 nodes x 2 ranks, two micro-batches; and one rank alone with the same global batch."""
     configs = [
         job(tmp_path, shard=shard, train={"steps": 3, "accumulation": 2, "output": str(tmp_path / str(index))})
-        for index, shard in enumerate([*STRATEGIES, *CODED])
+        for index, shard in enumerate([*STRATEGIES, *CODED, CHECKED])
     ]
     alone = train(job(tmp_path, train={"steps": 3, "accumulation": 8}, shard={"strategy": "ddp"}))
-    summaries = run_ranks(train_all, 4, configs, local=2)[0]
+    *summaries, checked = run_ranks(train_all, 4, configs, local=2)[0]
+    assert checked["losses"] == summaries[STRATEGIES.index({"strategy": "laconic", "cache": "host"})]["losses"]
     together, coded = summaries[: len(STRATEGIES)], summaries[len(STRATEGIES) :]
     for shard, summary in zip(STRATEGIES, together, strict=True):
         assert summary["losses"] == pytest.approx(alone["losses"], rel=1e-5), shard
@@ -136,6 +139,7 @@ def test_a_run_leaves_its_records(tmp_path: Path, capsys: pytest.CaptureFixture[
         ({"model": {"config": {"model_type": "llama", "vocab_size": 100}}}, "vocabulary has 100"),
         ({"model": {"config": {"model_type": "lama"}}}, "llama"),
         ({"shard": {"strategy": "fsdp2-hpz"}}, "at least 2 ranks per node"),
+        ({"shard": {"audit_every": 5}}, "each island has one rank"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_first_step(
@@ -153,10 +157,15 @@ def test_every_rank_refuses_what_one_rank_finds(tmp_path: Path) -> None:
     assert "is binary" in messages[0]
 
 
-def test_another_runs_checkpoints_are_not_overwritten(tmp_path: Path) -> None:
+def test_another_runs_results_are_not_overwritten(tmp_path: Path) -> None:
     config = job(tmp_path, train={"steps": 1, "save_every": 0})
     train(config)
-    assert "already holds checkpoints" in refusal(config)
+    assert "already holds checkpoints and metrics.jsonl and summary.json of a run; go on" in refusal(config)
+    shutil.rmtree(tmp_path / "out" / "checkpoints")
+    (tmp_path / "out" / "summary.json").unlink()
+    assert "already holds metrics.jsonl of a run" in refusal(config)
+    (tmp_path / "out" / "metrics.jsonl").write_text("")  # of a run that was killed before its first step
+    train(config)
     wider = job(
         tmp_path,
         train={"resume": "auto"},
@@ -248,7 +257,7 @@ def test_the_command_ends_with_one_message(tmp_path: Path, capsys: pytest.Captur
     path.write_text(to_toml(job(tmp_path)))
     assert main([str(path), "--train.steps", "2"]) == 0
     assert "step 2/2" in capsys.readouterr().out
-    assert main([str(path), "--data.path", str(tmp_path / "nowhere")]) == 2
+    assert main([str(path), "--train.output", str(tmp_path / "other"), "--data.path", str(tmp_path / "nowhere")]) == 2
     err = capsys.readouterr().err
     assert err.startswith("laconic train: data.path = ")
     assert err.count("\n") == 1

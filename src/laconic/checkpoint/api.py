@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from laconic.checkpoint.commit import CheckpointError, FileRecord, Manifest, rea
 from laconic.checkpoint.fill import Differences, Source, fill
 from laconic.checkpoint.island_slices import IslandSlices
 from laconic.comm.agreement import RankGroup
-from laconic.files import write_text
+from laconic.files import sync, write_text
 from laconic.islands.local_steps import LocalSteps
 from laconic.ragged.joined import joined
 
@@ -80,16 +80,32 @@ def load_checkpoint(
         CheckpointError: no checkpoint is intact; or, with `strict`, the checkpoint belongs to another model or
             optimizer: the message names every tensor that differs.
     """
+    found = load_newest(folder, model=model, optimizer=optimizer, strict=strict, local_steps=local_steps)
+    return None if found is None else found[1]
+
+
+def load_newest(
+    folder: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    strict: bool = True,
+    local_steps: LocalSteps | None = None,
+) -> tuple[Path, dict[str, Any]] | None:
+    """Do what `load_checkpoint` does. Returns the folder of the checkpoint that was loaded too."""
     ranks = RankGroup(error=CheckpointError)
     folder = Path(folder)
-    found = ranks.on_rank_0(lambda: commit.candidates(folder), f"the checkpoint folder {folder} is not readable")
+    found = ranks.on_rank_0(
+        lambda: [candidate.to_json() for candidate in commit.candidates(folder)],
+        f"the checkpoint folder {folder} is not readable",
+    )
 
     def find_damage(candidate: Path, records: Sequence[FileRecord]) -> list[str]:
         share = records[ranks.rank :: ranks.size]
         return [problem for problems in ranks.gather(commit.damage(candidate, share)) for problem in problems]
 
-    def load(candidate: Path, manifest: Manifest) -> dict[str, Any]:
-        own = sidecar.read(candidate, ranks.rank)
+    def load(candidate: Path, manifest: Manifest) -> tuple[Path, dict[str, Any]]:
+        own = sidecar.read(candidate, ranks.rank if ranks.rank < manifest.world_size else 0)
         progress = own.get("islands")
         saved, islands = IslandSlices.saved(progress), IslandSlices.of(model, local_steps, ranks)
         source = Source(
@@ -106,10 +122,12 @@ def load_checkpoint(
         if local_steps is not None:
             island = None if why else islands.island
             outer_state.restore(source, model, local_steps, progress, step=manifest.step, island=island)
-        skipped = {} if strict else {"skipped": _with_warning(differences, candidate, ranks, stacklevel=5)}
-        return {"step": manifest.step, **own["extra"], **skipped, **({"islands": why} if why else {})}
+        skipped = {} if strict else {"skipped": _with_warning(differences, candidate, ranks, stacklevel=6)}
+        why_islands = {"islands": why} if why else {}
+        return candidate, {"step": manifest.step, **own["extra"], **skipped, **why_islands}
 
-    return commit.use_newest(folder, found, load, find_damage=find_damage, warns=ranks.rank == 0)
+    candidates = [commit.Candidate.from_json(fields) for fields in found]
+    return commit.use_newest(folder, candidates, load, find_damage=find_damage, warns=ranks.rank == 0, stacklevel=4)
 
 
 def load_dcp(
@@ -220,12 +238,13 @@ def check_keep(keep: int) -> None:
 
 def write(folder: Path, step: int, contents: Contents, *, keep: int, ranks: RankGroup) -> Path:
     """Write a checkpoint, by [Note: Commit protocol]. Collective; arguments and errors as in `save_checkpoint`."""
-    temporary = ranks.on_rank_0(lambda: commit.begin(folder, step), f"the checkpoint folder {folder} is not writable")
+    is_unwritable = f"the checkpoint folder {folder} is not writable"
+    temporary = Path(ranks.on_rank_0(lambda: str(commit.begin(folder, step)), is_unwritable))
     reached("begun")
     storage.save(contents.tree, temporary, aliases=contents.aliases, planner=contents.planner, group=ranks.group)
     reached("shards_written")
 
-    def write_own_files() -> list[FileRecord]:
+    def write_own_files() -> list[dict[str, Any]]:
         own = sidecar.name(ranks.rank)
         if isinstance(contents.sidecar, ValueError):
             raise contents.sidecar
@@ -233,21 +252,23 @@ def write(folder: Path, step: int, contents: Contents, *, keep: int, ranks: Rank
         reached("sidecar_written")
         names = [own, *sorted(path.name for path in temporary.glob(f"__{ranks.rank}_*"))]
         names += [".metadata"] if ranks.rank == 0 else []
-        return [commit.describe_file(temporary, name) for name in names]
+        for name in names:
+            sync(temporary / name)
+        return [asdict(commit.describe_file(temporary, name)) for name in names]
 
     records = ranks.on_all(write_own_files, f"checkpoint {temporary} could not be written")
 
-    def commit_all() -> Path:
+    def commit_all() -> str:
         manifest = Manifest(
             step=step,
             sequence=commit.next_sequence(folder),
             world_size=ranks.size,
             versions=_versions(),
-            files=tuple(record for rank_records in records for record in rank_records),
+            files=tuple(FileRecord(**record) for rank_records in records for record in rank_records),
         )
-        return commit.commit(folder, temporary, manifest, keep=keep)
+        return str(commit.commit(folder, temporary, manifest, keep=keep))
 
-    return ranks.on_rank_0(commit_all, f"checkpoint {temporary} could not be committed")
+    return Path(ranks.on_rank_0(commit_all, f"checkpoint {temporary} could not be committed"))
 
 
 def _versions() -> dict[str, str]:

@@ -28,6 +28,7 @@ from laconic.checkpoint.api import Contents, check_keep, write
 from laconic.checkpoint.commit import CheckpointError
 from laconic.comm.agreement import RankGroup
 from laconic.comm.launch import initialized_accelerator
+from laconic.comm.watch import waiting_for
 from laconic.islands.local_steps import LocalSteps
 
 _ALIGNMENT_BYTES = 64
@@ -53,7 +54,8 @@ class AsyncSaver:
         check_keep(keep)
         self.folder, self.keep = Path(folder), keep
         world = dist.group.WORLD
-        group = None if world is None else dist.new_group(timeout=_compat.timeout_of(world), backend="gloo")
+        with waiting_for("the process group of an AsyncSaver"):
+            group = None if world is None else dist.new_group(timeout=_compat.timeout_of(world), backend="gloo")
         self._ranks = RankGroup(group, error=CheckpointError)
         self._memory = HostMemory()
         self._thread = ThreadPoolExecutor(1)

@@ -36,7 +36,8 @@ class IslandSlices:
         num_islands = local_steps.cluster.num_islands if local_steps else 1
         trained = {s.slice_of(index) for name, (_, s, index) in places.items() if parameters[name].requires_grad}
         own = next((index for index in trained if index is not None), 0)
-        held = dict(ranks.gather((island, own))) if num_islands > 1 else {island: own}
+        everyone: list[Any] = ranks.gather([island, own]) if num_islands > 1 else [[island, own]]
+        held = dict(everyone)
         wholes = sorted({whole for whole, _, _ in places.values()})
         return IslandSlices(
             num_slices=next((sliced.num_slices for _, sliced, _ in places.values()), 1),

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from laconic.ragged.joined import joined
 
 _IN_FLIGHT = ("mean", "drift", "sent")
 """The tensors of a fragment in flight. The mean is equal on all islands."""
+_COUNTS = ("steps", "rounds", "since")
+"""The counts of `Position`. Without `membership`, the last two follow from the steps."""
 _Vectors = dict[str, dict[str, Tensor]]
 """Tensors by kind (outer, lost, mean, ...) or by the outer optimizer's key, and then by parameter."""
 
@@ -48,7 +51,7 @@ def tree(
         **{kind: vectors[kind] for kind in ("lost", "drift", "sent")},
     }
     rest = {OUTER: _without_empty(shared), ISLANDS: {str(island): _without_empty(own)}}
-    return model_tensors, rest, {"steps": agreed["steps"], "numbers": numbers}
+    return model_tensors, rest, {"numbers": numbers, **{key: agreed[key] for key in _COUNTS if key in agreed}}
 
 
 def own_optimizer_prefix(island: int) -> str:
@@ -74,9 +77,10 @@ def restore(
     for fragment in local_steps.fragments:
         fragment.create_state()
     agreed = {k: value for k, value in local_steps.state_dict().items() if k.partition(".")[0] not in _IN_FLIGHT}
-    prefix, steps = f"{ISLANDS}.{island}", int(progress["steps"]) if progress else step
+    prefix = f"{ISLANDS}.{island}"
+    counts = {key: int(progress[key]) for key in _COUNTS if key in progress} if progress else {"steps": step}
     if island is not None:
-        agreed |= _in_flight(source, local_steps, steps, prefix)
+        agreed |= _in_flight(source, local_steps, counts, prefix)
     vectors, optimizer, _ = _sorted(agreed)
     places, parameters = state.places(model), state.named_parameters(model)
     for name, outer in vectors["outer"].items():
@@ -95,14 +99,14 @@ def restore(
     source.read({key: tensor for key, tensor in targets.items() if key in source.entries})
     numbers = {f"outer_optimizer.{key}": number for key, number in (progress["numbers"] if progress else {}).items()}
     known = {key: number for key, number in numbers.items() if key in agreed}
-    local_steps.load_state_dict({**agreed, **known, "steps": steps})
+    others = {key: value for key, value in agreed.items() if key not in _COUNTS}
+    local_steps.load_state_dict({**others, **known, **counts})
 
 
-def _in_flight(source: Source, local_steps: LocalSteps, steps: int, prefix: str) -> dict[str, Tensor]:
+def _in_flight(source: Source, local_steps: LocalSteps, counts: Mapping[str, int], prefix: str) -> dict[str, Tensor]:
     """Make room for the fragment in flight; none unless this run's schedule has the same fragment in flight then."""
     schedule = local_steps.schedule
-    sent = [schedule.sends(step) for step in range(max(1, steps - schedule.overlap + 1), steps + 1)]
-    index = next((fragment for fragment in sent if fragment is not None), None)
+    index = schedule.in_flight(replace(schedule.position(counts["steps"]), **counts))
     if index is None:
         return {}
     fragment = local_steps.fragments[index]
@@ -128,7 +132,7 @@ def _sorted(agreed: Mapping[str, Any]) -> tuple[_Vectors, _Vectors, dict[str, An
             optimizer[key][state.strip(name)] = value
         elif kind == "outer_optimizer":
             numbers[rest] = value
-        elif kind != "steps":
+        elif kind not in _COUNTS:
             vectors[kind][state.strip(rest)] = value
     return vectors, optimizer, numbers
 

@@ -29,10 +29,14 @@ def encode(tree: dict[str, Any]) -> str:
     return json.dumps(_encode(tree, "extra"))
 
 
+def decode(text: str) -> dict[str, Any]:
+    """Return the tree of `encode`. Tuples have become lists."""
+    return json.loads(text, object_hook=_decode)
+
+
 def read(folder: Path, rank: int = 0) -> dict[str, Any]:
-    """Read the tree of a rank, or of rank 0 if that rank wrote none. Tuples have become lists."""
-    path = folder / name(rank)
-    return json.loads((path if path.exists() else folder / name(0)).read_text(), object_hook=_decode)
+    """Read the tree of a rank that has written one. Tuples have become lists."""
+    return decode((folder / name(rank)).read_text())
 
 
 def rng_state() -> dict[str, Any]:

@@ -10,7 +10,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from laconic.checkpoint.commit import CheckpointError, StorageError
+from laconic.checkpoint.planning import save_together
+from laconic.comm.agreement import RankGroup
 
 _ALLOWED_NAMES = {
     ("torch", "Size"),
@@ -65,20 +67,13 @@ def save(
     planner: SavePlanner | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write this rank's part of every tensor, and fsync it. The ranks share the writing of replicated tensors.
+    """Write this rank's part of every tensor, without fsync. The ranks share the writing of replicated tensors.
 
     A tensor's key in the folder is its path in `tree`, joined by dots. `aliases` maps further paths to paths in `tree`.
     A `planner` may hold the tensors instead of `tree`. Collective over `group`. Raises StorageError if a rank fails.
     """
-    alone = not dist.is_initialized()
-    with _ordinary_errors(alone):
-        dcp.save(
-            tree,
-            storage_writer=_Writer(folder, aliases),
-            planner=planner or dcp.DefaultSavePlanner(flatten_sharded_tensors=False),
-            process_group=group,
-            no_dist=alone,
-        )
+    planner = planner or dcp.DefaultSavePlanner(flatten_sharded_tensors=False)
+    save_together(tree, _Writer(folder, aliases), planner, group)
 
 
 def load(values: dict[str, Any], folder: Path, *, offline: bool = False) -> None:
@@ -86,22 +81,28 @@ def load(values: dict[str, Any], folder: Path, *, offline: bool = False) -> None
 
     Collective, unless `offline`: then this process reads alone. Raises StorageError if a rank could not read.
     """
-    alone = offline or not dist.is_initialized()
-    with _ordinary_errors(alone):
+    if not offline:  # DCP would plan the reads together, by pickled messages, though no rank needs another's plan
+        ranks = RankGroup(error=StorageError)
+        ranks.on_all(lambda: load(values, folder, offline=True), f"{folder} is not readable")
+        return
+    with _ordinary_errors():
         dcp.load(
             values,
             storage_reader=_SafeReader(folder),
             planner=_SafePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            no_dist=alone,
+            no_dist=True,
         )
 
 
 def read_values(folder: Path, metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
     """Read small values by key, in this process alone. Raises StorageError if one is unreadable or holds objects."""
     entries = tensors_of(metadata)
-    values: dict[str, Any] = {
-        key: torch.empty(entries[key].shape, dtype=entries[key].dtype) if key in entries else None for key in keys
-    }
+    try:
+        values: dict[str, Any] = {
+            key: torch.empty(entries[key].shape, dtype=entries[key].dtype) if key in entries else None for key in keys
+        }
+    except RuntimeError as error:  # the allocator refuses an absurd size
+        raise StorageError(f"{folder / '.metadata'} is damaged: {error}") from error
     load(values, folder, offline=True)
     return values
 
@@ -116,16 +117,38 @@ def tensors_of(metadata: Metadata) -> dict[str, Entry]:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read a folder's metadata. Raises CheckpointError if there is none, or if it is damaged or hostile."""
+    """Read a folder's metadata.
+
+    Raises:
+        CheckpointError: there is none, or it names objects that are not DCP's.
+        StorageError: it is damaged.
+    """
+    path = folder / ".metadata"
     try:
-        metadata = _MetadataUnpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
+        metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"{path} holds a {type(metadata).__name__}, not DCP's Metadata")
+        _check_fields(metadata)
+    except CheckpointError:
+        raise
     except OSError as error:
-        raise CheckpointError(f"{folder} is no DCP checkpoint: {error.strerror} ({folder / '.metadata'})") from error
-    except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, IndexError, KeyError) as error:
-        raise CheckpointError(f"{folder / '.metadata'} is unreadable: {error}") from error
-    if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"{folder / '.metadata'} holds a {type(metadata).__name__}, not DCP's Metadata")
+        raise CheckpointError(f"{folder} is no DCP checkpoint: {error.strerror} ({path})") from error
+    except Exception as error:  # a damaged pickle may raise any: MemoryError for an absurd length, for example
+        raise StorageError(f"{path} is unreadable: {type(error).__name__}: {error}") from error
     return metadata
+
+
+def _check_fields(metadata: Metadata) -> None:
+    """Raise an exception of any kind if a field of the metadata is not what DCP writes."""
+    for key, entry in tensors_of(metadata).items():
+        if not isinstance(entry.dtype, torch.dtype) or not all(isinstance(size, int) for size in entry.shape):
+            raise TypeError(f"{key} has the shape {entry.shape} and the dtype {entry.dtype}")
+    for name, value in metadata.state_dict_metadata.items():
+        if not isinstance(name, str) or not isinstance(value, (TensorStorageMetadata, BytesStorageMetadata)):
+            raise TypeError(f"the entry {name!r} is no tensor and no value")
+    for index, info in (metadata.storage_data or {}).items():
+        if info.offset < 0 or info.length < 0 or not isinstance(info.relative_path, str):
+            raise ValueError(f"{index.fqn} is at {info}")
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -133,7 +156,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        is_record = module == dcp_metadata.__name__ and isinstance(getattr(dcp_metadata, name, None), type)
+        record = getattr(dcp_metadata, name, None) if module == dcp_metadata.__name__ else None
+        is_record = isinstance(record, type) and record.__module__ == module  # not what the module imports
         if is_dtype or is_record or (module, name) in _ALLOWED_NAMES:
             return super().find_class(module, name)
         raise CheckpointError(f"the .metadata names {module}.{name}, which is not a record of DCP; it is not opened")
@@ -164,7 +188,8 @@ class _Writer(dcp.FileSystemWriter):
     """Writes a tied weight once, and lists it under all its names, as PyTorch does."""
 
     def __init__(self, folder: Path, aliases: Mapping[KeyPath, KeyPath]) -> None:
-        super().__init__(folder, sync_files=True)
+        # DCP would fsync `.metadata` before Python's buffer has its last bytes written out. The caller syncs instead.
+        super().__init__(folder, sync_files=False)
         self._aliases = aliases
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -180,14 +205,12 @@ class _Writer(dcp.FileSystemWriter):
 
 
 @contextmanager
-def _ordinary_errors(alone: bool) -> Iterator[None]:
+def _ordinary_errors() -> Iterator[None]:
     """Turn DCP's CheckpointException into a StorageError, and silence its warning of a process that is alone."""
-    # Warning filters belong to the whole process. A save in the background of a job with ranks must not touch them.
-    with warnings.catch_warnings() if alone else nullcontext():
-        if alone:
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             yield
         except CheckpointException as error:
-            reasons = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
+            reasons = [f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()]
             raise StorageError("; ".join(reasons)) from error

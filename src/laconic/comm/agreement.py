@@ -2,48 +2,86 @@
 
 A foreseeable error of one rank (no corpus, a full disk) must end all ranks with one message. So ranks exchange the
 outcome of an action before any of them goes on. `comm/failure.py` handles unforeseen errors.
+
+[Note: Plain values between ranks]
+Values cross as JSON. torch's own object collectives pickle them, so a rank that was taken over could run code on all
+others. A message is a header of twelve bytes (length, CRC-32, and the CRC-32 of both) and the JSON. The first trip has
+room for a short message: an agreement that all is well takes one trip. The rest of a longer message takes a second one.
 """
 
+import json
+import struct
+import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from laconic import _compat
 from laconic.comm.watch import waiting_for
 from laconic.errors import JobError
 
 _T = TypeVar("_T")
 
+_CHECKED, _CHECKSUM = struct.Struct("<II"), struct.Struct("<I")
+_HEADER = struct.Struct("<III")  # the length of the JSON in bytes, its checksum, and that of the two numbers
+_FIRST_TRIP_BYTES = 64  # a pickled `None` and its length took two trips and 24 bytes
+_MOST_SHOWN = 80  # characters of a value in an error
+
 
 class RankGroup:
     """The ranks of a process group, or this process alone if torch.distributed is not initialised.
 
-    Every method is collective: all ranks of the group call it. Values are pickled, so they must be small.
+    Every method is collective: all ranks of the group call it. Values are JSON: None, bool, int, float (NaN and the
+    infinities too), str, and lists and dicts of them, with str as keys. All ranks get equal values, as copies.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, error: type[ValueError] = JobError) -> None:
-        """Use `group`, which carries CPU tensors (default: all ranks). All ranks raise `error` if one of them fails."""
+        """Talk over `group` (default: all ranks). All ranks raise `error` if one of them fails."""
         self.group, self._error = group, error
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.size = dist.get_world_size(group) if dist.is_initialized() else 1
 
     def gather(self, value: _T) -> list[_T]:
-        """Return the values of all ranks, in rank order, on every rank."""
+        """Return the values of all ranks, in rank order, on every rank.
+
+        Cost: one trip of 64 bytes from each rank to each other; a second one of the longest message's rest, if a
+        value has more than 52 bytes of JSON.
+
+        Raises:
+            TypeError: `value` is not JSON.
+            RuntimeError: what came from a rank is no such message.
+        """
+        message = _encoded(value, "gather")
         if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
+            return [_decoded(message, 0)]
         with waiting_for("an agreement of the ranks"):
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+            firsts = self._all_gather(message[:_FIRST_TRIP_BYTES].ljust(_FIRST_TRIP_BYTES, b"\0"))
+            rest_bytes = max(_rest_bytes(first, rank) for rank, first in enumerate(firsts))
+            rests = [b""] * self.size
+            if rest_bytes:
+                rests = self._all_gather(message[_FIRST_TRIP_BYTES:].ljust(rest_bytes, b"\0"))
+        return [_decoded(first + rest, rank) for rank, (first, rest) in enumerate(zip(firsts, rests, strict=True))]
 
     def broadcast(self, value: _T) -> _T:
-        """Return the value of rank 0 on every rank."""
+        """Return the value of rank 0 on every rank; the values of other ranks are not used.
+
+        Cost: one trip of 64 bytes from rank 0, and a second one for the rest of a longer message.
+
+        Raises:
+            TypeError: `value` is not JSON; on rank 0.
+            RuntimeError: what came from rank 0 is no such message.
+        """
+        message = _encoded(value, "broadcast") if self.rank == 0 else b""
         if self.size == 1:
-            return value
-        values: list[Any] = [value]
+            return _decoded(message, 0)
         with waiting_for("a value of rank 0"):
-            dist.broadcast_object_list(values, group=self.group, group_src=0)
-        return values[0]
+            first = self._broadcast(message[:_FIRST_TRIP_BYTES].ljust(_FIRST_TRIP_BYTES, b"\0"))
+            rest_bytes = _rest_bytes(first, 0)
+            rest = self._broadcast(message[_FIRST_TRIP_BYTES:].ljust(rest_bytes, b"\0")) if rest_bytes else b""
+        return _decoded(first + rest, 0)
 
     def agree(self, action: Callable[[], _T], *, only: bool = True) -> _T | None:
         """Run `action` on the ranks where `only` is true, and fail on all ranks if it fails on one.
@@ -55,7 +93,7 @@ class RankGroup:
                 comes from the lowest rank that failed. It names this rank unless `action` failed on all that ran it.
         """
         result, error = _attempt(action, ValueError) if only else (None, None)
-        outcomes = self.gather((only, _message(error)))
+        outcomes: list[Any] = self.gather([only, _message(error)])
         failed = [(rank, message) for rank, (_, message) in enumerate(outcomes) if message]
         if failed:
             rank, message = failed[0]
@@ -66,25 +104,62 @@ class RankGroup:
     def on_all(self, action: Callable[[], _T], failure: str) -> list[_T]:
         """Run `action` on every rank; return the results of all ranks, in rank order, on every rank.
 
+        `action` must not be collective. Its result is JSON.
+
         Raises:
             ValueError: `action` raised OSError or ValueError on some rank. The class is the `error` of this group. The
                 message is `failure` with the messages of all failed ranks.
         """
         result, error = _attempt(action, OSError, ValueError)
-        outcomes = self.gather((result, _message(error)))
+        outcomes: list[Any] = self.gather([result, _message(error)])
         reasons = [f"rank {rank}: {message}" for rank, (_, message) in enumerate(outcomes) if message]
         if reasons:
             raise self._error(f"{failure} ({'; '.join(reasons)})")
-        return [result for result, _ in outcomes]  # type: ignore[misc]
+        return [result for result, _ in outcomes]
 
     def on_rank_0(self, action: Callable[[], _T], failure: str) -> _T:
-        """Run `action` on rank 0; return its result on every rank.
+        """Run `action` on rank 0; return its result, which is JSON, on every rank. Other ranks wait for it.
 
         Raises:
             ValueError: see `on_all`.
         """
-        results: list[Any] = self.on_all(action if self.rank == 0 else lambda: None, failure)
-        return results[0]
+        result, error = _attempt(action, OSError, ValueError) if self.rank == 0 else (None, None)
+        outcome: list[Any] = self.broadcast([result, _message(error)])
+        if outcome[1]:
+            raise self._error(f"{failure} (rank 0: {outcome[1]})")
+        return outcome[0]
+
+    def _all_gather(self, message: bytes) -> list[bytes]:
+        received = bytearray(self.size * len(message))
+        own, landing = self._on_device(message), self._on_device(received)
+        _compat.all_gather_flat(landing, own, group=self._process_group(), async_op=False)
+        torch.frombuffer(received, dtype=torch.uint8).copy_(landing)
+        return [bytes(received[begin : begin + len(message)]) for begin in range(0, len(received), len(message))]
+
+    def _broadcast(self, message: bytes) -> bytes:
+        received = bytearray(message)
+        landing = self._on_device(received)
+        dist.broadcast(landing, group=self._process_group(), group_src=0)
+        torch.frombuffer(received, dtype=torch.uint8).copy_(landing)
+        return bytes(received)
+
+    def _on_device(self, message: bytes | bytearray) -> Tensor:
+        """Return bytes as a tensor that the group's backend carries."""
+        device = _compat.device_of_messages(self._process_group())
+        return torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
+
+    def _process_group(self) -> dist.ProcessGroup:
+        group = self.group or dist.group.WORLD
+        assert group is not None
+        return group
+
+
+def ranks_or_self(group: dist.ProcessGroup | None) -> RankGroup:
+    """The ranks of a group that a cluster has made; this rank alone where the cluster has None."""
+    ranks = RankGroup(group)
+    if group is None:
+        ranks.rank, ranks.size = 0, 1
+    return ranks
 
 
 def _attempt(action: Callable[[], _T], *errors: type[Exception]) -> tuple[_T | None, Exception | None]:
@@ -97,3 +172,54 @@ def _attempt(action: Callable[[], _T], *errors: type[Exception]) -> tuple[_T | N
 def _message(error: Exception | None) -> str:
     """The message of an error, never empty; empty if there is no error."""
     return "" if error is None else str(error) or type(error).__name__
+
+
+def _encoded(value: Any, call: str) -> bytes:
+    """Return a value as a message: [Note: Plain values between ranks]."""
+    _refuse_other_types(value, call, "the value")
+    text = json.dumps(value, separators=(",", ":")).encode()
+    checked = _CHECKED.pack(len(text), zlib.crc32(text))
+    return checked + _CHECKSUM.pack(zlib.crc32(checked)) + text
+
+
+def _refuse_other_types(value: Any, call: str, place: str) -> None:
+    """Raise TypeError if `json` would not give back an equal value of the same type. It makes lists of tuples."""
+    kind = type(value)
+    if kind is list:
+        for index, item in enumerate(value):
+            _refuse_other_types(item, call, f"{place}[{index}]")
+    elif kind is dict:
+        for key, item in value.items():
+            if type(key) is not str:
+                raise TypeError(f"RankGroup.{call} sends JSON, whose keys are strings, but {place} has the key {key!r}")
+            _refuse_other_types(item, call, f"{place}[{key!r}]")
+    elif value is not None and kind not in (bool, int, float, str):
+        raise TypeError(
+            f"RankGroup.{call} sends JSON (None, bool, int, float, str, lists and dicts of them), but {place} is a "
+            f"{kind.__name__}: {repr(value)[:_MOST_SHOWN]}; convert it before, and back after"
+        )
+
+
+def _rest_bytes(first: bytes, rank: int) -> int:
+    """Return the bytes of a message that the first trip had no room for. Raises RuntimeError for anything else."""
+    length, _, own_checksum = _HEADER.unpack_from(first)
+    if own_checksum != zlib.crc32(first[: _CHECKED.size]):
+        raise _unreadable(first, rank)
+    return max(0, _HEADER.size + length - _FIRST_TRIP_BYTES)
+
+
+def _decoded(message: bytes, rank: int) -> Any:
+    """Return the value of a message of `rank`, which may have padding at its end."""
+    length, checksum, _ = _HEADER.unpack_from(message)
+    text = message[_HEADER.size : _HEADER.size + length]
+    if len(text) != length or zlib.crc32(text) != checksum:
+        raise _unreadable(message, rank)
+    return json.loads(text)
+
+
+def _unreadable(message: bytes, rank: int) -> RuntimeError:
+    return RuntimeError(
+        f"rank {rank} of the group sent {len(message)} bytes that are no value: {message[:16].hex(' ')} ... It makes "
+        "another call than this rank, or runs another version of laconic, or a bit has flipped on the way; all ranks "
+        "must make the same calls, with one version of laconic"
+    )

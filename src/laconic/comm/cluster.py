@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -24,8 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from laconic import _compat
 from laconic.comm.agreement import RankGroup
+from laconic.comm.failure import watch_peers
+from laconic.comm.launch import start_process_group
 from laconic.comm.traffic import IslandLevel, Level, Traffic
-from laconic.comm.watch import watch_progress
+from laconic.comm.watch import waiting_for, watch_progress
 
 AXES = ("island", "node", "local")
 
@@ -72,7 +75,14 @@ def default_mesh(device_type: str | None = None) -> DeviceMesh:
     return init_mesh(device_type)
 
 
-def init_mesh(device_type: str, *, islands: int = 1, nodes: int | None = None, local: int | None = None) -> DeviceMesh:
+def init_mesh(
+    device_type: str,
+    *,
+    islands: int = 1,
+    nodes: int | None = None,
+    local: int | None = None,
+    timeout: timedelta | None = None,
+) -> DeviceMesh:
     """Build the mesh (island, node, local) from torchrun's environment; start the default process group if needed.
 
     Collective over all ranks of the job. Equal arguments give the same mesh again: [Note: What is made once]. On an
@@ -84,12 +94,14 @@ def init_mesh(device_type: str, *, islands: int = 1, nodes: int | None = None, l
             average their gradients in every step, unless `LocalSteps` lets them train on their own.
         nodes: the number of nodes in one island. Default: all nodes divided by `islands`.
         local: the number of ranks per node. Default: torchrun's LOCAL_WORLD_SIZE.
+        timeout: the longest that a collective may take, in all groups that laconic makes, if this call starts the
+            default process group. Otherwise the timeout is that of the default process group. Default: torch's.
 
     Raises:
         ValueError: the ranks do not fill the mesh, nodes have unequal numbers of ranks, the machine has no such
             device, or torchrun's environment is missing and there is no process group.
     """
-    _start_process_group(device_type)
+    _start_process_group(device_type, timeout)
     _select_device(device_type)
     world = dist.get_world_size()
     local = local if local is not None else _ranks_per_node(world)
@@ -105,11 +117,26 @@ def init_mesh(device_type: str, *, islands: int = 1, nodes: int | None = None, l
     meshes, sizes = _made().meshes, (islands, nodes, local)
     mesh = meshes.get((device_type, sizes))
     if mesh is None:
-        mesh = meshes[device_type, sizes] = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+        mesh = meshes[device_type, sizes] = make_mesh(device_type, sizes, AXES)
     return mesh
 
 
-def _start_process_group(device_type: str) -> None:
+def make_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """Make a mesh of all ranks, whose groups have the timeout of the default group. Collective.
+
+    torch gives the groups of a mesh a timeout of their own, of half an hour on Gloo.
+    """
+    with waiting_for(f"the process groups of the mesh {shape}"):
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    assert dist.group.WORLD is not None
+    timeout = _compat.timeout_of(dist.group.WORLD)
+    if timeout is not None:
+        for axis in range(mesh.ndim):
+            _compat.set_timeout(mesh.get_group(axis), timeout)
+    return mesh
+
+
+def _start_process_group(device_type: str, timeout: timedelta | None) -> None:
     if dist.is_initialized():
         return
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -118,7 +145,7 @@ def _start_process_group(device_type: str) -> None:
             f"init_mesh needs torchrun's environment, but {', '.join(missing)} is not set; start the script with "
             "`torchrun --nproc-per-node=...`, or call torch.distributed.init_process_group first"
         )
-    dist.init_process_group(dist.get_default_backend_for_device(device_type))
+    start_process_group(dist.get_default_backend_for_device(device_type), timeout)
 
 
 def _select_device(device_type: str) -> None:
@@ -176,6 +203,7 @@ class Cluster:
             ValueError: the mesh has other axes, or this rank is not in the mesh.
         """
         islands = _arrange(mesh) if islands is None else islands
+        watch_peers()
         self.mesh = mesh
         self.device_type = mesh.device_type
         self.traffic = Traffic()
@@ -340,8 +368,9 @@ def _own_group(lists_of_ranks: list[list[int]], backend: str | None = None) -> d
         return None
     assert dist.group.WORLD is not None
     timeout = _compat.timeout_of(dist.group.WORLD)
-    if sum(map(len, lists_of_ranks)) < dist.get_world_size():  # part of a larger mesh: other ranks make other groups
-        own = next(ranks for ranks in lists_of_ranks if dist.get_rank() in ranks)
-        return dist.new_group(own, timeout, backend, use_local_synchronization=True)
-    group, _ = dist.new_subgroups_by_enumeration(lists_of_ranks, timeout, backend)
-    return group
+    is_part = sum(map(len, lists_of_ranks)) < dist.get_world_size()  # of a larger mesh, with other groups elsewhere
+    own = next(ranks for ranks in lists_of_ranks if dist.get_rank() in ranks)
+    with waiting_for(f"the process group of ranks {own}"):
+        if is_part:
+            return dist.new_group(own, timeout, backend, use_local_synchronization=True)
+        return dist.new_subgroups_by_enumeration(lists_of_ranks, timeout, backend)[0]

@@ -11,7 +11,8 @@ all-to-all and a local sum.
 NCCL runs a collective with `async_op=True` on a stream of its own, whatever the caller's stream and its priority. With
 `async_op=False` it runs on the caller's stream and still does not block the thread (pytorch/pytorch#150398, torch 2.8;
 XCCL alike, intel/torch-xpu-ops#1546). So laconic issues such collectives with `async_op=False` on the lane that shall
-run them, and an event on this stream stands for the work. A backend that has no such mode waits for its own work.
+run them. What this lane does next comes after them, and waiting does nothing. A backend that has no such mode waits for
+its own work.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ class Pending:
 
     def __init__(
         self,
-        works: Sequence[dist.Work | torch.Event | None],
+        works: Sequence[dist.Work | None],
         traffic: Traffic,
         level: Level,
         purpose: Purpose = "control",
     ) -> None:
-        """Take the works or events that end the transfer; waiting for them is counted in `traffic` for `level`."""
+        """Take the works that end the transfer; waiting for them is counted in `traffic` for `level`."""
         self._works, self._traffic, self._level, self._purpose = works, traffic, level, purpose
 
     def wait(self) -> None:
-        """Block this thread or, with NCCL, the current stream until the data may be used."""
+        """Block this thread until the data may be used. With NCCL, call this on the stream that began the transfer."""
         with self._traffic.waiting(self._level, self._purpose):
             for work in self._works:
                 if work is not None:
@@ -161,7 +162,7 @@ class Communicator:
         """Count a transfer in which `nbytes` bytes leave this rank and as many enter it."""
         self._traffic.count(self.level, purpose, sent_bytes=nbytes, received_bytes=nbytes)
 
-    def _pending(self, purpose: Purpose, works: Sequence[dist.Work | torch.Event | None]) -> Pending:
+    def _pending(self, purpose: Purpose, works: Sequence[dist.Work | None]) -> Pending:
         return Pending(works, self._traffic, self.level, purpose)
 
     def _issue(
@@ -171,7 +172,7 @@ class Communicator:
         if not self.is_stream_ordered:
             return self._pending(purpose, [collective(*tensors, **arguments, async_op=True)])
         collective(*tensors, **arguments, async_op=False)
-        return self._pending(purpose, [torch.get_device_module(self._device_type).current_stream().record_event()])
+        return self._pending(purpose, [])
 
     def _exchange(self, purpose: Purpose, group: dist.ProcessGroup, landings: _Tensors, messages: _Tensors) -> Pending:
         """Receive from every peer and send to every peer; both arguments are indexed by rank."""
@@ -201,13 +202,24 @@ class ReduceScatter:
         self._pending, self._terms, self._source, self._out = pending, terms, source, out
         self.nbytes = nbytes
 
+    @property
+    def messages(self) -> Tensor:
+        """The input: row r, (C,), is what this rank sends to rank r."""
+        return self._source.view(-1, len(self._terms[0]))
+
+    def received(self) -> Sequence[Tensor] | None:
+        """Wait, and return the terms, in rank order; None if the backend has added them already."""
+        if self._pending is not None:
+            self._pending.wait()
+        self._pending = None
+        return None if len(self._terms) == 1 else self._terms
+
     def finish(self) -> Tensor:
         """Wait, and return this rank's part of the sum, (C,). Every rank adds in the order of ranks.
 
         The result shares no memory with the input, except on a level of one rank, where it is the input.
         """
-        if self._pending is not None:
-            self._pending.wait()
+        self.received()
         if len(self._terms) == 1:
             return self._terms[0]
         total = torch.add(self._terms[0], self._terms[1], out=self._out)
@@ -275,6 +287,48 @@ def start_flags(cluster: Cluster, flags: Tensor, *, across_islands: bool = False
     arriving = torch.empty(num_ranks, len(flags), dtype=torch.uint8)
     work = dist.all_to_all_single(arriving.view(-1), flags.repeat(num_ranks), group=group, async_op=True)
     return PendingFlags(Pending([work], cluster.traffic, level), arriving)
+
+
+def swap_rows(cluster: Cluster, rows: Tensor, *, across_islands: bool = False) -> Tensor:
+    """Send row r to rank r of the island, and return what the ranks sent, in their order. Collective over them.
+
+    With `across_islands` the ranks are those with this rank's place in all islands, in the order of islands.
+
+    Shapes: R ranks; rows (R, K), int64, contiguous, on the host -> (R, K). Row `rank` stays here.
+    Cost: 8 (R - 1) K bytes out of and into each rank, counted as "control".
+    """
+    group = cluster.island_group if across_islands else cluster.flag_group
+    if group is None:
+        return rows
+    num_ranks = group.size()
+    if across_islands:
+        level: Level = "island"
+        size = (num_ranks - 1) * rows[0].nbytes
+        cluster.traffic.count(level, "control", sent_bytes=size, received_bytes=size)
+    else:
+        level = _count_to_all(cluster, num_ranks, rows[0].nbytes)
+    arriving = torch.empty_like(rows)
+    work = dist.all_to_all_single(arriving.view(-1), rows.view(-1), group=group, async_op=True)
+    Pending([work], cluster.traffic, level).wait()
+    return arriving
+
+
+def pass_on(cluster: Cluster, outgoing: Sequence[Tensor], arriving: Sequence[Tensor]) -> None:
+    """Send tensors to the next rank of the island, and fill `arriving` with what the rank before sends. Collective.
+
+    All tensors are contiguous and on the host, and the other rank's have equal shapes and dtypes. The last rank's next
+    is the first. The bytes are counted as "control", on the farthest level of the island.
+    """
+    group = cluster.flag_group
+    assert group is not None, "a lone rank has no neighbour"
+    rank, size = group.rank(), group.size()
+    with waiting_for("a batch for the audit"):
+        works = [dist.irecv(each, group=group, group_src=(rank - 1) % size) for each in arriving if each.numel()]
+        works += [dist.isend(each, group=group, group_dst=(rank + 1) % size) for each in outgoing if each.numel()]
+    level: Level = "node" if cluster.num_nodes > 1 else "local"
+    sent, received = (sum(each.nbytes for each in tensors) for tensors in (outgoing, arriving))
+    cluster.traffic.count(level, "control", sent_bytes=sent, received_bytes=received)
+    Pending(works, cluster.traffic, level).wait()
 
 
 def _count_to_all(cluster: Cluster, num_ranks: int, nbytes: int) -> Level:

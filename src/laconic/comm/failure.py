@@ -1,101 +1,330 @@
-"""The first failure of a job, which every rank shows.
+"""The first failure of a job, which every rank shows, and the end of ranks that would wait for a lost one.
 
 [Note: Failing together]
-An unforeseen error ends one rank in the middle of a step. The other ranks then hang in a collective or fail because a
-connection closes, and their messages bury the cause. So the first rank that fails writes its traceback to the
-rendezvous store. Every other rank reads it there, either when that rank fails too, or in a thread that looks at the
-store every few seconds. The rank then shows the first traceback instead of its own and exits. `lab/worker.py` does the
-same for any script with a file instead of the store.
+An unforeseen error ends one rank in the middle of a step, or the system kills it. The other ranks then hang in a
+collective or fail because a connection closes, and their messages bury the cause. So each rank has a thread that
+watches its neighbours: [Note: A ring of connections] in ring.py. A rank that an exception ends tells the others its
+traceback. If a rank ends without a word, its neighbours tell the others. Every rank shows the first failure that it
+hears of. A rank that does not fail by itself within ten seconds exits with code 1. A rank that does has ten seconds
+more, for its own traceback. If ranks are gone but none has failed, a rank goes on until it waits for others, since the
+lost ones may have done all their work.
+
+Ranks watch each other before they make their first process group. While Gloo connects the ranks of a group, it waits
+five times as long for a rank as the group's timeout says. A rank that dies before its neighbours have found it is
+known to nobody, so the first group has a bound of its own: `ending_after`.
+
+The groups' timeout bounds all other waits, such as those for a rank in an endless loop. Where NCCL waits on the device,
+torch's own watchdog ends the process after the same time. `lab/worker.py` shows first failures too, of any script, and
+uses a file.
+
+Of a JobError the others learn the message alone, without a traceback. One rank may raise it where the others do not:
+a loss that is not finite on one island, for example, is unknown to the other islands. Then they raise a JobError with
+this message, too.
 """
 
+from __future__ import annotations
+
+import atexit
 import contextlib
 import os
 import sys
 import threading
+import time
 import traceback
+import weakref
 from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
+from laconic.comm.progress import here
+from laconic.comm.ring import Message, Ring
 from laconic.errors import JobError
 
-_KEY = "laconic/first-failure"
-_WATCH_INTERVAL_S = 3.0  # between two looks at the store
-_GRACE_S = 10.0  # for a rank to fail by itself, once another rank has failed
-_JOIN_S = 5.0  # for the watching thread to end
+_PEER_TIMEOUT_S = 60.0
+_INTERVAL_S = 5.0  # between two looks at this process
+_GRACE_S = 10.0  # for a rank to fail by itself, once another rank has failed; then for it to show why
+_CAUSE_S = 1.0  # for the news of a cause to arrive before the error that it causes is taken for the first
+_ANSWER_S = 5.0  # for the thread to end
+_MOST_CHARACTERS = 100_000  # of a traceback
 
 
 class PeerFailedError(RuntimeError):
     """Another rank failed first; the message is the traceback of that rank."""
 
 
-def record_failure(error: BaseException, store: dist.Store | None = None) -> str:
-    """Record the traceback of `error` as the first failure of the job, unless there is one.
+def set_peer_timeout(timeout_s: float) -> None:
+    """Set after how many seconds without a sign of its machine a rank is gone; 0 means that ranks do not watch.
 
-    All ranks share `store`. Default: the rendezvous store. Returns the first failure if another rank recorded it, else
-    "". If the process that hosts the store has died, nothing is recorded and the result is "".
+    Default: 60. A process that dies on a living machine is noticed at once. Call it on all ranks, before the first call
+    of `fully_shard` or of anything else that makes a `Cluster`.
     """
-    record = f"{_prefix(dist.get_rank())}\n{''.join(traceback.format_exception(error))}"
-    try:
-        first = (store or _default_store()).compare_set(_KEY, "", record).decode()
-    except Exception:  # whatever a dead store raises must not hide `error`
-        return ""
-    return _if_of_peer(first)
+    global _peer_timeout_s
+    _peer_timeout_s = timeout_s
 
 
-def first_failure(store: dist.Store | None = None) -> str:
-    """Return the first failure of the job if another rank recorded it, else ""; see `record_failure`."""
-    store = store or _default_store()
+def watch_peers() -> None:
+    """Start the thread of [Note: Failing together] for the default process group, unless it runs already.
+
+    Also let a rank that an exception ends tell the others: it wraps `sys.excepthook`, as torch.distributed does.
+    """
+    world = dist.group.WORLD
+    if world is None or dist.get_backend(world) == "fake" or not _may_watch(dist.get_world_size()):
+        return
+    if _peers is None or not _peers.is_current():
+        store = dist.distributed_c10d._get_default_store()
+        watch_peers_early(store, dist.get_rank(), dist.get_world_size())
+    assert _peers is not None
+    _peers.adopt(world)
+
+
+def watch_peers_early(store: dist.Store, rank: int, num_ranks: int) -> None:
+    """Start the thread before there is a process group, for the group that will be the default one.
+
+    The ranks meet in `store`. Call `watch_peers` when the group is made.
+    """
+    global _peers
+    if not _may_watch(num_ranks):
+        return
+    if _peers is None:
+        atexit.register(leave)
+        os.register_at_fork(after_in_child=_forget)
+        sys.excepthook = _Hook(sys.excepthook)
+    else:
+        _peers.end()
+    _peers = _Peers(store, rank, num_ranks, _peer_timeout_s)
+
+
+def leave() -> None:
+    """Tell the other ranks that this one ends in order, or leaves the default process group."""
+    if _peers is not None:
+        _peers.end()
+
+
+def record_failure(error: BaseException) -> str:
+    """Tell the other ranks that `error` ends this one. Returns the first failure if another rank had it, else ""."""
+    return "" if _peers is None else _peers.fail(error)
+
+
+def first_failure(*, patience_s: float = 0.0) -> str:
+    """Return the first failure of the job if another rank had it, else "". The news may take `patience_s` to arrive."""
+    return "" if _peers is None else _peers.first_of_others(patience_s)
+
+
+def note_cause(error: BaseException) -> str:
+    """Note the first failure of another rank, which `error` may follow from, at `error`. Returns it, else ""."""
+    first = first_failure(patience_s=0.0 if _is_timeout(error) else _CAUSE_S)
+    if first:
+        error.add_note(first)
+    return first
+
+
+@contextlib.contextmanager
+def ending_after(seconds: float, waited_for: str) -> Iterator[None]:
+    """End this process with code 1 and one line if the block takes `seconds` and the grace of this module."""
+
+    def end() -> None:
+        rank, waited_s = os.environ.get("RANK", "?"), seconds + _GRACE_S
+        print(
+            f"rank {rank} has waited {waited_s:g} s for {waited_for}: another rank has died in its first seconds, or "
+            "cannot be reached; look at what the other ranks have printed",
+            file=sys.__stderr__ or sys.stderr, flush=True,
+        )  # fmt: skip
+        os._exit(1)
+
+    timer = threading.Timer(seconds + _GRACE_S, end)
+    timer.daemon = True
+    timer.start()
     try:
-        return _if_of_peer(store.get(_KEY).decode()) if store.check([_KEY]) else ""
-    except Exception:  # the process that hosts the store has died; torch has several errors for that
-        return ""
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager
 def failing_together(world_size: int) -> Iterator[None]:
     """Show the traceback of the first failing rank on every rank: [Note: Failing together].
 
-    A rank that hangs exits with code 1 at most 13 seconds after the first failure.
+    Within the block a rank that is gone counts as failed, so the others end within 10 seconds. The exit code of one
+    that hangs is 2 after a JobError, else 1.
 
     Raises:
         PeerFailedError: the block failed on this rank, but first on another rank. A JobError is raised as it is.
+        JobError: the block failed on this rank, but first on another rank with this message.
     """
     if world_size == 1:
         yield
         return
-    done = threading.Event()
-    # a clone has a connection of its own, so the thread never waits behind a blocking call of the main thread
-    watched = _default_store().clone()  # type: ignore[attr-defined]
-    watcher = threading.Thread(target=_watch, args=(watched, done), daemon=True)
-    watcher.start()
+    watch_peers()
+    if _peers is not None:
+        _peers.all_are_needed = True
     try:
         yield
     except Exception as error:
         first = record_failure(error)
         if first and not isinstance(error, JobError):
-            raise PeerFailedError(first) from None
+            raise (JobError(_mistake(first)) if _mistake(first) else PeerFailedError(first)) from None
         raise
     finally:
-        done.set()
-        watcher.join(_JOIN_S)  # a thread that returns from C++ while the interpreter ends aborts the process
+        if _peers is not None:
+            _peers.all_are_needed = False
 
 
-def _watch(store: dist.Store, done: threading.Event) -> None:
-    while not done.wait(_WATCH_INTERVAL_S):
-        first = first_failure(store)
-        if first and not done.wait(_GRACE_S):
-            print(f"rank {dist.get_rank()} is stuck because {first}", file=sys.stderr, flush=True)
-            os._exit(1)
+_peer_timeout_s = _PEER_TIMEOUT_S
+_peers: _Peers | None = None
 
 
-def _prefix(rank: int) -> str:
-    return f"rank {rank} failed first:"
+def _may_watch(num_ranks: int) -> bool:
+    is_main = threading.current_thread() is threading.main_thread()  # threads that play ranks share one memory
+    return num_ranks > 1 and _peer_timeout_s > 0 and is_main
 
 
-def _if_of_peer(first: str) -> str:
-    return "" if first.startswith(_prefix(dist.get_rank())) else first
+def _forget() -> None:
+    """Close the connections in a fork, so that they end when the rank ends."""
+    global _peers
+    if _peers is not None:
+        _peers.ring.abandon()
+        _peers = None
 
 
-def _default_store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
+def _mistake(first: str) -> str:
+    """The message of the first failure if it was a JobError, else ""."""
+    _, _, told = first.partition("failed first:")
+    return told.removeprefix(" ") if told.startswith(" ") else ""
+
+
+def _is_timeout(error: BaseException) -> bool:
+    """True if a transfer took too long, although its other end lives. torch has no class for it on all backends."""
+    return "timed out" in str(error).lower()
+
+
+class _Hook:
+    """Tells the other ranks of the exception that ends this one, and shows the first failure below the traceback."""
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        first = "" if isinstance(error, KeyboardInterrupt) else record_failure(error)
+        self._before(kind, error, trace)
+        is_shown = isinstance(error, PeerFailedError) or first in getattr(error, "__notes__", [])
+        is_alike = first.rstrip().endswith(traceback.format_exception_only(error)[-1].rstrip())
+        if first and not is_shown and not is_alike:
+            print(f"rank {dist.get_rank() if dist.is_initialized() else '?'} failed because {first}", file=sys.stderr)
+
+
+class _Peers:
+    """The thread, and what it has heard."""
+
+    def __init__(self, store: dist.Store, rank: int, num_ranks: int, patience_s: float) -> None:
+        self.all_are_needed = False
+        self._world: weakref.ref[dist.ProcessGroup] | None = None  # None as long as the default group is not made
+        self._host_waits = True
+        self._rank = rank
+        self._first: tuple[int, str] | None = None
+        self._has_heard = threading.Event()
+        self._has_failed, self._is_told = False, threading.Event()
+        self._failing_since: float | None = None  # the time at which this rank began to fail
+        self._to_tell = threading.Event()
+        self._is_over = False
+        self._lock = threading.Lock()
+        # a clone has a connection of its own, so the thread never waits behind a blocking call of the main thread
+        self.ring = Ring(store.clone(), rank, num_ranks, patience_s)  # type: ignore[attr-defined]
+        self._thread = threading.Thread(target=self._run, name="laconic-peers", daemon=True)
+        self._thread.start()
+
+    def adopt(self, world: dist.ProcessGroup) -> None:
+        """Watch the ranks of the default process group until it is destroyed."""
+        self._world, self._host_waits = weakref.ref(world), dist.get_backend(world) == "gloo"
+
+    def is_current(self) -> bool:
+        """Return whether the default process group is the one of this thread, or is still to come."""
+        return self._world is None or (self._world() is not None and self._world() is dist.group.WORLD)
+
+    def first_of_others(self, patience_s: float = 0.0) -> str:
+        """Return the first failure, if another rank had it. Wait for news for `patience_s`."""
+        if not self._is_over:
+            self._has_heard.wait(patience_s)
+        return "" if self._first is None or self._first[0] == self._rank else self._first[1]
+
+    def fail(self, error: BaseException) -> str:
+        """Tell the others of this rank's end. Returns the first failure, if another rank had it."""
+        if self._is_over:
+            return self.first_of_others()
+        self._failing_since = time.monotonic()
+        if isinstance(error, RuntimeError) and not _is_timeout(error):  # perhaps a transfer lost its other end
+            self._has_heard.wait(_CAUSE_S)
+        trace = "\n" + "".join(traceback.format_exception(error))[-_MOST_CHARACTERS:]
+        told = f" {error}" if isinstance(error, JobError) else trace
+        with self._lock:
+            if self._first is None:
+                self._first = self._rank, f"rank {self._rank} failed first:{told}"
+            self._has_failed = True
+        self._to_tell.set()
+        self._is_told.clear()  # the thread sets it again when it has told a neighbour
+        self.ring.wake()
+        self._is_told.wait(_CAUSE_S)
+        return self.first_of_others()
+
+    def end(self) -> None:
+        """Say goodbye, and end the thread."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self.ring.wake()
+        self._thread.join(_ANSWER_S)  # a thread that returns from C++ while the interpreter ends aborts the process
+
+    def _run(self) -> None:
+        events, since = here.events, time.monotonic()
+        heard_at: float | None = None
+        with contextlib.suppress(OSError, RuntimeError):  # the store or a socket is lost as this process ends
+            while not self._is_over and self.is_current():
+                interval_s = _INTERVAL_S if heard_at is None else min(_INTERVAL_S, _GRACE_S / 4)
+                messages, gone = self.ring.poll(interval_s)
+                is_news = self._hear(messages, gone)
+                if self._to_tell.is_set() or is_news:
+                    self._to_tell.clear()
+                    self._tell()
+                if self._first is not None and self.ring.has_neighbours and not self._to_tell.is_set():
+                    self._is_told.set()
+                if events != here.events:
+                    events, since = here.events, time.monotonic()
+                if self._first is not None and self._first[0] != self._rank:
+                    heard_at = heard_at or time.monotonic()
+                    must_end = self._has_failed or self.all_are_needed
+                    waits = here.awaited is not None or not self._host_waits
+                    begun = max(heard_at, self._failing_since or 0.0, 0.0 if must_end else since)
+                    if (must_end or waits) and time.monotonic() - begun > _GRACE_S and not self._is_over:
+                        # torch's hook puts a buffer in place of sys.stderr while it makes a traceback
+                        stream = sys.__stderr__ or sys.stderr
+                        print(f"rank {self._rank} is stuck because {self._first[1]}", file=stream, flush=True)
+                        os._exit(2 if _mistake(self._first[1]) else 1)
+        self._is_over = True
+        self._is_told.set()
+        self.ring.close()
+
+    def _hear(self, messages: list[Message], gone: list[int]) -> bool:
+        """Take in what the neighbours say. Returns whether anything is new."""
+        is_news = False
+        with self._lock:
+            for message in messages:
+                is_news |= self._first is None or (message["has_failed"] and not self._has_failed)
+                self._first = self._first or (message["rank"], message["text"])
+                self._has_failed |= message["has_failed"]
+            for rank in gone:
+                is_news |= self._first is None
+                self._first = self._first or (
+                    rank,
+                    f"rank {rank} is gone: its process ended without a word, or its machine no longer answers "
+                    f"(rank {self._rank} lost the connection to it)",
+                )
+        if self._first is not None:
+            self._has_heard.set()
+        return is_news
+
+    def _tell(self) -> None:
+        """Tell both neighbours all that this rank knows."""
+        if self._first is not None:
+            rank, text = self._first
+            self.ring.send({"rank": rank, "text": text, "has_failed": self._has_failed})

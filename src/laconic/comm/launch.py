@@ -20,7 +20,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
+from laconic.comm.failure import ending_after, leave, watch_peers, watch_peers_early
+from laconic.comm.watch import waiting_for
 from laconic.errors import JobError
 
 
@@ -104,6 +108,22 @@ def initialized_accelerator() -> torch.device | None:
     return torch.device(accelerator.type, torch.accelerator.current_device_index()) if is_initialized() else None
 
 
+def start_process_group(backend: str, timeout: datetime.timedelta | None) -> None:
+    """Call torch.distributed.init_process_group in torchrun's environment; the ranks watch each other from then on.
+
+    If a rank dies before all have met, the others end within 10 seconds, or, if its neighbours have not found it yet,
+    10 seconds after `timeout` (None: torch's).
+    """
+    limit = timeout or default_pg_timeout
+    store, rank, num_ranks = next(rendezvous("env://", timeout=limit))
+    store.set_timeout(limit)
+    watch_peers_early(store, rank, num_ranks)
+    awaited = "the process group of all ranks"
+    with ending_after(limit.total_seconds(), awaited), waiting_for(awaited):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    watch_peers()
+
+
 @contextlib.contextmanager
 def process_group(ranks: RankInfo, device: torch.device, timeout_s: float) -> Iterator[dist.ProcessGroup]:
     """Yield a group that carries CPU tensors. Start the default group if there is none, and destroy it at the end."""
@@ -114,7 +134,7 @@ def process_group(ranks: RankInfo, device: torch.device, timeout_s: float) -> It
         is_gpu_shared = device.type != "cpu" and ranks.num_local > torch.accelerator.device_count()
         backend = "gloo" if is_gpu_shared else dist.get_default_backend_for_device(device)
         if "MASTER_ADDR" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            start_process_group(backend, timeout)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
@@ -123,10 +143,15 @@ def process_group(ranks: RankInfo, device: torch.device, timeout_s: float) -> It
         yield group
     except JobError:  # all ranks raise it; after any other error peers may be dying, and a teardown could hang
         if is_owned:
-            dist.destroy_process_group()
+            _end_process_group()
         raise
     if is_owned:
-        dist.destroy_process_group()
+        _end_process_group()
+
+
+def _end_process_group() -> None:
+    leave()
+    dist.destroy_process_group()
 
 
 class ExitWithoutTeardown:

@@ -32,6 +32,7 @@ from typing import Any
 import torch.distributed as dist
 
 from laconic import _compat
+from laconic.comm.failure import note_cause
 from laconic.comm.progress import Record, here, reasons_to_wait
 
 _KEY = "laconic/progress"
@@ -45,8 +46,9 @@ _MOST_NAMED = 4  # ranks in a line
 class waiting_for:
     """A context manager that notes that this rank waits for a transfer.
 
-    A RuntimeError of the block, such as a time-out, gets the line of [Note: Ranks that do not come] as a note. It is a
-    class because a generator would cost two microseconds more.
+    A RuntimeError of the block, such as a time-out, gets a note: the first failure, if another rank has failed or is
+    gone; else the line of [Note: Ranks that do not come]. It is a class because a generator would cost two microseconds
+    more.
     """
 
     __slots__ = ("_before", "_transfer")
@@ -59,7 +61,7 @@ class waiting_for:
         here.events += 1
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, RuntimeError) and _watch is not None and (line := _watch.explain()):
+        if isinstance(error, RuntimeError) and not note_cause(error) and _watch and (line := _watch.explain()):
             error.add_note(line)
         here.awaited = self._before
         here.events += 1

@@ -1,6 +1,6 @@
 """The description of a training job: typed sections that are read from TOML, strictly, and written back to TOML."""
 
-from laconic.config.job import Config, all_keys, from_dict, load, to_dict, to_toml
+from laconic.config.job import Config, all_keys, from_dict, load, parse_toml, to_dict, to_toml
 from laconic.config.section import ConfigError
 from laconic.config.sections import (
     DataConfig,
@@ -10,10 +10,10 @@ from laconic.config.sections import (
     OptimizerConfig,
     ScheduleConfig,
     ShardConfig,
-    SyncConfig,
     TrainConfig,
     parse_block,
 )
+from laconic.config.sync import SyncConfig
 from laconic.errors import JobError
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "from_dict",
     "load",
     "parse_block",
+    "parse_toml",
     "to_dict",
     "to_toml",
 ]

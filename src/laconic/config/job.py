@@ -14,7 +14,8 @@ import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
 from laconic.config import sections
-from laconic.config.section import ConfigError
+from laconic.config.section import ConfigError, refuse_absurd, shown
+from laconic.config.sync import SyncConfig
 
 _T = TypeVar("_T")
 
@@ -37,7 +38,7 @@ class Config:
     data: sections.DataConfig = field(default_factory=sections.DataConfig)
     optimizer: sections.OptimizerConfig = field(default_factory=sections.OptimizerConfig)
     shard: sections.ShardConfig = field(default_factory=sections.ShardConfig)
-    sync: sections.SyncConfig = field(default_factory=sections.SyncConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
     schedule: sections.ScheduleConfig = field(default_factory=sections.ScheduleConfig)
     train: sections.TrainConfig = field(default_factory=sections.TrainConfig)
     log: sections.LogConfig = field(default_factory=sections.LogConfig)
@@ -51,15 +52,29 @@ def load(path: str | Path) -> Config:
             and, for an unknown key, the nearest valid one.
     """
     try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
         raise ConfigError(f"cannot read the configuration {str(path)!r}: {error}") from error
+    try:
+        table = parse_toml(text)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
     try:
         return from_dict(Config, table)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The table that a TOML text describes.
+
+    Raises:
+        ValueError: it describes none, has a number of thousands of digits, or lists within hundreds of lists.
+    """
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it has too many lists or tables within each other") from None
 
 
 def from_dict(cls: type[_T], table: Mapping[str, Any], prefix: str = "") -> _T:
@@ -73,15 +88,17 @@ def from_dict(cls: type[_T], table: Mapping[str, Any], prefix: str = "") -> _T:
     hints = get_type_hints(cls)
     values = {}
     for key, value in table.items():
+        refuse_absurd(key, "a key")
         name = f"{prefix}{key}"
         if key not in hints:
             raise ConfigError(_unknown_key(list(hints), key, prefix))
         if not dataclasses.is_dataclass(hints[key]):
+            refuse_absurd(value, name)
             values[key] = _convert(hints[key], value, name)
         elif isinstance(value, Mapping):
             values[key] = from_dict(hints[key], value, f"{name}.")
         else:
-            raise ConfigError(f"`{name}` is a section ([{name}]), got {value!r} ({_type_name(value)})")
+            raise ConfigError(f"`{name}` is a section ([{name}]), got {shown(value)} ({_type_name(value)})")
     return cls(**values)
 
 
@@ -127,7 +144,7 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     try:
         return TypeAdapter(hint).validate_python(tuple(value) if isinstance(value, list) else value, strict=True)
     except ValidationError as error:
-        raise ConfigError(f"`{name}` must be {_describe(hint)}, got {value!r} ({_type_name(value)})") from error
+        raise ConfigError(f"`{name}` must be {_describe(hint)}, got {shown(value)} ({_type_name(value)})") from error
 
 
 def _describe(hint: Any) -> str:

@@ -20,9 +20,7 @@ from laconic.config.section import (
     Section,
     Share,
     Size,
-    Switch,
 )
-from laconic.islands.fragments import SyncSchedule
 from laconic.layout.granularity import Block, block_of
 from laconic.shard.wire import Wire
 
@@ -130,7 +128,8 @@ class DataConfig(Section):
     seed: int = 0
     """Seed of the sampler: the rows of a step are a function of (seed, step) alone."""
     cache: str | None = None
-    """Folder for the tokenised corpus, which one rank per node makes; default: `tokens` in the output folder."""
+    """Folder for the tokenised corpus, which one rank per node makes; default: `tokens` in the output folder. Every
+    start reads and checks all of it (1.5 GB/s per core, or as fast as the disk), and makes damaged data again."""
 
     def _check_keys(self) -> None:
         if self.kind == "python-stdlib":
@@ -230,6 +229,15 @@ class ShardConfig(Section):
     """The type of gradients when they are reduced; default: param_dtype, on every release of torch."""
     reshard_after_forward: bool | None = None
     """Free gathered parameters after forward and gather them again in backward; default: yes, the root too."""
+    check_every: Size = 0
+    """With strategy = "laconic": steps between two that compare checksums of weights and gradients that cross, and of
+    cached weights, on all ranks; 0: never. 100 costs less than 1 % of a step."""
+    on_damage: Literal["raise", "regather"] = "raise"
+    """With check_every: for damage in cached weights, end the run, or warn and gather them again. Other damage ends the
+    run before the optimizer's step."""
+    audit_every: Size = 0
+    """With strategy = "laconic": steps between two in which each rank repeats its neighbour's first micro-batch, and
+    both compare their gradients to the bit; 0: never. It takes two more forwards and backwards in such a step."""
     granularity: dict[str, Any] | str | None = None
     """The blocks that `laconic` never cuts: "32 rows", "256 elements" or "whole" for every parameter. Or a table from
     patterns of a parameter's name in its layer, such as "self_attn.*", to blocks: the first pattern that matches
@@ -248,6 +256,11 @@ class ShardConfig(Section):
             message = "but shard.strategy = 'fsdp2-hpz' sets it to the number of ranks per node: leave it out"
             self._check("reshard_after_forward", self.reshard_after_forward is None, message)
         self._check_wire()
+        for key in ("check_every", "audit_every"):
+            message = f"is for shard.strategy = 'laconic', got {self.strategy!r}; leave it out"
+            self._check(key, getattr(self, key) == 0 or self.strategy == "laconic", message)
+        message = "is for steps that are checked; set shard.check_every too"
+        self._check("on_damage", self.on_damage == "raise" or self.check_every > 0, message)
         blocks = self.granularity.values() if isinstance(self.granularity, dict) else [self.granularity]
         for text in blocks:
             if text is not None:
@@ -288,74 +301,6 @@ def parse_block(text: Any) -> Block:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyncConfig(Section):
-    """When machines synchronise: after every step or, as islands, only now and then."""
-
-    mode: Literal["every-step", "local"] = "every-step"
-    """`every-step`: all ranks average gradients in every step. `local`: islands train on their own, each on its rows of
-    the global batch, and average after several steps (DiLoCo). Evaluation, checkpoints and export use the average.
-    `local` needs shard.strategy `laconic`. All other keys of this section are for `local`."""
-    islands: Count | None = None
-    """Number of islands, which other trainers call dp_replicate. It must divide the number of nodes, since each island
-    has equally many whole nodes, one after the other. Default: every node is an island."""
-    every: int = 100
-    """Steps between two syncs of the same parameters."""
-    fragments: int = 1
-    """Number of parts of the model that sync in turn, one after each every / fragments steps; must divide `every`."""
-    pattern: Literal["strided", "sequential"] = "strided"
-    """The layers of a fragment. `strided`: layer l is in fragment l mod fragments; `sequential`: a run of layers."""
-    overlap: int = 0
-    """Steps that hide an exchange: its result is applied this many steps later; less than every / fragments."""
-    mixing: ProperShare = 0.0
-    """The share of an island's own parameters in the mixture when a result is applied; 0 takes the result alone."""
-    codec: Literal["fp32", "bf16", "int8", "int4", "int3", "int2", "e2m1", "e3m0", "top64"] = "int4"
-    """The format of pseudo-gradients on the wire: 32, 16, 8, 4, 3, 2, 4, 4 or 0.23 bits a parameter."""
-    error_feedback: Switch = False
-    """Add to each pseudo-gradient what the codec has lost of the earlier ones: all of it, or this share at each sync.
-    `top64` needs it."""
-    outer_lr: Positive = 0.7
-    """Learning rate of the outer optimizer, SGD along the mean pseudo-gradient."""
-    outer_momentum: ProperShare = 0.9
-    """Nesterov momentum of the outer optimizer; 0: none."""
-    outer_sliced_lr: Positive | None = None
-    """The outer learning rate of slices that only some islands train. Default: `outer_lr`."""
-    outer_sliced_momentum: ProperShare | None = None
-    """The outer momentum of slices that only some islands train. Default: `outer_momentum`."""
-    slices: Count = 1
-    """Partial updates: an island trains one of this many slices of every MLP and attention layer, and all other layers.
-    Island i trains slice i mod slices; with `recovery`, an island that joins takes the slice that fewest train."""
-    slice_include: tuple[Literal["mlp", "attention"], ...] = ("mlp", "attention")
-    """The kinds of layers that are sliced."""
-    recovery: str | None = None
-    """A folder on each machine, best in memory (/dev/shm), for elastic runs (`torchrun --nnodes MIN:MAX`). It keeps the
-    result of the last sync; when islands are lost or join, the run that torchrun restarts goes on from it. No other run
-    may use the folder; environment variables in the path are expanded. Needs train.resume = "auto"."""
-
-    def _check_keys(self) -> None:
-        keys = [field.name for field in dataclasses.fields(self) if field.name != "mode"]
-        self._check_only_with("mode", "local", keys=keys)
-        try:
-            SyncSchedule(every=self.every, fragments=self.fragments, overlap=self.overlap)
-        except ValueError as error:
-            raise ConfigError(f"sync: {error}") from error
-        message = "has no effect: sync.codec = 'fp32' loses nothing; leave it out, or choose another codec"
-        self._check("error_feedback", not self.error_feedback or self.codec != "fp32", message)
-        for key in ("outer_sliced_lr", "outer_sliced_momentum"):
-            self._check(key, self.slices > 1 or getattr(self, key) is None, "needs sync.slices of at least 2")
-        if not self.slice_include:
-            raise ConfigError("sync.slice_include is empty, so no layer would be sliced; leave sync.slices out instead")
-        is_default = self.slice_include == ("mlp", "attention")
-        self._check(
-            "slice_include", self.slices > 1 or is_default, f"needs sync.slices of at least 2, got {self.slices}"
-        )
-
-    @property
-    def is_local(self) -> bool:
-        """Whether there are islands."""
-        return self.mode == "local"
-
-
-@dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Section):
     """Whether workers run at the same time or one after the other."""
 
@@ -367,7 +312,7 @@ class ScheduleConfig(Section):
     """Which workers use the newest version of a stage, and which the version one batch older: see docs/cyclic.md."""
     states: Literal["replicated", "sharded", "shared"] = "replicated"
     """Where parameters rest: on every worker, with a stage's owner alone, or (`shared`) on each stage's own devices."""
-    workers: AtLeastTwo | None = None
+    workers: Annotated[int, Bound(lambda value: 2 <= value <= 4096, "lie in [2, 4096]")] | None = None
     """Number N of micro-batches in a global batch, and of stages. Default: the number of ranks or, with states =
     "shared", the N for which N (N + 1) / 2 ranks are launched. One rank interleaves this many micro-batches."""
     cut_by: Literal["time", "memory", "parameters"] = "time"
@@ -419,12 +364,15 @@ class TrainConfig(Section):
     resume: Literal["never", "auto"] | bool | str = "never"
     """`auto`: go on from the newest complete checkpoint in `output`, or start from step 0 if there is none. A path: the
     same, but without one go on from another run's output folder or step-N folder. `never`: refuse an `output` that has
-    checkpoints. True and false, as in older files, are `auto` and `never`. SIGINT and SIGTERM end a run after the step
-    that is under way, with a checkpoint and exit code 130 or 143."""
+    results of a run. True and false, as in older files, are `auto` and `never`. SIGINT and SIGTERM end a run after the
+    step that is under way, with a checkpoint and exit code 130 or 143."""
     output: str = "runs/laconic"
-    """Folder for checkpoints, logs, the effective configuration and `summary.json`."""
-    timeout_s: Positive = 600.0
+    """Folder for checkpoints, logs, the effective configuration and `summary.json`. One run at a time may use it."""
+    timeout_s: Annotated[float, Bound(lambda value: 0 < value <= 1e9, "lie in (0, 1e9]")] = 600.0
     """A collective that takes longer than this ends the run."""
+    peer_timeout_s: Annotated[float, Bound(lambda value: 0 <= value <= 1e9, "lie in [0, 1e9]")] = 60.0
+    """A rank whose machine gives no sign for this long is gone, and the run ends; 0: wait for `timeout_s`. A process
+    that is killed on a living machine ends the run at once."""
 
     def __post_init__(self) -> None:
         if isinstance(self.resume, bool):

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from laconic import _compat
 from laconic.comm.launch import node_of_rank
 from laconic.comm.traffic import Level, Purpose, Traffic
+from laconic.comm.watch import waiting_for
 from laconic.cyclic.buffers import HEADER_BYTES, ActivationMeta
 from laconic.cyclic.schedule.messages import Key, Message
 
@@ -83,9 +84,10 @@ class Links:
             # On NCCL a posted receive blocks later operations with the same peer; on Gloo it does not.
             num_groups = 3 if dist.get_backend(mesh.get_group()) == "nccl" else 2
             timeout = _compat.timeout_of(mesh.get_group())
-            self._owned_groups = [
-                dist.new_group(ranks, timeout, use_local_synchronization=is_part) for _ in range(num_groups)
-            ]
+            with waiting_for("the process groups of the cyclic schedule"):
+                self._owned_groups = [
+                    dist.new_group(ranks, timeout, use_local_synchronization=is_part) for _ in range(num_groups)
+                ]
             self._control = self._owned_groups[0]
             self._groups = {True: self._owned_groups[1], False: self._owned_groups[-1]}  # by: target > source
             self.mesh_rank = mesh.get_local_rank()

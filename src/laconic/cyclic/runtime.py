@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from laconic.comm.failure import first_failure, record_failure
+from laconic.comm.failure import first_failure, record_failure, watch_peers
 from laconic.comm.traffic import Traffic
 from laconic.cyclic.baton import Baton
 from laconic.cyclic.links import Links, PeerLost
@@ -87,6 +87,7 @@ class CyclicDataParallel:
         self._links = Links(mesh, by_stage[0][0].device, lambda stage: self._placement.layouts[stage].num_bytes)
         number = self._links.mesh_rank
         if mesh is not None:
+            watch_peers()
             with self._failing_together():
                 self._broadcast_values()
         self._placement = Placement(self.stages, self.schedule, number, self.optimizer)
@@ -267,7 +268,7 @@ class CyclicDataParallel:
         try:
             yield
         except PeerLost as error:
-            raise RuntimeError("\n".join(filter(None, [str(error), first_failure()]))) from error
+            raise RuntimeError("\n".join(filter(None, [str(error), first_failure(patience_s=1.0)]))) from error
         except Exception as error:  # whatever it is, the other ranks wait for this one
             record_failure(error)
             raise

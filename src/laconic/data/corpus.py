@@ -53,8 +53,15 @@ def open_corpus(config: DataConfig) -> Corpus:
     """Find the source of a job's documents. `Corpus.documents` raises JobError for a document that is unreadable.
 
     Raises:
-        JobError: the source does not exist or has no file.
+        JobError: the source does not exist, cannot be read or has no file.
     """
+    try:
+        return _open_corpus(config)
+    except OSError as error:
+        raise JobError(f"data.path = {config.path!r} cannot be read: {error}") from error
+
+
+def _open_corpus(config: DataConfig) -> Corpus:
     if config.kind == "python-stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         files = [path for path in _files(root, "*.py") if not _STDLIB_SKIPPED & set(path.relative_to(root).parts)]
@@ -64,7 +71,10 @@ def open_corpus(config: DataConfig) -> Corpus:
     if not root.exists():
         if config.kind == "datasets" and _HUB_NAME.fullmatch(config.path):
             return _of_rows(lambda: hub_rows(config), "", config)
-        raise JobError(f"data.path = {config.path!r} does not exist")
+        raise JobError(
+            f"data.path = {config.path!r} does not exist; put the corpus back (tokenised data belongs to it), "
+            "or give the path that it has now"
+        )
     if config.kind == "datasets":
         files = _files(root, "*") if root.is_dir() else [root]
         return _of_rows(lambda: local_rows(root, config), _stamp(config, files), config)
@@ -103,8 +113,12 @@ def _of_rows(open_rows: Callable[[], Rows], stamp: str, config: DataConfig) -> C
     rows = open_rows()
 
     def documents() -> Generator[Document]:
-        for number, row in enumerate(rows.rows):
-            yield Document(f"{config.path}, row {number}", row)
+        number = -1
+        try:
+            for number, row in enumerate(rows.rows):
+                yield Document(f"{config.path}, row {number}", row)
+        except Exception as error:  # pyarrow, fsspec and datasets each raise their own
+            raise JobError(f"cannot read {config.path} after row {number}: {error!r}") from error
 
     return Corpus(documents, stamp + rows.identity)
 
@@ -126,7 +140,7 @@ def _lines(path: Path, config: DataConfig) -> Iterator[Document]:
             where = f"{path}, line {number}"
             try:
                 row = json.loads(line)
-            except ValueError as error:  # JSONDecodeError or UnicodeDecodeError
+            except (ValueError, RecursionError) as error:  # JSONDecodeError or UnicodeDecodeError, or nested too deep
                 raise JobError(f"{where} is not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise JobError(

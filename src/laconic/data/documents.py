@@ -175,19 +175,19 @@ class _DocumentBatches(Batches):
 # -- preparation -------------------------------------------------------------------------------------------------------
 
 
-def prepare(
-    config: DataConfig, corpus: Corpus, encoder: Encoder, reading: Reading, vocab_size: int, folder: Path
-) -> Path:
-    """Write the documents' tokens and rows unless `folder` already holds them; return the index file.
+def index_path(config: DataConfig, corpus: Corpus, encoder: Encoder, folder: Path) -> Path:
+    """The index file of these documents, encoded and cut as the job says."""
+    settings = config.pick("sequence_length", "too_long", "eval_fraction")
+    return arrays.index_path(folder, (corpus.identity, encoder.identity, settings))
+
+
+def write(index: Path, config: DataConfig, corpus: Corpus, encoder: Encoder, reading: Reading, vocab_size: int) -> None:
+    """Write the documents' tokens and rows.
 
     Raises:
         JobError: a document cannot be encoded, or the loss counts no token of any document.
+        OSError: a file cannot be written.
     """
-    settings = config.pick("sequence_length", "too_long", "eval_fraction")
-    index = arrays.index_path(folder, (corpus.identity, encoder.identity, settings))
-    if arrays.is_whole(index):
-        return index
-    arrays.make_folder(folder)
     dtypes = {"tokens": np.min_scalar_type(vocab_size - 1), "counted": np.dtype(bool)}
     counts = {"num_cut": 0, "num_dropped": 0, "num_without_target": 0}
     lengths, num_targets = array("q"), array("q")
@@ -208,8 +208,8 @@ def prepare(
             if not counted.any():
                 counts["num_without_target"] += 1
                 continue
-            tokens.astype(dtypes["tokens"]).tofile(tokens_file)
-            counted.tofile(counted_file)
+            tokens_file.write(tokens.astype(dtypes["tokens"]).data)
+            counted_file.write(np.ascontiguousarray(counted).data)
             lengths.append(len(tokens))
             num_targets.append(int(counted.sum()))
     if not lengths:
@@ -229,7 +229,6 @@ def prepare(
         arrays.write_array(index, name, values.astype(np.int64))
         dtypes[name] = np.dtype(np.int64)
     arrays.write_index(index, dtypes, {"is_stream": False, "is_packed": reading.packing, **counts})
-    return index
 
 
 def _encoded(corpus: Corpus, encoder: Encoder) -> Iterator[Encoded]:

@@ -91,26 +91,30 @@ class _StreamBatches(Batches):
         return Batch(input_ids=rows, labels=rows)
 
 
-def prepare(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> Path:
-    """Tokenise the corpus unless `folder` already holds it; return the index file.
+def prepare(config: DataConfig, tokenizer: Tokenizer, folder: Path, *, writes: bool = True) -> Path:
+    """Tokenise the corpus unless `folder` already holds it undamaged; return the index file.
 
-    See [Note: One writer per node] in data/arrays.py. What the format, the template, the loss or the packing change
-    has another index file.
+    See [Note: One writer per node] and [Note: Damaged arrays] in data/arrays.py. What the format, the template, the
+    loss or the packing change has another index file. Without `writes` nothing is checked or written.
 
     Raises:
         JobError: the corpus cannot be read or is binary, a document does not fit its format, the loss counts no token,
-            or the folder cannot be created.
+            or the folder cannot be written.
     """
     corpus = open_corpus(config)
     with contextlib.closing(corpus.documents()) as found:
         reading = find_reading(config, next(found, None))
     encoder = Encoder(config, reading, tokenizer)
     if not reading.is_stream:
-        return documents.prepare(config, corpus, encoder, reading, tokenizer.vocab_size, folder)
+        index = documents.index_path(config, corpus, encoder, folder)
+        if writes and not arrays.is_whole(index):
+            with arrays.writing_to(folder):
+                documents.write(index, config, corpus, encoder, reading, tokenizer.vocab_size)
+        return index
     index = arrays.index_path(folder, (corpus.identity, encoder.identity, config.eval_fraction))
-    if not arrays.is_whole(index):
-        arrays.make_folder(folder)
-        _write(index, corpus, tokenizer, config)
+    if writes and not arrays.is_whole(index):
+        with arrays.writing_to(folder):
+            _write(index, corpus, tokenizer, config)
     return index
 
 
@@ -175,7 +179,7 @@ def _write(index: Path, corpus: Corpus, tokenizer: Tokenizer, config: DataConfig
             num_text_tokens += len(row)
             if tokenizer.separator is not None:
                 row = np.append(row, dtype.type(tokenizer.separator))
-            row.tofile(file)
+            file.write(row.data)  # `tofile` hides why a write fails
             num_documents += 1
     summary = {"is_stream": True, "num_documents": num_documents, "num_text_tokens": num_text_tokens}
     arrays.write_index(index, dict.fromkeys(_SPLITS, dtype), summary)

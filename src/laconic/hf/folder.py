@@ -67,8 +67,16 @@ class ModelFolder:
         return sorted(self._file_of)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-        return tuple(self._open(self._file_of[key]).get_slice(key).get_shape())
+        """Return the shape of a tensor.
+
+        Raises:
+            ModelFolderError: the file cannot be read, or lacks the tensor that the index says it has.
+        """
+        file = self._open(self._file_of[key])
+        try:
+            return tuple(file.get_slice(key).get_shape())
+        except Exception as error:  # safetensors raises its own class
+            raise ModelFolderError(f"cannot read {key} from {self.folder / self._file_of[key]}: {error}") from error
 
     def read(self, key: str, part: tuple[slice, ...] = ()) -> Tensor:
         """Read a tensor, or the given part of it, in the dtype of the file.

@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from laconic.comm.agreement import RankGroup
 from laconic.errors import JobError
+from laconic.hf.folder import needed
 from laconic.hf.weights import named_tensors
 from laconic.ragged.collect import collect
 from laconic.shard.sharded_module import plain_class
@@ -67,6 +69,8 @@ def run_plain(
 ) -> Any:
     """Run a method of the plain model that saves `state` by `save_pretrained`, on rank 0. Collective over `ranks`.
 
+    Return its result. On other ranks than 0 this is None, unless it is a text or a commit of the hub.
+
     Raises:
         JobError: the method failed. Every rank raises it.
     """
@@ -83,7 +87,25 @@ def run_plain(
             finally:
                 del model.__dict__["save_pretrained"]
 
-    return ranks.on_rank_0(run, f"{method} failed")
+    results: list[Any] = []
+
+    def run_and_keep() -> str | dict[str, Any] | None:
+        results.append(run())
+        return _as_json(results[0])
+
+    sent = ranks.on_rank_0(run_and_keep, f"{method} failed")
+    return results[0] if results else _from_json(sent)
+
+
+def _as_json(result: Any) -> str | dict[str, Any] | None:
+    """Return a text, or the fields of a commit of the hub, for other ranks; None for anything else."""
+    if isinstance(result, str) and is_dataclass(result):
+        return {field.name: getattr(result, field.name) for field in fields(result) if field.init}
+    return str(result) if isinstance(result, str) else None
+
+
+def _from_json(sent: str | dict[str, Any] | None) -> Any:
+    return needed("huggingface_hub").CommitInfo(**sent) if isinstance(sent, dict) else sent
 
 
 @contextmanager

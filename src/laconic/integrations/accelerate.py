@@ -54,7 +54,8 @@ class LaconicAccelerator(Accelerator):
                 itself would let each rank train on its own there.
 
         Raises:
-            ArgumentError: a setting asks for another way to shard, `mixed_precision` is fp8, or `local_steps` is set.
+            ArgumentError: a setting asks for another way to shard, `mixed_precision` is fp8, or `local_steps` or
+                `audit_every` is set.
         """
         self.arguments = arguments if arguments is not None else LaconicArguments()
         _check_settings(self.arguments, settings)
@@ -109,11 +110,7 @@ def _check_settings(arguments: LaconicArguments, settings: dict[str, Any]) -> No
                 f"{key} asks for another way to shard; leave it out, and set laconic's options with "
                 "LaconicAccelerator(LaconicArguments(...))"
             )
-    if arguments.local_steps:
-        raise ArgumentError(
-            f"local_steps={arguments.local_steps}: an accelerate loop averages gradients in every step; use "
-            "laconic.fully_shard and laconic.LocalSteps in a loop of your own, or `laconic train`"
-        )
+    arguments.refuse_trainers_own("an accelerate loop")
 
 
 def _plugin(arguments: LaconicArguments, state_dict_type: str | None) -> FullyShardedDataParallelPlugin:

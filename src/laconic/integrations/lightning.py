@@ -37,6 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 import laconic
+from laconic.comm.agreement import RankGroup
 from laconic.hf.layers import layers_to_shard
 from laconic.integrations.options import ArgumentError, LaconicArguments
 from laconic.integrations.sharding import find_units, make_mesh, shard_model
@@ -70,7 +71,7 @@ class LaconicStrategy(ModelParallelStrategy):
             timeout: the time that a collective may take.
 
         Raises:
-            ArgumentError: `local_steps` is set.
+            ArgumentError: `local_steps` or `audit_every` is set.
         """
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
@@ -119,7 +120,7 @@ class LaconicStrategy(ModelParallelStrategy):
         Returns:
             all that is not weights and optimizer states.
         """
-        path, module = Path(self.broadcast(checkpoint_path)), self.lightning_module
+        path, module = Path(RankGroup().broadcast(str(checkpoint_path))), self.lightning_module
         if not path.is_file():
             return super().load_checkpoint(path, weights_only)
         assert module is not None
@@ -165,7 +166,7 @@ class LaconicFabricStrategy(FabricModelParallelStrategy):
             save_distributed_checkpoint: see `LaconicStrategy`.
 
         Raises:
-            ArgumentError: `local_steps` is set.
+            ArgumentError: `local_steps` or `audit_every` is set.
         """
         super().__init__(parallelize_fn=self._shard, save_distributed_checkpoint=save_distributed_checkpoint)
         self.arguments = _checked(arguments)
@@ -188,11 +189,7 @@ class LaconicFabricStrategy(FabricModelParallelStrategy):
 
 def _checked(arguments: LaconicArguments | None) -> LaconicArguments:
     arguments = arguments if arguments is not None else LaconicArguments()
-    if arguments.local_steps:
-        raise ArgumentError(
-            f"local_steps={arguments.local_steps}: Lightning averages gradients in every step; use laconic.fully_shard "
-            "and laconic.LocalSteps in a loop of your own, or `laconic train`"
-        )
+    arguments.refuse_trainers_own("Lightning")
     return arguments
 
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from laconic.errors import JobError
 from laconic.layout.granularity import Block, Granularity, block_of
 from laconic.shard.cache import Cache
+from laconic.shard.checks import Checks, OnDamage
 from laconic.shard.wire import Wire, WireName
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -82,6 +83,24 @@ class LaconicArguments:
         default=True,
         metadata={"help": "Give all ranks the first rank's weights at the start, as DDP does."},
     )
+    check_every: int = field(
+        default=0,
+        metadata={
+            "help": "Steps between two that compare checksums of weights and gradients between ranks. 0: never. A "
+            "flipped bit ends the run before the optimizer's step."
+        },
+    )
+    on_damage: Literal["raise", "regather"] = field(
+        default="raise",
+        metadata={"help": "With check_every: end the run if cached weights are damaged, or gather them again."},
+    )
+    audit_every: int = field(
+        default=0,
+        metadata={
+            "help": "In a Trainer: steps between two in which every rank repeats its neighbour's micro-batch and "
+            "compares gradients to the bit; the first step is one. 0: never."
+        },
+    )
     units: list[str] | None = field(
         default=None,
         metadata={
@@ -108,7 +127,11 @@ class LaconicArguments:
             raise ArgumentError(f"wire={self.wire!r} sends differences to cached weights; use cache='host' or 'device'")
         for key in ("param_dtype", "reduce_dtype"):
             _check_choice(key, getattr(self, key), (None, *get_args(DtypeName)))
-        for key, least in (("device_budget_bytes", 0), ("local_steps", 0), ("islands", 1)):
+        _check_choice("on_damage", self.on_damage, get_args(OnDamage))
+        if self.on_damage != "raise" and not self.check_every:
+            raise ArgumentError(f"on_damage={self.on_damage!r} needs check_every, the steps between two checks")
+        limits = {"device_budget_bytes": 0, "check_every": 0, "audit_every": 0, "local_steps": 0, "islands": 1}
+        for key, least in limits.items():
             value = getattr(self, key)
             if value is not None and (not isinstance(value, int) or value < least):
                 raise ArgumentError(f"{key}={value!r} must be an integer of at least {least}")
@@ -141,6 +164,27 @@ class LaconicArguments:
     def cache_policy(self) -> Cache:
         """Return the policy that `cache` and `device_budget_bytes` describe."""
         return Cache(where=self.cache, device_budget_bytes=self.device_budget_bytes)
+
+    def checks(self) -> Checks:
+        """Return the policy that `check_every` and `on_damage` describe."""
+        return Checks(interval=self.check_every, on_damage=self.on_damage)
+
+    def refuse_trainers_own(self, place: str) -> None:
+        """Refuse the options that need a Trainer's loop. `place` says whose loop it is instead.
+
+        Raises:
+            ArgumentError: `local_steps` or `audit_every` is set.
+        """
+        if self.local_steps:
+            raise ArgumentError(
+                f"local_steps={self.local_steps}: {place} averages gradients in every step; use laconic.fully_shard "
+                "and laconic.LocalSteps in a loop of your own, or `laconic train`"
+            )
+        if self.audit_every:
+            raise ArgumentError(
+                f"audit_every={self.audit_every}: {place} calls no audit; leave it out, and call laconic.audit(model, "
+                "batch, loss_fn) between two steps"
+            )
 
     def mixed_precision(self, trainer_dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
         """Return the policy of `param_dtype` and `reduce_dtype`.

@@ -61,6 +61,7 @@ def shard_model(
             mp_policy=mp_policy or arguments.mixed_precision(),
             granularity=arguments.blocks(),
             broadcast=arguments.broadcast,
+            checks=arguments.checks(),
         )
     return model
 
@@ -73,7 +74,7 @@ def make_mesh(arguments: LaconicArguments, device_type: str | None = None) -> De
         device_type: "cpu" or the type of an accelerator. Default: the machine's accelerator, or else the CPU.
 
     Raises:
-        ArgumentError: the islands do not divide the nodes.
+        ArgumentError: the islands do not divide the nodes, or an audit has no two ranks to compare.
         ValueError: see `laconic.init_mesh`.
     """
     if not arguments.local_steps:
@@ -81,12 +82,18 @@ def make_mesh(arguments: LaconicArguments, device_type: str | None = None) -> De
     if device_type is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device_type = "cpu" if accelerator is None else accelerator.type
-    num_nodes = RankInfo.from_environment().num_nodes
+    ranks = RankInfo.from_environment()
+    num_nodes = ranks.num_nodes
     islands = arguments.islands if arguments.islands is not None else num_nodes
     if num_nodes % islands:
         raise ArgumentError(
             f"islands={islands} does not divide the {num_nodes} nodes of this launch; an island is made of whole "
             "nodes, so use a divisor, or leave it out to make every node an island"
+        )
+    if arguments.audit_every and islands == ranks.world_size:
+        raise ArgumentError(
+            f"audit_every={arguments.audit_every} compares ranks that share a model, but each of the {islands} islands "
+            "has one rank; leave it out, or use fewer islands"
         )
     return laconic.init_mesh(device_type, islands=islands)
 

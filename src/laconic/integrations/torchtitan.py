@@ -39,6 +39,7 @@ _TITANS_OWN = {
     "reshard_after_forward": "parallelism.fsdp_reshard_after_forward",
     "units": "no key: the model's parallelize_fn knows its layers",
     "local_steps": "no key: laconic.LocalSteps goes around an optimizer in a loop of your own, or use `laconic train`",
+    "audit_every": "no key: laconic.audit is for a loop of your own, or use `laconic train`",
 }
 """Options of laconic that torchtitan has keys of its own for."""
 
@@ -50,8 +51,9 @@ def with_laconic(
 
     Args:
         parallelize_fn: a torchtitan model's own, `ModelSpec.parallelize_fn`.
-        arguments: laconic's options: `cache`, `wire`, `device_budget_bytes` and `granularity`. torchtitan has keys of
-            its own for the others. All ranks begin with equal weights, as `init_weights` makes them so.
+        arguments: laconic's options: `cache`, `wire`, `device_budget_bytes`, `granularity`, `check_every` and
+            `on_damage`. torchtitan has keys of its own for the others. All ranks begin with equal weights, as
+            `init_weights` makes them so.
 
     Raises:
         ArgumentError: an option is set for which torchtitan has a key of its own. The returned function raises it if
@@ -66,7 +68,11 @@ def with_laconic(
     @functools.wraps(parallelize_fn)
     def parallelize(model: nn.Module, **settings: Any) -> nn.Module:
         shard = functools.partial(
-            laconic.fully_shard, cache=chosen.cache_policy(), wire=chosen.wire_policy(), granularity=chosen.blocks()
+            laconic.fully_shard,
+            cache=chosen.cache_policy(),
+            wire=chosen.wire_policy(),
+            granularity=chosen.blocks(),
+            checks=chosen.checks(),
         )
         with _in_place_of_fsdp2(shard, {"torchtitan", parallelize_fn.__module__.partition(".")[0]}):
             parallel = parallelize_fn(model, **settings)

@@ -1,10 +1,11 @@
 """The trained part of a model and its optimizer, in the checkpoint folder of another trainer.
 
 [Note: Complete checkpoints]
-A trainer writes its checkpoint folder file by file, so a kill leaves a folder that looks like a checkpoint. laconic
-adds a list of the files with their sizes, after all ranks have written theirs. A folder without the list, or with a
-file of another size, is not complete and is never resumed from. The sharded tensors have hashes of their own besides:
-[Note: Commit protocol] in checkpoint/commit.py.
+A trainer writes its checkpoint folder file by file and syncs none, so a kill leaves a folder that looks like a
+checkpoint, and a power cut leaves files of zeros. When all ranks have written theirs, laconic syncs the files and adds
+a list of them, with sizes and hashes. A folder without the list, or with a file that differs from it, is not complete
+and is never resumed from. Hashes of the sharded tensors come from their manifest: [Note: Commit protocol] in
+checkpoint/commit.py. Lists of earlier versions have sizes only.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import torch
 from torch import nn
 
 from laconic import checkpoint
+from laconic.checkpoint.commit import MANIFEST, Manifest, describe_file
 from laconic.checkpoint.state import persistent_buffers, reshard
 from laconic.comm.agreement import RankGroup
+from laconic.comm.launch import RankInfo
 from laconic.errors import JobError
-from laconic.files import write_text
+from laconic.files import sync, write_text
 from laconic.islands.local_steps import LocalSteps
 
 SHARDS = "laconic"
@@ -84,45 +87,94 @@ def has_shards(folder: str | Path) -> bool:
 
 
 def mark_complete(folder: str | Path) -> None:
-    """List the files of `folder`: [Note: Complete checkpoints]. All ranks call it, when their files are written."""
+    """Sync and list the files of `folder`: [Note: Complete checkpoints]. All ranks call it, after they wrote theirs.
+
+    The first rank of each node syncs, because the others' files may be in the memory of their node only. Cost: rank 0
+    reads all files but the sharded tensors.
+
+    Raises:
+        CheckpointError: on all ranks, if a file cannot be synced, read or written.
+    """
     folder, ranks = Path(folder), RankGroup(error=checkpoint.CheckpointError)
+    failure = f"checkpoint {folder} could not be completed"
 
     def write() -> None:
-        files = {str(path.relative_to(folder)): path.stat().st_size for path in _files(folder)}
-        write_text(folder / FILES, json.dumps({"world_size": ranks.size, "files": files}, indent=1))
+        listed = {"world_size": ranks.size, "files": _sizes(folder), "sha256": _hashes(folder)}
+        write_text(folder / FILES, json.dumps(listed, indent=1))
+        sync(folder)
 
     ranks.gather(None)  # all ranks have written
-    ranks.on_rank_0(write, f"checkpoint {folder} could not be completed")
+    ranks.on_all(lambda: _sync_all(folder) if RankInfo.from_environment().is_first_on_node else None, failure)
+    ranks.on_rank_0(write, failure)
 
 
 def incomplete(folder: str | Path) -> str:
-    """Say why `folder` is no complete checkpoint; empty if it is one."""
-    folder = Path(folder)
-    try:
-        listed: dict[str, Any] = json.loads((folder / FILES).read_text())
-    except (OSError, ValueError):
-        return f"it has no list of its files ({FILES}): writing was cut off, or another trainer wrote it"
-    for name, size in listed["files"].items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            return f"{name} is missing or damaged"
-    return ""
+    """Say why `folder` is no complete checkpoint; empty if it is one. All ranks call it, and read a part each."""
+    folder, ranks = Path(folder), RankGroup(error=JobError)
+    failure = f"{folder} is not readable"
+    listed: list[Any] | str = ranks.on_rank_0(lambda: _listed(folder), failure)
+    if isinstance(listed, str):
+        return listed
+    share = listed[ranks.rank :: ranks.size]
+    problems = ranks.on_all(lambda: [damage for entry in share if (damage := _damage(folder, *entry))], failure)
+    return "; ".join(problem for found in problems for problem in found)
 
 
 def newest_complete(folders: list[Path]) -> tuple[Path | None, list[str]]:
     """Return the last complete one of `folders`, which are in order, and why later ones were skipped. Collective."""
-
-    def find() -> tuple[Path | None, list[str]]:
-        skipped: list[str] = []
-        for folder in reversed(folders):
-            reason = incomplete(folder)
-            if not reason:
-                return folder, skipped
-            skipped.append(f"{folder}: {reason}")
-        return None, skipped
-
-    return RankGroup(error=JobError).on_rank_0(find, "the checkpoints are not readable")
+    ranks = RankGroup(error=JobError)
+    skipped: list[str] = []
+    for name in reversed(ranks.broadcast([str(folder) for folder in folders])):
+        if not (reason := incomplete(name)):
+            return Path(name), skipped
+        skipped.append(f"{name}: {reason}")
+    return None, skipped
 
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != FILES)
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_size for path in _files(folder)}
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    """The hash of each file. Those of sharded tensors are not computed again."""
+    manifests = folder.glob(f"{SHARDS}/*/{MANIFEST}")
+    hashes = {
+        f"{SHARDS}/{path.parent.name}/{record.name}": record.sha256
+        for path in manifests
+        for record in Manifest.read(path.parent).files
+    }
+    return {name: hashes.get(name) or describe_file(folder, name).sha256 for name in _sizes(folder)}
+
+
+def _sync_all(folder: Path) -> None:
+    """Make the files, their names and the name of the folder survive a power cut."""
+    for path in [*_files(folder), *(path for path in folder.rglob("*") if path.is_dir()), folder, folder.parent]:
+        sync(path)
+
+
+def _listed(folder: Path) -> list[Any] | str:
+    """Return [name, size, hash or None] of each file in the list, or what is wrong with the list."""
+    try:
+        body = json.loads((folder / FILES).read_text())
+        hashes = body.get("sha256", {})
+        return [[str(name), int(size), hashes.get(name)] for name, size in body["files"].items()]
+    except FileNotFoundError:
+        return f"it has no list of its files ({FILES}): writing was cut off, or another trainer wrote it"
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        return f"its list of files ({FILES}) is damaged: {error}"
+
+
+def _damage(folder: Path, name: str, size_bytes: int, sha256: str | None) -> str:
+    """Say how a file differs from the list; empty if it does not."""
+    path = folder / name
+    if not path.is_file():
+        return f"{name} is missing"
+    if path.stat().st_size != size_bytes:
+        return f"{name} has {path.stat().st_size} bytes instead of {size_bytes}"
+    if sha256 is not None and describe_file(folder, name).sha256 != sha256:
+        return f"{name} does not have the contents that were written"
+    return ""

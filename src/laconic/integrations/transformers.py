@@ -10,9 +10,10 @@ logs work on a sharded model as they are. Only methods that read or write weight
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, trainer_utils
 from transformers.trainer_utils import get_last_checkpoint
 
-from laconic.comm.agreement import RankGroup
+import laconic
 from laconic.hf.layers import base_model
 from laconic.hf.saving import gathered_state
 from laconic.integrations.options import ArgumentError, LaconicArguments
@@ -38,6 +39,7 @@ from laconic.integrations.trained_state import (
     save_trained,
 )
 from laconic.islands.local_steps import LocalSteps
+from laconic.shard.trees import map_tensors
 
 __all__ = ["LaconicArguments", "LaconicMixin", "LaconicTrainer", "laconic_trainer"]
 
@@ -85,6 +87,9 @@ class LaconicMixin(_Base):
         self.laconic_arguments = laconic or self.laconic_defaults or LaconicArguments()
         self.laconic_mesh: DeviceMesh | None = None
         self._local_steps: LocalSteps | None = None
+        self._audited_step: int | None = None
+        self._unmarked: str | None = None
+        """The checkpoint folder that is being written."""
         super().__init__(*args, **kwargs)
         if not self._is_sharding:
             return
@@ -156,6 +161,31 @@ class LaconicMixin(_Base):
             self._local_steps = LocalSteps(self.model, optimizer, mesh=self.laconic_mesh, every=every)
         return optimizer
 
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """See `Trainer`. Every `audit_every` steps the first micro-batch is audited: see `laconic.audit`.
+
+        Raises:
+            ArgumentError: it is time for an audit, but the model does not take the trainer's batches as they are.
+            CorruptionError: two ranks computed different bits from the same batch.
+        """
+        every, step = self.laconic_arguments.audit_every, self.state.global_step
+        is_due = self._audited_step is None or step >= self._audited_step + every
+        if every and is_due and self.laconic_mesh is not None:
+            self._audited_step = step
+            self._audit(inputs)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def _audit(self, inputs: Any) -> None:
+        taken = inspect.signature(base_model(self.model).forward).parameters
+        batch = {name: inputs[name] for name in taken if name in inputs} if isinstance(inputs, Mapping) else {}
+        if not any(isinstance(value, torch.Tensor) for value in batch.values()):
+            raise ArgumentError(
+                f"audit_every={self.laconic_arguments.audit_every} gives batches to the model as they are, but those "
+                f"of {type(self).__name__} are made into others before; leave it out, or use check_every"
+            )
+        device = self.args.device
+        laconic.audit(self.model.train(), map_tensors(lambda tensor: tensor.to(device), batch), _any_loss)
+
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """See `Trainer`. `resume_from_checkpoint=True` takes the newest checkpoint that is complete.
 
@@ -170,7 +200,7 @@ class LaconicMixin(_Base):
 
     def _complete_checkpoint(self, wanted: str | bool) -> str:
         if isinstance(wanted, str):
-            if reason := RankGroup().on_rank_0(lambda: incomplete(wanted), f"{wanted} is not readable"):
+            if reason := incomplete(wanted):
                 raise ArgumentError(f"cannot resume from {wanted}: {reason}")
             return wanted
         folders = Path(self.args.output_dir).glob("checkpoint-*")
@@ -227,10 +257,30 @@ class LaconicMixin(_Base):
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        limit = self.args.save_total_limit
+        self._unmarked = None
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
+        if self._unmarked is not None:
+            mark_complete(self._unmarked)
+            if self.args.should_save:
+                self._remove_old_checkpoints(os.path.dirname(self._unmarked))
+
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        if self._is_sharding:  # the ranks' last files; then the first rank writes trainer_state.json
-            mark_complete(output_dir)
+        if self._is_sharding:  # Trainer would now remove old checkpoints, although this one is not safe on the disk
+            self._unmarked, self.args.save_total_limit = output_dir, None
+
+    def _remove_old_checkpoints(self, folder: str) -> None:
+        if hasattr(super(), "_rotate_checkpoints"):  # of transformers 5.0
+            super()._rotate_checkpoints(use_mtime=True, output_dir=folder)
+            return
+        trainer_utils.rotate_checkpoints(
+            folder, self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True
+        )
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
@@ -268,6 +318,13 @@ def laconic_trainer(cls: type[Trainer], arguments: LaconicArguments | None = Non
     It is for frameworks that make the trainer themselves. In a script, write `class MyTrainer(LaconicMixin, cls)`.
     """
     return type(cls.__name__, (LaconicMixin, cls), {"laconic_defaults": arguments, "__module__": cls.__module__})
+
+
+def _any_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """A loss for audits: that of the model, or without labels any number that all outputs have a part in."""
+    outputs = model(**batch)
+    loss = getattr(outputs, "loss", None)
+    return outputs[0].float().square().mean() if loss is None else loss
 
 
 class _SyncIslands(TrainerCallback):

@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic import _compat
 from laconic.codec import CODECS, Codec
 from laconic.comm.cluster import Cluster
+from laconic.comm.traffic import Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,62 +33,111 @@ class Mean:
     sent: Tensor
     """This island's own values as the others decode them, (numel,), fp32."""
     sent_bytes: int
+    num_islands: int = 1
+    """The number of islands that took part."""
+    newcomers: tuple[int, ...] = ()
+    """The islands that enter after this mean, and that this island tells the state: islands/elastic.py."""
     took_s: float = 0.0
     """The seconds from the call to the result."""
 
 
-class CompressedAllReduce:
-    """Means over the islands of a cluster. Only one thread may use it: messages are matched by their order."""
+class IslandGroup:
+    """The ranks with this rank's place in all islands, in the order of islands. Only one thread may use the group."""
 
-    def __init__(self, cluster: Cluster, codec: Codec) -> None:
-        self._cluster = cluster
-        self._num_islands, self._rank = cluster.num_islands, cluster.island_rank
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
+        """Take a group of `size` ranks, in which this rank is `rank`; None if there is one island."""
+        self.rank, self.size, self._group = rank, size, group
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> "IslandGroup":
+        """The group of a cluster, whose islands stay."""
+        return cls(cluster.island_group, cluster.island_rank, cluster.num_islands)
+
+    def exchange(self, outgoing: Sequence[Tensor]) -> list[Tensor]:
+        """Send tensor j to island j, all of one shape for each pair. Returns what islands sent, this island's included.
+
+        Raises: RuntimeError if another rank is lost, or does not answer within the group's timeout.
+        """
+        arriving = [each if island == self.rank else torch.empty_like(each) for island, each in enumerate(outgoing)]
+        others = [island for island in range(self.size) if island != self.rank and outgoing[island].numel()]
+        if others:
+            assert self._group is not None
+            works = [_compat.irecv(arriving[island], self._group, island) for island in others]
+            works += [_compat.isend(outgoing[island], self._group, island) for island in others]
+            for work in works:
+                work.wait()
+        return arriving
+
+    def gather(self, *values: int) -> list[list[int]]:
+        """Return every island's values, in the order of islands. Raises: see `exchange`."""
+        own = torch.tensor(values, dtype=torch.int64)
+        if self._group is None:
+            return [own.tolist()]
+        told = [torch.empty_like(own) for _ in range(self.size)]
+        _compat.all_gather(told, own, self._group)
+        return [each.tolist() for each in told]
+
+
+class CompressedAllReduce:
+    """Means over a group of islands. Only one thread may use it: messages are matched by their order."""
+
+    def __init__(self, islands: IslandGroup, codec: Codec, traffic: Traffic) -> None:
+        self._islands, self._traffic = islands, traffic
+        self._num_islands, self._rank = islands.size, islands.rank
         self._codec = codec if self._num_islands > 1 else CODECS["fp32"]  # one island sends nothing
 
     @torch.no_grad()
-    def mean(self, values: Tensor, divisor: Tensor | None = None) -> Mean:
+    def mean(self, values: Tensor, divisor: Tensor | None = None, weights: Sequence[int] | None = None) -> Mean:
         """Compute the mean of all islands' values. Collective over islands; blocks until the mean is there.
 
         `divisor` divides the sums and is the same on every island. Where it is zero, the mean is zero: no island trains
-        the coordinate. Default: the number of islands.
+        the coordinate. Default: the number of islands. `weights` has one number for each island, the same on every
+        island. The mean is zero if all weights are. Default: all weigh the same.
 
         Shapes: values (numel,), fp32, on the host; divisor (numel,) -> value and sent (numel,), fp32.
         Cost: 2 (I - 1) payloads of numel / I values out of and into this rank, with a sparse codec I - 1 payloads of
             numel values, counted as "outer".
-        Raises: ValueError if the codec cannot encode a value, such as NaN.
+        Raises: ValueError if the codec cannot encode a value, such as NaN; RuntimeError if a rank is lost.
         """
         began = time.perf_counter()
+        scales = self._scales(weights)
         if self._codec.is_sparse:
-            return self._sparse_mean(values, divisor, began)
+            return self._sparse_mean(values, divisor, scales, began)
         numel, part = values.numel(), -(-values.numel() // self._num_islands)
         rows = torch.zeros(self._num_islands, part)
         rows.view(-1)[:numel] = values
         codes = [self._codec.encode(row) for row in rows]
         sent = self._join(codes, numel)
-        arrived = self._exchange(codes)
-        total = self._codec.decode(arrived[0], part)
-        for code in arrived[1:]:
-            total += self._codec.decode(code, part)
-        means = self._exchange([self._codec.encode(self._divide(total, divisor))] * self._num_islands)
+        total = self._sum(self._islands.exchange(codes), part, scales)
+        means = self._islands.exchange([self._codec.encode(self._divide(total, divisor))] * self._num_islands)
         sent_bytes = 2 * (self._num_islands - 1) * self._codec.payload_bytes(part)
-        self._cluster.traffic.count("island", "outer", sent_bytes=sent_bytes, received_bytes=sent_bytes)
-        value = self._join(means, numel)
-        return Mean(value=value, sent=sent, sent_bytes=sent_bytes, took_s=time.perf_counter() - began)
+        return self._report(self._join(means, numel), sent, sent_bytes, began)
 
-    def _sparse_mean(self, values: Tensor, divisor: Tensor | None, began: float) -> Mean:
+    def _sparse_mean(
+        self, values: Tensor, divisor: Tensor | None, scales: Sequence[float] | None, began: float
+    ) -> Mean:
         """The mean in one trip: [Note: The two trips of an all-reduce]."""
         numel = values.numel()
         code = self._codec.encode(values)
-        arrived = self._exchange([code] * self._num_islands)
-        total = torch.zeros_like(values)
-        for theirs in arrived:
-            total += self._codec.decode(theirs, numel)
+        total = self._sum(self._islands.exchange([code] * self._num_islands), numel, scales)
         counts = torch.full_like(total, self._num_islands) if divisor is None else divisor
         value = torch.where(counts > 0, total / counts.clamp(min=1), 0.0)
         sent_bytes = (self._num_islands - 1) * self._codec.payload_bytes(numel)
-        self._cluster.traffic.count("island", "outer", sent_bytes=sent_bytes, received_bytes=sent_bytes)
-        sent = self._codec.decode(code, numel)
-        return Mean(value=value, sent=sent, sent_bytes=sent_bytes, took_s=time.perf_counter() - began)
+        return self._report(value, self._codec.decode(code, numel), sent_bytes, began)
+
+    def _scales(self, weights: Sequence[int] | None) -> list[float] | None:
+        """The factors of the islands' values, 1 on average; None if all are 1."""
+        if weights is None or (len(set(weights)) == 1 and weights[0]):
+            return None
+        mean = sum(weights) / len(weights)
+        return [weight / mean if mean else 0.0 for weight in weights]
+
+    def _sum(self, codes: Sequence[Tensor], numel: int, scales: Sequence[float] | None) -> Tensor:
+        """Decode (numel,) values of every island and sum them in the order of islands."""
+        total = torch.zeros(numel)
+        for island, code in enumerate(codes):
+            total.add_(self._codec.decode(code, numel), alpha=1.0 if scales is None else scales[island])
+        return total
 
     def _divide(self, total: Tensor, divisor: Tensor | None) -> Tensor:
         """Divide the sums of this island's part of the vector, (part,), by the same part of `divisor`, (numel,)."""
@@ -101,17 +152,10 @@ class CompressedAllReduce:
         part = -(-numel // self._num_islands)
         return torch.cat([self._codec.decode(code, part) for code in codes])[:numel]
 
-    def _exchange(self, outgoing: Sequence[Tensor]) -> list[Tensor]:
-        """Send code j to island j. Returns the codes from all islands, in their order, this island's own included."""
-        arriving = [code if island == self._rank else torch.empty_like(code) for island, code in enumerate(outgoing)]
-        group = self._cluster.island_group
-        others = [island for island in range(self._num_islands) if island != self._rank and outgoing[island].numel()]
-        works = [dist.irecv(arriving[island], group=group, group_src=island) for island in others]
-        works += [dist.isend(outgoing[island], group=group, group_dst=island) for island in others]
-        for work in works:
-            assert work is not None
-            work.wait()
-        return arriving
+    def _report(self, value: Tensor, sent: Tensor, sent_bytes: int, began: float) -> Mean:
+        self._traffic.count("island", "outer", sent_bytes=sent_bytes, received_bytes=sent_bytes)
+        took_s = time.perf_counter() - began
+        return Mean(value=value, sent=sent, sent_bytes=sent_bytes, num_islands=self._num_islands, took_s=took_s)
 
 
 def sum_over_islands(cluster: Cluster, values: Sequence[int]) -> list[int]:
@@ -120,12 +164,3 @@ def sum_over_islands(cluster: Cluster, values: Sequence[int]) -> list[int]:
     if cluster.island_group is not None and values:
         dist.all_reduce(sums, group=cluster.island_group)
     return [int(each) for each in sums]
-
-
-def gather_from_islands(cluster: Cluster, value: int) -> list[int]:
-    """Return every island's value, in the order of islands. Collective over the ranks at this place in all islands."""
-    if cluster.island_group is None:
-        return [value]
-    values = [torch.zeros(1, dtype=torch.int64) for _ in range(cluster.num_islands)]
-    dist.all_gather(values, torch.tensor([value]), group=cluster.island_group)
-    return [int(each) for each in values]

@@ -18,6 +18,18 @@ _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Position:
+    """How far an island is."""
+
+    steps: int = 0
+    """The inner steps that it has taken."""
+    rounds: int = 0
+    """The fragments that it has sent."""
+    since: int = 0
+    """The inner steps since it sent the last one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SyncSchedule:
     """The steps in which fragments are sent and applied. Steps count from 1.
 
@@ -55,6 +67,15 @@ class SyncSchedule:
         """The number of inner steps between the syncs of two fragments."""
         return self.every // self.fragments
 
+    def position(self, steps: int) -> Position:
+        """The position after `steps` inner steps of islands that all take equally many between syncs."""
+        return Position(steps=steps, rounds=steps // self.interval, since=steps % self.interval)
+
+    def in_flight(self, position: Position) -> int | None:
+        """The fragment that is in flight at a position; None if there is none."""
+        is_any = position.rounds > 0 and position.since < self.overlap
+        return position.rounds % self.fragments if is_any else None
+
     def sends(self, step: int) -> int | None:
         """Return the fragment that is sent after inner step `step`; None if there is none."""
         if step < 1 or step % self.interval:
@@ -73,7 +94,7 @@ def fragment_of(names: Iterable[str], fragments: int, pattern: FragmentPattern =
     without a layer go to fragment 0. Strided fragments keep the wire evenly busy (arXiv 2501.18512).
 
     Raises:
-        ValueError: there are more fragments than layers.
+        ValueError: there are more fragments than layers, or a fragment would have no parameter.
     """
     names = list(names)
     layers = {name: int(found[1]) for name in names if (found := _LAYER.search(name))}
@@ -82,5 +103,13 @@ def fragment_of(names: Iterable[str], fragments: int, pattern: FragmentPattern =
     if fragments > most:
         raise ValueError(f"fragments={fragments}, but the model has {num_layers} numbered layers; use at most {most}")
     if pattern == "strided":
-        return {name: layers.get(name, 0) % fragments for name in names}
-    return {name: layers.get(name, 0) * fragments // most for name in names}
+        assigned = {name: layers.get(name, 0) % fragments for name in names}
+    else:
+        assigned = {name: layers.get(name, 0) * fragments // most for name in names}
+    empty = sorted(set(range(fragments)) - set(assigned.values()))
+    if empty and names:
+        raise ValueError(
+            f"fragments={fragments} with the pattern {pattern!r} leaves fragments {empty} without a parameter: only "
+            f"the layers {sorted(set(layers.values()))} have parameters that sync; use fewer fragments"
+        )
+    return assigned

@@ -4,15 +4,17 @@
 An all-reduce over islands has two trips with a sum between them, and runs while the next inner steps compute. Each rank
 has one background thread, which makes both trips and the sum. Only this thread uses the group of islands, for one
 all-reduce after the other, so messages have the same order on all islands. The training thread submits an all-reduce
-after one step and waits for it after a later step. The step counter alone determines both steps.
+after one step and waits for it after a later step. The step counter alone determines both steps, unless islands have a
+quorum.
 """
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,35 +26,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from laconic.codec import Codec, codec_named
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import all_reduce
-from laconic.islands.all_reduce import CompressedAllReduce, Mean
-from laconic.islands.fragments import FragmentPattern, SyncSchedule, fragment_of
+from laconic.islands.all_reduce import Mean
+from laconic.islands.elastic import ElasticExchange, Entry
+from laconic.islands.exchange import Contribution, Exchange
+from laconic.islands.fragments import FragmentPattern, Position, SyncSchedule, fragment_of
 from laconic.islands.holders import Holders
+from laconic.islands.membership import Membership
 from laconic.islands.outer_optimizer import MakeOuter, OuterFragment, nesterov
 from laconic.islands.recovery import Recovery
+from laconic.islands.report import SyncReport
+from laconic.islands.terms import refuse_beside_membership, terms_of
 from laconic.ragged.parts import walk_sliced
 from laconic.shard.unit import unit_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class SyncReport:
-    """One fragment's sync on this island."""
-
-    step: int
-    """The inner step after which the mean was applied."""
-    fragment: int
-    drift_norm: float
-    """The norm of this island's pseudo-gradient."""
-    mean_norm: float
-    """The norm of the mean of all islands' pseudo-gradients."""
-    cosine: float
-    """The cosine between this pseudo-gradient and the mean: 1 if all islands agree, 1 / sqrt(I) if unrelated."""
-    codec_error: float
-    """The relative error |decoded - own| / |own| of the pseudo-gradient that this island sent."""
-    sent_bytes: int
-    hidden_s: float
-    """The seconds of the all-reduce that ran behind inner steps."""
-    exposed_s: float
-    """The seconds that training waited for the all-reduce."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +71,9 @@ class LocalSteps:
     its `step`. Such an optimizer has `settle()`, which drains the run before each sync, so that the island has one
     version of all parameters.
 
+    Islands stay until the job ends. With `membership` each island is a job of its own instead, and islands come and go
+    while the others train on. Call `enter()` after loading checkpoints and before the first forward.
+
     Args:
         model: the model. Its trainable parameters sync, and with `partial_updates` all slices, each averaged over the
             islands that train it. All other parameters must be equal on all islands.
@@ -104,14 +92,20 @@ class LocalSteps:
             "e3m0", "top64", or a `Codec`. One island alone sends nothing, and uses "fp32".
         error_feedback: add to each pseudo-gradient what encoding has lost of the earlier ones: all of it (True), or
             this share at each sync, below 1. "top64" needs it.
-        recovery: a folder on each machine for the state of the last sync, from which islands go on after a restart:
+        recovery: a folder on each machine for the states of the last syncs, from which islands go on after a restart:
             [Note: Re-forming] in islands/recovery.py. Then `steps` is the step after which training goes on.
+        run_id: the name of the run, for `recovery` and `membership`. Only states of the same run are restored, and only
+            islands of the same run meet. Default: torchrun's `--rdzv-id`.
+        membership: where islands that come and go meet, and for how long they wait for each other. The mesh then has
+            one island, this one.
 
     Raises:
         ValueError: the schedule is not valid, the codec is unknown, no parameter is trainable, no slice of a sliced
-            model is trainable, or `mixing` or `error_feedback` is out of its range; or the optimizer belongs to a
-            cyclic run, and its workers do not hold all parameters or `recovery` is given. `step`: the codec cannot
-            encode a pseudo-gradient, such as NaN.
+            model is trainable, or `mixing` or `error_feedback` is out of its range; `recovery` cannot be written or
+            the run has no name; the optimizer belongs to a cyclic run, and its workers do not hold all parameters or
+            `recovery` is given; or `membership` is given with several islands in the mesh, `recovery`, or slices.
+        JobError: `step`, on all ranks of all islands: an island's pseudo-gradient is NaN or infinite. With `membership`
+            on that island alone, and see `laconic.islands.elastic`.
     """
 
     def __init__(
@@ -129,6 +123,8 @@ class LocalSteps:
         codec: str | Codec = "int4",
         error_feedback: float = False,
         recovery: str | Path | None = None,
+        run_id: str | None = None,
+        membership: Membership | None = None,
     ) -> None:
         if not 0 <= error_feedback <= 1:
             raise ValueError(
@@ -146,10 +142,14 @@ class LocalSteps:
         self.schedule = SyncSchedule(every=every, fragments=fragments, overlap=overlap)
         self.mixing, self.error_feedback = mixing, error_feedback
         self.steps = 0
+        """The inner steps so far."""
+        self.rounds = 0
+        """The fragments sent so far."""
+        self._since = 0  # inner steps since the last fragment was sent
+        self._tokens = [0] * fragments  # that each fragment's pseudo-gradient comes from
         self.reports: list[SyncReport] = []
         """The reports of the syncs in the last step."""
         self.cluster = Cluster.of(mesh)
-        self._all_reduce = CompressedAllReduce(self.cluster, codec_named(codec))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="laconic-islands")
         self._in_flight: _InFlight | None = None
         holders = Holders(model, self.cluster)
@@ -163,7 +163,17 @@ class LocalSteps:
             own = {name: parameter for name, parameter in synced.items() if assigned[name] == index}
             self.fragments.append(OuterFragment(own, outer, holders))
         self._residuals = [torch.zeros_like(fragment.flat) for fragment in self.fragments]
-        self._recovery = Recovery(recovery, self.cluster) if recovery is not None else None
+        self._exchange: Exchange | ElasticExchange = Exchange(self.cluster, codec_named(codec))
+        if membership is not None:
+            refuse_beside_membership(self.cluster, holders, synced, recovery is not None)
+            terms = terms_of(self.schedule, mixing, self.fragments)
+            run = _run_name(run_id, "membership=")
+            self._exchange = ElasticExchange(membership, run, self.cluster, codec_named(codec), terms)
+        self._recovery: Recovery | None = None
+        if recovery is not None:
+            slices = sorted({holders.order(name) for name, p in synced.items() if p.requires_grad} - {-1})
+            run, residuals = _run_name(run_id, "recovery="), self._residuals if error_feedback else None
+            self._recovery = Recovery(recovery, run, self.cluster, self.fragments, residuals, optimizer, slices)
         units = filter(None, map(unit_of, model.modules()))
         buckets = [bucket for unit in units for bucket in unit.buckets if bucket.cluster is self.cluster]
         for bucket in buckets:
@@ -179,7 +189,7 @@ class LocalSteps:
     def _begin(self) -> None:
         """Start all islands from the newest saved state, or from island 0's parameters."""
         if self._recovery is not None:
-            self.steps = self._recovery.restore(self.fragments, self.optimizer)
+            self._go_to(self.schedule.position(self._recovery.restore()))
         with torch.no_grad():
             for fragment in self.fragments:
                 if self.steps == 0 and self.cluster.island_group is not None:
@@ -192,10 +202,78 @@ class LocalSteps:
         if settle is not None:
             settle()
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Take an inner step, and sync (collective over islands) if the schedule says so. Return the closure's loss."""
+    def _go_to(self, position: Position) -> None:
+        """Count on from a position."""
+        self.steps, self.rounds, self._since = position.steps, position.rounds, position.since
+        self._tokens = [0] * len(self._tokens)
+
+    @property
+    def _position(self) -> Position:
+        return Position(steps=self.steps, rounds=self.rounds, since=self._since)
+
+    @torch.no_grad()
+    def enter(self) -> int:
+        """Enter the islands of `membership`, and take over their state. Returns the step after which training goes on.
+
+        Collective over the ranks of this island. Blocks until the founding islands have come, or, if they train
+        already, until the end of a sync. Without `membership` there is nothing to do.
+
+        Raises:
+            JobError: see `ElasticExchange.enter`.
+        """
+        exchange = self._exchange
+        if isinstance(exchange, ElasticExchange) and not exchange.is_entered:
+            self.finish()
+            for fragment in self.fragments:
+                fragment.create_state()
+            sizes = [fragment.flat.numel() for fragment in self.fragments]
+            self._take_over(exchange.enter(self._position, self._outer_state(), sizes))
+        return self.steps
+
+    def _take_over(self, entry: Entry) -> None:
+        """Go on from the state that another island has told, and from the means since: [Note: Coming] in elastic.py."""
+        told, missed = entry.position, len(entry.means)
+        for number, mean in enumerate(entry.means, told.rounds + 1):
+            with torch.enable_grad():
+                self.fragments[number % len(self.fragments)].step(mean.value)
+        if entry.is_news:
+            for fragment in self.fragments:
+                fragment.write_inner(fragment.flat)
+        steps = told.steps + missed * self.schedule.interval
+        self._go_to(Position(steps=steps, rounds=told.rounds + missed, since=told.since))
+
+    def _outer_state(self) -> list[Tensor]:
+        return [vector for fragment in self.fragments for vector in fragment.vectors()]
+
+    @property
+    def slot(self) -> int:
+        """This island's place among the islands, from 0, which no other island has. Divide data by it.
+
+        With `membership` it may exceed the number of islands with which training starts; -1 before `enter`.
+        """
+        exchange = self._exchange
+        return exchange.slot if isinstance(exchange, ElasticExchange) else self.cluster.island_rank
+
+    @property
+    def number(self) -> int:
+        """This island's number: the islands of `membership` are counted as they come, without it by their place."""
+        exchange = self._exchange
+        return exchange.number if isinstance(exchange, ElasticExchange) else self.cluster.island_rank
+
+    def leave(self) -> None:
+        """Leave the islands of `membership` in order: the others do not wait for this one. Call it at the end."""
+        if isinstance(self._exchange, ElasticExchange):
+            self.finish()
+            self._exchange.leave()
+
+    def step(self, closure: Callable[[], float] | None = None, *, tokens: int = 1) -> Any:
+        """Take an inner step, and sync (collective over islands) if it is due. Return the closure's loss.
+
+        `tokens` is the number of tokens that all ranks of this island have trained on in this step, the same on each of
+        them: [Note: Weights by tokens] in islands/exchange.py.
+        """
         loss = self.optimizer.step(closure)
-        self.advance()
+        self.advance(tokens=tokens)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -203,16 +281,25 @@ class LocalSteps:
         self.optimizer.zero_grad(set_to_none)
 
     @torch.no_grad()
-    def advance(self) -> None:
+    def advance(self, *, tokens: int = 1) -> None:
         """Count an inner step that other code took or skipped, such as a gradient scaler, and sync if it is due."""
+        if isinstance(self._exchange, ElasticExchange) and not self._exchange.is_entered:
+            raise RuntimeError(
+                "this island has not entered: call LocalSteps.enter() before the first forward, after loading a "
+                "checkpoint, and go on from the step that it returns"
+            )
         self.steps += 1
+        self._since += 1
+        self._tokens = [count + tokens for count in self._tokens]
         self.reports = []
-        sent, is_due = self.schedule.sends(self.steps), self.schedule.applies(self.steps) is not None
-        if sent is not None or is_due:
+        if self._exchange.begins(is_ready=self._since >= self.schedule.interval):
             self._settle()
-        if sent is not None:
-            self._send(sent)
-        if is_due:
+            self._apply()  # with a quorum a sync may begin before the last one was due
+            self.rounds += 1
+            self._since = 0
+            self._send(self.rounds % len(self.fragments))
+        if self._in_flight is not None and self._since >= self.schedule.overlap:
+            self._settle()
             self._apply()
 
     @torch.no_grad()
@@ -220,6 +307,8 @@ class LocalSteps:
         """Apply the fragment in flight, if there is one. Call it at the end of training."""
         self._settle()
         self._apply()
+        if self._recovery is not None:
+            self._recovery.wait()
 
     @contextmanager
     def outer_parameters(self) -> Iterator[None]:
@@ -242,8 +331,24 @@ class LocalSteps:
         message = fragment.pseudo_gradient()
         if self.error_feedback:
             message = message + self.error_feedback * self._residuals[index]
-        result = self._thread.submit(self._all_reduce.mean, message, fragment.divisor)
-        self._in_flight = _InFlight(fragment=index, message=message, result=result)
+        unsound = torch.tensor(float(not self._can_send(message)), device=self.cluster.device)
+        own = Contribution(
+            fragment=index,
+            step=self.steps,
+            values=message,
+            tokens=self._tokens[index],
+            is_sound=float(all_reduce(self.cluster, unsound)) == 0,  # on every rank of the island
+            divisor=fragment.divisor,
+        )
+        self._tokens[index] = 0
+        self._in_flight = _InFlight(
+            fragment=index, message=message, result=self._thread.submit(self._exchange.mean, own)
+        )
+
+    def _can_send(self, message: Tensor) -> bool:
+        """Whether the values are finite, and so is their sum over islands."""
+        limit = torch.finfo(torch.float32).max / (2 * self.cluster.num_islands)
+        return not message.numel() or bool(message.abs().max() <= limit)  # false for NaN
 
     def _apply(self) -> None:
         sent, self._in_flight = self._in_flight, None
@@ -252,21 +357,32 @@ class LocalSteps:
         began = time.perf_counter()
         mean = sent.result.result()
         exposed_s = time.perf_counter() - began
+        is_written = self._recovery is None or self._recovery.wait()  # the thread reads what changes below
         if self.error_feedback:
             self._residuals[sent.fragment] = sent.message - mean.sent
         fragment = self.fragments[sent.fragment]
         with torch.enable_grad():
             fragment.step(mean.value)
         fragment.write_inner(fragment.flat, keep=self.mixing)
-        if self._recovery is not None:
-            self._recovery.save(self.steps, self.fragments, self.optimizer)
-        self.reports.append(self._report(sent, mean, exposed_s))
-
-    def _report(self, sent: _InFlight, mean: Mean, exposed_s: float) -> SyncReport:
+        if isinstance(self._exchange, ElasticExchange):
+            self._exchange.tell(mean.newcomers, self._position, self._outer_state())
         own, error = sent.message, sent.message - mean.sent
-        products = [own @ own, mean.value @ mean.value, own @ mean.value, error @ error]
+        products = [
+            own @ own,
+            mean.value @ mean.value,
+            own @ mean.value,
+            error @ error,
+            torch.tensor(float(is_written)),
+        ]
         sums = all_reduce(self.cluster, torch.stack(products).to(self.cluster.device))  # over the shards of the island
-        own_square, mean_square, product, error_square = sums.tolist()
+        *squares, num_written = sums.tolist()
+        if self._recovery is not None:
+            self._recovery.confirm(is_whole=num_written == self.cluster.size)
+            self._recovery.save(self.steps, sent.fragment)
+        self.reports.append(self._report(sent, mean, exposed_s, squares))
+
+    def _report(self, sent: _InFlight, mean: Mean, exposed_s: float, squares: list[float]) -> SyncReport:
+        own_square, mean_square, product, error_square = squares
         return SyncReport(
             step=self.steps,
             fragment=sent.fragment,
@@ -275,6 +391,7 @@ class LocalSteps:
             cosine=product / max((own_square * mean_square) ** 0.5, 1e-30),  # a zero vector has the cosine 0
             codec_error=(error_square / own_square) ** 0.5 if own_square else 0.0,
             sent_bytes=mean.sent_bytes,
+            num_islands=mean.num_islands,
             hidden_s=max(0.0, mean.took_s - exposed_s),
             exposed_s=exposed_s,
         )
@@ -287,7 +404,11 @@ class LocalSteps:
         Waits for the fragment in flight. Tensors are views, sharded as the parameters are, for
         torch.distributed.checkpoint. Save the inner parameters and the inner optimizer of each island yourself.
         """
+        if self._recovery is not None:
+            self._recovery.wait()  # the caller may write into the views
         state: dict[str, Any] = {"steps": self.steps}
+        if isinstance(self._exchange, ElasticExchange):
+            state |= {"rounds": self.rounds, "since": self._since}
         for index, fragment in enumerate(self.fragments):
             state |= _named("outer", fragment, fragment.flat)
             for key, name, value in fragment.optimizer_state():
@@ -309,7 +430,11 @@ class LocalSteps:
         missing = [name for fragment in self.fragments for name in fragment.parameters if f"outer.{name}" not in state]
         if missing:
             raise ValueError(f"the state has no outer parameters for {', '.join(missing[:8])}; it is another model's")
-        self.steps = int(state["steps"])
+        if self._recovery is not None:
+            self._recovery.forget()
+        position = self.schedule.position(int(state["steps"]))
+        counts = {key: int(state[key]) for key in ("rounds", "since") if key in state}
+        self._go_to(replace(position, **counts))
         self._in_flight = None
         for index, fragment in enumerate(self.fragments):
             fragment.create_state()
@@ -321,6 +446,17 @@ class LocalSteps:
         for index, fragment in enumerate(self.fragments):
             for key in [key for key, name, _ in fragment.optimizer_state() if not name]:
                 fragment.set_number(key, state[f"outer_optimizer.{index}.{key}"])
+
+
+def _run_name(given: str | None, whose: str) -> str:
+    """The name of the run: the given one, or torchrun's. Raises: ValueError if there is none."""
+    name = given or os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if name == "none":  # as torchrun calls a rendezvous without a name
+        raise ValueError(
+            f"{whose} restores states of, and meets islands of, the same run only, and this run has no name; start "
+            "torchrun with --rdzv-id=NAME, or give LocalSteps(run_id=...), a name that no other run has"
+        )
+    return name
 
 
 def _refuse_frozen_slices(model: nn.Module) -> None:

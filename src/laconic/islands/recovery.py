@@ -3,115 +3,347 @@
 [Note: Re-forming]
 When a machine is lost, torchelastic (`torchrun --nnodes MIN:MAX`) ends all workers and starts them again on the
 remaining machines; it does so again when a machine joins. The program starts from its first line, with another number
-of islands and empty memory. So after each sync every rank writes the state to a file on its machine. At the start the
-islands compare their files. All islands that took part in the newest sync have the same outer state. The first of these
-islands broadcasts it to all. An island that has the newest file also restores its inner optimizer; an island that joins
-starts without inner optimizer state. All islands lose the steps since that sync.
+of islands and empty memory. So after each sync every rank writes the state to its machine. At the start the ranks agree
+on the newest sync of which every shard is on some machine: [Note: A sync that counts] in saved_state.py. A rank whose
+shard is on another machine gets it from there. One island sends the outer state to all others. Islands restore their
+own inner optimizers; an island that joins starts without inner optimizer state. All islands lose the steps since that
+sync.
+
+[Note: Two phases]
+A thread writes the state while training goes on, one state at a time. At the next sync the ranks of an island learn
+whether all of them have written it, in a sum that they exchange anyway. Only then do they remove the state before it.
+So a kill at any moment leaves each island with one sync that all of its ranks have. A rank cannot be a sync ahead of
+another rank that has not finished the write before, because it waits in this sum.
+
+The thread reads the outer parameters where they are, without a copy. They change at a sync and when a checkpoint is
+loaded, and both wait for the thread first. The inner optimizer's state changes in every step, so the thread gets a copy
+of the synced fragment's part.
 """
 
-import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.comm.agreement import ranks_or_self
 from laconic.comm.cluster import Cluster
-from laconic.comm.collectives import all_reduce
-from laconic.files import replacing
-from laconic.islands.all_reduce import gather_from_islands
 from laconic.islands.outer_optimizer import OuterFragment, flat_local
+from laconic.islands.saved_state import Fetch, Place, Plan, SavedState, Sync, make_plan
+from laconic.islands.state_file import DamagedFileError
+from laconic.islands.state_folder import Found, StateFolder
 from laconic.ragged.tensor import RaggedTensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class _SavedState:
-    steps: int
-    vectors: list[Tensor]
-    inner: list[dict[str, Any]]
-
-
 class Recovery:
-    """One rank's file of the last sync, in a folder of its machine. A folder in memory, such as /dev/shm, is best."""
+    """One rank's states of the last syncs, in a folder of its machine. A folder in memory, such as /dev/shm, is best.
 
-    def __init__(self, folder: str | Path, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._file = Path(folder) / f"island-state-{cluster.node_rank}-{cluster.local_rank}.pt"
-        self._file.parent.mkdir(parents=True, exist_ok=True)
+    Args:
+        folder: the folder. Every run has a folder of its own in it.
+        run: the name of the run. Only states of the same run are restored.
+        cluster: the islands.
+        fragments: the fragments of the model.
+        residuals: what encoding has lost so far of each fragment, each (numel,); None without error feedback.
+        optimizer: the inner optimizer.
+        slices: the slices that this island trains, in ascending order.
 
-    def save(self, steps: int, fragments: Sequence[OuterFragment], optimizer: torch.optim.Optimizer) -> None:
-        """Save the state after inner step `steps`. A kill at any moment leaves this state or the previous one."""
-        with replacing(self._file, durable=False) as new:
-            torch.save({"steps": steps, "vectors": _vectors(fragments), "inner": _inner_state(optimizer)}, new)
+    Raises:
+        ValueError: on all ranks, if a rank cannot write into its folder.
+    """
 
-    def restore(self, fragments: Sequence[OuterFragment], optimizer: torch.optim.Optimizer) -> int:
-        """Restore the newest state of any island. Returns its step, or 0 without a state. Collective over all ranks."""
-        for fragment in fragments:
+    def __init__(
+        self,
+        folder: str | Path,
+        run: str,
+        cluster: Cluster,
+        fragments: Sequence[OuterFragment],
+        residuals: Sequence[Tensor] | None,
+        optimizer: torch.optim.Optimizer,
+        slices: Sequence[int],
+    ) -> None:
+        self._cluster, self._fragments, self._optimizer = cluster, fragments, optimizer
+        self._residuals, self._slices = residuals, tuple(slices)
+        self._ranks = ranks_or_self(cluster.all_flag_group)
+        self._folder = StateFolder(folder=Path(folder), run=run, layout=_layout(fragments, optimizer))
+        names = self._ranks.on_all(self._create, "recovery= needs a folder that can be written, on every machine")
+        if len(set(names)) > 1:
+            raise ValueError(f"the ranks have different names of the run, {names}; give all of them the same run_id")
+        self._sync = Sync(start=1, steps=0, token="")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="laconic-recovery")
+        self._writing: tuple[int, Future[None]] | None = None
+        self._written = 0
+        """The step of the newest state that this rank has written; 0 before the first."""
+        self._whole = 0
+        """The step of the newest state that all ranks of the island are known to have; 0 before the first."""
+        self._last_problem = ""
+
+    def _create(self) -> str:
+        self._folder.create()
+        return self._folder.run
+
+    # -- writing: [Note: Two phases] -----------------------------------------------------------------------------------
+
+    def wait(self) -> bool:
+        """Wait for the write under way. Return whether this rank has written every state so far.
+
+        If a state could not be written, training goes on, and a warning says so.
+        """
+        if self._writing is not None:
+            (steps, writing), self._writing = self._writing, None
+            try:
+                writing.result()
+                self._written, self._last_problem = steps, ""
+            except OSError as error:
+                self._warn_once(
+                    f"recovery: the state after step {steps} could not be written ({error}); after a crash this island "
+                    f"goes on from step {self._whole or self._written}"
+                )
+        return not self._last_problem
+
+    def confirm(self, *, is_whole: bool) -> None:
+        """Note whether all ranks of the island have written the state before this sync."""
+        if is_whole:
+            self._whole = self._written
+
+    def save(self, steps: int, synced: int) -> None:
+        """Begin to write the state after inner step `steps`, in which the fragment `synced` changed.
+
+        Call `wait` before the fragment changes.
+
+        Cost: a copy of the inner optimizer's state of the fragment, in host memory, until it is written.
+        Raises: ValueError if the optimizer's state has a value of another kind than tensors, numbers and strings.
+        """
+        self._sync = replace(self._sync, steps=steps)
+        cluster = self._cluster
+        state = SavedState(
+            sync=self._sync,
+            island=cluster.island_rank,
+            shard=cluster.shard_index,
+            num_shards=cluster.size,
+            slices=self._slices,
+        )
+        parts = {index: self._part(index) for index in self._folder.missing(synced, len(self._fragments))}
+        self._writing = steps, self._thread.submit(self._folder.write, state, parts, self._whole)
+
+    def forget(self) -> None:
+        """Note that a checkpoint is about to change all fragments. Waits for the write under way.
+
+        The next steps count as a new start, because they may take the steps that are on disk once more.
+        """
+        self.wait()
+        self._folder.forget()
+        self._sync = replace(self._sync, start=self._sync.start + 1)
+        self._written = self._whole = 0
+
+    def _part(self, index: int) -> dict[str, Any]:
+        fragment = self._fragments[index]
+        states = {name: self._optimizer.state.get(parameter) for name, parameter in fragment.parameters.items()}
+        inner = {name: {key: _copy(value) for key, value in state.items()} for name, state in states.items() if state}
+        lost = None if self._residuals is None else self._residuals[index]
+        return {"outer": fragment.vectors(), "lost": lost, "inner": inner}
+
+    def _warn_once(self, problem: str) -> None:
+        if not self._last_problem:
+            warnings.warn(problem, stacklevel=2)
+        self._last_problem = problem
+
+    # -- restoring: [Note: Re-forming] ---------------------------------------------------------------------------------
+
+    def restore(self) -> int:
+        """Restore the newest sync that counts. Returns its step, or 0 without one. Collective over all ranks.
+
+        Files that are not used are named in warnings on the first rank, one line each.
+
+        Cost: reads this rank's state once. A shard on another machine crosses the wire whole; the outer state goes from
+            one island to all others.
+        """
+        for fragment in self._fragments:
             fragment.create_state()
-        vectors = _vectors(fragments)
-        saved = self._read(vectors)
-        own = torch.tensor(saved.steps if saved else 0, device=self._cluster.device)
-        all_reduce(self._cluster, own, dist.ReduceOp.MIN)  # an island has a state if all of its ranks have it
-        steps = gather_from_islands(self._cluster, int(own))
-        newest = max(steps)
-        if newest == 0:
+        places, problems = self._look()
+        while True:
+            plan = make_plan(places)
+            if plan is None:
+                break
+            values, problem = self._fetch(plan.fetches)
+            by_rank = self._ranks.gather(problem)
+            failed = [fetch for fetch in plan.fetches if by_rank[fetch.rank]]
+            if not failed:
+                break
+            problems += [by_rank[fetch.rank] for fetch in failed]
+            places = _without(places, failed)
+        if self._ranks.rank == 0:
+            for line in dict.fromkeys([*problems, *(plan.notes if plan else ())]):
+                warnings.warn(f"recovery: {line}", stacklevel=2)
+        if plan is None:
             return 0
-        if saved is not None and int(own) == newest:
-            for vector, value in zip(vectors, saved.vectors, strict=True):
-                vector.copy_(value)
-            _restore_inner(optimizer, saved.inner)
-        if self._cluster.island_group is not None:
-            for vector in vectors:
-                dist.broadcast(vector, group=self._cluster.island_group, group_src=steps.index(newest))
-        return newest
+        own = next((fetch for fetch in plan.fetches if fetch.rank == self._ranks.rank), None)
+        if own is not None:
+            self._load(values, has_inner=own.has_inner)
+        self._share_outer(plan)
+        return plan.sync.steps
 
-    def _read(self, like: list[Tensor]) -> _SavedState | None:
-        """Read this rank's file. None if it is missing, damaged, or of another model or another sharding."""
-        with contextlib.suppress(OSError, RuntimeError, EOFError, KeyError, TypeError, UnpicklingError):
-            saved = _SavedState(**torch.load(self._file, weights_only=True))
-            if [vector.shape for vector in saved.vectors] == [vector.shape for vector in like]:
-                return saved
-        return None
+    def _look(self) -> tuple[list[Place], list[str]]:
+        """Tell all ranks what this machine has; return every rank's place, and all problems. Begins a new start."""
+        found: Found = self._folder.find(self._cluster.size)
+        gathered: list[dict[str, Any]] = self._ranks.gather(
+            {
+                "place": [self._cluster.island_rank, self._cluster.shard_index, list(self._slices)],
+                "offers": [state.to_json() for state in found.states],
+                "problems": list(found.problems),
+                "last_start": found.last_start,
+                "token": uuid4().hex,
+            }
+        )
+        self._sync = Sync(start=1 + max(each["last_start"] for each in gathered), steps=0, token=gathered[0]["token"])
+        return [_place(each) for each in gathered], [problem for each in gathered for problem in each["problems"]]
+
+    def _fetch(self, fetches: Sequence[Fetch]) -> tuple[list[Any], str]:
+        """Get this rank's state, and send others theirs. Return its values by fragment, or the problem with it."""
+        values: list[Any] = []
+        problem, data, own = "", None, None
+        works: list[tuple[dist.Work | None, Tensor]] = []
+        for fetch in fetches:
+            if self._ranks.rank == fetch.rank:
+                own = fetch
+            if self._ranks.rank == fetch.holder:
+                try:
+                    read = self._folder.read(fetch.state)
+                except DamagedFileError as error:
+                    read = bytearray(sum(fetch.state.sizes))  # all zero; a receiver reports it
+                    problem = str(error) if fetch.rank == fetch.holder else problem
+                if fetch.rank == fetch.holder:
+                    data = read
+                else:
+                    message = torch.frombuffer(read, dtype=torch.uint8)
+                    works.append((dist.isend(message, group=self._ranks.group, group_dst=fetch.rank), message))
+            elif self._ranks.rank == fetch.rank:
+                data = bytearray(sum(fetch.state.sizes))
+                message = torch.frombuffer(data, dtype=torch.uint8)
+                works.append((dist.irecv(message, group=self._ranks.group, group_src=fetch.holder), message))
+        for work, _ in works:
+            assert work is not None
+            work.wait()
+        if own is not None and data is not None and not problem:
+            try:
+                values = self._folder.parse(data, own.state)
+                self._check(values, has_inner=own.has_inner)
+            except DamagedFileError as error:
+                problem = f"{own.state.name} on the machine of rank {own.holder} is not used: {error}"
+        return values, problem
+
+    def _check(self, values: list[Any], *, has_inner: bool) -> None:
+        """Refuse values that do not fit, before anything is loaded. Raises: DamagedFileError."""
+        if len(values) != len(self._fragments):
+            raise DamagedFileError(f"it has {len(values)} fragments, and the model has {len(self._fragments)}")
+        for index, (part, fragment) in enumerate(zip(values, self._fragments, strict=True)):
+            found = [(each.dtype, each.shape) for each in part["outer"]]
+            wanted = [(each.dtype, each.shape) for each in fragment.vectors()]
+            lost = part["lost"]
+            if found != wanted or (lost is not None and lost.shape != fragment.flat.shape):
+                raise DamagedFileError(f"the vectors of its fragment {index} have other sizes: it is sharded otherwise")
+            if not has_inner:
+                continue
+            for name, state in part["inner"].items():
+                if name not in fragment.parameters:
+                    raise DamagedFileError(f"its fragment {index} has {name}, and the model's has not")
+                _check_inner(self._optimizer, fragment.parameters[name], name, state)
+
+    def _load(self, values: list[Any], *, has_inner: bool) -> None:
+        with torch.no_grad():
+            for index, (part, fragment) in enumerate(zip(values, self._fragments, strict=True)):
+                for vector, value in zip(fragment.vectors(), part["outer"], strict=True):
+                    vector.copy_(value)
+                if not has_inner:
+                    continue
+                if self._residuals is not None and part["lost"] is not None:
+                    self._residuals[index].copy_(part["lost"])
+                for name, state in part["inner"].items():
+                    _restore_inner(self._optimizer, fragment.parameters[name], state)
+
+    def _share_outer(self, plan: Plan) -> None:
+        group = self._cluster.island_group
+        if group is not None:
+            for fragment in self._fragments:
+                for vector in fragment.vectors():
+                    dist.broadcast(vector, group=group, group_src=plan.lead)
 
 
-def _vectors(fragments: Sequence[OuterFragment]) -> list[Tensor]:
-    return [vector for fragment in fragments for vector in fragment.vectors()]
+def trained_slices(folder: str | Path, run: str) -> tuple[int, ...] | None:
+    """Return the slices that this machine trained at the run's last sync; None if it has kept no sync."""
+    return StateFolder(folder=Path(folder), run=run, layout="").newest_slices()
 
 
-def _inner_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _place(sent: dict[str, Any]) -> Place:
+    island, shard, slices = sent["place"]
+    offers = tuple(map(SavedState.from_json, sent["offers"]))
+    return Place(island=island, shard=shard, slices=tuple(slices), offers=offers)
 
 
-def _inner_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return this rank's part of the inner optimizer's state, parameter by parameter."""
+def _without(places: Sequence[Place], failed: Sequence[Fetch]) -> list[Place]:
+    """Take back the offers that turned out damaged."""
+    gone = {(fetch.holder, fetch.state) for fetch in failed}
     return [
-        {
-            key: flat_local(value).clone() if isinstance(value, RaggedTensor) else value
-            for key, value in optimizer.state.get(parameter, {}).items()
-        }
-        for parameter in _inner_parameters(optimizer)
+        replace(place, offers=tuple(state for state in place.offers if (rank, state) not in gone))
+        for rank, place in enumerate(places)
     ]
 
 
-def _restore_inner(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
+def _layout(fragments: Sequence[OuterFragment], optimizer: torch.optim.Optimizer) -> str:
+    """A digest of what must be equal in the run that restores a state."""
+    shapes = [[[name, list(each.shape)] for name, each in fragment.parameters.items()] for fragment in fragments]
+    kinds = [type(each).__qualname__ for each in (optimizer, fragments[0].optimizer)]
+    return hashlib.sha256(json.dumps([shapes, kinds]).encode()).hexdigest()
+
+
+# -- the inner optimizer's state ---------------------------------------------------------------------------------------
+
+
+def _copy(value: Any) -> Any:
+    """Copy a value of an optimizer's state to the host; of a sharded tensor, this rank's elements."""
+    if isinstance(value, Tensor):
+        local = flat_local(value) if isinstance(value, RaggedTensor) else value.detach()
+        return local.to("cpu", copy=True)
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise ValueError(
+        "recovery= keeps tensors, numbers and strings of the inner optimizer's state, and found a value of type "
+        f"{type(value).__name__}; leave recovery out, or use another optimizer"
+    )
+
+
+def _check_inner(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str, state: Mapping[str, Any]) -> None:
+    """Refuse a state that does not fit the parameter. Raises: DamagedFileError."""
     init_state = getattr(optimizer, "init_state", None)
-    for parameter, state in zip(_inner_parameters(optimizer), saved, strict=True):
-        if not state:
-            continue
-        if init_state is not None:  # an optimizer of laconic.optim may shard state unlike its parameter
-            init_state(parameter)
-            for key, value in state.items():
-                flat_local(optimizer.state[parameter][key]).copy_(value.view(-1))
-        else:
-            optimizer.state[parameter] = {key: _like(parameter, value) for key, value in state.items()}
+    if init_state is None:
+        return
+    init_state(parameter)
+    for key, value in state.items():
+        held = optimizer.state[parameter].get(key)
+        if not isinstance(held, Tensor) or flat_local(held).numel() != value.numel():
+            raise DamagedFileError(f"the state {key!r} of {name} has another size: it is sharded otherwise")
 
 
-def _like(parameter: Tensor, value: Any) -> Any:
-    """Shard a tensor of a torch optimizer's state as its parameter is sharded; a number stays as it is."""
-    if isinstance(parameter, RaggedTensor) and isinstance(value, Tensor) and value.ndim == 1:
-        return parameter.like(value.to(parameter.to_local().device))
-    return value
+def _restore_inner(optimizer: torch.optim.Optimizer, parameter: Tensor, state: Mapping[str, Any]) -> None:
+    if hasattr(optimizer, "init_state"):  # an optimizer of laconic.optim may shard state unlike its parameter
+        for key, value in state.items():
+            flat_local(optimizer.state[parameter][key]).copy_(value.view(-1))
+        return
+    counts_on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    device = flat_local(parameter).device
+
+    def like(value: Any) -> Any:
+        """Place and shard a tensor as its parameter; a count of steps stays on the host unless the kernels want it."""
+        if not isinstance(value, Tensor) or (value.ndim == 0 and not counts_on_device):
+            return value
+        is_sharded = isinstance(parameter, RaggedTensor) and value.ndim == 1
+        return parameter.like(value.to(device)) if is_sharded else value.to(device)  # type: ignore[attr-defined]
+
+    optimizer.state[parameter] = {key: like(value) for key, value in state.items()}

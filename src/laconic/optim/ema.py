@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from laconic import files
 from laconic.shard.sharded_module import reshard_all
 
 
@@ -136,13 +137,22 @@ class EMA:
 
     def save(self, folder: str | Path) -> None:
         """Write the averages to a folder of torch.distributed.checkpoint. Collective; one rank writes its buffers."""
-        dcp.save({"ema": self.state_dict()}, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        _storage().save({"ema": self.state_dict()}, Path(folder), aliases={})
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        for path in (*Path(folder).glob(f"__{rank}_*"), *Path(folder).glob(".metadata")):
+            files.sync(path)
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote, also on another number of ranks. Collective."""
-        state = {"ema": self.state_dict()}
-        dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
-        self.load_state_dict(state["ema"])
+        state = self.state_dict()
+        stored = {f"ema.averages.{name}": average for name, average in state["averages"].items()}
+        _storage().load(stored | {"ema.n_averaged": state["n_averaged"]}, Path(folder))
+        self.load_state_dict(state)
+
+
+def _storage() -> Any:
+    """The module that reads and writes folders of DCP without pickles; its room, `checkpoint`, lies above this one."""
+    return import_module("laconic.checkpoint.storage")
 
 
 def _begun(tensor: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from laconic.ragged.parts import slice_of_parameter
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import Bucket, ManagedParameter, compute_dtype_of
 from laconic.shard.cache import Cache, Where
+from laconic.shard.checks import Checks
 from laconic.shard.conversion import check_convertible, converts
 from laconic.shard.sharded_module import sharded_class
 from laconic.shard.traps import HOME, Origin
@@ -47,6 +48,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     broadcast: bool = False,
+    checks: Checks | None = None,
 ) -> _Modules:
     """Shard `module`'s parameters over the mesh, in place, and return it. It is one unit, gathered and freed together.
 
@@ -81,6 +83,7 @@ def fully_shard(
             with Replicate() on these axes, or over other axes, or plain.
         broadcast: give every rank the weights of the mesh's first rank before they are cut. Without it, ranks must
             begin with equal weights, or load a state dict before the first forward.
+        checks: how often the unit compares checksums of what crosses and of what rests in its cache. None: never.
 
     Raises:
         ValueError: a module is no module, has no forward, or holds a module that DDP or FSDP has wrapped or sharded; a
@@ -124,7 +127,7 @@ def fully_shard(
     origin = Origin([item.parameter for item in managed], ignored)
     unit = Unit(
         modules=modules, buckets=buckets, blocks=blocks, cluster=cluster, cache=policy, precision=precision,
-        origin=origin, reshard_after_forward=reshards,
+        origin=origin, reshard_after_forward=reshards, checks=checks,
     )  # fmt: skip
     for each in modules:
         _compat.register_as_sharded(each)

@@ -68,6 +68,8 @@ class Bucket:
         self.layout, self.cluster = layout, managed[0].cluster
         self.wire = wire
         """The bits of this bucket's crossings; all of them if it is frozen or has vectors alone."""
+        self.unit_name = ""
+        """For messages; the root sets it."""
         self.dtype = managed[0].parameter.dtype
         self._precision, self._offload = precision, offload
         self.replicas_diverge = False
@@ -251,6 +253,16 @@ class Bucket:
         else:
             self.ledger.hold(nbytes)
 
+    @property
+    def gathers_own_bits(self) -> bool:
+        """True if the full buffer has the shards' elements, maybe in another dtype, but not coded or converted."""
+        return self.wire.weights == "exact" and not self._conversions
+
+    @property
+    def valid_cache(self) -> CachedShard | None:
+        """The cache if it has the node shard of the present version, else None."""
+        return self.cached if self.cached is not None and self.cached.holds(self.version) else None
+
     def add_cache(self, lanes: Lanes) -> CachedShard:
         """Cache this bucket's node shard from now on."""
         device = self.cluster.device
@@ -298,8 +310,7 @@ class Bucket:
         It does nothing if the node shard has not the parameters' own bits: under mixed precision, if parameters convert
         themselves, and if weights cross in few bits.
         """
-        is_coded = self.wire.weights != "exact"
-        is_other_form = self.compute_dtype != self.dtype or bool(self._conversions) or is_coded
+        is_other_form = self.compute_dtype != self.dtype or not self.gathers_own_bits
         if self.cached is None or is_other_form or self.is_shard_dropped or self.is_offloaded:
             return False
         self.ledger.hold(-self.shard.nbytes)

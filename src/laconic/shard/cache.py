@@ -73,6 +73,8 @@ class CachedShard:
         self._buffer: Tensor | None = None
         self._stored: Event = None
         self.is_in_slab = False
+        self.checksums: Tensor | None = None
+        """Of the node shard's parts, (N,), taken when it was stored; None for most: see shard/inspection.py."""
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +105,7 @@ class CachedShard:
 
     def invalidate(self) -> None:
         """Mark the cache as empty: a new node shard is being gathered."""
-        self._version = None
+        self._version = self.checksums = None
 
     def store(self, node_shard: Tensor, version: int | None, arrived: Event) -> Event:
         """Keep a node shard that is complete at `arrived`. Returns the event after which its memory may be freed.
@@ -113,7 +115,7 @@ class CachedShard:
         self._version = version
         if self.is_direct:  # the node shard was gathered in the cache's memory
             return None
-        with self._lanes.to_host.running(arrived):
+        with self._lanes.to_host.going_on(arrived):
             self.buffer().copy_(node_shard, non_blocking=True)
         self._stored = self._lanes.to_host.record_event()
         return self._stored
@@ -125,10 +127,13 @@ class CachedShard:
         return self.buffer()
 
     def load_into(self, node_shard: Tensor) -> Event:
-        """Copy the cache to `node_shard`, unless it is direct. Returns the event after which the copy is complete."""
+        """Copy the cache to `node_shard`, unless it is direct. Returns the event after which the copy is complete.
+
+        Compute has waited for the event of `store` already.
+        """
         if self.is_direct:
             return None
-        with self._lanes.to_device.running(self._stored):
+        with self._lanes.to_device.running():
             node_shard.copy_(self.buffer(), non_blocking=True)
         return self._lanes.to_device.record_event()
 
@@ -136,7 +141,7 @@ class CachedShard:
         """Free device memory. A node shard in the slab stays."""
         if not self.is_in_slab and self._buffer is not None:
             self._buffer = None
-            self._version = None
+            self._version = self.checksums = None
             self._ledger.hold(-self.nbytes)
 
 

@@ -8,10 +8,11 @@ busy in between, if its node shard arrives in the cache's own memory, so that it
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from laconic import _compat
 from laconic.comm.cluster import Cluster
@@ -19,6 +20,7 @@ from laconic.shard.bucket import Bucket
 from laconic.shard.cache import Cache, CachedShard, choose_device_shards, free_slab, make_slab
 from laconic.shard.difference import Copies
 from laconic.shard.gather import UnitGather
+from laconic.shard.inspection import Inspection
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
 from laconic.shard.reduce import ReductionQueue
@@ -35,6 +37,7 @@ class Context:
         self.ledger = Ledger()
         self.lanes = lanes
         self.reductions = ReductionQueue()
+        self.inspection = Inspection(cluster)
         self.is_in_backward = False
         """True from the first gradient of a backward until it is finished or abandoned."""
         self.is_last_backward = True
@@ -45,6 +48,8 @@ class Context:
         """True if the running backward adds to `.grad` of some parameter."""
         self.creates_graph = False
         """True if the last backward ran with `create_graph=True`, so that another one may need the same weights."""
+        self.probe: Callable[[Bucket, Tensor], None] | None = None
+        """Takes the gradients of each bucket, (L * N * C,), in place of their reduction: see shard/audit.py."""
         self._copies: dict[Cluster, Copies] = {}
         self._is_recording = False
         self._last_forward: list[UnitGather] = []
@@ -92,6 +97,7 @@ class Context:
             self.post_optim_event = None
         self._is_recording = True
         self._forward = []
+        self.inspection.begin_forward()
         if torch.is_grad_enabled() and not keep_order and not _compat.in_backward():
             self._left = []
 

@@ -137,6 +137,13 @@ class Transfer(Protocol):
     nbytes: int
     """The bytes that it takes besides its input."""
 
+    @property
+    def messages(self) -> Tensor:
+        """The parts, (R, n): row r is what this rank sends to rank r. Its own row has no meaning."""
+
+    def received(self) -> Sequence[Tensor] | None:
+        """Wait, and return what each rank has sent, (n,); None if only the backend has seen it."""
+
     def finish(self) -> Tensor:
         """Wait, and return this rank's part of the sum."""
 
@@ -200,13 +207,22 @@ class _CodedTransfer:
     def __init__(
         self, payload: Payload, rank: int, own: Tensor, landing: Tensor, messages: Tensor, pending: Pending
     ) -> None:
-        self._payload, self._rank, self._own, self._landing, self._pending = payload, rank, own, landing, pending
-        self._messages = messages  # the backend may still read it
+        self._payload, self._rank, self._own, self._landing = payload, rank, own, landing
+        self._pending: Pending | None = pending
+        self.messages = messages
+        """See `Transfer.messages`. The backend may still read them."""
         self.nbytes = landing.nbytes + messages.nbytes
+
+    def received(self) -> Sequence[Tensor]:
+        """See `Transfer.received`."""
+        if self._pending is not None:
+            self._pending.wait()
+        self._pending = None
+        return list(self._landing)
 
     def finish(self) -> Tensor:
         """See `Transfer.finish`. The sum is in fp32, then in the dtype of the gradients."""
-        self._pending.wait()
+        self.received()
         total = torch.zeros_like(self._own, dtype=torch.float32)
         for index, message in enumerate(self._landing):
             if index == self._rank:

@@ -14,8 +14,9 @@ So weights cross exactly when there is no copy yet, or it was lost; after any ed
 a load is; after a backward that failed; when a state dict is taken, so that a resumed run goes on with the same bits;
 and every `exact_every` steps. Before the first crossing of new weights the ranks agree on it, bucket by bucket, in one
 small message: a crossing is exact if any rank needs that. The message has the number of differences since the last
-exact crossing, too, in which ranks must not differ. Every `exact_every` steps they compare the copies themselves. If
-they differ, they cross exactly. If they differ again, training stops, since something else changes weights.
+exact crossing, too, in which ranks must not differ. Every `exact_every` steps they compare the copies themselves, and
+in the steps of `Checks(on_damage="regather")`. If they differ, they cross exactly. If they differ again, training
+stops, since something else changes weights.
 
 [Note: Versions of the optimizer]
 `Bucket.version` counts all edits. Hooks before and after each optimizer's step tell its edits from others: the version
@@ -59,10 +60,10 @@ class CopyState(Enum):
 class CodedDifferences:
     """The gather of one bucket as differences: [Note: Differences]."""
 
-    def __init__(self, bucket: Bucket, node: Communicator, copies: Copies) -> None:
+    def __init__(self, bucket: Bucket, node: Communicator, copies: Copies, heals: Callable[[], bool]) -> None:
         codec = bucket.wire.weight_codec
         assert codec is not None
-        self.bucket, self._copies = bucket, copies
+        self.bucket, self._copies, self.heals = bucket, copies, heals
         self.state = CopyState.LOST
         self.number = 0
         """The differences since the last exact crossing."""
@@ -182,7 +183,7 @@ class Copies:
         """Agree on the next crossing of each bucket. Collective over the cluster."""
         self._warn_of_edits()
         must_be_exact, differing, is_due = self._ask_all_ranks()
-        if is_due and not differing:
+        if (is_due or any(each.heals() for each in self._members)) and not differing:
             differing = self._compare([each for each in self._members if each not in must_be_exact])
         self._note_differences(differing)
         if is_due or differing:
@@ -213,7 +214,7 @@ class Copies:
     def _compare(self, known: list[CodedDifferences]) -> list[CodedDifferences]:
         """Compare the copies of the nodes, bit by bit. Returns the buckets whose copies differ. Collective."""
         digests = [digest_of([each.bucket.cached.kept()]) for each in known if each.bucket.cached is not None]
-        by_rank = RankGroup(self._cluster.flag_group).gather((self._cluster.local_rank, digests))
+        by_rank = RankGroup(self._cluster.flag_group).gather([self._cluster.local_rank, digests])
         by_place: dict[int, list[list[int | None]]] = {}
         for place, theirs in by_rank:
             by_place.setdefault(place, []).append(theirs)

@@ -13,6 +13,7 @@ from laconic.comm.collectives import Communicator, Pending
 from laconic.shard.bucket import Bucket
 from laconic.shard.crossing import CodedValues, ExactWeights, WeightCrossing
 from laconic.shard.difference import CodedDifferences, CopiesOf
+from laconic.shard.inspection import UnitChecks
 from laconic.shard.lanes import Event, Lanes, wait_for
 
 
@@ -30,10 +31,10 @@ class GatherState(Enum):
 class BucketGather:
     """The gather of one bucket: from this rank's shard, or from a cached node shard, to the full buffer."""
 
-    def __init__(self, bucket: Bucket, lanes: Lanes, copies_of: CopiesOf) -> None:
+    def __init__(self, bucket: Bucket, lanes: Lanes, copies_of: CopiesOf, checks: UnitChecks) -> None:
         self.bucket, self._lanes = bucket, lanes
         self._node, self._local = Communicator(bucket.cluster, "node"), Communicator(bucket.cluster, "local")
-        self._crossing = _crossing_of(bucket, self._node, copies_of)
+        self._crossing = _crossing_of(bucket, self._node, copies_of, checks)
         self._is_crossing = False
         self._pending: Pending | None = None
         self._version: int | None = None
@@ -41,6 +42,10 @@ class BucketGather:
         self._arrived: Event = None
         self._comes_from_cache = False
         self._stored: Event = None
+        self._shard_read: Event = None
+        """The event after which the host may write to a shard that rests in host memory."""
+        self.num_crossings = 0
+        """The gathers that began with this rank's shard, not with the cache."""
 
     @property
     def is_stream_ordered(self) -> bool:
@@ -74,6 +79,7 @@ class BucketGather:
             return
         if cached is not None:
             cached.invalidate()
+        self.num_crossings += 1
         with self._lanes.gather_node.running(self._loaded):
             self._crossing.start(self._node_shard)
             self._is_crossing = True
@@ -89,14 +95,15 @@ class BucketGather:
     def _finish_crossing(self) -> None:
         """Finish the gather across nodes. If an exception cuts it short, the gather stays stale and is begun anew."""
         version, self._version, self._is_crossing = self._version, None, False
-        with self._lanes.gather_node.running():
+        with self._lanes.gather_node.going_on():
             self._crossing.finish(self._node_shard)
         self._version = version
         self._arrived = self._lanes.gather_node.record_event()
+        self._shard_read = self._arrived if self.bucket.is_offloaded else None
 
     def finish(self) -> Event:
         """Finish the gather. Returns the event after which the full buffer may be used."""
-        with self._lanes.gather_local.running():
+        with self._lanes.gather_local.going_on():
             if self._pending is not None:
                 self._pending.wait()
         self._pending = self._loaded = None
@@ -112,8 +119,15 @@ class BucketGather:
         """Let the weights cross exactly next time."""
         self._crossing.forget()
 
+    def let_host_edit(self) -> None:
+        """Wait on the host until a shard in host memory has been read: no stream orders the host's edits behind it."""
+        if self._shard_read is not None:
+            self._shard_read.synchronize()
+            self._shard_read = None
+
     def release(self) -> None:
         """Free the full buffer after the copy from it to the cache is done."""
+        self.let_host_edit()
         stored, self._stored = self._stored, None
         wait_for(stored)
         self.bucket.free_full()
@@ -124,9 +138,9 @@ class BucketGather:
 class UnitGather:
     """The gather of all buckets of a unit."""
 
-    def __init__(self, buckets: list[Bucket], lanes: Lanes, copies_of: CopiesOf) -> None:
-        self._buckets = buckets
-        self._gathers = [BucketGather(bucket, lanes, copies_of) for bucket in buckets]
+    def __init__(self, buckets: list[Bucket], lanes: Lanes, copies_of: CopiesOf, checks: UnitChecks) -> None:
+        self._buckets, self._checks = buckets, checks
+        self._gathers = [BucketGather(bucket, lanes, copies_of, checks) for bucket in buckets]
         self._is_stream_ordered = all(gather.is_stream_ordered for gather in self._gathers)
         self._events: list[Event] = []
         self.state = GatherState.IDLE
@@ -142,6 +156,7 @@ class UnitGather:
         if self.state is not GatherState.IDLE and any(gather.is_stale for gather in self._gathers):
             self.release()
         if self.state is GatherState.IDLE:
+            self._drop_damaged()
             for gather in self._gathers:
                 gather.start_node()
             self.state = GatherState.NODE
@@ -157,9 +172,14 @@ class UnitGather:
             self.state = GatherState.LOCAL
 
     def finish(self) -> None:
-        """Gather: on return, compute may use the full buffers."""
+        """Gather: on return, compute may use the full buffers.
+
+        Raises:
+            CorruptionError: weights were changed without notice, or damaged: see shard/inspection.py.
+        """
         self.begin()
         self._complete()
+        self._checks.look_at_gathered([gather.num_crossings for gather in self._gathers])
 
     def _complete(self) -> None:
         if self.state is GatherState.FULL:
@@ -167,6 +187,7 @@ class UnitGather:
         self.start_local()
         for event in self._events or [gather.finish() for gather in self._gathers]:
             wait_for(event)
+        self._checks.note_stored()
         for bucket in self._buckets:
             bucket.decode()
         self._events = []
@@ -181,14 +202,26 @@ class UnitGather:
             gather.release()
         self.state = GatherState.IDLE
 
+    def let_host_edit(self) -> None:
+        """Wait on the host until the weights that rest in host memory have been read by a gather that is complete."""
+        for gather in self._gathers:
+            gather.let_host_edit()
+
+    def _drop_damaged(self) -> None:
+        """Empty the caches that are damaged, so that the next gather crosses again, with exact weights."""
+        for bucket in self._checks.find_damaged():
+            assert bucket.cached is not None
+            bucket.cached.invalidate()
+            self._gathers[self._buckets.index(bucket)].forget()
+
     def forget_copies(self) -> None:
         """Let the weights cross exactly next time: [Note: Exact crossings] in shard/difference.py."""
         for gather in self._gathers:
             gather.forget()
 
 
-def _crossing_of(bucket: Bucket, node: Communicator, copies_of: CopiesOf) -> WeightCrossing:
+def _crossing_of(bucket: Bucket, node: Communicator, copies_of: CopiesOf, checks: UnitChecks) -> WeightCrossing:
     """The way in which a bucket's weights cross between nodes."""
     if bucket.wire.sends_differences:
-        return CodedDifferences(bucket, node, copies_of(bucket.cluster))
+        return CodedDifferences(bucket, node, copies_of(bucket.cluster), lambda: checks.heals)
     return ExactWeights(bucket, node) if bucket.wire.weights == "exact" else CodedValues(bucket, node)

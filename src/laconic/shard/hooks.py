@@ -28,8 +28,8 @@ class OutputGradients:
     def __init__(self, unit: Watching) -> None:
         self._unit = unit
 
-    def __call__(self, gradient: Tensor) -> None:
-        """Report the first gradient."""
+    def __call__(self, gradient: Tensor | None) -> None:
+        """Report the first gradient, which may be None."""
         self._unit.begin_backward(self)
 
     def follow(self, tensor: Tensor) -> Tensor:
@@ -49,9 +49,10 @@ class _Followed(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.hook = inputs[0]
+        ctx.set_materialize_grads(False)  # an output without a gradient has None, not zero
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
         ctx.hook(gradient)
         return None, gradient
 

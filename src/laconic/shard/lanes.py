@@ -1,11 +1,12 @@
 """One stream of the accelerator for each kind of transfer. On CPU the backend's asynchronous work takes their place.
 
 [Note: Who may free a transfer buffer]
-The compute stream allocates and frees every buffer that it shares with a lane. A lane starts each job after everything
-that the compute stream has issued so far, so it may write to memory that compute has just freed. Compute waits for the
-lane's event before it uses or frees a buffer that the lane has touched. A buffer that only one lane uses is allocated
-on that lane. So the engine needs no `record_stream`, and the memory in use depends on what has been issued, not on when
-the host learns that a transfer is done.
+The compute stream allocates and frees the weights and gradients that it shares with a lane. A lane starts each job
+after everything that the compute stream has issued so far, so it may write to memory that compute has just freed.
+Compute waits for the lane's event before it uses or frees a buffer that the lane has touched. Transfers and sums are
+allocated on the lane that makes them. So is the sum that becomes `.grad`: compute uses it and drops it, and its memory
+goes to a later job of that lane, which starts after compute. So the engine needs no `record_stream`, and the memory in
+use depends on what has been issued, not on when the host learns that a transfer is done. tests/races checks all this.
 """
 
 from collections.abc import Iterator
@@ -30,16 +31,25 @@ class Lane:
 
     @contextmanager
     def running(self, *after: Event) -> Iterator[None]:
-        """Issue the body on this lane, after everything on the compute stream so far and after the given events."""
+        """Start a job: issue the body here, after everything on the compute stream so far and the given events."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.get_device_module(self._device).current_stream(self._device))
+        with self.going_on(*after):
+            yield
+
+    @contextmanager
+    def going_on(self, *after: Event) -> Iterator[None]:
+        """Issue the body behind this lane's jobs so far and after the given events, without a wait for compute.
+
+        The body uses no memory that compute has allocated, used or freed since those jobs began.
+        """
         if self._stream is None:
             yield
             return
-        streams = torch.get_device_module(self._device)
-        self._stream.wait_stream(streams.current_stream(self._device))
         for event in after:
             if event is not None:
                 self._stream.wait_event(event)
-        with streams.stream(self._stream):
+        with torch.get_device_module(self._device).stream(self._stream):
             yield
 
     def record_event(self) -> Event:

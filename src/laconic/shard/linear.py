@@ -87,10 +87,13 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, sink: GradientSink, index: int) -> Tensor:
         ctx.save_for_backward(input, weight)
         ctx.sink, ctx.index = sink, index
+        ctx.set_materialize_grads(False)  # an output without a gradient has None, not zero
         return functional.linear(input, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is None:
+            return None, None, None, None, None
         input, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         rows = gradient.reshape(-1, gradient.shape[-1])

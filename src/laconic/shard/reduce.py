@@ -24,7 +24,9 @@ from laconic._compat import GradientUse
 from laconic.comm.collectives import Communicator, Pending
 from laconic.comm.traffic import Level
 from laconic.shard.bucket import Bucket
+from laconic.shard.checksum import checksums
 from laconic.shard.crossing import CodedAllReduce, CodedReplicaSum, CodedSum, Transfer
+from laconic.shard.inspection import UnitChecks
 from laconic.shard.lanes import Event, Lanes, wait_for
 from laconic.shard.ledger import Ledger
 from laconic.shard.used import UsedParameters, agree
@@ -35,9 +37,11 @@ LEVELS: tuple[Level, ...] = ("island", "node", "local")
 class BucketGradients:
     """The gradients of one bucket, from the first one in a backward to `.grad` of the sharded parameters."""
 
-    def __init__(self, bucket: Bucket, lanes: Lanes, ledger: Ledger, begin_backward: Callable[[], None]) -> None:
+    def __init__(
+        self, bucket: Bucket, lanes: Lanes, ledger: Ledger, begin_backward: Callable[[], None], checks: UnitChecks
+    ) -> None:
         """`begin_backward` is called in a backward before the first gradient is written."""
-        self.bucket, self.lanes, self.ledger = bucket, lanes, ledger
+        self.bucket, self.lanes, self.ledger, self.checks = bucket, lanes, ledger, checks
         self._begin_backward = begin_backward
         island, node, self.local = (Communicator(bucket.cluster, level) for level in LEVELS)
         is_coded = bucket.wire.gradients != "exact"
@@ -127,6 +131,11 @@ class BucketGradients:
         return self._allocate()[slot.offset : slot.offset + slot.numel].view(slot.shape)
 
     def take_full(self) -> Tensor:
+        """Hand over the gradients, (L * N * C,), to be reduced. The caller frees them."""
+        self.used.add(self._written)
+        return self.take_unreduced()
+
+    def take_unreduced(self) -> Tensor:
         """Hand over the gradients, (L * N * C,). The caller frees them: [Note: Gradients that do not come]."""
         full = self._allocate()
         if not self._written:
@@ -134,7 +143,6 @@ class BucketGradients:
         else:
             for index in set(range(len(self.bucket.sharded))) - self._written:
                 self._view(index).zero_()
-        self.used.add(self._written)
         self._full = None
         self._written.clear()
         self.is_due = False
@@ -219,6 +227,9 @@ class Reduction:
         self._full = full
         self._node_shard: Tensor | None = None
         self._transfer: Transfer | None = None
+        self._sent: Tensor | None = None
+        """The checksums of what was sent, (P,), in a step that is checked."""
+        self._level: Level = "local"
         self._shard: Tensor | None = None
         self._replicas: Pending | CodedReplicaSum | None = None
         self._done: Event = None
@@ -227,7 +238,7 @@ class Reduction:
             with self._lane.running():
                 if gradients.bucket.divide_before != 1:
                     full.div_(gradients.bucket.divide_before)
-                self._start_transfer(gradients.local, full)
+                self._start_transfer(gradients.local, full, "local")
 
     def advance(self) -> None:
         """Finish the sum that is under way, and begin the next one."""
@@ -258,7 +269,7 @@ class Reduction:
             self.gradients.partial = total
         elif total is not None:
             self._node_shard = total
-            self._start_transfer(self.gradients.node, total)
+            self._start_transfer(self.gradients.node, total, "node")
         self._done = self._lane.record_event()
         return Stage.NODE
 
@@ -298,6 +309,8 @@ class Reduction:
         return self._put_into_grad()
 
     def _put_into_grad(self) -> Stage:
+        if self._replicas is not None and self._shard is not None and self.gradients.checks.is_due:
+            self.gradients.checks.inspection.note_replicas(self.gradients.bucket, self._shard)
         if self._shard is not None and self._keeps_sum:
             self.gradients.accumulate(self._shard)
             self.changed_grad = True
@@ -314,12 +327,17 @@ class Reduction:
             return fresh
         return total.add_(fresh)
 
-    def _start_transfer(self, level: Communicator | CodedSum, whole: Tensor) -> None:
-        self._transfer = level.start_reduce_scatter(whole)
+    def _start_transfer(self, way: Communicator | CodedSum, whole: Tensor, level: Level) -> None:
+        self._transfer = way.start_reduce_scatter(whole)
         self._ledger.hold(self._transfer.nbytes)
+        if self.gradients.checks.is_due and len(whole):
+            self._sent, self._level = checksums(self._transfer.messages), level
 
     def _finish_transfer(self) -> Tensor:
         assert self._transfer is not None
+        if self._sent is not None:
+            self.gradients.checks.inspection.note_sum(self.gradients.bucket, self._level, self._sent, self._transfer)
+            self._sent = None
         total = self._transfer.finish()
         self._ledger.hold(-self._transfer.nbytes)
         self._transfer = None

@@ -77,16 +77,6 @@ class ShardedModule(FSDPModule, nn.Module):
         if self._laconic_unit.ledger is not None:
             self._laconic_unit.ledger.reset_peak()
 
-    def note_weights_changed(self, *, recurse: bool = True) -> None:
-        """Say that parameters changed behind autograd's back, so that cached and gathered copies are stale.
-
-        Changes of parameters and of `to_local()` are noticed. Those through `.data`, a raw pointer or another process
-        are not. Call it on every rank alike.
-        """
-        for unit in self._units(recurse):
-            for bucket in unit.buckets:
-                bucket.note_change()
-
     def _units(self, recurse: bool = True) -> list[Unit]:
         return units_below(self) if recurse else [self._laconic_unit]
 
@@ -114,6 +104,16 @@ class ShardedModule(FSDPModule, nn.Module):
             RuntimeError: a gathered parameter was edited in place; the edit would be lost.
         """
         self._laconic_unit.reshard()
+
+    def invalidate(self, *, recurse: bool = True) -> None:
+        """Say that parameters have changed without notice, so that their cached and gathered copies are stale.
+
+        Changes of parameters and of `to_local()` are noticed by themselves. Those through `.data`, a raw pointer or
+        another process are not; `laconic.Checks(unnoticed_edits=True)` finds them. Call it on every rank alike.
+        """
+        for unit in self._units(recurse):
+            for bucket in unit.buckets:
+                bucket.note_change()
 
     def forget_copies(self) -> None:
         """Let this module's weights cross between nodes exactly next time, also with `wire="4bit"`.

@@ -43,9 +43,11 @@ from laconic.comm.progress import UnitProgress
 from laconic.layout.granularity import Blocks, check_matched
 from laconic.shard.bucket import Bucket
 from laconic.shard.cache import Cache
+from laconic.shard.checks import Checks
 from laconic.shard.context import Context
 from laconic.shard.gather import UnitGather
 from laconic.shard.hooks import OutputGradients, watch_inputs
+from laconic.shard.inspection import UnitChecks
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
 from laconic.shard.reduce import BucketGradients, Reduction
@@ -69,6 +71,7 @@ class Unit:
     reshard_after_forward: bool | None = None
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
+    checks: Checks | None = None
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
     reduce_once_per_backward: bool = False
@@ -127,6 +130,8 @@ class Unit:
             unit._join(self, context)
         for unit in self._units:
             unit.progress.name = ", ".join(filter(None, (names.get(child) for child in unit.modules))) or unit.name
+            for bucket in unit.buckets:
+                bucket.unit_name = unit.name
         with torch.inference_mode(False):  # training could not fill a slab of inference tensors
             context.place_caches([(unit.cache, unit.buckets) for unit in self._units])
         origins = [unit.origin for unit in self._units]
@@ -136,9 +141,11 @@ class Unit:
     def _join(self, root: Unit, context: Context) -> None:
         self._root, self._context = root, context
         # A unit may have another mesh than its root: [Note: Two parallelisms, two meshes] in ragged/dtensor.py.
-        self._gather = UnitGather(self.buckets, context.lanes, context.copies_of)
+        checks = UnitChecks(self.checks, self.buckets, context.inspection)
+        self._gather = UnitGather(self.buckets, context.lanes, context.copies_of, checks)
         self.gradients = [
-            BucketGradients(bucket, context.lanes, context.ledger, self._begin_root_backward) for bucket in self.buckets
+            BucketGradients(bucket, context.lanes, context.ledger, self._begin_root_backward, checks)
+            for bucket in self.buckets
         ]
         for bucket in self.buckets:
             take_values_and_warn(bucket)
@@ -199,10 +206,15 @@ class Unit:
             if unit._frees_after_backward:
                 unit.reshard()
         self.context.end_backward()
+        if self.context.probe is None and any(unit.requires_gradient_sync for unit in self._units):
+            self.context.inspection.end_step()
+        if self.context.is_last_backward:
+            self.context.inspection.conclude()
 
     def abandon_iteration(self) -> None:
         """Drop the incomplete gradients of a forward or backward that raised, in all units of this root."""
         self.context.reductions.abandon()
+        self.context.inspection.forget()
         for unit in self._units:
             unit.is_in_backward = False
             unit._entered.clear()
@@ -328,6 +340,8 @@ class Unit:
         keeps = self.reshard_after_forward is False or (self.reshard_after_forward is None and self.is_root)
         if not _compat.in_backward() and not (keeps and torch.is_grad_enabled()):
             self.reshard()
+        else:
+            self.gather.let_host_edit()
         self.context.leave_forward(self.gather)
         self.progress.leave_forward()
 
@@ -339,6 +353,8 @@ class Unit:
         if not torch.is_grad_enabled() and not _compat.in_backward():  # no backward will free what was gathered
             for unit in self._units:
                 unit.reshard()
+            self.context.inspection.end_step()
+            self.context.inspection.conclude()
 
     def _is_recomputed(self) -> bool:
         """True in a forward whose graph will be thrown away: [Note: Recomputed forwards]."""
@@ -423,8 +439,16 @@ class Unit:
         # All buckets that are due, with or without gradients here: [Note: Gradients that do not come].
         for gradients in self.gradients:
             if gradients.is_due or gradients.has_gradients:
-                self._reduce(gradients, gradients.take_full())
+                if self.context.probe is not None:
+                    self._show_unreduced(gradients, self.context.probe)
+                else:
+                    self._reduce(gradients, gradients.take_full())
         self.progress.leave_backward()
+
+    def _show_unreduced(self, gradients: BucketGradients, probe: Callable[[Bucket, Tensor], None]) -> None:
+        full = gradients.take_unreduced()
+        probe(gradients.bucket, full)
+        gradients.ledger.hold(-full.nbytes)
 
     def _reduce(self, gradients: BucketGradients, full: Tensor | None) -> None:
         reduction = Reduction(
@@ -437,7 +461,7 @@ class Unit:
         if self.is_in_backward or any(gradients.has_gradients for gradients in self.gradients):
             self._end_backward()
         self._awaited_inputs.clear()  # of a retained graph; its next backward begins at the outputs
-        if not self.requires_gradient_sync:
+        if not self.requires_gradient_sync or self.context.probe is not None:
             return
         for gradients in self.gradients:
             has_partial_sums = gradients.has_partial_sums(across_islands=self.requires_all_reduce)

@@ -30,7 +30,11 @@ def check_job(config: Config, ranks: RankInfo) -> None:
     if config.schedule.is_cyclic:
         _check_cyclic(config)
         check_workers(config, ranks)
-    num_islands(config, ranks)
+    _refuse_if(
+        config.shard.audit_every > 0 and ranks.world_size == num_islands(config, ranks),
+        f"shard.audit_every = {config.shard.audit_every} compares ranks that share a model, but each island has one "
+        "rank; leave it out",
+    )
 
 
 def check_workers(config: Config, ranks: RankInfo) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
+from laconic.comm.cluster import make_mesh
 from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
 from laconic.config import Config, JobError
@@ -65,14 +65,14 @@ class CyclicStepper(Stepper):
     def __init__(
         self, model: nn.Module, config: Config, ranks: RankInfo, device: torch.device, saved: dict[str, Any] | None
     ) -> None:
-        """Fill in `model`'s weights and cut it. `saved` is the `extra` of a checkpoint to load, or None. Collective."""
+        """Fill in `model`'s weights and cut it. `saved` is the cut of a checkpoint to load, or None. Collective."""
         schedule = config.schedule
         materialize(model, config.model, device)
         self.module = model
         self.num_workers = num_workers(config, ranks)
         self.stages = self._cut(config, cyclic_checkpoint.saved_cut(saved, self.num_workers))
         self.blocks_by_stage = [stage.num_blocks for stage in self.stages]
-        mesh = init_device_mesh(device.type, (ranks.world_size,)) if ranks.world_size > 1 else None
+        mesh = make_mesh(device.type, (ranks.world_size,)) if ranks.world_size > 1 else None
         self.run = CyclicDataParallel(
             self.stages,
             _loss_fn(model),

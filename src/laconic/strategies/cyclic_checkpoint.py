@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import laconic.checkpoint
-from laconic.checkpoint import commit, sidecar, state, storage
+from laconic.checkpoint import api, commit, sidecar, state, storage
 from laconic.comm.agreement import RankGroup
 from laconic.config import JobError
 from laconic.cyclic import CyclicDataParallel
@@ -30,7 +29,8 @@ def save(run: CyclicDataParallel, model: nn.Module, write: Save, extra: dict[str
     """Call `write` with the state of `run` under the names of `model`, and with `extra`. Collective."""
     states = run.state_dict()
     own_values = {key: value for key, value in states.items() if not isinstance(value, Tensor)}
-    values = {key: value for part in RankGroup().gather(own_values) for key, value in part.items()}
+    parts = RankGroup().gather(sidecar.encode(own_values))
+    values = {key: value for part in parts for key, value in sidecar.decode(part).items()}
     tensors: dict[Tensor, dict[str, Tensor]] = {}
     for stage, name, parameter in _trainable(run):
         if own := _tensors_of(states, stage, name, is_pending=values["is_pending"]):
@@ -48,26 +48,30 @@ def load(run: CyclicDataParallel, model: nn.Module, folder: Path) -> dict[str, A
         JobError: the checkpoint has another number of stages, or no stages.
     """
     with run.consistent_parameters():
-        extra = laconic.checkpoint.load_checkpoint(folder, model=model, optimizer=None)
-        if extra is None:
+        found = api.load_newest(folder, model=model, optimizer=None)
+        if found is None:
             return None
+        checkpoint_folder, extra = found
         saved_cut(extra, len(run.stages))
-        step_folder = folder / f"step-{extra['step']}"
-        states = _read_states(run, model, extra["schedule"]["values"], step_folder if step_folder.exists() else folder)
+        states = _read_states(run, model, extra["schedule"]["values"], checkpoint_folder)
     run.load_state_dict(states)
     return extra
 
 
-def newest_extra(checkpoints: Path) -> dict[str, Any] | None:
-    """The `extra` of rank 0 in the newest checkpoint that looks complete; None if there is none."""
+def newest_cut(checkpoints: Path) -> dict[str, Any] | None:
+    """The step, and the cut if there is one, of the newest checkpoint whose file of rank 0 is intact; else None."""
     for candidate in commit.candidates(checkpoints):
-        if candidate.manifest is not None:
-            return {"step": candidate.manifest.step, **sidecar.read(candidate.folder)["extra"]}
+        files = candidate.manifest.files if candidate.manifest else ()
+        own = [file for file in files if file.name == sidecar.name(0)]
+        if candidate.manifest and own and not commit.damage(candidate.folder, own):
+            extra = sidecar.read(candidate.folder)["extra"]
+            schedule = {"schedule": {"cut": extra["schedule"]["cut"]}} if "schedule" in extra else {}
+            return {"step": candidate.manifest.step, **schedule}
     return None
 
 
 def saved_cut(saved: dict[str, Any] | None, workers: int) -> list[int] | None:
-    """The number of blocks of each stage in a checkpoint, whose `extra` is `saved`; None without a checkpoint.
+    """The number of blocks of each stage in a checkpoint, whose `extra` or cut is `saved`; None without a checkpoint.
 
     Raises:
         JobError: the checkpoint's run had no cyclic schedule, or another number of workers.

@@ -6,6 +6,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -37,6 +38,18 @@ class DeviceTimeline:
             on_time=report.on_time,
         )
 
+    def to_json(self) -> list[Any]:
+        """Return the fields as lists and numbers."""
+        return [[list(event) for event in self.events], list(self.bytes_per_step), self.on_time]
+
+    @staticmethod
+    def from_json(fields: list[Any]) -> DeviceTimeline:
+        """Return the timeline of `to_json`."""
+        events, bytes_per_step, on_time = fields
+        return DeviceTimeline(
+            events=tuple((when, alive) for when, alive in events), bytes_per_step=tuple(bytes_per_step), on_time=on_time
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class CyclicMetrics:
@@ -56,7 +69,9 @@ class CyclicMetrics:
 
 def gather_metrics(timelines: Sequence[DeviceTimeline], group: dist.ProcessGroup) -> list[CyclicMetrics]:
     """Combine the same steps of all ranks. Collective; every rank sends some hundred bytes per step."""
-    machines, by_rank = zip(*RankGroup(group).gather((_machine(), tuple(timelines))), strict=True)
+    gathered: list[Any] = RankGroup(group).gather([_machine(), [timeline.to_json() for timeline in timelines]])
+    machines = [machine for machine, _ in gathered]
+    by_rank = [[DeviceTimeline.from_json(fields) for fields in of_rank] for _, of_rank in gathered]
     return [combine(by_rank, index, machines) for index in range(len(timelines))]
 
 

@@ -1,9 +1,12 @@
 """The islands of a job: their number, the slice that each of them trains, and their syncs."""
 
 import os
+import re
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -13,20 +16,25 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError, SyncConfig
+from laconic.files import write_text
 from laconic.islands.local_steps import LocalSteps
+from laconic.islands.membership import Membership
 from laconic.islands.outer_optimizer import outer_sgd
+from laconic.islands.recovery import trained_slices
 from laconic.partial.updates import partial_updates
-from laconic.ragged.parts import slice_of_parameters
+
+RUN_ID = "run-id"
+"""The file of the output folder with the name of the run."""
 
 
 def num_islands(config: Config, ranks: RankInfo) -> int:
-    """The number of islands of this launch; 1 with sync.mode `every-step`.
+    """The number of islands of this launch; 1 with sync.mode `every-step` or sync.rendezvous.
 
     Raises:
         JobError: islands would have unequal sizes, or there are more slices than islands.
     """
     sync = config.sync
-    if not sync.is_local:
+    if not sync.is_local or sync.rendezvous is not None:
         return 1
     islands = sync.islands if sync.islands is not None else ranks.num_nodes
     if ranks.num_nodes % islands:
@@ -42,14 +50,21 @@ def num_islands(config: Config, ranks: RankInfo) -> int:
     return islands
 
 
+def num_launches(config: Config) -> int:
+    """The number of launches that share a global batch: with sync.rendezvous the islands that start, else 1."""
+    return 1 if config.sync.rendezvous is None else config.sync.islands or 1
+
+
 def make_local_steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, sync: SyncConfig, mesh: DeviceMesh
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, mesh: DeviceMesh
 ) -> LocalSteps:
     """Wrap the inner optimizer. Collective: islands start from equal parameters, or from their last sync.
 
     Raises:
-        ValueError: the model cannot be divided into these fragments, or has no trainable parameter.
+        ValueError: the model cannot be divided into these fragments, or has no trainable parameter; or a rank cannot
+            write into the folder sync.recovery.
     """
+    sync = config.sync
     outer = outer_sgd(
         lr=sync.outer_lr,
         momentum=sync.outer_momentum,
@@ -61,27 +76,72 @@ def make_local_steps(
         optimizer,
         mesh=mesh,
         outer=outer,
-        recovery=_recovery_folder(sync, _trained_slice(model)),
+        recovery=_recovery_folder(sync),
+        run_id=sync.run_id if sync.rendezvous is not None else _run_id(config),
+        membership=_membership(sync),
         **sync.pick("every", "fragments", "pattern", "overlap", "mixing", "codec", "error_feedback"),
     )
+
+
+def _membership(sync: SyncConfig) -> Membership | None:
+    """The islands that come and go; None without sync.rendezvous."""
+    if sync.rendezvous is None or sync.islands is None:
+        return None
+    return Membership(rendezvous=sync.rendezvous, islands=sync.islands, quorum=sync.quorum, timeout_s=sync.timeout_s)
+
+
+def _recovery_folder(sync: SyncConfig) -> Path | None:
+    """The folder on this machine that keeps the last syncs; None without sync.recovery."""
+    return None if sync.recovery is None else Path(os.path.expandvars(sync.recovery)).expanduser()
+
+
+def _run_id(config: Config) -> str | None:
+    """The name of the run, which rank 0 keeps in the output folder; None without sync.recovery. Collective.
+
+    A run whose output folder is new has a new name, so it does not go on from what another run has left on a machine.
+    """
+    if config.sync.recovery is None:
+        return None
+    path = Path(config.train.output) / RUN_ID
+
+    def read() -> str:
+        name = path.read_text(encoding="ascii", errors="replace").strip() if path.exists() else ""
+        if re.fullmatch("[0-9a-f]{32}", name):
+            return name
+        if name:
+            warnings.warn(f"{path} is damaged; the run gets a new name, and finds no earlier sync", stacklevel=2)
+        name = uuid4().hex
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, f"{name}\n")
+        return name
+
+    return RankGroup().on_rank_0(read, f"the name of the run, {path}, cannot be kept")
 
 
 # -- slices of partial updates -----------------------------------------------------------------------------------------
 
 
-def slice_model(model: nn.Module, sync: SyncConfig, mesh: DeviceMesh) -> None:
+def slice_model(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
     """Make this island train its slice only, before the model is sharded. Collective.
 
     Raises:
         ValueError: the model cannot be divided into sync.slices slices.
     """
+    sync = config.sync
     if sync.slices == 1:
         return
-    recovered = RankGroup().gather(_recovered_slice(sync))
+    recovered = RankGroup().gather(_recovered_slice(config))
     first_ranks = mesh.mesh.flatten(1)[:, 0].tolist()
     slices = assign_slices([recovered[rank] for rank in first_ranks], sync.slices)
     slice_index = slices[Cluster.of(mesh).island_rank]
     partial_updates(model, slice_index=slice_index, num_slices=sync.slices, include=sync.slice_include)
+
+
+def _recovered_slice(config: Config) -> int | None:
+    """The slice that this machine trained at its last sync; None if it has kept no sync. Collective."""
+    folder, run = _recovery_folder(config.sync), _run_id(config)
+    slices = None if folder is None or run is None else trained_slices(folder, run)
+    return slices[0] if slices and slices[0] < config.sync.slices else None
 
 
 def assign_slices(recovered: Sequence[int | None], num_slices: int) -> list[int]:
@@ -112,31 +172,3 @@ def assign_slices(recovered: Sequence[int | None], num_slices: int) -> list[int]
         assigned[last_holder] = least
         num_holders[commonest] -= 1
         num_holders[least] += 1
-
-
-def _recovery_folder(sync: SyncConfig, slice_index: int | None) -> Path | None:
-    """The folder on this machine that keeps the last sync; None without sync.recovery.
-
-    Every slice has its own folder: no state is loaded for another slice, and the newest file tells the machine's slice.
-    """
-    if sync.recovery is None:
-        return None
-    folder = Path(os.path.expandvars(sync.recovery)).expanduser()
-    return folder if slice_index is None else folder / f"slice-{slice_index}-of-{sync.slices}"
-
-
-def _recovered_slice(sync: SyncConfig) -> int | None:
-    """The slice that this machine trained at its last sync; None if it has kept no sync."""
-    kept: dict[int, float] = {}
-    for index in range(sync.slices):
-        folder = _recovery_folder(sync, index)
-        for file in folder.glob("island-state-*.pt") if folder is not None else ():
-            kept[index] = max(kept.get(index, 0.0), file.stat().st_mtime)
-    return max(kept, key=kept.__getitem__, default=None)
-
-
-def _trained_slice(model: nn.Module) -> int | None:
-    """The slice that this island trains; None if the model is not sliced."""
-    slices = slice_of_parameters(model)
-    trained = (slices[name] for name, parameter in model.named_parameters() if parameter.requires_grad)
-    return next((index for index in trained if index is not None), None)

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
+from laconic.comm.cluster import make_mesh
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError, parse_block
 from laconic.hf.layers import layers_to_shard
@@ -49,7 +50,7 @@ def parallelize(
     on_engine = strategy in ("laconic", "zero++")
     mesh = laconic.init_mesh(device.type, islands=num_islands(config, ranks)) if on_engine else None
     if mesh is not None:
-        slice_model(model, config.sync, mesh)
+        slice_model(model, config, mesh)
         _fully_shard(model, laconic.fully_shard, _laconic_arguments(config, mesh))
     elif strategy != "ddp":
         _fully_shard(model, fully_shard, _fsdp2_arguments(config, ranks, device))
@@ -112,6 +113,7 @@ def _laconic_arguments(config: Config, mesh: DeviceMesh) -> dict[str, Any]:
         "mesh": mesh,
         "granularity": granularity(config),
         "wire": wire_policy(config),
+        "checks": laconic.Checks(interval=config.shard.check_every, on_damage=config.shard.on_damage),
     }
     if config.shard.strategy == "zero++":
         return {**arguments, "cache": "device"}
@@ -142,8 +144,8 @@ def _fsdp2_arguments(config: Config, ranks: RankInfo, device: torch.device) -> d
         )
     if config.shard.strategy == "hsdp":
         shape = (ranks.num_nodes, ranks.num_local)
-        return {**arguments, "mesh": init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))}
-    arguments["mesh"] = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+        return {**arguments, "mesh": make_mesh(device.type, shape, ("replicate", "shard"))}
+    arguments["mesh"] = make_mesh(device.type, (dist.get_world_size(),), ("shard",))
     if config.shard.strategy == "fsdp2-hpz":
         if ranks.num_local < 2:
             raise JobError(

@@ -8,6 +8,7 @@ nor do workers of the cyclic schedule. They end as after any failure: [Note: Fai
 
 import contextlib
 import math
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -23,9 +24,10 @@ from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
 from laconic.config import Config
 from laconic.data.batches import Batch
-from laconic.islands.local_steps import LocalSteps, SyncReport
+from laconic.islands.local_steps import LocalSteps
+from laconic.islands.report import SyncReport
 from laconic.shard.ledger import Ledger
-from laconic.strategies.islands import make_local_steps, num_islands
+from laconic.strategies.islands import make_local_steps, num_islands, num_launches
 from laconic.strategies.loss_scale import LossScale
 from laconic.strategies.memory import local_nbytes, state_nbytes
 from laconic.strategies.optimizers import make_optimizer
@@ -47,8 +49,9 @@ class Simultaneous(Stepper):
         """The wrapper of the optimizer that synchronises islands; None without islands."""
         if config.sync.is_local:
             assert mesh is not None
-            self.local = make_local_steps(model, self.optimizer, config.sync, mesh)
-        self.num_workers, self.workers = ranks.world_size, range(ranks.rank, ranks.rank + 1)
+            self.local = make_local_steps(model, self.optimizer, config, mesh)
+        self._ranks, self._num_launches = ranks, num_launches(config)
+        self.num_workers, self.workers = ranks.world_size * self._num_launches, range(ranks.rank, ranks.rank + 1)
         ranks_per_island = ranks.world_size // num_islands(config, ranks)
         first_peer = ranks.rank // ranks_per_island * ranks_per_island
         self.peers = range(first_peer, first_peer + ranks_per_island)
@@ -56,10 +59,27 @@ class Simultaneous(Stepper):
         self.recovered_steps = self.local.steps if self.local else 0
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._max_grad_norm = config.optimizer.max_grad_norm or math.inf  # an infinite limit only measures
+        self._audit_every, self._num_steps = config.shard.audit_every, 0
         self._loss_scale: LossScale | None = None
         if config.shard.param_dtype == "float16":
             settings = config.optimizer
             self._loss_scale = LossScale(scale=settings.loss_scale, growth_steps=settings.loss_scale_growth_steps)
+
+    def enter(self, step: int) -> int:
+        """See `Stepper.enter`. The rows that this island trains on follow from its slot."""
+        if self._num_launches == 1 or self.local is None:
+            return step
+        entered, ranks = self.local.enter(), self._ranks
+        if self.local.slot >= self._num_launches and ranks.is_main:
+            warnings.warn(
+                f"more than sync.islands = {self._num_launches} islands train, so this one, in slot {self.local.slot}, "
+                "trains on the rows of another one",
+                stacklevel=2,
+            )
+        first = self.local.slot % self._num_launches * ranks.world_size
+        self.workers = range(first + ranks.rank, first + ranks.rank + 1)
+        self.peers = range(first, first + ranks.world_size)
+        return entered
 
     def begin(self) -> None:
         """See `Stepper.begin`."""
@@ -69,6 +89,7 @@ class Simultaneous(Stepper):
 
     def step(self, batches: Sequence[Batch], *, is_last: bool) -> StepResult:
         """See `Stepper.step`."""
+        self._audit(batches[0])
         losses, scale = [], self._loss_scale.scale if self._loss_scale else None
         for index, batch in enumerate(batches):
             self._set_gradient_sync(index == len(batches) - 1 or self._syncs_always)
@@ -86,7 +107,7 @@ class Simultaneous(Stepper):
                 is_on_all_ranks=not math.isfinite(grad_norm) and self.local is None,
                 weights="as after step {step}",
             )
-        syncs = self._update(is_last=is_last)
+        syncs = self._update(self._targets(batches), is_last=is_last)
         self.optimizer.zero_grad(set_to_none=True)
         skipped = None if scale is None else self.num_skipped
         return StepResult(loss=mean_loss, grad_norm=grad_norm, syncs=syncs, loss_scale=scale, skipped_steps=skipped)
@@ -94,6 +115,12 @@ class Simultaneous(Stepper):
     def loss(self, batch: Batch) -> Tensor:
         """See `Stepper.loss`."""
         return self._forward_module(**batch.arguments(), use_cache=False).loss
+
+    def _audit(self, batch: Batch) -> None:
+        """Let ranks repeat each other's micro-batch if it is time: see `laconic.audit`."""
+        interval, self._num_steps = self._audit_every, self._num_steps + 1
+        if interval and (self._num_steps - 1) % interval == 0:
+            laconic.audit(self.module, batch.arguments(), lambda model, given: model(**given, use_cache=False).loss)
 
     def _set_gradient_sync(self, is_on: bool) -> None:
         """Choose whether the next backward reduces gradients over ranks, as the last backward of a step must."""
@@ -117,12 +144,18 @@ class Simultaneous(Stepper):
         norm = nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
-    def _update(self, *, is_last: bool) -> tuple[SyncReport, ...]:
+    def _targets(self, batches: Sequence[Batch]) -> int:
+        """The targets of all micro-batches of this island: [Note: Mean over tokens] in data/batches.py."""
+        first = batches[0]
+        per_micro_batch = first.labels.numel() if first.num_items is None else float(first.num_items)
+        return max(1, round(per_micro_batch * len(batches) * len(self.peers)))
+
+    def _update(self, num_targets: int, *, is_last: bool) -> tuple[SyncReport, ...]:
         """Take the optimizer's step; return the syncs of islands that ended with it."""
         if self.local is None:
             self.optimizer.step()
             return ()
-        self.local.step()
+        self.local.step(tokens=num_targets)
         if is_last:
             self.local.finish()
         return tuple(self.local.reports)
@@ -145,6 +178,11 @@ class Simultaneous(Stepper):
         if self._loss_scale is not None and extra is not None and "loss_scale" in extra:
             self._loss_scale.load(extra["loss_scale"])
         return extra
+
+    def close(self) -> None:
+        """See `Stepper.close`."""
+        if self.local is not None:
+            self.local.leave()
 
     @property
     def num_skipped(self) -> int:  # type: ignore[override]  # read-only here

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from laconic.comm.traffic import Snapshot
 from laconic.data.batches import Batch
-from laconic.islands.local_steps import SyncReport
+from laconic.islands.report import SyncReport
 from laconic.shard.ledger import Ledger
 from laconic.strategies.cyclic_metrics import DeviceTimeline
 
@@ -75,6 +75,14 @@ class Stepper(ABC):
 
     num_skipped: int = 0
     """The steps of the whole run that were skipped. The learning-rate schedule does not count them."""
+
+    def enter(self, step: int) -> int:
+        """Enter the islands that train already, with a state after `step`. Returns the step to go on from. Collective.
+
+        Raises:
+            JobError: see `LocalSteps.enter`.
+        """
+        return step
 
     def begin(self) -> None:
         """Prepare a step. The time of the step does not include this."""

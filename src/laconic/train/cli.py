@@ -1,10 +1,15 @@
-"""`torchrun ... -m laconic.train CONFIG.toml [--section.key value ...]`; alone, `laconic train` does the same."""
+"""`torchrun ... -m laconic.train CONFIG.toml [--section.key value ...]`; alone, `laconic train` does the same.
+
+[Note: One line in every log]
+A mistake ends all ranks with exit code 2, and every log of the job gets one line about it. The first rank of each node
+prints, since a node's ranks usually share a terminal or a file. A rank that has a log of its own, such as a file of
+`torchrun --redirects` or a pipe of Slurm's, prints too. Such a rank's stderr is not that of its launcher.
+"""
 
 import json
 import os
 import signal
 import sys
-import tomllib
 from dataclasses import replace
 from typing import Any, get_type_hints
 
@@ -13,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
 from laconic.comm.launch import ExitWithoutTeardown
-from laconic.config import Config, ConfigError, JobError, ModelConfig, load
+from laconic.config import Config, ConfigError, JobError, ModelConfig, load, parse_toml
 
 _USAGE = """Trains the model that CONFIG.toml describes; options override it. On 8 devices of one machine:
   torchrun --nproc-per-node 8 -m laconic.train CONFIG.toml --train.steps 100
@@ -46,16 +51,11 @@ def _recorded(argv: list[str]) -> int:
 
         stopped_by = run(config)["stopped_by"]
     except JobError as error:
-        if _is_main():
-            print(f"laconic train: {error}", file=sys.stderr, flush=True)
+        _say(str(error))
         return 2
     if stopped_by is not None:
-        if _is_main():
-            saved = (
-                "without a checkpoint (train.save_every = -1)" if config.train.save_every < 0 else "with a checkpoint"
-            )
-            advice = "go on with --train.resume auto"
-            print(f"laconic train: stopped by {stopped_by}, {saved}; {advice}", file=sys.stderr, flush=True)
+        saved = "without a checkpoint (train.save_every = -1)" if config.train.save_every < 0 else "with a checkpoint"
+        _say(f"stopped by {stopped_by}, {saved}; go on with --train.resume auto")
         return 128 + signal.Signals[stopped_by]
     return 0
 
@@ -84,13 +84,29 @@ def parse(argv: list[str]) -> Config:
             description=_USAGE,
             prog="laconic train",
             use_underscores=True,
-            console_outputs=_is_main(),  # otherwise every rank draws the same box
+            console_outputs=_is_first_in_its_log(),  # otherwise every rank draws the same box
             config=(tyro.conf.FlagConversionOff,),
         )
 
 
-def _is_main() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+def _say(message: str) -> None:
+    """Print one line: [Note: One line in every log]."""
+    if _is_first_in_its_log():
+        line = " ".join(part.strip() for part in message.splitlines())  # other packages' messages have several lines
+        rank = os.environ.get("RANK", "0")
+        print(f"laconic train: {line}" if rank == "0" else f"laconic train: rank {rank}: {line}", file=sys.stderr)
+        sys.stderr.flush()
+
+
+def _is_first_in_its_log() -> bool:
+    """Whether no other rank prints what this one would print where this one prints."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        return True
+    try:
+        own, launchers = os.fstat(2), os.stat(f"/proc/{os.getppid()}/fd/2")
+    except OSError:  # not Linux
+        return False
+    return not os.path.samestat(own, launchers)
 
 
 def _table_options(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -113,8 +129,8 @@ def _table_options(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
 def _toml_value(text: str) -> Any:
     """The value of a text that is a number, boolean, list or table in TOML; any other text stays a string."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}")["value"]
+    except ValueError:
         return text
 
 

@@ -1,10 +1,17 @@
 """Loggers that write the figures of a run to files."""
 
+import contextlib
 import json
+import os
+import socket
+import sys
+import time
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from laconic import files
 from laconic.config import Config, to_dict
 from laconic.train.records import Step
 
@@ -34,33 +41,119 @@ class Logger:
         """Finish the output."""
 
 
+class _Appended:
+    """A file that grows by whole records: a record that cannot be written whole is taken back."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, record: bytes) -> None:
+        """Append a record. Raises: OSError: it does not fit, and the file is as it was."""
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            rest = memoryview(record)
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(before)
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
 class JsonlLogger(Logger):
-    """Writes one JSON object per line, and flushes each line at once."""
+    """Writes one JSON object per line, each at once. The last key, `crc32`, is the CRC-32 of the line without it."""
 
     def __init__(self, path: Path, *, after_step: int) -> None:
-        """Continue the file `path`, if there is one, without the lines of steps after `after_step`."""
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-        complete = (line for line in lines if line.endswith("}\n"))  # a killed run may leave half a line
-        kept = [line for line in complete if json.loads(line).get("step", 0) <= after_step]
-        self._file: TextIO = path.open("w", encoding="utf-8")
-        self._file.writelines(kept)
-        self._file.flush()
+        """Continue the file `path`, if there is one, without the lines of steps after `after_step`.
+
+        Damaged lines are put aside into `path` + ".damaged", and a line on stderr says so.
+
+        Raises:
+            OSError: a file cannot be read or written. `path` stays as it was.
+        """
+        self._last_evaluated = self._repair(path, after_step) if path.exists() else 0
+        self._file = _Appended(path)
+
+    @staticmethod
+    def _repair(path: Path, after_step: int) -> int:
+        """Remove what is damaged, and later lines. Returns the step of the last evaluation that is left, or 0."""
+        records, damaged, missing = read_metrics(path)
+        kept = [line for step, line in records if step <= after_step]
+        last = max((step for step, _ in records), default=0)
+        num_missing = sum(step <= after_step for step in missing) + max(after_step - last, 0)
+        if damaged or num_missing:
+            aside = path.with_name(f"{path.name}.damaged")
+            with aside.open("ab") as file:
+                file.writelines(line + b"\n" for line in damaged)
+            print(
+                f"{path} is not whole: {len(damaged)} lines are put aside into {aside.name}, and {num_missing} of the "
+                f"steps up to step {after_step} have no line; the run goes on",
+                file=sys.stderr,
+                flush=True,
+            )
+        _replace(path, b"".join(line + b"\n" for line in kept))
+        return max(
+            (step for step, line in records if step <= after_step and _is_evaluation(json.loads(line))), default=0
+        )
 
     def step(self, step: Step) -> None:
         """See `Logger.step`."""
         self._write(step.to_dict())
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Logger.evaluation`."""
-        self._write({"step": step, **values})
+        """See `Logger.evaluation`. A run that goes on may repeat the last evaluation, which has a line already."""
+        if step > self._last_evaluated:
+            self._write({"step": step, **values})
 
     def _write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        text = json.dumps(row)
+        crc32 = zlib.crc32(text.encode())
+        self._file.write(f'{text[:-1]}, "crc32": {crc32}}}\n'.encode())
 
     def close(self) -> None:
         """See `Logger.close`."""
         self._file.close()
+
+
+def read_metrics(path: Path) -> tuple[list[tuple[int, bytes]], list[bytes], list[int]]:
+    """Read `metrics.jsonl`: each step with its line; the damaged lines; and the steps without a line in between.
+
+    A line is damaged if it is not JSON, does not have its CRC-32, or has the step of an earlier line. Only the first
+    lines may have no CRC-32: an older release wrote them. The half line of a killed run is damaged, too.
+    """
+    records: list[tuple[int, bytes]] = []
+    damaged: list[bytes] = []
+    last = {True: 0, False: 0}
+    has_crc32 = False
+    for line in filter(None, path.read_bytes().split(b"\n")):
+        try:
+            row = json.loads(line)
+            text, key, crc32 = line.rpartition(b', "crc32": ')
+            has_crc32 = has_crc32 or bool(key)
+            is_whole = type(row["step"]) is int and (not has_crc32 or int(crc32[:-1]) == zlib.crc32(text + b"}"))
+            step, is_evaluation = row["step"], _is_evaluation(row)
+        except (ValueError, KeyError, TypeError, RecursionError):  # UnicodeDecodeError is a ValueError
+            is_whole = False
+        if not is_whole or step <= last[is_evaluation]:
+            damaged.append(line)
+            continue
+        last[is_evaluation] = step
+        records.append((step, line))
+    found = {step for step, _ in records}
+    return records, damaged, [step for step in range(min(found, default=0), max(found, default=0)) if step not in found]
+
+
+def _is_evaluation(row: Mapping[str, Any]) -> bool:
+    return "loss" not in row
+
+
+def _replace(path: Path, content: bytes) -> None:
+    with files.replacing(path, durable=False) as temporary:
+        temporary.write_bytes(content)
 
 
 def scalars_of(step: Step) -> dict[str, float]:
@@ -76,27 +169,51 @@ def scalars_of(step: Step) -> dict[str, float]:
 
 
 class TensorBoardLogger(Logger):
-    """Writes scalars in the groups train, speed, wire, traffic_bytes, memory, sync, cyclic and eval."""
+    """Writes scalars in the groups train, speed, wire, traffic_bytes, memory, sync, cyclic and eval.
+
+    torch's `SummaryWriter` writes in a thread, which shows a traceback of its own where the disk is full. So this
+    class gives the same events to TensorBoard's `RecordWriter`.
+    """
 
     def __init__(self, folder: Path, *, after_step: int) -> None:
-        """Continue the events in `folder`, if there are any, without the events of steps after `after_step`."""
-        from torch.utils.tensorboard import SummaryWriter  # slow to import
+        """Continue the events in `folder`, if there are any, without the events of steps after `after_step`.
 
-        self._writer = SummaryWriter(str(folder), purge_step=after_step + 1 if after_step else None)
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog, SourceMetadata  # slow to import
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        name = (
+            f"events.out.tfevents.{time.time_ns() // 10**9:010d}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
+        )
+        self._file = _Appended(folder / name)
+        self._records = RecordWriter(self._file)
+        self._add(file_version="brain.Event:2", source_metadata=SourceMetadata(writer="laconic"))
+        if after_step:  # TensorBoard then drops the events from this step on that older files have
+            self._add(step=after_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def step(self, step: Step) -> None:
         """See `Logger.step`."""
-        for name, value in scalars_of(step).items():
-            self._writer.add_scalar(name, value, step.step)
+        self._add_scalars(step.step, scalars_of(step))
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """See `Logger.evaluation`."""
-        for name, value in values.items():
-            self._writer.add_scalar(f"eval/{name}", value, step)
+        self._add_scalars(step, {f"eval/{name}": value for name, value in values.items()})
+
+    def _add_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._add(step=step, summary=self._summary(value=values))
+
+    def _add(self, **content: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
 
     def close(self) -> None:
         """See `Logger.close`."""
-        self._writer.close()
+        self._file.close()
 
 
 class WandbLogger(Logger):

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,22 +17,25 @@ from torch import nn
 
 import laconic.checkpoint
 from laconic import files
-from laconic.checkpoint import AsyncSaver
+from laconic.checkpoint import AsyncSaver, CheckpointError
 from laconic.comm.agreement import RankGroup
-from laconic.comm.failure import failing_together
+from laconic.comm.failure import failing_together, set_peer_timeout
 from laconic.comm.launch import RankInfo, pick_device, process_group
+from laconic.comm.orphans import ending_with_launcher
 from laconic.config import Config, JobError, to_dict
 from laconic.data.batches import Batch, Division
 from laconic.hf.tokenizer import load_tokenizer
 from laconic.strategies.checks import check_job
 from laconic.strategies.cyclic import CyclicStepper
-from laconic.strategies.cyclic_checkpoint import newest_extra
+from laconic.strategies.cyclic_checkpoint import newest_cut
+from laconic.strategies.islands import num_launches
 from laconic.strategies.memory import measured_peak
 from laconic.strategies.optimizers import set_learning_rates
 from laconic.strategies.simultaneous import Simultaneous
 from laconic.strategies.stepper import NotFiniteError, Stepper
 from laconic.train import prepare
 from laconic.train.flops import flops_per_token, peak_flops
+from laconic.train.lock import OutputLock
 from laconic.train.loggers import JsonlLogger, Logger, TensorBoardLogger, WandbLogger
 from laconic.train.meter import StepMeter
 from laconic.train.progress import BarLogger, LineLogger
@@ -40,7 +43,9 @@ from laconic.train.recorder import Recorder, reduce_records
 from laconic.train.records import StepRecord, perplexity
 from laconic.train.stopping import StopSignals
 from laconic.train.summary import summarise
+from laconic.train.writing import writing
 
+_T = TypeVar("_T")
 _COLLECT_EVERY = 50  # steps between two collections of garbage
 _MAX_PENDING = 100  # records that may wait before the figures of all ranks are combined
 
@@ -56,8 +61,29 @@ def run(config: Config) -> dict[str, Any]:
     ranks = RankInfo.from_environment()
     check_job(config, ranks)
     device = pick_device(config.train.device, ranks)
-    with process_group(ranks, device, config.train.timeout_s) as group, failing_together(ranks.world_size):
+    set_peer_timeout(config.train.peer_timeout_s)
+    with (
+        ending_with_launcher(),
+        process_group(ranks, device, config.train.timeout_s) as group,
+        failing_together(ranks.world_size),
+        _saves_as_job_errors(config),
+        contextlib.ExitStack() as lock,
+    ):
+        peers = RankGroup(group)
+        peers.agree(lambda: lock.enter_context(OutputLock(Path(config.train.output))), only=ranks.is_main)
         return Trainer(config, ranks, device, group).train()
+
+
+@contextlib.contextmanager
+def _saves_as_job_errors(config: Config) -> Iterator[None]:
+    """Turn the error of a checkpoint that could not be written, on all ranks, into a JobError."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise JobError(
+            f"cannot write a checkpoint into {config.train.output!r}: {error}; make room there or mend the folder, and "
+            "go on with --train.resume auto"
+        ) from error
 
 
 class Trainer:
@@ -78,16 +104,21 @@ class Trainer:
         tokenizer = self.peers.agree(lambda: load_tokenizer(config.data.tokenizer))
         assert tokenizer is not None
         self.config = config = prepare.with_vocabulary(config, tokenizer)
+        self._write("the configuration", lambda: prepare.write_configuration(config))
         prepare.show_configuration(config, ranks, device.type, self.console)
         model = self.peers.agree(lambda: prepare.build_checked(config, tokenizer))  # shapes only, before the slow parts
         assert model is not None
         corpus = prepare.open_corpus(config, tokenizer, self.peers, ranks, self.console)
-        self.peers.agree(lambda: prepare.keep_tokenizer(config), only=ranks.is_main)
+        self._write("the tokenizer's files", lambda: prepare.keep_tokenizer(config))
         self.config = config = prepare.with_steps(config, corpus, ranks)
         with prepare.as_job_error():
             self.stepper = self._make_stepper(model)
         corpus.check_model(self._outputs)
         self.meter = StepMeter(self.stepper, ranks, device)
+        self.start_step = 0
+        if config.train.resume != "never":
+            self.start_step = prepare.resume(self.stepper, config, self.peers, self.console)
+        self.start_step = self.stepper.enter(self.start_step)
         division = Division(
             num_workers=self.stepper.num_workers,
             workers=self.stepper.workers,
@@ -100,9 +131,6 @@ class Trainer:
         self.saver: AsyncSaver | None = None
         if config.train.async_save:
             self.saver = AsyncSaver(self.output / prepare.CHECKPOINTS, keep=config.train.keep)
-        self.start_step = 0
-        if config.train.resume != "never":
-            self.start_step = prepare.resume(self.stepper, config, self.peers, self.console)
         self.stopped_by: str | None = None
         """The name of the signal that ended the run before its last step."""
         self.step_memory: dict[str, int | None] = {"step_peak_bytes": None, "resting_bytes": None}
@@ -117,7 +145,7 @@ class Trainer:
         if not self.config.schedule.is_cyclic:
             return Simultaneous(model, self.config, self.ranks, self.device)
         resumes = self.config.train.resume != "never" and self.ranks.is_main
-        saved = self.peers.broadcast(newest_extra(prepare.checkpoints_to_load(self.config)) if resumes else None)
+        saved = self.peers.broadcast(newest_cut(prepare.checkpoints_to_load(self.config)) if resumes else None)
         stepper = CyclicStepper(model, self.config, self.ranks, self.device, saved)
         self.console.print(f"cut into stages of {stepper.blocks_by_stage} blocks", highlight=False)
         return stepper
@@ -135,6 +163,8 @@ class Trainer:
             self.saver or contextlib.nullcontext(),
             StopSignals(self.group, interval=self.stepper.steps_per_sync or 1) as signals,
         ):
+            if self.stepper.recovered_steps == self.start_step == train.steps:
+                self._end_again()
             for done in range(self.start_step + 1, train.steps + 1):
                 signals.begin_step(done)
                 self.recorder.add(self._step(done - 1))
@@ -160,9 +190,31 @@ class Trainer:
             "stopped_by": self.stopped_by,
             **self.step_memory,
         }
-        if self.ranks.is_main:
-            files.write_text(self.output / "summary.json", json.dumps(summary, indent=1) + "\n", durable=False)
+        text = json.dumps(summary, indent=1) + "\n"
+        self._write("the summary", lambda: files.write_text(self.output / "summary.json", text, durable=False))
         return summary
+
+    def _write(self, what: str, action: Callable[[], _T]) -> _T | None:
+        """Write `what` on rank 0; return the result there, and None on other ranks. Collective.
+
+        Raises:
+            JobError: on every rank, if `what` cannot be written.
+        """
+
+        def write() -> _T:
+            with writing(what, self.output):
+                return action()
+
+        return self.peers.agree(write, only=self.ranks.is_main)
+
+    def _end_again(self) -> None:
+        """Evaluate and save after the last step, if islands go on from its sync: a kill may have come before either."""
+        if self.config.train.eval_every:
+            self._evaluate(self.start_step)
+        folder = self.output / prepare.CHECKPOINTS
+        is_saved = self.peers.broadcast(self.ranks.is_main and prepare.newest_step(folder) >= self.start_step)
+        if self.config.train.save_every >= 0 and not is_saved:
+            self._save(self.start_step)
 
     def _stop(self, done: int, stop: signal.Signals) -> None:
         """End the run after step `done`, with a checkpoint unless train.save_every forbids it or has just made one."""
@@ -177,30 +229,34 @@ class Trainer:
         return done == self.config.train.steps or (every > 0 and done % every == 0)
 
     def _open_recorder(self) -> Recorder:
-        log, train, start = self.config.log, self.config.train, self.start_step
-        loggers: list[Logger] = []
-        if self.ranks.is_main:
-            if log.jsonl:
-                loggers.append(JsonlLogger(self.output / "metrics.jsonl", after_step=start))
-            if log.tensorboard:
-                loggers.append(TensorBoardLogger(self.output / "tensorboard", after_step=start))
-            if log.wandb:
-                loggers.append(WandbLogger(self.config, self.output, after_step=start))
-            if log.progress and self.console.is_terminal:
-                loggers.append(BarLogger(self.console, total=train.steps, every=train.log_every, start=start))
-            else:
-                loggers.append(LineLogger(self.console, total=train.steps, every=train.log_every))
+        loggers = self._write("the figures of the run", self._open_loggers) or []
         tokens_after = self.batches.tokens_after
         reduce = partial(reduce_records, ranks=self.ranks, group=self.group, tokens_after=tokens_after)
         speed = self._peak_tokens_per_s()
-        return Recorder(loggers, partial(reduce, steps_per_sync=self.stepper.steps_per_sync, peak_tokens_per_s=speed))
+        reduce = partial(reduce, steps_per_sync=self.stepper.steps_per_sync, peak_tokens_per_s=speed)
+        return Recorder(loggers, reduce, partial(self._write, "the figures of the run"))
+
+    def _open_loggers(self) -> list[Logger]:
+        log, train, start = self.config.log, self.config.train, self.start_step
+        loggers: list[Logger] = []
+        if log.jsonl:
+            loggers.append(JsonlLogger(self.output / "metrics.jsonl", after_step=start))
+        if log.tensorboard:
+            loggers.append(TensorBoardLogger(self.output / "tensorboard", after_step=start))
+        if log.wandb:
+            loggers.append(WandbLogger(self.config, self.output, after_step=start))
+        if log.progress and self.console.is_terminal:
+            loggers.append(BarLogger(self.console, total=train.steps, every=train.log_every, start=start))
+        else:
+            loggers.append(LineLogger(self.console, total=train.steps, every=train.log_every))
+        return loggers
 
     def _peak_tokens_per_s(self) -> float | None:
         """The tokens per second at which the model would use all FLOP/s of all devices; None if it is unknown."""
         config = self.config
         peak = config.log.peak_flops or peak_flops(self.device, config.shard.param_dtype or config.model.dtype)
         needed = flops_per_token(self.stepper.module, config.data.sequence_length)
-        return None if peak is None or needed is None else self.ranks.world_size * peak / needed
+        return None if peak is None or needed is None else self.ranks.world_size * num_launches(config) * peak / needed
 
     def _step(self, step: int) -> StepRecord:
         """Take one optimizer step, the `step`-th of the run, counted from 0."""

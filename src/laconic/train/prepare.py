@@ -17,25 +17,26 @@ from laconic.checkpoint import commit
 from laconic.comm.agreement import RankGroup
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError, to_dict, to_toml
-from laconic.data import tokens
+from laconic.data import arrays, tokens
 from laconic.data.batches import TrainingData
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer import Tokenizer
 from laconic.hf.tokenizer_files import KEPT, save_tokenizer
 from laconic.strategies.cyclic import num_workers
-from laconic.strategies.islands import num_islands
+from laconic.strategies.islands import num_islands, num_launches
 from laconic.strategies.parallelize import wire_policy
 from laconic.strategies.stepper import Stepper
 
 CHECKPOINTS = "checkpoints"
+CONFIGURATION = "config.toml"
 
 
 def open_output(config: Config) -> None:
     """Create the output folder.
 
     Raises:
-        JobError: the folder cannot be written, or has checkpoints and train.resume is "never"; or train.resume names
-            a folder without a checkpoint.
+        JobError: the folder cannot be written, or has results of a run and train.resume is "never"; or train.resume
+            names a folder without a checkpoint.
     """
     output = Path(config.train.output)
     try:
@@ -45,16 +46,27 @@ def open_output(config: Config) -> None:
         probe.unlink()
     except OSError as error:
         raise JobError(f"train.output = {str(output)!r} cannot be written: {error}; choose another folder") from error
-    if config.train.resume == "never" and any((output / CHECKPOINTS).glob("step-*")):
+    if config.train.resume == "never" and (results := _results_of_a_run(output)):
         raise JobError(
-            f"train.output = {str(output)!r} already holds checkpoints; go on from them with --train.resume auto, or "
-            "choose another folder"
+            f"train.output = {str(output)!r} already holds {' and '.join(results)} of a run; go on with that run with "
+            "--train.resume auto, choose another folder, or remove them"
         )
     if config.train.resume not in ("never", "auto") and not commit.candidates(checkpoints_to_load(config)):
         raise JobError(
             f"train.resume = {config.train.resume!r} holds no checkpoint; give the output folder of a run, one of its "
             "step-N folders, 'auto' or 'never'"
         )
+
+
+def _results_of_a_run(output: Path) -> list[str]:
+    """What a run before has left in its output folder. A run that was refused before its first step leaves nothing."""
+    metrics, summary = output / "metrics.jsonl", output / "summary.json"
+    found = {
+        CHECKPOINTS: any((output / CHECKPOINTS).glob("step-*")),
+        metrics.name: metrics.is_file() and metrics.stat().st_size > 0,
+        summary.name: summary.exists(),
+    }
+    return [name for name, is_there in found.items() if is_there]
 
 
 def checkpoints_to_load(config: Config) -> Path:
@@ -94,7 +106,8 @@ def with_steps(config: Config, corpus: TrainingData, ranks: RankInfo) -> Config:
     train = config.train
     if train.epochs is None:
         return config
-    rows_per_step = train.micro_batch_size * train.accumulation * (num_workers(config, ranks) or ranks.world_size)
+    workers = num_workers(config, ranks) or ranks.world_size * num_launches(config)
+    rows_per_step = train.micro_batch_size * train.accumulation * workers
     steps = max(1, math.ceil(train.epochs * corpus.steps_per_epoch(rows_per_step)))
     return replace(config, train=replace(train, steps=steps, epochs=None))
 
@@ -107,8 +120,13 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
     return replace(config, model=replace(config.model, config={**table, "vocab_size": tokenizer.vocab_size}))
 
 
+def write_configuration(config: Config) -> None:
+    """Write the effective configuration into the output folder."""
+    files.write_text(Path(config.train.output) / CONFIGURATION, to_toml(config), durable=False)
+
+
 def show_configuration(config: Config, ranks: RankInfo, device_type: str, console: Console) -> None:
-    """Print the launch; rank 0 also writes the effective configuration to `config.toml`, and prints its place."""
+    """Print the launch, and the place of the effective configuration."""
     launch = f"{ranks.num_nodes} nodes x {ranks.num_local} ranks, {device_type}"
     if config.schedule.is_cyclic:
         launch += f", {num_workers(config, ranks)} workers one after the other by {config.schedule.rule}"
@@ -119,10 +137,12 @@ def show_configuration(config: Config, ranks: RankInfo, device_type: str, consol
     crossings = wire_policy(config)
     if not crossings.is_exact:
         launch += f", weights cross in {crossings.weights} and gradients in {crossings.gradients}"
-    path = Path(config.train.output) / "config.toml"
-    if ranks.is_main:
-        files.write_text(path, to_toml(config), durable=False)
-    console.print(f"{launch}; configuration: {path}", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"{launch}; configuration: {Path(config.train.output) / CONFIGURATION}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def build_checked(config: Config, tokenizer: Tokenizer) -> nn.Module:
@@ -147,16 +167,31 @@ def open_corpus(
     """The tokenised corpus. One rank per node makes its files unless they exist. Collective.
 
     Raises:
-        JobError: on all ranks, if the corpus cannot be read or is too short, or holds nothing out for evaluation.
+        JobError: on all ranks, if the corpus cannot be read or is too short, or holds nothing out for evaluation; or if
+            nodes have different tokens.
     """
     folder = Path(config.data.cache) if config.data.cache else Path(config.train.output) / "tokens"
     peers.agree(lambda: tokens.prepare(config.data, tokenizer, folder), only=ranks.is_first_on_node)
-    corpus = peers.agree(lambda: tokens.open_data(tokens.prepare(config.data, tokenizer, folder), config.data))
+    index = peers.agree(lambda: tokens.prepare(config.data, tokenizer, folder, writes=False))
+    assert index is not None
+    corpus = peers.agree(lambda: tokens.open_data(index, config.data))
     assert corpus is not None
+    _refuse_unequal(peers.gather(arrays.read_index(index)["digest"]), ranks, folder)
     if config.train.eval_every and not corpus.holds_out:
         raise JobError("train.eval_every is set, but data.eval_fraction = 0 holds nothing out; set one of the two")
     console.print(corpus.describe(), highlight=False)
     return corpus
+
+
+def _refuse_unequal(digests: list[str], ranks: RankInfo, folder: Path) -> None:
+    """Refuse digests of tokens that are not the same on all ranks: see [Note: Damaged arrays] in data/arrays.py."""
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise JobError(
+            f"node {others[0] // ranks.num_local} has other tokens than node 0 in {str(folder)!r} (SHA-256 "
+            f"{digests[others[0]][:12]}... and {digests[0][:12]}...); give every node the same corpus, tokenizer and "
+            "chat template, and the same releases of laconic and of the tokenizer's package"
+        )
 
 
 def resume(stepper: Stepper, config: Config, peers: RankGroup, console: Console) -> int:
@@ -168,7 +203,7 @@ def resume(stepper: Stepper, config: Config, peers: RankGroup, console: Console)
         JobError: the checkpoint belongs to another job.
     """
     checkpoints = checkpoints_to_load(config)
-    newest = peers.broadcast(_newest_step(checkpoints) if peers.rank == 0 else 0)
+    newest = peers.broadcast(newest_step(checkpoints) if peers.rank == 0 else 0)
     if stepper.recovered_steps and stepper.recovered_steps >= newest:
         console.print(f"going on from the sync of islands after step {stepper.recovered_steps}", highlight=False)
         return stepper.recovered_steps
@@ -185,7 +220,7 @@ def resume(stepper: Stepper, config: Config, peers: RankGroup, console: Console)
     return int(extra["step"])
 
 
-def _newest_step(checkpoints: Path) -> int:
+def newest_step(checkpoints: Path) -> int:
     """The step of the newest checkpoint that looks complete; 0 if there is none."""
     manifests = (candidate.manifest for candidate in commit.candidates(checkpoints))
     return next((manifest.step for manifest in manifests if manifest is not None), 0)

@@ -3,6 +3,7 @@
 Nothing here runs inside a timed step: a few small collectives between steps combine the records of several steps.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import WIRE_LEVELS, Level, Purpose, Snapshot
-from laconic.islands.local_steps import SyncReport
+from laconic.islands.report import SyncReport
 from laconic.strategies.cyclic_metrics import gather_metrics
 from laconic.train.loggers import Logger
 from laconic.train.records import Step, StepRecord, SyncMetrics
@@ -24,19 +25,30 @@ _KINDS: dict[str, tuple[Level, Purpose]] = {
 }  # the keys of `Step.traffic_bytes`
 _Figures = dict[str, float]
 _SYNC_MEANS = [
-    item.name for item in dataclasses.fields(SyncReport) if item.name not in ("step", "fragment", "sent_bytes")
+    item.name
+    for item in dataclasses.fields(SyncReport)
+    if item.name not in ("step", "fragment", "sent_bytes", "num_islands")
 ]
 
 
 class Recorder:
     """Collects the records of this rank, and keeps the figures of the cluster."""
 
-    def __init__(self, loggers: Sequence[Logger], reduce: Callable[[Sequence[StepRecord]], Sequence[Step]]) -> None:
-        """`loggers` is empty except on rank 0. `reduce` is `reduce_records` with all arguments but the records."""
+    def __init__(
+        self,
+        loggers: Sequence[Logger],
+        reduce: Callable[[Sequence[StepRecord]], Sequence[Step]],
+        write: Callable[[Callable[[], None]], object],
+    ) -> None:
+        """`loggers` is empty except on rank 0.
+
+        `reduce` is `reduce_records` with all arguments but the records. `write` calls an action that writes to files,
+        on rank 0, and raises its error on all ranks. Collective.
+        """
         self.steps: list[Step] = []  # the figures of all steps that are combined
         self.evaluations: list[dict[str, float]] = []
         """The figures of all evaluations so far, each with its step."""
-        self._loggers, self._reduce = loggers, reduce
+        self._loggers, self._reduce, self._write = loggers, reduce, write
         self._pending: list[StepRecord] = []
 
     @property
@@ -51,23 +63,34 @@ class Recorder:
             logger.tick(record.step, math.nan if record.result.loss is None else record.result.loss)
 
     def add_evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Keep and log the figures of an evaluation after `step`, which are the same on all ranks."""
+        """Keep and log the figures of an evaluation after `step`, which are the same on all ranks. Collective."""
         self.evaluations.append({"step": step, **values})
-        for logger in self._loggers:
-            logger.evaluation(step, values)
+
+        def log() -> None:
+            for logger in self._loggers:
+                logger.evaluation(step, values)
+
+        self._write(log)
 
     def flush(self) -> None:
         """Combine the pending records of all ranks, and log the figures. Collective."""
+        if not self._pending:
+            return
         steps = self._reduce(self._pending)
         self._pending.clear()
         self.steps.extend(steps)
-        for step, logger in itertools.product(steps, self._loggers):
-            logger.step(step)
+
+        def log() -> None:
+            for step, logger in itertools.product(steps, self._loggers):
+                logger.step(step)
+
+        self._write(log)
 
     def close(self) -> None:
-        """Close the loggers."""
+        """Close the loggers. They have written everything, so no error of a file can lose anything here."""
         for logger in self._loggers:
-            logger.close()
+            with contextlib.suppress(OSError):
+                logger.close()
 
 
 def reduce_records(
@@ -103,6 +126,7 @@ def reduce_records(
             step=report.step,
             fragment=report.fragment,
             sent_bytes=int(total["sent_bytes"]),
+            num_islands=report.num_islands,
             bytes_per_token=total["sent_bytes"] / tokens_in(report.step, steps_per_sync or 1),
             **{name: total[name] / ranks.world_size for name in _SYNC_MEANS},
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from laconic.comm.traffic import Snapshot
-from laconic.islands.local_steps import SyncReport
+from laconic.islands.report import SyncReport
 from laconic.lab.counters import InterfaceBytes
 from laconic.shard.ledger import Ledger
 from laconic.strategies.cyclic_metrics import CyclicMetrics

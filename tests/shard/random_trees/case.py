@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 Axes = tuple[int, ...] | None
-"""The mesh: (nodes, local ranks), or (ranks,) for one axis, or None for the default of `fully_shard`."""
+"""The mesh: (islands, nodes, local ranks), (nodes, local ranks), (ranks,), or None for the default of `fully_shard`."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Unit:
     cache: str = "none"
     reshard_after_forward: bool | None = None
     granularity: str | None = None
+    checks: int | None = None
+    """The interval of checksums; odd ones also look for edits without notice, and gather damaged caches again."""
     precision: Precision | None = None
 
 
@@ -107,6 +109,8 @@ class Step:
     steps: bool = True
     zero: str = "none"
     """What `zero_grad` sets: none, zeros, or keep (no call)."""
+    edits: str = ""
+    """How a parameter changes after the step: "" (not at all), noticed, or unnoticed, which needs `invalidate`."""
     toggles: int | None = None
     """The parameter, modulo their number, whose `requires_grad` changes after the step."""
 

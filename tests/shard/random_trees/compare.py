@@ -23,7 +23,8 @@ def tolerance(case: Case) -> float:
     dtypes |= {dtype for unit in units for dtype in (unit.param_dtype, unit.reduce_dtype, unit.output_dtype) if dtype}
     if any(node.kind == "custom" for node in case.root.walk()):
         dtypes.add("float32")
-    return max(_TOLERANCE[dtype] for dtype in dtypes)
+    has_islands = case.axes is not None and len(case.axes) == 3  # their sums are rounded once more
+    return max(_TOLERANCE[dtype] for dtype in dtypes) * (1.5 if has_islands else 1.0)
 
 
 def differences(case: Case, found: list[Trace], wanted: list[Trace]) -> Iterator[str]:
@@ -57,7 +58,12 @@ def _parts_differ(entries: list[Entry], want: Entry, allowed: float) -> str:
     if want.value is None:
         size = max((float(e.value.values.abs().max()) for e in entries if e.value.values.numel()), default=0.0)
         return f"{'not ' if size else ''}zero, not None"
-    parts = sorted((entry.value for entry in entries if entry.value.values.numel()), key=lambda part: part.start)
+    by_start: dict[int, Part] = {}
+    for part in (entry.value for entry in entries if entry.value.values.numel()):
+        other = by_start.setdefault(part.start, part)  # of another island, if there are several
+        if not torch.equal(other.values, part.values):
+            return "islands differ"
+    parts = [by_start[start] for start in sorted(by_start)]
     shape = entries[0].value.shape
     values = torch.cat([part.values for part in parts]) if parts else entries[0].value.values
     if values.numel() != want.value.numel() or shape != tuple(want.value.shape):

@@ -353,6 +353,7 @@ class Model:
                 cache=unit.cache,  # type: ignore[arg-type]
                 reshard_after_forward=unit.reshard_after_forward,
                 granularity=_granularity(unit.granularity),
+                checks=_checks(unit.checks),
                 mp_policy=policy(unit.precision),
                 ignored_params=self.ignored,
             )
@@ -410,6 +411,15 @@ def _own_parameters(module: nn.Module, of_nodes: set[nn.Module]) -> Iterator[nn.
 
 def _granularity(name: str | None) -> Any:
     return {None: None, "rows": laconic.rows(2), "elements": laconic.elements(3), "whole": laconic.whole()}[name]
+
+
+def _checks(interval: int | None) -> laconic.Checks | None:
+    if interval is None:
+        return None
+    is_odd = interval % 2 == 1
+    return laconic.Checks(
+        interval=interval, on_damage="regather" if is_odd else "raise", unnoticed_edits=is_odd or not interval
+    )
 
 
 def policy(precision: Precision | None) -> MixedPrecisionPolicy | None:

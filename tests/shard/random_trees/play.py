@@ -241,12 +241,25 @@ class Player:
             by_module = isinstance(self.module, laconic.ShardedModule) and len(step.micros) > 1
             (self.module if by_module else self._optimizer).zero_grad(set_to_none=step.zero == "none")
             self._keep_gradients()
+        if step.edits and self.named:
+            self._edit(next(iter(self.named.values())), is_noticed=step.edits == "noticed")
         if step.toggles is not None:
             names = [name for name in self.named if "layers." not in name]  # experts: all ranks need equal graphs
             for name in names[step.toggles % len(names) :][:1] if names else []:
                 self.named[name].requires_grad_(not self.named[name].requires_grad)
         for name, buffer in self.module.named_buffers():
             self._record(name, keep(buffer))
+
+    @torch.no_grad()
+    def _edit(self, parameter: Any, *, is_noticed: bool) -> None:
+        """Change a parameter between steps, as an optimizer of the user's might."""
+        if is_noticed or not hasattr(parameter, "to_local"):
+            parameter.mul_(0.5)
+            return
+        parameter.to_local().data.mul_(0.5)
+        for module in self.module.modules():
+            if isinstance(module, laconic.ShardedModule):
+                module.invalidate(recurse=False)
 
 
 def play_rank(case: Case, rank: int, mesh: Any) -> Trace:

@@ -31,7 +31,7 @@ from tests.shard.random_trees.case import Axes, Case
 from tests.shard.random_trees.compare import differences
 from tests.shard.random_trees.play import play_oracle, play_rank
 
-_CASE_S = 15.0
+_CASE_S = 60.0
 _LATER_S = 1.0
 """How long ranks may take after one has failed."""
 _FOREVER_S = 1e6
@@ -232,7 +232,7 @@ def _meshes() -> Callable[[Axes], DeviceMesh | None]:
         if axes is None:
             return None
         if axes not in made:
-            names = ("node", "local") if len(axes) == 2 else ("dp",)
+            names = ("island", "node", "local")[-len(axes) :] if len(axes) > 1 else ("dp",)
             made[axes] = init_device_mesh("cpu", axes, mesh_dim_names=names)
         return made[axes]
 

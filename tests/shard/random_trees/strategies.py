@@ -31,8 +31,9 @@ _MAX_DEPTH = 3
 _MAX_NODES = 9
 AXES: dict[int, tuple[Axes, ...]] = {
     1: ((1, 1), (1,)),
-    2: ((2, 1), (1, 2), (2,)),
-    4: ((2, 2), (4, 1), (1, 4)),
+    2: ((2, 1), (1, 2), (2,), (2, 1, 1)),
+    3: ((3, 1), (1, 3), (3,), (3, 1, 1)),
+    4: ((2, 2), (4, 1), (1, 4), (2, 2, 1), (2, 1, 2)),
 }
 """The meshes of each number of ranks."""
 _PRECISIONS = (
@@ -102,6 +103,7 @@ class _Trees:
             cache=draw(st.sampled_from(("none", "host", "device"))),
             reshard_after_forward=draw(st.sampled_from((None, True, False))),
             granularity=_seldom(draw, st.sampled_from(("rows", "elements", "whole")), None),
+            checks=_seldom(draw, st.integers(0, 3), None, 2),
             precision=None if is_plain or self.precision is None or not draw(st.booleans()) else self.precision,
         )
 
@@ -125,6 +127,7 @@ class _Steps:
             clips=_seldom(draw, st.just(True), False),
             steps=draw(st.integers(0, 3)) < 3,
             zero=draw(st.sampled_from(("none", "none", "zeros", "keep"))),
+            edits=_seldom(draw, st.sampled_from(("noticed", "unnoticed")), ""),
             toggles=_seldom(draw, st.integers(0, 30), None),
         )
 

@@ -1,0 +1,1 @@
+"""Campaigns of faults: crash states, damaged files, kills, schedules. Each counts the faults that did harm."""

@@ -1,0 +1,468 @@
+"""The syncs of islands that come and go while the others train on.
+
+[Note: Islands that come and go]
+Each island is a job of its own: its ranks have a process group of their own, so the end of an island ends no rank of
+another. Islands meet in a store that none of them hosts, where they agree on their members and on every sync:
+[Note: One verdict] in ledger.py. Values go straight from island to island, over a Gloo group for each roster and each
+place in an island, as in torchft (github.com/meta-pytorch/torchft). torch's groups cannot lose a member, so a new
+roster makes a new group.
+
+An island that dies closes its connections, and the others' try of the round fails at once; one that is stuck or cut off
+lets it time out. The others wait some seconds for all that live to register, go on as the next roster, and repeat the
+round. Each rank still has its pseudo-gradient, so no island loses a step. The exchange runs in the background thread,
+so training stands still only when the round's mean is due.
+
+[Note: Coming]
+An island that comes enters at the end of a round. From the next round on it is a member that weighs nothing, and takes
+part in exchanges while it waits for the state. One of the others, the lead, copies the outer state right after it has
+applied the mean of that round, and sends the copy in a thread of its own while it trains on. When the state has arrived
+the newcomer applies the means of the rounds since, in order, and so has the same bits as the others. It begins to
+train at the end of a round, in step with the others. Its inner optimizer starts afresh.
+"""
+
+import atexit
+import contextlib
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic import _compat
+from laconic.codec import Codec
+from laconic.comm.agreement import ranks_or_self
+from laconic.comm.cluster import Cluster
+from laconic.comm.collectives import all_reduce
+from laconic.errors import JobError
+from laconic.islands.all_reduce import CompressedAllReduce, IslandGroup, Mean
+from laconic.islands.entrance import Entrance
+from laconic.islands.exchange import Contribution, Exchange, diverged
+from laconic.islands.fragments import Position
+from laconic.islands.ledger import BEAT_S, SILENCE_S, Ledger, Outcome, Roster, Verdict
+from laconic.islands.membership import Membership
+from laconic.islands.told_state import checksums, listen, pair, tell
+
+_REGISTER_S = 15.0  # at most, for living islands to register: their threads may have to wait for the interpreter
+_WATCH_S = 0.2
+_CONNECT_S = 30.0
+_MOST_TRIES = 8  # of a round, whose members are the same
+_HEAR_S = 5.0  # between two messages of an island's ranks, while they wait to enter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """The state with which an island enters."""
+
+    position: Position
+    is_news: bool
+    """False if this island has had the state already, such as after a restart of all islands from checkpoints."""
+    means: tuple[Mean, ...] = ()
+    """The means of the rounds since the state was told, in order; the caller applies them."""
+
+
+class ElasticExchange(Exchange):
+    """Means over islands that come and go: [Note: Islands that come and go]. Collective over the ranks of an island.
+
+    Args:
+        policy: where islands meet.
+        run: the name of the run. Only islands of the same run meet.
+        cluster: this island.
+        codec: the format of values on the wire.
+        terms: what must be equal on all islands, as JSON.
+
+    Raises:
+        JobError: the rendezvous does not answer.
+    """
+
+    def __init__(self, policy: Membership, run: str, cluster: Cluster, codec: Codec, terms: dict[str, Any]) -> None:
+        self._policy, self._run, self._cluster, self._codec = policy, run, cluster, codec
+        self._terms = {**terms, "codec": codec.name, "quorum": policy.quorum, "ranks of an island": cluster.size}
+        self._ranks = ranks_or_self(cluster.flag_group)
+        self._shard = self._ranks.rank
+        self._ledger = self._open()
+        self._roster = Roster(number=-1, members=(), slots=(), num_seen=0, round=0)
+        self._group: tuple[int, IslandGroup] | None = None
+        self._gloo: dist.ProcessGroup | None = None
+        self._round = 0  # of the background thread
+        self._lead = -1
+        self._number = -1
+        self._watcher: _Watcher | None = None
+        self._tellers: list[threading.Thread] = []
+
+    @property
+    def _register_s(self) -> float:
+        """The time for living islands to register, after a try has failed."""
+        return min(_REGISTER_S, self._policy.timeout_s / 4)
+
+    @property
+    def _patience_s(self) -> float:
+        """The time for a try. Both together are the timeout, less what the agreement itself may take."""
+        return 0.95 * self._policy.timeout_s - self._register_s
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether this island is a member."""
+        return self._number >= 0
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The members of the present roster, by the numbers that islands get as they come."""
+        return self._roster.members
+
+    @property
+    def number(self) -> int:
+        """This island's number; -1 before it has entered."""
+        return self._number
+
+    @property
+    def slot(self) -> int:
+        """This island's slot, which no other member has; -1 before it has entered."""
+        return self._roster.slots[self.members.index(self._number)] if self.is_entered else -1
+
+    # -- coming and going: [Note: Coming] ------------------------------------------------------------------------------
+
+    def enter(self, position: Position, vectors: Sequence[Tensor], sizes: Sequence[int]) -> Entry:
+        """Enter the run; wait for the founding islands or for the end of a round, and for the state.
+
+        `vectors` are filled with the outer state, unless this island founds the run and its state is the newest.
+        `sizes` has the elements of each fragment on this rank. Blocks for `start_timeout_s` at most.
+
+        Raises:
+            JobError: too few islands have come, the others have other settings, or the island that tells the state has
+                died.
+        """
+        generation, number = self._wait_outside(position.rounds)
+        self._ledger = self._open(generation)
+        roster = self._ledger.welcome(number)
+        assert roster is not None
+        self._number, self._roster, self._round = number, roster, roster.round
+        if self._ranks.rank == 0:
+            self._watcher = _Watcher(self._open(generation), self._policy, number, roster)
+        atexit.register(_leave, weakref.ref(self))
+        if roster.lead == number:
+            self.tell(roster.newcomers, position, vectors)
+            return Entry(position=position, is_news=False)
+        before = checksums(vectors)
+        state = _Listening(self._open(generation).store, self._link_to(number), vectors, self._policy.start_timeout_s)
+        means = () if roster.number == 0 else self._listen(state, roster.lead, sizes)
+        self._wait_for(lambda: state.has_arrived, (roster.lead,))
+        told = state.position
+        is_known = self._on_all_ranks(not means and told == position and before == checksums(vectors))
+        return Entry(position=told, is_news=not is_known, means=means)
+
+    def _wait_outside(self, rounds: int) -> list[int]:
+        """Wait until this island is a member. Returns its generation and its number."""
+        entrance = Entrance(self._ledger, self._policy, self._terms, rounds)
+        while True:  # the ranks hear from each other now and then, as their groups have timeouts
+            found = self._ranks.on_rank_0(lambda: entrance.wait(_HEAR_S), "this island cannot enter")
+            if found is not None:
+                return found
+
+    def _listen(self, state: "_Listening", lead: int, sizes: Sequence[int]) -> tuple[Mean, ...]:
+        """Take part in rounds without a weight until the state has arrived, and return their means."""
+        means: list[Mean] = []
+        if self._watcher is not None:
+            self._ledger.count_listening(1)
+        while not means or not self._on_all_ranks(state.has_arrived):
+            if means and lead not in self.members:
+                raise JobError(f"island {lead} died while it told this one the state; start this island again")
+            others = [number for number in self.members if number != self._number]
+            self._wait_for(self._has_begun, others)  # they may be far away, and a try has a timeout
+            fragment = self._round % len(sizes)
+            means.append(self.mean(Contribution(fragment=fragment, step=0, values=torch.zeros(sizes[fragment]))))
+        if self._watcher is not None:
+            self._ledger.count_listening(-1)
+            self._watcher.watch(self._round)
+        return tuple(means)
+
+    def _has_begun(self) -> bool:
+        """Whether another island has begun the next round."""
+        return self._ledger.has_begun(self._roster, self._round) or self._ledger.is_over(self._roster)
+
+    def _wait_for(self, condition: Callable[[], bool], others: Sequence[int]) -> None:
+        """Wait for what other islands do, while any of them gives a sign of life. Raises: JobError."""
+        beats, heard_at = [-1], time.monotonic()
+        while not condition():
+            now = self._ledger.beats(others)
+            if now != beats:
+                beats, heard_at = now, time.monotonic()
+            if time.monotonic() - heard_at > SILENCE_S:
+                names = ", ".join(map(str, others))
+                raise JobError(f"islands {names} have given no sign of life for {SILENCE_S:g} s; start this one again")
+            time.sleep(_WATCH_S)
+
+    def _on_all_ranks(self, flag: bool) -> bool:
+        return all(self._ranks.gather(flag))
+
+    def tell(self, newcomers: Sequence[int], position: Position, vectors: Sequence[Tensor]) -> None:
+        """Tell newcomers the state, in a thread, while this island trains on. Copies the vectors first."""
+        if not newcomers:
+            return
+        copies, store = [vector.clone() for vector in vectors], self._open(self._ledger.generation).store
+
+        def tell_all() -> None:
+            for number in newcomers:
+                with contextlib.suppress(RuntimeError):  # the newcomer has died; nothing depends on it
+                    tell(pair(store, self._link_to(number), 0, self._policy.start_timeout_s), position, copies)
+
+        self._tellers.append(threading.Thread(target=tell_all, name="laconic-tells", daemon=True))
+        self._tellers[-1].start()
+
+    def _link_to(self, number: int) -> str:
+        """The key of the connection over which a newcomer's rank at this place receives the state."""
+        return f"tell/{number}/{self._shard}"
+
+    def leave(self) -> None:
+        """Go in order: the others do not wait for this island. Nothing may be in flight."""
+        if not self.is_entered:
+            return
+        for teller in self._tellers:
+            teller.join(self._policy.timeout_s)
+        if self._watcher is not None:
+            self._watcher.end()
+            self._ledger.leave(self._number)
+        self._number = -1
+
+    # -- rounds --------------------------------------------------------------------------------------------------------
+
+    def begins(self, *, is_ready: bool) -> bool:
+        """Whether a sync begins after this step. Collective over the ranks of the island if there is a quorum.
+
+        Cost: with a quorum, a sum of one number over the ranks of the island in every step.
+        """
+        if self._policy.quorum is None:
+            return is_ready
+        begins = self._watcher is not None and self._watcher.begins(is_ready=is_ready)
+        if self._cluster.size > 1:
+            told = torch.tensor(float(begins), device=self._cluster.device)
+            begins = float(all_reduce(self._cluster, told)) > 0
+        if begins and self._watcher is not None:
+            self._watcher.watch(self._watcher.round + 1)
+        return begins
+
+    def mean(self, own: Contribution) -> Mean:
+        """Return the mean of all islands' contributions. Collective over the members, in the background thread.
+
+        An island whose values are not finite takes part with zeros that weigh nothing, and fails then. The others go
+        on without it.
+
+        Raises:
+            JobError: the values of this island are not finite; the others have gone on without it; the rendezvous does
+                not answer; or every try has failed.
+        """
+        if not own.is_sound:
+            own = replace(own, values=torch.zeros_like(own.values), tokens=0)
+        tries = 0
+        while True:
+            roster = self._roster
+            mean, outcome, error = self._try(roster, own)
+            verdict = self._vote(roster, outcome)
+            if verdict.outcome is Outcome.DONE:
+                break
+            self._reform(roster, is_late=verdict.outcome is Outcome.LATE)
+            tries = tries + 1 if set(self._roster.members) == set(roster.members) else 0
+            if tries == _MOST_TRIES or (tries and verdict.outcome is Outcome.LATE):
+                raise self._stalled(error)
+        assert mean is not None
+        self._round += 1
+        if verdict.newcomers:
+            self._set_roster(self._ledger.enlarge(roster, verdict.newcomers, self._round, self._lead))
+        if not own.is_sound:
+            raise diverged(own, "this island; the others go on without it")
+        return replace(mean, newcomers=verdict.newcomers if self._number == self._lead else ())
+
+    def _try(self, roster: Roster, own: Contribution) -> tuple[Mean | None, Outcome, RuntimeError | None]:
+        """Try the round once, among the members of a roster."""
+        if self._watcher is not None:
+            self._ledger.arrive(roster, self._round, self._number)
+        if self._ledger.is_over(roster):
+            return None, Outcome.LOST, None
+        try:
+            islands = self._connect(roster)
+            tokens = [told for (told,) in islands.gather(own.tokens)]
+            self._lead = min((n for n, told in zip(roster.members, tokens, strict=True) if told), default=-1)
+            reduction = CompressedAllReduce(islands, self._codec, self._cluster.traffic)
+            return reduction.mean(own.values, None, tokens), Outcome.DONE, None
+        except RuntimeError as error:  # torch has no class for a lost connection that all its backends raise
+            is_late = any(word in str(error).lower() for word in ("timed out", "timeout"))
+            return None, Outcome.LATE if is_late else Outcome.LOST, error
+
+    def _connect(self, roster: Roster) -> IslandGroup:
+        """The members' ranks at this place, connected."""
+        if self._group is None or self._group[0] != roster.number:
+            self._disconnect()
+            rank, size = roster.members.index(self._number), len(roster.members)
+            if size > 1:
+                store = dist.PrefixStore(f"group/{roster.number}/{self._shard}", self._ledger.store)
+                self._gloo = _compat.gloo_group(store, rank, size, self._patience_s)
+            self._group = roster.number, IslandGroup(self._gloo, rank, size)
+        return self._group[1]
+
+    def _disconnect(self) -> None:
+        """Close the connections, so that no other rank waits for this one."""
+        if self._gloo is not None:
+            _compat.abort(self._gloo)
+        self._group = self._gloo = None
+
+    def _vote(self, roster: Roster, outcome: Outcome) -> Verdict:
+        num_ranks = len(roster.members) * self._ranks.size
+        return self._ledger.vote(roster, self._round, outcome, num_ranks=num_ranks, patience_s=self._patience_s)
+
+    def _reform(self, roster: Roster, *, is_late: bool) -> None:
+        """Go on with the islands that live, after a try has failed."""
+        self._disconnect()
+        self._ledger.end(roster)
+        if self._watcher is not None:
+            self._ledger.register(roster, self._number)
+            self._ledger.propose(roster, self._round, is_late=is_late, patience_s=self._register_s)
+        following = self._ledger.next_roster(roster, 2 * self._register_s)
+        if following is None or self._number not in following.members:
+            raise JobError(
+                f"the other islands have gone on without this one (island {self._number}), which did not answer within "
+                f"{self._policy.timeout_s:g} s in round {self._round}; start it again and it enters anew, and raise "
+                "timeout_s if it was only slow"
+            )
+        gone = sorted(set(roster.members) - set(following.members))
+        if gone and self._watcher is not None:
+            names, how = ", ".join(map(str, gone)), "did not answer in time" if is_late else "are gone"
+            warnings.warn(
+                f"islands {names} {how}: {len(following.members)} of {len(roster.members)} go on with round "
+                f"{self._round}",
+                stacklevel=2,
+            )
+        self._set_roster(following)
+
+    def _set_roster(self, roster: Roster) -> None:
+        self._roster = roster
+        if self._watcher is not None:
+            self._watcher.roster = roster
+
+    def _stalled(self, error: Exception | None) -> JobError:
+        return JobError(
+            f"round {self._round} of the islands has failed again and again, although all {len(self.members)} live "
+            f"({error}); raise timeout_s={self._policy.timeout_s:g} above the seconds that a message takes, and see "
+            "whether each island can reach all others (GLOO_SOCKET_IFNAME names the network to use)"
+        )
+
+    # -- the ranks of this island --------------------------------------------------------------------------------------
+
+    def _open(self, generation: int | None = None) -> Ledger:
+        """A ledger with a connection of its own to the rendezvous. Default: of the newest generation."""
+        policy = self._policy
+        patience = timedelta(seconds=min(policy.timeout_s, _CONNECT_S))
+        try:
+            store = dist.TCPStore(policy.host, policy.port, is_master=False, timeout=patience)
+        except dist.DistError as error:
+            raise JobError(
+                f"no rendezvous answers at {policy.rendezvous} ({str(error).splitlines()[0]}); start `laconic "
+                f"rendezvous --port {policy.port}` on a machine that all islands reach"
+            ) from error
+        return Ledger(store, self._run, policy.rendezvous, generation)
+
+
+class _Listening:
+    """The state that another island tells this rank, in a thread."""
+
+    def __init__(self, store: dist.Store, link: str, vectors: Sequence[Tensor], patience_s: float) -> None:
+        self._position: Future[Position] = Future()
+
+        def run() -> None:
+            try:
+                self._position.set_result(listen(pair(store, link, 1, patience_s), vectors))
+            except (JobError, RuntimeError) as error:
+                self._position.set_exception(error)
+
+        threading.Thread(target=run, name="laconic-listens", daemon=True).start()
+
+    @property
+    def has_arrived(self) -> bool:
+        return self._position.done()
+
+    @property
+    def position(self) -> Position:
+        """The position of the island that told the state. Raises: JobError if it has died."""
+        try:
+            return self._position.result()
+        except RuntimeError as error:
+            raise JobError(
+                f"the state of the other islands did not arrive ({error}): the island that told it has died; start "
+                "this island again"
+            ) from error
+
+
+class _Watcher:
+    """A thread of an island's first rank, which answers for it while the rank computes."""
+
+    def __init__(self, ledger: Ledger, policy: Membership, number: int, roster: Roster) -> None:
+        self._ledger, self._policy, self._number = ledger, policy, number
+        self.roster = roster
+        """The present roster."""
+        self.round = roster.round
+        """The round that this island begins next."""
+        self._is_ready, self._noted, self._begun = False, 0, 0
+        self._heard: dict[int, tuple[int, float]] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="laconic-islands-watch", daemon=True)
+        self._thread.start()
+
+    def watch(self, round_index: int) -> None:
+        """Go on to a round."""
+        self._is_ready, self.round = False, round_index
+
+    def begins(self, *, is_ready: bool) -> bool:
+        """Whether the round begins, as far as this thread has heard."""
+        self._is_ready = is_ready
+        return self._begun == self.round
+
+    def end(self) -> None:
+        """End the thread."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        beaten_at = 0.0
+        with contextlib.suppress(JobError):  # the store is gone; the next sync says so
+            while not self._over.wait(_WATCH_S):
+                if time.monotonic() - beaten_at >= BEAT_S:
+                    self._ledger.beat(self._number)
+                    beaten_at = time.monotonic()
+                roster = self.roster
+                if self._ledger.is_over(roster):
+                    self._ledger.register(roster, self._number)
+                if self._policy.quorum is not None:
+                    self._look_at(self.round, roster)
+
+    def _look_at(self, round_index: int, roster: Roster) -> None:
+        """Find out whether enough islands are ready for a round."""
+        if self._is_ready and self._noted < round_index:
+            self._ledger.note_ready(round_index)
+            self._noted = round_index
+        assert self._policy.quorum is not None
+        num_training = self._num_living(roster) - self._ledger.count_listening(0)
+        if self._ledger.num_ready(round_index) >= max(1, min(self._policy.quorum, num_training)):
+            self._begun = round_index
+
+    def _num_living(self, roster: Roster) -> int:
+        """The number of members that have given a sign of life within the timeout."""
+        now, living = time.monotonic(), 0
+        for number, beats in zip(roster.members, self._ledger.beats(roster.members), strict=True):
+            if self._heard.get(number, (-1, 0.0))[0] != beats:
+                self._heard[number] = beats, now
+            living += now - self._heard[number][1] < self._policy.timeout_s
+        return living
+
+
+def _leave(exchange: "weakref.ref[ElasticExchange]") -> None:
+    """Go in order as the process ends."""
+    here = exchange()
+    if here is not None:
+        with contextlib.suppress(JobError):
+            here.leave()

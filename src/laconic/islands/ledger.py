@@ -1,0 +1,383 @@
+"""The agreements of islands that come and go, in a key-value store that none of them hosts.
+
+[Note: One verdict]
+The islands of a roster are its members; only they exchange values. A roster never changes: when islands come or go, the
+next roster begins. A sync of a fragment is a round. A try of a round in a roster may fail on one rank and succeed on
+another, for example when an island dies after it has sent its means to half of the others. So ranks do not use a mean
+before the store has a verdict on the try. The last rank of all to complete the try writes "done". A rank whose try
+failed writes "lost" or "late", and "late" if it has waited too long for the others. The store takes the first of them
+and gives it to all (`compare_set`). So all ranks of all islands use the mean, or none does.
+
+"done" also names the islands that have come meanwhile, and so the members of the next roster. After a try that failed
+the living islands register. One of them writes who has, as the next roster, and again the first writing counts. The
+islands then repeat the round with the same values, so they lose no step.
+
+[Note: Roll call]
+An island that waits may die, and to enter a dead one would cost the others a timeout. So after each round that is done
+the store has its number as a call, and islands that wait answer it at once. Only those that have answered the last call
+enter.
+
+[Note: A run that has ended]
+The store may outlive the islands. Each of them adds to a counter every second. If all counters stand still, all islands
+of this generation have gone, and those that come found the next one. The keys of a generation have its number.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from enum import Enum
+from itertools import count
+from typing import Any
+
+import torch.distributed as dist
+
+from laconic.errors import JobError
+
+_POLL_S = 0.02
+BEAT_S = 1.0
+"""The seconds between two signs of life of a generation."""
+SILENCE_S = 20.0
+"""The seconds without a sign of life after which a generation counts as ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roster:
+    """The islands that exchange values, until an island comes or goes."""
+
+    number: int
+    members: tuple[int, ...]
+    """The islands by the numbers that they got when they came, ascending."""
+    slots: tuple[int, ...]
+    """The slots of the members, which differ. A newcomer gets the lowest that is free. Data are assigned by slots."""
+    num_seen: int
+    """The islands below this number have been members, or have gone."""
+    round: int
+    """The first round of the roster; rounds count from 1."""
+    newcomers: tuple[int, ...] = ()
+    """The members that enter with this roster. The lead sends them the state."""
+    lead: int = -1
+    """The member that sends them the state; -1 if nobody enters."""
+
+
+class Outcome(Enum):
+    """How a try of a round ended."""
+
+    DONE = "done"
+    LOST = "lost"
+    """A connection was lost."""
+    LATE = "late"
+    """An island did not come in time, or did not go on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The outcome of a try that counts for all ranks: [Note: One verdict]."""
+
+    outcome: Outcome
+    newcomers: tuple[int, ...] = ()
+    """The islands that enter after a try that is done."""
+
+
+class Ledger:
+    """The agreements of one run. Each thread needs a ledger of its own, on a connection of its own.
+
+    All methods raise JobError if the store does not answer.
+    """
+
+    def __init__(self, store: dist.Store, run: str, where: str, generation: int | None = None) -> None:
+        """Open a generation (default: the newest) of the run `run` in the store at the address `where`."""
+        self._where = where
+        self._run_store = dist.PrefixStore(f"laconic/{run}", store)
+        newest = self._value(self._run_store, "generation") if generation is None else str(generation)
+        self.generation = int(newest or 0)
+
+    @property
+    def store(self) -> dist.Store:
+        """The keys of this generation."""
+        return dist.PrefixStore(str(self.generation), self._run_store)
+
+    # -- coming --------------------------------------------------------------------------------------------------------
+
+    def agree_on(self, terms: dict[str, Any]) -> None:
+        """Compare what must be equal on all islands with what the first of them has told.
+
+        Raises: JobError that names the first difference.
+        """
+        with self._reaching():
+            text = self.store.compare_set("terms", "", json.dumps(terms)).decode()
+        first = json.loads(text)
+        for key, value in terms.items():
+            if first.get(key) != value:
+                raise JobError(
+                    f"{key} is {value!r} on this island and {first.get(key)!r} on the islands at {self._where}; all "
+                    "islands of a run have the same model and settings, so start this one with those, or give it "
+                    "another run_id"
+                )
+
+    def come(self, rounds: int) -> int:
+        """Queue up with a state after `rounds` rounds. Returns this island's number, which is new."""
+        with self._reaching():
+            number = self.store.add("come", 1) - 1
+            self.store.set(f"come/{number}", str(rounds))
+        self.answer(number)
+        return number
+
+    def answer(self, number: int) -> None:
+        """Answer the last call for an island that waits: [Note: Roll call]."""
+        with self._reaching():
+            self.store.set(f"answer/{number}", self._value(self.store, "call") or "")
+
+    def found(self, islands: int) -> None:
+        """Write the first roster, of the first `islands` islands. The one with the most rounds has the lead."""
+        rounds = {number: int(self._awaited(f"come/{number}", SILENCE_S)) for number in range(islands)}
+        lead = max(rounds, key=rounds.__getitem__)
+        members, first = tuple(rounds), rounds[lead] + 1
+        others = tuple(number for number in rounds if number != lead)
+        self.write(
+            Roster(number=0, members=members, slots=members, num_seen=islands, round=first, newcomers=others, lead=lead)
+        )
+
+    def num_come(self) -> int:
+        """The number of islands that have come so far."""
+        with self._reaching():
+            return self.store.add("come", 0)
+
+    def welcome(self, number: int) -> Roster | None:
+        """The roster that an island has entered; None if it has to wait."""
+        text = self._value(self.store, f"welcome/{number}")
+        return None if text is None else self.roster(int(text))
+
+    def beat(self, number: int) -> None:
+        """Give a sign of life of an island: [Note: A run that has ended]."""
+        with self._reaching():
+            self.store.add("beat", 1)
+            self.store.add(f"beat/{number}", 1)
+
+    def beats(self, numbers: Sequence[int]) -> list[int]:
+        """The signs of life that islands have given so far."""
+        with self._reaching():
+            return [self.store.add(f"beat/{number}", 0) for number in numbers]
+
+    def has_ended(self) -> bool:
+        """True if all islands have gone in order, or none gives a sign of life: [Note: A run that has ended]."""
+        with self._reaching():
+            newest = 0
+            while self.store.check([f"roster/{newest + 1}"]):
+                newest += 1
+            if self.store.check([f"roster/{newest}"]) and all(map(self.has_left, self.roster(newest).members)):
+                return True
+            before = self.num_beats()
+            return not _until(lambda: self.num_beats() != before, SILENCE_S)
+
+    def num_beats(self) -> int:
+        """The signs of life that all islands have given so far."""
+        with self._reaching():
+            return self.store.add("beat", 0)
+
+    def begin_generation(self) -> None:
+        """Leave a generation that has ended. All islands that do so at once begin the same one."""
+        with self._reaching():
+            old = "" if self.generation == 0 and not self._run_store.check(["generation"]) else str(self.generation)
+            self.generation = int(self._run_store.compare_set("generation", old, str(self.generation + 1)))
+
+    # -- rounds: [Note: One verdict] -----------------------------------------------------------------------------------
+
+    def vote(self, roster: Roster, round_index: int, outcome: Outcome, *, num_ranks: int, patience_s: float) -> Verdict:
+        """Tell how a try ended on this rank, and return the verdict on the try.
+
+        `num_ranks` is the number of ranks of all members. Waits `patience_s` seconds for the others.
+        """
+        of = f"{roster.number}-{round_index}"
+        with self._reaching():
+            if outcome is not Outcome.DONE:
+                return self._decide(of, Verdict(outcome=outcome))
+            if self.store.add(f"done/{of}", 1) == num_ranks:
+                verdict = self._decide(of, Verdict(outcome=Outcome.DONE, newcomers=self._queued(roster)))
+                self.store.set("call", of)
+                return verdict
+            _until(lambda: self.store.check([f"verdict/{of}"]), patience_s)
+            return self._decide(of, Verdict(outcome=Outcome.LATE))
+
+    def _decide(self, of: str, proposed: Verdict) -> Verdict:
+        text = json.dumps([proposed.outcome.value, proposed.newcomers])
+        outcome, newcomers = json.loads(self.store.compare_set(f"verdict/{of}", "", text))
+        return Verdict(outcome=Outcome(outcome), newcomers=tuple(newcomers))
+
+    def _queued(self, roster: Roster) -> tuple[int, ...]:
+        """The islands that wait, and have answered the last call."""
+        call = self._value(self.store, "call") or ""
+        come = range(roster.num_seen, self.store.add("come", 0))
+        answers = {number: self._value(self.store, f"answer/{number}") for number in come}
+        return tuple(number for number in come if answers[number] == call and not self._is_seen(number))
+
+    def _is_seen(self, number: int) -> bool:
+        return bool(self.store.check([f"welcome/{number}"])) or self.has_left(number)
+
+    def enlarge(self, roster: Roster, newcomers: tuple[int, ...], round_index: int, lead: int) -> Roster:
+        """Write the roster that begins as newcomers enter, unless another rank has, and return it."""
+        slots = list(roster.slots)
+        for _ in newcomers:
+            slots.append(next(slot for slot in count() if slot not in slots))
+        seen = (number for number in count(roster.num_seen) if number not in newcomers and not self._is_seen(number))
+        return self.write(
+            Roster(
+                number=roster.number + 1,
+                members=(*roster.members, *newcomers),
+                slots=tuple(slots),
+                num_seen=next(seen),
+                round=round_index,
+                newcomers=newcomers,
+                lead=lead,
+            )
+        )
+
+    # -- going ---------------------------------------------------------------------------------------------------------
+
+    def leave(self, number: int) -> None:
+        """Note that an island goes in order. The others do not wait for it."""
+        with self._reaching():
+            self.store.set(f"left/{number}", "")
+
+    def has_left(self, number: int) -> bool:
+        """True if an island has gone in order."""
+        with self._reaching():
+            return bool(self.store.check([f"left/{number}"]))
+
+    def arrive(self, roster: Roster, round_index: int, number: int) -> None:
+        """Note that an island begins a try."""
+        with self._reaching():
+            self.store.set(f"arrived/{roster.number}-{round_index}/{number}", "")
+            self.store.add(f"arrivals/{roster.number}-{round_index}", 1)
+
+    def has_begun(self, roster: Roster, round_index: int) -> bool:
+        """True if an island has begun a try."""
+        with self._reaching():
+            return self.store.add(f"arrivals/{roster.number}-{round_index}", 0) > 0
+
+    def end(self, roster: Roster) -> None:
+        """Note that a roster has failed, so that living islands register."""
+        with self._reaching():
+            self.store.set(f"over/{roster.number}", "")
+
+    def is_over(self, roster: Roster) -> bool:
+        """True if a roster has failed."""
+        with self._reaching():
+            return bool(self.store.check([f"over/{roster.number}"]))
+
+    def register(self, roster: Roster, number: int) -> None:
+        """Note that an island lives after a roster has failed."""
+        with self._reaching():
+            self.store.set(f"lives/{roster.number}/{number}", "")
+
+    def propose(self, roster: Roster, round_index: int, *, is_late: bool, patience_s: float) -> None:
+        """Wait until the living members have registered, and write them as the next roster, unless another has.
+
+        After a try for which an island did not come in time (`is_late`) only those that came are members.
+        """
+
+        def unheard() -> list[int]:
+            keys = {number: f"lives/{roster.number}/{number}" for number in roster.members}
+            return [number for number, key in keys.items() if not self.store.check([key]) and not self.has_left(number)]
+
+        with self._reaching():
+            _until(lambda: self.has_next(roster) or not unheard(), patience_s)
+            of = f"{roster.number}-{round_index}"
+            living = tuple(
+                number
+                for number in roster.members
+                if self.store.check([f"lives/{roster.number}/{number}"])
+                and not self.has_left(number)
+                and (not is_late or self.store.check([f"arrived/{of}/{number}"]))
+            )
+            slots = tuple(slot for number, slot in zip(roster.members, roster.slots, strict=True) if number in living)
+            self.write(
+                replace(
+                    roster,
+                    number=roster.number + 1,
+                    members=living,
+                    slots=slots,
+                    round=round_index,
+                    newcomers=(),
+                    lead=-1,
+                )
+            )
+
+    def has_next(self, roster: Roster) -> bool:
+        """True if the roster after `roster` has been written."""
+        with self._reaching():
+            return bool(self.store.check([f"roster/{roster.number + 1}"]))
+
+    def next_roster(self, roster: Roster, patience_s: float) -> Roster | None:
+        """Wait for the roster after `roster`; None if there is none in time."""
+        with self._reaching():
+            return self.roster(roster.number + 1) if _until(lambda: self.has_next(roster), patience_s) else None
+
+    # -- rosters -------------------------------------------------------------------------------------------------------
+
+    def write(self, roster: Roster) -> Roster:
+        """Write a roster, unless one of its number is there, and tell newcomers. Returns the one that is there."""
+        with self._reaching():
+            self.store.compare_set(f"roster/{roster.number}", "", json.dumps(asdict(roster)))
+            agreed = self.roster(roster.number)
+            told = agreed.members if agreed.number == 0 else agreed.newcomers
+            for number in told:
+                self.store.set(f"welcome/{number}", str(agreed.number))
+        return agreed
+
+    def roster(self, number: int) -> Roster:
+        """Read a roster that has been written."""
+        with self._reaching():
+            found = json.loads(self.store.get(f"roster/{number}"))
+        fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in found.items()}
+        return Roster(**fields)
+
+    # -- quorum --------------------------------------------------------------------------------------------------------
+
+    def count_listening(self, change: int) -> int:
+        """Add to the number of members that wait for the state, and return the number."""
+        with self._reaching():
+            return self.store.add("listening", change)
+
+    def note_ready(self, round_index: int) -> None:
+        """Note that one more island has taken all steps up to a round."""
+        with self._reaching():
+            self.store.add(f"ready/{round_index}", 1)
+
+    def num_ready(self, round_index: int) -> int:
+        """The number of islands that have taken all steps up to a round."""
+        with self._reaching():
+            return self.store.add(f"ready/{round_index}", 0)
+
+    # -- the store -----------------------------------------------------------------------------------------------------
+
+    def _awaited(self, key: str, patience_s: float) -> str:
+        with self._reaching():
+            self.store.wait([key], timedelta(seconds=patience_s))
+            return self.store.get(key).decode()
+
+    def _value(self, store: dist.Store, key: str) -> str | None:
+        with self._reaching():
+            return store.get(key).decode() if store.check([key]) else None
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except dist.DistError as error:
+            raise JobError(
+                f"the rendezvous at {self._where} does not answer any more ({str(error)[:200]}), so islands cannot "
+                "agree on anything; see whether `laconic rendezvous` still runs there, and start the islands again"
+            ) from error
+
+
+def _until(condition: Callable[[], bool], patience_s: float) -> bool:
+    """Wait until the condition holds. Returns whether it does."""
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True

@@ -1,0 +1,179 @@
+"""Which states of which syncs the machines of a job have, and who gets which of them: arithmetic without files.
+
+[Note: A sync that counts]
+After a crash one rank may have the state of step 6 and another only that of step 4. So the ranks tell each other what
+their machines have before anything is loaded. A sync counts if every shard of it is on some machine. The newest such
+sync is restored, all shards of one sync and never two beside each other.
+
+Steps alone do not name a sync. When a machine is lost, the others start again and may take the same steps once more,
+with other results. If the lost machine returns, its states are of the earlier start. So every start of a run has a
+number, one more than any that is found, and a random token, in case machines that do not see each other start from the
+same number. A later start is newer, whatever its step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Sync:
+    """A sync of a run. The order is that of [Note: A sync that counts]."""
+
+    start: int
+    """The number of the start of the run, from 1."""
+    steps: int
+    """The inner step after which the fragment was applied."""
+    token: str
+    """The random name of the start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedState:
+    """The state of one rank after a sync, as it lies on a machine."""
+
+    sync: Sync
+    island: int
+    """The place of the island, when the state was saved."""
+    shard: int
+    """The shard of the island's model; see `Cluster.shard_index`."""
+    num_shards: int
+    slices: tuple[int, ...]
+    """The slices that the island trained, in ascending order."""
+    sizes: tuple[int, ...] = ()
+    """The bytes of the index file and of the parts; empty before they are written."""
+
+    @property
+    def name(self) -> str:
+        """The beginning of the names of the state's files."""
+        shard = f"shard-{self.shard}-of-{self.num_shards}"
+        return f"start-{self.sync.start}-step-{self.sync.steps}-island-{self.island}-{shard}"
+
+    def to_json(self) -> list[Any]:
+        """Return plain values that can be sent."""
+        sync = [self.sync.start, self.sync.steps, self.sync.token]
+        return [sync, self.island, self.shard, self.num_shards, list(self.slices), list(self.sizes)]
+
+    @classmethod
+    def from_json(cls, values: list[Any]) -> "SavedState":
+        """Return the state from the values of `to_json`."""
+        (start, steps, token), island, shard, num_shards, slices, sizes = values
+        sync = Sync(start=start, steps=steps, token=token)
+        return cls(
+            sync=sync, island=island, shard=shard, num_shards=num_shards, slices=tuple(slices), sizes=tuple(sizes)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The place of a rank in the job that restores, and the states on its machine."""
+
+    island: int
+    shard: int
+    slices: tuple[int, ...]
+    offers: tuple[SavedState, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetch:
+    """One rank gets one state, from its own machine or from another rank."""
+
+    rank: int
+    holder: int
+    state: SavedState
+    has_inner: bool
+    """Whether the rank takes the inner optimizer's state, too, and not the outer state alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The sync to restore."""
+
+    sync: Sync
+    lead: int
+    """The island that gets the outer state and sends it to all others."""
+    fetches: tuple[Fetch, ...]
+    notes: tuple[str, ...]
+    """The lines for users: a newer sync that does not count, islands without a state of their own."""
+
+
+def make_plan(places: Sequence[Place]) -> Plan | None:
+    """Choose the newest sync that counts, and the state that each rank gets. None if no sync counts.
+
+    `places` is by rank. An island gets the state of the island of which its own machines have most, if both train the
+    same slices. An island whose machines have nothing gets the outer state alone.
+    """
+    num_shards = 1 + max(place.shard for place in places)
+    by_sync: dict[Sync, dict[tuple[int, int], tuple[SavedState, list[int]]]] = {}
+    for rank, place in enumerate(places):
+        for state in place.offers:
+            found = by_sync.setdefault(state.sync, {})
+            found.setdefault((state.island, state.shard), (state, []))[1].append(rank)
+    notes: list[str] = []
+    for sync in sorted(by_sync, reverse=True):
+        found = by_sync[sync]
+        missing = sorted(set(range(num_shards)) - {shard for _, shard in found})
+        if not missing:
+            return _plan(sync, found, places, num_shards, notes)
+        shards = ", ".join(map(str, missing))
+        notes.append(f"the sync after step {sync.steps} is not used: no machine has its shards {shards}")
+    return None
+
+
+def _plan(
+    sync: Sync,
+    found: dict[tuple[int, int], tuple[SavedState, list[int]]],
+    places: Sequence[Place],
+    num_shards: int,
+    notes: list[str],
+) -> Plan:
+    ranks = {(place.island, place.shard): rank for rank, place in enumerate(places)}
+    islands = sorted({place.island for place in places})
+    origins = _origins(found, places, num_shards)
+    lead = min(origins, default=islands[0])
+    fetches = []
+    for island in islands:
+        origin = origins.get(island)
+        if origin is None and island != lead:
+            continue
+        for shard in range(num_shards):
+            held = [each for (_, of), each in sorted(found.items()) if of == shard]
+            state, holders = found[origin, shard] if origin is not None else held[0]
+            rank = ranks[island, shard]
+            near = [holder for holder in holders if places[holder].island == island]
+            holder = rank if rank in holders else min(near or holders)
+            fetches.append(Fetch(rank=rank, holder=holder, state=state, has_inner=origin is not None))
+    without = [str(island) for island in islands if island not in origins]
+    if without:
+        whose = f"island {without[0]} has" if len(without) == 1 else f"islands {', '.join(without)} have"
+        notes = [
+            *notes,
+            f"{whose} no state of its own from the sync after step {sync.steps}: the inner optimizer starts afresh",
+        ]
+    return Plan(sync=sync, lead=lead, fetches=tuple(fetches), notes=tuple(notes))
+
+
+def _origins(
+    found: dict[tuple[int, int], tuple[SavedState, list[int]]], places: Sequence[Place], num_shards: int
+) -> dict[int, int]:
+    """Give islands the inner states of earlier islands, one to one, those with most shards on their machines first."""
+    slices = {place.island: place.slices for place in places}
+    ranks = {(place.island, place.shard): rank for rank, place in enumerate(places)}
+    whole: dict[int, tuple[int, ...]] = {}
+    for origin in {island for island, _ in found}:
+        shards = [found[origin, shard][0] for shard in range(num_shards) if (origin, shard) in found]
+        if len(shards) == num_shards and len({state.slices for state in shards}) == 1:
+            whole[origin] = shards[0].slices
+    pairs = []
+    for island, trained in slices.items():
+        for origin in (origin for origin, saved in whole.items() if saved == trained):
+            holders = [found[origin, shard][1] for shard in range(num_shards)]
+            in_place = sum(ranks[island, shard] in each for shard, each in enumerate(holders))
+            near = sum(any(places[rank].island == island for rank in each) for each in holders)
+            if near:
+                pairs.append((-in_place, -near, island, origin))
+    chosen: dict[int, int] = {}
+    for _, _, island, origin in sorted(pairs):
+        if island not in chosen and origin not in chosen.values():
+            chosen[island] = origin
+    return chosen

@@ -1,0 +1,74 @@
+"""Records what laconic unpickles, in the tests and in every process that they start.
+
+Python imports this module before anything else where its folder is on PYTHONPATH; tests/conftest.py puts it there.
+`pickle.loads`, `pickle.load` and `pickle.Unpickler` then look at the stack. If laconic is in it, the stack is appended
+to the file that LACONIC_UNPICKLED names, as a line of JSON. These are no records:
+
+- what multiprocessing reads from its own pipes, such as the batches of a DataLoader's worker;
+- `torch.load(weights_only=True)`, which has an unpickler of its own;
+- the metadata of checkpoints, read by a class that builds DCP's own records and nothing else (checkpoint/storage.py);
+- what a script unpickles that the lab's worker runs (lab/worker.py);
+- what Lightning and torch read when laconic's strategy calls Lightning's own loader (`load_checkpoint`).
+"""
+
+import _pickle
+import json
+import os
+import pickle
+import sys
+import traceback
+
+VARIABLE = "LACONIC_UNPICKLED"
+_PACKAGE = os.path.join("src", "laconic", "")
+_NO_WIRE = (os.path.join("multiprocessing", ""), os.path.join("multiprocess", ""))
+_RUNS_SCRIPTS = os.path.join("lab", "worker.py")
+_RESTRICTED = "_MetadataUnpickler"
+_OF_LIGHTNING = (os.path.join("integrations", "lightning.py"), "load_checkpoint")
+
+_loads, _load = _pickle.loads, _pickle.load
+
+
+def _note(unpickler=None):
+    if any(cls.__name__ == _RESTRICTED for cls in type(unpickler).__mro__):
+        return
+    stack = traceback.extract_stack(sys._getframe(2))
+    own = [frame for frame in stack if _PACKAGE in frame.filename and not frame.filename.endswith(_RUNS_SCRIPTS)]
+    if not own or any(part in stack[-1].filename for part in _NO_WIRE):
+        return
+    if own[-1].filename.endswith(_OF_LIGHTNING[0]) and own[-1].name == _OF_LIGHTNING[1]:
+        return
+    lines = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in stack]
+    file = os.open(os.environ[VARIABLE], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.write(file, json.dumps(lines).encode() + b"\n")
+    os.close(file)
+
+
+def loads(*args, **options):
+    """See `pickle.loads`."""
+    _note()
+    return _loads(*args, **options)
+
+
+def load(*args, **options):
+    """See `pickle.load`."""
+    _note()
+    return _load(*args, **options)
+
+
+class Unpickler(_pickle.Unpickler):
+    """See `pickle.Unpickler`."""
+
+    def load(self):
+        """See `pickle.Unpickler.load`."""
+        _note(self)
+        return super().load()
+
+
+def install():
+    """Put the recording functions in the place of Python's."""
+    for module in (pickle, _pickle):
+        module.loads, module.load, module.Unpickler = loads, load, Unpickler
+
+
+if VARIABLE in os.environ:
+    install()

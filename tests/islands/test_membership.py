@@ -1,0 +1,199 @@
+"""Islands that come and go while the others train on, compared with one process."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import laconic
+from benchmarks import launch
+from benchmarks.trust.islanders import EVERY, Island, adamw, equal_rounds, loss, make_model, meeting
+from laconic import LocalSteps, Membership
+from laconic.islands.ledger import Ledger, Outcome, Roster, Verdict
+from tests.reference.membership import ChangingIslands
+
+
+def assert_equal_rounds(islands: list[Island]) -> dict[int, int]:
+    """All islands have equal outer parameters after each round, to the bit. Returns the members of each round."""
+    members, different = equal_rounds(islands)
+    assert different == []
+    return members
+
+
+def test_an_island_dies_and_another_comes(tmp_path: Path) -> None:
+    rounds, dies_at = 16, 2 * EVERY + 2
+    with meeting(tmp_path) as (address, start):
+        policy = Membership(rendezvous=address, islands=3, timeout_s=4.0)
+        staying = [start(policy=policy, last=rounds, step_s=0.08, tokens=tokens) for tokens in (1, 5)]
+        dying = start(policy=policy, last=rounds, step_s=0.08, tokens=2, dies_at=dies_at)
+        staying[0].wait_for_round(1)
+        coming = start(policy=policy, last=rounds, step_s=0.08, tokens=3)
+        results = [island.result() for island in (*staying, coming)]
+        assert dying.processes[0].exitcode == -signal.SIGKILL
+    members = assert_equal_rounds([*staying, coming, dying])
+    assert members[2] == 3
+    assert members[3] == 2, "the one that has died is missing, and the round is repeated without it"
+    assert members[rounds] == 3
+    for island in staying:
+        assert [each.step for each in island.rounds()] == [EVERY * (n + 1) for n in range(rounds)], "no step is lost"
+    numbers = [result["number"] for result in results]
+    assert {result["slot"] for result in results} == {0, 1, 2}, "the one that comes gets the free slot"
+    tokens = dict(zip(numbers, (1, 5, 3), strict=True))
+    [dead] = set(range(3)) - set(numbers)
+    oracle = ChangingIslands(make_model(), adamw, every=EVERY)
+    begun = {result["number"]: result["begun"] for result in results} | {dead: 0}
+    assert EVERY < begun[3] < EVERY * (rounds - 1)
+    for step in range(1, EVERY * rounds + 1):
+        for number in [number for number, at in begun.items() if at + 1 == step]:
+            oracle.come(number)
+        if step == dies_at:
+            del oracle.members[dead]
+        oracle.step(partial(loss, step=step), lambda number: (tokens | {dead: 2})[number])
+    for result in results:
+        for name, value in oracle.outer.items():
+            torch.testing.assert_close(torch.tensor(result["outer"][name]), value, atol=2e-5, rtol=1e-4)
+
+
+def test_stuck_and_diverging_islands_are_left_behind(tmp_path: Path) -> None:
+    options = {"every": 6, "fragments": 3, "overlap": 1, "codec": "int4", "error_feedback": 0.5, "mixing": 0.25}
+    with meeting(tmp_path) as (address, start):
+        policy = Membership(rendezvous=address, islands=3, timeout_s=3.0)
+        staying = start(policy=policy, options=options, last=12, size=2)
+        stuck = start(policy=policy, options=options, last=12, size=2, stops_at=6)
+        diverging = start(policy=policy, options=options, last=12, size=2, fails_at=14)
+        stuck.wait_for("stopped")
+        staying.wait_for_round(4)
+        stuck.send(signal.SIGCONT)
+        result = staying.result()
+        assert "JobError: the other islands have gone on without this one" in stuck.result()
+        assert "NaN, infinite or too large on this island; the others go on without it" in diverging.result()
+    members = assert_equal_rounds([staying, stuck, diverging])
+    assert [members[number] for number in (1, 2)] == [3, 3]
+    assert [members[number] for number in (3, 4, 5)] == [2, 2, 2]
+    assert members[11] == 1
+    assert all(torch.tensor(values).isfinite().all() for values in result["outer"].values())
+
+
+def test_a_quorum_does_not_wait_and_ended_runs_begin_anew(tmp_path: Path) -> None:
+    with meeting(tmp_path) as (address, start):
+        policy = Membership(rendezvous=address, islands=2, timeout_s=6.0, quorum=1)
+        fast = start(policy=policy, last=4, step_s=0.3)
+        slow = start(policy=policy, last=4, step_s=1.0)
+        assert isinstance(fast.result(), dict)
+        assert isinstance(slow.result(), dict)
+        assert set(assert_equal_rounds([fast, slow]).values()) == {2}
+        steps = [island.rounds()[-1].step for island in (fast, slow)]
+        assert steps[0] >= 4 * EVERY > steps[1], "the slow one joins with the steps that it has"
+
+        again = Membership(rendezvous=address, islands=2, timeout_s=6.0)
+        resumed = [start(policy=again, last=6) for _ in range(2)]
+        assert {island.result()["number"] for island in resumed} == {0, 1}, "the numbers of a new generation"
+        assert set(assert_equal_rounds(resumed)) == {5, 6}, "from the checkpoint's rounds on"
+
+
+def refused(address: str) -> list[str]:
+    """The messages of bad settings."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model, messages = make_model(), []
+    mesh = laconic.init_mesh("cpu", islands=1, nodes=1, local=1)
+
+    def attempt(run_id: str | None = "test", policy: dict[str, Any] | None = None, **options: Any) -> None:
+        membership = {"rendezvous": address, "islands": 2, "timeout_s": 2.0, "start_timeout_s": 0.5, **(policy or {})}
+        try:
+            options = {"codec": "fp32", "every": EVERY, **options}
+            LocalSteps(
+                model, adamw(model), mesh=mesh, run_id=run_id, membership=Membership(**membership), **options
+            ).enter()
+        except ValueError as error:
+            messages.append(str(error))
+
+    attempt(run_id=None)
+    attempt(policy={"rendezvous": "127.0.0.1:9"})
+    attempt()
+    attempt(every=2 * EVERY)
+    attempt(recovery="/tmp")
+    for policy in ({"rendezvous": "here"}, {"islands": 0}, {"quorum": 0}, {"timeout_s": 0}):
+        attempt(policy=policy)
+    local = LocalSteps(
+        model, adamw(model), mesh=mesh, run_id="other", membership=Membership(rendezvous=address, islands=1)
+    )
+    with pytest.raises(RuntimeError, match=r"call LocalSteps.enter\(\) before the first forward"):
+        local.step()
+    assert local.enter() == local.enter() == 0
+    local.leave()
+    return messages
+
+
+def test_bad_settings_are_refused(tmp_path: Path) -> None:
+    with meeting(tmp_path) as (address, _):
+        [messages] = launch.launch(refused, address, num_ranks=1, timeout_s=60, backend=None)
+    expected = [
+        "this run has no name",
+        "no rendezvous answers at 127.0.0.1:9",
+        f"1 of 2 islands have come to {address}",
+        "every is 6 on this island and 3 on the islands",
+        "leave it out, and save checkpoints",
+        "must be HOST:PORT",
+        "islands=0 must be positive",
+        "quorum=0 must be positive",
+        "timeout_s=0",
+    ]
+    assert len(messages) == len(expected), messages
+    for message, part in zip(messages, expected, strict=True):
+        assert part in message
+
+
+def vote_all(store: dist.Store, outcomes: Sequence[Outcome], patience_s: float, dice: random.Random) -> set[Verdict]:
+    """The verdicts that ranks get which vote at random moments."""
+    roster = Roster(number=0, members=tuple(range(len(outcomes))), slots=(), num_seen=len(outcomes), round=1)
+
+    def vote(outcome: Outcome, delay_s: float) -> Verdict:
+        time.sleep(delay_s)
+        return Ledger(store, "test", "here").vote(roster, 1, outcome, num_ranks=len(outcomes), patience_s=patience_s)
+
+    with ThreadPoolExecutor(len(outcomes)) as pool:
+        return set(pool.map(vote, outcomes, [dice.random() * 0.02 for _ in outcomes]))
+
+
+def test_there_is_one_verdict_on_each_try() -> None:
+    dice, seen = random.Random(5), set()
+    for _ in range(60):
+        outcomes = [Outcome.LOST if dice.random() < 0.1 else Outcome.DONE for _ in range(5)]
+        verdicts = vote_all(dist.HashStore(), outcomes, dice.choice([0.0, 20.0]), dice)
+        assert len(verdicts) == 1, "all ranks get the same"
+        [verdict] = verdicts
+        assert verdict.outcome is not Outcome.DONE or Outcome.LOST not in outcomes
+        seen.add(verdict.outcome)
+    assert seen == set(Outcome), "done, lost and late all happen"
+
+
+def test_the_first_proposal_of_a_roster_counts() -> None:
+    store = dist.HashStore()
+    ledgers = [Ledger(store, "test", "here") for _ in range(4)]
+    for _ in ledgers:
+        ledgers[0].come(rounds=7)
+    ledgers[0].found(4)
+    roster = ledgers[1].roster(0)
+    assert (roster.members, roster.round, roster.lead) == ((0, 1, 2, 3), 8, 0)
+    ledgers[3].leave(3)
+    for number in (0, 2):
+        ledgers[number].register(roster, number)
+    for each in ledgers:
+        each.propose(roster, 8, is_late=False, patience_s=0.05)
+    following = ledgers[1].next_roster(roster, 0.0)
+    assert following is not None
+    assert following.members == following.slots == (0, 2)
+    assert ledgers[0].come(rounds=0) == 4
+    larger = ledgers[2].enlarge(following, ledgers[2]._queued(following), 9, lead=2)
+    assert (larger.members, larger.slots, larger.newcomers) == ((0, 2, 4), (0, 2, 1), (4,))
+    assert ledgers[3].welcome(4) == larger

@@ -1,0 +1,1 @@
+"""A race checker that needs no GPU: docs/races.md says what it proves."""

@@ -1,0 +1,396 @@
+"""Programs of the engine: one or two optimizer steps of each way to train."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+from laconic import Cache, Checks, Wire, fully_shard
+from laconic.optim import AdamW8bit, Muon, Shampoo
+from tests.races.machine import Machine
+from tests.races.modes import accelerator
+from tests.races.world import one_rank
+
+WIDTH = 16
+Body = Callable[[Any, torch.optim.Optimizer], None]
+
+
+class Net(nn.Module):
+    """Residual blocks."""
+
+    def __init__(self, width: int, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(num_blocks))
+        self.out = nn.Linear(width, width, bias=False)
+        self.recomputes = False
+
+    def forward(self, x: Tensor, skip: int | None = None) -> Tensor:
+        """Run the blocks but `skip`."""
+        for index, block in enumerate(self.blocks):
+            if index != skip:
+                y = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+                x = x + torch.tanh(y)
+        return self.out(x)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the adapter's output."""
+        return self.base(x) + self.up(self.down(x))
+
+
+def batch(seed: int, width: int = WIDTH) -> Tensor:
+    """A batch on the device."""
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(seed)).to("cuda")
+
+
+def loss_of(model: Any, seed: int, **kwargs: Any) -> Tensor:
+    """The loss of one batch."""
+    return model(batch(seed, model.out.in_features), **kwargs).square().mean()
+
+
+def training(
+    *, steps: int = 2, micro_batches: int = 1, syncs_all: bool = False, skip: int | None = None, late_sums: bool = False
+) -> Body:
+    """Train, and read the loss after each step."""
+
+    def run(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(steps):
+            for micro in range(micro_batches):
+                is_last = micro == micro_batches - 1
+                if late_sums:
+                    model.set_requires_all_reduce(is_last)
+                else:
+                    model.set_requires_gradient_sync(is_last or syncs_all)
+                loss = loss_of(model, 10 * step + micro, skip=skip if is_last else None)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.item()
+
+    return run
+
+
+def two_forwards(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """One backward through two forwards."""
+    for step in range(2):
+        (loss_of(model, step) + loss_of(model, step + 5)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clipped(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Clip gradients, zero them in place, and add to them again."""
+    for step in range(3):
+        loss_of(model, step).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def evaluated(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Evaluate between steps, edit weights, look at whole ones, and at a state dict."""
+    for _ in range(2):
+        training(steps=1)(model, optimizer)
+        with torch.no_grad():
+            loss_of(model, 99).item()
+            next(iter(model.parameters())).mul_(0.5)
+            loss_of(model, 99).item()
+            loss_of(model, 98).item()
+        for parameter in model.parameters():
+            parameter.full_tensor()
+        model.state_dict()
+
+
+def abandoned(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """A backward that raises in the middle, and steps after it."""
+
+    class Failure(Exception):
+        pass
+
+    def fail(gradient: Tensor) -> None:
+        raise Failure
+
+    training(steps=1)(model, optimizer)
+    output = model.blocks[1].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+    has_failed = False
+    try:
+        loss_of(model, 3).backward()
+    except Failure:
+        has_failed = True
+    assert has_failed
+    output.remove()
+    training(steps=2)(model, optimizer)
+
+
+def on_another_stream(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Train on a stream of the program's own."""
+    streams = torch.get_device_module("cuda")
+    side = streams.Stream()
+    side.wait_stream(streams.current_stream())
+    with streams.stream(side):
+        training()(model, optimizer)
+    streams.current_stream().wait_stream(side)
+
+
+def late_reduction(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """A backward that need not wait for its last reductions, before one that does."""
+    for step in range(2):
+        model.set_is_last_backward(False)
+        loss_of(model, step).backward()
+        model.set_is_last_backward(True)
+        loss_of(model, step + 5).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def without_reading(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Train without a read by the host, which would wait for the device."""
+    x = batch(0)
+    for _ in range(4):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def read_by_host(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """The host reads parameters, where it can, right after they were used."""
+    for step in range(2):
+        loss_of(model, step).backward()
+        for parameter in model.parameters():
+            if parameter.to_local().device.type == "cpu":
+                parameter.to_local().sum().item()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def edited_by_host(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """The host edits weights that rest with it, right after a forward has used them."""
+    for step in range(2):
+        loss_of(model, step).backward()
+        with torch.no_grad():
+            model(batch(7))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(batch(8))
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+
+
+def edited_before_backward(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """The host edits weights that rest with it between a forward and its backward, which takes the edited ones."""
+    for step in range(2):
+        loss = loss_of(model, step)
+        with torch.no_grad():
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.mul_(0.5)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def thawed(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Frozen weights train later on."""
+    training(steps=2)(model, optimizer)
+    for block in model.blocks:
+        block.requires_grad_(True)
+    training(steps=2)(model, optimizer)
+
+
+def step_in_backward(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Each parameter takes its step as soon as its gradient is there."""
+    own = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        own[parameter].step()
+        own[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for seed in range(3):
+        loss_of(model, seed).backward()
+
+
+def overlapped_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer runs on a stream of its own; the next forward waits for its event."""
+    streams = torch.get_device_module("cuda")
+    side = streams.Stream()
+    for step in range(2):
+        loss_of(model, step).backward()
+        side.wait_stream(streams.current_stream())
+        with streams.stream(side):
+            optimizer.step()
+        model.set_post_optim_event(side.record_event())
+        x = batch(step + 1)
+        model(x)
+        optimizer.zero_grad()
+
+
+def adapt(model: Net) -> None:
+    """Give each block a low-rank adapter."""
+    model.blocks = nn.ModuleList(Adapted() for _ in model.blocks)
+    model.out.requires_grad_(False)
+    model.to("cuda")
+
+
+def freeze_blocks(model: Net) -> None:
+    """Train the last layer only."""
+    model.blocks.requires_grad_(False)
+
+
+def recompute(model: Net) -> None:
+    """Recompute activations."""
+    model.recomputes = True
+
+
+def prefetch(model: Any) -> None:
+    """Set what each block prefetches."""
+    for block, following in pairwise(model.blocks):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A model, how it is sharded, and how it is trained."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `fully_shard`."""
+    nodes: int = 2
+    local: int = 2
+    islands: int = 1
+    width: int = WIDTH
+    """The parts of islands have whole blocks of 128 values, so coded sums over islands need 32."""
+    backend: str = "nccl"
+    """With "gloo", waiting blocks the host, and transfers leave the lane."""
+    optimizer: Callable[[Any], torch.optim.Optimizer] = _adamw
+    train: Body = field(default_factory=training)
+    prepare: Callable[[Net], None] = lambda model: None
+    sharded: Callable[[Any], None] = lambda model: None
+    """What happens to the sharded model before the first step."""
+    wrap: Callable[[Any, torch.optim.Optimizer, Any], Any] = lambda model, optimizer, mesh: optimizer
+    """Makes what takes the steps, of the sharded model, its optimizer and the mesh."""
+
+    def record(self) -> Machine:
+        """Run the program on a machine, which has its trace."""
+        torch.manual_seed(0)
+        shape = {"nodes": self.nodes, "local": self.local, "islands": self.islands}
+        with accelerator() as machine, one_rank(machine, backend=self.backend, **shape) as mesh:
+            model = Net(self.width).to("cuda")
+            self.prepare(model)
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh, **self.options)
+            fully_shard(model, mesh=mesh, **self.options)
+            self.sharded(model)
+            optimizer = self.optimizer([p for p in model.parameters() if p.requires_grad])
+            optimizer = self.wrap(model, optimizer, mesh)
+            with machine.recording():
+                self.train(model, optimizer)
+            machine.keep_last_contents()
+            del model, optimizer
+            gc.collect()
+        return machine
+
+
+_HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+_BUDGET = Cache(where="host", device_budget_bytes=2 * WIDTH * WIDTH * 4)
+_CHECKS = Checks(interval=1, on_damage="regather", unnoticed_edits=True)
+_ZERO = Wire(weights="int8", as_values=True, gradients="int4", feedback=True)
+_FEEDBACK = Wire(weights="int4", gradients="int2", feedback=True, exact_every=2)
+
+ENGINE: dict[str, Program] = {
+    "cache none": Program(),
+    "cache host": Program(options={"cache": "host"}),
+    "cache device": Program(options={"cache": "device"}),
+    "cache budget": Program(options={"cache": _BUDGET}),
+    "one node": Program(nodes=1),
+    "one rank per node": Program(local=1, options={"cache": "host"}),
+    "frozen, cache host": Program(options={"cache": "host"}, prepare=freeze_blocks, train=training(steps=3)),
+    "LoRA, cache host": Program(options={"cache": "host"}, prepare=adapt, train=training(steps=3, micro_batches=2)),
+    "LoRA, cache budget": Program(options={"cache": _BUDGET}, prepare=adapt, train=training(steps=3)),
+    "frozen, read by the host": Program(options={"cache": "host"}, prepare=freeze_blocks, train=read_by_host),
+    "thawed, cache host": Program(options={"cache": "host"}, prepare=freeze_blocks, train=thawed),
+    "accumulation": Program(train=training(micro_batches=3)),
+    "accumulation, a block skipped": Program(options={"cache": "host"}, train=training(micro_batches=2, skip=0)),
+    "accumulation into .grad": Program(options={"cache": "device"}, train=training(micro_batches=2, syncs_all=True)),
+    "prefetch": Program(options={"cache": "host"}, sharded=prefetch),
+    "recomputation": Program(options={"cache": "host"}, prepare=recompute),
+    "recomputation, accumulation": Program(prepare=recompute, train=training(micro_batches=2)),
+    "two forwards": Program(options={"cache": "host"}, train=two_forwards),
+    "no reshard": Program(options={"cache": "host", "reshard_after_forward": False}),
+    "mixed precision": Program(options={"cache": "host", "mp_policy": _HALF}, train=training(micro_batches=2)),
+    "clipping": Program(train=clipped),
+    "evaluation": Program(options={"cache": "host"}, train=evaluated),
+    "failed backward": Program(options={"cache": "host"}, train=abandoned),
+    "another stream": Program(options={"cache": "host"}, train=on_another_stream),
+    "late reduction": Program(train=late_reduction),
+    "step in backward": Program(train=step_in_backward),
+    "overlapped optimizer": Program(train=overlapped_optimizer, optimizer=_sgd),
+    "Muon": Program(optimizer=partial(Muon, lr=1e-2)),
+    "Shampoo": Program(optimizer=partial(Shampoo, lr=1e-2)),
+    "AdamW8bit": Program(optimizer=partial(AdamW8bit, lr=1e-2)),
+    "8 bits, cache host": Program(options={"cache": "host", "wire": "8bit"}, train=training(steps=3)),
+    "4 bits, cache device": Program(options={"cache": "device", "wire": "4bit"}, train=training(steps=3)),
+    "4 bits, cache host, evaluation": Program(options={"cache": "host", "wire": "4bit"}, train=evaluated),
+    "copies compared": Program(options={"cache": "host", "wire": _FEEDBACK}, train=without_reading),
+    "feedback": Program(options={"cache": "host", "wire": _FEEDBACK}, train=training(steps=3, micro_batches=2)),
+    "ZeRO++": Program(options={"wire": _ZERO}),
+    "checks": Program(options={"cache": "host", "checks": _CHECKS}),
+    "checks, LoRA": Program(options={"cache": "host", "checks": _CHECKS}, prepare=adapt),
+    "checks, 4 bits": Program(options={"cache": "host", "wire": "4bit", "checks": _CHECKS}),
+    "replicas": Program(islands=2, local=1),
+    "replicas, late sums": Program(islands=2, local=1, train=training(micro_batches=2, late_sums=True)),
+    "replicas, 4 bits": Program(
+        islands=2, local=1, width=32, options={"cache": "host", "wire": "4bit"}, train=training(steps=3)
+    ),
+    "replicas, feedback, accumulation": Program(
+        islands=2, width=32, options={"cache": "host", "wire": _FEEDBACK}, train=training(micro_batches=2)
+    ),
+    "offload": Program(options={"offload_policy": CPUOffloadPolicy()}),
+    "offload, cache host": Program(options={"offload_policy": CPUOffloadPolicy(), "cache": "host"}),
+    "offload, accumulation": Program(
+        options={"offload_policy": CPUOffloadPolicy()}, train=training(micro_batches=2, syncs_all=True)
+    ),
+    "offload, edited by the host": Program(options={"offload_policy": CPUOffloadPolicy()}, train=edited_by_host),
+    "offload, edited before backward": Program(
+        options={"offload_policy": CPUOffloadPolicy(), "reshard_after_forward": False}, train=edited_before_backward
+    ),
+    "Gloo, cache none": Program(backend="gloo", train=training(micro_batches=2)),
+    "Gloo, cache host": Program(backend="gloo", options={"cache": "host"}, prepare=recompute),
+    "Gloo, cache device": Program(backend="gloo", options={"cache": "device"}, train=two_forwards),
+    "Gloo, LoRA": Program(backend="gloo", options={"cache": "host"}, prepare=adapt, train=training(steps=3)),
+    "Gloo, replicas": Program(backend="gloo", islands=2, local=1, options={"cache": "host"}),
+    "Gloo, replicas, feedback": Program(
+        backend="gloo",
+        islands=2,
+        width=32,
+        options={"cache": "host", "wire": _FEEDBACK},
+        train=training(micro_batches=2),
+    ),
+    "offload, 8 bits": Program(options={"offload_policy": CPUOffloadPolicy(), "cache": "host", "wire": "8bit"}),
+}

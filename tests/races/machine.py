@@ -1,0 +1,389 @@
+"""A machine with an accelerator that is not there: device memory lies in host memory, and streams only keep order.
+
+The machine keeps the streams, the threads and the memory, and writes down which bytes each operation reads and writes
+on which timeline ([Note: Timelines] in trace.py). The modes of modes.py run programs on it. Nothing in src knows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+import laconic
+from tests.races.trace import HOST, Access, Memory, Record, Site, Step, Trace, Wait
+
+aten: Any = torch.ops.aten
+COMPUTE = 1
+"""The timeline of the stream that is current at first."""
+CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+_LIBRARY = str(Path(laconic.__file__).parent)
+_TESTS = str(Path(__file__).parent)
+_OWN = tuple(str(Path(__file__).with_name(name)) for name in ("machine.py", "modes.py", "threads.py", "world.py"))
+_BELOW_SITES = ("shard/lanes.py", "comm/collectives.py")
+_MAX_RUNS = 4096
+
+
+class Event:
+    """An event of the machine."""
+
+    def __init__(self, machine: Machine, timeline: int, site: Site | None) -> None:
+        self.device = CUDA
+        self._machine = machine
+        self.number = machine.record(timeline, site)
+
+    def wait(self, stream: Any = None) -> None:
+        """Let the current stream wait."""
+        (stream or self._machine.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        self._machine.wait(self._machine.thread, self.number, self._machine.site("synchronize"))
+
+
+class Stream:
+    """A stream of the machine."""
+
+    def __init__(self, machine: Machine, name: str | None = None) -> None:
+        self._machine = machine
+        place = machine.site("")
+        self.timeline = machine.new_timeline(name or "stream" + (f" ({place.function})" if place else ""))
+
+    def wait_event(self, event: Event) -> None:
+        """Let later work of this stream wait for an event."""
+        self._machine.wait(self.timeline, event.number, self._machine.site("wait", event))
+
+    def wait_stream(self, other: Stream) -> None:
+        """Let later work of this stream wait for all that another has been given so far."""
+        number = self._machine.record(other.timeline, None)
+        self._machine.wait(self.timeline, number, self._machine.site("wait_stream"))
+
+    def record_event(self, event: Any = None) -> Event:
+        """An event that completes when all work so far is done."""
+        return Event(self._machine, self.timeline, self._machine.site("record_event"))
+
+    def is_capturing(self) -> bool:
+        """No graph is captured."""
+        return False
+
+    def synchronize(self) -> None:
+        """Let the host wait for all work so far."""
+        number = self._machine.record(self.timeline, None)
+        self._machine.wait(self._machine.thread, number, self._machine.site("synchronize"))
+
+
+class Machine:
+    """The machine and its recorder. See the docstring of this file."""
+
+    def __init__(self) -> None:
+        self.trace = Trace()
+        self.is_recording = False
+        self.memory_of: dict[int, Memory] = {}  # by the address of torch's storage
+        self._begin_of: dict[
+            int, int
+        ] = {}  # of storages that are parts of another one's memory: their first byte there
+        self.storages: dict[int, Any] = {}  # weak references to the storages, by the number of their memory
+        self.first_contents: dict[int, Tensor] = {}
+        self.last_contents: dict[int, Tensor] = {}
+        self._numbers = itertools.count()
+        self._events = itertools.count()
+        self.compute = self.current = Stream(self, "compute")
+        self.thread = HOST
+        """The timeline of the thread whose code runs now."""
+        self.placing: tuple[bool, bool] | None = None
+        """Where new memory lies, (is_device, is_pinned), if the program has said so."""
+        self._free_blocks: dict[int, list[tuple[Memory, str]]] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[Trace]:
+        """Record the body, which begins and ends with an idle device and idle threads."""
+        self.first_contents = {m.id: contents(self.storages[m.id]()) for m in self.memory_of.values()}
+        self.is_recording = True
+        yield self.trace
+        for timeline in range(len(self.trace.timelines)):
+            self.join(timeline)
+        self.is_recording = False
+
+    def keep_last_contents(self) -> None:
+        """Remember what all memory holds now."""
+        alive = [(memory.id, self.storages[memory.id]()) for memory in self.memory_of.values()]
+        self.last_contents = {number: contents(storage) for number, storage in alive if storage is not None}
+
+    # -- order ---------------------------------------------------------------------------------------------------------
+
+    def new_timeline(self, name: str, *, is_thread: bool = False) -> int:
+        """Add a stream or a thread."""
+        self.trace.timelines.append(name)
+        timeline = len(self.trace.timelines) - 1
+        if is_thread:
+            self.trace.threads.add(timeline)
+        return timeline
+
+    @contextmanager
+    def stream(self, stream: Stream | None) -> Iterator[None]:
+        """Make a stream current."""
+        before, self.current = self.current, stream or self.current
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def running_thread(self, timeline: int) -> Iterator[None]:
+        """Let the body be the work of a thread. A thread begins with the compute stream as its current one."""
+        before = self.thread, self.current
+        self.thread, self.current = timeline, self.compute
+        try:
+            yield
+        finally:
+            self.thread, self.current = before
+
+    def record(self, timeline: int, site: Site | None) -> int:
+        """Record an event on a timeline; return its number."""
+        number = next(self._events)
+        if self.is_recording:
+            self.trace.entries.append(Record(timeline, number, site))
+        return number
+
+    def wait(self, timeline: int, event: int, site: Site | None) -> None:
+        """Let a timeline wait for an event."""
+        if self.is_recording:
+            self.trace.entries.append(Wait(timeline, event, site))
+
+    def join(self, timeline: int) -> None:
+        """Let the present thread wait for a timeline."""
+        self.wait(self.thread, self.record(timeline, None), None)
+
+    def synchronize(self) -> None:
+        """Let the present thread wait for all streams."""
+        for timeline in range(len(self.trace.timelines)):
+            if timeline not in self.trace.threads:
+                self.join(timeline)
+
+    def site(self, call: str, event: Event | None = None) -> Site | None:
+        """The call in the library that makes this wait or event; None if the program itself or a test makes it."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            file, code = frame.f_code.co_filename, frame.f_code
+            if file.startswith(_LIBRARY):
+                if file.endswith("shard/lanes.py") and code.co_name in ("running", "going_on"):
+                    after = frame.f_locals.get("after", ())
+                    index = next((i for i, each in enumerate(after) if each is event is not None), None)
+                    call = f"{code.co_name} after " + ("compute" if index is None else f"[{index}]")
+                is_below = file.endswith(_BELOW_SITES) or (file.endswith("cyclic/links.py") and code.co_name == "_wait")
+                if not is_below:
+                    return Site(file[len(_LIBRARY) + 1 :], frame.f_lineno, code.co_name, call)
+            frame = frame.f_back
+        return None
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def memory(self, tensor: Tensor) -> Memory:
+        """The memory of a tensor; memory that no operation made is host memory."""
+        storage = tensor.untyped_storage()
+        found = self.memory_of.get(storage._cdata)
+        return found or self._register(storage, is_device=False)
+
+    def is_on_device(self, tensor: Tensor) -> bool:
+        """True for tensors of the accelerator."""
+        found = self.memory_of.get(tensor.untyped_storage()._cdata)
+        return found is not None and found.is_device
+
+    def adopt(self, tensor: Tensor) -> None:
+        """Take over a tensor that no operation made, such as one of Python's numbers."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.memory_of:
+            is_device, is_pinned = self.placing or (False, False)
+            self._register(storage, is_device=is_device).is_pinned = is_pinned
+
+    def take(self, result: Tensor, *, is_device: bool) -> bool:
+        """Register the memory of an operation's result, if it is new. Returns whether it is."""
+        storage = result.untyped_storage()
+        if storage._cdata in self.memory_of:
+            return False
+        is_device, is_pinned = self.placing or (is_device, False)
+        self._register(storage, is_device=is_device, is_new=True).is_pinned = is_pinned
+        return True
+
+    def cut(self, storage: Any, part: Any) -> None:
+        """Note that a storage is a part of another one's memory."""
+        if storage._cdata in self.memory_of:
+            self.memory_of[part._cdata] = self.memory_of[storage._cdata]
+            self._begin_of[part._cdata] = part.data_ptr() - storage.data_ptr()
+            weakref.finalize(part, self._forget_part, part._cdata).atexit = False
+
+    def _forget_part(self, address: int) -> None:
+        self.memory_of.pop(address, None)
+        self._begin_of.pop(address, None)
+
+    def _register(self, storage: Any, *, is_device: bool, is_new: bool = False) -> Memory:
+        timeline = self.current.timeline if is_device else self.thread
+        memory = Memory(next(self._numbers), storage.nbytes(), is_device, timeline, self._place())
+        self.memory_of[storage._cdata] = self.trace.memories[memory.id] = memory
+        self.storages[memory.id] = weakref.ref(storage)
+        weakref.finalize(storage, self._free, storage._cdata, memory).atexit = False
+        if self.is_recording:
+            for freed, place in self._free_blocks.pop(timeline, []) if is_new else []:
+                self._touch_all(freed, "next allocation after the free", place, is_reuse=True)
+            if not is_new and memory.nbytes:
+                self.first_contents[memory.id] = contents(storage)
+            self._touch_all(memory, "allocation" if is_new else "first sight")
+            if is_new:
+                self.trace.allocated.add(memory.id)
+        return memory
+
+    def _free(self, address: int, memory: Memory) -> None:
+        if self.memory_of.get(address) is memory:
+            del self.memory_of[address]
+        if self.is_recording and not memory.is_freed and not memory.is_pinned:
+            self._free_blocks.setdefault(memory.timeline, []).append((memory, self._place()))
+        memory.is_freed = True
+
+    def _touch_all(self, memory: Memory, name: str, place: str = "", *, is_reuse: bool = False) -> None:
+        accesses = [Access(memory.id, 0, memory.nbytes, is_write=True)] if memory.nbytes else []
+        step = Step(memory.timeline, self.thread, name, place or self._place(), accesses, is_reuse=is_reuse)
+        self.trace.entries.append(step)
+
+    def before_resize(self, storage: Any) -> Memory:
+        """Free the memory of a storage that is about to have another size. Returns what it was."""
+        memory = self.memory_of.get(storage._cdata)
+        if memory is None:
+            memory = self._register(storage, is_device=False)
+        if memory.nbytes:
+            self._free(storage._cdata, memory)
+        else:
+            memory.is_freed = True
+            self.memory_of.pop(storage._cdata)
+        return memory
+
+    def after_resize(self, storage: Any, before: Memory) -> None:
+        """Register the new memory of a storage that was resized."""
+        self._register(storage, is_device=before.is_device, is_new=True)
+
+    def register_pages(self, pointer: int, nbytes: int, flags: int) -> int:
+        """CUDA's call that locks pages of host memory."""
+        self._host_memory_at(pointer).is_pinned = True
+        return 0
+
+    def unregister_pages(self, pointer: int) -> int:
+        """CUDA's call that unlocks them."""
+        memory = self._host_memory_at(pointer)
+        if self.is_recording:
+            self._touch_all(memory, "free of locked pages")
+        return 0
+
+    def _host_memory_at(self, pointer: int) -> Memory:
+        alive = ((memory, self.storages[memory.id]()) for memory in self.memory_of.values())
+        return next(
+            m for m, storage in alive if storage is not None and storage.nbytes() and storage.data_ptr() == pointer
+        )
+
+    # -- accesses ------------------------------------------------------------------------------------------------------
+
+    def add_step(self, name: str, touched: Sequence[tuple[Tensor, bool]], run: Run | None) -> int:
+        """Write down an operation that touches these tensors, and whether it writes them. Returns its timeline."""
+        is_on_device = any(self.is_on_device(tensor) for tensor, _ in touched)
+        timeline = self.current.timeline if is_on_device else self.thread
+        accesses = [each for tensor, is_write in touched for each in self._accesses(tensor, is_write)]
+        self.trace.entries.append(Step(timeline, self.thread, name, self._place(), accesses, run))
+        return timeline
+
+    def note_read(self, tensor: Tensor, name: str) -> int:
+        """Write down that somebody reads memory, which torch does not show to a mode. Returns the timeline."""
+        run = Run(aten.clone.default, (self.reference(tensor),), {}, [], None, gives_value=True)
+        return self.add_step(name, [(tensor, False)], run) if self.is_recording else self.thread
+
+    def read_by_host(self, tensor: Tensor, name: str) -> None:
+        """Write down that the present thread reads a tensor's memory. It waits for the device, if that has it."""
+        timeline = self.note_read(tensor, name)
+        if timeline != self.thread:
+            self.join(timeline)
+
+    def reference(self, tensor: Tensor) -> Any:
+        """Where a tensor lies: memory, byte offset, size, stride, dtype. Tensors on meta stay."""
+        if tensor.device.type == "meta":
+            return tensor
+        offset = tensor.storage_offset() * tensor.itemsize + self._begin_of.get(tensor.untyped_storage()._cdata, 0)
+        return Reference(self.memory(tensor).id, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def _accesses(self, tensor: Tensor, is_write: bool) -> list[Access]:
+        """The bytes of a tensor, exactly unless it has thousands of runs."""
+        if tensor.numel() == 0:
+            return []
+        memory, first = self.memory(tensor), self._begin_of.get(tensor.untyped_storage()._cdata, 0)
+        return [Access(memory.id, first + begin, first + end, is_write) for begin, end in byte_runs(tensor)]
+
+    def _place(self) -> str:
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file.startswith((_LIBRARY, _TESTS)) and file not in _OWN:
+                root = _LIBRARY if file.startswith(_LIBRARY) else _TESTS
+                return f"{file[len(root) + 1 :]}:{frame.f_lineno} ({frame.f_code.co_name})"
+            frame = frame.f_back
+        return "?"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What it takes to run an operation again, with a `Reference` in place of each tensor."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    outputs: list[tuple[int, Reference]]
+    """Which of its results, counted as leaves, are new, and where they lie."""
+    random_state: Tensor | None
+    gives_value: bool
+    """True if the host reads the result."""
+
+
+class Reference(tuple):
+    """Where a tensor lies: (memory, byte offset, size, stride, dtype)."""
+
+    __slots__ = ()
+
+    def __new__(cls, *parts: Any) -> Reference:
+        return super().__new__(cls, parts)
+
+
+def byte_runs(tensor: Tensor) -> list[tuple[int, int]]:
+    """The runs [begin, end) of bytes of its storage that a tensor covers; one that holds them all, if they are many."""
+    first, width = tensor.storage_offset(), tensor.itemsize
+    if tensor.is_contiguous():
+        return [(first * width, (first + tensor.numel()) * width)]
+    dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1 and s)
+    run = 1
+    while dims and dims[0][0] == run:  # a contiguous inner part
+        run *= dims.pop(0)[1]
+    starts = [0]
+    if len(dims) and _product(n for _, n in dims) <= _MAX_RUNS:
+        for stride, size in reversed(dims):
+            starts = [start + i * stride for start in starts for i in range(size)]
+    elif dims:
+        run = 1 + sum(stride * (size - 1) for stride, size in dims) + run - 1
+    return [((first + start) * width, (first + start + run) * width) for start in starts]
+
+
+def _product(numbers: Iterable[int]) -> int:
+    total = 1
+    for number in numbers:
+        total *= number
+    return total
+
+
+def contents(storage: Any) -> Tensor:
+    """A copy of a storage's bytes, which the machine does not see."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        return torch.empty(0, dtype=torch.uint8).set_(storage).clone()

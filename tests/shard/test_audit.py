@@ -1,0 +1,112 @@
+"""An audit sees a rank that computes other bits, disturbs nothing, and says what it cannot compare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import laconic
+from benchmarks.trust.bit_flips import flipping_in_gradients, flipping_in_use
+from laconic import Checks, CorruptionError
+from tests.ranks import run_ranks
+from tests.shard import helpers
+
+
+class Noisy(helpers.Net):
+    """Draws random numbers, changes a buffer in each forward, and has a parameter that no unit takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(17)
+        self.dropout = nn.Dropout(0.4)
+        self.own = nn.Parameter(torch.ones(17))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = self.dropout(block(x))
+        return self.out(self.own * self.norm(x) + self.norm.running_mean)
+
+
+def _build(**policies: Any) -> Any:
+    model: Any = helpers.build(Noisy)
+    return helpers.shard(model, ignored_params=[model.own], **policies)
+
+
+def _loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    return (model(batch["x"]) - batch["y"]).square().mean()
+
+
+def _batch(seed: int) -> dict[str, Tensor]:
+    rank = dist.get_rank()
+    x, y = helpers.inputs(seed, rank, rows=4 + rank)  # each rank has another number of rows
+    return {"x": x, "y": y}
+
+
+def _train(model: Any, *, audits: bool) -> list[Tensor]:
+    torch.manual_seed(7 + dist.get_rank())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(2):
+        with model.no_sync():
+            _loss(model, _batch(10 + step)).backward()
+        if audits:
+            before = model.traffic.snapshot()
+            laconic.audit(model, _batch(step), _loss)
+            assert (model.traffic.snapshot() - before).total("node", "gradients", "sent") == 0
+        loss = _loss(model, _batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
+    return [*losses, *whole, *model.buffers(), torch.get_rng_state()]
+
+
+def job_undisturbed() -> None:
+    for policies in ({"cache": "none"}, {"cache": "host", "checks": Checks(interval=1, unnoticed_edits=True)}):
+        plain, audited = (_train(_build(**policies), audits=audits) for audits in (False, True))
+        assert all(torch.equal(one, two) for one, two in zip(plain, audited, strict=True)), policies
+
+
+def test_an_audit_disturbs_nothing() -> None:
+    run_ranks(job_undisturbed, 4, local=2)
+
+
+def job_damage() -> None:
+    model = _build(cache="host")
+    torch.manual_seed(dist.get_rank())
+    for injure in (flipping_in_use, flipping_in_gradients):
+        for number in range(4):
+            with injure(number, bit=22, seed=number), pytest.raises(CorruptionError, match=r"ranks (0 and 1|1 and 2) "):
+                laconic.audit(model, _batch(0), _loss)
+            model.reset_iter_state()
+    with (
+        flipping_in_gradients(0, bit=3, seed=0),
+        pytest.raises(CorruptionError, match=r"the gradient of blocks\.2\.up\.weight"),
+    ):
+        laconic.audit(model, _batch(0), _loss)
+    laconic.audit(model, _batch(0), _loss)
+
+
+def test_damage_on_one_rank_is_seen_by_all() -> None:
+    run_ranks(job_damage, 3, local=1)
+
+
+def job_refusals() -> None:
+    with pytest.raises(ValueError, match=r"module of laconic\.fully_shard, got Linear"):
+        laconic.audit(nn.Linear(2, 2), None, _loss)
+    alone = helpers.shard(helpers.build(), mesh=laconic.init_mesh("cpu", islands=2, nodes=1, local=1))
+    with pytest.raises(ValueError, match="one rank in an island"):
+        laconic.audit(alone, _batch(0), _loss)
+    batch = _batch(0) | ({"ids": torch.zeros(1, dtype=torch.int64)} if dist.get_rank() else {})
+    with pytest.raises(ValueError, match="one structure on all ranks"):
+        laconic.audit(_build(mesh=laconic.init_mesh("cpu", nodes=2, local=1)), batch, _loss)
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    run_ranks(job_refusals, 2, local=1)

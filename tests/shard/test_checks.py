@@ -1,0 +1,221 @@
+"""Damage on the wire and in caches, and edits without notice, are found; a run without damage is not disturbed."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import laconic
+from benchmarks.trust.bit_flips import Flip, flip_bit, flipping
+from laconic import Checks, CorruptionError, Wire
+from laconic.shard import inspection
+from tests.ranks import run_ranks
+from tests.shard import helpers
+
+_ALL = Checks(interval=1, on_damage="regather", unnoticed_edits=True)
+_SETTINGS: list[dict[str, Any]] = [
+    {"cache": "none"},
+    {"cache": "host", "reshard_after_forward": False},
+    {"cache": "device", "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    {"cache": "host", "wire": "4bit"},
+    {"cache": "none", "wire": Wire(weights="int8", as_values=True, gradients="int4", feedback=True)},
+]
+
+
+def _train(model: Any) -> list[torch.Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for seed in range(2):
+        with model.no_sync():
+            helpers.squared_error(model, helpers.inputs(50 + seed, dist.get_rank())).backward()
+        losses.append(helpers.train_step(model, optimizer, seed))
+        with torch.no_grad():
+            losses.append(helpers.squared_error(model, helpers.inputs(seed, 0)))
+    return [*losses, *helpers.full_parameters(model).values()]
+
+
+def job_undisturbed(axes: tuple[int, ...], which: slice) -> None:
+    sizes = dict(zip(("islands", "nodes", "local"), axes, strict=True))
+    mesh = laconic.init_mesh("cpu", **sizes)  # type: ignore[arg-type]
+    warnings.simplefilter("ignore")  # wire= does nothing on one node
+    for settings in _SETTINGS[which]:
+        plain, checked = (
+            _train(helpers.shard(helpers.build(), mesh=mesh, checks=checks, **settings)) for checks in (None, _ALL)
+        )
+        assert all(torch.equal(one, two) for one, two in zip(plain, checked, strict=True)), settings
+
+
+@pytest.mark.parametrize(
+    ("axes", "which"), [((1, 2, 2), slice(0, 5, 2)), ((1, 3, 1), slice(1, 5, 2)), ((2, 2, 1), slice(1, 5, 2))]
+)
+def test_checks_change_nothing(axes: tuple[int, int, int], which: slice) -> None:
+    run_ranks(job_undisturbed, math.prod(axes), axes, which, local=axes[2])
+
+
+def _outcome(model: Any, flip: Flip) -> str:
+    """Train a step in which one rank gets a wrong bit; return the error, or "" if nobody saw it."""
+    try:
+        with flipping(flip):
+            helpers.train_step(model)
+    except CorruptionError as error:
+        return str(error)
+    finally:
+        model.reset_iter_state()
+        model.zero_grad()
+    return ""
+
+
+def job_wire() -> None:
+    for settings in (_SETTINGS[0], _SETTINGS[2], _SETTINGS[3]):
+        model = helpers.shard(helpers.build(), checks=Checks(interval=1), **settings)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for purpose in ("weights", "gradients"):
+            for level in ("local", "node"):
+                helpers.train_step(model, optimizer)  # so that new weights cross, in few bits as differences
+                flip = Flip(rank=1, purpose=purpose, level=level, bit=15 if level == "local" else 0)
+                message = _outcome(model, flip)
+                assert message, (settings, flip)
+                assert "rank 1" in message, message
+        assert not _outcome(model, Flip(rank=-1, purpose="weights", level="node", bit=0)), settings  # no flip, no error
+
+
+def test_a_flipped_bit_on_the_wire_is_found_on_all_ranks() -> None:
+    run_ranks(job_wire, 4, local=2)
+
+
+def job_interval() -> None:
+    model = helpers.shard(helpers.build(), checks=Checks(interval=3))
+    flip = Flip(rank=1, purpose="gradients", level="node", bit=3)
+    assert [bool(_outcome(model, flip)) for _ in range(5)] == [True, False, False, True, False]
+
+
+def test_only_steps_of_the_interval_are_checked() -> None:
+    run_ranks(job_interval, 2, local=1)
+
+
+def _loss_with_damage(model: Any, *, victim: int, part: int) -> torch.Tensor:
+    """Run forward, damage a block's host cache on one rank in the given node's part, and run backward."""
+    loss = helpers.squared_error(model, helpers.inputs(0, dist.get_rank()))
+    if dist.get_rank() == victim:
+        cached = helpers.buckets(model.blocks[1])[0].cached
+        assert cached is not None
+        flip_bit(cached.buffer().view(2, -1)[part], bit=20, seed=3)
+    loss.backward()
+    return loss
+
+
+def job_cache(frozen: bool) -> None:
+    for part in (0, 1):  # the part of the victim's own node, and that of the other
+        for policy in ("raise", "regather"):
+            plain, model = (
+                helpers.shard(helpers.build(_freeze_blocks if frozen else helpers.Net), cache="host", checks=checks)
+                for checks in (None, Checks(interval=1, on_damage=policy))  # type: ignore[arg-type]
+            )
+            helpers.train_step(plain), helpers.train_step(model)
+            helpers.squared_error(plain, helpers.inputs(0, dist.get_rank())).backward()
+            if policy == "raise" or (frozen and part == 0):
+                with pytest.raises(CorruptionError, match=r"(up|down)\.\w+ of blocks\.1"):
+                    _loss_with_damage(model, victim=0, part=part)
+                continue
+            with pytest.warns(UserWarning, match="gathered again"):
+                _loss_with_damage(model, victim=0, part=part)
+            wanted, got = helpers.full_gradients(plain), helpers.full_gradients(model)
+            assert wanted.keys() == got.keys()
+            assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+
+
+def job_copies() -> None:
+    """Damage of a copy, the base of the next difference, while it rests from one step to the next."""
+    for policy in ("raise", "regather"):
+        checks = Checks(interval=1, on_damage=policy)  # type: ignore[arg-type]
+        model = helpers.shard(helpers.build(), cache="host", wire="4bit", checks=checks)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for seed in range(2):  # the second step's weights cross as differences
+            helpers.train_step(model, optimizer, seed)
+        if dist.get_rank() == 0:
+            cached = helpers.buckets(model.blocks[1])[0].cached
+            assert cached is not None
+            flip_bit(cached.buffer(), bit=20, seed=3)
+        if policy == "raise":
+            with pytest.raises(CorruptionError, match=r"\w+ of blocks\.1"):
+                helpers.train_step(model, optimizer, 2)
+            continue
+        with pytest.warns(UserWarning, match=r"different copies of 1 buckets, those of .*cross exactly"):
+            helpers.train_step(model, optimizer, 2)
+        helpers.train_step(model, optimizer, 3)  # whose checks would see different weights
+
+
+def _freeze_blocks() -> torch.nn.Module:
+    model = helpers.Net()
+    model.blocks.requires_grad_(False)
+    return model
+
+
+def job_caches() -> None:
+    for frozen in (False, True):
+        job_cache(frozen)
+    job_copies()
+
+
+def test_damage_in_the_host_cache_is_found_or_healed() -> None:
+    run_ranks(job_caches, 2, local=1)
+
+
+def job_unnoticed_edit(cache: str) -> None:
+    model = helpers.shard(helpers.build(_freeze_blocks), cache=cache, checks=Checks(interval=0, unnoticed_edits=True))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, foreach=True)
+    for seed in range(2):
+        helpers.train_step(model, optimizer, seed)
+    weight = model.blocks[2].down.weight
+    with torch.no_grad():
+        weight.mul_(2)  # an edit that is noticed
+    helpers.train_step(model, optimizer)
+    weight.to_local().data.mul_(2)
+    with pytest.raises(CorruptionError, match=r"down\.weight of blocks\.2 changed without notice.* invalidate\(\)"):
+        helpers.train_step(model, optimizer)
+    model.reset_iter_state()
+    model.invalidate()
+    plain = helpers.build(_freeze_blocks)
+    with torch.no_grad():
+        plain.blocks[2].down.weight.mul_(4)  # type: ignore[operator, union-attr]
+        for name, value in helpers.full_parameters(model).items():
+            if name.startswith(("inp", "out")):
+                plain.get_parameter(name).copy_(value)
+        x = torch.ones(1, 5)
+        torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.parametrize("cache", ["host", "device"])
+def test_an_edit_without_notice_is_named(cache: str) -> None:
+    run_ranks(job_unnoticed_edit, 3, cache, local=1)
+
+
+def job_inference() -> None:
+    model = helpers.shard(helpers.build(), cache="none", checks=Checks(interval=2))
+    damaged = []
+    for _ in range(4):
+        try:
+            with torch.inference_mode(), flipping(Flip(rank=0, purpose="weights", level="node", bit=9)):
+                model(torch.ones(1, 5))
+            damaged.append(False)
+        except CorruptionError:
+            damaged.append(True)
+    assert damaged == [True, False, True, False]
+
+
+def test_forwards_without_gradients_are_steps() -> None:
+    run_ranks(job_inference, 2, local=1)
+
+
+def test_a_policy_says_what_it_does_not_know() -> None:
+    with pytest.raises(ValueError, match="interval=-1"):
+        Checks(interval=-1)
+    with pytest.raises(ValueError, match=r"'heal'.*'raise', 'regather'"):
+        Checks(on_damage="heal")  # type: ignore[arg-type]
+    assert inspection._joined(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"

@@ -1,0 +1,48 @@
+"""A checksum equals its oracle, and sees every flipped bit, any two of them, and exchanged words."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from laconic.shard import checksum
+from laconic.shard.checksum import checksum_of, checksums
+from tests.reference.checksum import checksum as oracle
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.int64])
+@pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 33, 1001])
+def test_it_equals_the_oracle(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksum, "_HOST_CHUNK_WORDS", 16)  # so that there are several chunks, the last one short
+    values = 100 * torch.randn(3, size, generator=torch.Generator().manual_seed(size))
+    parts = values.to(dtype)
+    assert checksums(parts).tolist() == [oracle(_bytes(part)) for part in parts]
+    odd = torch.zeros(3 * size + 1, dtype=dtype)[1:].view(3, size)  # at an odd address
+    odd.copy_(parts)
+    assert checksums(odd).tolist() == checksums(parts).tolist()
+    assert checksums(parts.T.contiguous().T).tolist() == checksums(parts).tolist()
+
+
+def test_every_flipped_bit_and_any_two_are_seen() -> None:
+    part = torch.randn(5, generator=torch.Generator().manual_seed(0)).view(torch.uint8)[:19]  # a last word of 3 bytes
+    before = int(checksum_of(part))
+    bits = range(8 * len(part))
+    for first, second in itertools.combinations_with_replacement(bits, 2):
+        changed = part.clone()
+        for bit in {first, second}:
+            changed[bit // 8] ^= 1 << bit % 8
+        assert int(checksum_of(changed)) != before, (first, second)
+
+
+def test_exchanged_words_are_seen() -> None:
+    part = torch.arange(9, dtype=torch.int32)
+    for first, second in itertools.combinations(range(9), 2):
+        changed = part.clone()
+        changed[[first, second]] = part[[second, first]]
+        assert checksum_of(changed) != checksum_of(part)

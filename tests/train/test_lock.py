@@ -1,0 +1,158 @@
+"""One run per output folder, and ranks that end with their launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laconic.comm.orphans import ending_with_launcher
+from laconic.config import Config, JobError
+from laconic.train import lock
+from laconic.train.cli import main
+from tests.ranks import run_ranks
+from tests.train.jobs import job, refusal, train
+
+
+def test_a_second_run_is_told_who_holds_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "_PATIENCE_S", 0.0)
+    with lock.OutputLock(tmp_path / "out"):
+        with pytest.raises(JobError) as refused:
+            lock.OutputLock(tmp_path / "out")
+        assert f"pid {os.getpid()})" in str(refused.value)
+        (tmp_path / "out" / lock.LOCK).write_text("garbage")
+        with pytest.raises(JobError, match="in use by another run; wait"):
+            lock.OutputLock(tmp_path / "out")
+    lock.OutputLock(tmp_path / "out").release()
+
+
+def test_a_killed_run_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even if a process that it has forked lives on."""
+    ready, told = os.pipe()
+    if (run := os.fork()) == 0:
+        held = lock.OutputLock(tmp_path)
+        if (child := os.fork()) == 0:
+            signal.pause()
+        os.write(told, str(child).encode())
+        signal.pause()
+        held.release()
+    child = int(os.read(ready, 20))
+    with monkeypatch.context() as patch:
+        patch.setattr(lock, "_PATIENCE_S", 0.0)
+        with pytest.raises(JobError, match=f"in use by another run .*pid {run}"):
+            lock.OutputLock(tmp_path)
+    os.kill(run, signal.SIGKILL)
+    os.waitpid(run, 0)
+    lock.OutputLock(tmp_path).release()
+    os.kill(child, 0)  # it lives
+    os.kill(child, signal.SIGKILL)
+
+
+def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    lock.OutputLock(tmp_path).release()
+    assert "cannot be locked ([Errno 38] Function not implemented): make sure" in capsys.readouterr().err
+
+
+def every_rank(config: Config, other: Config) -> list[str]:
+    """Refusals of a locked folder, of metrics that do not fit the disk, and of nodes with other tokens."""
+    from laconic.data import arrays
+    from laconic.train import loggers
+
+    rank, messages = int(os.environ["RANK"]), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lock, "_PATIENCE_S", 0.0)
+        if rank == 0:
+            held = lock.OutputLock(Path(config.train.output))
+        messages.append(refusal(config))
+        if rank == 0:
+            held.release()
+        with patch.context() as full:
+            if rank == 0:
+                full.setattr(loggers._Appended, "write", _no_room)
+            messages.append(refusal(config))
+        if rank == 1:
+            read = arrays.read_index
+            patch.setattr(arrays, "read_index", lambda index: {**read(index), "digest": "another"})
+        messages.append(refusal(other))
+    train(config)
+    return messages
+
+
+def _no_room(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_all_ranks_get_the_line(tmp_path: Path) -> None:
+    job(tmp_path)  # writes the corpus
+    config, other = (job(tmp_path, train={"steps": 2, "output": str(tmp_path / name)}) for name in ("out", "other"))
+    first, second = run_ranks(every_rank, 2, config, other, local=1)
+    assert first == second
+    locked, full, unequal = first
+    assert "is in use by another run (host" in locked
+    assert "cannot write the figures of the run" in full
+    assert "[Errno 28] No space left on device" in full
+    assert "node 1 has other tokens than node 0" in unequal
+
+
+def test_every_log_gets_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Four ranks on two nodes, which share a terminal; then each has a log of its own."""
+    logs = [tmp_path / f"{rank}.log" for rank in range(4)]
+    waiting = [_refused(rank, None) for rank in range(4)] + [_refused(rank, log) for rank, log in enumerate(logs)]
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in waiting] == [2] * 8
+    shared, own = capfd.readouterr().err, [log.read_text() for log in logs]
+    line = "cannot read the configuration 'nowhere.toml'"
+    assert sorted(shared.splitlines()) == [own[0].rstrip(), own[2].rstrip()]
+    assert [text.count("\n") for text in own] == [1] * 4
+    assert own[0].startswith(f"laconic train: {line}")
+    assert own[3].startswith(f"laconic train: rank 3: {line}")
+
+
+def _refused(rank: int, log: Path | None) -> int:
+    """Start a rank that refuses its configuration, and return its pid; its stderr is this process's without `log`."""
+    if pid := os.fork():
+        return pid
+    if log is not None:
+        os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY), 2)
+    sys.stderr = os.fdopen(2, "w")
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
+    os._exit(main(["nowhere.toml"]))
+
+
+def _launch_two_ranks(errors: int) -> None:
+    """Be a launcher: fork two ranks that wait, and wait for them."""
+    for rank in range(2):
+        if os.fork() == 0:
+            os.environ |= {"RANK": str(rank), "TORCHELASTIC_RUN_ID": "x"}
+            sys.stderr = os.fdopen(errors, "w")
+            with ending_with_launcher():
+                os.write(errors, b"ready\n")
+                time.sleep(100)
+    time.sleep(100)
+
+
+def test_orphans_end_with_one_line_each() -> None:
+    ready, told = os.pipe()
+    if (launcher := os.fork()) == 0:
+        _launch_two_ranks(told)
+    os.close(told)
+    with os.fdopen(ready) as errors:
+        assert [errors.readline() for _ in range(2)] == ["ready\n"] * 2
+        os.kill(launcher, signal.SIGKILL)
+        os.waitpid(launcher, 0)
+        lines = sorted(errors)  # up to the end of the pipe, which comes when the last orphan has ended
+    assert lines == [
+        f"rank {rank} ends, because its launcher (torchrun, process {launcher}) has died; start the job again with "
+        "--train.resume auto\n"
+        for rank in range(2)
+    ]
