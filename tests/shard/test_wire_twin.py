@@ -144,7 +144,8 @@ def job_aligned() -> None:
     wire = laconic.Wire(weights="int4", gradients="int8")
     model = shard(build(Aligned), units=[], cache="host", wire=wire)
     (bucket,) = buckets(model)
-    payload = Payload(bucket, shards_of_nodes(bucket), CODECS["int4"], plain=torch.float32)
+    parts = shards_of_nodes(bucket.layout, bucket.peers)
+    payload = Payload(bucket.layout, parts, CODECS["int4"], plain=torch.float32, device_type="cpu")
     num_runs = sum(start < stop for runs in runs_of(model).values() for start, stop in runs)
     assert sum(map(len, payload._pieces)) < num_runs
     twin = twin_of(model, wire, Aligned)

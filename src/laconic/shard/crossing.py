@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from laconic.codec import CODECS
+from laconic.codec import CODECS, Codec
 from laconic.comm.collectives import Communicator, Pending
 from laconic.comm.traffic import Purpose
 from laconic.shard.bucket import Bucket
@@ -75,7 +75,7 @@ class CodedValues:
         codec = bucket.wire.weight_codec
         assert codec is not None
         self._bucket = bucket
-        payload = Payload(bucket, shards_of_nodes(bucket), codec, plain=bucket.compute_dtype)
+        payload = payload_of(bucket, codec)
         self._messages = Messages(bucket, node, payload)
 
     def prepare(self) -> bool:
@@ -94,6 +94,12 @@ class CodedValues:
 
     def forget(self) -> None:
         """See `WeightCrossing.forget`."""
+
+
+def payload_of(bucket: Bucket, codec: Codec) -> Payload:
+    """The payload of weights that cross between nodes."""
+    parts, kind = shards_of_nodes(bucket.layout, bucket.peers), bucket.cluster.device_type
+    return Payload(bucket.layout, parts, codec, plain=bucket.compute_dtype, device_type=kind)
 
 
 class Messages:
@@ -161,14 +167,17 @@ class CodedSum:
         assert codec is not None
         self._bucket, self._way = bucket, way
         rotates = bucket.wire.rotates_gradients
-        self._payload = Payload(bucket, parts, codec, plain=bucket.reduce_dtype, rotates=rotates)
+        kind = bucket.cluster.device_type
+        self._payload = Payload(
+            bucket.layout, parts, codec, plain=bucket.reduce_dtype, device_type=kind, rotates=rotates
+        )
         self._lost: dict[int, Tensor] = {}
         """With feedback: what the codec has lost of the part for each rank, (n,), fp32."""
 
     @classmethod
     def across_nodes(cls, bucket: Bucket, node: Communicator) -> CodedSum:
         """The sums across the nodes."""
-        return cls(bucket, node, shards_of_nodes(bucket))
+        return cls(bucket, node, shards_of_nodes(bucket.layout, bucket.peers))
 
     def start_reduce_scatter(self, whole: Tensor) -> Transfer:
         """Begin to sum `whole`, all parts in order, over the ranks. It must not change until the end."""
@@ -243,11 +252,13 @@ class CodedAllReduce:
     """
 
     def __init__(self, bucket: Bucket, island: Communicator) -> None:
-        parts = parts_of_islands(bucket)
+        own = bucket.peers[bucket.cluster.node_rank]
+        parts = parts_of_islands(bucket.layout, own, bucket.cluster.num_islands)
         codec = CODECS["bf16" if bucket.wire.gradients == "bf16" else "int8"]
         self._bucket, self._island = bucket, island
         self._sum = CodedSum(bucket, island, parts)
-        self._payload = Payload(bucket, parts, codec, plain=bucket.reduce_dtype)
+        kind = bucket.cluster.device_type
+        self._payload = Payload(bucket.layout, parts, codec, plain=bucket.reduce_dtype, device_type=kind)
 
     def start_all_reduce(self, shard: Tensor) -> CodedReplicaSum:
         """Begin to sum `shard`, (C,), over the islands, in place. It must not change until the end."""

@@ -39,9 +39,9 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import Communicator, start_flags
 from laconic.shard.bucket import Bucket
-from laconic.shard.crossing import ExactWeights, Messages
+from laconic.shard.crossing import ExactWeights, Messages, payload_of
 from laconic.shard.digest import digest_of
-from laconic.shard.payload import Payload, Piece, shards_of_nodes
+from laconic.shard.payload import Piece
 
 _EDITS_BEFORE_WARNING = 8
 
@@ -72,8 +72,7 @@ class CodedDifferences:
         self._version_before_step: int | None = None
         self._trusted_version: int | None = None
         self._exact = ExactWeights(bucket, node)
-        payload = Payload(bucket, shards_of_nodes(bucket), codec, plain=bucket.compute_dtype)
-        self._messages = Messages(bucket, node, payload)
+        self._messages = Messages(bucket, node, payload_of(bucket, codec))
         self._is_coded = False
         copies.add(self)
         _all.add(self)

@@ -23,7 +23,6 @@ from laconic.codec.rotation import SIZE as ROTATED
 from laconic.codec.rotation import rotate
 from laconic.layout.bucket import BucketLayout
 from laconic.layout.packing import round_up
-from laconic.shard.bucket import Bucket
 
 HOST_PIECE_NUMEL, DEVICE_PIECE_NUMEL = 1 << 18, 1 << 22
 """The values that are coded at once: 1 MiB of fp32 on a CPU, whose caches they should fit, and 16 MiB elsewhere."""
@@ -45,17 +44,16 @@ class Part:
         return self.end - self.begin
 
 
-def shards_of_nodes(bucket: Bucket) -> list[Part]:
-    """Return the parts that cross between nodes, in the order of nodes: the whole shards of this rank's node shard."""
-    return [Part(shard, 0, bucket.layout.shard_numel) for shard in bucket.peers]
+def shards_of_nodes(layout: BucketLayout, peers: Sequence[int]) -> list[Part]:
+    """Return the parts that cross between nodes, in the order of nodes: the whole shards of a rank's node shard."""
+    return [Part(shard, 0, layout.shard_numel) for shard in peers]
 
 
-def parts_of_islands(bucket: Bucket) -> list[Part]:
-    """Return the parts that cross between islands, in the order of islands: this rank's shard, cut."""
-    numel, own = bucket.layout.shard_numel, bucket.peers[bucket.cluster.node_rank]
-    size = round_up(-(-numel // bucket.cluster.num_islands), _PART_ALIGNMENT)
-    begins = [min(island * size, numel) for island in range(bucket.cluster.num_islands + 1)]
-    return [Part(own, begin, end) for begin, end in itertools.pairwise(begins)]
+def parts_of_islands(layout: BucketLayout, shard: int, num_islands: int) -> list[Part]:
+    """Return the parts that cross between islands, in the order of islands: one shard, cut."""
+    size = round_up(-(-layout.shard_numel // num_islands), _PART_ALIGNMENT)
+    begins = [min(island * size, layout.shard_numel) for island in range(num_islands + 1)]
+    return [Part(shard, begin, end) for begin, end in itertools.pairwise(begins)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,23 +79,31 @@ class Payload:
     """Encodes and decodes parts of one bucket: [Note: Payloads]."""
 
     def __init__(
-        self, bucket: Bucket, parts: Sequence[Part], codec: Codec, *, plain: torch.dtype, rotates: bool = False
+        self,
+        layout: BucketLayout,
+        parts: Sequence[Part],
+        codec: Codec,
+        *,
+        plain: torch.dtype,
+        device_type: str,
+        rotates: bool = False,
     ) -> None:
         """Code the parts of a bucket that cross on this rank's way.
 
         Args:
-            bucket: the bucket.
+            layout: the bucket's layout.
             parts: one part for each rank of the way, in their order.
             codec: the codec of matrices.
             plain: the dtype in which vectors travel.
+            device_type: the type of the device that codes.
             rotates: rotate matrices in runs of 32 first.
         """
         self._codec, self._plain = codec, CODECS["bf16" if plain is torch.bfloat16 else "fp32"]
         self._rotates = rotates
-        self._piece_numel = HOST_PIECE_NUMEL if bucket.cluster.device_type == "cpu" else DEVICE_PIECE_NUMEL
+        self._piece_numel = HOST_PIECE_NUMEL if device_type == "cpu" else DEVICE_PIECE_NUMEL
         self.numels = [part.numel for part in parts]
         """The elements of each part."""
-        self._pieces = [list(self._pieces_of(bucket.layout, part)) for part in parts]
+        self._pieces = [list(self._pieces_of(layout, part)) for part in parts]
         self.nbytes = max((pieces[-1].codes.stop for pieces in self._pieces if pieces), default=0)
         """The bytes of the message for one part."""
 
