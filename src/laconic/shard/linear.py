@@ -55,7 +55,7 @@ def _forward(module: nn.Linear, input: Tensor) -> Tensor:
     if not _compat.is_transforming():
         sink, index = sink_of(weight) or (None, 0)
         if sink is not None and _can_write(input, weight, sink):
-            return _Linear.apply(input, weight, module.bias, sink, index)
+            return LinearInPlace.apply(input, weight, module.bias, sink, index)
     return functional.linear(input, weight, module.bias)
 
 
@@ -80,7 +80,7 @@ def use_of_gradient(ctx: Any, position: int) -> GradientUse:
     return _compat.gradient_use(ctx.next_functions[position][0])
 
 
-class _Linear(torch.autograd.Function):
+class LinearInPlace(torch.autograd.Function):
     """`functional.linear` that writes its weight's gradient into a sink."""
 
     @staticmethod

@@ -1,0 +1,209 @@
+"""What a step of a model computes, reads and keeps, traced on fake tensors: without data, weights or a device.
+
+[Note: Traced like the engine runs]
+Forward and backward run once on fake tensors, which have shapes but no elements. So autograd saves and frees exactly
+what it saves and frees in training, and a mode that sees every operation counts it. The trace does what the engine does
+around a model: it casts parameters and inputs to the compute dtype, and the gradient of a linear layer's weight is a
+product into the bucket: [Note: Gradients written in place] in shard/linear.py. A phase is a stretch of one unit, and
+its borders are the engine's: [Note: When a unit is done with backward] in shard/unit.py. Not counted are weights in any
+form, gradients that have arrived, and transfers: a strategy's program knows these.
+
+Fake tensors say that they are on the CPU, also for CUDA: torch's CPU builds cannot run autograd on fake CUDA tensors.
+For CUDA the trace chooses the kernels of attention and dropout itself, and rounds allocations to 512 bytes as the
+caching allocator does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laconic.plan.phase import Phase
+from laconic.plan.tracing import Tracing
+
+Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]
+"""Runs a model on keyword arguments and returns the loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSpec:
+    """A parameter of a unit."""
+
+    name: str
+    """The qualified name within the unit."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """The dtype in which the parameter rests."""
+    compute_dtype: torch.dtype
+    """The dtype of the gathered parameter."""
+    is_trained: bool
+    is_written_in_place: bool
+    """Whether backward writes the whole gradient into the bucket as products: [Note: Gradients written in place]."""
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitSpec:
+    """A module given to `fully_shard`, and the parameters that become its own, in the order of its buckets."""
+
+    name: str
+    """The module's name in the model; for the model itself, its class."""
+    parameters: tuple[ParameterSpec, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A phase of a step, and the unit whose phase it is."""
+
+    unit: int
+    is_backward: bool
+    phase: Phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTrace:
+    """What one micro-batch of a model computes, reads and keeps: [Note: Traced like the engine runs]."""
+
+    units: tuple[UnitSpec, ...]
+    """In the order of the calls of `fully_shard`: layers in forward order, then the model itself, the root."""
+    segments: tuple[Segment, ...]
+    """In the order of execution: the root's embedding, the layers, the root's head and loss, and all of it backward."""
+    method: str
+    """`traced`; or `formula`, with the module that cannot be traced and the formula's source."""
+    notes: tuple[str, ...] = ()
+    """What the trace leaves out or assumes."""
+    micro_batch_size: int
+    sequence_length: int
+    compute_dtype: torch.dtype | None
+    """The dtype of gathered parameters; None if they keep their own."""
+    device_type: str
+    gradients_in_place: bool
+    """Whether gradients of linear layers' weights are written in place where the engine can."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes of activations alive at once."""
+        alive = peak = 0
+        for segment in self.segments:
+            peak = max(peak, alive + segment.phase.peak_bytes)
+            alive += segment.phase.end_bytes
+        return peak
+
+    @property
+    def peak_with_gradients_bytes(self) -> int:
+        """The most bytes of activations, and of gradients that stay where autograd puts them, alive at once."""
+        alive = peak = 0
+        for segment in self.segments:
+            peak = max(peak, alive + segment.phase.peak_with_gradients_bytes)
+            alive += segment.phase.end_bytes + segment.phase.gradient_bytes
+        return peak
+
+    @property
+    def flops(self) -> Mapping[str, float]:
+        """The FLOPs of all products, by dtype."""
+        found: dict[str, float] = {}
+        for segment in self.segments:
+            for dtype, flops in segment.phase.flops.items():
+                found[dtype] = found.get(dtype, 0.0) + flops
+        return found
+
+
+def trace_model(
+    model: nn.Module,
+    *,
+    micro_batch_size: int,
+    sequence_length: int,
+    units: Sequence[nn.Module] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    loss: Loss | None = None,
+    compute_dtype: torch.dtype | None = None,
+    device_type: str = "cpu",
+    gradients_in_place: bool = True,
+) -> ModelTrace:
+    """Trace forward and backward of one micro-batch: [Note: Traced like the engine runs]. The model is left unchanged.
+
+    Args:
+        model: the model, on any device; the meta device is enough.
+        micro_batch_size: the rows of a micro-batch.
+        sequence_length: the tokens of a row.
+        units: the modules that `fully_shard` is called on, inner ones first. Default: a transformers model's layers.
+            The model itself always follows as the root.
+        arguments: keyword arguments of the model, with tensors on any device. Default: `input_ids` and `labels`.
+        loss: runs the model. Default: `model(**arguments, use_cache=False).loss`.
+        compute_dtype: the dtype of gathered parameters and of inputs, `MixedPrecisionPolicy.param_dtype`.
+        device_type: "cpu" or "cuda".
+        gradients_in_place: whether the engine may write gradients into its buckets, as it does if it reduces them in
+            the dtype of gathered parameters. False: autograd allocates all of them.
+
+    Raises:
+        TraceError: the model cannot be traced; the message names the module.
+    """
+    from laconic.hf.layers import layers_to_shard
+
+    layers = list(layers_to_shard(model) if units is None else units)
+    modules = [*(layer for layer in layers if layer is not model), model]
+    tracing = Tracing(
+        model=model,
+        modules=modules,
+        arguments=_arguments(micro_batch_size, sequence_length) if arguments is None else arguments,
+        loss=loss or _loss,
+        compute_dtype=compute_dtype,
+        device_type=device_type,
+        gradients_in_place=gradients_in_place,
+    )
+    phases = tracing.run()
+    return ModelTrace(
+        units=_unit_specs(model, modules, compute_dtype, tracing.written_in_place),
+        segments=tuple(Segment(unit=unit, is_backward=back, phase=phase) for unit, back, phase in phases),
+        method="traced",
+        micro_batch_size=micro_batch_size,
+        sequence_length=sequence_length,
+        compute_dtype=compute_dtype,
+        device_type=device_type,
+        gradients_in_place=gradients_in_place,
+    )
+
+
+def _arguments(micro_batch_size: int, sequence_length: int) -> dict[str, Tensor]:
+    """A batch as the trainer makes it of a stream of tokens: data/batches.py."""
+    ids = torch.empty(micro_batch_size, sequence_length, dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+def _loss(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
+    loss: Tensor = model(**arguments, use_cache=False).loss
+    return loss
+
+
+def _unit_specs(
+    model: nn.Module, modules: Sequence[nn.Module], compute_dtype: torch.dtype | None, in_place: set[int]
+) -> tuple[UnitSpec, ...]:
+    names = {module: name for name, module in model.named_modules()}
+    seen: set[nn.Parameter] = set()
+    specs = []
+    for module in modules:
+        own = []
+        for name, parameter in module.named_parameters():
+            if parameter not in seen:
+                seen.add(parameter)
+                gathered = compute_dtype if parameter.is_floating_point() else None
+                own.append(
+                    ParameterSpec(
+                        name=name,
+                        shape=tuple(parameter.shape),
+                        dtype=parameter.dtype,
+                        compute_dtype=gathered or parameter.dtype,
+                        is_trained=parameter.requires_grad,
+                        is_written_in_place=id(parameter) in in_place,
+                    )
+                )
+        specs.append(UnitSpec(name=names[module] or type(module).__name__, parameters=tuple(own)))
+    return tuple(specs)

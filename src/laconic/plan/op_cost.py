@@ -1,0 +1,99 @@
+"""The FLOPs and the bytes of one operation of torch, from the shapes of its arguments and results.
+
+[Note: FLOPs that run]
+Formulas are those of torch.utils.flop_counter, with one exception. Fused attention kernels skip the blocks above the
+diagonal when attention is causal, so causal attention counts half of torch's formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+_ATEN = torch.ops.aten
+_ATTENTION = {
+    packet: factor
+    for factor, names in (
+        (
+            2,  # Q K^T and P V
+            (
+                "_scaled_dot_product_flash_attention",
+                "_scaled_dot_product_flash_attention_for_cpu",
+                "_scaled_dot_product_efficient_attention",
+                "_scaled_dot_product_cudnn_attention",
+            ),
+        ),
+        (
+            5,  # Q K^T once more, and the gradients of P, V, Q and K
+            (
+                "_scaled_dot_product_flash_attention_backward",
+                "_scaled_dot_product_flash_attention_for_cpu_backward",
+                "_scaled_dot_product_efficient_attention_backward",
+                "_scaled_dot_product_cudnn_attention_backward",
+            ),
+        ),
+    )
+    for name in names
+    if (packet := getattr(_ATEN, name, None)) is not None
+}
+"""The operations of fused attention -> the products of (queries, keys, head size) of each."""
+_READS_ROWS = {_ATEN.embedding, _ATEN.index_select, _ATEN.gather, _ATEN.index}
+"""Operations that read as many elements of their first argument as they write."""
+_READS_NONE = {_ATEN.copy_, _ATEN.fill_, _ATEN.zero_}
+"""Operations that overwrite their first argument."""
+_ALLOCATES = {
+    _ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.empty_permuted, _ATEN.new_empty, _ATEN.new_empty_strided,
+}  # fmt: skip
+
+
+def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
+    """The FLOPs of an operation's products: [Note: FLOPs that run]."""
+    packet = func._overloadpacket
+    products = _ATTENTION.get(packet)
+    if products is not None:
+        return products * _attention_product(func, args, kwargs)
+    formula = flop_registry.get(packet)
+    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
+
+
+def bytes_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
+    """The bytes that an operation reads and writes, if it is no view."""
+    packet = func._overloadpacket
+    if packet in _ALLOCATES:
+        return 0.0
+    written = sum(map(nbytes_of, tensors_of(out)))
+    read = [nbytes_of(tensor) for tensor in tensors_of((args, kwargs))]
+    if read and packet in _READS_NONE:
+        read[0] = 0
+    elif read and packet in _READS_ROWS:
+        read[0] = min(read[0], written)
+    return float(written + sum(read))
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    """The bytes of a tensor's elements; an element that stands in many places counts once."""
+    return int(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()))
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in the arguments or the results of an operation."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [tensor for item in value for tensor in tensors_of(item)]
+
+
+def _attention_product(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """The FLOPs of one of attention's products. Shapes: (B, H, S, D)."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    query, key = given["query"].shape, given["key"].shape
+    flops = 2.0 * query[0] * query[1] * query[2] * key[2] * query[3]
+    return flops / 2 if given.get("is_causal", False) else flops

@@ -1,0 +1,95 @@
+"""The compute and the activations of one stretch of a step.
+
+[Note: Seconds of an operation]
+An operation takes as long as its products at the device's rate, or as long as its reads and writes at the memory's
+rate, whichever is longer (the roofline model: Williams, Waterman and Patterson, CACM 52(4), 2009), and a fixed time to
+launch. Operations of a phase run one after the other, so their times add up. A phase therefore keeps operations apart
+by their FLOPs and bytes, as far as that can matter: operations without products are one sum.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Operations of equal cost: [Note: Seconds of an operation]."""
+
+    dtype: str | None
+    """The dtype of the factors of products; None for operations without products."""
+    flops: float
+    """The FLOPs of one operation: two for each multiplication of a product, which a sum follows."""
+    memory_bytes: float
+    """The bytes that one operation reads and writes."""
+    count: int
+    """The number of operations. For those without products, the other figures are means."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One uninterrupted stretch of one unit's forward or backward.
+
+    Activations are all tensors but parameters, buffers, the batch and the gradients that have arrived at parameters:
+    saved tensors, temporaries, casts, logits, the loss, and a parameter's gradient until autograd hands it over.
+    """
+
+    work: tuple[Work, ...]
+    """The operations. Views take nothing."""
+    peak_bytes: int
+    """The most bytes of activations alive at once, minus those alive at the start."""
+    end_bytes: int
+    """The bytes of activations alive at the end, minus those alive at the start."""
+    largest_gradient_bytes: int = 0
+    """The largest gradient of a parameter that autograd handed over. `peak_bytes` has it until then."""
+    gradient_bytes: int = 0
+    """The bytes of all gradients of parameters that autograd handed over."""
+    peak_with_gradients_bytes: int = 0
+    """As `peak_bytes`, but the gradients that were handed over in this phase stay."""
+
+    @property
+    def flops(self) -> Mapping[str, float]:
+        """The FLOPs of all products, by dtype."""
+        found: Counter[str] = Counter()
+        for work in self.work:
+            if work.dtype is not None:
+                found[work.dtype] += work.flops * work.count  # type: ignore[assignment]  # floats count, too
+        return dict(found)
+
+    @property
+    def memory_bytes(self) -> float:
+        """The bytes that all operations read and write."""
+        return sum(work.memory_bytes * work.count for work in self.work)
+
+    @property
+    def ops(self) -> int:
+        """The number of operations."""
+        return sum(work.count for work in self.work)
+
+    def seconds(
+        self, flops_per_s: Mapping[str, float], memory_bytes_per_s: float, launch_s: float = 0.0
+    ) -> float:
+        """Return the seconds of the phase on a device: [Note: Seconds of an operation].
+
+        Args:
+            flops_per_s: the rate of products by dtype.
+            memory_bytes_per_s: the rate of the device's memory, reads and writes together.
+            launch_s: the time that every operation takes in addition.
+
+        Raises:
+            ValueError: a dtype has no rate.
+        """
+        total = 0.0
+        for work in self.work:
+            product_s = 0.0
+            if work.dtype is not None:
+                if work.dtype not in flops_per_s:
+                    raise ValueError(
+                        f"the model multiplies in {work.dtype}, and flops_per_s has rates for "
+                        f"{', '.join(flops_per_s) or 'nothing'} only; add device_flops_per_s.{work.dtype}"
+                    )
+                product_s = work.flops / flops_per_s[work.dtype]
+            total += work.count * (max(product_s, work.memory_bytes / memory_bytes_per_s) + launch_s)
+        return total

@@ -1,0 +1,154 @@
+"""A record of what operations on fake tensors compute and keep, phase by phase."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from laconic.plan.op_cost import bytes_of, flops_of, tensors_of
+from laconic.plan.phase import Phase, Work
+
+_ALLOCATION_BYTES = {"cuda": 512}
+"""The bytes that allocations are a multiple of. torch's CPU allocator takes what is asked for."""
+
+
+@dataclass(kw_only=True)
+class _OpenPhase:
+    unit: int
+    is_backward: bool
+    start_bytes: int
+    start_with_gradients_bytes: int
+    products: Counter[tuple[str, float, float]] = field(default_factory=Counter)
+    """The number of operations with products, by dtype, FLOPs and bytes."""
+    other_ops: int = 0
+    other_bytes: float = 0.0
+    peak_bytes: int
+    peak_with_gradients_bytes: int
+    largest_gradient_bytes: int = 0
+    gradient_bytes: int = 0
+
+    def close(self, end_bytes: int) -> Phase:
+        work = [
+            Work(dtype=dtype, flops=flops, memory_bytes=nbytes, count=count)
+            for (dtype, flops, nbytes), count in self.products.items()
+        ]
+        if self.other_ops:
+            mean = self.other_bytes / self.other_ops
+            work.append(Work(dtype=None, flops=0.0, memory_bytes=mean, count=self.other_ops))
+        return Phase(
+            work=tuple(work),
+            peak_bytes=self.peak_bytes - self.start_bytes,
+            end_bytes=end_bytes - self.start_bytes,
+            largest_gradient_bytes=self.largest_gradient_bytes,
+            gradient_bytes=self.gradient_bytes,
+            peak_with_gradients_bytes=self.peak_with_gradients_bytes - self.start_with_gradients_bytes,
+        )
+
+
+class Recorder(TorchDispatchMode):
+    """Watches operations: their cost, the storages that they allocate, and the moments at which those are freed."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._quantum = _ALLOCATION_BYTES.get(device_type, 1)
+        self._alive_bytes = 0
+        self._gradient_bytes = 0
+        """Of gradients that were handed over."""
+        self._storages: dict[int, weakref.ref[Any]] = {}
+        self._sizes: dict[int, int] = {}
+        """The bytes of every storage that is alive and counts as an activation."""
+        self._phase: _OpenPhase | None = None
+        self.phases: list[tuple[int, bool, Phase]] = []
+        """(unit, whether it is backward, phase) of every phase that has ended."""
+
+    def exclude(self, tensor: Tensor) -> None:
+        """Never count the memory of `tensor`."""
+        self._watch(tensor, counts=False)
+
+    def begin(self, unit: int, *, is_backward: bool) -> None:
+        """End the running phase, and begin one of a unit."""
+        self.end()
+        both = self._alive_bytes + self._gradient_bytes
+        self._phase = _OpenPhase(
+            unit=unit, is_backward=is_backward, start_bytes=self._alive_bytes, start_with_gradients_bytes=both,
+            peak_bytes=self._alive_bytes, peak_with_gradients_bytes=both,
+        )  # fmt: skip
+
+    def end(self) -> None:
+        """End the running phase."""
+        running = self._phase
+        if running is not None:
+            self.phases.append((running.unit, running.is_backward, running.close(self._alive_bytes)))
+        self._phase = None
+
+    def hand_over(self, gradient: Tensor) -> None:
+        """Count a parameter's gradient as one that has arrived."""
+        key = gradient.untyped_storage()._cdata
+        nbytes = self._sizes.pop(key, 0)
+        self._alive_bytes -= nbytes
+        self._gradient_bytes += nbytes
+        if self._phase is not None:
+            self._phase.gradient_bytes += nbytes
+            self._phase.largest_gradient_bytes = max(self._phase.largest_gradient_bytes, nbytes)
+
+    def add_product(self, left: Tensor, right: Tensor, itemsize: int) -> None:
+        """Count left @ right, written into memory that is no activation. Shapes: (m, k) @ (k, n)."""
+        rows, inner = left.shape
+        columns = right.shape[1]
+        nbytes = left.nbytes + right.nbytes + rows * columns * itemsize
+        self._add(left.dtype, 2.0 * rows * inner * columns, float(nbytes))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operation and record it."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.namespace == "prim":  # the question for a tensor's device
+            return out
+        has_new = False
+        for tensor in tensors_of(out):
+            has_new |= self._watch(tensor, counts=True)
+        if has_new or func._schema.is_mutable:
+            nbytes = bytes_of(func, args, kwargs, out)
+            if nbytes:
+                flops = flops_of(func, args, kwargs, out)
+                self._add(tensors_of((args, kwargs))[0].dtype if flops else None, flops, nbytes)
+        phase = self._phase
+        if phase is not None:
+            phase.peak_bytes = max(phase.peak_bytes, self._alive_bytes)
+            both = self._alive_bytes + self._gradient_bytes
+            phase.peak_with_gradients_bytes = max(phase.peak_with_gradients_bytes, both)
+        return out
+
+    def _add(self, dtype: torch.dtype | None, flops: float, nbytes: float) -> None:
+        if self._phase is None:
+            return
+        if dtype is not None:
+            self._phase.products[str(dtype).removeprefix("torch."), flops, nbytes] += 1
+        else:
+            self._phase.other_ops += 1
+            self._phase.other_bytes += nbytes
+
+    def _watch(self, tensor: Tensor, *, counts: bool) -> bool:
+        """Follow a tensor's storage until it is freed. Returns whether it is new."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            return False
+        self._storages[key] = weakref.ref(storage, lambda _: self._free(key))
+        if counts:
+            size = -(-storage.nbytes() // self._quantum) * self._quantum
+            self._sizes[key] = size
+            self._alive_bytes += size
+        return True
+
+    def _free(self, key: int) -> None:
+        del self._storages[key]
+        self._alive_bytes -= self._sizes.pop(key, 0)

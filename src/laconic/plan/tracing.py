@@ -1,0 +1,255 @@
+"""One forward and one backward of a model on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+
+from laconic.plan.phase import Phase
+from laconic.plan.recorder import Recorder
+from laconic.shard.hooks import OutputGradients, watch_inputs
+from laconic.shard.linear import LinearInPlace
+from laconic.shard.trees import map_tensors, tensors_in
+
+
+class TraceError(RuntimeError):
+    """A model cannot be traced."""
+
+    def __init__(self, module: str, reason: str) -> None:
+        super().__init__(f"{module} cannot be traced on fake tensors: {reason}")
+        self.module, self.reason = module, reason
+
+
+class Tracing:
+    """A trace of `model`, cut into units: see `laconic.plan.model_trace`."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        modules: Sequence[nn.Module],
+        arguments: Mapping[str, Any],
+        loss: Callable[[nn.Module, Mapping[str, Any]], Tensor],
+        compute_dtype: torch.dtype | None,
+        device_type: str,
+        gradients_in_place: bool,
+    ) -> None:
+        self._model, self._modules, self._arguments, self._loss = model, modules, arguments, loss
+        self._compute_dtype, self._in_place = compute_dtype, gradients_in_place
+        self._recorder = Recorder(device_type)
+        self._is_backward = False
+        self._running: list[str] = []
+        """The names of the modules whose forward runs, outermost first."""
+        self._collected: set[int] = set()
+        self._produced: set[int] = set()
+        self._originals: dict[int, nn.Parameter] = {}
+        """The id of every fake parameter -> the model's own."""
+
+    @property
+    def written_in_place(self) -> set[int]:
+        """The ids of the parameters whose gradients came as products alone."""
+        return self._produced - self._collected
+
+    def run(self) -> list[tuple[int, bool, Phase]]:
+        """Trace; return (unit, whether it is backward, phase) in the order of execution.
+
+        Raises:
+            TraceError: an operation has no fake kernel, or needs the elements of a tensor.
+        """
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with ExitStack() as stack:
+            stack.enter_context(fake)
+            stack.enter_context(self._faked())
+            stack.enter_context(self._hooked())
+            arguments = map_tensors(_fake_of, dict(self._arguments))
+            for tensor in tensors_in(arguments):
+                self._recorder.exclude(tensor)
+            stack.enter_context(self._recorder)
+            root = len(self._modules) - 1
+            try:
+                self._recorder.begin(root, is_backward=False)
+                loss = self._loss(self._model, arguments)
+                self._recorder.begin(root, is_backward=True)
+                self._is_backward = True
+                loss.backward()
+                del loss
+            except Exception as error:
+                reason = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
+                raise TraceError(self._running[-1] if self._running else type(self._model).__name__, reason) from error
+            self._recorder.end()
+        return _without_empty(self._recorder.phases)
+
+    # -- fake parameters -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _faked(self) -> Iterator[None]:
+        """Show fake parameters, as the engine gathers them, and fake buffers."""
+        swapped: list[tuple[dict[str, Any], str, Any]] = []
+        fakes: dict[int, Tensor] = {}
+        forwards: list[nn.Module] = []
+        try:
+            for module in self._model.modules():
+                for table in (module._parameters, module._buffers):
+                    for name, tensor in table.items():
+                        if tensor is not None:
+                            if id(tensor) not in fakes:
+                                fakes[id(tensor)] = self._fake(tensor)
+                            swapped.append((table, name, tensor))
+                            table[name] = fakes[id(tensor)]
+                if self._in_place and type(module).forward is nn.Linear.forward and "forward" not in vars(module):
+                    module.forward = MethodType(partial(_linear, self), module)
+                    forwards.append(module)
+            yield
+        finally:
+            for table, name, tensor in swapped:
+                table[name] = tensor
+            for module in forwards:
+                del module.forward
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        cast = self._compute_dtype if is_parameter and tensor.is_floating_point() else None
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=cast or tensor.dtype)
+        self._recorder.exclude(fake)
+        if not is_parameter:
+            return fake
+        parameter = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        self._originals[id(parameter)] = tensor  # type: ignore[assignment]
+        if tensor.requires_grad:
+            parameter.register_post_accumulate_grad_hook(self._collect)
+        return parameter
+
+    def _collect(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._recorder.hand_over(parameter.grad)
+            self._collected.add(id(self._originals[id(parameter)]))
+
+    # -- the sink of gradients that are written in place ---------------------------------------------------------------
+
+    def add_product(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
+        """See `laconic.shard.linear.GradientSink`; a parameter stands for its index."""
+        self._recorder.add_product(left, right, parameter.element_size())
+        self._produced.add(id(self._originals[id(parameter)]))
+
+    # -- borders of phases ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        handles = []
+        parents = self._parents()
+        try:
+            for index, module in enumerate(self._modules):
+                unit = _Unit(self, index, parents[index])
+                handles.append(module.register_forward_pre_hook(unit.enter, with_kwargs=True))
+                handles.append(module.register_forward_hook(unit.leave))
+            for name, module in self._model.named_modules():
+                handles.append(module.register_forward_pre_hook(partial(self._push, name or type(module).__name__)))
+                handles.append(module.register_forward_hook(self._pop))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _parents(self) -> list[int]:
+        """For each unit, the innermost unit that contains it; for the root, itself."""
+        root = len(self._modules) - 1
+        insides = [set(module.modules()) for module in self._modules]
+        return [
+            min(
+                (other for other in range(len(self._modules)) if other != index and module in insides[other]),
+                key=lambda other: len(insides[other]),
+                default=root,
+            )
+            for index, module in enumerate(self._modules)
+        ]
+
+    def _push(self, name: str, module: nn.Module, args: Any) -> None:
+        self._running.append(name)
+
+    def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._running.pop()
+
+
+class _Unit:
+    """The hooks of one unit."""
+
+    def __init__(self, tracing: Tracing, index: int, parent: int) -> None:
+        self._tracing, self._index, self._parent = tracing, index, parent
+        self._recorder = tracing._recorder
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Begin a forward, unless backward recomputes it."""
+        dtype = self._tracing._compute_dtype
+        if not self._tracing._is_backward and self._index != self._parent:
+            self._recorder.begin(self._index, is_backward=False)
+        if dtype is not None:
+            args, kwargs = map_tensors(lambda each: each.to(dtype) if each.is_floating_point() else each, (args, kwargs))
+        if self._tracing._is_backward or not torch.is_grad_enabled():
+            return args, kwargs
+        watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if watched:
+            identities = dict(zip(map(id, watched), watch_inputs(self, watched), strict=True))
+            args, kwargs = map_tensors(lambda tensor: identities.get(id(tensor), tensor), (args, kwargs))
+        return args, kwargs
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """End a forward, unless backward recomputes it."""
+        if self._tracing._is_backward:
+            return
+        if torch.is_grad_enabled() and self._index != self._parent:
+            hook = OutputGradients(self)
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(hook)
+        self._recorder.begin(self._parent, is_backward=False)
+
+    def begin_backward(self, hook: OutputGradients) -> None:
+        """Begin a backward at the first gradient of the outputs."""
+        if not getattr(hook, "has_run", False):
+            hook.has_run = True  # type: ignore[attr-defined]
+            self._recorder.begin(self._index, is_backward=True)
+
+    def await_inputs(self, node: Any) -> None:
+        """See `laconic.shard.hooks.Watching`."""
+
+    def reach_inputs(self, node: Any) -> None:
+        """End a backward at the gradients of the inputs."""
+        if self._index != self._parent:
+            self._recorder.begin(self._parent, is_backward=True)
+
+
+def _linear(tracing: Tracing, module: nn.Linear, input: Tensor) -> Tensor:
+    """The forward of a linear layer under the engine: see `laconic.shard.linear`."""
+    weight = module.weight
+    if weight.requires_grad and torch.is_grad_enabled() and input.dtype == weight.dtype:
+        output: Tensor = LinearInPlace.apply(input, weight, module.bias, tracing, weight)
+        return output
+    return functional.linear(input, weight, module.bias)
+
+
+def _fake_of(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad
+    )
+
+
+def _without_empty(phases: list[tuple[int, bool, Phase]]) -> list[tuple[int, bool, Phase]]:
+    """Drop phases without operations. What one frees, the phase before it frees."""
+    from dataclasses import replace
+
+    kept: list[tuple[int, bool, Phase]] = []
+    for unit, is_backward, phase in phases:
+        if phase.work or phase.peak_bytes or not kept:
+            kept.append((unit, is_backward, phase))
+        else:
+            last_unit, last_is_backward, last = kept[-1]
+            kept[-1] = last_unit, last_is_backward, replace(last, end_bytes=last.end_bytes + phase.end_bytes)
+    return kept
