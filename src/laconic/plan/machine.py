@@ -1,0 +1,208 @@
+"""A machine that runs the program of a strategy without doing the work: it keeps the time, the memory and the bytes.
+
+[Note: One program, three readings]
+A strategy's step is a program: a function that computes phases, begins transfers, waits for them, and holds and frees
+memory, in the order of the real code. The machine runs the program of one rank, and reads it three times at once. The
+bytes of the transfers are summed. The memory that is held is summed, and its peak kept. And each transfer occupies a
+lane for as long as the cluster's figures say: it starts when it is issued, but not before the lane's last transfer has
+ended. The program goes on meanwhile, until it waits. So the seconds of a step are those of a discrete-event simulation
+whose events come in the order of the program, as all ranks issue their transfers at fixed points.
+
+All ranks are alike, so one rank stands for all. Bytes are means over the ranks of a node. The ranks of a node share its
+wire, so a transfer on the wire takes as long as the bytes of the whole node.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from laconic.comm.traffic import Level, Purpose
+from laconic.plan.cluster_spec import ClusterSpec
+from laconic.plan.model_trace import Phase
+
+Kind = Literal["parameters", "gradients", "optimizer", "transfers", "activations", "cache"]
+"""What device memory holds."""
+KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "transfers", "activations", "cache")
+
+
+class Lane(Enum):
+    """The resources that work at the same time."""
+
+    COMPUTE = "compute"
+    WIRE = "wire"
+    """The network between nodes."""
+    LOCAL = "inside the node"
+    """The network between the ranks of a node."""
+    TO_HOST = "copies to the host"
+    TO_DEVICE = "copies to the device"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """The time in which a lane worked, or in which compute waited for it."""
+
+    lane: Lane
+    name: str
+    begin_s: float
+    end_s: float
+    is_wait: bool = False
+    """True if compute has waited for `lane`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transfer:
+    """A collective, as a mean over the ranks of a node."""
+
+    name: str
+    purpose: Purpose
+    sent: dict[Level, float]
+    """The payload bytes that one rank sends on each level. A ring of all ranks sends on two at once."""
+    hops: int = 1
+    """The messages that wait for each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Work on a lane that has begun."""
+
+    lane: Lane
+    end_s: float
+
+
+@dataclass(kw_only=True)
+class Reading:
+    """The readings of a part of a program."""
+
+    begin_s: float = 0.0
+    seconds: float = 0.0
+    sent_bytes: Counter[tuple[Level, Purpose]] = field(default_factory=Counter)
+    """The payload bytes that one rank sends, as a mean over ranks."""
+    waits_s: Counter[Lane] = field(default_factory=Counter)
+    """The seconds that compute waits, by the lane that it waits for."""
+    busy_s: Counter[Lane] = field(default_factory=Counter)
+    """The seconds that each lane works."""
+    peak: dict[Kind, float] = field(default_factory=dict)
+    """The device memory at its fullest, by kind, in bytes."""
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def peak_bytes(self) -> float:
+        """The device memory at its fullest."""
+        return sum(self.peak.values())
+
+
+class Machine:
+    """The machine of [Note: One program, three readings]."""
+
+    def __init__(self, cluster: ClusterSpec, *, device_type: str = "cuda", keeps_spans: bool = False) -> None:
+        """Make an idle, empty machine with the figures of `cluster`. On "cpu", host and device are one memory."""
+        self.cluster, self.device_type = cluster, device_type
+        self.now_s = 0.0
+        self.held: Counter[Kind] = Counter()
+        """The device memory that one rank holds, in bytes."""
+        self.host_bytes = 0.0
+        """The host memory that one rank holds for good."""
+        self._free_s: dict[Lane, float] = dict.fromkeys(Lane, 0.0)
+        self._keeps_spans = keeps_spans
+        self._reading = Reading()
+        self._total = 0.0
+        self._peak_total = -1.0
+        self._memory_s = 1.0 / cluster.device_memory_bytes_per_s
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def hold(self, kind: Kind, nbytes: float) -> None:
+        """Allocate device memory; a negative number frees it."""
+        self.held[kind] += nbytes  # type: ignore[assignment]
+        self._total += nbytes
+        if self._total > self._peak_total:
+            self._note_peak(0.0)
+
+    def _note_peak(self, extra_bytes: float) -> None:
+        """Note the fullest moment so far; `extra_bytes` of activations and temporaries are alive besides."""
+        self._peak_total = self._total + extra_bytes
+        self._reading.peak = {kind: float(self.held[kind]) for kind in KINDS}
+        self._reading.peak["activations"] += extra_bytes
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    def compute(self, name: str, phase: Phase) -> None:
+        """Run a phase of the model."""
+        seconds = phase.seconds(self.cluster.device_flops_per_s, self.cluster.device_memory_bytes_per_s)
+        if self._total + phase.peak_bytes > self._peak_total:
+            self._note_peak(phase.peak_bytes)
+        self._work(name, seconds)
+        self.hold("activations", phase.end_bytes)
+
+    def touch(self, name: str, nbytes: float) -> None:
+        """Run simple kernels that read and write `nbytes` of device memory in all."""
+        self._work(name, nbytes * self._memory_s)
+
+    def _work(self, name: str, seconds: float) -> None:
+        begin_s, self.now_s = self.now_s, self.now_s + seconds
+        self._note(Lane.COMPUTE, name, begin_s, self.now_s)
+
+    def send(self, transfer: Transfer, *after: Job | None) -> Job | None:
+        """Begin a collective. None if it sends nothing."""
+        lane, seconds = None, 0.0
+        for level, nbytes in transfer.sent.items():
+            if nbytes <= 0:
+                continue
+            self._reading.sent_bytes[level, transfer.purpose] += nbytes  # type: ignore[assignment]
+            seconds = max(seconds, self._transfer_s(level, nbytes, transfer.hops))
+            lane = Lane.LOCAL if level == "local" and lane is None else Lane.WIRE if level != "local" else lane
+        return None if lane is None else self._occupy(lane, transfer.name, seconds, after)
+
+    def _transfer_s(self, level: Level, nbytes: float, hops: int) -> float:
+        sharing = 1 if level == "local" else self.cluster.ranks_per_node
+        latency_s = self.cluster.latency_s(level)
+        return hops * latency_s + nbytes * sharing / self.cluster.bytes_per_s(level)
+
+    def copy(self, name: str, nbytes: float, *after: Job | None, to_device: bool) -> Job | None:
+        """Begin a copy between host and device. On CPU there is none."""
+        if self.device_type == "cpu" or not nbytes:
+            return None
+        lane = Lane.TO_DEVICE if to_device else Lane.TO_HOST
+        return self._occupy(lane, name, nbytes / self.cluster.host_bytes_per_s(to_device=to_device), after)
+
+    def _occupy(self, lane: Lane, name: str, seconds: float, after: tuple[Job | None, ...]) -> Job:
+        begin_s = max(self.now_s, self._free_s[lane], *(job.end_s for job in after if job is not None))
+        self._free_s[lane] = end_s = begin_s + seconds
+        self._note(lane, name, begin_s, end_s)
+        return Job(lane, end_s)
+
+    def wait(self, job: Job | None, name: str = "") -> None:
+        """Let compute wait until a job has ended."""
+        if job is None or job.end_s <= self.now_s:
+            return
+        self._reading.waits_s[job.lane] += job.end_s - self.now_s  # type: ignore[assignment]
+        if self._keeps_spans:
+            span = Span(lane=job.lane, name=name, begin_s=self.now_s, end_s=job.end_s, is_wait=True)
+            self._reading.spans.append(span)
+        self.now_s = job.end_s
+
+    def _note(self, lane: Lane, name: str, begin_s: float, end_s: float) -> None:
+        self._reading.busy_s[lane] += end_s - begin_s  # type: ignore[assignment]
+        if self._keeps_spans and end_s > begin_s:
+            self._reading.spans.append(Span(lane=lane, name=name, begin_s=begin_s, end_s=end_s))
+
+    # -- readings ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def reading(self) -> Iterator[Reading]:
+        """Read a part of the program: yields the reading, which is complete when the body ends."""
+        outer, outer_peak = self._reading, self._peak_total
+        self._reading = own = Reading(begin_s=self.now_s)
+        self._peak_total = -1.0
+        self.hold("parameters", 0)
+        try:
+            yield own
+        finally:
+            own.seconds = self.now_s - own.begin_s
+            self._reading = outer
+            self._peak_total = max(outer_peak, self._peak_total)
