@@ -126,7 +126,9 @@ class QuantizedLinear(nn.Linear):
             return plain
         with torch.no_grad():
             decoded = self.decode(self.weight_codes, self.weight_scales, self.dtype)
-        return decoded if torch.compiler.is_compiling() else decoded.as_subclass(DecodedWeight)
+        if torch.compiler.is_compiling() or type(decoded) is not Tensor:  # fake tensors cannot become another class
+            return decoded
+        return decoded.as_subclass(DecodedWeight)
 
     def decode(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight, (out_features, in_features), that `encode` made into plain tensors of codes and scales."""

@@ -15,13 +15,17 @@ caching allocator does.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from laconic.hf.layers import layers_to_shard
+from laconic.hf.masks import rows_packed
 from laconic.plan.phase import Phase
 from laconic.plan.tracing import Tracing
 
@@ -146,8 +150,6 @@ def trace_model(
     Raises:
         TraceError: the model cannot be traced; the message names the module.
     """
-    from laconic.hf.layers import layers_to_shard
-
     layers = list(layers_to_shard(model) if units is None else units)
     modules = [*(layer for layer in layers if layer is not model), model]
     tracing = Tracing(
@@ -159,7 +161,8 @@ def trace_model(
         device_type=device_type,
         gradients_in_place=gradients_in_place,
     )
-    phases = tracing.run()
+    with rows_packed("position_ids" in tracing.arguments) if "transformers" in sys.modules else nullcontext():
+        phases = tracing.run()
     return ModelTrace(
         units=_unit_specs(model, modules, compute_dtype, tracing.written_in_place),
         segments=tuple(Segment(unit=unit, is_backward=back, phase=phase) for unit, back, phase in phases),

@@ -42,7 +42,8 @@ class Tracing:
         device_type: str,
         gradients_in_place: bool,
     ) -> None:
-        self._model, self._modules, self._arguments, self._loss = model, modules, arguments, loss
+        self._model, self._modules, self._loss = model, modules, loss
+        self.arguments = arguments
         self._compute_dtype, self._in_place = compute_dtype, gradients_in_place
         self._recorder = Recorder(device_type)
         self._is_backward = False
@@ -69,7 +70,7 @@ class Tracing:
             stack.enter_context(fake)
             stack.enter_context(self._faked())
             stack.enter_context(self._hooked())
-            arguments = map_tensors(_fake_of, dict(self._arguments))
+            arguments = map_tensors(_fake_of, dict(self.arguments))
             for tensor in tensors_in(arguments):
                 self._recorder.exclude(tensor)
             stack.enter_context(self._recorder)

@@ -1,0 +1,69 @@
+"""The trace of the trainer's job."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from laconic.config import Config, ModelConfig
+from laconic.hf.models import build_model
+from laconic.hf.tokenizer import load_tokenizer
+from laconic.plan.model_trace import ModelTrace, trace_model
+
+
+def trace_job(config: Config, *, device_type: str | None = None) -> ModelTrace:
+    """Trace one micro-batch of a job, as its ranks run it: [Note: Traced like the engine runs] in plan/model_trace.py.
+
+    Rows have data.sequence_length tokens; where rows are as long as their longest document, that is the most.
+
+    Args:
+        config: the job.
+        device_type: "cpu" or "cuda". Default: that of train.device, and "cuda" for "auto".
+
+    Raises:
+        JobError: the model cannot be built; the message says why.
+        TraceError: the model cannot be traced, and there is no formula for it.
+    """
+    model = build_model(_with_vocabulary(config), config.lora)
+    device_type = device_type or ("cuda" if config.train.device == "auto" else torch.device(config.train.device).type)
+    shard = config.shard
+    param_dtype = shard.param_dtype or config.model.dtype
+    reduces_as_computed = (shard.reduce_dtype or param_dtype) == param_dtype
+    trace = trace_model(
+        model,
+        micro_batch_size=config.train.micro_batch_size,
+        sequence_length=config.data.sequence_length,
+        arguments=_arguments(config),
+        compute_dtype=getattr(torch, shard.param_dtype) if shard.param_dtype else None,
+        device_type=device_type,
+        gradients_in_place=shard.strategy in ("laconic", "zero++") and reduces_as_computed,
+    )
+    notes = []
+    if config.train.compile:
+        notes.append("train.compile fuses operations, so a step computes as much, but reads, writes and keeps less")
+    if config.sync.slices > 1:
+        notes.append("sync.slices trains parts of layers, so a step keeps less and multiplies less in backward")
+    return replace(trace, notes=(*trace.notes, *notes))
+
+
+def _with_vocabulary(config: Config) -> ModelConfig:
+    """The model's section, with the tokenizer's `vocab_size` in its table if that has none, as in training."""
+    table = config.model.config
+    if not isinstance(table, dict) or "vocab_size" in table:
+        return config.model
+    return replace(config.model, config={**table, "vocab_size": load_tokenizer(config.data.tokenizer).vocab_size})
+
+
+def _arguments(config: Config) -> dict[str, Any]:
+    """A batch as data/batches.py makes it."""
+    shape = config.train.micro_batch_size, config.data.sequence_length
+    ids = torch.empty(shape, dtype=torch.int64, device="meta")
+    found = {"input_ids": ids, "labels": torch.empty_like(ids)}
+    data = config.data
+    if data.packing is not None or data.format in ("prompt-completion", "messages"):
+        found["num_items_in_batch"] = torch.empty((), device="meta")
+    if data.packing:
+        found["position_ids"] = torch.empty_like(ids)
+    return found
