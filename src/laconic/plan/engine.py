@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from laconic.plan.buckets import PlannedBucket, Shape, Sharding, plan_buckets
-from laconic.plan.codec_cost import decode_bytes, encode_bytes
-from laconic.plan.machine import Job, Machine, Transfer
+from laconic.comm.traffic import Level
+from laconic.plan.buckets import Shape, Sharding, plan_buckets
+from laconic.plan.engine_reduce import BucketState, Reductions
+from laconic.plan.machine import Machine, Transfer
 from laconic.plan.model_trace import ModelTrace
 from laconic.shard.cache import Cache, choose_device_shards
 from laconic.shard.context import PREFETCH
@@ -26,55 +27,10 @@ class _State(Enum):
 
 
 @dataclass(eq=False)
-class _Bucket:
-    """One bucket in the course of the program."""
-
-    plan: PlannedBucket
-    name: str
-    is_cached: bool
-    """True if there is a cache for it."""
-    is_in_slab: bool
-    is_direct: bool
-    """True if a gather across nodes lands in the cache itself."""
-    holds_valid: bool = False
-    """True if the cache has the node shard of the present weights."""
-    has_memory: bool = False
-    """True if a cache on the device is allocated."""
-    is_full_held: bool = False
-    is_dropped: bool = False
-    """True if a frozen shard lives in the cache alone."""
-    has_copy: bool = False
-    """True once differences may cross."""
-    crossing: Job | None = None
-    message_bytes: float = 0.0
-    loaded: Job | None = None
-    local: Job | None = None
-    stored: Job | None = None
-    is_crossing: bool = False
-    comes_from_cache: bool = False
-    partial_bytes: float = 0.0
-    """Sums of earlier micro-batches that have not crossed."""
-    partial_shard_bytes: float = 0.0
-    gradient_held: bool = False
-    has_grad: bool = False
-
-
-@dataclass(eq=False)
 class _Unit:
     name: str
-    buckets: list[_Bucket]
+    buckets: list[BucketState]
     state: _State = _State.IDLE
-
-
-@dataclass(eq=False)
-class _Reduction:
-    bucket: _Bucket
-    stage: str
-    job: Job | None
-    full_bytes: float
-    landing_bytes: float = 0.0
-    node_bytes: float = 0.0
-    shard_bytes: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,16 +52,14 @@ class Engine:
         self.machine, self.trace, self.shape, self.options = machine, trace, shape, options
         self._is_cpu = machine.device_type == "cpu"
         self.units = self._make_units()
-        self._root = len(self.units) - 1
-        self._in_flight: list[_Reduction] = []
-        self._reduced: list[_Bucket] = []
+        self.reductions = Reductions(machine, shape, sums_replicas=not options.replicas_diverge)
         for bucket in self.buckets:
             machine.hold("parameters", bucket.plan.shard_bytes)
             if bucket.is_in_slab:
                 machine.host_bytes += bucket.plan.node_shard_bytes
 
     @property
-    def buckets(self) -> list[_Bucket]:
+    def buckets(self) -> list[BucketState]:
         """All buckets, in the order of units."""
         return [bucket for unit in self.units for bucket in unit.buckets]
 
@@ -122,7 +76,7 @@ class Engine:
             _Unit(
                 spec.name,
                 [
-                    _Bucket(
+                    BucketState(
                         plan, spec.name, is_cached=caches, is_in_slab=index in in_slab,
                         is_direct=caches and (index not in in_slab or self._is_cpu),
                     )
@@ -137,8 +91,7 @@ class Engine:
     def step(self, micro_batches: int) -> None:
         """Run forward and backward of all micro-batches of a step."""
         for index in range(micro_batches):
-            is_last = index == micro_batches - 1
-            self._run(syncs=is_last or self.options.syncs_always, is_last=is_last)
+            self._run(syncs=index == micro_batches - 1 or self.options.syncs_always)
 
     def update(self) -> None:
         """Note that the optimizer has changed the weights, and that gradients are gone."""
@@ -149,8 +102,9 @@ class Engine:
                     self.machine.hold("gradients", -bucket.plan.shard_bytes)
                     bucket.has_grad = False
 
-    def _run(self, *, syncs: bool, is_last: bool) -> None:
+    def _run(self, *, syncs: bool) -> None:
         """One micro-batch."""
+        self._ask_for_exact()
         forward = [segment for segment in self.trace.segments if not segment.is_backward]
         backward = [segment for segment in self.trace.segments if segment.is_backward]
         order = list(dict.fromkeys(segment.unit for segment in forward))
@@ -177,7 +131,13 @@ class Engine:
             self.machine.compute(unit.name, segment.phase)
             if last[segment.unit] == index:
                 self._end_backward(unit, syncs=syncs)
-        self._finish_backward(syncs=syncs, is_last=is_last)
+        self._finish_backward(syncs=syncs)
+
+    def _ask_for_exact(self) -> None:
+        """Agree on the crossings of new weights as differences: [Note: Exact crossings] in shard/difference.py."""
+        members = [bucket for bucket in self.buckets if bucket.is_cached and bucket.plan.wire.sends_differences]
+        if members and not all(bucket.holds_valid for bucket in members):
+            self.machine.wait(self.machine.send(self.flags("crossings", 3 * len(members) + 1, across_islands=False)))
 
     # -- gather --------------------------------------------------------------------------------------------------------
 
@@ -199,7 +159,7 @@ class Engine:
         if not self._is_cpu:
             self._start_local(unit)
 
-    def _start_node(self, bucket: _Bucket) -> None:
+    def _start_node(self, bucket: BucketState) -> None:
         plan, machine = bucket.plan, self.machine
         bucket.comes_from_cache = bucket.is_cached and bucket.holds_valid
         if not bucket.is_direct:
@@ -218,15 +178,13 @@ class Engine:
         if is_coded and plan.weight_payload_bytes is not None:
             bucket.message_bytes = nodes * plan.weight_payload_bytes
             machine.hold("transfers", bucket.message_bytes)
-            machine.touch(f"encode {bucket.name}", encode_bytes(plan.wire.weights, plan.layout.shard_numel))
+            bucket.encode(machine, plan.wire.weights, plan.layout.shard_numel)
             each_bytes = plan.weight_payload_bytes
         else:
             if not (bucket.is_dropped or plan.full_is_shard):
                 machine.touch(f"cast {bucket.name}", plan.shard_bytes + plan.node_shard_bytes / nodes)
             each_bytes = plan.node_shard_bytes / nodes
-        transfer = Transfer(
-            name=f"gather {bucket.name}", purpose="weights", sent={"node": (nodes - 1) * each_bytes}
-        )
+        transfer = Transfer(name=f"gather {bucket.name}", purpose="weights", sent={"node": (nodes - 1) * each_bytes})
         bucket.crossing, bucket.is_crossing = machine.send(transfer, bucket.loaded), True
         bucket.has_copy = bucket.is_cached
 
@@ -239,9 +197,7 @@ class Engine:
             if bucket.is_crossing:
                 self._finish_crossing(bucket)
                 after = bucket.crossing if not self._is_cpu else None
-            if bucket.is_direct and not self._is_cpu:
-                self.machine.touch(f"place {bucket.name}", 2 * bucket.plan.node_shard_bytes)
-            elif bucket.is_direct:
+            if bucket.is_direct:
                 self.machine.touch(f"place {bucket.name}", 2 * bucket.plan.node_shard_bytes)
             transfer = Transfer(
                 name=f"gather {bucket.name} inside", purpose="weights",
@@ -250,15 +206,13 @@ class Engine:
             bucket.local = self.machine.send(transfer, after) or after
         unit.state = _State.LOCAL
 
-    def _finish_crossing(self, bucket: _Bucket) -> None:
+    def _finish_crossing(self, bucket: BucketState) -> None:
         bucket.is_crossing = False
         if self._is_cpu:
             self.machine.wait(bucket.crossing, f"gather {bucket.name}")
         if bucket.message_bytes:
             plan = bucket.plan
-            self.machine.touch(
-                f"decode {bucket.name}", decode_bytes(plan.wire.weights, plan.layout.shard_numel * self.shape.nodes)
-            )
+            bucket.decode(self.machine, plan.wire.weights, plan.layout.shard_numel * self.shape.nodes)
             self.machine.hold("transfers", -bucket.message_bytes)
             bucket.message_bytes = 0.0
 
@@ -276,7 +230,7 @@ class Engine:
             bucket.crossing = bucket.loaded = bucket.local = None
         unit.state = _State.FULL
 
-    def _hold_full(self, bucket: _Bucket) -> None:
+    def _hold_full(self, bucket: BucketState) -> None:
         if not bucket.is_full_held and not bucket.plan.full_is_shard:
             bucket.is_full_held = True
             self.machine.hold("parameters", bucket.plan.full_bytes)
@@ -305,165 +259,30 @@ class Engine:
         for bucket in unit.buckets:
             if bucket.gradient_held:
                 bucket.gradient_held = False
-                self._reduce(bucket, bucket.plan.gradient_bytes, syncs=syncs)
+                self.reductions.add(bucket, bucket.plan.gradient_bytes, syncs=syncs)
 
-    def _reduce(self, bucket: _Bucket, full_bytes: float, *, syncs: bool) -> None:
-        local, machine, name = self.shape.local, self.machine, bucket.name
-        part_bytes = bucket.plan.gradient_bytes / local
-        reduction = _Reduction(bucket, "local", None, full_bytes)
-        if full_bytes and local > 1:
-            transfer = Transfer(
-                name=f"reduce {name} inside", purpose="gradients", sent={"local": (local - 1) * part_bytes}
-            )
-            reduction.landing_bytes = part_bytes * (local - 1 if self._is_cpu else 1)
-            machine.hold("transfers", reduction.landing_bytes)
-            reduction.job = machine.send(transfer)
-        self._advance_all(syncs=syncs)
-        self._advance(reduction, syncs=syncs)
-        self._in_flight.append(reduction)
-
-    def _advance_all(self, *, syncs: bool) -> None:
-        """Move each reduction in flight one level on, the youngest first."""
-        for reduction in reversed(self._in_flight):
-            self._advance(reduction, syncs=syncs)
-        self._in_flight = [reduction for reduction in self._in_flight if reduction.stage != "done"]
-
-    def _advance(self, reduction: _Reduction, *, syncs: bool) -> None:
-        {"local": self._finish_local, "node": self._finish_nodes, "island": self._finish_islands}[reduction.stage](
-            reduction, syncs=syncs
-        )
-
-    def _finish_local(self, reduction: _Reduction, *, syncs: bool) -> None:
-        """Finish the sum inside the node and, at the end of a step, begin that across nodes."""
-        bucket, machine, shape = reduction.bucket, self.machine, self.shape
-        part_bytes = bucket.plan.gradient_bytes / shape.local
-        machine.wait(reduction.job, f"reduce {bucket.name} inside")
-        if reduction.full_bytes and shape.local > 1:
-            machine.touch(f"sum {bucket.name}", (shape.local + 1) * part_bytes)
-            machine.hold("transfers", part_bytes - reduction.landing_bytes)
-        total_bytes = part_bytes if reduction.full_bytes else 0.0
-        is_own_memory = shape.local > 1  # else the sum is the gradient buffer itself
-        if bucket.partial_bytes:
-            if reduction.full_bytes:
-                machine.touch(f"add {bucket.name}", 3 * part_bytes)
-                if is_own_memory:
-                    machine.hold("transfers", -part_bytes)
-            total_bytes, is_own_memory = bucket.partial_bytes, True
-            bucket.partial_bytes = 0.0
-        elif reduction.full_bytes and not is_own_memory:
-            machine.hold("gradients", -reduction.full_bytes)  # the buffer goes on as the sum
-            machine.hold("transfers", reduction.full_bytes)
-            reduction.full_bytes = 0.0
-            total_bytes = part_bytes
-        if reduction.full_bytes:
-            machine.hold("gradients", -reduction.full_bytes)
-            reduction.full_bytes = 0.0
-        if not syncs:
-            bucket.partial_bytes = total_bytes
-        else:
-            reduction.node_bytes = total_bytes
-            reduction.job = self._send_across(reduction)
-        reduction.stage = "node"
-
-    def _send_across(self, reduction: _Reduction) -> Job | None:
-        bucket, nodes, machine = reduction.bucket, self.shape.nodes, self.machine
-        if nodes == 1:
-            return None
-        coded = bucket.plan.gradient_payload_bytes
-        if coded is not None:
-            machine.touch(
-                f"encode {bucket.name}",
-                encode_bytes(bucket.plan.wire.gradients, bucket.plan.layout.shard_numel * (nodes - 1)),
-            )
-            reduction.landing_bytes = 2 * nodes * coded
-            each_bytes = coded
-        else:
-            each_bytes = float(bucket.plan.gradient_shard_bytes)
-            reduction.landing_bytes = each_bytes * (nodes - 1 if self._is_cpu else 1)
-        machine.hold("transfers", reduction.landing_bytes)
-        transfer = Transfer(name=f"reduce {bucket.name}", purpose="gradients", sent={"node": (nodes - 1) * each_bytes})
-        return machine.send(transfer)
-
-    def _finish_nodes(self, reduction: _Reduction, *, syncs: bool) -> None:
-        """Finish the sum across nodes, if it has begun, and begin that over the islands."""
-        bucket, machine, nodes = reduction.bucket, self.machine, self.shape.nodes
-        if not reduction.node_bytes:
-            reduction.stage = "done"
-            return
-        machine.wait(reduction.job, f"reduce {bucket.name}")
-        shard_bytes = bucket.plan.gradient_shard_bytes
-        reduction.shard_bytes = float(shard_bytes)
-        if nodes > 1:
-            if bucket.plan.gradient_payload_bytes is not None:
-                machine.touch(
-                    f"decode {bucket.name}", decode_bytes(bucket.plan.wire.gradients, bucket.plan.layout.shard_numel * nodes)
-                )
-            else:
-                machine.touch(f"sum {bucket.name}", (nodes + 1) * shard_bytes)
-            machine.hold("transfers", shard_bytes - reduction.landing_bytes)
-            machine.hold("transfers", -reduction.node_bytes)
-        reduction.node_bytes = reduction.landing_bytes = 0.0
-        if self.shape.islands == 1 or self.options.replicas_diverge:
-            self._put_into_grad(reduction)
-            return
-        reduction.job = self._send_to_islands(reduction)
-        reduction.stage = "island"
-
-    def _send_to_islands(self, reduction: _Reduction) -> Job | None:
-        bucket, islands = reduction.bucket, self.shape.islands
-        coded = bucket.plan.replica_payload_bytes()
-        if coded is None:
-            sent = 2 * (islands - 1) * bucket.plan.gradient_shard_bytes // islands
-        else:
-            sent = (islands - 1) * sum(coded)
-        name = f"reduce {bucket.name} over islands"
-        return self.machine.send(Transfer(name=name, purpose="gradients", sent={"island": sent}))
-
-    def _finish_islands(self, reduction: _Reduction, *, syncs: bool) -> None:
-        self.machine.wait(reduction.job, f"reduce {reduction.bucket.name} over islands")
-        self._put_into_grad(reduction)
-
-    def _put_into_grad(self, reduction: _Reduction) -> None:
-        """Divide the sum and let it become `.grad`."""
-        bucket, machine = reduction.bucket, self.machine
-        machine.touch(f"divide {bucket.name}", 2 * reduction.shard_bytes)
-        machine.hold("transfers", -reduction.shard_bytes)
-        if not bucket.has_grad:
-            bucket.has_grad = True
-            machine.hold("gradients", bucket.plan.shard_bytes)
-            self._reduced.append(bucket)
-        reduction.stage = "done"
-
-    def _finish_backward(self, *, syncs: bool, is_last: bool) -> None:
+    def _finish_backward(self, *, syncs: bool) -> None:
         """Finish all reductions in flight, and free device caches that the optimizer will make stale."""
         if syncs:
             for bucket in self.buckets:
-                waiting = any(each.bucket is bucket for each in self._in_flight)
-                if bucket.partial_bytes and not waiting:
-                    self._reduce(bucket, 0.0, syncs=True)
+                if bucket.partial_bytes and not self.reductions.has(bucket):
+                    self.reductions.add(bucket, 0.0, syncs=True)
                 is_base = bucket.plan.wire.sends_differences
                 if bucket.is_cached and not bucket.plan.is_frozen and not is_base:
                     self._free_cache(bucket)
-        while self._in_flight:
-            self._advance_all(syncs=syncs)
-        self._agree()
+        flags = sum(bucket.plan.num_parameters for bucket in self.reductions.finish(syncs=syncs))
+        if flags:  # the ranks agree on the parameters that got a gradient
+            self.machine.wait(self.machine.send(self.flags("agree", flags)))
 
-    def _free_cache(self, bucket: _Bucket) -> None:
+    def _free_cache(self, bucket: BucketState) -> None:
         if bucket.has_memory:
             bucket.has_memory = bucket.holds_valid = False
             self.machine.hold("cache", -bucket.plan.node_shard_bytes)
 
-    def _agree(self) -> None:
-        """Agree on the parameters that got a gradient: one flag each, from every rank to every other."""
-        flags = sum(bucket.plan.num_parameters for bucket in self._reduced)
-        self._reduced.clear()
-        if flags:
-            self.machine.wait(self.machine.send(self.flags("agree", flags)))
-
-    def flags(self, name: str, count: int) -> Transfer:
-        """A message of `count` bytes from every rank of the island to every other."""
+    def flags(self, name: str, count: int, *, across_islands: bool = True) -> Transfer:
+        """A message of `count` bytes from every rank of the island, or of all islands, to every other."""
         inside, across = self.shape.local - 1, self.shape.ranks - self.shape.local
-        sent = {"local": inside * count, "node": across * count}
-        if not self.options.replicas_diverge and self.shape.islands > 1:
+        sent: dict[Level, float] = {"local": inside * count, "node": across * count}
+        if across_islands and not self.options.replicas_diverge:
             sent["island"] = (self.shape.islands - 1) * self.shape.ranks * count
-        return Transfer(name=name, purpose="control", sent=sent)  # type: ignore[arg-type]
+        return Transfer(name=name, purpose="control", sent=sent)

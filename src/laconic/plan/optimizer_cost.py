@@ -1,4 +1,4 @@
-"""The states, the transfers and the time of an optimizer's step, from its settings and the layouts of its parameters."""
+"""The states, the transfers and the time of an optimizer's step, from its settings and its parameters' layouts."""
 
 from __future__ import annotations
 

@@ -192,7 +192,9 @@ class _Unit:
         if not self._tracing._is_backward and self._index != self._parent:
             self._recorder.begin(self._index, is_backward=False)
         if dtype is not None:
-            args, kwargs = map_tensors(lambda each: each.to(dtype) if each.is_floating_point() else each, (args, kwargs))
+            args, kwargs = map_tensors(
+                lambda each: each.to(dtype) if each.is_floating_point() else each, (args, kwargs)
+            )
         if self._tracing._is_backward or not torch.is_grad_enabled():
             return args, kwargs
         watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
@@ -237,9 +239,7 @@ def _linear(tracing: Tracing, module: nn.Linear, input: Tensor) -> Tensor:
 
 
 def _fake_of(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad
-    )
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
 
 
 def _without_empty(phases: list[tuple[int, bool, Phase]]) -> list[tuple[int, bool, Phase]]:

@@ -1,0 +1,147 @@
+"""What a strategy takes on a cluster: seconds, bytes and memory of a step, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from laconic.comm.traffic import WIRE_LEVELS, Level, Purpose
+from laconic.plan.buckets import Shape
+from laconic.plan.cluster_spec import ClusterSpec
+from laconic.plan.machine import Kind, Lane, Machine, Reading, Span
+from laconic.plan.program import Program
+
+MARGIN = 0.03
+"""The share of a device's memory that allocators lose to fragments and that no figure here can know."""
+PROCESS_BYTES = {"cuda": 1.5e9, "cpu": 0.6e9}
+"""The device memory of a process before it has a model: CUDA's context, NCCL's buffers, cuBLAS's workspace; on CPU the
+libraries themselves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The prediction of one strategy. Bytes and memory are of one rank, as a mean over the ranks of a node."""
+
+    strategy: str
+    label: str
+    is_peer: bool
+    seconds: float
+    """Of one optimizer step."""
+    tokens: int
+    """The tokens that all ranks train on in a step."""
+    sent_bytes: Mapping[tuple[Level, Purpose], float]
+    """The payload bytes that one rank sends in a step, by level and purpose."""
+    waits_s: Mapping[Lane, float]
+    """The seconds of a step in which compute waits, by the lane that it waits for."""
+    busy_s: Mapping[Lane, float]
+    """The seconds of a step in which each lane works."""
+    peak: Mapping[Kind, float]
+    """The device memory at its fullest, in bytes by kind."""
+    resting: Mapping[Kind, float]
+    """The device memory between steps."""
+    host_bytes: float
+    """The host memory of the cache and of outer states."""
+    ranks_per_node: int
+    header_factor: float
+    spare_device_bytes: float
+    """What is left of a device's memory at the peak; negative if the strategy does not fit."""
+    spare_host_bytes: float
+    """What is left of a node's memory, for one rank."""
+    inexact: str = ""
+    """What the strategy trains otherwise than ZeRO-3; empty if it trains the same."""
+    spans: tuple[Span, ...] = ()
+    begin_s: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether device and host have memory enough."""
+        return self.spare_device_bytes >= 0 and self.spare_host_bytes >= 0
+
+    @property
+    def peak_bytes(self) -> float:
+        """The device memory at its fullest."""
+        return sum(self.peak.values())
+
+    @property
+    def resting_bytes(self) -> float:
+        """The device memory between steps."""
+        return sum(self.resting.values())
+
+    @property
+    def wire_bytes(self) -> float:
+        """The payload bytes that leave one node in a step."""
+        return self.ranks_per_node * sum(size for (level, _), size in self.sent_bytes.items() if level in WIRE_LEVELS)
+
+    @property
+    def interface_bytes(self) -> float:
+        """`wire_bytes` as a node's network interface counts them, with headers."""
+        return self.wire_bytes * self.header_factor
+
+    @property
+    def local_bytes(self) -> float:
+        """The payload bytes that the ranks of one node send to each other in a step."""
+        return self.ranks_per_node * sum(size for (level, _), size in self.sent_bytes.items() if level == "local")
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Seconds of the whole cluster for one token."""
+        return self.seconds / self.tokens
+
+    @property
+    def wire_bytes_per_token(self) -> float:
+        """The payload bytes on all nodes' wires for one token, of one node."""
+        return self.wire_bytes / self.tokens
+
+    @property
+    def bound_by(self) -> Lane:
+        """What a step takes most of its time for: compute, or the lane that it waits for longest."""
+        waited = sum(self.waits_s.values())
+        most = max(self.waits_s, key=lambda lane: self.waits_s[lane], default=Lane.COMPUTE)
+        return most if self.waits_s.get(most, 0.0) > self.seconds - waited else Lane.COMPUTE
+
+
+def read_program(
+    program: Program, machine: Machine, *, strategy: str, label: str, is_peer: bool, tokens: int, notes: tuple[str, ...]
+) -> Estimate:
+    """Run a program until it is warm, and read a step."""
+    reading: Reading = program.read(machine)
+    cluster = machine.cluster
+    resting = {kind: float(size) for kind, size in machine.held.items()}
+    on_host = machine.host_bytes
+    process = PROCESS_BYTES.get(machine.device_type, PROCESS_BYTES["cuda"])
+    needed = reading.peak_bytes + process
+    if machine.device_type == "cpu":  # one memory serves as both
+        needed += on_host
+    return Estimate(
+        strategy=strategy,
+        label=label,
+        is_peer=is_peer,
+        seconds=reading.seconds,
+        tokens=tokens,
+        sent_bytes=dict(reading.sent_bytes),
+        waits_s=dict(reading.waits_s),
+        busy_s=dict(reading.busy_s),
+        peak=dict(reading.peak),
+        resting=resting,
+        host_bytes=on_host,
+        ranks_per_node=cluster.ranks_per_node,
+        header_factor=cluster.wire_header_factor,
+        spare_device_bytes=cluster.device_memory_bytes * (1 - MARGIN) - needed,
+        spare_host_bytes=cluster.host_memory_bytes * (1 - MARGIN) / cluster.ranks_per_node - on_host,
+        inexact=program.inexact,
+        spans=tuple(reading.spans),
+        begin_s=reading.begin_s,
+        notes=notes,
+    )
+
+
+def shape_of(cluster: ClusterSpec, islands: int = 1) -> Shape:
+    """The ranks of a cluster, in islands of whole nodes.
+
+    Raises:
+        ValueError: the islands do not divide the nodes.
+    """
+    if cluster.nodes % islands:
+        raise ValueError(f"{islands} islands do not divide {cluster.nodes} nodes; use a divisor")
+    return Shape(nodes=cluster.nodes // islands, local=cluster.ranks_per_node, islands=islands)

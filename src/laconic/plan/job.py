@@ -1,0 +1,41 @@
+"""A training job as the planner sees it: the trace of its model, and what each step has to do."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from laconic.config import Config
+from laconic.plan.buckets import Sharding
+from laconic.plan.job_trace import trace_job
+from laconic.plan.model_trace import ModelTrace
+from laconic.plan.program import Work
+from laconic.strategies.parallelize import granularity, mixed_precision, wire_policy
+
+
+def work_of(config: Config, *, device_type: str, trace: ModelTrace | None = None) -> Work:
+    """What a job has to do in every step. A trace of the same model, batch and precision may be given.
+
+    Raises:
+        JobError: the model cannot be built.
+        TraceError: the model cannot be traced, and there is no formula for it.
+    """
+    sharding = Sharding(
+        precision=mixed_precision(config), granularity=granularity(config), wire=wire_policy(config),
+        device_type=device_type,
+    )  # fmt: skip
+    return Work(
+        trace=trace or trace_job(config, device_type=device_type),
+        micro_batches=config.train.accumulation,
+        optimizer=config.optimizer,
+        sharding=sharding,
+    )
+
+
+def with_shard(config: Config, **keys: Any) -> Config:
+    """The job with other keys in the section `shard`.
+
+    Raises:
+        ConfigError: the keys contradict each other.
+    """
+    return dataclasses.replace(config, shard=dataclasses.replace(config.shard, **keys))

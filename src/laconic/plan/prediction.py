@@ -1,0 +1,85 @@
+"""Predictions of a job under one strategy or many: `laconic.plan.estimate`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from laconic.config import Config, ConfigError
+from laconic.errors import JobError
+from laconic.plan.candidates import CANDIDATES, Candidate
+from laconic.plan.cluster_spec import ClusterSpec
+from laconic.plan.estimate import Estimate, read_program, shape_of
+from laconic.plan.job import work_of
+from laconic.plan.job_trace import trace_job
+from laconic.plan.machine import Machine
+from laconic.plan.model_trace import ModelTrace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A strategy that cannot run the job, and why."""
+
+    strategy: str
+    label: str
+    reason: str
+
+
+class Predictor:
+    """Predicts strategies of one job on one cluster. The model is traced once for each way of keeping gradients."""
+
+    def __init__(self, config: Config, cluster: ClusterSpec, *, device_type: str | None = None) -> None:
+        """Predict for devices of a type, "cuda" or "cpu". Default: that of train.device, and "cuda" for "auto"."""
+        self.config, self.cluster = config, cluster
+        device = config.train.device
+        self.device_type = device_type or ("cuda" if device == "auto" else device.partition(":")[0])
+        self._traces: dict[bool, ModelTrace] = {}
+
+    def estimate(self, candidate: Candidate, *, keeps_spans: bool = False) -> Estimate | Refusal:
+        """Predict one strategy."""
+        try:
+            job = candidate.job(self.config)
+            islands = (job.sync.islands or self.cluster.nodes) if job.sync.is_local else 1
+            shape = shape_of(self.cluster, islands)
+            trace = self._trace(job)
+            work = work_of(job, device_type=self.device_type, trace=trace)
+            machine = Machine(self.cluster, device_type=self.device_type, keeps_spans=keeps_spans)
+            program = candidate.make(machine, job, work, shape)
+            tokens = job.train.micro_batch_size * job.train.accumulation * job.data.sequence_length * self.cluster.ranks
+            return read_program(
+                program, machine, strategy=candidate.name, label=candidate.label, is_peer=candidate.is_peer,
+                tokens=tokens, notes=trace.notes if trace.method == "traced" else (trace.method, *trace.notes),
+            )  # fmt: skip
+        except (ConfigError, JobError, ValueError) as error:
+            return Refusal(strategy=candidate.name, label=candidate.label, reason=str(error))
+
+    def all(self, names: Iterable[str] | None = None) -> Iterator[Estimate | Refusal]:
+        """Predict the strategies with these names; by default all."""
+        for name in CANDIDATES if names is None else names:
+            if name not in CANDIDATES:
+                raise ConfigError(f"strategy {name!r} is not known; there are {', '.join(CANDIDATES)}")
+            yield self.estimate(CANDIDATES[name])
+
+    def _trace(self, job: Config) -> ModelTrace:
+        on_engine = job.shard.strategy in ("laconic", "zero++")
+        if on_engine not in self._traces:
+            plain = dataclasses.replace(job, train=dataclasses.replace(job.train))
+            self._traces[on_engine] = trace_job(plain, device_type=self.device_type)
+        return self._traces[on_engine]
+
+
+def estimate(
+    config: Config, cluster: ClusterSpec, strategy: str = "host", *, device_type: str | None = None
+) -> Estimate | Refusal:
+    """Predict the seconds, bytes and memory of a step of `config` on `cluster` under one strategy.
+
+    Cost: a trace of the model on fake tensors, some seconds, and milliseconds for the strategy.
+
+    Raises:
+        ConfigError: there is no such strategy, or the cluster file lacks a figure.
+        JobError: the model cannot be built.
+        TraceError: the model cannot be traced, and there is no formula for it.
+    """
+    (found,) = Predictor(config, cluster, device_type=device_type).all([strategy])
+    return found
