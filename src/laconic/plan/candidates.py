@@ -52,7 +52,7 @@ class Candidate:
         if self.schedule is not None:
             schedule = config.schedule if config.schedule.is_cyclic else ScheduleConfig(kind="cyclic")
             schedule = dataclasses.replace(schedule, **self.schedule)
-        shard = dataclasses.replace(config.shard, **{"device_budget_bytes": 0, **keys})
+        shard = dataclasses.replace(config.shard, **{"device_budget_bytes": 0, "cluster": None, **keys})
         return dataclasses.replace(config, shard=shard, sync=sync, schedule=schedule)
 
     def is_asked_for(self, config: Config) -> bool:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from laconic.comm.launch import RankInfo
 from laconic.config import Config, ConfigError
 from laconic.errors import JobError
 from laconic.plan.candidates import BUDGET, CANDIDATES, Candidate, candidate_named
@@ -16,6 +17,7 @@ from laconic.plan.job_trace import trace_job
 from laconic.plan.machine import Machine
 from laconic.plan.model_trace import ModelTrace
 from laconic.plan.tracing import TraceError
+from laconic.strategies.checks import check_job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,10 @@ class Predictor:
     def estimate(self, candidate: Candidate, *, keeps_spans: bool = False) -> Estimate | Refusal:
         """Predict one strategy."""
         try:
-            return self._estimate(candidate, self.job(candidate), keeps_spans=keeps_spans)
+            job = self.job(candidate)
+            if candidate.keys is not None:
+                check_job(job, self._ranks())
+            return self._estimate(candidate, job, keeps_spans=keeps_spans)
         except TraceError:
             raise
         except (ConfigError, JobError, ValueError) as error:
@@ -88,6 +93,12 @@ class Predictor:
             tokens=rows * job.data.sequence_length,
             notes=trace.notes if trace.method == "traced" else (trace.method, *trace.notes),
         )  # fmt: skip
+
+    def _ranks(self) -> RankInfo:
+        """The first rank of the cluster."""
+        local = self.cluster.ranks_per_node
+        nodes = self.cluster.nodes
+        return RankInfo(rank=0, world_size=nodes * local, local_rank=0, num_local=local, num_nodes=nodes)
 
     def _budget_bytes(self) -> int:
         """The device memory that the host cache leaves, for the node shards that backward wants first.
