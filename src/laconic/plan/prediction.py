@@ -11,7 +11,7 @@ from laconic.config import Config, ConfigError
 from laconic.errors import JobError
 from laconic.plan.candidates import BUDGET, CANDIDATES, Candidate, candidate_named
 from laconic.plan.cluster_spec import ClusterSpec
-from laconic.plan.estimate import Estimate, read_program, shape_of
+from laconic.plan.estimates import Estimate, read_program, shape_of
 from laconic.plan.job import with_shard, work_of
 from laconic.plan.job_trace import trace_job
 from laconic.plan.machine import Machine

@@ -10,7 +10,7 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError, from_dict, to_dict
 from laconic.plan.candidates import CANDIDATES
-from laconic.plan.choose import choose, fitting_cluster
+from laconic.plan.choice import choose, fitting_cluster
 from laconic.plan.cluster_file import load_cluster
 from laconic.plan.prediction import Predictor
 from laconic.plan.tracing import TraceError
