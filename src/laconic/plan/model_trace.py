@@ -29,7 +29,8 @@ from laconic.hf.layers import layers_to_shard
 from laconic.hf.masks import rows_packed
 from laconic.plan.equal_layers import Run, list_of_equal, only_three, repeat_middle
 from laconic.plan.phase import Phase
-from laconic.plan.tracing import Tracing
+from laconic.plan.trace_formula import SOURCE, formula_run
+from laconic.plan.tracing import TraceError, Tracing
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 """Runs a model on keyword arguments and returns the loss."""
@@ -150,7 +151,9 @@ def trace_model(
             the dtype of gathered parameters. False: autograd allocates all of them.
 
     Raises:
-        TraceError: the model cannot be traced; the message names the module.
+        TraceError: the model cannot be traced, and there is no formula for it: it has no layers, or no configuration
+            with its sizes. The message names the module that cannot be traced.
+        ValueError: an unknown device type.
     """
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"device_type must be 'cpu' or 'cuda', got {device_type!r}")
@@ -163,11 +166,20 @@ def trace_model(
         Tracing, model=model, arguments=arguments, loss=loss or _loss, compute_dtype=compute_dtype,
         device_type=device_type, gradients_in_place=gradients_in_place,
     )  # fmt: skip
-    run, parameters = _run(model, layers, make, compute_dtype)
+    method = "traced"
+    try:
+        run, parameters = _run(model, layers, make, compute_dtype)
+    except TraceError as error:
+        parameters = _parameters([*layers, model], compute_dtype, set())
+        try:
+            run = formula_run(model, layers, rows=micro_batch_size, tokens=sequence_length, compute_dtype=compute_dtype)
+        except ValueError as reason:
+            raise TraceError(error.module, f"{error.reason}. And {reason}") from error
+        method = f"formula ({SOURCE}): {error}"
     return ModelTrace(
         units=tuple(UnitSpec(name=name, parameters=own) for name, own in zip(unit_names, parameters, strict=True)),
         segments=tuple(Segment(unit=unit, is_backward=back, phase=phase) for unit, back, phase in run),
-        method="traced",
+        method=method,
         micro_batch_size=micro_batch_size,
         sequence_length=sequence_length,
         compute_dtype=compute_dtype,

@@ -68,9 +68,7 @@ class Phase:
         """The number of operations."""
         return sum(work.count for work in self.work)
 
-    def seconds(
-        self, flops_per_s: Mapping[str, float], memory_bytes_per_s: float, launch_s: float = 0.0
-    ) -> float:
+    def seconds(self, flops_per_s: Mapping[str, float], memory_bytes_per_s: float, launch_s: float = 0.0) -> float:
         """Return the seconds of the phase on a device: [Note: Seconds of an operation].
 
         Args:

@@ -111,10 +111,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run one operation and record it."""
         kwargs = kwargs or {}
-        if func._overloadpacket is _GROUPED:
-            out = grouped_product(*args, **kwargs)
-        else:
-            out = func(*args, **kwargs)
+        out = grouped_product(*args, **kwargs) if func._overloadpacket is _GROUPED else func(*args, **kwargs)
         if func.namespace == "prim":  # the question for a tensor's device
             return out
         has_new = False

@@ -102,7 +102,8 @@ class Tracing:
         forwards: list[nn.Module] = []
         try:
             for module in self._model.modules():
-                for table in (module._parameters, module._buffers):
+                tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+                for table in tables:
                     for name, tensor in table.items():
                         if tensor is not None:
                             if id(tensor) not in fakes:
@@ -196,7 +197,9 @@ class _Unit:
         if not self._tracing._is_backward and self._index != self._parent:
             self._recorder.begin(self._index, is_backward=False)
         if dtype is not None:
-            args, kwargs = map_tensors(lambda each: each.to(dtype) if each.is_floating_point() else each, (args, kwargs))
+            args, kwargs = map_tensors(
+                lambda each: each.to(dtype) if each.is_floating_point() else each, (args, kwargs)
+            )
         if self._tracing._is_backward or not torch.is_grad_enabled():
             return args, kwargs
         watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
@@ -241,9 +244,7 @@ def _linear(tracing: Tracing, module: nn.Linear, input: Tensor) -> Tensor:
 
 
 def _fake_of(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad
-    )
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
 
 
 def _without_empty(phases: list[tuple[int, bool, Phase]]) -> list[tuple[int, bool, Phase]]:
