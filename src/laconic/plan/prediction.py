@@ -62,6 +62,8 @@ class Predictor:
         """Predict one strategy."""
         try:
             job = self.job(candidate)
+            if candidate.schedule is not None:
+                self._check_workers()
             if candidate.keys is not None:
                 check_job(job, self._ranks())
             return self._estimate(candidate, job, keeps_spans=keeps_spans)
@@ -94,6 +96,18 @@ class Predictor:
             notes=trace.notes if trace.method == "traced" else (trace.method, *trace.notes),
         )  # fmt: skip
 
+    def _check_workers(self) -> None:
+        """Refuse more workers than the model has blocks, before the rule of thousands of workers is worked out.
+
+        Raises:
+            ConfigError: there are more.
+        """
+        blocks = len(self._trace(self.config).units) + 1
+        if self.cluster.ranks > blocks:
+            raise ConfigError(
+                f"{self.cluster.ranks} workers need as many blocks, and the model has {blocks}; start fewer ranks"
+            )
+
     def _ranks(self) -> RankInfo:
         """The first rank of the cluster."""
         local = self.cluster.ranks_per_node
@@ -116,7 +130,7 @@ class Predictor:
         return spare_bytes
 
     def _trace(self, job: Config) -> ModelTrace:
-        on_engine = job.shard.strategy in ("laconic", "zero++")
+        on_engine = job.shard.strategy in ("laconic", "auto", "zero++")
         if on_engine not in self._traces:
             self._traces[on_engine] = trace_job(job, device_type=self.device_type)
         return self._traces[on_engine]
