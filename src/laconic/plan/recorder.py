@@ -74,7 +74,10 @@ class Recorder(TorchDispatchMode):
         self._watch(tensor, counts=False)
 
     def begin(self, unit: int, *, is_backward: bool) -> None:
-        """End the running phase, and begin one of a unit."""
+        """End the running phase, and begin one of a unit, unless the running one is of this unit and direction."""
+        running = self._phase
+        if running is not None and (running.unit, running.is_backward) == (unit, is_backward):
+            return
         self.end()
         both = self._alive_bytes + self._gradient_bytes
         self._phase = _OpenPhase(
