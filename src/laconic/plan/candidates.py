@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from laconic.config import Config
 from laconic.plan.buckets import Shape
+from laconic.plan.candidate import Candidate
 from laconic.plan.engine import EngineOptions
 from laconic.plan.machine import Machine
+from laconic.plan.peers import PEERS
 from laconic.plan.program import LaconicStep, LocalStepsProgram, Program, Work
 from laconic.shard.cache import Cache
-
-Make = Callable[[Machine, Config, Work, Shape], Program]
-"""Makes the program of a strategy: from an idle machine, the job under this strategy, its work and its ranks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A strategy that the planner can predict."""
-
-    name: str
-    label: str
-    """The name for people."""
-    make: Make
-    source: str
-    """Where its algorithm is published."""
-    keys: Mapping[str, Any] | None = field(default_factory=dict)
-    """The keys of `[shard]` with which `laconic train` runs it; None if it does not."""
-    is_peer: bool = False
-
-    def job(self, config: Config) -> Config:
-        """The job under this strategy.
-
-        Raises:
-            ConfigError: the strategy cannot run the job.
-        """
-        keys = dict(self.keys or {"strategy": "fsdp2", "cache": "host", "wire": None})
-        return dataclasses.replace(config, shard=dataclasses.replace(config.shard, device_budget_bytes=0, **keys))
 
 
 def _laconic(machine: Machine, config: Config, work: Work, shape: Shape) -> Program:
@@ -73,6 +45,7 @@ CANDIDATES: dict[str, Candidate] = {
             name="zero++", label="ZeRO++ on our engine", make=_zero_plus_plus, is_peer=True,
             source="ZeRO++, arXiv 2306.10209", keys={"strategy": "zero++", "cache": "host", "wire": None},
         ),
+        *PEERS,
     )
 }  # fmt: skip
 """All strategies, by name."""
