@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from laconic.config import Config, ConfigError, ScheduleConfig, SyncConfig
+from laconic.config import Config, ConfigError, ScheduleConfig, ShardConfig, SyncConfig
 from laconic.plan.buckets import Shape
+from laconic.plan.cyclic import CyclicProgram
 from laconic.plan.engine import EngineOptions
 from laconic.plan.machine import Machine
 from laconic.plan.program import LaconicStep, LocalStepsProgram, Program, Work
@@ -52,7 +53,7 @@ class Candidate:
         if self.schedule is not None:
             schedule = config.schedule if config.schedule.is_cyclic else ScheduleConfig(kind="cyclic")
             schedule = dataclasses.replace(schedule, **self.schedule)
-        shard = dataclasses.replace(config.shard, **{"device_budget_bytes": 0, **keys})
+        shard = dataclasses.replace(config.shard, **{"device_budget_bytes": 0, "cluster": None, **keys})
         return dataclasses.replace(config, shard=shard, sync=sync, schedule=schedule)
 
     def is_asked_for(self, config: Config) -> bool:
@@ -76,6 +77,10 @@ def _zero_plus_plus(machine: Machine, config: Config, work: Work, shape: Shape) 
     return LaconicStep(machine, work, shape, options)
 
 
+def _cyclic(machine: Machine, config: Config, work: Work, shape: Shape) -> Program:
+    return CyclicProgram(machine, config, work.trace)
+
+
 def _own(
     name: str, label: str, source: str, *, inexact: str = "", sync: Mapping[str, Any] | None = None, **keys: Any
 ) -> Candidate:
@@ -85,6 +90,7 @@ def _own(
     )  # fmt: skip
 
 
+_NO_SHARDING = {field.name: field.default for field in dataclasses.fields(ShardConfig)}
 BUDGET = "budget"
 """The strategy whose `device_budget_bytes` is what the host cache leaves of the device's memory."""
 _ROUNDED = "crossings are rounded: losses within 0.13 % of exact crossings, either way (docs/thinner.md)"
@@ -105,6 +111,13 @@ CANDIDATES: dict[str, Candidate] = {
         _own(
             "local-steps", "local steps", "DiLoCo, arXiv 2311.08105; Streaming DiLoCo, arXiv 2501.18512",
             inexact=_LOCAL, sync={},
+        ),
+        *(
+            Candidate(
+                name=name, label=f"laconic cyclic, {states}", make=_cyclic, source="CDP, arXiv 2403.08837",
+                keys=_NO_SHARDING, schedule={"states": states}, inexact=CyclicProgram.inexact,
+            )
+            for name, states in (("cyclic", "replicated"), ("cyclic-sharded", "sharded"))
         ),
         Candidate(
             name="zero++", label="ZeRO++ on our engine", make=_zero_plus_plus, is_peer=True,

@@ -14,9 +14,9 @@ from rich.table import Table
 from laconic import files
 from laconic.config import ConfigError, load, to_dict, to_toml
 from laconic.plan.candidates import CANDIDATES, candidate_named
-from laconic.plan.choose import Choice, Entry, choose
+from laconic.plan.choice import Choice, Entry, choose
 from laconic.plan.cluster_file import load_cluster
-from laconic.plan.estimate import Estimate
+from laconic.plan.estimates import Estimate
 from laconic.plan.prediction import Predictor
 from laconic.plan.timeline_picture import SUFFIXES, draw_timeline
 from laconic.plan.units import format_quantity

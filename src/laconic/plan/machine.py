@@ -135,11 +135,15 @@ class Machine:
 
     def compute(self, name: str, phase: Phase) -> None:
         """Run a phase of the model."""
-        seconds = phase.seconds(self.cluster.device_flops_per_s, self.cluster.device_memory_bytes_per_s)
+        seconds = self.seconds(phase)
         if self._total + phase.peak_bytes > self._peak_total:
             self._note_peak(phase.peak_bytes)
         self._work(name, seconds)
         self.hold("activations", phase.end_bytes)
+
+    def seconds(self, phase: Phase) -> float:
+        """The seconds of a phase on one device."""
+        return phase.seconds(self.cluster.device_flops_per_s, self.cluster.device_memory_bytes_per_s)
 
     def touch(self, name: str, nbytes: float) -> None:
         """Run simple kernels that read and write `nbytes` of device memory in all."""

@@ -6,16 +6,18 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from laconic.comm.launch import RankInfo
 from laconic.config import Config, ConfigError
 from laconic.errors import JobError
 from laconic.plan.candidates import BUDGET, CANDIDATES, Candidate, candidate_named
 from laconic.plan.cluster_spec import ClusterSpec
-from laconic.plan.estimate import Estimate, read_program, shape_of
+from laconic.plan.estimates import Estimate, read_program, shape_of
 from laconic.plan.job import with_shard, work_of
 from laconic.plan.job_trace import trace_job
 from laconic.plan.machine import Machine
 from laconic.plan.model_trace import ModelTrace
 from laconic.plan.tracing import TraceError
+from laconic.strategies.checks import check_job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,12 @@ class Predictor:
     def estimate(self, candidate: Candidate, *, keeps_spans: bool = False) -> Estimate | Refusal:
         """Predict one strategy."""
         try:
-            return self._estimate(candidate, self.job(candidate), keeps_spans=keeps_spans)
+            job = self.job(candidate)
+            if candidate.schedule is not None:
+                self._check_workers()
+            if candidate.keys is not None:
+                check_job(job, self._ranks())
+            return self._estimate(candidate, job, keeps_spans=keeps_spans)
         except TraceError:
             raise
         except (ConfigError, JobError, ValueError) as error:
@@ -89,6 +96,24 @@ class Predictor:
             notes=trace.notes if trace.method == "traced" else (trace.method, *trace.notes),
         )  # fmt: skip
 
+    def _check_workers(self) -> None:
+        """Refuse more workers than the model has blocks, before the rule of thousands of workers is worked out.
+
+        Raises:
+            ConfigError: there are more.
+        """
+        blocks = len(self._trace(self.config).units) + 1
+        if self.cluster.ranks > blocks:
+            raise ConfigError(
+                f"{self.cluster.ranks} workers need as many blocks, and the model has {blocks}; start fewer ranks"
+            )
+
+    def _ranks(self) -> RankInfo:
+        """The first rank of the cluster."""
+        local = self.cluster.ranks_per_node
+        nodes = self.cluster.nodes
+        return RankInfo(rank=0, world_size=nodes * local, local_rank=0, num_local=local, num_nodes=nodes)
+
     def _budget_bytes(self) -> int:
         """The device memory that the host cache leaves, for the node shards that backward wants first.
 
@@ -105,7 +130,7 @@ class Predictor:
         return spare_bytes
 
     def _trace(self, job: Config) -> ModelTrace:
-        on_engine = job.shard.strategy in ("laconic", "zero++")
+        on_engine = job.shard.strategy in ("laconic", "auto", "zero++")
         if on_engine not in self._traces:
             self._traces[on_engine] = trace_job(job, device_type=self.device_type)
         return self._traces[on_engine]

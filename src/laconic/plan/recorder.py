@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from laconic.plan.fake_kernels import grouped_product
 from laconic.plan.op_cost import bytes_of, flops_of, tensors_of
 from laconic.plan.phase import Phase, Work
 
+_GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
 _ALLOCATION_BYTES = {"cuda": 512}
 """The bytes that allocations are a multiple of. torch's CPU allocator takes what is asked for."""
 
@@ -109,7 +111,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run one operation and record it."""
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = grouped_product(*args, **kwargs) if func._overloadpacket is _GROUPED else func(*args, **kwargs)
         if func.namespace == "prim":  # the question for a tensor's device
             return out
         has_new = False

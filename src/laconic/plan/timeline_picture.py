@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from laconic.plan.estimate import Estimate
+from laconic.plan.estimates import Estimate
 from laconic.plan.machine import Lane
 
 SUFFIXES = (".png", ".svg", ".pdf")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from laconic.plan.fake_kernels import CudaChoices
 from laconic.plan.phase import Phase
 from laconic.plan.recorder import Recorder
 from laconic.shard.hooks import OutputGradients, watch_inputs
@@ -45,7 +47,7 @@ class Tracing:
         self._model, self._modules, self._loss = model, modules, loss
         self.arguments = arguments
         self._compute_dtype, self._in_place = compute_dtype, gradients_in_place
-        self._recorder = Recorder(device_type)
+        self._recorder, self._device_type = Recorder(device_type), device_type
         self._is_backward = False
         self._running: list[str] = []
         """The names of the modules whose forward runs, outermost first."""
@@ -74,6 +76,8 @@ class Tracing:
             for tensor in tensors_in(arguments):
                 self._recorder.exclude(tensor)
             stack.enter_context(self._recorder)
+            if self._device_type == "cuda":
+                stack.enter_context(CudaChoices())
             root = len(self._modules) - 1
             try:
                 self._recorder.begin(root, is_backward=False)
@@ -98,7 +102,8 @@ class Tracing:
         forwards: list[nn.Module] = []
         try:
             for module in self._model.modules():
-                for table in (module._parameters, module._buffers):
+                tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+                for table in tables:
                     for name, tensor in table.items():
                         if tensor is not None:
                             if id(tensor) not in fakes:
@@ -244,8 +249,6 @@ def _fake_of(tensor: Tensor) -> Tensor:
 
 def _without_empty(phases: list[tuple[int, bool, Phase]]) -> list[tuple[int, bool, Phase]]:
     """Drop phases without operations. What one frees, the phase before it frees."""
-    from dataclasses import replace
-
     kept: list[tuple[int, bool, Phase]] = []
     for unit, is_backward, phase in phases:
         if phase.work or phase.peak_bytes or not kept:

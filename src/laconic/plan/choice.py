@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from laconic.config import Config, ConfigError
 from laconic.plan.candidates import CANDIDATES
 from laconic.plan.cluster_spec import ClusterSpec
-from laconic.plan.estimate import Estimate
+from laconic.plan.estimates import Estimate
 from laconic.plan.machine import Lane
 from laconic.plan.prediction import Predictor, Refusal
 from laconic.plan.units import format_quantity
