@@ -11,7 +11,7 @@ from typing import Any
 from laconic.config import Config, from_dict
 from laconic.plan.candidates import CANDIDATES
 from laconic.plan.cluster_spec import ClusterSpec
-from laconic.plan.estimate import Estimate
+from laconic.plan.estimates import Estimate
 from laconic.plan.prediction import Predictor, Refusal
 
 MODELS: dict[str, dict[str, Any]] = {

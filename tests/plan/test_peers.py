@@ -10,7 +10,7 @@ from laconic.comm.traffic import WIRE_LEVELS
 from laconic.config import Config, from_dict
 from laconic.plan.candidates import CANDIDATES
 from laconic.plan.cluster_spec import ClusterSpec
-from laconic.plan.estimate import Estimate
+from laconic.plan.estimates import Estimate
 from laconic.plan.peers_fsdp2 import padded_numel
 from laconic.plan.prediction import Predictor, Refusal
 from laconic.plan.step_bytes import step_bytes

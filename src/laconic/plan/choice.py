@@ -155,11 +155,13 @@ def _rival(predictor: Predictor, best: Estimate, may_win: Sequence[Estimate]) ->
     rival = min(others, key=lambda each: each.seconds_per_token, default=None)
     if rival is None or cluster.wire_bits_per_s is None or cluster.nodes == 1:
         return ""
+    if rival.seconds_per_token <= _TIE * best.seconds_per_token:
+        return f"{rival.label} is as fast within {_TIE - 1:.0%}"
     has_to_rise = not best.is_peer
     rate = break_even(predictor, best.strategy, rival.strategy, upwards=has_to_rise)
     now = format_quantity(cluster.wire_bits_per_s, "bit/s")
     if rate is None:
-        return f"{rival.label} would be slower at every rate of the wire"
+        return f"{rival.label} would be slower at every {'higher' if has_to_rise else 'lower'} rate of the wire, too"
     then = f"{format_quantity(rate, 'bit/s')} or {'more' if has_to_rise else 'less'}"
     return f"{rival.label} would win if the wire carried {then} (now {now})"
 
