@@ -219,7 +219,6 @@ def test_a_fast_network_is_hidden_and_a_slow_one_is_not(name: str) -> None:
     [
         ("fsdp2-hpz", {}, (3, 1), "at least 2 ranks"),
         ("fsdp2", {"optimizer": {"name": "muon"}}, (2, 2), "whole blocks or matrices"),
-        ("hsdp", {"sync": {"mode": "local"}}, (2, 2), "sync.mode"),
         ("ddp", {"shard": {"param_dtype": "bfloat16"}}, (2, 2), "no mixed precision"),
     ],
 )
