@@ -3,7 +3,7 @@
 [Note: The choice]
 The fastest strategy that fits and trains the same as ZeRO-3 is recommended. Strategies that train something close
 (islands, rounded crossings, the cyclic schedule) take part only if they are asked for. If a strategy of PyTorch is
-within 2 % of the fastest, it is recommended, since then laconic buys nothing.
+within 5 % of the fastest, it is recommended: the plan cannot tell smaller differences, so laconic may buy nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from laconic.plan.machine import Lane
 from laconic.plan.prediction import Predictor, Refusal
 from laconic.plan.units import format_quantity
 
-_TIE = 1.02
+_TIE = 1.05
 _EQUAL = 1.005
 """Among laconic's own strategies that are as fast, the one with the least device memory wins."""
 _MOST_RATE_BITS_PER_S, _LEAST_RATE_BITS_PER_S = 1e14, 1e5
