@@ -213,7 +213,7 @@ class Fsdp2(Program):
         self._finish_backward([unit for unit in self._root_first() if unit in late or unit not in last], syncs=syncs)
 
     def _late(self, last_unit: int) -> set[int]:
-        """The units whose inputs need no gradient, so that the end of all backward ends theirs."""
+        """The units whose inputs need no gradient, so that the final callback ends them: root, perhaps a layer."""
         return {len(self.groups) - 1, last_unit}
 
     def _root_first(self) -> list[int]:
