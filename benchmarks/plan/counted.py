@@ -50,7 +50,13 @@ def cases(bench: Bench, nodes: int, local: int) -> list[Case]:
     tables = {**STRATEGIES, **ISLANDS, **CYCLIC}
     names = ("none", "host", "8bit", "islands int4") if bench.quick else tuple(tables)
     out = bench.out / f"{nodes}x{local}"
-    found = [make_case(name, "llama", tables[name], out=out, candidate=candidate_of(name)) for name in names]
+    found = [
+        make_case(
+            name, "demo" if name in CYCLIC else "llama", tables[name], out=out, candidate=candidate_of(name),
+            steps=6 if name in CYCLIC else 4,
+        )
+        for name in names
+    ]  # fmt: skip
     for variant, strategies in ({"LoRA": ("host",)} if bench.quick else VARIED).items():
         found += [
             make_case(f"{name}, {variant}", "llama", tables[name], VARIANTS[variant], out=out,
@@ -77,11 +83,11 @@ def compare(case: Case, bench: Bench, summary: Mapping[str, Any], nodes: int, lo
 
 
 def _per_step(by_step: Sequence[Mapping[str, int]], case: Case) -> dict[str, float]:
-    """The bytes of a warm step: the last, or with islands the mean over the last round of syncs."""
-    sync = case.config.sync
-    last = by_step[-sync.every :] if sync.is_local else by_step[-1:]
-    kinds = {kind for step in last for kind in step}
-    return {kind: sum(step.get(kind, 0) for step in last) / len(last) for kind in kinds}
+    """The bytes of a warm step. With islands: the mean over a round of syncs, before the end, which waits for all."""
+    every = case.config.sync.every if case.config.sync.is_local else 1
+    warm = by_step[every : 2 * every] if every > 1 else by_step[2:3]
+    kinds = {kind for step in warm for kind in step}
+    return {kind: sum(step.get(kind, 0) for step in warm) / len(warm) for kind in kinds}
 
 
 def row(bench: Bench) -> Row:

@@ -70,7 +70,10 @@ ISLANDS: dict[str, dict[str, Any]] = {
 """Local steps; every node is an island."""
 
 CYCLIC: dict[str, dict[str, Any]] = {
-    f"cyclic {states}": {"schedule": {"kind": "cyclic", "states": states}}
+    f"cyclic {states}": {
+        "schedule": {"kind": "cyclic", "states": states, "cut_by": "parameters"},
+        "optimizer": {"max_grad_norm": 0},
+    }
     for states in ("replicated", "sharded", "shared")
 }
 """The cyclic schedule, in its placements."""
@@ -126,7 +129,7 @@ def make_case(
             job[section] = {**job.get(section, {}), **values}
     if "sync" in job:
         job["sync"] = {"mode": "local", **job["sync"]}
-        job["train"]["steps"] = 2 * job["sync"]["every"]
+        job["train"]["steps"] = 3 * job["sync"]["every"]
     if "targets" in job.get("lora", {}) and model == "gpt2":
         job["lora"]["targets"] = ["c_attn"]
     return Case(name=name, config=from_dict(Config, job), candidate=candidate)
@@ -136,7 +139,7 @@ def candidate_of(strategy: str) -> str:
     """The planner's name of a strategy that is a key of one of the tables above."""
     if strategy in ISLANDS:
         return "local-steps"
-    return strategy.replace(" ", "-") if strategy in CYCLIC else strategy
+    return strategy.replace(" replicated", "").replace(" ", "-") if strategy in CYCLIC else strategy
 
 
 class Predictions:

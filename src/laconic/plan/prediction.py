@@ -37,7 +37,7 @@ class Predictor:
         self.config, self.cluster = config, cluster
         device = config.train.device
         self.device_type = device_type or ("cuda" if device == "auto" else device.partition(":")[0])
-        self._traces: dict[bool, ModelTrace] = {}
+        self._traces: dict[tuple[bool, int], ModelTrace] = {}
 
     def on(self, cluster: ClusterSpec) -> Predictor:
         """Predict the same job on another cluster, with the same traces."""
@@ -130,10 +130,10 @@ class Predictor:
         return spare_bytes
 
     def _trace(self, job: Config) -> ModelTrace:
-        on_engine = job.shard.strategy in ("laconic", "auto", "zero++")
-        if on_engine not in self._traces:
-            self._traces[on_engine] = trace_job(job, device_type=self.device_type)
-        return self._traces[on_engine]
+        key = job.shard.strategy in ("laconic", "auto", "zero++"), job.sync.slices
+        if key not in self._traces:
+            self._traces[key] = trace_job(job, device_type=self.device_type)
+        return self._traces[key]
 
 
 def estimate(
