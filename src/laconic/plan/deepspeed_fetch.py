@@ -7,8 +7,8 @@ steps record the order in which modules run in forward and backward. From then o
 
 - gathers those of its parameters that are neither there nor on their way, in one message;
 - waits for its own parameters;
-- begins to gather parameters of the modules to come, in the order recorded, until one message has
-  `stage3_prefetch_bucket_size` elements, or `stage3_max_live_parameters` elements are there or on their way. A parameter
+- begins to gather parameters of the modules to come, in the order recorded, until a message has
+  `stage3_prefetch_bucket_size` elements, or `stage3_max_live_parameters` are there or on their way. A parameter
   that is still there when its next use comes up is skipped, and is then not released before that use.
 
 So the parameters that were gathered ahead when forward ends stay for backward: about `stage3_max_live_parameters`
