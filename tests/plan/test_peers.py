@@ -10,7 +10,7 @@ from laconic.comm.traffic import WIRE_LEVELS
 from laconic.config import Config, from_dict
 from laconic.plan.candidates import CANDIDATES
 from laconic.plan.cluster_spec import ClusterSpec
-from laconic.plan.estimate import Estimate
+from laconic.plan.estimates import Estimate
 from laconic.plan.peers_fsdp2 import padded_numel
 from laconic.plan.prediction import Predictor, Refusal
 from laconic.plan.step_bytes import step_bytes
@@ -219,7 +219,6 @@ def test_a_fast_network_is_hidden_and_a_slow_one_is_not(name: str) -> None:
     [
         ("fsdp2-hpz", {}, (3, 1), "at least 2 ranks"),
         ("fsdp2", {"optimizer": {"name": "muon"}}, (2, 2), "whole blocks or matrices"),
-        ("hsdp", {"sync": {"mode": "local"}}, (2, 2), "sync.mode"),
         ("ddp", {"shard": {"param_dtype": "bfloat16"}}, (2, 2), "no mixed precision"),
     ],
 )

@@ -24,7 +24,7 @@ from laconic.config.section import (
 from laconic.layout.granularity import Block, block_of
 from laconic.shard.wire import Wire
 
-Strategy = Literal["laconic", "zero++", "fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp"]
+Strategy = Literal["laconic", "auto", "zero++", "fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +212,10 @@ class ShardConfig(Section):
     the first three reduce along a true ring and gather ahead, as on NCCL; `fsdp2-gloo` is `fsdp2` with Gloo's own
     collectives, which reduce with twice the bytes. `zero++` is the algorithm of ZeRO++ on laconic's engine: weights
     cross in int8 in every forward, gradients in int4 in every backward, and node shards stay on the device in between.
+    `auto` takes what `laconic plan` recommends for this job on the machines of `cluster`.
     No key sets sizes, torchrun knows them: what other trainers call dp_shard is nodes x local ranks here."""
+    cluster: str | None = None
+    """With strategy = "auto": the cluster file, which `laconic plan measure` writes: docs/plan.md."""
     cache: Literal["none", "host", "device"] = "host"
     """Where `laconic` keeps a node shard (the part of a unit that a rank holds after the gather across nodes) between
     its uses: nowhere, in host memory, or on the device."""
@@ -255,6 +258,10 @@ class ShardConfig(Section):
         if self.strategy == "fsdp2-hpz":
             message = "but shard.strategy = 'fsdp2-hpz' sets it to the number of ranks per node: leave it out"
             self._check("reshard_after_forward", self.reshard_after_forward is None, message)
+        message = "needs shard.cluster, a cluster file: `laconic plan measure` under torchrun writes it"
+        self._check("strategy", self.strategy != "auto" or self.cluster is not None, message)
+        message = f"is for shard.strategy = 'auto', got {self.strategy!r}; leave it out"
+        self._check("cluster", self.cluster is None or self.strategy == "auto", message)
         self._check_wire()
         for key in ("check_every", "audit_every"):
             message = f"is for shard.strategy = 'laconic', got {self.strategy!r}; leave it out"
@@ -269,7 +276,7 @@ class ShardConfig(Section):
     def _check_wire(self) -> None:
         policy = self.wire_policy
         message = "is for shard.strategy = 'laconic'; leave it out"
-        self._check("wire", self.wire in (None, "exact") or self.strategy == "laconic", message)
+        self._check("wire", self.wire in (None, "exact") or self.strategy in ("laconic", "auto"), message)
         message = "sends differences to cached weights, so it needs shard.cache = 'host' or 'device', got 'none'"
         self._check("wire", not policy.sends_differences or self.cache != "none", message)
         message = "cannot feed errors back with shard.param_dtype = 'float16', whose loss scale changes; leave it out"

@@ -21,7 +21,7 @@ def rows_packed(is_packed: bool) -> Iterator[None]:
     def find_none(*args: Any, **kwargs: Any) -> None:
         find(*args, **kwargs)  # what it computes takes time
 
-    masking_utils.find_packed_sequence_indices = find_none  # type: ignore[assignment]
+    masking_utils.find_packed_sequence_indices = find_none
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ codecs. Only the tensors are missing.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -23,6 +24,8 @@ from laconic.shard.bucket import compute_dtype_of
 from laconic.shard.payload import Payload, parts_of_islands, shards_of_nodes
 from laconic.shard.wire import Wire
 
+_SLICE = re.compile(r"_slice\d+$")
+"""The end of a parameter's name under partial updates: each slice has buckets of its own."""
 _MOST_PARTS = 64
 """The shards of a node shard whose payloads are looked at. More differ in nothing but where tensors happen to end."""
 
@@ -160,9 +163,11 @@ def plan_buckets(unit: UnitSpec, shape: Shape, sharding: Sharding) -> tuple[Plan
         ValueError: the granularity does not fit a parameter.
     """
     blocks = _blocks_of(unit.parameters, sharding.granularity)
-    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+    groups: dict[tuple[torch.dtype, bool, str], list[int]] = {}
     for index, parameter in enumerate(unit.parameters):
-        groups.setdefault((parameter.dtype, parameter.is_trained), []).append(index)
+        sliced = _SLICE.search(parameter.name)
+        kind = parameter.dtype, parameter.is_trained, sliced[0] if sliced else ""
+        groups.setdefault(kind, []).append(index)
     return tuple(
         bucket
         for members in groups.values()

@@ -1,4 +1,4 @@
-"""`laconic plan`: the padding of layouts, the time steps of cyclic schedules, and the figures of a cluster."""
+"""`laconic plan`: what a job takes, the figures of a cluster, the padding of layouts, and cyclic schedules."""
 
 import argparse
 import dataclasses
@@ -15,13 +15,16 @@ from rich.table import Table
 
 from laconic.cyclic.schedule.rule import RULES, Rule
 from laconic.cyclic.schedule.schedule import STATES, Schedule
+from laconic.errors import JobError
 from laconic.layout.granularity import rows
+from laconic.plan.job_cli import add_job
 from laconic.plan.layout_picture import draw_layout
 from laconic.plan.measure_cli import add_measure
 from laconic.plan.padding import LayoutRow, layout_rows, plan_of
 from laconic.plan.shapes import KNOWN, UnitShapes, units_of
 from laconic.plan.timesteps import CyclicPlan
 from laconic.plan.timesteps_picture import SUFFIXES, draw_timesteps
+from laconic.plan.tracing import TraceError
 
 _LAYOUT = """\
 The memory that whole blocks cost: the padding of a model's units at several numbers of ranks and rows per block. Two
@@ -53,20 +56,22 @@ def main(argv: Sequence[str]) -> int:
     options = _parse(argv)
     try:
         options.run(options)
-    except ValueError as error:
+    except (ValueError, JobError, TraceError, OSError) as error:
         mistake = str(error)
     except ModuleNotFoundError as error:
         mistake = f"--draw needs {error.name}; pip install 'laconic[bench]'"
     else:
         return 0
     if os.environ.get("LOCAL_RANK", "0") == "0":  # the ranks of a node share a terminal
-        print(f"laconic plan {options.command}: {mistake}", file=sys.stderr)
+        name = "" if options.command == "job" else f" {options.command}"
+        print(f"laconic plan{name}: {' '.join(mistake.split())}", file=sys.stderr)
     return 2
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="laconic plan", description="Compute numbers of a run before it starts.")
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
+    add_job(commands)
     add_measure(commands)
     layout = commands.add_parser("layout", help="the padding of a model's layouts at a list of group sizes")
     layout.set_defaults(run=_layout)
@@ -97,7 +102,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     cyclic.add_argument(
         "--draw", type=_picture, metavar="FILE", help=f"draw the time steps; FILE ends in {', '.join(SUFFIXES)}"
     )
-    return parser.parse_args(argv)
+    is_job = argv[:1] and not argv[0].startswith("-") and argv[0] not in commands.choices
+    return parser.parse_args(["job", *argv] if is_job else argv)
 
 
 def _count(text: str) -> int:

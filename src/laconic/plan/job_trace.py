@@ -10,6 +10,7 @@ import torch
 from laconic.config import Config, ModelConfig
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer import load_tokenizer
+from laconic.partial.updates import partial_updates
 from laconic.plan.model_trace import ModelTrace, trace_model
 
 
@@ -24,9 +25,13 @@ def trace_job(config: Config, *, device_type: str | None = None) -> ModelTrace:
 
     Raises:
         JobError: the model cannot be built; the message says why.
+        ValueError: the model cannot be divided into sync.slices slices.
         TraceError: the model cannot be traced, and there is no formula for it.
     """
     model = build_model(_with_vocabulary(config), config.lora)
+    sync = config.sync
+    if sync.slices > 1:  # slices are equally large, so the first stands for all
+        partial_updates(model, slice_index=0, num_slices=sync.slices, include=sync.slice_include)
     device_type = device_type or ("cuda" if config.train.device == "auto" else torch.device(config.train.device).type)
     shard = config.shard
     param_dtype = shard.param_dtype or config.model.dtype
@@ -35,7 +40,7 @@ def trace_job(config: Config, *, device_type: str | None = None) -> ModelTrace:
         model,
         micro_batch_size=config.train.micro_batch_size,
         sequence_length=config.data.sequence_length,
-        arguments=_arguments(config),
+        arguments=batch_of(config),
         compute_dtype=getattr(torch, shard.param_dtype) if shard.param_dtype else None,
         device_type=device_type,
         gradients_in_place=shard.strategy in ("laconic", "zero++") and reduces_as_computed,
@@ -43,8 +48,6 @@ def trace_job(config: Config, *, device_type: str | None = None) -> ModelTrace:
     notes = []
     if config.train.compile:
         notes.append("train.compile fuses operations, so a step computes as much, but reads, writes and keeps less")
-    if config.sync.slices > 1:
-        notes.append("sync.slices trains parts of layers, so a step keeps less and multiplies less in backward")
     return replace(trace, notes=(*trace.notes, *notes))
 
 
@@ -56,8 +59,8 @@ def _with_vocabulary(config: Config) -> ModelConfig:
     return replace(config.model, config={**table, "vocab_size": load_tokenizer(config.data.tokenizer).vocab_size})
 
 
-def _arguments(config: Config) -> dict[str, Any]:
-    """A batch as data/batches.py makes it."""
+def batch_of(config: Config) -> dict[str, Any]:
+    """A micro-batch of a job without elements, as the arguments of its model: see data/batches.py."""
     shape = config.train.micro_batch_size, config.data.sequence_length
     ids = torch.empty(shape, dtype=torch.int64, device="meta")
     found = {"input_ids": ids, "labels": torch.empty_like(ids)}

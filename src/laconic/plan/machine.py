@@ -72,6 +72,8 @@ class Job:
 
     lane: Lane
     end_s: float
+    cause: Job | None = None
+    """The job that it had to wait for, if any."""
 
 
 @dataclass(kw_only=True)
@@ -107,7 +109,7 @@ class Machine:
         """The device memory that one rank holds, in bytes."""
         self.host_bytes = 0.0
         """The host memory that one rank holds for good."""
-        self._free_s: dict[Lane, float] = dict.fromkeys(Lane, 0.0)
+        self._last: dict[Lane, Job | None] = dict.fromkeys(Lane)
         self._keeps_spans = keeps_spans
         self._reading = Reading()
         self._total = 0.0
@@ -133,11 +135,15 @@ class Machine:
 
     def compute(self, name: str, phase: Phase) -> None:
         """Run a phase of the model."""
-        seconds = phase.seconds(self.cluster.device_flops_per_s, self.cluster.device_memory_bytes_per_s)
+        seconds = self.seconds(phase)
         if self._total + phase.peak_bytes > self._peak_total:
             self._note_peak(phase.peak_bytes)
         self._work(name, seconds)
         self.hold("activations", phase.end_bytes)
+
+    def seconds(self, phase: Phase) -> float:
+        """The seconds of a phase on one device."""
+        return phase.seconds(self.cluster.device_flops_per_s, self.cluster.device_memory_bytes_per_s)
 
     def touch(self, name: str, nbytes: float) -> None:
         """Run simple kernels that read and write `nbytes` of device memory in all."""
@@ -176,15 +182,24 @@ class Machine:
         return self._occupy(lane, name, nbytes / self.cluster.host_bytes_per_s(to_device=to_device), after)
 
     def _occupy(self, lane: Lane, name: str, seconds: float, after: tuple[Job | None, ...]) -> Job:
-        begin_s = max(self.now_s, self._free_s[lane], *(job.end_s for job in after if job is not None))
-        self._free_s[lane] = end_s = begin_s + seconds
-        self._note(lane, name, begin_s, end_s)
-        return Job(lane, end_s)
+        causes = [job for job in (self._last[lane], *after) if job is not None and job.end_s > self.now_s]
+        cause = max(causes, key=lambda job: job.end_s, default=None)
+        begin_s = self.now_s if cause is None else cause.end_s
+        self._note(lane, name, begin_s, begin_s + seconds)
+        self._last[lane] = job = Job(lane, begin_s + seconds, cause)
+        return job
 
     def wait(self, job: Job | None, name: str = "") -> None:
-        """Let compute wait until a job has ended."""
+        """Let compute wait until a job has ended, and before that the jobs that it waited for itself."""
         if job is None or job.end_s <= self.now_s:
             return
+        chain = [job]
+        while chain[-1].cause is not None and chain[-1].cause.end_s > self.now_s:
+            chain.append(chain[-1].cause)
+        for each in reversed(chain):
+            self._wait(each, name)
+
+    def _wait(self, job: Job, name: str) -> None:
         self._reading.waits_s[job.lane] += job.end_s - self.now_s  # type: ignore[assignment]
         if self._keeps_spans:
             span = Span(lane=job.lane, name=name, begin_s=self.now_s, end_s=job.end_s, is_wait=True)

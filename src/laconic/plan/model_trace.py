@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,10 @@ from torch import Tensor, nn
 
 from laconic.hf.layers import layers_to_shard
 from laconic.hf.masks import rows_packed
+from laconic.plan.equal_layers import Run, list_of_equal, only_three, repeat_middle
 from laconic.plan.phase import Phase
-from laconic.plan.tracing import Tracing
+from laconic.plan.trace_formula import SOURCE, formula_run
+from laconic.plan.tracing import TraceError, Tracing
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 """Runs a model on keyword arguments and returns the loss."""
@@ -148,31 +151,67 @@ def trace_model(
             the dtype of gathered parameters. False: autograd allocates all of them.
 
     Raises:
-        TraceError: the model cannot be traced; the message names the module.
+        TraceError: the model cannot be traced, and there is no formula for it: it has no layers, or no configuration
+            with its sizes. The message names the module that cannot be traced.
+        ValueError: an unknown device type.
     """
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f"device_type must be 'cpu' or 'cuda', got {device_type!r}")
     layers = list(layers_to_shard(model) if units is None else units)
-    modules = [*(layer for layer in layers if layer is not model), model]
-    tracing = Tracing(
-        model=model,
-        modules=modules,
-        arguments=_arguments(micro_batch_size, sequence_length) if arguments is None else arguments,
-        loss=loss or _loss,
-        compute_dtype=compute_dtype,
-        device_type=device_type,
-        gradients_in_place=gradients_in_place,
-    )
-    with rows_packed("position_ids" in tracing.arguments) if "transformers" in sys.modules else nullcontext():
-        phases = tracing.run()
+    layers = [layer for layer in layers if layer is not model]
+    names = {module: name for name, module in model.named_modules()}
+    unit_names = [*(names[layer] for layer in layers), type(model).__name__]
+    arguments = _arguments(micro_batch_size, sequence_length) if arguments is None else arguments
+    make = partial(
+        Tracing, model=model, arguments=arguments, loss=loss or _loss, compute_dtype=compute_dtype,
+        device_type=device_type, gradients_in_place=gradients_in_place,
+    )  # fmt: skip
+    method = "traced"
+    try:
+        run, parameters = _run(model, layers, make, compute_dtype)
+    except TraceError as error:
+        parameters = _parameters([*layers, model], compute_dtype, set())
+        try:
+            run = formula_run(model, layers, rows=micro_batch_size, tokens=sequence_length, compute_dtype=compute_dtype)
+        except ValueError as reason:
+            raise TraceError(error.module, f"{error.reason}. And {reason}") from error
+        method = f"formula ({SOURCE}): {error}"
     return ModelTrace(
-        units=_unit_specs(model, modules, compute_dtype, tracing.written_in_place),
-        segments=tuple(Segment(unit=unit, is_backward=back, phase=phase) for unit, back, phase in phases),
-        method="traced",
+        units=tuple(UnitSpec(name=name, parameters=own) for name, own in zip(unit_names, parameters, strict=True)),
+        segments=tuple(Segment(unit=unit, is_backward=back, phase=phase) for unit, back, phase in run),
+        method=method,
         micro_batch_size=micro_batch_size,
         sequence_length=sequence_length,
         compute_dtype=compute_dtype,
         device_type=device_type,
         gradients_in_place=gradients_in_place,
     )
+
+
+Parameters = tuple[ParameterSpec, ...]
+
+
+def _run(
+    model: nn.Module, layers: list[nn.Module], make: Callable[..., Tracing], compute_dtype: torch.dtype | None
+) -> tuple[Run, list[Parameters]]:
+    """Trace; return the phases, and the parameters of each unit. Reference: the same with `_trace` alone."""
+    container = list_of_equal(model, layers)
+    if container is not None:
+        with only_three(container) as three:
+            run, (first, middle, last, root) = _trace([*three, model], make, compute_dtype)
+        repeated = repeat_middle(run, len(layers))
+        if repeated is not None:
+            return repeated, [first, *[middle] * (len(layers) - 2), last, root]
+    return _trace([*layers, model], make, compute_dtype)
+
+
+def _trace(
+    modules: list[nn.Module], make: Callable[..., Tracing], compute_dtype: torch.dtype | None
+) -> tuple[Run, list[Parameters]]:
+    tracing = make(modules=modules)
+    with rows_packed("position_ids" in tracing.arguments) if "transformers" in sys.modules else nullcontext():
+        run = tracing.run()
+    return run, _parameters(modules, compute_dtype, tracing.written_in_place)
 
 
 def _arguments(micro_batch_size: int, sequence_length: int) -> dict[str, Tensor]:
@@ -186,27 +225,26 @@ def _loss(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
     return loss
 
 
-def _unit_specs(
-    model: nn.Module, modules: Sequence[nn.Module], compute_dtype: torch.dtype | None, in_place: set[int]
-) -> tuple[UnitSpec, ...]:
-    names = {module: name for name, module in model.named_modules()}
+def _parameters(
+    modules: Sequence[nn.Module], compute_dtype: torch.dtype | None, in_place: set[int]
+) -> list[Parameters]:
+    """The parameters of each unit that no earlier unit has."""
     seen: set[nn.Parameter] = set()
-    specs = []
+    found = []
     for module in modules:
-        own = []
-        for name, parameter in module.named_parameters():
-            if parameter not in seen:
-                seen.add(parameter)
-                gathered = compute_dtype if parameter.is_floating_point() else None
-                own.append(
-                    ParameterSpec(
-                        name=name,
-                        shape=tuple(parameter.shape),
-                        dtype=parameter.dtype,
-                        compute_dtype=gathered or parameter.dtype,
-                        is_trained=parameter.requires_grad,
-                        is_written_in_place=id(parameter) in in_place,
-                    )
+        own = [(name, parameter) for name, parameter in module.named_parameters() if parameter not in seen]
+        seen |= {parameter for _, parameter in own}
+        found.append(
+            tuple(
+                ParameterSpec(
+                    name=name,
+                    shape=tuple(parameter.shape),
+                    dtype=parameter.dtype,
+                    compute_dtype=(compute_dtype if parameter.is_floating_point() else None) or parameter.dtype,
+                    is_trained=parameter.requires_grad,
+                    is_written_in_place=id(parameter) in in_place,
                 )
-        specs.append(UnitSpec(name=names[module] or type(module).__name__, parameters=tuple(own)))
-    return tuple(specs)
+                for name, parameter in own
+            )
+        )
+    return found

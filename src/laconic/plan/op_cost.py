@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from laconic.plan.fake_kernels import grouped_flops
+
 _ATEN = torch.ops.aten
 _ATTENTION = {
     packet: factor
@@ -41,6 +43,7 @@ _ATTENTION = {
     if (packet := getattr(_ATEN, name, None)) is not None
 }
 """The operations of fused attention -> the products of (queries, keys, head size) of each."""
+_GROUPED = getattr(_ATEN, "_grouped_mm", None)
 _READS_ROWS = {_ATEN.embedding, _ATEN.index_select, _ATEN.gather, _ATEN.index}
 """Operations that read as many elements of their first argument as they write."""
 _READS_NONE = {_ATEN.copy_, _ATEN.fill_, _ATEN.zero_}
@@ -56,6 +59,8 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     products = _ATTENTION.get(packet)
     if products is not None:
         return products * _attention_product(func, args, kwargs)
+    if packet is _GROUPED:
+        return grouped_flops(args[0], args[1])
     formula = flop_registry.get(packet)
     return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
 

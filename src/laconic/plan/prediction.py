@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from laconic.comm.launch import RankInfo
 from laconic.config import Config, ConfigError
 from laconic.errors import JobError
-from laconic.plan.candidates import CANDIDATES, Candidate
+from laconic.plan.candidates import BUDGET, CANDIDATES, Candidate, candidate_named
 from laconic.plan.cluster_spec import ClusterSpec
-from laconic.plan.estimate import Estimate, read_program, shape_of
-from laconic.plan.job import work_of
+from laconic.plan.estimates import Estimate, read_program, shape_of
+from laconic.plan.job import with_shard, work_of
 from laconic.plan.job_trace import trace_job
 from laconic.plan.machine import Machine
 from laconic.plan.model_trace import ModelTrace
+from laconic.plan.tracing import TraceError
+from laconic.strategies.checks import check_job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,39 +37,103 @@ class Predictor:
         self.config, self.cluster = config, cluster
         device = config.train.device
         self.device_type = device_type or ("cuda" if device == "auto" else device.partition(":")[0])
-        self._traces: dict[bool, ModelTrace] = {}
+        self._traces: dict[tuple[bool, int], ModelTrace] = {}
+
+    def on(self, cluster: ClusterSpec) -> Predictor:
+        """Predict the same job on another cluster, with the same traces."""
+        other = Predictor(self.config, cluster, device_type=self.device_type)
+        other._traces = self._traces
+        return other
+
+    def with_job(self, config: Config) -> Predictor:
+        """Predict another job on the same cluster."""
+        return Predictor(config, self.cluster, device_type=self.device_type)
+
+    def all(self, names: Iterable[str] | None = None) -> Iterator[Estimate | Refusal]:
+        """Predict the strategies with these names; by default all.
+
+        Raises:
+            ConfigError: a name is not known.
+        """
+        for name in CANDIDATES if names is None else names:
+            yield self.estimate(candidate_named(name))
 
     def estimate(self, candidate: Candidate, *, keeps_spans: bool = False) -> Estimate | Refusal:
         """Predict one strategy."""
         try:
-            job = candidate.job(self.config)
-            islands = (job.sync.islands or self.cluster.nodes) if job.sync.is_local else 1
-            shape = shape_of(self.cluster, islands)
-            trace = self._trace(job)
-            work = work_of(job, device_type=self.device_type, trace=trace)
-            machine = Machine(self.cluster, device_type=self.device_type, keeps_spans=keeps_spans)
-            program = candidate.make(machine, job, work, shape)
-            tokens = job.train.micro_batch_size * job.train.accumulation * job.data.sequence_length * self.cluster.ranks
-            return read_program(
-                program, machine, strategy=candidate.name, label=candidate.label, is_peer=candidate.is_peer,
-                tokens=tokens, notes=trace.notes if trace.method == "traced" else (trace.method, *trace.notes),
-            )  # fmt: skip
+            job = self.job(candidate)
+            if candidate.schedule is not None:
+                self._check_workers()
+            if candidate.keys is not None:
+                check_job(job, self._ranks())
+            return self._estimate(candidate, job, keeps_spans=keeps_spans)
+        except TraceError:
+            raise
         except (ConfigError, JobError, ValueError) as error:
             return Refusal(strategy=candidate.name, label=candidate.label, reason=str(error))
 
-    def all(self, names: Iterable[str] | None = None) -> Iterator[Estimate | Refusal]:
-        """Predict the strategies with these names; by default all."""
-        for name in CANDIDATES if names is None else names:
-            if name not in CANDIDATES:
-                raise ConfigError(f"strategy {name!r} is not known; there are {', '.join(CANDIDATES)}")
-            yield self.estimate(CANDIDATES[name])
+    def job(self, candidate: Candidate) -> Config:
+        """The job under a strategy.
+
+        Raises:
+            ConfigError: the strategy cannot run the job.
+        """
+        job = candidate.job(self.config)
+        return with_shard(job, device_budget_bytes=self._budget_bytes()) if candidate.name == BUDGET else job
+
+    def _estimate(self, candidate: Candidate, job: Config, *, keeps_spans: bool = False) -> Estimate:
+        islands = (job.sync.islands or self.cluster.nodes) if job.sync.is_local else 1
+        shape = shape_of(self.cluster, islands)
+        trace = self._trace(job)
+        work = work_of(job, device_type=self.device_type, trace=trace)
+        machine = Machine(self.cluster, device_type=self.device_type, keeps_spans=keeps_spans)
+        program = candidate.make(machine, job, work, shape)
+        train = job.train
+        rows = train.micro_batch_size * train.accumulation * self.cluster.ranks
+        return read_program(
+            program, machine, strategy=candidate.name, label=candidate.label, is_peer=candidate.is_peer,
+            tokens=rows * job.data.sequence_length,
+            notes=trace.notes if trace.method == "traced" else (trace.method, *trace.notes),
+        )  # fmt: skip
+
+    def _check_workers(self) -> None:
+        """Refuse more workers than the model has blocks, before the rule of thousands of workers is worked out.
+
+        Raises:
+            ConfigError: there are more.
+        """
+        blocks = len(self._trace(self.config).units) + 1
+        if self.cluster.ranks > blocks:
+            raise ConfigError(
+                f"{self.cluster.ranks} workers need as many blocks, and the model has {blocks}; start fewer ranks"
+            )
+
+    def _ranks(self) -> RankInfo:
+        """The first rank of the cluster."""
+        local = self.cluster.ranks_per_node
+        nodes = self.cluster.nodes
+        return RankInfo(rank=0, world_size=nodes * local, local_rank=0, num_local=local, num_nodes=nodes)
+
+    def _budget_bytes(self) -> int:
+        """The device memory that the host cache leaves, for the node shards that backward wants first.
+
+        Raises:
+            ConfigError: there is none, or it holds all node shards.
+        """
+        host = CANDIDATES["host"]
+        without = self._estimate(host, host.job(self.config))
+        spare_bytes = math.floor(without.spare_device_bytes)
+        if spare_bytes <= 0 or without.host_bytes == 0:
+            raise ConfigError("no device memory is left for node shards")
+        if spare_bytes >= without.host_bytes:
+            raise ConfigError("the device has memory for all node shards: see laconic device")
+        return spare_bytes
 
     def _trace(self, job: Config) -> ModelTrace:
-        on_engine = job.shard.strategy in ("laconic", "zero++")
-        if on_engine not in self._traces:
-            plain = dataclasses.replace(job, train=dataclasses.replace(job.train))
-            self._traces[on_engine] = trace_job(plain, device_type=self.device_type)
-        return self._traces[on_engine]
+        key = job.shard.strategy in ("laconic", "auto", "zero++"), job.sync.slices
+        if key not in self._traces:
+            self._traces[key] = trace_job(job, device_type=self.device_type)
+        return self._traces[key]
 
 
 def estimate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional
 
+from laconic.plan.fake_kernels import CudaChoices
 from laconic.plan.phase import Phase
 from laconic.plan.recorder import Recorder
 from laconic.shard.hooks import OutputGradients, watch_inputs
@@ -45,7 +48,7 @@ class Tracing:
         self._model, self._modules, self._loss = model, modules, loss
         self.arguments = arguments
         self._compute_dtype, self._in_place = compute_dtype, gradients_in_place
-        self._recorder = Recorder(device_type)
+        self._recorder, self._device_type = Recorder(device_type), device_type
         self._is_backward = False
         self._running: list[str] = []
         """The names of the modules whose forward runs, outermost first."""
@@ -74,13 +77,15 @@ class Tracing:
             for tensor in tensors_in(arguments):
                 self._recorder.exclude(tensor)
             stack.enter_context(self._recorder)
+            if self._device_type == "cuda":
+                stack.enter_context(CudaChoices())
             root = len(self._modules) - 1
             try:
                 self._recorder.begin(root, is_backward=False)
                 loss = self._loss(self._model, arguments)
                 self._recorder.begin(root, is_backward=True)
                 self._is_backward = True
-                loss.backward()
+                _run_backward(loss)
                 del loss
             except Exception as error:
                 reason = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
@@ -98,7 +103,8 @@ class Tracing:
         forwards: list[nn.Module] = []
         try:
             for module in self._model.modules():
-                for table in (module._parameters, module._buffers):
+                tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+                for table in tables:
                     for name, tensor in table.items():
                         if tensor is not None:
                             if id(tensor) not in fakes:
@@ -238,19 +244,24 @@ def _linear(tracing: Tracing, module: nn.Linear, input: Tensor) -> Tensor:
     return functional.linear(input, weight, module.bias)
 
 
+def _run_backward(loss: Tensor) -> None:
+    """`loss.backward()`, but inside the modes of torch functions, which torch leaves for the public call."""
+    _engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
 def _fake_of(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
 
 
 def _without_empty(phases: list[tuple[int, bool, Phase]]) -> list[tuple[int, bool, Phase]]:
     """Drop phases without operations. What one frees, the phase before it frees."""
-    from dataclasses import replace
-
     kept: list[tuple[int, bool, Phase]] = []
     for unit, is_backward, phase in phases:
-        if phase.work or phase.peak_bytes or not kept:
+        if phase.work or phase.peak_bytes or phase.gradient_bytes:
             kept.append((unit, is_backward, phase))
-        else:
+        elif kept:
             last_unit, last_is_backward, last = kept[-1]
             kept[-1] = last_unit, last_is_backward, replace(last, end_bytes=last.end_bytes + phase.end_bytes)
     return kept

@@ -21,7 +21,7 @@ def check_job(config: Config, ranks: RankInfo) -> None:
         "no model: set model.config (a table with `model_type`, or the path of a config.json) or model.path (a folder)",
     )
     _refuse_if(
-        name != "adamw" and strategy not in ("laconic", "ddp"),
+        name != "adamw" and strategy not in ("laconic", "auto", "ddp"),
         f"optimizer.name = {name!r} needs whole blocks or matrices, which shard.strategy = {strategy!r} cuts anywhere; "
         "set shard.strategy to 'laconic' (or 'ddp', which cuts nothing), or optimizer.name to 'adamw'",
     )
@@ -73,7 +73,7 @@ def _check_islands(config: Config) -> None:
         "overflow; use shard.param_dtype = 'bfloat16'",
     )
     _refuse_if(
-        config.shard.strategy != "laconic",
+        config.shard.strategy not in ("laconic", "auto"),
         f"sync.mode = 'local' needs shard.strategy = 'laconic', got {config.shard.strategy!r}, which synchronises all "
         "ranks in every step; change one of the two",
     )

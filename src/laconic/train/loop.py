@@ -34,6 +34,7 @@ from laconic.strategies.optimizers import set_learning_rates
 from laconic.strategies.simultaneous import Simultaneous
 from laconic.strategies.stepper import NotFiniteError, Stepper
 from laconic.train import prepare
+from laconic.train.auto import with_strategy
 from laconic.train.flops import flops_per_token, peak_flops
 from laconic.train.lock import OutputLock
 from laconic.train.loggers import JsonlLogger, Logger, TensorBoardLogger, WandbLogger
@@ -103,7 +104,8 @@ class Trainer:
         self.peers.agree(lambda: prepare.check_wandb(config), only=ranks.is_main)
         tokenizer = self.peers.agree(lambda: load_tokenizer(config.data.tokenizer))
         assert tokenizer is not None
-        self.config = config = prepare.with_vocabulary(config, tokenizer)
+        config = prepare.with_vocabulary(config, tokenizer)
+        self.config = config = with_strategy(config, ranks, device.type, self.peers, self.console)
         self._write("the configuration", lambda: prepare.write_configuration(config))
         prepare.show_configuration(config, ranks, device.type, self.console)
         model = self.peers.agree(lambda: prepare.build_checked(config, tokenizer))  # shapes only, before the slow parts

@@ -1,0 +1,36 @@
+"""The planner's predictions beside measurements: bytes, memory, seconds, and what it recommends.
+
+    python -m benchmarks.plan                              all rows, recorded in RESULTS.md
+    python -m benchmarks.plan --rows bytes-counted         some rows, recorded too
+    python -m benchmarks.plan --quick                      all rows on a few jobs, printed only
+
+The figures of the cluster are measured once, before any run, and never fitted to the runs.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.measure import Benchmark
+from benchmarks.plan import counted, memory
+from benchmarks.plan.bench import Bench, open_bench
+from benchmarks.record import Record
+
+
+def _details(bench: Bench) -> str:
+    return "\n\n".join(bench.tables.values())
+
+
+def _save(record: Record, bench: Bench) -> None:
+    tables = {**record.known.get("tables", {}), **bench.tables}
+    record.save(more=list(tables.values()), tables=tables)
+
+
+BENCHMARK = Benchmark(
+    name="plan", doc=__doc__, prepare=open_bench,
+    rows={"bytes-counted": counted.row, "memory": memory.row},
+    save=_save, details=_details,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.main())

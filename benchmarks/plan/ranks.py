@@ -1,0 +1,91 @@
+"""The ranks' side: run jobs one after the other in the same processes, as `laconic train` would run each.
+
+    laconic lab --nodes 2 --local 2 -- -m benchmarks.plan.ranks JOBS.json ANSWERS.json
+
+Rank 0 writes the summaries of all jobs. The first job that fails ends the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from laconic.comm.launch import ExitWithoutTeardown
+from laconic.config import Config, from_dict
+from laconic.errors import JobError
+from laconic.train import loop
+from laconic.train.records import StepRecord
+
+_M_MMAP_THRESHOLD = -3
+
+
+def train_all(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Train jobs, given as `to_dict` writes them. Returns the summary of each, or {"error": message}. Collective."""
+    _return_freed_memory()
+    return [_train(from_dict(Config, job)) for job in jobs]
+
+
+def _train(config: Config) -> dict[str, Any]:
+    gc.collect()
+    before_bytes = _memory("VmRSS")
+    _Watched.most_bytes = 0
+    loop.Trainer = _Watched  # type: ignore[misc]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            summary = loop.run(config)
+    except JobError as error:  # every rank raises it
+        return {"error": str(error)}
+    return {**summary, "grown_bytes": _Watched.most_bytes - before_bytes}
+
+
+class _Watched(loop.Trainer):
+    """A trainer that watches the memory of its process in the last step. The step that the profiler watches is none."""
+
+    most_bytes = 0
+
+    def _take_step(self, step: int) -> StepRecord:
+        is_last = step + 1 == self.config.train.steps
+        if is_last:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the kernel forgets the peak so far
+        record = super()._take_step(step)
+        if is_last:
+            _Watched.most_bytes = _memory("VmHWM")
+        return record
+
+
+def _return_freed_memory() -> None:
+    """Let the C library give the memory of tensors back as soon as they are freed, so that the process shows it."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+
+
+def _memory(key: str) -> int:
+    """A figure of this process's memory, in bytes."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{key}:"):
+            return 1024 * int(line.split()[1])
+    raise OSError(f"/proc/self/status has no {key}")
+
+
+def main() -> None:
+    """Run the jobs of a file."""
+    jobs, answers = (Path(argument) for argument in sys.argv[1:])
+    dist.init_process_group("gloo")
+    found = train_all(json.loads(jobs.read_text()))
+    if dist.get_rank() == 0:
+        answers.write_text(json.dumps(found))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    process_exit = ExitWithoutTeardown()
+    main()
+    process_exit.code = 0

@@ -1,0 +1,176 @@
+"""The programs of laconic's strategies, against closed formulas and figures worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from laconic.config import OptimizerConfig, SyncConfig
+from laconic.plan.buckets import Shape, Sharding, plan_buckets
+from laconic.plan.engine import EngineOptions
+from laconic.plan.machine import Machine, Reading
+from laconic.plan.model_trace import ModelTrace, ParameterSpec, UnitSpec
+from laconic.plan.program import LaconicStep, LocalStepsProgram, Work
+from laconic.plan.step_bytes import step_bytes
+from laconic.shard.cache import Cache
+from laconic.shard.wire import Wire
+from tests.plan.traces import cluster, spec, trace
+
+SHAPES = [(2, 2), (3, 1), (2, 3), (1, 4), (5, 1)]
+WIDTH = 480  # rows that all of these numbers of ranks divide
+
+
+def layers(count: int = 3, **keys: Any) -> list[list[ParameterSpec]]:
+    return [[spec("weight", WIDTH, WIDTH, **keys)] for _ in range(count)]
+
+
+def run(
+    model: ModelTrace, nodes: int, local: int, *, cache: Any = "host", wire: Wire | None = None, device: str = "cpu",
+    micro_batches: int = 1, budget: int = 0, precision: MixedPrecisionPolicy | None = None, **figures: object,
+) -> tuple[Reading, Machine]:  # fmt: skip
+    sharding = Sharding(wire=wire or Wire(), device_type=device, precision=precision or MixedPrecisionPolicy())
+    machine = Machine(cluster(nodes, local, **figures), device_type=device)
+    work = Work(trace=model, micro_batches=micro_batches, optimizer=OptimizerConfig(), sharding=sharding)
+    options = EngineOptions(sharding=sharding, cache=Cache(where=cache, device_budget_bytes=budget))
+    program = LaconicStep(machine, work, Shape(nodes=nodes, local=local), options)
+    return program.read(machine), machine
+
+
+def moved(reading: Reading, level: str, local: int) -> float:
+    return local * sum(
+        size for (each, purpose), size in reading.sent_bytes.items() if each == level and purpose != "control"
+    )
+
+
+@pytest.mark.parametrize(("nodes", "local"), SHAPES)
+@pytest.mark.parametrize("strategy", ["none", "host", "device"])
+def test_bytes_are_those_of_the_closed_formulas(strategy: str, nodes: int, local: int) -> None:
+    reading, _ = run(trace(layers()), nodes, local, cache=strategy)
+    weights = 3 * WIDTH * WIDTH * 4
+    formula = step_bytes(strategy, nodes=nodes, local=local, weights_bytes=weights, gradients_bytes=weights)
+    assert moved(reading, "node", local) == pytest.approx(formula.node, rel=1e-9)
+    assert moved(reading, "local", local) == pytest.approx(formula.local, rel=1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["8bit", "4bit"])
+def test_coded_bytes_are_those_of_the_closed_formulas(strategy: str) -> None:
+    """The formula counts all parameters as coded, and these have no vector; last blocks of a shard may be short."""
+    reading, _ = run(trace(layers()), 2, 2, wire=Wire.of(strategy))
+    weights = 3 * WIDTH * WIDTH * 4
+    formula = step_bytes(strategy, nodes=2, local=2, weights_bytes=weights, gradients_bytes=weights)
+    assert moved(reading, "node", 2) == pytest.approx(formula.node, rel=1e-3)
+
+
+def test_frozen_weights_cross_once_in_a_run() -> None:
+    base = [[*own, spec("lora", 8, WIDTH)] for own in layers(is_trained=False)]
+    reading, machine = run(trace(base), 2, 1)
+    adapters = 3 * 8 * WIDTH * 4
+    assert moved(reading, "node", 1) == adapters / 2 + adapters / 2
+    assert machine.held["parameters"] == adapters / 2  # frozen shards live in the cache alone
+    without, _ = run(trace(base), 2, 1, cache="none")
+    assert moved(without, "node", 1) == 2 * (3 * WIDTH * WIDTH * 4 + adapters) / 2 + adapters / 2
+
+
+def test_micro_batches_cross_once_with_a_cache() -> None:
+    weights = 3 * WIDTH * WIDTH * 4
+    host, _ = run(trace(layers()), 2, 1, micro_batches=4)
+    none, _ = run(trace(layers()), 2, 1, micro_batches=4, cache="none")
+    assert moved(host, "node", 1) == 2 * weights / 2
+    assert moved(none, "node", 1) == (2 * 4 + 1) * weights / 2
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_orders_the_caches(device: str) -> None:
+    """A device cache holds the weights of a node's share more. A budget holds as much of them as it says."""
+    node_shard = WIDTH * WIDTH * 4
+    model = trace(layers(8), saved_bytes=1000)
+    found = {}
+    for name, budget in (("none", 0), ("host", 0), ("device", 0), ("host", 3 * node_shard)):
+        reading, machine = run(model, 2, 1, cache=name, budget=budget, device=device)
+        found[name, budget] = reading.peak_bytes, machine.host_bytes
+    assert found["host", 0][0] <= found["none", 0][0] < found["host", 3 * node_shard][0] < found["device", 0][0]
+    assert [host for _, host in found.values()] == [0, 8 * node_shard, 0, 5 * node_shard]
+    for _, machine in (run(model, 2, 1, device=device),):
+        assert machine.held["activations"] == machine.held["transfers"] == machine.held["gradients"] == 0
+
+
+def test_mixed_precision_halves_the_crossings_and_not_the_states() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    half, machine = run(trace(layers()), 2, 2, precision=policy)
+    full, whole = run(trace(layers()), 2, 2)
+    assert 2 * moved(half, "node", 2) == moved(full, "node", 2)
+    assert machine.held["parameters"] == whole.held["parameters"]
+
+
+def test_seconds_of_a_step_that_waits_for_the_wire_alone() -> None:
+    """Two nodes of one rank, 10 MB/s: half of the weights and half of the gradients cross; compute takes no time."""
+    reading, _ = run(trace(layers()), 2, 1, device_memory_bytes_per_s=1e15)
+    crossing = 3 * WIDTH * WIDTH * 4 / 2 / 1e7
+    assert reading.seconds == pytest.approx(2 * crossing, rel=1e-3)
+
+
+def test_compute_hides_the_wire_where_it_can() -> None:
+    """Each layer computes ten times as long as it crosses. Then only the first gather and the last reduction show."""
+    one = WIDTH * WIDTH * 4 / 2 / 1e7
+    model = trace(layers(6), forward_s=10 * one, backward_s=20 * one)
+    reading, _ = run(model, 2, 1, device_memory_bytes_per_s=1e15)
+    assert reading.seconds == pytest.approx((6 * 30 + 2) * one, rel=1e-3)
+
+
+def test_a_device_waits_for_copies_to_a_slow_host() -> None:
+    one = WIDTH * WIDTH * 4 / 2 / 1e7
+    model = trace(layers(6), forward_s=one, backward_s=one)
+    fast, _ = run(model, 2, 1, device="cuda", host_to_device_bytes_per_s=1e12, device_to_host_bytes_per_s=1e12)
+    slow, _ = run(model, 2, 1, device="cuda", host_to_device_bytes_per_s=1e6, device_to_host_bytes_per_s=1e6)
+    cached, _ = run(model, 2, 1, device="cuda", cache="device")
+    assert slow.seconds > 3 * fast.seconds
+    assert cached.seconds < 1.05 * fast.seconds  # a cache on the device is copied into the full buffer as well
+
+
+def test_islands_share_bytes_out_over_their_interval() -> None:
+    model = trace(layers())
+    sharding, shape = Sharding(device_type="cpu"), Shape(nodes=1, local=2, islands=3)
+    work = Work(trace=model, micro_batches=1, optimizer=OptimizerConfig(), sharding=sharding)
+    numel = 3 * WIDTH * WIDTH // 2
+    for every, fragments, codec, nbytes in ((10, 1, "fp32", 4 * numel), (12, 3, "bf16", 2 * numel)):
+        sync = SyncConfig(mode="local", every=every, fragments=fragments, codec=codec)
+        machine = Machine(cluster(3, 2), device_type="cpu")
+        program = LocalStepsProgram(machine, work, shape, Cache(where="none"), sync)
+        reading = program.read(machine)
+        assert reading.sent_bytes["island", "outer"] == pytest.approx(2 * 2 / 3 * nbytes / every, rel=1e-6)
+        assert ("node", "weights") not in reading.sent_bytes
+        assert program.inexact
+
+
+def test_overlap_hides_an_exchange() -> None:
+    model = trace(layers(), forward_s=0.1, backward_s=0.1)
+    sharding, shape = Sharding(device_type="cpu"), Shape(nodes=1, local=1, islands=2)
+    work = Work(trace=model, micro_batches=1, optimizer=OptimizerConfig(), sharding=sharding)
+    seconds = []
+    for overlap in (0, 1, 4):
+        sync = SyncConfig(mode="local", every=5, codec="fp32", overlap=overlap)
+        machine = Machine(cluster(2, 1), device_type="cpu")
+        seconds.append(LocalStepsProgram(machine, work, shape, Cache(where="none"), sync).read(machine).seconds)
+    assert seconds[0] > seconds[1] >= seconds[2]
+
+
+def test_buckets_are_those_of_fully_shard() -> None:
+    """One bucket for each dtype and trainability, in order of appearance; slices apart."""
+    unit = UnitSpec(
+        name="layer",
+        parameters=(
+            spec("base", 64, 64, is_trained=False),
+            spec("lora_a", 8, 64),
+            spec("codes", 64, 32, dtype=torch.uint8, is_trained=False),
+            spec("lora_b", 64, 8),
+            spec("up.weight_slice0", 64, 64),
+            spec("up.weight_slice1", 64, 64),
+        ),
+    )
+    buckets = plan_buckets(unit, Shape(nodes=2, local=2), Sharding(device_type="cpu"))
+    names = [[slot.name for slot in bucket.layout.slots] for bucket in buckets]
+    assert names == [["base"], ["lora_a", "lora_b"], ["codes"], ["up.weight_slice0"], ["up.weight_slice1"]]
+    assert [bucket.is_frozen for bucket in buckets] == [True, False, True, False, False]

@@ -1,0 +1,74 @@
+"""The machine that reads programs: its clock, its memory, its bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from laconic.plan.machine import Lane, Machine, Transfer
+from tests.plan.traces import cluster, phase
+
+
+def wire(nbytes: float, name: str = "gather") -> Transfer:
+    return Transfer(name=name, purpose="weights", sent={"node": nbytes})
+
+
+def test_a_transfer_runs_beside_compute() -> None:
+    """The wire carries 10 MB/s, shared by two ranks, so 1 MB of each rank takes 0.2 s."""
+    machine = Machine(cluster(), device_type="cpu")
+    with machine.reading() as reading:
+        job = machine.send(wire(1e6))
+        machine.compute("layer", phase(0.15))
+        machine.wait(job)
+    assert reading.seconds == pytest.approx(0.2)
+    assert reading.waits_s == {Lane.WIRE: pytest.approx(0.05)}
+    assert reading.busy_s == {Lane.WIRE: pytest.approx(0.2), Lane.COMPUTE: pytest.approx(0.15)}
+    assert reading.sent_bytes == {("node", "weights"): 1e6}
+
+
+def test_a_lane_has_one_transfer_at_a_time_and_waits_have_their_cause() -> None:
+    machine = Machine(cluster(), device_type="cpu")
+    with machine.reading() as reading:
+        first, second = machine.send(wire(1e6)), machine.send(wire(1e6))
+        inside = machine.send(Transfer(name="inside", purpose="weights", sent={"local": 1e6}), second)
+        machine.wait(inside)
+        machine.wait(first)
+    assert reading.seconds == pytest.approx(0.2 + 0.2 + 0.01)
+    assert reading.waits_s[Lane.WIRE] == pytest.approx(0.4)
+    assert reading.waits_s[Lane.LOCAL] == pytest.approx(0.01)
+
+
+def test_a_ring_of_all_ranks_takes_as_long_as_its_slowest_edge() -> None:
+    machine = Machine(cluster(), device_type="cpu")
+    both = Transfer(name="ring", purpose="gradients", sent={"node": 1e6, "local": 5e6}, hops=3)
+    job = machine.send(both)
+    assert job is not None
+    assert job.lane is Lane.WIRE
+    assert job.end_s == pytest.approx(0.2)
+    assert machine.send(Transfer(name="none", purpose="gradients", sent={"node": 0.0})) is None
+
+
+def test_copies_to_the_host_take_time_on_accelerators_alone() -> None:
+    assert Machine(cluster(), device_type="cpu").copy("store", 1e8, to_device=False) is None
+    machine = Machine(cluster(ranks_per_host_link=2), device_type="cuda")
+    job = machine.copy("store", 1e8, to_device=False)
+    assert job is not None
+    assert (job.lane, job.end_s) == (Lane.TO_HOST, pytest.approx(2.0))
+
+
+def test_the_peak_is_split_by_kind_and_counted_anew_in_each_reading() -> None:
+    machine = Machine(cluster(), device_type="cpu")
+    machine.hold("parameters", 100)
+    with machine.reading() as reading:
+        machine.hold("transfers", 30)
+        machine.compute("layer", phase(peak=50, end=20))
+        machine.hold("transfers", -30)
+        machine.hold("cache", 40)
+    assert reading.peak_bytes == 180
+    assert {kind: size for kind, size in reading.peak.items() if size} == {
+        "parameters": 100, "transfers": 30, "activations": 50,
+    }  # fmt: skip
+    machine.hold("cache", -40)
+    with machine.reading() as later:
+        pass
+    assert later.peak_bytes == 120
+    assert machine.held["activations"] == 20

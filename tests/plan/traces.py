@@ -1,0 +1,60 @@
+"""Traces of models that were never built, for tests of programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from laconic.plan.cluster_spec import ClusterSpec
+from laconic.plan.model_trace import ModelTrace, ParameterSpec, Segment, UnitSpec
+from laconic.plan.phase import Phase, Work
+
+FLOPS_PER_S, MEMORY_BYTES_PER_S = 1e10, 1e9
+
+
+def spec(name: str, *shape: int, dtype: torch.dtype = torch.float32, is_trained: bool = True) -> ParameterSpec:
+    return ParameterSpec(
+        name=name, shape=shape, dtype=dtype, compute_dtype=dtype, is_trained=is_trained, is_written_in_place=True
+    )
+
+
+def phase(seconds: float = 0.0, *, peak: int = 0, end: int = 0) -> Phase:
+    work = (Work(dtype="float32", flops=seconds * FLOPS_PER_S, memory_bytes=0.0, count=1),) if seconds else ()
+    return Phase(work=work, peak_bytes=peak, end_bytes=end)
+
+
+def trace(
+    layers: Sequence[Sequence[ParameterSpec]],
+    root: Sequence[ParameterSpec] = (),
+    *,
+    forward_s: float = 0.0,
+    backward_s: float = 0.0,
+    saved_bytes: int = 0,
+) -> ModelTrace:
+    """A root around layers that all take as long and save as much."""
+    units = [UnitSpec(name=f"layers.{index}", parameters=tuple(own)) for index, own in enumerate(layers)]
+    units.append(UnitSpec(name="Model", parameters=tuple(root)))
+    last = len(layers)
+    order = [last, *range(last), last]
+    there = [phase(forward_s, peak=saved_bytes, end=saved_bytes) if unit < last else phase() for unit in order]
+    back = [phase(backward_s, peak=0, end=-saved_bytes) if unit < last else phase() for unit in order]
+    segments = [Segment(unit=unit, is_backward=False, phase=each) for unit, each in zip(order, there, strict=True)]
+    segments += [
+        Segment(unit=unit, is_backward=True, phase=each) for unit, each in zip(order[::-1], back[::-1], strict=True)
+    ]
+    return ModelTrace(
+        units=tuple(units), segments=tuple(segments), method="traced", micro_batch_size=1, sequence_length=1,
+        compute_dtype=None, device_type="cpu", gradients_in_place=True,
+    )  # fmt: skip
+
+
+def cluster(nodes: int = 2, local: int = 2, **figures: object) -> ClusterSpec:
+    """A cluster of round figures, without headers and latency to speak of."""
+    given = {
+        "device_memory_bytes": 10**10, "device_flops_per_s": {"float32": FLOPS_PER_S},
+        "device_memory_bytes_per_s": MEMORY_BYTES_PER_S, "host_memory_bytes": 10**11,
+        "host_to_device_bytes_per_s": 1e8, "device_to_host_bytes_per_s": 1e8, "local_bytes_per_s": 1e8,
+        "local_latency_s": 1e-9, "wire_bits_per_s": 8e7, "wire_latency_s": 1e-9, "wire_header_factor": 1.0,
+    }  # fmt: skip
+    return ClusterSpec(nodes=nodes, ranks_per_node=local, **{**given, **figures})  # type: ignore[arg-type]
