@@ -90,7 +90,8 @@ def test_every_byte_is_freed_between_steps(name: str) -> None:
     """What a program holds between two steps does not grow from step to step."""
     config = CANDIDATES[name].job(job(train={"accumulation": 2}))
     machine = Machine(spec(2, 2), device_type="cuda")
-    program = CANDIDATES[name].make(machine, config, work_of(config, device_type="cuda"), Shape(nodes=2, local=2))
+    shape = Shape(nodes=1, local=2, islands=2) if config.sync.is_local else Shape(nodes=2, local=2)
+    program = CANDIDATES[name].make(machine, config, work_of(config, device_type="cuda"), shape)
     program.step()
     first = dict(machine.held)
     program.step()
@@ -154,7 +155,8 @@ def test_a_long_reuse_distance_keeps_everything() -> None:
         ("deepspeed-hpz", {}, (3, 1), "cuda", "at least 2 ranks"),
         ("deepspeed-zero++", {}, (2, 2), "cpu", "CUDA kernels"),
         ("deepspeed", {"model": {"dtype": "bfloat16"}}, (2, 2), "cuda", "float32"),
-        ("deepspeed", {"sync": {"mode": "local"}}, (2, 2), "cuda", "sync.mode"),
+        ("deepspeed", {"optimizer": {"name": "shampoo"}}, (2, 2), "cuda", "whole blocks or matrices"),
+        ("torchft-diloco", {"sync": {"mode": "local", "overlap": 2}}, (2, 2), "cuda", "sync.overlap"),
         ("torchft-diloco", {}, (1, 4), "cuda", "2 islands"),
         ("torchft-diloco", {"sync": {"mode": "local", "slices": 2}}, (2, 2), "cuda", "sync.slices"),
     ],

@@ -39,10 +39,13 @@ def _deepspeed(
     return Deepspeed(machine, work, shape, options)
 
 
+_ROUNDED = "weights are gathered in 8 bits and gradients summed in 4, and nothing feeds the error back"
+
+
 def _of_deepspeed(name: str, label: str, source: str, *, hpz: bool = False, quantizes: bool = False) -> Candidate:
     return Candidate(
         name=name, label=label, make=partial(_deepspeed, name=name, hpz=hpz, quantizes=quantizes), is_peer=True,
-        source=f"{source}; DeepSpeed 0.19's runtime/zero", keys=None,
+        source=f"{source}; DeepSpeed 0.19's runtime/zero", keys=None, inexact=_ROUNDED if quantizes else "",
     )  # fmt: skip
 
 
