@@ -24,7 +24,10 @@ from laconic.config.section import (
 from laconic.layout.granularity import Block, block_of
 from laconic.shard.wire import Wire
 
-Strategy = Literal["laconic", "zero++", "fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp"]
+Strategy = Literal[
+    "laconic", "zero++", "fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp", "deepspeed", "deepspeed-hpz",
+    "deepspeed-zero++",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

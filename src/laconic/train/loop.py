@@ -29,6 +29,8 @@ from laconic.strategies.checks import check_job
 from laconic.strategies.cyclic import CyclicStepper
 from laconic.strategies.cyclic_checkpoint import newest_cut
 from laconic.strategies.islands import num_launches
+from laconic.strategies.deepspeed import DeepSpeedStepper
+from laconic.strategies.deepspeed_setup import DEEPSPEED
 from laconic.strategies.memory import measured_peak
 from laconic.strategies.optimizers import set_learning_rates
 from laconic.strategies.simultaneous import Simultaneous
@@ -143,6 +145,8 @@ class Trainer:
 
     def _make_stepper(self, model: nn.Module) -> Stepper:
         if not self.config.schedule.is_cyclic:
+            if self.config.shard.strategy in DEEPSPEED:
+                return DeepSpeedStepper(model, self.config, self.ranks, self.device)
             return Simultaneous(model, self.config, self.ranks, self.device)
         resumes = self.config.train.resume != "never" and self.ranks.is_main
         saved = self.peers.broadcast(newest_cut(prepare.checkpoints_to_load(self.config)) if resumes else None)
