@@ -16,6 +16,8 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2-hpz": ("FSDP2 hpZ", {"strategy": "fsdp2-hpz"}),
     "hsdp": ("HSDP", {"strategy": "hsdp"}),
     "ddp": ("DDP", {"strategy": "ddp"}),
+    "deepspeed": ("DeepSpeed ZeRO-3", {"strategy": "deepspeed"}),
+    "deepspeed-hpz": ("DeepSpeed hpZ", {"strategy": "deepspeed-hpz"}),
     "zero++": ("ZeRO++ on our engine", {"strategy": "zero++"}),
     "none": ("laconic none", {"strategy": "laconic", "cache": "none"}),
     "host": ("laconic host", {"strategy": "laconic", "cache": "host"}),

@@ -12,7 +12,8 @@ from laconic.lab import format_rate
 # Baselines are grey or blue, laconic's own strategies orange. Lightness differs too, for colour-blind readers.
 _COLORS = {
     "fsdp2": "#4d4d4d", "fsdp2-gloo": "#262626", "fsdp2-hpz": "#7f7f7f", "hsdp": "#4a78a8", "ddp": "#a3c1da",
-    "none": "#f2c879", "host": "#d95f02", "device": "#8c3b00",
+    "deepspeed": "#2f7f6f", "deepspeed-hpz": "#8cc5b8", "zero++": "#5e4b8b",
+    "none": "#f2c879", "host": "#d95f02", "device": "#8c3b00", "8bit": "#b8860b", "4bit": "#7a5c00",
 }  # fmt: skip
 
 _METRICS: tuple[tuple[str, Callable[[Result], float]], ...] = (
