@@ -26,7 +26,7 @@ from laconic.shard.wire import Wire
 
 Strategy = Literal[
     "laconic", "zero++", "fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp", "deepspeed", "deepspeed-hpz",
-    "deepspeed-zero++",
+    "deepspeed-zero++", "torchft-diloco",
 ]  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from laconic.cyclic.schedule.rule import RULES, Rule
 from laconic.strategies.cyclic import num_workers
 from laconic.strategies.deepspeed_setup import DEEPSPEED, check_deepspeed
 from laconic.strategies.islands import num_islands
+from laconic.strategies.torchft import check_torchft
 
 
 def check_job(config: Config, ranks: RankInfo) -> None:
@@ -28,7 +29,9 @@ def check_job(config: Config, ranks: RankInfo) -> None:
     )
     if strategy in DEEPSPEED:
         check_deepspeed(config, ranks)
-    if config.sync.is_local:
+    if strategy == "torchft-diloco":
+        check_torchft(config)
+    elif config.sync.is_local:
         _check_islands(config)
     if config.schedule.is_cyclic:
         _check_cyclic(config)

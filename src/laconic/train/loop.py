@@ -35,6 +35,7 @@ from laconic.strategies.memory import measured_peak
 from laconic.strategies.optimizers import set_learning_rates
 from laconic.strategies.simultaneous import Simultaneous
 from laconic.strategies.stepper import NotFiniteError, Stepper
+from laconic.strategies.torchft import TorchftStepper
 from laconic.train import prepare
 from laconic.train.flops import flops_per_token, peak_flops
 from laconic.train.lock import OutputLock
@@ -147,6 +148,8 @@ class Trainer:
         if not self.config.schedule.is_cyclic:
             if self.config.shard.strategy in DEEPSPEED:
                 return DeepSpeedStepper(model, self.config, self.ranks, self.device)
+            if self.config.shard.strategy == "torchft-diloco":
+                return TorchftStepper(model, self.config, self.ranks, self.device)
             return Simultaneous(model, self.config, self.ranks, self.device)
         resumes = self.config.train.resume != "never" and self.ranks.is_main
         saved = self.peers.broadcast(newest_cut(prepare.checkpoints_to_load(self.config)) if resumes else None)
