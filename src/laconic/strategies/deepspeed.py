@@ -124,7 +124,8 @@ class DeepSpeedStepper(Stepper):
             )
         }
         secondary = [getattr(parameter, "ds_secondary_tensor", None) for parameter in self.module.parameters()]
-        return sum(tensors.values()) + local_nbytes(t for t in secondary if t is not None) + state_nbytes(zero.optimizer)
+        copies = local_nbytes(tensor for tensor in secondary if tensor is not None)
+        return sum(tensors.values()) + copies + state_nbytes(zero.optimizer)
 
     def close(self) -> None:
         """See `Stepper.close`."""

@@ -63,8 +63,8 @@ def check_deepspeed(config: Config, ranks: RankInfo) -> None:
             raise JobError(f"{key} = {value!r} and shard.strategy = {strategy!r}: DeepSpeed {reason}")
     if strategy != "deepspeed" and ranks.num_local < 2:
         raise JobError(
-            f"shard.strategy = {strategy!r} keeps parameters on the ranks of one node, so it needs at least 2 ranks per "
-            f"node, got {ranks.num_local}; use 'deepspeed' or more ranks per node"
+            f"shard.strategy = {strategy!r} keeps parameters on the ranks of one node, so it needs at least 2 ranks "
+            f"per node, got {ranks.num_local}; use 'deepspeed' or more ranks per node"
         )
 
 

@@ -65,7 +65,7 @@ class Partitions:
                 shown[id(parameter)] = self._show(parameter, wide)
         own = [(module, module._parameters) for module in self._model.modules()]
         for module, parameters in own:
-            module._parameters = {  # type: ignore[assignment]
+            module._parameters = {
                 name: None if parameter is None else shown[id(parameter)] for name, parameter in parameters.items()
             }
         try:

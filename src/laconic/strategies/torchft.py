@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import logging
 import math
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -71,6 +72,7 @@ def import_torchft() -> tuple[ModuleType, ModuleType]:
     Raises:
         JobError: torchft is not installed.
     """
+    os.environ.setdefault("RUST_LOG", "warn")  # its servers write several lines for every sync
     try:
         found = importlib.import_module("torchft"), importlib.import_module("torchft.local_sgd")
     except ImportError as error:
@@ -119,7 +121,7 @@ class TorchftStepper(Simultaneous):
         world = dist.group.WORLD
         assert world is not None
         host = own_addresses(dist.distributed_c10d._get_default_store())[0]
-        address = None
+        address: str | None = None
         if ranks.is_main:
             from torchft.coordination import LighthouseServer
 
@@ -129,8 +131,8 @@ class TorchftStepper(Simultaneous):
             address = f"http://{host}:{urlsplit(self._lighthouse.address()).port}"
         is_first = ranks.rank == self.peers.start
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if is_first else None
-        found = RankGroup().gather([address, [host, self._store.port] if self._store else None])
-        store_host, store_port = found[self.peers.start][1]
+        found: list[list[Any]] = RankGroup().gather([address, host, self._store.port if self._store else 0])
+        lighthouse, (store_host, store_port) = found[0][0], found[self.peers.start][1:]
         return torchft.Manager(
             pg=torchft.ProcessGroupGloo(timeout=timeout),
             load_state_dict=None,
@@ -143,7 +145,7 @@ class TorchftStepper(Simultaneous):
             world_size=len(self.peers),
             store_addr=store_host,
             store_port=store_port,
-            lighthouse_addr=found[0][0],
+            lighthouse_addr=lighthouse,
             replica_id=f"island-{self.peers.start // len(self.peers)}",
             hostname=host,
             init_sync=False,  # islands start from equal weights

@@ -28,9 +28,9 @@ from laconic.hf.tokenizer import load_tokenizer
 from laconic.strategies.checks import check_job
 from laconic.strategies.cyclic import CyclicStepper
 from laconic.strategies.cyclic_checkpoint import newest_cut
-from laconic.strategies.islands import num_launches
 from laconic.strategies.deepspeed import DeepSpeedStepper
 from laconic.strategies.deepspeed_setup import DEEPSPEED
+from laconic.strategies.islands import num_launches
 from laconic.strategies.memory import measured_peak
 from laconic.strategies.optimizers import set_learning_rates
 from laconic.strategies.simultaneous import Simultaneous
