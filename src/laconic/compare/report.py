@@ -100,7 +100,8 @@ def _section(title: str, results: Sequence[Result]) -> str:
 
 
 _COLUMNS = (
-    "strategy", "seconds per step", "× FSDP2", "wire, MB per node and step", "× FSDP2", "inside a node, MB per step",
+    "strategy", "seconds per step", "seconds, × FSDP2", "wire, MB per node and step", "wire, × FSDP2",
+    "inside a node, MB per step",
     "device, MB at most", "host, MB per node", "waited for the wire, s per step", "loss of the last step",
     "largest difference of a loss to FSDP2",
 )  # fmt: skip
@@ -139,7 +140,7 @@ def _row(result: Result, reference: Result | None) -> str:
         ),
         _cell("–" if result.wait_s is None else f"{result.wait_s:.3f}"),
         _cell(f"{result.loss:.4f}"),
-        _cell("–" if gap is None else f"{gap:.1e}"),
+        _cell("–" if gap is None else f"{gap:.1e}" if gap else "0"),
     ]  # fmt: skip
     name = f'<span class="key {_css(result.strategy)}"></span> {escape(_label(result))}'
     return f'<tr><th scope="row">{name}</th>{"".join(cells)}</tr>'
@@ -147,7 +148,7 @@ def _row(result: Result, reference: Result | None) -> str:
 
 def _cell(text: str, value: float | None = None, expected: float | None = None, *, scale: float = 1.0) -> str:
     """A cell with a measurement and, below it, the prediction and how far it is off."""
-    if expected is None or value is None:
+    if expected is None:
         return f"<td>{escape(text)}</td>"
     error = f", {expected / value - 1:+.1%}" if value else ""
     return f"<td>{escape(text)}<small>predicted {expected / scale:.4g}{error}</small></td>"

@@ -12,7 +12,7 @@ from html import escape
 
 _WIDTH = 400  # units; the style sheet scales it
 _LINE, _BAR = 20, 13  # the height of a row, and of the bar in it
-_LABEL = 118  # the room for names at the left
+_LABEL = 140  # the room for names at the left
 _NUMBER = 62  # the room for a number after the longest bar
 _ids = itertools.count()
 
@@ -63,17 +63,16 @@ def bars(rows: Sequence[Bar], *, title: str, unit: str) -> str:
         top = index * _LINE
         parts.append(_text(_LABEL - 6, top + 14, row.label, anchor="end"))
         if row.value is None:
-            parts.append(_text(_LABEL, top + 14, "not measured", kind="faint"))
-            continue
-        shown = f"{row.value:.3g}"
-        tip = f"{row.label}: {row.value:.4g} {unit}"
-        parts.append(_rect(_LABEL, top + 3, row.value * scale, _BAR, f"fill {row.colour}", tip))
+            parts.append(_text(_LABEL + 4, top + 14, "not measured", kind="faint"))
+        else:
+            tip = f"{row.label}: {row.value:.4g} {unit}"
+            parts.append(_rect(_LABEL, top + 3, row.value * scale, _BAR, f"fill {row.colour}", tip))
+            end = _LABEL + max(row.value, row.expected or 0.0) * scale
+            parts.append(_text(end + 4, top + 14, f"{row.value:.3g}", kind="number"))
         if row.expected is not None:
             x = _LABEL + row.expected * scale
             tip = f"{row.label}: predicted {row.expected:.4g} {unit}"
             parts.append(_rect(x - 1, top + 1, 2, _BAR + 4, "mark", tip))
-        end = _LABEL + max(row.value, row.expected or 0.0) * scale
-        parts.append(_text(end + 4, top + 14, shown, kind="number"))
     words = "; ".join(f"{row.label} {'not measured' if row.value is None else f'{row.value:.3g}'}" for row in rows)
     return _picture(len(rows) * _LINE + 2, parts, title=title, description=f"{unit}: {words}")
 
@@ -123,7 +122,8 @@ def lines(rows: Sequence[Line], *, title: str, unit: str) -> str:
         parts.append(f'<line class="axis" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(_text(left - 5, y + 4, f"{tick:.4g}", anchor="end", kind="faint"))
     for step in sorted({1, (steps + 1) // 2, steps}):
-        parts.append(_text(left + (step - 1) * across, bottom + 14, f"step {step}", anchor="middle", kind="faint"))
+        anchor = "end" if step == steps > 1 else "middle"
+        parts.append(_text(left + (step - 1) * across, bottom + 14, f"step {step}", anchor=anchor, kind="faint"))
     for index, row in enumerate(rows):
         points = " ".join(
             f"{left + position * across:.1f},{bottom - (value - low) * down:.1f}"
