@@ -181,6 +181,8 @@ def config_of(base: Config, case: Case, out: Path) -> Config:
     Raises: ConfigError if the strategy cannot run this job.
     """
     strategy = STRATEGIES[case.strategy]
+    if strategy.has_islands:
+        _check_islands(base, case)
     keys = {"device_budget_bytes": 0, "wire": None, **strategy.shard}
     if keys.get("cache") == "host":
         del keys["device_budget_bytes"]  # the host cache keeps the budget of the job; no other strategy may have one
@@ -189,8 +191,6 @@ def config_of(base: Config, case: Case, out: Path) -> Config:
         sync = dataclasses.replace(base.sync, **strategy.sync) if strategy.has_islands else SyncConfig()
     except ConfigError as error:
         raise ConfigError(f"{strategy.label} cannot run this job: {error}") from error
-    if strategy.has_islands:
-        _check_islands(base, case)
     return dataclasses.replace(
         base,
         lora=dataclasses.replace(base.lora, enabled=case.job == "lora"),
