@@ -18,7 +18,14 @@ from laconic.comm.traffic import Snapshot
 from laconic.config import Config
 from laconic.data.batches import Batch
 from laconic.hf.models import materialize
-from laconic.strategies.deepspeed_setup import Sizes, import_deepspeed, refuse_on_cpu, start_communication, zero_3
+from laconic.strategies.deepspeed_setup import (
+    Sizes,
+    freeing_weights,
+    import_deepspeed,
+    refuse_on_cpu,
+    start_communication,
+    zero_3,
+)
 from laconic.strategies.deepspeed_state import Partitions, local_part
 from laconic.strategies.memory import local_nbytes, state_nbytes
 from laconic.strategies.optimizers import make_optimizer
@@ -61,13 +68,14 @@ class DeepSpeedStepper(Stepper):
     def step(self, batches: Sequence[Batch], *, is_last: bool) -> StepResult:
         """See `Stepper.step`. DeepSpeed divides the loss by the number of micro-batches."""
         losses = []
-        for index, batch in enumerate(batches):
-            loss = self._engine(**batch.arguments(), use_cache=False).loss
-            self._engine.backward(loss)
-            losses.append(loss.detach() / len(batches))
-            if index == len(batches) - 1:
-                self._mean_loss = float(sum(losses))
-            self._engine.step()  # the optimizer's step after the last micro-batch
+        with freeing_weights():
+            for index, batch in enumerate(batches):
+                loss = self._engine(**batch.arguments(), use_cache=False).loss
+                self._engine.backward(loss)
+                losses.append(loss.detach() / len(batches))
+                if index == len(batches) - 1:
+                    self._mean_loss = float(sum(losses))
+                self._engine.step()  # the optimizer's step after the last micro-batch
         return StepResult(loss=self._mean_loss, grad_norm=float(self._engine.get_global_grad_norm()))
 
     def _checked_norms(self) -> list[Tensor]:

@@ -18,9 +18,11 @@ baseline] in ring.py. `overlap_comm` needs streams, which a CPU has not, so a re
 ZeRO-3 reduces the gradients of every micro-batch, so with accumulation more bytes cross than under FSDP2.
 """
 
+import contextlib
 import importlib
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -133,6 +135,22 @@ def _reduce_scatter(
     landing = torch.empty_like(output)
     RingReduceScatter()(landing, input, group, op)
     output.copy_(landing)
+
+
+@contextlib.contextmanager
+def freeing_weights() -> Iterator[None]:
+    """Use DeepSpeed's linear function in the block, whose graph does not hold gathered weights until backward.
+
+    `with deepspeed.zero.Init():` around a model's construction sets it for ever (its `memory_efficient_linear`).
+    """
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    torchs = nn.functional.linear
+    nn.functional.linear = zero3_linear_wrap
+    try:
+        yield
+    finally:
+        nn.functional.linear = torchs
 
 
 @dataclass(frozen=True, kw_only=True)
