@@ -163,6 +163,24 @@ def test_precision_halves_what_travels() -> None:
     assert mixed.resting_bytes == pytest.approx(plain.resting_bytes)
 
 
+@pytest.mark.parametrize(("name", "device_type"), [("fsdp2", "cpu"), ("fsdp2", "cuda"), ("deepspeed", "cpu")])
+def test_without_resharding_weights_move_once_and_stay(name: str, device_type: str) -> None:
+    """`reshard_after_forward = False` keeps the whole model from forward to backward.
+
+    DeepSpeed gathers the embedding again: its next use is further away than a whole model.
+    """
+    plain, kept = (
+        estimated(job(shard={"reshard_after_forward": reshards}), spec(2, 2), name, device_type)
+        for reshards in (True, False)
+    )
+    _, numel = model_numels(job())
+    moved_numel = numel + (VOCABULARY * HIDDEN if name == "deepspeed" else 0)
+    assert 2 * kept.sent_bytes["node", "weights"] == pytest.approx(3 / 4 * 4 * moved_numel)
+    assert kept.sent_bytes["node", "gradients"] == plain.sent_bytes["node", "gradients"]
+    assert plain.peak["parameters"] < kept.peak["parameters"]
+    assert kept.resting_bytes == plain.resting_bytes
+
+
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_memory_is_in_the_order_of_what_ranks_keep(device_type: str) -> None:
     """A rank keeps 1 / R of all states under FSDP2, 1 / L under HSDP, all under DDP; hpZ adds a node's copy."""
