@@ -12,14 +12,16 @@ from rich.console import Console
 from laconic.compare.case import OWN_STRATEGIES, STRATEGIES, Case, ComparisonError, Job, config_of
 from laconic.compare.machine import describe_machine, in_words
 from laconic.compare.plot import save_plot
+from laconic.compare.predicting import predict, with_predictions
 from laconic.compare.progress import ConsoleReporter
 from laconic.compare.report import render_report
-from laconic.compare.result import Result
+from laconic.compare.result import Prediction, Result
 from laconic.compare.runner import Comparison
 from laconic.compare.table import LEGEND, LEGEND_NO_WIRE, render
 from laconic.config import Config, ConfigError, load
 from laconic.lab import format_rate, parse_rate
 from laconic.lab.cli import add_cluster_options, leaving_in_order
+from laconic.plan.cluster_file import load_cluster
 
 _DEMO_CONFIG = Path(__file__).with_name("demo.toml")
 
@@ -53,11 +55,15 @@ def main(argv: list[str]) -> int:
         with leaving_in_order("compare"):
             base = load(options.config)
             cases = make_cases(base, options)
+            expected: list[Prediction | None] = [None] * len(cases)
+            if options.cluster is not None:
+                cluster = load_cluster(options.cluster)
+                expected = predict(cases, base, cluster, options.out, nodes=options.nodes, local=options.local)
             with Comparison(
                 base, options.out, nodes=options.nodes, local=options.local, wire=not options.no_wire,
                 timeout_s=options.timeout, reporter=ConsoleReporter(console, num_runs=len(cases)),
             ) as comparison:  # fmt: skip
-                results = [comparison.run(case) for case in cases]
+                results = with_predictions([comparison.run(case) for case in cases], expected)
     except ComparisonError as error:
         print(f"laconic compare: {error}", file=sys.stderr)
         return 1
@@ -92,6 +98,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--lora", action="store_true", help="after full training, train with LoRA too, as [lora] says")
     parser.add_argument("--save", action="store_true", help="end each run under laconic with a checkpoint")
+    parser.add_argument(
+        "--cluster", type=Path, metavar="C.toml",
+        help="show beside each figure what `laconic plan` expects on these machines; write the file in the lab: "
+        "laconic lab -- -m laconic.cli plan measure --out C.toml",
+    )  # fmt: skip
     add_cluster_options(parser, timeout_s=1800.0)
     parser.add_argument(
         "--out", type=Path, default=Path("runs/compare"), metavar="DIR", help="output folder (default runs/compare)"

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 
 from laconic.compare.case import JOBS, REFERENCE, STRATEGIES
-from laconic.compare.result import Result
+from laconic.compare.result import Prediction, Result
 from laconic.lab import format_rate
 
 _COLUMNS = (
     "job", "wire", "strategy", "s / step", "x FSDP2", "wire MB / step", "x FSDP2", "local MB / step",
     "device MB", "host MB", "loss",
 )  # fmt: skip
+_PLANNED = ("plan s / step", "plan wire MB", "plan device MB")
 _NUM_TEXT_COLUMNS = 3
 
 LEGEND = """\
@@ -28,7 +29,25 @@ def render(results: Sequence[Result]) -> str:
     fsdp2 = [result for result in reversed(results) if result.strategy == REFERENCE]
     references = {(result.job, result.rate_bits_per_s): result for result in fsdp2}  # the first of equal runs
     rows = [_row(result, references.get((result.job, result.rate_bits_per_s))) for result in results]
-    return markdown(_COLUMNS, rows, num_text_columns=_NUM_TEXT_COLUMNS)
+    columns: tuple[str, ...] = _COLUMNS
+    if any(result.prediction is not None for result in results):
+        columns = (*_COLUMNS, *_PLANNED)
+        rows = [[*row, *_planned(result)] for row, result in zip(rows, results, strict=True)]
+    return markdown(columns, rows, num_text_columns=_NUM_TEXT_COLUMNS)
+
+
+def _planned(result: Result) -> list[str]:
+    """The cells of what was expected, and how far it is off."""
+    expected = result.prediction or Prediction()
+    pairs = (
+        (expected.step_s, result.step_s, "{:.3f}".format),
+        (expected.wire_bytes, result.moved_bytes, megabytes),
+        (expected.allocated_peak_bytes, result.allocated_peak_bytes, megabytes),
+    )
+    return [
+        "-" if planned is None else write(planned) + (f" ({planned / measured - 1:+.0%})" if measured else "")
+        for planned, measured, write in pairs
+    ]
 
 
 def _row(result: Result, reference: Result | None) -> list[str]:

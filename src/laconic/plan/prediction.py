@@ -45,9 +45,12 @@ class Predictor:
         other._traces = self._traces
         return other
 
-    def with_job(self, config: Config) -> Predictor:
-        """Predict another job on the same cluster."""
-        return Predictor(config, self.cluster, device_type=self.device_type)
+    def with_job(self, config: Config, *, same_model: bool = False) -> Predictor:
+        """Predict another job on the same cluster. `same_model`: its model and batches are those traced already."""
+        other = Predictor(config, self.cluster, device_type=self.device_type)
+        if same_model:
+            other._traces = self._traces
+        return other
 
     def all(self, names: Iterable[str] | None = None) -> Iterator[Estimate | Refusal]:
         """Predict the strategies with these names; by default all.
