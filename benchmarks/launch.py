@@ -36,9 +36,10 @@ PRELOADED = (
     "trl.trainer.sft_trainer",  # with transformers' Trainer, peft and datasets
     "trl.trainer.dpo_trainer",
     "trl.trainer.reward_trainer",
-    "laconic",
+    "laconic.train.cli",  # with the strategies, the planner and the checkpoints
+    "pytest",  # the functions of tests lie in modules that import it
 )
-"""The modules that the fork server imports."""
+"""The modules that the fork server imports; it passes over those that are not installed."""
 _EXIT_S = 5.0  # the time for a rank to end after it has sent its result
 
 

@@ -35,6 +35,36 @@ import sitecustomize  # noqa: E402
 sitecustomize.install()
 sys.path.remove(str(_AUDIT))
 
+# A worker takes a whole file, so a long one that begins last is run alone. Files that compute and files that wait take
+# turns here, so that the two workers seldom do the same.
+LONGEST_FIRST = (
+    "strategies/test_islands_checkpoint.py",
+    "islands/test_membership.py",
+    "compare/test_run.py",
+    "comm/test_failure.py",
+    "cyclic/test_runtime.py",
+    "islands/test_recovery.py",
+    "shard/test_models.py",
+    "lab/test_torchrun.py",
+    "train/test_loop.py",
+    "trust/test_jobs.py",
+    "strategies/test_cyclic.py",
+    "strategies/test_membership.py",
+    "plan/test_step_bytes.py",
+    "comm/test_waits.py",
+    "strategies/test_islands.py",
+    "cyclic/test_refusals.py",
+    "integrations/test_transformers.py",
+    "strategies/test_ring.py",
+    "train/test_auto.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest; the others stay in their order."""
+    places = {Path(__file__).parent / name: number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
 
 @pytest.fixture(autouse=True)
 def unpickled() -> Iterator[Path]:

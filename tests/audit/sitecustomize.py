@@ -29,18 +29,26 @@ _loads, _load = _pickle.loads, _pickle.load
 
 
 def _note(unpickler=None):
+    caller = frame = sys._getframe(2)
+    if any(part in caller.f_code.co_filename for part in _NO_WIRE):
+        return
     if any(cls.__name__ == _RESTRICTED for cls in type(unpickler).__mro__):
         return
-    stack = traceback.extract_stack(sys._getframe(2))
-    own = [frame for frame in stack if _PACKAGE in frame.filename and not frame.filename.endswith(_RUNS_SCRIPTS)]
-    if not own or any(part in stack[-1].filename for part in _NO_WIRE):
+    # Frame by frame, and no text of source lines: ranks unpickle a thousand times in a test, mostly without laconic.
+    while frame is not None and not _is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
         return
-    if own[-1].filename.endswith(_OF_LIGHTNING[0]) and own[-1].name == _OF_LIGHTNING[1]:
+    if frame.f_code.co_filename.endswith(_OF_LIGHTNING[0]) and frame.f_code.co_name == _OF_LIGHTNING[1]:
         return
-    lines = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in stack]
+    lines = [f"{each.filename}:{each.lineno} {each.name}" for each in traceback.extract_stack(caller)]
     file = os.open(os.environ[VARIABLE], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.write(file, json.dumps(lines).encode() + b"\n")
     os.close(file)
+
+
+def _is_own(filename):
+    return _PACKAGE in filename and not filename.endswith(_RUNS_SCRIPTS)
 
 
 def loads(*args, **options):

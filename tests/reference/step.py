@@ -41,13 +41,18 @@ class Oracle:
         """Return the master weights by name, each tied weight once."""
         return dict(self.model.named_parameters())
 
-    def one_rank(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute one rank's loss and gradients for one micro-batch, in the compute dtype."""
+    def worker(self) -> nn.Module:
+        """Return a copy of the model in the compute dtype."""
         worker = copy.deepcopy(self.model)
         for parameter in worker.parameters():
-            parameter.grad = None
             if self.param_dtype is not None:
                 parameter.data = parameter.data.to(self.param_dtype)
+        return worker
+
+    def one_rank(self, worker: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute one rank's loss and gradients for one micro-batch."""
+        for parameter in worker.parameters():
+            parameter.grad = None
         loss = self.loss(worker, batch)
         loss.backward()
         gradients = {name: p.grad for name, p in worker.named_parameters() if p.grad is not None}
@@ -57,8 +62,9 @@ class Oracle:
         """Compute losses and averaged gradients of `micro_batches[a][rank]`. Changes nothing."""
         losses: list[list[Tensor]] = []
         nodes: list[dict[str, Tensor]] = [{} for _ in range(self.num_nodes)]
+        worker = self.worker()  # one for all: a copy of a model takes longer than its step
         for batches in micro_batches:
-            results = [self.one_rank(batch) for batch in batches]
+            results = [self.one_rank(worker, batch) for batch in batches]
             losses.append([loss for loss, _ in results])
             for node, total in enumerate(nodes):
                 ranks = range(node * self.num_local, (node + 1) * self.num_local)
