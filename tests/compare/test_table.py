@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from laconic.compare.plot import save_plot
+from laconic.compare.result import Prediction
 from laconic.compare.table import render
 from tests.compare.canned import canned, canned_host
 
@@ -44,6 +45,17 @@ def test_each_row_is_compared_with_fsdp2_of_its_own_job_and_rate() -> None:
     assert (alone[4], alone[6]) == ("-", "-")
     assert lora[0] == "LoRA"
     assert lora[3:7] == ["0.100", "0.03", "0.300", "0.002"]
+
+
+def test_predictions_stand_right_of_their_measurements_and_only_where_there_are_any() -> None:
+    predicted = canned_host(prediction=Prediction(step_s=2.5, allocated_peak_bytes=51e6))
+    header, _, fsdp2, host = map(cells, render([canned(), predicted]).splitlines())
+    assert header == [
+        "job", "wire", "strategy", "s / step", "predicted", "x FSDP2", "wire MB / step", "x FSDP2", "local MB / step",
+        "device MB", "predicted", "host MB", "loss",
+    ]  # fmt: skip
+    assert (fsdp2[3:6], fsdp2[9:11]) == (["8.000", "-", "1.00"], ["50.0", "-"])
+    assert (host[3:6], host[9:11]) == (["2.800", "2.500", "0.35"], ["50.0", "51.0"])
 
 
 def test_lines_are_equally_long() -> None:

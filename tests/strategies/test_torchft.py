@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError
 from laconic.strategies.checks import check_job
-from laconic.strategies.torchft import import_torchft
+from laconic.strategies.torchft import TorchftStepper, import_torchft
 from tests.ranks import run_ranks
 from tests.strategies import peers
 from tests.train.jobs import job
@@ -61,3 +62,22 @@ def test_without_torchft_the_message_says_how_to_install_it(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "torchft", None)
     with pytest.raises(JobError, match=r"pip install 'laconic\[torchft\]'"):
         import_torchft()
+
+
+class Manager:
+    """As torchft's, after an all-reduce that has failed."""
+
+    def current_step(self) -> int:
+        return 0
+
+    def errored(self) -> str:
+        return "the peer has gone"
+
+
+def test_a_sync_that_torchft_has_not_committed_ends_the_run() -> None:
+    stepper: Any = TorchftStepper.__new__(TorchftStepper)
+    stepper.optimizer = torch.optim.SGD([torch.zeros(1)])
+    stepper._interval, stepper._num_steps_taken, stepper._manager = 2, 0, Manager()
+    assert stepper._update(1, is_last=False) == ()
+    with pytest.raises(RuntimeError, match="committed 0 of 1 syncs up to step 2; its error: the peer has gone"):
+        stepper._update(1, is_last=False)

@@ -1,21 +1,21 @@
 """The table at the end of a comparison: Markdown with padded cells, so that it is readable on a terminal too."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from laconic.compare.case import JOBS, REFERENCE, STRATEGIES
-from laconic.compare.result import Prediction, Result
+from laconic.compare.result import Result
 from laconic.lab import format_rate
 
 _COLUMNS = (
     "job", "wire", "strategy", "s / step", "x FSDP2", "wire MB / step", "x FSDP2", "local MB / step",
     "device MB", "host MB", "loss",
 )  # fmt: skip
-_PLANNED = ("plan s / step", "plan wire MB", "plan device MB")
 _NUM_TEXT_COLUMNS = 3
 
 LEGEND = """\
-FSDP2: with a true ring reduce-scatter. wire MB: bytes that each node sends in one optimizer step from the second on, by
-the interface's counters, with headers. local MB: bytes that the ranks of a node send to each other, likewise.
+FSDP2: with a true ring reduce-scatter, and gathers that run ahead, as on NCCL. Gloo's own reduce-scatter is an
+all-reduce, which moves gradients twice. wire MB: bytes that each node sends in one optimizer step from the second on,
+by the interface's counters, with headers. local MB: bytes that the ranks of a node send to each other, likewise.
 device MB: peak of torch's allocator on a rank: parameters, gradients, optimizer states, activations, transfers.
 host MB: cached node shards, per node. loss: last step, mean over ranks."""
 
@@ -25,29 +25,21 @@ device MB: peak of torch's allocator on a rank. host MB: cached node shards, per
 
 
 def render(results: Sequence[Result]) -> str:
-    """Return a row per result, in order. Ratios are to FSDP2 in the same job at the same rate, if it was run."""
+    """Return a row per result, in order. Ratios are to FSDP2 in the same job at the same rate, if it was run.
+
+    Figures that were predicted for some result have a column right of the measurement.
+    """
     fsdp2 = [result for result in reversed(results) if result.strategy == REFERENCE]
     references = {(result.job, result.rate_bits_per_s): result for result in fsdp2}  # the first of equal runs
     rows = [_row(result, references.get((result.job, result.rate_bits_per_s))) for result in results]
-    columns: tuple[str, ...] = _COLUMNS
-    if any(result.prediction is not None for result in results):
-        columns = (*_COLUMNS, *_PLANNED)
-        rows = [[*row, *_planned(result)] for row, result in zip(rows, results, strict=True)]
+    columns = list(_COLUMNS)
+    for position, (name, show) in sorted(_PREDICTED.items(), reverse=True):  # from the right: positions stay valid
+        values: list[float | None] = [getattr(result.prediction, name, None) for result in results]
+        if any(value is not None for value in values):
+            columns.insert(position + 1, "predicted")
+            for row, value in zip(rows, values, strict=True):
+                row.insert(position + 1, "-" if value is None else show(value))
     return markdown(columns, rows, num_text_columns=_NUM_TEXT_COLUMNS)
-
-
-def _planned(result: Result) -> list[str]:
-    """The cells of what was expected, and how far it is off."""
-    expected = result.prediction or Prediction()
-    pairs = (
-        (expected.step_s, result.step_s, "{:.3f}".format),
-        (expected.wire_bytes, result.moved_bytes, megabytes),
-        (expected.allocated_peak_bytes, result.allocated_peak_bytes, megabytes),
-    )
-    return [
-        "-" if planned is None else write(planned) + (f" ({planned / measured - 1:+.0%})" if measured else "")
-        for planned, measured, write in pairs
-    ]
 
 
 def _row(result: Result, reference: Result | None) -> list[str]:
@@ -72,6 +64,15 @@ def megabytes(nbytes: float | None) -> str:
     if nbytes is None:
         return "-"
     return f"{nbytes / 1e6:.1f}" if nbytes >= 1e6 or nbytes == 0 else f"{nbytes / 1e6:.3f}"
+
+
+_PREDICTED: dict[int, tuple[str, Callable[[float], str]]] = {
+    _COLUMNS.index("s / step"): ("step_s", "{:.3f}".format),
+    _COLUMNS.index("wire MB / step"): ("wire_bytes", megabytes),
+    _COLUMNS.index("device MB"): ("allocated_peak_bytes", megabytes),
+    _COLUMNS.index("host MB"): ("host_bytes_per_node", megabytes),
+}
+"""The field of `Prediction` for a column, by the column's position, and its text."""
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_text_columns: int) -> str:
