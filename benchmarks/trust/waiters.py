@@ -92,7 +92,15 @@ STRATEGIES: dict[str, Callable[[Path], Step]] = {
 }  # fmt: skip
 
 
-def live(strategy: str, folder: str, environment: dict[str, str], timeout_s: float, grace_s: float, loops: int) -> None:
+def live(
+    strategy: str,
+    folder: str,
+    environment: dict[str, str],
+    timeout_s: float,
+    grace_s: float,
+    loops: int,
+    cause_s: float | None,
+) -> None:
     """Take steps until something ends this process. Rank `loops` ends in an endless loop of its own after some steps.
 
     The file `rank-R` in `folder` appears when rank R has taken its first steps and has found its neighbour: a rank that
@@ -104,6 +112,8 @@ def live(strategy: str, folder: str, environment: dict[str, str], timeout_s: flo
         os.dup2(os.open(f"{folder}/err-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     torch.set_num_threads(1)
     failure._GRACE_S = grace_s
+    if cause_s is not None:
+        failure._CAUSE_S = cause_s
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
         failure.watch_peers()

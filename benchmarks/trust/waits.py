@@ -26,7 +26,7 @@ NUM_RANKS = 4
 TIMEOUTS_S = {"kill": 60.0, "stop": 6.0, "loop": 6.0}
 """The timeout of the groups. After a kill the others must not need it."""
 GRACE_S = 2.0
-_SLACK_S = 20.0  # for four processes to run on a busy machine
+_SLACK_S = 40.0  # for four processes to run on a busy machine; less than the timeout that a kill must not need
 _START_S = 90.0
 KINDS = ("kill", "stop", "loop")
 _KILLS, _QUICK_KILLS = 210, 7
@@ -51,8 +51,11 @@ class Loss:
     printed: str
 
 
-def lose(strategy: str, kind: str, rank: int, delay_s: float) -> Loss:
-    """Start ranks, lose one `delay_s` seconds after all have taken steps, and wait for the others."""
+def lose(strategy: str, kind: str, rank: int, delay_s: float, cause_s: float | None = None) -> Loss:
+    """Start ranks, lose one `delay_s` seconds after all have taken steps, and wait for the others.
+
+    A rank whose transfer fails waits `cause_s` seconds for the name of the lost rank; by default as long as in a job.
+    """
     launch._context.set_forkserver_preload([*launch.PRELOADED, "benchmarks.fork_server"])
     port = launch.free_port()
     with tempfile.TemporaryDirectory(prefix="laconic-waits-") as folder:
@@ -61,7 +64,7 @@ def lose(strategy: str, kind: str, rank: int, delay_s: float) -> Loss:
         try:
             for each in range(NUM_RANKS):
                 environment = launch._torchrun_environment(each, NUM_RANKS, NUM_RANKS, port)
-                job = (strategy, folder, environment, TIMEOUTS_S[kind], GRACE_S, loops)
+                job = (strategy, folder, environment, TIMEOUTS_S[kind], GRACE_S, loops, cause_s)
                 processes.append(launch._context.Process(target=waiters.live, args=job, daemon=True))
                 processes[-1].start()
             _wait_for_steps(processes, Path(folder))
@@ -99,11 +102,11 @@ def _wait_for_steps(processes: list[Any], folder: Path) -> None:
         time.sleep(0.02)
 
 
-def _lose_one(chosen: tuple[str, str, int, float]) -> Loss:
-    """Lose a rank; start again if another program has taken the port meanwhile."""
+def lose_one(chosen: tuple[str, str, int, float], cause_s: float | None = None) -> Loss:
+    """Lose a rank, see `lose`; start again if another program has taken the port meanwhile."""
     for _ in range(_MOST_STARTS):
         try:
-            return lose(*chosen)
+            return lose(*chosen, cause_s)
         except RuntimeError as error:
             if "EADDRINUSE" not in str(error):
                 raise
@@ -118,7 +121,7 @@ def row(bench: Bench) -> Row:
         kind = KINDS[number // len(waiters.STRATEGIES) % len(KINDS)]
         chosen.append((strategy, kind, dice.randrange(NUM_RANKS), dice.random()))
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        losses = list(pool.map(_lose_one, chosen))
+        losses = list(pool.map(lose_one, chosen))
     for loss in losses:
         if loss.hanging or loss.silent:
             print(loss, loss.printed, flush=True)
