@@ -3,7 +3,7 @@
 [Note: The choice]
 The fastest strategy that fits and trains the same as ZeRO-3 is recommended. Strategies that train something close
 (islands, rounded crossings, the cyclic schedule) take part only if they are asked for. If a strategy of PyTorch is
-within 2 % of the fastest, it is recommended, since then laconic buys nothing.
+within 5 % of the fastest, it is recommended: the plan cannot tell smaller differences, so laconic may buy nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from laconic.plan.machine import Lane
 from laconic.plan.prediction import Predictor, Refusal
 from laconic.plan.units import format_quantity
 
-_TIE = 1.02
+_TIE = 1.05
 _EQUAL = 1.005
 """Among laconic's own strategies that are as fast, the one with the least device memory wins."""
 _MOST_RATE_BITS_PER_S, _LEAST_RATE_BITS_PER_S = 1e14, 1e5
@@ -155,11 +155,13 @@ def _rival(predictor: Predictor, best: Estimate, may_win: Sequence[Estimate]) ->
     rival = min(others, key=lambda each: each.seconds_per_token, default=None)
     if rival is None or cluster.wire_bits_per_s is None or cluster.nodes == 1:
         return ""
+    if rival.seconds_per_token <= _TIE * best.seconds_per_token:
+        return f"{rival.label} is as fast within {_TIE - 1:.0%}"
     has_to_rise = not best.is_peer
     rate = break_even(predictor, best.strategy, rival.strategy, upwards=has_to_rise)
     now = format_quantity(cluster.wire_bits_per_s, "bit/s")
     if rate is None:
-        return f"{rival.label} would be slower at every rate of the wire"
+        return f"{rival.label} would be slower at every {'higher' if has_to_rise else 'lower'} rate of the wire, too"
     then = f"{format_quantity(rate, 'bit/s')} or {'more' if has_to_rise else 'less'}"
     return f"{rival.label} would win if the wire carried {then} (now {now})"
 

@@ -129,7 +129,7 @@ class Reductions:
         """Finish the sum inside the node and, at the end of a step, begin that across nodes."""
         bucket, machine, local = reduction.bucket, self._machine, self._shape.local
         part_bytes = bucket.plan.gradient_bytes / local
-        machine.wait(reduction.job, f"reduce {bucket.name} inside")
+        self._block(reduction, f"reduce {bucket.name} inside")
         if reduction.full_bytes and local > 1:
             machine.touch(f"sum {bucket.name}", (local + 1) * part_bytes)
             machine.hold("transfers", part_bytes - reduction.landing_bytes)
@@ -155,7 +155,7 @@ class Reductions:
     def _send_across(self, reduction: _Reduction) -> Job | None:
         bucket, nodes, machine = reduction.bucket, self._shape.nodes, self._machine
         if nodes == 1:
-            return None
+            return reduction.job
         coded_bytes, wire = bucket.plan.gradient_payload_bytes, bucket.plan.wire
         if coded_bytes is not None:
             numel = bucket.plan.layout.shard_numel * (nodes - 1)
@@ -166,7 +166,8 @@ class Reductions:
             reduction.landing_bytes = each_bytes * (nodes - 1 if self._is_cpu else 1)
         machine.hold("transfers", reduction.landing_bytes)
         sent_bytes = (nodes - 1) * each_bytes
-        return machine.send(Transfer(name=f"reduce {bucket.name}", purpose="gradients", sent={"node": sent_bytes}))
+        transfer = Transfer(name=f"reduce {bucket.name}", purpose="gradients", sent={"node": sent_bytes})
+        return self._send(transfer, reduction)
 
     def _finish_nodes(self, reduction: _Reduction) -> None:
         """Finish the sum across nodes, if it has begun, and begin that over the islands."""
@@ -174,7 +175,7 @@ class Reductions:
         if not reduction.node_bytes:
             reduction.stage = Stage.DONE
             return
-        machine.wait(reduction.job, f"reduce {bucket.name}")
+        self._block(reduction, f"reduce {bucket.name}")
         reduction.shard_bytes = float(bucket.plan.gradient_shard_bytes)
         if nodes > 1:
             wire = bucket.plan.wire
@@ -189,25 +190,35 @@ class Reductions:
         if not self._sums_islands:
             self._put_into_grad(reduction)
             return
-        reduction.job = self._send_to_islands(bucket)
+        reduction.job = self._send_to_islands(reduction)
         reduction.stage = Stage.ISLAND
 
-    def _send_to_islands(self, bucket: BucketState) -> Job | None:
-        islands = self._shape.islands
+    def _send_to_islands(self, reduction: _Reduction) -> Job | None:
+        bucket, islands = reduction.bucket, self._shape.islands
         coded = bucket.plan.replica_payload_bytes()
         sent_bytes: float = 2 * (islands - 1) * bucket.plan.gradient_shard_bytes // islands
         if coded is not None:
             sent_bytes = (islands - 1) * sum(coded)
         name = f"reduce {bucket.name} over islands"
-        return self._machine.send(Transfer(name=name, purpose="gradients", sent={"island": sent_bytes}))
+        return self._send(Transfer(name=name, purpose="gradients", sent={"island": sent_bytes}), reduction)
 
     def _finish_islands(self, reduction: _Reduction) -> None:
-        self._machine.wait(reduction.job, f"reduce {reduction.bucket.name} over islands")
+        self._block(reduction, f"reduce {reduction.bucket.name} over islands")
         self._put_into_grad(reduction)
+
+    def _block(self, reduction: _Reduction, name: str) -> None:
+        """Wait for a transfer, as the host does with Gloo. On an accelerator the lane goes on by itself."""
+        if self._is_cpu:
+            self._machine.wait(reduction.job, name)
+
+    def _send(self, transfer: Transfer, reduction: _Reduction) -> Job | None:
+        """Begin a transfer behind the one before. One that sends nothing leaves that as it is."""
+        return self._machine.send(transfer, reduction.job) or reduction.job
 
     def _put_into_grad(self, reduction: _Reduction) -> None:
         """Divide the sum and let it become `.grad`."""
         bucket, machine = reduction.bucket, self._machine
+        machine.wait(reduction.job, f"reduce {bucket.name}")
         machine.touch(f"divide {bucket.name}", 2 * reduction.shard_bytes)
         machine.hold("transfers", -reduction.shard_bytes)
         if not bucket.has_grad:

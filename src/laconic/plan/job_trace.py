@@ -40,7 +40,7 @@ def trace_job(config: Config, *, device_type: str | None = None) -> ModelTrace:
         model,
         micro_batch_size=config.train.micro_batch_size,
         sequence_length=config.data.sequence_length,
-        arguments=_arguments(config),
+        arguments=batch_of(config),
         compute_dtype=getattr(torch, shard.param_dtype) if shard.param_dtype else None,
         device_type=device_type,
         gradients_in_place=shard.strategy in ("laconic", "zero++") and reduces_as_computed,
@@ -59,8 +59,8 @@ def _with_vocabulary(config: Config) -> ModelConfig:
     return replace(config.model, config={**table, "vocab_size": load_tokenizer(config.data.tokenizer).vocab_size})
 
 
-def _arguments(config: Config) -> dict[str, Any]:
-    """A batch as data/batches.py makes it."""
+def batch_of(config: Config) -> dict[str, Any]:
+    """A micro-batch of a job without elements, as the arguments of its model: see data/batches.py."""
     shape = config.train.micro_batch_size, config.data.sequence_length
     ids = torch.empty(shape, dtype=torch.int64, device="meta")
     found = {"input_ids": ids, "labels": torch.empty_like(ids)}

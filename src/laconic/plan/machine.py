@@ -15,7 +15,7 @@ wire, so a transfer on the wire takes as long as the bytes of the whole node.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -62,8 +62,8 @@ class Transfer:
     purpose: Purpose
     sent: dict[Level, float]
     """The payload bytes that one rank sends on each level. A ring of all ranks sends on two at once."""
-    hops: int = 1
-    """The messages that wait for each other."""
+    hops: int | Mapping[Level, int] = 1
+    """The messages that wait for each other: on the busiest level, or on each, if they pass several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +160,19 @@ class Machine:
             if nbytes <= 0:
                 continue
             self._reading.sent_bytes[level, transfer.purpose] += nbytes  # type: ignore[assignment]
-            seconds = max(seconds, self._transfer_s(level, nbytes, transfer.hops))
+            hops = transfer.hops if isinstance(transfer.hops, int) else 0
+            seconds = max(seconds, self._transfer_s(level, nbytes, hops))
             lane = Lane.LOCAL if level == "local" and lane is None else Lane.WIRE if level != "local" else lane
-        return None if lane is None else self._occupy(lane, transfer.name, seconds, after)
+        if lane is None:
+            return None
+        if not isinstance(transfer.hops, int):
+            seconds += sum(hops * self.cluster.latency_s(level) for level, hops in transfer.hops.items() if hops)
+        return self._occupy(lane, transfer.name, seconds, after)
 
     def _transfer_s(self, level: Level, nbytes: float, hops: int) -> float:
         sharing = 1 if level == "local" else self.cluster.ranks_per_node
-        latency_s = self.cluster.latency_s(level)
-        return hops * latency_s + nbytes * sharing / self.cluster.bytes_per_s(level)
+        latency_s = hops * self.cluster.latency_s(level) if hops else 0.0
+        return latency_s + nbytes * sharing / self.cluster.bytes_per_s(level)
 
     def copy(self, name: str, nbytes: float, *after: Job | None, to_device: bool) -> Job | None:
         """Begin a copy between host and device. On CPU there is none."""

@@ -74,6 +74,12 @@ def optimizer_cost(settings: OptimizerConfig, trained: Sequence[Trained], shape:
     return cost
 
 
+def adamw_cost(settings: OptimizerConfig, numel: float, itemsize: int) -> OptimizerCost:
+    """The cost of torch's AdamW on `numel` elements of a rank: two states, and as many passes as its kernels take."""
+    passes = 7 if settings.fused else 20  # without fused kernels, a pass for each operation
+    return OptimizerCost(state_bytes=2 * numel * itemsize, phase=_simple(passes * numel * itemsize))
+
+
 def _simple(memory_bytes: float) -> Phase:
     work = Work(dtype=None, flops=0.0, memory_bytes=memory_bytes, count=1)
     return Phase(work=(work,) if memory_bytes else (), peak_bytes=0, end_bytes=0)

@@ -1,7 +1,15 @@
-"""A record of what operations on fake tensors compute and keep, phase by phase."""
+"""A record of what operations on fake tensors compute and keep, phase by phase.
+
+[Note: Sums of gradients]
+Where paths of a graph meet, autograd adds up their gradients: in place if nothing else holds the first one, but never
+in place for fake tensors (`can_accumulate_inplace` in torch's input_buffer.cpp). The fake sum is a new tensor, and both
+summands are freed before the next operation if nothing else holds them. So the recorder looks once more then: if as
+much was freed, the sum was in place, and its memory was never alive beside both summands.
+"""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
@@ -9,12 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laconic.plan.fake_kernels import grouped_product
 from laconic.plan.op_cost import bytes_of, flops_of, tensors_of
 from laconic.plan.phase import Phase, Work
 
+_ADD = torch.ops.aten.add.Tensor
+_WRAPPERS = ("_compile.py", "eval_frame.py")
+"""The ends of the files of torch's wrappers around a mode's `__torch_dispatch__`."""
 _GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
 _ALLOCATION_BYTES = {"cuda": 512}
 """The bytes that allocations are a multiple of. torch's CPU allocator takes what is asked for."""
@@ -65,6 +77,8 @@ class Recorder(TorchDispatchMode):
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._sizes: dict[int, int] = {}
         """The bytes of every storage that is alive and counts as an activation."""
+        self._sum: tuple[int, int] | None = None
+        """The bytes alive before the last operation, and its own: of a sum that may be in place."""
         self._phase: _OpenPhase | None = None
         self.phases: list[tuple[int, bool, Phase]] = []
         """(unit, whether it is backward, phase) of every phase that has ended."""
@@ -74,7 +88,10 @@ class Recorder(TorchDispatchMode):
         self._watch(tensor, counts=False)
 
     def begin(self, unit: int, *, is_backward: bool) -> None:
-        """End the running phase, and begin one of a unit."""
+        """End the running phase, and begin one of a unit, unless the running one is of this unit and direction."""
+        running = self._phase
+        if running is not None and (running.unit, running.is_backward) == (unit, is_backward):
+            return
         self.end()
         both = self._alive_bytes + self._gradient_bytes
         self._phase = _OpenPhase(
@@ -84,6 +101,7 @@ class Recorder(TorchDispatchMode):
 
     def end(self) -> None:
         """End the running phase."""
+        self._settle_sum()
         running = self._phase
         if running is not None:
             self.phases.append((running.unit, running.is_backward, running.close(self._alive_bytes)))
@@ -91,6 +109,7 @@ class Recorder(TorchDispatchMode):
 
     def hand_over(self, gradient: Tensor) -> None:
         """Count a parameter's gradient as one that has arrived."""
+        self._settle_sum()
         key = gradient.untyped_storage()._cdata
         nbytes = self._sizes.pop(key, 0)
         self._alive_bytes -= nbytes
@@ -111,6 +130,9 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run one operation and record it."""
         kwargs = kwargs or {}
+        if func.namespace != "prim":
+            self._settle_sum()
+        before_bytes = self._alive_bytes
         out = grouped_product(*args, **kwargs) if func._overloadpacket is _GROUPED else func(*args, **kwargs)
         if func.namespace == "prim":  # the question for a tensor's device
             return out
@@ -122,12 +144,26 @@ class Recorder(TorchDispatchMode):
             if nbytes:
                 flops = flops_of(func, args, kwargs, out)
                 self._add(tensors_of((args, kwargs))[0].dtype if flops else None, flops, nbytes)
+        if func is _ADD and _comes_from_autograd():
+            self._sum = before_bytes, self._alive_bytes - before_bytes
+        else:
+            self._note_peak(self._alive_bytes)
+        return out
+
+    def _settle_sum(self) -> None:
+        """Count the memory of a sum of gradients that was not in place: [Note: Sums of gradients]."""
+        if self._sum is not None:
+            before_bytes, own_bytes = self._sum
+            self._sum = None
+            if self._alive_bytes > before_bytes - own_bytes:
+                self._note_peak(before_bytes + own_bytes)
+
+    def _note_peak(self, alive_bytes: int) -> None:
         phase = self._phase
         if phase is not None:
-            phase.peak_bytes = max(phase.peak_bytes, self._alive_bytes)
-            both = self._alive_bytes + self._gradient_bytes
+            phase.peak_bytes = max(phase.peak_bytes, alive_bytes)
+            both = alive_bytes + self._gradient_bytes
             phase.peak_with_gradients_bytes = max(phase.peak_with_gradients_bytes, both)
-        return out
 
     def _add(self, dtype: torch.dtype | None, flops: float, nbytes: float) -> None:
         if self._phase is None:
@@ -154,3 +190,11 @@ class Recorder(TorchDispatchMode):
     def _free(self, key: int) -> None:
         del self._storages[key]
         self._alive_bytes -= self._sizes.pop(key, 0)
+
+
+def _comes_from_autograd() -> bool:
+    """True in `__torch_dispatch__` if autograd's engine itself runs the operation, or a backward written in C++."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
+        frame = frame.f_back
+    return frame.f_code is _engine_run_backward.__code__

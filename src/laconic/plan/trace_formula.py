@@ -46,7 +46,7 @@ def formula_run(
     matrix_bytes = 5 * heads * tokens / hidden if keeps_matrix else 0
     kept = int(total * hidden * (_BYTES_PER_TOKEN + matrix_bytes) * itemsize / 2)
     input_bytes = total * hidden * itemsize
-    is_recomputed = bool(getattr(model, "is_gradient_checkpointing", False))
+    is_recomputed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     attention = 2.0 * total * tokens * hidden
     share = _share_of_experts(config)
 

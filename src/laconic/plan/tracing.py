@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional
 
 from laconic.plan.fake_kernels import CudaChoices
@@ -84,7 +85,7 @@ class Tracing:
                 loss = self._loss(self._model, arguments)
                 self._recorder.begin(root, is_backward=True)
                 self._is_backward = True
-                loss.backward()
+                _run_backward(loss)
                 del loss
             except Exception as error:
                 reason = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
@@ -243,6 +244,13 @@ def _linear(tracing: Tracing, module: nn.Linear, input: Tensor) -> Tensor:
     return functional.linear(input, weight, module.bias)
 
 
+def _run_backward(loss: Tensor) -> None:
+    """`loss.backward()`, but inside the modes of torch functions, which torch leaves for the public call."""
+    _engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
 def _fake_of(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
 
@@ -251,9 +259,9 @@ def _without_empty(phases: list[tuple[int, bool, Phase]]) -> list[tuple[int, boo
     """Drop phases without operations. What one frees, the phase before it frees."""
     kept: list[tuple[int, bool, Phase]] = []
     for unit, is_backward, phase in phases:
-        if phase.work or phase.peak_bytes or not kept:
+        if phase.work or phase.peak_bytes or phase.gradient_bytes:
             kept.append((unit, is_backward, phase))
-        else:
+        elif kept:
             last_unit, last_is_backward, last = kept[-1]
             kept[-1] = last_unit, last_is_backward, replace(last, end_bytes=last.end_bytes + phase.end_bytes)
     return kept

@@ -85,6 +85,7 @@ class LinearInPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, sink: GradientSink, index: int) -> Tensor:
+        """See `functional.linear`; the weight is parameter `index` of `sink`."""
         ctx.save_for_backward(input, weight)
         ctx.sink, ctx.index = sink, index
         ctx.set_materialize_grads(False)  # an output without a gradient has None, not zero
@@ -92,6 +93,7 @@ class LinearInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        """Write the weight's gradient into the sink; return those of the input and the bias."""
         if gradient is None:
             return None, None, None, None, None
         input, weight = ctx.saved_tensors

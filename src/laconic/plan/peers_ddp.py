@@ -1,0 +1,145 @@
+"""The program of PyTorch's DDP: whole parameters on every rank, and gradients that are summed in buckets.
+
+[Note: DDP's buckets]
+Source: Li and others, "PyTorch Distributed", arXiv 2006.15704, and torch's `csrc/distributed/c10d/reducer.cpp`. After
+the first step DDP orders the buckets as gradients became ready. The first bucket takes tensors until it has 1 MiB, each
+following one until it has 25 MiB. A bucket is summed as soon as its last gradient is ready, while backward goes on.
+With `gradient_as_bucket_view=True`, which laconic's baseline sets, `.grad` is a view into a bucket. So DDP keeps all
+buckets between steps, and a gradient is copied into its bucket at once. Without a sync (all micro-batches but the last)
+gradients have memory of their own beside the buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from laconic.plan.buckets import Shape, plan_buckets
+from laconic.plan.machine import Job, Machine
+from laconic.plan.model_trace import ModelTrace, ParameterSpec
+from laconic.plan.optimizer_cost import Trained, optimizer_cost
+from laconic.plan.program import Program, Update, Work
+from laconic.plan.rings import Ring
+
+FIRST_BUCKET_BYTES = 2**20
+"""`torch.distributed._DEFAULT_FIRST_BUCKET_BYTES`."""
+BUCKET_BYTES = 25 * 2**20
+"""The default of `bucket_cap_mb`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bucket:
+    nbytes: float
+    last: int
+    """The backward phase, as an index among them, in which the last gradient becomes ready."""
+
+
+class Ddp(Program):
+    """DDP on a machine: [Note: DDP's buckets]."""
+
+    def __init__(self, machine: Machine, work: Work, shape: Shape) -> None:
+        """Replicate the units of `work.trace`."""
+        self._machine, self._work = machine, work
+        self._trace: ModelTrace = work.trace
+        self._ring = Ring(shape=shape, among="all")
+        self._backward = [segment for segment in self._trace.segments if segment.is_backward]
+        parameters = [each for unit in self._trace.units for each in unit.parameters]
+        trained = [each for each in parameters if each.is_trained]
+        self._gradient_bytes = float(sum(_nbytes(each) for each in trained))
+        self._buckets = _buckets(self._trace)
+        machine.hold("parameters", sum(_nbytes(each) for each in parameters))
+        machine.hold("gradients", self._gradient_bytes)
+        self._has_grads, self._own_bytes = False, 0.0
+        """Whether micro-batches before have left gradients, and the memory of these beside the buckets."""
+        self._update = Update(
+            machine, optimizer_cost(work.optimizer, _trained(work), Shape(nodes=1, local=1)),
+            gradient_bytes=self._gradient_bytes, num_tensors=len(trained),
+        )  # fmt: skip
+
+    def step(self) -> None:
+        """See `Program.step`."""
+        for index in range(self._work.micro_batches):
+            self._run(syncs=index == self._work.micro_batches - 1)
+        self._update.run({})
+
+    def _run(self, *, syncs: bool) -> None:
+        machine = self._machine
+        for segment in self._trace.segments:
+            if not segment.is_backward:
+                machine.compute(self._trace.units[segment.unit].name, segment.phase)
+        jobs: list[Job | None] = []
+        for index, segment in enumerate(self._backward):
+            machine.compute(self._trace.units[segment.unit].name, segment.phase)
+            if syncs:
+                for place, bucket in enumerate(self._buckets):
+                    if bucket.last == index:
+                        jobs.append(self._begin(place, bucket))
+            machine.touch("gradients", (3 if self._has_grads else 2) * segment.phase.gradient_bytes)
+            if not syncs and not self._has_grads:
+                self._own_bytes += segment.phase.gradient_bytes
+                machine.hold("gradients", segment.phase.gradient_bytes)
+        for place, job in enumerate(jobs):
+            machine.wait(job, f"reduce bucket {place}")
+        if syncs:
+            machine.hold("gradients", -self._own_bytes)
+            self._own_bytes = 0.0
+        self._has_grads = not syncs
+
+    def _begin(self, place: int, bucket: _Bucket) -> Job | None:
+        self._machine.touch(f"divide bucket {place}", 2 * bucket.nbytes)
+        return self._machine.send(self._ring.all_reduce(f"reduce bucket {place}", "gradients", bucket.nbytes))
+
+
+def _nbytes(parameter: ParameterSpec) -> int:
+    return parameter.numel * parameter.dtype.itemsize
+
+
+def _buckets(trace: ModelTrace) -> list[_Bucket]:
+    """The buckets as `compute_bucket_assignment_by_size` makes them, of gradients in the order of backward."""
+    last: dict[int, int] = {}
+    backward = [segment for segment in trace.segments if segment.is_backward]
+    for index, segment in enumerate(backward):
+        last[segment.unit] = index
+    ready = [(index, parameter) for parameter, index in _in_order_of_readiness(trace, last)]
+    found: list[_Bucket] = []
+    sizes: dict[object, int] = {}
+    limits: dict[object, int] = {}
+    for index, parameter in ready:
+        kind = parameter.dtype
+        sizes[kind] = sizes.get(kind, 0) + _nbytes(parameter)
+        if sizes[kind] >= limits.get(kind, FIRST_BUCKET_BYTES):
+            found.append(_Bucket(nbytes=float(sizes.pop(kind)), last=index))
+            limits[kind] = BUCKET_BYTES
+    end = max(last.values(), default=0)
+    return [*found, *(_Bucket(nbytes=float(size), last=end) for size in sizes.values())]
+
+
+def _in_order_of_readiness(trace: ModelTrace, last: dict[int, int]) -> list[tuple[ParameterSpec, int]]:
+    """The trained parameters and the backward phase that ends each gradient.
+
+    The phases of a unit tell how many bytes of gradients come with each. A unit's last parameters come first.
+    """
+    backward = [segment for segment in trace.segments if segment.is_backward]
+    left = {
+        index: [each for each in reversed(unit.parameters) if each.is_trained] for index, unit in enumerate(trace.units)
+    }
+    found: list[tuple[ParameterSpec, int]] = []
+    for index, segment in enumerate(backward):
+        room = segment.phase.gradient_bytes
+        pending = left.get(segment.unit, [])
+        while pending and (last[segment.unit] == index or _nbytes(pending[0]) <= room):
+            room -= _nbytes(pending[0])
+            found.append((pending.pop(0), index))
+    end = max(last.values(), default=0)
+    return [*found, *((each, end) for pending in left.values() for each in pending)]
+
+
+def _trained(work: Work) -> Sequence[Trained]:
+    """The trained parameters as whole tensors, for the cost of the optimizer."""
+    root, alone = len(work.trace.units) - 1, Shape(nodes=1, local=1)
+    return [
+        Trained(layout=bucket.layout, itemsize=bucket.dtype.itemsize, is_hidden=index != root)
+        for index, unit in enumerate(work.trace.units)
+        for bucket in plan_buckets(unit, alone, work.sharding)
+        if not bucket.is_frozen
+    ]

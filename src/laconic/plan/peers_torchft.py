@@ -1,0 +1,80 @@
+"""The program of torchft's DiLoCo: islands under FSDP2 that average pseudo-gradients now and then.
+
+[Note: torchft's DiLoCo]
+The algorithm is DiLoCo (arXiv 2311.08105), in fragments as in Streaming DiLoCo (arXiv 2501.18512), and its order of work
+that of `torchft.local_sgd` (0.2). The parameters after the last sync rest in host memory. A sync brings those of a
+fragment to the device, subtracts, copies the pseudo-gradients into flat buckets, and sums these over the islands with a
+ring all-reduce in the parameters' dtype, for which training waits. An SGD with Nesterov momentum, whose state is on the
+device, takes the outer step, and the new parameters are copied to the host.
+"""
+
+from __future__ import annotations
+
+from laconic.config import SyncConfig
+from laconic.plan.buckets import Shape
+from laconic.plan.machine import Machine, Reading, Transfer
+from laconic.plan.peers_fsdp2 import Fsdp2, Fsdp2Options
+from laconic.plan.program import Program, Work
+
+
+class TorchftDiloco(Program):
+    """torchft's DiLoCo on a machine: [Note: torchft's DiLoCo]."""
+
+    def __init__(self, machine: Machine, work: Work, shape: Shape, sync: SyncConfig, *, reshards: bool = True) -> None:
+        """Shard inside each island of `shape`; islands sync every `sync.every` steps, in `sync.fragments` parts.
+
+        Raises:
+            ValueError: there is one island, or FSDP2 refuses the parameters.
+        """
+        if shape.islands < 2:
+            raise ValueError("DiLoCo needs at least 2 islands, and the cluster has one node; use 'fsdp2'")
+        self._machine, self._sync, self._shape = machine, sync, shape
+        self.inner = Fsdp2(machine, work, shape, Fsdp2Options(reshards=reshards))
+        self._bytes = float(sum(group.trained_numel * group.trained_itemsize for group in self.inner.groups))
+        """This rank's trained parameters."""
+        if sync.outer_momentum:
+            machine.hold("optimizer", self._bytes)
+        machine.host_bytes += self._bytes
+        self.inexact = f"islands agree every {sync.every} steps"
+
+    def step(self) -> None:
+        """See `Program.step`: a step without a sync."""
+        self.inner.step()
+
+    def read(self, machine: Machine) -> Reading:
+        """Read a step, and add its share of a sync."""
+        reading = super().read(machine)
+        sync = self._read_sync()
+        share = self._sync.fragments / self._sync.every
+        reading.seconds += share * sync.seconds
+        for counter, more in (
+            (reading.sent_bytes, sync.sent_bytes), (reading.waits_s, sync.waits_s), (reading.busy_s, sync.busy_s),
+        ):  # fmt: skip
+            for key, value in more.items():
+                counter[key] += share * value  # type: ignore[index,assignment]
+        if sync.peak_bytes > reading.peak_bytes:
+            reading.peak = sync.peak
+        return reading
+
+    def _read_sync(self) -> Reading:
+        """Read the sync of one fragment."""
+        machine, islands = self._machine, self._shape.islands
+        nbytes = self._bytes / self._sync.fragments
+        with machine.reading() as reading:
+            machine.hold("transfers", nbytes)  # the pseudo-gradients
+            machine.wait(machine.copy("outer parameters", nbytes, to_device=True), "outer parameters")
+            machine.touch("pseudo-gradient", 3 * nbytes)
+            machine.hold("transfers", nbytes)  # the flat buckets
+            machine.touch("fill buckets", 2 * nbytes)
+            sent_bytes = 2 * (islands - 1) / islands * nbytes
+            transfer = Transfer(
+                name="islands", purpose="outer", sent={"island": sent_bytes}, hops={"island": 2 * (islands - 1)}
+            )
+            machine.wait(machine.send(transfer), "islands")
+            machine.touch("empty buckets", 3 * nbytes)
+            machine.hold("transfers", -nbytes)
+            machine.wait(machine.copy("outer parameters", nbytes, to_device=True), "outer parameters")
+            machine.touch("outer step", 7 * nbytes)
+            machine.wait(machine.copy("outer parameters", nbytes, to_device=False), "outer parameters")
+            machine.hold("transfers", -nbytes)
+        return reading

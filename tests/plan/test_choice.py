@@ -1,0 +1,212 @@
+"""`laconic plan JOB.toml`: the ranking, its reasons, the remedy, what is written, and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laconic import cli
+from laconic.config import Config, ConfigError, ModelConfig, OptimizerConfig, SyncConfig, TrainConfig, load
+from laconic.plan import choose, estimate
+from laconic.plan.candidates import CANDIDATES, candidate_named
+from laconic.plan.choice import break_even
+from laconic.plan.cluster_spec import ClusterSpec
+from laconic.plan.estimates import Estimate
+from laconic.plan.prediction import Predictor, Refusal
+from tests.plan.traces import cluster
+
+MODEL = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+JOB = """
+[model.config]
+model_type = "llama"
+hidden_size = 64
+intermediate_size = 128
+num_hidden_layers = 3
+num_attention_heads = 4
+num_key_value_heads = 4
+vocab_size = 256
+tie_word_embeddings = false
+
+[data]
+sequence_length = 32
+
+[train]
+micro_batch_size = 2
+device = "cpu"
+"""
+CLUSTER = """
+nodes = 2
+ranks_per_node = 2
+device_memory_bytes = "4 GB"
+device_memory_bytes_per_s = "10 GB/s"
+host_memory_bytes = "32 GB"
+host_to_device_bytes_per_s = "10 GB/s"
+device_to_host_bytes_per_s = "10 GB/s"
+local_bytes_per_s = "1 GB/s"
+local_latency_s = "50 us"
+wire_bits_per_s = "100 Mbit/s"
+wire_latency_s = "200 us"
+
+[device_flops_per_s]
+float32 = "50 GFLOP/s"
+"""
+
+
+def job(**sections: Any) -> Config:
+    config = Config(
+        model=ModelConfig(config=MODEL), train=TrainConfig(micro_batch_size=2, device="cpu"),
+        optimizer=OptimizerConfig(),
+    )  # fmt: skip
+    return dataclasses.replace(config, **sections)
+
+
+@pytest.fixture(scope="module")
+def predictor() -> Predictor:
+    """The predictor of a small job, which has traced its model."""
+    config = job(data=dataclasses.replace(Config().data, sequence_length=32))
+    return Predictor(config, slow())
+
+
+def slow(**figures: object) -> ClusterSpec:
+    return cluster(2, 2, wire_bits_per_s=1e8, wire_latency_s=1e-4, local_latency_s=1e-5, **figures)
+
+
+def test_the_fastest_exact_strategy_is_taken(predictor: Predictor) -> None:
+    choice = choose(predictor)
+    assert choice.recommended is not None
+    exact = [entry.estimate for entry in choice.entries if not CANDIDATES[entry.estimate.strategy].inexact]
+    assert choice.recommended.seconds <= 1.005 * min(each.seconds for each in exact if each.fits)
+    assert choice.recommended.strategy in ("host", "device", "budget", "hsdp")
+    order = [entry.estimate.seconds_per_token for entry in choice.entries if entry.estimate.fits]
+    assert order == sorted(order)
+    for entry in choice.entries:
+        assert entry.reason
+        assert entry.is_recommended == (entry.estimate is choice.recommended)
+    by_name = {entry.estimate.strategy: entry for entry in choice.entries}
+    assert "waits" in by_name["none"].reason
+    assert "wire" in by_name["none"].reason
+    assert "inexact" in by_name["4bit"].reason
+
+
+def test_inexact_strategies_win_where_they_are_asked_for(predictor: Predictor) -> None:
+    allowed = choose(predictor, allow=["4bit"])
+    assert allowed.recommended is not None
+    assert allowed.recommended.strategy == "4bit"
+    assert allowed.job is not None
+    assert allowed.job.shard.wire == "4bit"
+    islands = dataclasses.replace(predictor.config, sync=SyncConfig(mode="local", every=50))
+    asked = Predictor(islands, predictor.cluster)
+    asked._traces = predictor._traces
+    own = choose(asked)
+    assert own.recommended is not None
+    assert own.recommended.strategy == "local-steps"
+    assert own.job is not None
+    assert own.job.sync.every == 50
+    named = choose(asked, names=["host", "none"])
+    assert named.job is not None
+    assert not named.job.sync.is_local
+
+
+def test_nothing_fits_and_the_remedy_says_what_would() -> None:
+    base = job(data=dataclasses.replace(Config().data, sequence_length=512))
+    config = dataclasses.replace(base, train=TrainConfig(micro_batch_size=64, device="cpu"))
+    tight = dataclasses.replace(slow(), device_memory_bytes=1_000_000_000)
+    choice = choose(Predictor(config, tight), names=["host", "none"])
+    assert choice.recommended is None
+    assert choice.job is None
+    assert "nothing fits" in choice.remedy
+    assert "needs" in choice.remedy
+    assert "would fit" in choice.remedy
+    assert all("does not fit" in entry.reason for entry in choice.entries)
+    hopeless = dataclasses.replace(slow(), device_memory_bytes=1_000_000)
+    assert "no single change" in choose(Predictor(job(), hopeless), names=["host"]).remedy
+
+
+def test_the_break_even_rate_is_where_two_strategies_take_equally_long(predictor: Predictor) -> None:
+    rate = break_even(predictor, "host", "none", upwards=True)
+    assert rate is not None
+    assert rate > 1e8
+    at = dataclasses.replace(predictor.cluster, wire_bits_per_s=rate)
+    two = [predictor.on(at).estimate(CANDIDATES[name]) for name in ("host", "none")]
+    seconds = [each.seconds for each in two if isinstance(each, Estimate)]
+    assert seconds[1] == pytest.approx(1.05 * seconds[0], rel=1e-3)
+
+
+def test_a_refused_strategy_says_why(predictor: Predictor) -> None:
+    muon = dataclasses.replace(predictor.config, optimizer=OptimizerConfig(name="muon"))
+    found = Predictor(muon, predictor.cluster).estimate(CANDIDATES["cyclic"])
+    assert isinstance(found, Refusal)
+    assert "cyclic" in found.reason
+    with pytest.raises(ConfigError, match="'zero' is not known"):
+        candidate_named("zero")
+
+
+def test_estimate_in_code(predictor: Predictor) -> None:
+    found = estimate(predictor.config, predictor.cluster, "host")
+    assert isinstance(found, Estimate)
+    assert found.wire_bytes > 0
+    assert found.host_bytes > 0
+    assert found.fits
+    assert found.peak_bytes >= found.resting_bytes
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    """A job and a cluster file."""
+    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    return str(tmp_path / "job.toml"), str(tmp_path / "cluster.toml")
+
+
+def test_the_command_ranks_writes_and_draws(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best, picture = tmp_path / "best.toml", tmp_path / "step.svg"
+    arguments = ["--strategies", "none,host,device,4bit", "--out", str(best), "--timeline", str(picture)]
+    assert cli.main(["plan", files[0], "--cluster", files[1], *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "take laconic host" in printed
+    assert "laconic none: 1.4" in printed
+    assert "1.50x the bytes" in printed
+    assert load(best).shard.cache == "host"
+    text = picture.read_text()
+    ElementTree.fromstring(text)
+    assert cli.main(["plan", files[0], "--cluster", files[1], "--strategies", "none,host", "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert table["recommended"] == "host"
+    assert {each["strategy"] for each in table["strategies"]} == {"none", "host"}
+    assert table["strategies"][0]["rank_bytes"]["node/weights"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--strategies", "zero"], "'zero' is not known; there are none, host"),
+        (["--allow", "2bit"], "'2bit' is not known"),
+        (["--timeline", "step.bmp"], "step.bmp names no kind of picture"),
+        (["--out", "/nowhere/best.toml"], "the folder does not exist"),
+        (["--strategies", "host", "--timeline", "step.svg", "--strategy", "cyclic"], "cannot run this job"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    files: tuple[str, str], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", files[0], "--cluster", files[1], *arguments]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert len(printed.strip().splitlines()) == 1
+
+
+def test_a_wrong_file_is_named(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "absent.toml", "--cluster", files[1]]) == 2
+    assert "absent.toml" in capsys.readouterr().err
+    assert cli.main(["plan", files[0], "--cluster", "absent.toml"]) == 2
+    assert "absent.toml" in capsys.readouterr().err

@@ -1,0 +1,250 @@
+"""The programs of peers: their bytes against closed formulas, the memory they must keep, and the jobs they refuse."""
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import pytest
+
+from laconic.comm.traffic import WIRE_LEVELS
+from laconic.config import Config, from_dict
+from laconic.plan.candidates import CANDIDATES
+from laconic.plan.cluster_spec import ClusterSpec
+from laconic.plan.estimates import Estimate
+from laconic.plan.peers_fsdp2 import padded_numel
+from laconic.plan.prediction import Predictor, Refusal
+from laconic.plan.step_bytes import step_bytes
+
+HIDDEN, LAYERS, VOCABULARY = 48, 3, 96
+MODEL = {
+    "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": 144, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+SHAPES = [(2, 2), (3, 1), (1, 4), (2, 3), (4, 2), (1, 2)]
+FSDP2 = ("fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp")
+
+
+def spec(nodes: int, local: int, **figures: Any) -> ClusterSpec:
+    """A cluster of small figures."""
+    given: dict[str, Any] = {
+        "device_memory_bytes": 10**11, "device_flops_per_s": {"float32": 1e12, "bfloat16": 2e12},
+        "device_memory_bytes_per_s": 1e11, "host_memory_bytes": 10**12, "host_to_device_bytes_per_s": 1e10,
+        "device_to_host_bytes_per_s": 1e10, "local_bytes_per_s": 1e10, "local_latency_s": 1e-5,
+        "wire_bits_per_s": 1e9, "wire_latency_s": 1e-4,
+    }  # fmt: skip
+    return ClusterSpec(nodes=nodes, ranks_per_node=local, **{**given, **figures})
+
+
+def job(**sections: dict[str, Any]) -> Config:
+    """A tiny job."""
+    table: dict[str, dict[str, Any]] = {
+        "model": {"config": dict(MODEL)},
+        "data": {"kind": "python-stdlib", "sequence_length": 32},
+        "train": {"micro_batch_size": 1},
+    }
+    for name, keys in sections.items():
+        table[name] = {**table.get(name, {}), **keys}
+    return from_dict(Config, table)
+
+
+@cache
+def _traces(config_key: str, device_type: str) -> dict[Any, Any]:
+    return {}
+
+
+def predict(config: Config, cluster: ClusterSpec, name: str, device_type: str = "cpu") -> Estimate | Refusal:
+    """Predict one strategy. Traces are shared between the calls of this module: they take most of the time."""
+    predictor = Predictor(config, cluster, device_type=device_type)
+    predictor._traces = _traces(repr(config), device_type)
+    return predictor.estimate(CANDIDATES[name])
+
+
+def estimated(config: Config, cluster: ClusterSpec, name: str, device_type: str = "cpu") -> Estimate:
+    """The estimate, which there must be."""
+    found = predict(config, cluster, name, device_type)
+    assert isinstance(found, Estimate), found.reason
+    return found
+
+
+def payload(estimate: Estimate, *, is_wire: bool) -> float:
+    """The bytes of one node's step without control messages."""
+    return estimate.ranks_per_node * sum(
+        size
+        for (level, purpose), size in estimate.sent_bytes.items()
+        if (level in WIRE_LEVELS) == is_wire and purpose != "control"
+    )
+
+
+def model_numels(config: Config) -> tuple[list[tuple[int, ...]], int]:
+    """The shapes of all parameters, and the number of their elements."""
+    from laconic.hf.models import build_model
+
+    shapes = [tuple(each.shape) for each in build_model(config.model, config.lora, device="meta").parameters()]
+    return shapes, sum(padded_numel(shape, 1) for shape in shapes)
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "local"),
+    [
+        (name, *shape)
+        for name in (*FSDP2, "ddp")
+        for shape in SHAPES
+        if name != "fsdp2-hpz" or shape[1] > 1  # hpZ needs two ranks per node
+    ],
+)
+def test_bytes_equal_the_closed_formulas(name: str, nodes: int, local: int) -> None:
+    """With padding counted by hand, every shape moves what [Note: Bytes of a step] says."""
+    config = job()
+    shapes, numel = model_numels(config)
+    ranks = nodes * local
+    if name != "ddp":
+        numel = sum(padded_numel(shape, local if name == "hsdp" else ranks) for shape in shapes)
+    expected = step_bytes(
+        name if nodes > 1 or name != "fsdp2-hpz" else "fsdp2",
+        nodes=nodes, local=local, weights_bytes=4 * numel, gradients_bytes=4 * numel,
+    )  # fmt: skip
+    found = estimated(config, spec(nodes, local), name)
+    assert payload(found, is_wire=True) == pytest.approx(expected.node)
+    assert payload(found, is_wire=False) == pytest.approx(expected.local)
+
+
+@pytest.mark.parametrize(
+    ("extents", "size", "padded"), [((7, 3), 4, 24), ((4, 3), 4, 12), ((1,), 3, 3), ((10,), 3, 12)]
+)
+def test_padding_is_in_dim_0(extents: tuple[int, ...], size: int, padded: int) -> None:
+    """FSDP2 pads dim 0 to a multiple of the ranks."""
+    assert padded_numel(extents, size) == padded
+
+
+def test_a_scalar_is_refused_as_fsdp2_does() -> None:
+    """FSDP2 cannot cut a scalar."""
+    with pytest.raises(ValueError, match="scalar"):
+        padded_numel((), 2)
+
+
+def test_gradient_accumulation_moves_weights_again_and_gradients_once() -> None:
+    """FSDP2 gathers in every micro-batch, and reduces in the last."""
+    cluster = spec(2, 2)
+    one, three = (estimated(job(train={"accumulation": count}), cluster, "fsdp2") for count in (1, 3))
+    for level in ("node", "local"):
+        assert three.sent_bytes[level, "weights"] == pytest.approx(3 * one.sent_bytes[level, "weights"])
+        assert three.sent_bytes[level, "gradients"] == pytest.approx(one.sent_bytes[level, "gradients"])
+
+
+def test_whole_gradients_stay_between_micro_batches() -> None:
+    """Without a sync FSDP2 keeps unsharded gradients, and DDP keeps its own beside its buckets."""
+    _, numel = model_numels(job())
+    for name, kept_bytes in (("fsdp2", 4 * numel), ("ddp", 4 * numel)):
+        one, two = (estimated(job(train={"accumulation": count}), spec(2, 2), name) for count in (1, 2))
+        layer_bytes = 4 * numel / LAYERS
+        assert kept_bytes - 2 * layer_bytes < two.peak_bytes - one.peak_bytes <= kept_bytes
+
+
+def test_lora_reduces_adapters_alone_and_gathers_the_base() -> None:
+    """Frozen parameters share the gather, and have no gradient."""
+    config = job(lora={"enabled": True, "rank": 4, "alpha": 8.0, "targets": ["q_proj", "v_proj"]})
+    from laconic.hf.models import build_model
+
+    parameters = list(build_model(config.model, config.lora, device="meta").parameters())
+    found = estimated(config, spec(2, 2), "fsdp2")
+    all_bytes = 4 * sum(padded_numel(tuple(each.shape), 4) for each in parameters)
+    trained_bytes = 4 * sum(padded_numel(tuple(each.shape), 4) for each in parameters if each.requires_grad)
+    assert 2 * found.sent_bytes["node", "weights"] == pytest.approx(2 * 3 / 4 * all_bytes)
+    assert 2 * found.sent_bytes["node", "gradients"] == pytest.approx(3 / 4 * trained_bytes)
+
+
+def test_precision_halves_what_travels() -> None:
+    """Weights travel in param_dtype, gradients in reduce_dtype; shards and states stay in the model's dtype."""
+    plain = estimated(job(), spec(2, 2), "fsdp2")
+    mixed = estimated(job(shard={"param_dtype": "bfloat16", "reduce_dtype": "float32"}), spec(2, 2), "fsdp2")
+    assert mixed.sent_bytes["node", "weights"] == pytest.approx(plain.sent_bytes["node", "weights"] / 2)
+    assert mixed.sent_bytes["node", "gradients"] == pytest.approx(plain.sent_bytes["node", "gradients"])
+    assert mixed.resting_bytes == pytest.approx(plain.resting_bytes)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_memory_is_in_the_order_of_what_ranks_keep(device_type: str) -> None:
+    """A rank keeps 1 / R of all states under FSDP2, 1 / L under HSDP, all under DDP; hpZ adds a node's copy."""
+    cluster = spec(4, 2)
+    names = ("fsdp2", "fsdp2-hpz", "hsdp", "ddp")
+    flat, hpz, hsdp, ddp = (estimated(job(), cluster, name, device_type) for name in names)
+    assert flat.resting_bytes == pytest.approx(hpz.resting_bytes)
+    assert hsdp.resting_bytes == pytest.approx(4 * flat.resting_bytes, rel=0.05)
+    _, numel = model_numels(job())
+    assert ddp.resting_bytes == pytest.approx(16 * numel)  # parameters, two states, buckets
+    assert flat.peak_bytes < hpz.peak_bytes < ddp.peak_bytes
+    assert flat.peak_bytes < hsdp.peak_bytes < ddp.peak_bytes
+
+
+@pytest.mark.parametrize("name", [*FSDP2[:1], *FSDP2[2:], "ddp"])
+def test_every_byte_is_freed_between_steps(name: str) -> None:
+    """What a program holds between two steps does not grow from step to step."""
+    from laconic.plan.buckets import Shape
+    from laconic.plan.job import work_of
+    from laconic.plan.machine import Machine
+
+    config = CANDIDATES[name].job(job(train={"accumulation": 2}))
+    for device_type in ("cpu", "cuda"):
+        cluster = spec(2, 2)
+        machine = Machine(cluster, device_type=device_type)
+        work = work_of(config, device_type=device_type)
+        program = CANDIDATES[name].make(machine, config, work, Shape(nodes=2, local=2))
+        program.step()
+        first = dict(machine.held)
+        program.step()
+        assert dict(machine.held) == pytest.approx(first)
+        assert machine.held["transfers"] == pytest.approx(0)
+        assert machine.held["cache"] == pytest.approx(0)
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "hsdp", "ddp"])
+def test_a_fast_network_is_hidden_and_a_slow_one_is_not(name: str) -> None:
+    """On CUDA transfers overlap with compute, so on a fast network a step takes little more than its compute."""
+    config = job(train={"micro_batch_size": 64})
+    fast = estimated(
+        config, spec(2, 2, wire_bits_per_s=1e13, local_bytes_per_s=1e13, wire_latency_s=1e-9, local_latency_s=1e-9),
+        name, "cuda",
+    )  # fmt: skip
+    slow = estimated(config, spec(2, 2, wire_bits_per_s=1e7), name, "cuda")
+    assert fast.bound_by.value == "compute"
+    assert sum(fast.waits_s.values()) < 0.05 * fast.seconds
+    assert slow.bound_by.value == "wire"
+    wire_s = slow.wire_bytes * 8 / 1e7 * slow.header_factor
+    assert wire_s <= slow.seconds < wire_s + 2 * fast.seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "sections", "shape", "reason"),
+    [
+        ("fsdp2-hpz", {}, (3, 1), "at least 2 ranks"),
+        ("fsdp2", {"optimizer": {"name": "muon"}}, (2, 2), "whole blocks or matrices"),
+        ("ddp", {"shard": {"param_dtype": "bfloat16"}}, (2, 2), "no mixed precision"),
+    ],
+)
+def test_refusals_say_why(name: str, sections: dict[str, Any], shape: tuple[int, int], reason: str) -> None:
+    """A peer that cannot run the job says so."""
+    found = predict(job(**sections), spec(*shape), name)
+    assert isinstance(found, Refusal)
+    assert reason in found.reason
+
+
+def test_gloos_own_collectives_are_refused_on_cuda() -> None:
+    """They are for CPU."""
+    found = predict(job(), spec(2, 2), "fsdp2-gloo", "cuda")
+    assert isinstance(found, Refusal)
+    assert "CPU" in found.reason
+
+
+def test_ddp_runs_optimizers_of_whole_matrices() -> None:
+    """DDP cuts nothing, so Muon runs, with one state for each matrix."""
+    plain, muon = (estimated(job(optimizer={"name": name}), spec(2, 2), "ddp") for name in ("adamw", "muon"))
+    assert muon.resting["optimizer"] < plain.resting["optimizer"]
+    assert not any(purpose == "optimizer" and size for (_, purpose), size in muon.sent_bytes.items())
+
+
+def test_every_peer_names_its_source() -> None:
+    """Each has a published algorithm."""
+    for candidate in CANDIDATES.values():
+        assert candidate.source
+        assert dataclasses.is_dataclass(candidate)
