@@ -88,7 +88,7 @@ def choose(predictor: Predictor, *, allow: Collection[str] = (), names: Sequence
 def _may_win(estimate: Estimate, config: Config, allow: Collection[str]) -> bool:
     candidate = CANDIDATES[estimate.strategy]
     can_run = candidate.keys is not None
-    return can_run and (not candidate.inexact or candidate.name in allow or candidate.is_asked_for(config))
+    return can_run and (not estimate.inexact or candidate.name in allow or candidate.is_asked_for(config))
 
 
 def _best(estimates: Sequence[Estimate]) -> Estimate | None:
@@ -97,7 +97,7 @@ def _best(estimates: Sequence[Estimate]) -> Estimate | None:
         return None
     equal = [each for each in estimates if each.seconds_per_token <= _EQUAL * fastest.seconds_per_token]
     fastest = min(equal, key=lambda each: each.peak_bytes)
-    peers = [each for each in estimates if each.is_peer and not CANDIDATES[each.strategy].inexact]
+    peers = [each for each in estimates if each.is_peer and not each.inexact]
     simplest = min(peers, key=lambda each: each.seconds_per_token, default=fastest)
     return simplest if simplest.seconds_per_token <= _TIE * fastest.seconds_per_token else fastest
 
@@ -108,11 +108,10 @@ def _reason(estimate: Estimate, best: Estimate | None, config: Config, allow: Co
         return shortfall(estimate)
     if best is None or estimate is best:
         return f"a step is bound by {_bound(estimate)}"
-    candidate = CANDIDATES[estimate.strategy]
     slower = estimate.seconds_per_token / best.seconds_per_token
-    if not _may_win(estimate, config, allow) and candidate.inexact:
+    if not _may_win(estimate, config, allow):
         speed = f"{slower:.2f}x the time, and" if slower > 1 else f"{1 / slower:.2f}x as fast, but"
-        return f"{speed} inexact: {candidate.inexact}"
+        return f"{speed} {f'inexact: {estimate.inexact}' if estimate.inexact else 'laconic train does not run it'}"
     if slower <= 1:
         virtue = "is simpler" if best.is_peer else "takes less device memory"
         return f"as fast within {_TIE - 1:.0%}, but {best.label} {virtue}"

@@ -102,8 +102,9 @@ class Estimate:
 
 
 def read_program(
-    program: Program, machine: Machine, *, strategy: str, label: str, is_peer: bool, tokens: int, notes: tuple[str, ...]
-) -> Estimate:
+    program: Program, machine: Machine, *, strategy: str, label: str, is_peer: bool, inexact: str, tokens: int,
+    notes: tuple[str, ...],
+) -> Estimate:  # fmt: skip
     """Run a program until it is warm, and read a step."""
     reading: Reading = program.read(machine)
     cluster = machine.cluster
@@ -129,7 +130,7 @@ def read_program(
         header_factor=cluster.wire_header_factor,
         spare_device_bytes=cluster.device_memory_bytes * (1 - MARGIN) - needed,
         spare_host_bytes=cluster.host_memory_bytes * (1 - MARGIN) / cluster.ranks_per_node - on_host,
-        inexact=program.inexact,
+        inexact=inexact,
         spans=tuple(reading.spans),
         begin_s=reading.begin_s,
         notes=notes,

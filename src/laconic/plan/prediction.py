@@ -92,7 +92,7 @@ class Predictor:
         rows = train.micro_batch_size * train.accumulation * self.cluster.ranks
         return read_program(
             program, machine, strategy=candidate.name, label=candidate.label, is_peer=candidate.is_peer,
-            tokens=rows * job.data.sequence_length,
+            inexact=candidate.inexact or program.inexact, tokens=rows * job.data.sequence_length,
             notes=trace.notes if trace.method == "traced" else (trace.method, *trace.notes),
         )  # fmt: skip
 
