@@ -7,31 +7,40 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from benchmarks.plan.bench import Bench, columns
-from benchmarks.plan.jobs import ISLANDS, PEERS, STRATEGIES, VARIANTS, Case, candidate_of, make_cases
+from benchmarks.plan.jobs import ISLANDS, PEERS, STRATEGIES, Case, candidate_of, make_cases
 from benchmarks.plan.lab import Run
 from benchmarks.record import Row
 from laconic.lab import format_rate
 
 RATES = (20e6, 50e6, 100e6, 200e6, None)
 _STRATEGIES = ("none", "host", "device", "8bit", "4bit", "zero++", "fsdp2", "fsdp2-hpz", "hsdp", "ddp", "deepspeed")
+_ON_SLOW_WIRES = ("none", "host", "8bit", "4bit", "zero++", "fsdp2", "ddp")
+_COMPARED = ("none", "host", "fsdp2", "hsdp", "ddp")
 _EXACT = ("none", "host", "device", "fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp", "deepspeed", "deepspeed-hpz")
 _MOST_BYTES = 0.02
 _MOST_S, _MEDIAN_S = 0.25, 0.10
 _CLOSE = 0.05
 
 
-def demo_cases(bench: Bench, rate: float | None, names: Sequence[str] = _STRATEGIES) -> list[Case]:
-    """The demo job under strategies, in few steps where a step takes long."""
-    steps = 4 if rate is not None and rate < 40e6 else 5 if rate is not None and rate < 150e6 else 8
+def cases_at(bench: Bench, model: str, rate: float | None, names: Sequence[str]) -> list[Case]:
+    """A model under strategies, in few steps where a step takes long."""
+    steps = 3 if rate is not None and rate < 40e6 else 4 if rate is not None and rate < 80e6 else 6
     tables = {**STRATEGIES, **ISLANDS, **PEERS}
     jobs = [(name, [{"data": {"sequence_length": 128}}, tables[name]], candidate_of(name)) for name in names]
-    return make_cases("demo", jobs, out=bench.out / f"lab-{format_rate(rate)}", steps=steps)
+    return make_cases(model, jobs, out=bench.out / f"lab-{format_rate(rate)}", steps=steps)
 
 
 def runs_at(bench: Bench, rate: float | None) -> list[Run]:
     """The runs of all strategies at a rate on 2 x 2."""
-    names = ("none", "host", "4bit", "fsdp2") if bench.quick else _STRATEGIES
-    return bench.lab.runs(demo_cases(bench, rate, names), 2, 2, rate)
+    names = _STRATEGIES if rate is None or rate > 40e6 else _ON_SLOW_WIRES
+    names = ("none", "host", "4bit", "fsdp2") if bench.quick else names
+    return bench.lab.runs(cases_at(bench, "demo", rate, names), 2, 2, rate)
+
+
+def others_at(bench: Bench, rate: float | None) -> list[Run]:
+    """The runs of other models at a rate on 2 x 2."""
+    models = ("gpt2", "qwen2", "deep") if rate == 200e6 else ("gpt2", "qwen2")
+    return [run for model in models for run in bench.lab.runs(cases_at(bench, model, rate, _COMPARED), 2, 2, rate)]
 
 
 def all_runs(bench: Bench) -> list[Run]:
@@ -43,12 +52,7 @@ def interface(bench: Bench) -> Row:
     """Measure the row `bytes-interface`."""
     found = runs_at(bench, 200e6)
     if not bench.quick:
-        names = [*STRATEGIES, *PEERS]
-        tables = {**STRATEGIES, **PEERS}
-        jobs = [(name, [tables[name]], candidate_of(name)) for name in names]
-        found += bench.lab.runs(make_cases("qwen2", jobs, out=bench.out / "flat", steps=4), 3, 1, 200e6)
-        lora = [(name, [VARIANTS["LoRA"], tables[name]], candidate_of(name)) for name in ("none", "fsdp2")]
-        found += bench.lab.runs(make_cases("demo", lora, out=bench.out / "lora", steps=4), 2, 2, 200e6)
+        found += others_at(bench, 200e6)
     worst = max(found, key=lambda run: abs(run.bytes_error))
     median = statistics.median(abs(run.bytes_error) for run in found)
     strategies = sorted({run.case.candidate for run in found})
@@ -100,12 +104,7 @@ def best(bench: Bench) -> Row:
     """Measure the row `best`: is the exact strategy with the fewest predicted seconds the fastest of those measured?"""
     found = [run for run in all_runs(bench) if run.case.candidate in _EXACT]
     if not bench.quick:
-        for model, nodes, local in (("qwen2", 3, 1), ("gpt2", 2, 2)):
-            for rate in (50e6, 200e6, None):
-                tables = {**STRATEGIES, **PEERS}
-                jobs = [(name, [tables[name]], candidate_of(name)) for name in ("none", "host", "fsdp2", "hsdp", "ddp")]
-                out = bench.out / f"best-{model}-{format_rate(rate)}"
-                found += bench.lab.runs(make_cases(model, jobs, out=out, steps=6), nodes, local, rate)
+        found += [run for rate in (100e6, 200e6, None) for run in others_at(bench, rate)]
     lines, good = [], 0
     cases = groupby(found, key=lambda run: (run.case.name.partition(",")[0], run.nodes, run.local, run.rate_bits_per_s))
     for (model, nodes, local, rate), group in cases:
