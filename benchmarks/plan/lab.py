@@ -7,7 +7,7 @@ import json
 import shutil
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,12 @@ class LabRuns:
         self._predictions = Predictions()
 
     def cluster(self, nodes: int, local: int, rate: float | None) -> ClusterSpec:
-        """The lab's cluster file, measured by `laconic plan measure` before any run."""
+        """The lab's cluster file, measured by `laconic plan measure` before any run. The wire's rate is the lab's own."""
         file = self._out / f"cluster-{nodes}x{local}-{format_rate(rate)}.toml"
         if not file.exists():
             self._ranks(["-m", "laconic.cli", "plan", "measure", "--out", str(file)], nodes, local, rate)
-        return load_cluster(file)
+        measured = load_cluster(file)
+        return measured if rate is None else replace(measured, wire_bits_per_s=rate)
 
     def runs(self, cases: Sequence[Case], nodes: int, local: int, rate: float | None) -> list[Run]:
         """Run cases at a rate, in one launch. Cases that the planner or the trainer refuses are left out, and named."""
