@@ -66,7 +66,7 @@ class LabRuns:
         self._predictions = Predictions()
 
     def cluster(self, nodes: int, local: int, rate: float | None) -> ClusterSpec:
-        """The lab's cluster file, measured by `laconic plan measure` before any run. The wire's rate is the lab's own."""
+        """The lab's cluster file, measured by `laconic plan measure` before any run. The wire's rate is the lab's."""
         file = self._out / f"cluster-{nodes}x{local}-{format_rate(rate)}.toml"
         if not file.exists():
             self._ranks(["-m", "laconic.cli", "plan", "measure", "--out", str(file)], nodes, local, rate)

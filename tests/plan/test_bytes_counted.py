@@ -55,7 +55,8 @@ def jobs(folder: Path) -> dict[str, Config]:
 def predicted(name: str, config: Config, nodes: int, local: int) -> dict[str, float]:
     """The bytes of all ranks in a step."""
     cluster = ClusterSpec(
-        nodes=nodes, ranks_per_node=local, device_memory_bytes=10**11, device_flops_per_s={"float32": 1e11},
+        nodes=nodes, ranks_per_node=local, device_memory_bytes=10**11,
+        device_flops_per_s={"float32": 1e11, "bfloat16": 1e11},
         device_memory_bytes_per_s=1e10, host_memory_bytes=10**12, host_to_device_bytes_per_s=1e10,
         device_to_host_bytes_per_s=1e10, local_bytes_per_s=1e9, local_latency_s=1e-5, wire_bits_per_s=1e9,
         wire_latency_s=1e-4,
