@@ -6,7 +6,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV) > /dev/null || true
 
-.PHONY: demo test lint docs bench install clean
+# Baselines of other makers, with what they need and the environment lacks. torchft has no wheel for Python 3.14 yet.
+PEERS := deepspeed einops hjson msgpack ninja py-cpuinfo 'torchft; python_version < "3.14"' googleapis-common-protos \
+	$(addprefix opentelemetry-,api sdk proto semantic-conventions exporter-http-transport exporter-otlp-common \
+	exporter-otlp-proto-common exporter-otlp-proto-http)
+
+.PHONY: demo test lint docs browser bench install clean
 
 install: $(VENV)/.installed
 
@@ -23,6 +28,8 @@ $(VENV)/.installed: $(VENV)/.trainer
 	$(PIP) -e '.[dev]'
 	# beside the environment, as transformers would import it in every process
 	$(PIP) --no-deps --target $(VENV)/torchao torchao
+	# so would accelerate and Lightning these; DeepSpeed without its CUDA kernels, which it would compile
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) --no-deps --upgrade --target $(VENV)/peers $(PEERS)
 	$(COMPILE)
 	touch $@
 
@@ -42,6 +49,10 @@ lint: install
 # The site, in build/site. A broken link or an unknown name in the API reference is an error.
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The report of `laconic compare` in a real browser; on Debian: apt-get install chromium.
+browser: install
+	$(BIN)/python -m tests.browser
 
 bench: install
 	$(BIN)/python -m benchmarks.wire

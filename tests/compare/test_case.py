@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from laconic.compare import STRATEGIES, Case
 from laconic.compare.case import config_of
-from laconic.config import Config, ConfigError, ModelConfig, ShardConfig, from_dict
+from laconic.compare.colours import COLOURS, DARK
+from laconic.config import Config, ConfigError, ModelConfig, ShardConfig, SyncConfig, from_dict
 
 BASE = Config(model=ModelConfig(config={"model_type": "llama"}))
+LOCAL = replace(BASE, sync=SyncConfig(mode="local", every=6, fragments=2, codec="int4", error_feedback=True))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_case_changes_the_strategy_and_nothing_of_the_mathematics(strategy: str) -> None:
-    config = config_of(BASE, Case(strategy=strategy, steps=7), Path("out"))
-    keys = STRATEGIES[strategy][1]
+    base = LOCAL if STRATEGIES[strategy].has_islands else BASE
+    config = config_of(base, Case(strategy=strategy, steps=7), Path("out"))
+    keys = STRATEGIES[strategy].shard
     assert config.shard.strategy == keys["strategy"]
     assert "cache" not in keys or config.shard.cache == keys["cache"]
     assert (config.model, config.optimizer) == (BASE.model, BASE.optimizer)
@@ -65,3 +69,24 @@ def test_steps_that_leave_nothing_to_time_are_refused() -> None:
 def test_an_unknown_strategy_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match="'zero3' is not known; there are fsdp2, "):
         Case(strategy="zero3")
+
+
+def test_islands_keep_the_jobs_syncs_and_the_others_sync_in_every_step() -> None:
+    def sync(strategy: str) -> SyncConfig:
+        return config_of(LOCAL, Case(strategy=strategy, steps=7), Path("out")).sync
+
+    assert sync("local") == LOCAL.sync
+    assert sync("torchft-diloco") == sync("local-fp32") == replace(LOCAL.sync, codec="fp32", error_feedback=False)
+    assert sync("fsdp2") == sync("host") == SyncConfig()
+
+
+def test_islands_need_a_job_with_syncs_and_steps_for_whole_rounds() -> None:
+    with pytest.raises(ConfigError, match=r"torchft DiLoCo cannot run this job.*set sync.mode = 'local'"):
+        config_of(BASE, Case(strategy="torchft-diloco"), Path("out"))
+    with pytest.raises(ConfigError, match=r"8 steps do not hold whole rounds.*every 3 steps.*take 10"):
+        config_of(LOCAL, Case(strategy="local", steps=8), Path("out"))
+
+
+def test_every_strategy_has_its_colours_and_a_note() -> None:
+    assert set(COLOURS) == set(DARK) == set(STRATEGIES)
+    assert all(each.note.endswith(".") for each in STRATEGIES.values())

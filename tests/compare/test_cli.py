@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from laconic.compare import cli
-from laconic.config import load
+from laconic.config import ConfigError, load
 from tests.compare.conftest import TINY
 
 
@@ -17,10 +17,38 @@ def cases(*argv: str) -> list[tuple[str, str, float | None]]:
     return [(case.job, case.strategy, case.rate_bits_per_s) for case in made]
 
 
-def test_torchs_own_collectives_run_only_when_asked_for(job: Path) -> None:
-    assert [strategy for _, strategy, _ in cases(str(job))] == [
-        "fsdp2", "fsdp2-hpz", "hsdp", "ddp", "zero++", "none", "host", "device", "8bit", "4bit",
-    ]  # fmt: skip
+SYNCING = ["none", "host", "device", "8bit", "4bit"]
+BASELINES = ["fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp"]
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    """Let these packages, and no others, be installed."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name in packages else None)
+
+
+def test_all_strategies_that_are_installed_run_by_default(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    assert [strategy for _, strategy, _ in cases(str(job))] == [*BASELINES, "zero++", *SYNCING]
+    assert cli._left_out(cli.parse([str(job)])) == [
+        "left out:        strategies that need deepspeed: pip install 'laconic[deepspeed]'",
+        "left out:        strategies that need torchft: pip install 'laconic[torchft]'",
+    ]
+    assert cli._left_out(cli.parse([str(job), "--strategies", "fsdp2"])) == []
+    install(monkeypatch, "deepspeed", "torchft")
+    zero = ["deepspeed", "deepspeed-hpz", "zero++"]
+    assert [strategy for _, strategy, _ in cases(str(job))] == [*BASELINES, *zero, *SYNCING]
+    assert cli._left_out(cli.parse([str(job)])) == []
+    job.write_text(TINY + '[sync]\nmode = "local"\nevery = 2\n')
+    islands = ["local", "local-fp32", "torchft-diloco"]
+    assert [name for _, name, _ in cases(str(job), "--steps", "9")] == [*BASELINES, *zero, *SYNCING, *islands]
+
+
+def test_a_strategy_that_is_not_installed_is_refused_with_the_remedy(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch)
+    with pytest.raises(ConfigError, match=r"--strategies deepspeed needs the package deepspeed: pip install"):
+        cases(str(job), "--strategies", "fsdp2,deepspeed")
 
 
 def test_every_strategy_runs_at_every_rate(job: Path) -> None:
@@ -54,7 +82,7 @@ def test_the_demo_trains_fully_and_by_lora_and_saves_laconics_models() -> None:
         (["job.toml", "--demo"], "give a CONFIG.toml, or --demo"),
         (
             ["job.toml", "--strategies", "zero"],
-            "strategy 'zero' is not known; there are fsdp2, fsdp2-gloo, fsdp2-hpz, hsdp, ddp, zero++, none",
+            "strategy 'zero' is not known; there are fsdp2, fsdp2-gloo, fsdp2-hpz, hsdp, ddp, deepspeed, ",
         ),
         (["job.toml", "--rates", "fast"], "rate 'fast' is not a rate"),
         (["missing.toml"], "cannot read the configuration 'missing.toml'"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from laconic.compare import Case, Result
-from laconic.compare.result import read_result
+from laconic.compare.result import Prediction, read_result
 from tests.compare.canned import canned_host
 
 SUMMARY: dict[str, Any] = {
@@ -73,3 +73,24 @@ def test_device_memory_is_torchs_figure(tmp_path: Path, changes: dict[str, Any],
 def test_json_gives_an_equal_result_back() -> None:
     result = canned_host()
     assert Result.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+
+
+def test_islands_have_the_mean_of_their_steps_since_only_some_of_them_sync(tmp_path: Path) -> None:
+    assert read(tmp_path, Case(strategy="local", steps=5), step_s=[9.0, 8.0, 1.0, 3.0, 5.0]).step_s == 3.0
+    assert read(tmp_path, Case(strategy="local", steps=5), step_s=[9.0, 8.0, 1.0, 1.0, 7.0]).step_s == 3.0
+
+
+def test_a_result_has_the_figures_of_every_step(tmp_path: Path) -> None:
+    result = read(tmp_path, Case(strategy="host", steps=5))
+    assert result.all_step_times_s == (9.0, 8.0, 1.0, 3.0, 2.0)
+    assert result.all_waits_s == (1.0, 1.0, 0.1, 0.3, 0.2)
+    assert result.all_wire_bytes == (550, 102, 103, 102, 103)
+
+
+def test_results_survive_json_and_older_files_lack_the_newer_fields() -> None:
+    result = canned_host(prediction=Prediction(step_s=2.0), all_waits_s=(1.0, None))
+    values = json.loads(json.dumps(result.to_dict()))
+    assert Result.from_dict(values) == result
+    for key in ("prediction", "all_step_times_s", "all_waits_s", "all_wire_bytes"):
+        del values[key]
+    assert Result.from_dict(values) == canned_host()

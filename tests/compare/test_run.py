@@ -33,10 +33,14 @@ def test_two_strategies_side_by_side(job: Path, capsys: pytest.CaptureFixture[st
     assert host.allocated_peak_bytes
     assert report["machine"]["torch"]
     assert (out / "compare.png").exists()
+    page = (out / "report.html").read_text()
+    assert "laconic host, step 3: " in page
+    assert "waited" in page
     assert (out / "runs/full-1gbit-host/checkpoints/step-3").is_dir()
     for promised in (
         "| full training | 1gbit | laconic host |",
         "out/compare.png",
+        "out/report.html",
         "full-1gbit-host/checkpoints/step-3",
     ):
         assert promised in shown

@@ -109,7 +109,7 @@ class Ring:
         self.is_joined = False  # to the next rank, which has answered
         self._retry_s = _RETRY_S
         port = self._listener.getsockname()[1]
-        store.set(f"{_KEY}/{rank}", json.dumps([_own_addresses(store), port, self._token]))
+        store.set(f"{_KEY}/{rank}", json.dumps([own_addresses(store), port, self._token]))
 
     def wake(self) -> None:
         """Let `poll` return at once. Any thread may call it."""
@@ -207,7 +207,7 @@ class Ring:
         self._links.append(link)
 
 
-def _own_addresses(store: dist.Store) -> list[str]:
+def own_addresses(store: dist.Store) -> list[str]:
     """The addresses at which other ranks may find this process, the likeliest first."""
     found = []
     while isinstance(store, dist.PrefixStore):

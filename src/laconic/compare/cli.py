@@ -13,25 +13,25 @@ from laconic.compare.case import OWN_STRATEGIES, STRATEGIES, Case, ComparisonErr
 from laconic.compare.machine import describe_machine, in_words
 from laconic.compare.plot import save_plot
 from laconic.compare.progress import ConsoleReporter
+from laconic.compare.report import render_report
 from laconic.compare.result import Result
 from laconic.compare.runner import Comparison
 from laconic.compare.table import LEGEND, LEGEND_NO_WIRE, render
-from laconic.config import Config, load
+from laconic.config import Config, ConfigError, load
 from laconic.lab import format_rate, parse_rate
 from laconic.lab.cli import add_cluster_options, leaving_in_order
 
 _DEMO_CONFIG = Path(__file__).with_name("demo.toml")
 
-_DEFAULT = ",".join(name for name in STRATEGIES if name != "fsdp2-gloo")
 _DEMO = "fsdp2,hsdp,ddp,host"
 
 _DESCRIPTION = """\
 Run the training job of CONFIG.toml under PyTorch's own strategies and under laconic's, on emulated nodes at one or
 several rates. Compare seconds per step, wire bytes per step, memory and loss. All runs have the same weights, rows and
-optimizer. The output folder gets compare.json and compare.png."""
+optimizer. The output folder gets compare.json, compare.png and report.html, a page for any browser."""
 
 _EPILOG = f"""\
-strategies: {", ".join(f"{name} ({label})" for name, (label, _) in STRATEGIES.items())}
+strategies: {", ".join(f"{name} ({label})" for name, (label, *_) in STRATEGIES.items())}
 
 examples:
   laconic compare --demo
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     except ComparisonError as error:
         print(f"laconic compare: {error}", file=sys.stderr)
         return 1
-    lines = [*_report(results, options), *_files(results, cases, base, options.out)]
+    lines = [*_report(results, options), *_left_out(options), *_files(results, cases, base, options.out)]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
     return 0
 
@@ -81,7 +81,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--strategies", metavar="A,B,...",
-        help=f"strategies to run, in this order (default: {_DEFAULT}; with --demo: {_DEMO})",
+        help=f"strategies to run, in this order (default: all that are installed; with --demo: {_DEMO})",
     )  # fmt: skip
     parser.add_argument(
         "--rates", default="200mbit", metavar="A,B,...",
@@ -101,8 +101,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("give a CONFIG.toml, or --demo, which has a job of its own; not both")
     if options.demo:
         options.config, options.lora, options.save = _DEMO_CONFIG, True, True
-    if options.strategies is None:
-        options.strategies = _DEMO if options.demo else _DEFAULT
+    if options.strategies is None and options.demo:
+        options.strategies = _DEMO
     if options.steps is None:
         options.steps = 10 if options.demo else 8
     options.rates = "none" if options.no_wire else options.rates
@@ -116,7 +116,7 @@ def make_cases(base: Config, options: argparse.Namespace) -> list[Case]:
     Raises: ConfigError if a strategy cannot run the job, ValueError if a strategy, rate or number of steps is wrong.
     """
     rates = dict.fromkeys(map(parse_rate, options.rates.split(",")))
-    strategies = dict.fromkeys(name.strip() for name in options.strategies.split(","))
+    strategies = _strategies(base, options.strategies)
     jobs: list[Job] = ["lora"] if base.lora.enabled else ["full", "lora"] if options.lora else ["full"]
     cases = [
         Case(
@@ -135,12 +135,43 @@ def make_cases(base: Config, options: argparse.Namespace) -> list[Case]:
     return cases
 
 
+def _strategies(base: Config, chosen: str | None) -> Sequence[str]:
+    """The names of the strategies to run: those chosen, or all that are installed and can run the job.
+
+    Raises: ConfigError if a chosen strategy is not installed.
+    """
+    if chosen is None:
+        return [
+            name
+            for name, each in STRATEGIES.items()
+            if each.is_installed and (base.sync.is_local or not each.has_islands)
+        ]
+    names = list(dict.fromkeys(name.strip() for name in chosen.split(",")))
+    for name in names:
+        if name in STRATEGIES and not STRATEGIES[name].is_installed:
+            raise ConfigError(f"--strategies {name} needs the package {_missing(name)}")
+    return names
+
+
+def _missing(name: str) -> str:
+    package = STRATEGIES[name].package
+    return f"{package}: pip install 'laconic[{package}]'"
+
+
+def _left_out(options: argparse.Namespace) -> list[str]:
+    """A line for each package without which strategies were left out, unless the user chose the strategies."""
+    if options.strategies is not None:
+        return []
+    missing = {each.package: name for name, each in STRATEGIES.items() if not each.is_installed}
+    return [f"left out:        strategies that need {_missing(name)}" for name in missing.values()]
+
+
 def _report(results: Sequence[Result], options: argparse.Namespace) -> list[str]:
     """Write the measurements and the picture, and return the lines to print."""
     machine = describe_machine()
     cluster = f"{options.nodes} nodes x {options.local} ranks, {_describe_model(results)}"
     legend = LEGEND_NO_WIRE if options.no_wire else LEGEND
-    figures, picture = options.out / "compare.json", options.out / "compare.png"
+    figures, picture, page = (options.out / name for name in ("compare.json", "compare.png", "report.html"))
     report = {
         "command": options.command,
         "machine": machine,
@@ -150,7 +181,18 @@ def _report(results: Sequence[Result], options: argparse.Namespace) -> list[str]
         "results": [result.to_dict() for result in results],
     }
     figures.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    lines = ["", render(results), "", legend, f"{cluster}; {in_words(machine)}", "", f"figures:         {figures}"]
+    page.write_text(
+        render_report(
+            results,
+            title=f"laconic compare: {cluster}",
+            machine=in_words(machine),
+            command=options.command,
+            legend=legend,
+        ),
+        encoding="utf-8",
+    )
+    lines = ["", render(results), "", legend, f"{cluster}; {in_words(machine)}", ""]
+    lines += [f"figures:         {figures}", f"report:          {page}"]
     try:
         save_plot(results, picture, title=cluster)
     except ModuleNotFoundError as error:

@@ -6,14 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from laconic.compare.case import JOBS, STRATEGIES
+from laconic.compare.colours import COLOURS
 from laconic.compare.result import Result
 from laconic.lab import format_rate
-
-# Baselines are grey or blue, laconic's own strategies orange. Lightness differs too, for colour-blind readers.
-_COLORS = {
-    "fsdp2": "#4d4d4d", "fsdp2-gloo": "#262626", "fsdp2-hpz": "#7f7f7f", "hsdp": "#4a78a8", "ddp": "#a3c1da",
-    "none": "#f2c879", "host": "#d95f02", "device": "#8c3b00",
-}  # fmt: skip
 
 _METRICS: tuple[tuple[str, Callable[[Result], float]], ...] = (
     ("seconds per step", lambda result: result.step_s),
@@ -57,7 +52,7 @@ def _bars(axes: Any, results: Sequence[Result], value: Callable[[Result], float]
         offset = (index - (len(strategies) - 1) / 2) * width
         bars = axes.bar(
             [rates.index(result.rate_bits_per_s) + offset for result in shown], list(map(value, shown)),
-            0.92 * width, color=_COLORS[strategy], label=STRATEGIES[strategy][0],
+            0.92 * width, color=COLOURS[strategy], label=STRATEGIES[strategy].label,
         )  # fmt: skip
         axes.bar_label(bars, fmt="{:.3g}", fontsize=7, padding=1)
     labels = ["unshaped wire" if rate is None else f"{format_rate(rate)}/s" for rate in rates]

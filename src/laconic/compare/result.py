@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from laconic.compare.case import Case, Job
+from laconic.compare.case import STRATEGIES, Case, Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The figures that somebody expected of a run before it started, in the units of `Result`; None: no expectation."""
+
+    step_s: float | None = None
+    wire_bytes: float | None = None
+    allocated_peak_bytes: float | None = None
+    host_bytes_per_node: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +30,7 @@ class Result:
     rate_bits_per_s: float | None
     steps: int
     step_s: float
-    """The median seconds of the timed steps."""
+    """The median seconds of the timed steps. With islands the mean, since only some steps sync."""
     step_times_s: tuple[float, ...]
     wire_bytes: float | None
     """The bytes per node and step from the second step on, by the interface's counters; None without a wire."""
@@ -50,6 +60,14 @@ class Result:
     local_bytes: float | None
     """The bytes per node and step from the second on that ranks of a node send to each other, by the loopback's
     counters; None without a wire."""
+    all_step_times_s: tuple[float, ...] = ()
+    """The seconds of every step, also of those that are not timed."""
+    all_waits_s: tuple[float | None, ...] = ()
+    """The seconds of every step that a rank waited for the wire; None where nothing counts them."""
+    all_wire_bytes: tuple[float | None, ...] = ()
+    """The bytes that a node sent in every step, by the interface's counters; None without a wire."""
+    prediction: Prediction | None = None
+    """What was expected of this run; the table and the report show it beside the measurement."""
 
     @property
     def loss(self) -> float:
@@ -75,8 +93,9 @@ class Result:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Rebuild a result from the values of `to_dict`, also if they were written as JSON and read again."""
-        lists = {key: tuple(values[key]) for key in ("step_times_s", "losses")}
-        return cls(**{**values, **lists})
+        lists = {field.name: tuple(values.get(field.name, ())) for field in dataclasses.fields(cls) if _is_list(field)}
+        prediction = values.get("prediction")
+        return cls(**{**values, **lists, "prediction": Prediction(**prediction) if prediction else None})
 
 
 def read_result(case: Case, folder: Path, *, wall_s: float) -> Result:
@@ -84,12 +103,13 @@ def read_result(case: Case, folder: Path, *, wall_s: float) -> Result:
     summary = json.loads((folder / "summary.json").read_text())
     nodes = summary["num_nodes"]
     times = summary["step_s"][case.warmup_steps :]
+    typical = statistics.fmean if STRATEGIES[case.strategy].has_islands else statistics.median
     return Result(
         job=case.job,
         strategy=case.strategy,
         rate_bits_per_s=case.rate_bits_per_s,
         steps=case.steps,
-        step_s=statistics.median(times),
+        step_s=typical(times),
         step_times_s=tuple(times),
         wire_bytes=_per_node(summary["interface_sent_bytes"], nodes),
         counted_bytes=_per_node(summary["wire_bytes"], nodes),
@@ -106,7 +126,15 @@ def read_result(case: Case, folder: Path, *, wall_s: float) -> Result:
         num_nodes=nodes,
         num_local=summary["num_local"],
         local_bytes=_per_node(summary.get("loopback_bytes", []), nodes),  # older sources have none
+        all_step_times_s=tuple(summary["step_s"]),
+        all_waits_s=tuple(summary["wait_s"]),
+        all_wire_bytes=tuple(None if sent is None else sent / nodes for sent in summary["interface_sent_bytes"]),
     )
+
+
+def _is_list(field: dataclasses.Field[Any]) -> bool:
+    """Whether JSON has a list for the field."""
+    return str(field.type).startswith("tuple")
 
 
 def _allocated_peak_bytes(summary: dict[str, Any]) -> int | None:

@@ -36,19 +36,20 @@ def _row(result: Result, reference: Result | None) -> list[str]:
     return [
         JOBS[result.job],
         "unshaped" if result.rate_bits_per_s is None else format_rate(result.rate_bits_per_s),
-        STRATEGIES[result.strategy][0],
+        STRATEGIES[result.strategy].label,
         f"{result.step_s:.3f}",
         f"{result.step_s / reference.step_s:.2f}" if reference else "-",
-        _megabytes(moved),
+        megabytes(moved),
         f"{moved / reference_moved:.3f}" if moved is not None and reference_moved else "-",
-        _megabytes(result.moved_local_bytes),
-        _megabytes(result.allocated_peak_bytes),
-        _megabytes(result.host_bytes_per_node),
+        megabytes(result.moved_local_bytes),
+        megabytes(result.allocated_peak_bytes),
+        megabytes(result.host_bytes_per_node),
         f"{result.loss:.4f}",
     ]
 
 
-def _megabytes(nbytes: float | None) -> str:
+def megabytes(nbytes: float | None) -> str:
+    """Return bytes in MB, with fewer digits the more there are; "-" for None."""
     if nbytes is None:
         return "-"
     return f"{nbytes / 1e6:.1f}" if nbytes >= 1e6 or nbytes == 0 else f"{nbytes / 1e6:.3f}"

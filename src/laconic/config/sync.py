@@ -18,7 +18,7 @@ class SyncConfig(Section):
     mode: Literal["every-step", "local"] = "every-step"
     """`every-step`: all ranks average gradients in every step. `local`: islands train on their own, each on its rows of
     the global batch, and average after several steps (DiLoCo). Evaluation, checkpoints and export use the average.
-    `local` needs shard.strategy `laconic`. All other keys of this section are for `local`."""
+    `local` needs shard.strategy `laconic` or `torchft-diloco`. All other keys of this section are for `local`."""
     islands: Count | None = None
     """Number of islands, which other trainers call dp_replicate. It must divide the number of nodes, since each island
     has equally many whole nodes, one after the other. Default: every node is an island."""

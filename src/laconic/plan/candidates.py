@@ -56,7 +56,7 @@ CANDIDATES: dict[str, Candidate] = {
     for each in (
         _own("none", "none", "ZeRO-3, arXiv 1910.02054", cache="none"),
         _own("host", "host", "FCDP, arXiv 2602.06499"),
-        _own(BUDGET, "host, and the device's spare memory", "FCDP, arXiv 2602.06499, section 4"),
+        _own(BUDGET, "host + device", "FCDP, arXiv 2602.06499, section 4"),
         _own("device", "device", "hpZ of ZeRO++, arXiv 2306.10209, section 4.2", cache="device"),
         _own("8bit", "8bit", "SDP4Bit, arXiv 2410.15526, in eight bits", inexact=_ROUNDED, wire="8bit"),
         _own("4bit", "4bit", "SDP4Bit, arXiv 2410.15526", inexact=_ROUNDED, wire="4bit"),

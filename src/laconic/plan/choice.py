@@ -80,7 +80,7 @@ def choose(predictor: Predictor, *, allow: Collection[str] = (), names: Sequence
         refusals=refusals,
         recommended=best,
         job=None if best is None else predictor.job(CANDIDATES[best.strategy]),
-        rival="" if best is None else _rival(predictor, best, may_win),
+        rival="" if best is None else _rival(predictor, best, [each for each in estimates if each.fits]),
         remedy="" if best is not None else _remedy(predictor, estimates),
     )
 
@@ -147,10 +147,10 @@ def _words(lane: Lane) -> str:
 # -- what would change the choice --------------------------------------------------------------------------------------
 
 
-def _rival(predictor: Predictor, best: Estimate, may_win: Sequence[Estimate]) -> str:
-    """The rate of the wire at which the best strategy of the other side becomes the faster one."""
+def _rival(predictor: Predictor, best: Estimate, fitting: Sequence[Estimate]) -> str:
+    """The rate of the wire at which the best exact strategy of the other side becomes the faster one."""
     cluster = predictor.cluster
-    others = [each for each in may_win if each.is_peer is not best.is_peer]
+    others = [each for each in fitting if each.is_peer is not best.is_peer and not each.inexact]
     rival = min(others, key=lambda each: each.seconds_per_token, default=None)
     if rival is None or cluster.wire_bits_per_s is None or cluster.nodes == 1:
         return ""

@@ -54,6 +54,8 @@ class Fsdp2Options:
     """`reshard_after_forward`, if it is no integer."""
     is_gloo: bool = False
     """True for Gloo's own collectives on CPU."""
+    syncs_always: bool = False
+    """True if every micro-batch reduces its gradients, which frees the whole ones and crosses the wire each time."""
 
 
 class _Group:
@@ -175,7 +177,7 @@ class Fsdp2(Program):
     def step(self) -> None:
         """See `Program.step`."""
         for index in range(self._work.micro_batches):
-            self._run(syncs=index == self._work.micro_batches - 1)
+            self._run(syncs=self._options.syncs_always or index == self._work.micro_batches - 1)
         self._update.run(self._shards.all_reduce("norm", "control", 4).sent)
         for group in self.groups:
             self._machine.hold("gradients", -group.sum_bytes)
@@ -393,6 +395,9 @@ class Fsdp2(Program):
                 self._kept_sums_bytes += sum_bytes  # FSDP2 keeps an all-reduce's own buffer to the end of backward
             else:
                 machine.hold("gradients", -sum_bytes)
+        if group.sum_bytes:  # an earlier micro-batch's sum is there: this one is added to it
+            machine.touch(f"add {group.name}", 3 * group.shard_gradient_bytes)
+            machine.hold("gradients", -group.shard_gradient_bytes)
         group.sum_bytes = group.shard_gradient_bytes
 
     def _reduce_scatter(self, group: _Group) -> Job | None:

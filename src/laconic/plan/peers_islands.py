@@ -14,20 +14,22 @@ from laconic.plan.program import Program, Work
 
 
 def _torchft(machine: Machine, config: Config, work: Work, shape: Shape) -> Program:
-    """Islands as the job's section `sync` says; without one, every node is an island."""
     sync = config.sync
     if sync.slices > 1:
         raise JobError(f"sync.slices = {sync.slices} and torchft's DiLoCo, which trains whole layers; leave it out")
+    if sync.overlap:
+        raise JobError(
+            f"sync.overlap = {sync.overlap} and torchft's DiLoCo, which sends a fragment earlier instead of applying "
+            "it later; leave it out"
+        )
     plain = dataclasses.replace(config, sync=SyncConfig(), shard=dataclasses.replace(config.shard, strategy="fsdp2"))
     refuse_unfit(plain, shape)
-    if not sync.is_local:
-        shape = Shape(nodes=1, local=shape.local, islands=shape.nodes)
     return TorchftDiloco(machine, work, shape, sync, reshards=config.shard.reshard_after_forward is not False)
 
 
 ISLAND_PEERS = (
     Candidate(
-        name="torchft-diloco", label="torchft DiLoCo", make=_torchft, is_peer=True, keys=None,
+        name="torchft-diloco", label="torchft DiLoCo", make=_torchft, is_peer=True, keys=None, sync={},
         source="DiLoCo, arXiv 2311.08105; Streaming DiLoCo, arXiv 2501.18512; torchft 0.2's local_sgd.py",
     ),
 )  # fmt: skip

@@ -3,10 +3,12 @@
 [Note: Rings over nodes]
 A ring in rank order enters and leaves each node once. Over each of its edges go (R - 1) / R of the buffer, if R ranks
 share it: [Note: Bytes of a step] in step_bytes.py. So a node sends as much over its wire, and as much over each of the
-edges between its ranks. A `Transfer` has means over the ranks of a node. A part of the buffer passes all other ranks,
-and so N - 1 wires and R - N edges inside nodes; these are the hops of a latency. Algorithm and bytes: Patarasuk and
-Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009; NCCL's ring and Gloo's
-are the same.
+edges between its ranks. A `Transfer` has means over the ranks of a node. Algorithm and bytes: Patarasuk and Yuan,
+"Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009; NCCL's ring and Gloo's are the
+same.
+
+A part of the buffer passes N - 1 wires and all edges inside N nodes, one after the other. A cluster's latencies are of
+the smallest collective of a level. So a pass waits for N - 1 latencies of the wire, and for one inside each node.
 """
 
 from __future__ import annotations
@@ -52,9 +54,9 @@ class Ring:
         if self.among == "place":
             return Transfer(name=name, purpose=purpose, sent={"node": edge_bytes}, hops=_hops(passes, nodes - 1, 0))
         if self.among == "node" or nodes == 1:
-            return Transfer(name=name, purpose=purpose, sent={"local": edge_bytes}, hops=_hops(passes, 0, local - 1))
+            return Transfer(name=name, purpose=purpose, sent={"local": edge_bytes}, hops=_hops(passes, 0, 1))
         sent: dict[Level, float] = {"node": edge_bytes / local, "local": edge_bytes * (local - 1) / local}
-        hops = _hops(passes, nodes - 1, self.shape.ranks - nodes)
+        hops = _hops(passes, nodes - 1, nodes if local > 1 else 0)
         return Transfer(name=name, purpose=purpose, sent=sent, hops=hops)
 
 

@@ -6,7 +6,9 @@ from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError, ShardConfig
 from laconic.cyclic.schedule.rule import RULES, Rule
 from laconic.strategies.cyclic import num_workers
+from laconic.strategies.deepspeed_setup import DEEPSPEED, check_deepspeed
 from laconic.strategies.islands import num_islands
+from laconic.strategies.torchft import check_torchft
 
 
 def check_job(config: Config, ranks: RankInfo) -> None:
@@ -25,7 +27,11 @@ def check_job(config: Config, ranks: RankInfo) -> None:
         f"optimizer.name = {name!r} needs whole blocks or matrices, which shard.strategy = {strategy!r} cuts anywhere; "
         "set shard.strategy to 'laconic' (or 'ddp', which cuts nothing), or optimizer.name to 'adamw'",
     )
-    if config.sync.is_local:
+    if strategy in DEEPSPEED:
+        check_deepspeed(config, ranks)
+    if strategy == "torchft-diloco":
+        check_torchft(config)
+    elif config.sync.is_local:
         _check_islands(config)
     if config.schedule.is_cyclic:
         _check_cyclic(config)

@@ -30,6 +30,11 @@ def measured_peak() -> Iterator[StepPeak]:
     peak.nbytes = max(itertools.accumulate(changes, initial=0))
 
 
+def whole_numel(parameter: torch.Tensor) -> int:
+    """The elements of a whole parameter, under DeepSpeed too, whose parameters look empty between their uses."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
 def local_nbytes(tensors: Iterable[torch.Tensor]) -> int:
     """The bytes of this rank's part of plain or sharded tensors."""
     parts = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]

@@ -142,6 +142,10 @@ def _fsdp2_arguments(config: Config, ranks: RankInfo, device: torch.device) -> d
             f"shard.strategy = 'fsdp2-gloo' keeps Gloo's own collectives, which are for CPU; use 'fsdp2' on "
             f"{device.type}"
         )
+    if config.shard.strategy == "torchft-diloco":
+        islands = num_islands(config, ranks)
+        mesh = make_mesh(device.type, (islands, ranks.world_size // islands), ("island", "shard"))
+        return {**arguments, "mesh": mesh["shard"]}
     if config.shard.strategy == "hsdp":
         shape = (ranks.num_nodes, ranks.num_local)
         return {**arguments, "mesh": make_mesh(device.type, shape, ("replicate", "shard"))}

@@ -47,8 +47,8 @@ class Simultaneous(Stepper):
         self.optimizer = make_optimizer(model, config)
         self.local: LocalSteps | None = None
         """The wrapper of the optimizer that synchronises islands; None without islands."""
-        if config.sync.is_local:
-            assert mesh is not None
+        self._has_islands = config.sync.is_local
+        if config.sync.is_local and mesh is not None:
             self.local = make_local_steps(model, self.optimizer, config, mesh)
         self._ranks, self._num_launches = ranks, num_launches(config)
         self.num_workers, self.workers = ranks.world_size * self._num_launches, range(ranks.rank, ranks.rank + 1)
@@ -104,7 +104,7 @@ class Simultaneous(Stepper):
             raise NotFiniteError(
                 loss=mean_loss,
                 grad_norm=grad_norm,
-                is_on_all_ranks=not math.isfinite(grad_norm) and self.local is None,
+                is_on_all_ranks=not math.isfinite(grad_norm) and not self._has_islands,
                 weights="as after step {step}",
             )
         syncs = self._update(self._targets(batches), is_last=is_last)

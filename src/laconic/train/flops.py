@@ -11,6 +11,7 @@ from torch import nn
 from laconic.codec.linear import quantized_layers
 from laconic.hf.layers import base_model
 from laconic.plan.known import device_of
+from laconic.strategies.memory import whole_numel
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
@@ -42,5 +43,5 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
         coded[id(embedding)] = 0
     total = 4.0 * sum(layer.in_features * layer.out_features for layer in quantized)
     for parameter in model.parameters():
-        total += coded.get(id(parameter), parameter.numel()) * (6 if parameter.requires_grad else 4)
+        total += coded.get(id(parameter), whole_numel(parameter)) * (6 if parameter.requires_grad else 4)
     return total + 12.0 * text.num_hidden_layers * text.hidden_size * sequence_length

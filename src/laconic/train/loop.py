@@ -28,11 +28,14 @@ from laconic.hf.tokenizer import load_tokenizer
 from laconic.strategies.checks import check_job
 from laconic.strategies.cyclic import CyclicStepper
 from laconic.strategies.cyclic_checkpoint import newest_cut
+from laconic.strategies.deepspeed import DeepSpeedStepper
+from laconic.strategies.deepspeed_setup import DEEPSPEED
 from laconic.strategies.islands import num_launches
 from laconic.strategies.memory import measured_peak
 from laconic.strategies.optimizers import set_learning_rates
 from laconic.strategies.simultaneous import Simultaneous
 from laconic.strategies.stepper import NotFiniteError, Stepper
+from laconic.strategies.torchft import TorchftStepper
 from laconic.train import prepare
 from laconic.train.auto import with_strategy
 from laconic.train.flops import flops_per_token, peak_flops
@@ -145,6 +148,10 @@ class Trainer:
 
     def _make_stepper(self, model: nn.Module) -> Stepper:
         if not self.config.schedule.is_cyclic:
+            if self.config.shard.strategy in DEEPSPEED:
+                return DeepSpeedStepper(model, self.config, self.ranks, self.device)
+            if self.config.shard.strategy == "torchft-diloco":
+                return TorchftStepper(model, self.config, self.ranks, self.device)
             return Simultaneous(model, self.config, self.ranks, self.device)
         resumes = self.config.train.resume != "never" and self.ranks.is_main
         saved = self.peers.broadcast(newest_cut(prepare.checkpoints_to_load(self.config)) if resumes else None)

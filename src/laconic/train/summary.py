@@ -12,6 +12,7 @@ from torch import nn
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, to_dict
 from laconic.strategies.islands import num_islands
+from laconic.strategies.memory import whole_numel
 from laconic.train.records import Step
 
 _LISTS = (
@@ -35,8 +36,8 @@ def summarise(config: Config, ranks: RankInfo, model: nn.Module, steps: Sequence
         "lora": config.lora.enabled,
         "num_nodes": ranks.num_nodes,
         "num_local": ranks.num_local,
-        "num_parameters": sum(parameter.numel() for parameter in parameters),
-        "num_trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "num_parameters": sum(map(whole_numel, parameters)),
+        "num_trainable": sum(whole_numel(parameter) for parameter in parameters if parameter.requires_grad),
         "losses": [step.loss for step in steps],
         "grad_norms": [step.grad_norm for step in steps],
         **{key: values[key] for key in _LISTS},

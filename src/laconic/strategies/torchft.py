@@ -1,0 +1,216 @@
+"""The stepper of a job whose islands sync by torchft's DiLoCo, beside laconic's own local steps.
+
+[Note: torchft as a baseline]
+Every island is a replica group of torchft: FSDP2 inside, and between islands `torchft.local_sgd.DiLoCo`, which
+averages pseudo-gradients in float32 by Gloo's all-reduce, one for each fragment. Rank 0 runs the lighthouse, and the
+first rank of every island a manager. torchft swallows a failed all-reduce, and goes on with the weights of the last
+sync. A comparison must not, so the stepper counts the syncs that torchft has committed.
+"""
+
+import contextlib
+import importlib
+import logging
+import math
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from laconic.checkpoint.state import named_parameters
+from laconic.comm.agreement import RankGroup
+from laconic.comm.launch import RankInfo
+from laconic.comm.ring import own_addresses
+from laconic.config import Config, JobError, SyncConfig
+from laconic.islands.fragments import fragment_of
+from laconic.islands.report import SyncReport
+from laconic.strategies.islands import num_islands
+from laconic.strategies.simultaneous import Simultaneous
+
+_LOGGERS = ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors")
+
+
+def check_torchft(config: Config) -> None:
+    """Refuse a job that torchft's DiLoCo cannot run as laconic's local steps do.
+
+    Raises:
+        JobError: with the key and the reason.
+    """
+    sync, train, default = config.sync, config.train, SyncConfig()
+    if not sync.is_local:
+        raise JobError("shard.strategy = 'torchft-diloco' needs sync.mode = 'local': its islands sync now and then")
+    if sync.codec != "fp32":
+        raise JobError(
+            f"sync.codec = {sync.codec!r} and shard.strategy = 'torchft-diloco', which sends float32 (its fp8 needs a "
+            "GPU and Triton); set sync.codec = 'fp32'"
+        )
+    for key in ("overlap", "mixing", "slices", "recovery", "rendezvous"):
+        if getattr(sync, key) != getattr(default, key):
+            raise JobError(
+                f"sync.{key} = {getattr(sync, key)!r} and shard.strategy = 'torchft-diloco', which "
+                f"{_NOT_ALIKE.get(key, 'has nothing like it')}; leave it out"
+            )
+    if train.save_every != -1 or train.resume != "never":
+        raise JobError(
+            "shard.strategy = 'torchft-diloco' is for comparisons, and its runs write and read no checkpoints; set "
+            "train.save_every = -1 and train.resume = 'never'"
+        )
+
+
+_NOT_ALIKE = {"overlap": "sends a fragment earlier, not applies it later, so the steps would differ"}
+
+
+def import_torchft() -> tuple[ModuleType, ModuleType]:
+    """Import torchft's module of DiLoCo, and the top module with `Manager`.
+
+    Raises:
+        JobError: torchft is not installed.
+    """
+    os.environ.setdefault("RUST_LOG", "warn")  # its servers write several lines for every sync
+    try:
+        found = importlib.import_module("torchft"), importlib.import_module("torchft.local_sgd")
+    except ImportError as error:
+        raise JobError(
+            f"shard.strategy = 'torchft-diloco' needs torchft ({error}): pip install 'laconic[torchft]'"
+        ) from error
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    return found
+
+
+class TorchftStepper(Simultaneous):
+    """A `Stepper` for islands that sync by torchft: [Note: torchft as a baseline]."""
+
+    def __init__(self, model: nn.Module, config: Config, ranks: RankInfo, device: torch.device) -> None:
+        """Shard the model inside this rank's island, and join torchft's quorum of islands. Collective.
+
+        Raises:
+            JobError: torchft is not installed.
+            ValueError: the model cannot be divided into sync.fragments fragments.
+        """
+        torchft, local_sgd = import_torchft()
+        super().__init__(model, config, ranks, device)
+        sync, islands = config.sync, num_islands(config, ranks)
+        self._interval, self._num_steps_taken = sync.every // sync.fragments, 0
+        self.steps_per_sync = self._interval
+        self._lighthouse: Any = None
+        self._manager = self._join(torchft, ranks, islands, timedelta(seconds=config.train.timeout_s))
+        fragments = _fragments(model, sync)
+        outer = [
+            torch.optim.SGD(
+                fragment.parameters(),
+                lr=sync.outer_lr,
+                momentum=sync.outer_momentum,
+                nesterov=sync.outer_momentum > 0,
+            )
+            for fragment in fragments
+        ]
+        self._diloco = local_sgd.DiLoCo(
+            self._manager, fragments, self.optimizer, outer, sync_every=sync.every, use_bucketization=True
+        )
+        self._diloco.__enter__()
+
+    def _join(self, torchft: ModuleType, ranks: RankInfo, islands: int, timeout: timedelta) -> Any:
+        """Start the lighthouse, a store for each island, and the manager; return the manager. Collective."""
+        world = dist.group.WORLD
+        assert world is not None
+        host = own_addresses(dist.distributed_c10d._get_default_store())[0]
+        address: str | None = None
+        if ranks.is_main:
+            from torchft.coordination import LighthouseServer
+
+            self._lighthouse = LighthouseServer(
+                bind="0.0.0.0:0", min_replicas=islands, join_timeout_ms=60_000, quorum_tick_ms=20
+            )
+            address = f"http://{host}:{urlsplit(self._lighthouse.address()).port}"
+        is_first = ranks.rank == self.peers.start
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if is_first else None
+        found: list[list[Any]] = RankGroup().gather([address, host, self._store.port if self._store else 0])
+        lighthouse, (store_host, store_port) = found[0][0], found[self.peers.start][1:]
+        return torchft.Manager(
+            pg=torchft.ProcessGroupGloo(timeout=timeout),
+            load_state_dict=None,
+            state_dict=None,
+            min_replica_size=islands,
+            use_async_quorum=False,
+            timeout=timeout,
+            quorum_timeout=timeout,
+            rank=ranks.rank - self.peers.start,
+            world_size=len(self.peers),
+            store_addr=store_host,
+            store_port=store_port,
+            lighthouse_addr=lighthouse,
+            replica_id=f"island-{self.peers.start // len(self.peers)}",
+            hostname=host,
+            init_sync=False,  # islands start from equal weights
+        )
+
+    def _update(self, num_targets: int, *, is_last: bool) -> tuple[SyncReport, ...]:
+        """Take the optimizer's step, after which torchft's hook syncs when it is time.
+
+        Raises:
+            RuntimeError: torchft has not committed a sync.
+        """
+        self.optimizer.step()
+        self._num_steps_taken += 1
+        due, done = self._num_steps_taken // self._interval, self._manager.current_step()
+        if done != due:
+            raise RuntimeError(
+                f"torchft committed {done} of {due} syncs up to step {self._num_steps_taken}; its error: "
+                f"{self._manager.errored()}"
+            )
+        return ()
+
+    def consistent(self) -> AbstractContextManager[Any]:
+        """See `Stepper.consistent`. Inside, the model has the outer parameters."""
+        return self._outer_parameters()
+
+    @contextlib.contextmanager
+    @torch.no_grad()
+    def _outer_parameters(self) -> Iterator[None]:
+        parameters = list(self.module.parameters())
+        own = [parameter.detach().clone() for parameter in parameters]
+        self._diloco._restore_parameters()
+        try:
+            yield
+        finally:
+            for parameter, value in zip(parameters, own, strict=True):
+                parameter.copy_(value)
+
+    def resting_bytes(self) -> int:
+        """See `Stepper.resting_bytes`. On a CPU the outer parameters and momentum are in the same memory."""
+        kept = sum(
+            math.prod(tensor.shape) * tensor.element_size()
+            for fragment in self._diloco._fragments
+            for tensor in fragment.original_parameters.values()
+        )
+        return super().resting_bytes() + kept
+
+    def close(self) -> None:
+        """See `Stepper.close`."""
+        self._diloco.__exit__(None, None, None)
+        dist.barrier()
+        self._manager.shutdown(wait=False)
+        dist.barrier()
+        if self._lighthouse is not None:
+            self._lighthouse.shutdown()
+
+
+def _fragments(model: nn.Module, sync: SyncConfig) -> list[nn.Module]:
+    """The fragments as modules, in the order in which laconic's local steps send them: 1, 2, ..., 0."""
+    trained = {name: parameter for name, parameter in named_parameters(model).items() if parameter.requires_grad}
+    assigned = fragment_of(trained, sync.fragments, sync.pattern)
+    modules = []
+    for index in [*range(1, sync.fragments), 0]:
+        fragment = nn.Module()
+        for name, parameter in trained.items():
+            if assigned[name] == index:
+                fragment.register_parameter(name.replace(".", "/"), parameter)
+        modules.append(fragment)
+    return modules

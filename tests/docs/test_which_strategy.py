@@ -1,0 +1,60 @@
+"""The tables of docs/which-strategy.md are what the planner computes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from laconic.config import load
+from laconic.plan import Predictor, choose, load_cluster
+from laconic.plan.units import format_quantity
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "which-strategy.md"
+HEAD = "| strategy | s/step | wire | device | fits |\n|---|---|---|---|---|\n"
+CASES = {
+    "lora-14b": ["ddp", "device", "host", "hsdp", "fsdp2-hpz", "none", "fsdp2"],
+    "a40-10b": ["hsdp", "host", "device", "4bit", "fsdp2-hpz", "none", "fsdp2", "ddp"],
+    "full-13b": ["host", "device", "4bit", "none", "hsdp", "fsdp2", "fsdp2-reduced"],
+    "sites": ["local-steps", "4bit", "host", "hsdp", "fsdp2-reduced", "fsdp2"],
+    "infiniband": ["fsdp2", "fsdp2-hpz", "host", "none", "device", "hsdp"],
+}
+TAKEN = {"lora-14b": "ddp", "a40-10b": "hsdp", "full-13b": "host", "sites": "local-steps", "infiniband": "fsdp2"}
+
+
+def table(case: str) -> str:
+    """The table of a case, as the page has it."""
+    folder = ROOT / "examples" / "plan"
+    predictor = Predictor(load(folder / f"{case}.toml"), load_cluster(folder / f"{case}-cluster.toml"))
+    choice = choose(predictor)
+    assert choice.recommended is not None
+    assert choice.recommended.strategy == TAKEN[case]
+    entries = {entry.estimate.strategy: entry for entry in choice.entries}
+    rows = []
+    for name in CASES[case]:
+        estimate = entries[name].estimate
+        label = f"**{estimate.label}**" if entries[name].is_recommended else estimate.label
+        wire, device = (format_quantity(each, "B") for each in (estimate.wire_bytes, estimate.peak_bytes))
+        rows.append(f"| {label} | {estimate.seconds:.3g} | {wire} | {device} | {'yes' if estimate.fits else 'no'} |\n")
+    return HEAD + "".join(rows)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_case(case: str) -> None:
+    shown = PAGE.read_text().partition(f"<!-- case: {case} -->\n\n")[2]
+    assert table(case) == re.match(r"(?:\|.*\n)*", shown)[0]  # type: ignore[index]
+
+
+def main() -> None:
+    """Write the tables into the page."""
+    text = PAGE.read_text()
+    for case in CASES:
+        pattern = rf"(<!-- case: {case} -->\n\n)(?:\|.*\n)*"
+        text = re.sub(pattern, lambda found, case=case: found[1] + table(case), text)
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""The programs of DeepSpeed and of torchft's DiLoCo."""
+
+import math
+from typing import Any
+
+import pytest
+
+from laconic.plan.buckets import Shape
+from laconic.plan.candidates import CANDIDATES
+from laconic.plan.deepspeed_fetch import Coordinator, FetchSizes, Parameter
+from laconic.plan.job import work_of
+from laconic.plan.machine import Machine
+from laconic.plan.prediction import Refusal
+from tests.plan.test_peers import LAYERS, SHAPES, estimated, job, model_numels, payload, predict, spec
+
+
+def padded(config: Any, ranks: int) -> int:
+    """The elements of the model, each parameter padded to a multiple of the ranks."""
+    shapes, _ = model_numels(config)
+    return sum(-(-math.prod(shape) // ranks) * ranks for shape in shapes)
+
+
+@pytest.mark.parametrize(("nodes", "local"), SHAPES)
+def test_zero_3_moves_three_passes_but_for_what_stays_over_the_turn(nodes: int, local: int) -> None:
+    """Weights move in forward and backward, but for those gathered ahead when forward ends; gradients once.
+
+    At most the root and two layers stay.
+    """
+    config, ranks = job(), nodes * local
+    found = estimated(config, spec(nodes, local), "deepspeed")
+    numel = padded(config, ranks)
+    pass_bytes = local * (ranks - 1) / ranks * 4 * numel  # one edge of the ring for each rank of a node
+    moved = {"weights": 0.0, "gradients": 0.0}
+    for (_, purpose), size in found.sent_bytes.items():
+        if purpose in moved:
+            moved[purpose] += local * size
+    assert moved["gradients"] == pytest.approx(pass_bytes)
+    assert (2 - 2.5 / LAYERS) * pass_bytes < moved["weights"] < 2 * pass_bytes
+
+
+def test_hpz_gathers_again_inside_the_node() -> None:
+    """Weights cross the wire once, gradients once; the node's copy takes memory until the optimizer's step."""
+    config = job()
+    plain, hpz = (estimated(config, spec(2, 2), name) for name in ("deepspeed", "deepspeed-hpz"))
+    numel = padded(config, 4)
+    assert payload(hpz, is_wire=True) == pytest.approx(2 * 3 / 4 * 4 * numel)
+    assert payload(hpz, is_wire=False) > payload(plain, is_wire=False)
+    assert hpz.resting_bytes == pytest.approx(plain.resting_bytes)
+    assert plain.peak_bytes < hpz.peak_bytes
+
+
+def test_hpz_never_gathers_a_frozen_weight_across_nodes_again() -> None:
+    """The node shard of a frozen parameter stays for good."""
+    config = job(lora={"enabled": True, "rank": 4, "alpha": 8.0, "targets": ["q_proj", "v_proj"]})
+    plain, hpz = (estimated(config, spec(2, 2), name) for name in ("deepspeed", "deepspeed-hpz"))
+    assert hpz.wire_bytes < 0.2 * plain.wire_bytes
+    assert hpz.resting["cache"] > 0
+
+
+def test_zero_plus_plus_crosses_in_int8_and_int4() -> None:
+    """Weights cross once in 8 bits, gradients once in 4, each with scales; vectors and odd matrices in full."""
+    config = job()
+    found = estimated(config, spec(2, 2), "deepspeed-zero++", "cuda")
+    numel = padded(config, 4)
+    weights = 2 * found.sent_bytes["node", "weights"]
+    gradients = 2 * found.sent_bytes["node", "gradients"]
+    assert 3 / 4 * numel < weights < 1.01 * 3 / 4 * numel
+    assert numel / 2 / 2 < gradients < 1.3 * numel / 2 / 2
+
+
+def test_zero_3_reduces_in_every_micro_batch() -> None:
+    """Gradient accumulation multiplies all transfers."""
+    one, two = (estimated(job(train={"accumulation": count}), spec(2, 2), "deepspeed") for count in (1, 2))
+    for level in ("node", "local"):
+        assert two.sent_bytes[level, "gradients"] == pytest.approx(2 * one.sent_bytes[level, "gradients"])
+        assert two.sent_bytes[level, "weights"] == pytest.approx(2 * one.sent_bytes[level, "weights"])
+
+
+def test_resting_memory_is_what_stage_3_allocates() -> None:
+    """Of each trained parameter a rank keeps its part, fp32 masters, fp32 sums, two states; and one bucket."""
+    config = job()
+    found = estimated(config, spec(2, 2), "deepspeed")
+    shapes, _ = model_numels(config)
+    layer = (padded(config, 1) - 2 * shapes[0][0] * shapes[0][1] - shapes[0][1]) // LAYERS
+    assert found.resting_bytes == pytest.approx(20 * padded(config, 4) / 4 + 4 * layer)
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "deepspeed-hpz", "deepspeed-zero++", "torchft-diloco"])
+def test_every_byte_is_freed_between_steps(name: str) -> None:
+    """What a program holds between two steps does not grow from step to step."""
+    config = CANDIDATES[name].job(job(train={"accumulation": 2}))
+    machine = Machine(spec(2, 2), device_type="cuda")
+    shape = Shape(nodes=1, local=2, islands=2) if config.sync.is_local else Shape(nodes=2, local=2)
+    program = CANDIDATES[name].make(machine, config, work_of(config, device_type="cuda"), shape)
+    program.step()
+    first = dict(machine.held)
+    program.step()
+    assert dict(machine.held) == pytest.approx(first)
+    assert machine.held["transfers"] == pytest.approx(0)
+
+
+def coordinator(numels: list[int], sizes: FetchSizes) -> tuple[Coordinator, list[list[int]], list[Parameter]]:
+    """A coordinator of modules with one parameter each, forward and backward; the messages that it sends; and these."""
+    machine = Machine(spec(2, 2), device_type="cuda")
+    parameters = [
+        Parameter(
+            numel=numel, itemsize=4, partition_numel=numel, is_trained=True, has_two_dims=True, num_scales=1
+        )
+        for numel in numels
+    ]  # fmt: skip
+    order = [[each] for each in (*parameters, *parameters[::-1])]
+    messages: list[list[int]] = []
+
+    def send(members: Any) -> tuple[None, float]:
+        messages.append([parameters.index(each) for each in members])
+        return None, 0.0
+
+    return Coordinator(machine, order, sizes, send, lambda parameter: None), messages, parameters
+
+
+def run(found: Coordinator) -> None:
+    """One micro-batch."""
+    found.begin()
+    for step in range(len(found.order)):
+        found.fetch()
+        found.release(step)
+    found.end()
+
+
+def test_without_prefetch_every_module_is_gathered_twice() -> None:
+    """Only the last module, which backward wants at once, is there already if it may stay."""
+    found, messages, _ = coordinator([1, 1, 1], FetchSizes(prefetch=0, max_live=3, max_reuse=0))
+    run(found)
+    assert messages == [[0], [1], [2], [2], [1], [0]]
+
+
+def test_prefetch_gathers_ahead_and_keeps_what_it_skips() -> None:
+    """By hand: 0 is fetched, 1 ahead of it; then each step fetches one ahead; 2 is there at the turn, and stays."""
+    found, messages, parameters = coordinator([1, 1, 1], FetchSizes(prefetch=1, max_live=2, max_reuse=0))
+    run(found)
+    assert messages == [[0], [1], [2], [1], [0]]
+    assert all(each.message is None for each in parameters)
+
+
+def test_a_long_reuse_distance_keeps_everything() -> None:
+    """With the distance of a whole model nothing is gathered twice."""
+    found, messages, _ = coordinator([1, 1, 1], FetchSizes(prefetch=0, max_live=9, max_reuse=6))
+    run(found)
+    assert messages == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "sections", "shape", "device_type", "reason"),
+    [
+        ("deepspeed-hpz", {}, (3, 1), "cuda", "at least 2 ranks"),
+        ("deepspeed-zero++", {}, (2, 2), "cpu", "CUDA kernels"),
+        ("deepspeed", {"model": {"dtype": "bfloat16"}}, (2, 2), "cuda", "float32"),
+        ("deepspeed", {"optimizer": {"name": "shampoo"}}, (2, 2), "cuda", "whole blocks or matrices"),
+        ("torchft-diloco", {"sync": {"mode": "local", "overlap": 2}}, (2, 2), "cuda", "sync.overlap"),
+        ("torchft-diloco", {}, (1, 4), "cuda", "2 islands"),
+        ("torchft-diloco", {"sync": {"mode": "local", "slices": 2}}, (2, 2), "cuda", "sync.slices"),
+    ],
+)
+def test_refusals_say_why(
+    name: str, sections: dict[str, Any], shape: tuple[int, int], device_type: str, reason: str
+) -> None:
+    """A peer that cannot run the job says so."""
+    found = predict(job(**sections), spec(*shape), name, device_type)
+    assert isinstance(found, Refusal)
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize("islands", [None, 2])
+def test_diloco_sends_its_share_of_an_all_reduce(islands: int | None) -> None:
+    """A ring all-reduce of all parameters, once in `every` steps; without islands of its own every node is one."""
+    every, fragments = 20, 4
+    sync = {"mode": "local", "every": every, "fragments": fragments, "islands": islands}
+    found = estimated(job(sync={k: v for k, v in sync.items() if v}), spec(4, 2), "torchft-diloco")
+    count = islands or 4
+    _, numel = model_numels(job())
+    ranks = 8 // count
+    assert ranks * found.sent_bytes["island", "outer"] * every == pytest.approx(2 * (count - 1) / count * 4 * numel)
+    assert "20 steps" in found.inexact
+
+
+def test_diloco_without_a_section_syncs_every_100_steps() -> None:
+    """The default of sync.every, with every node an island."""
+    found = estimated(job(), spec(2, 2), "torchft-diloco")
+    _, numel = model_numels(job())
+    assert found.wire_bytes * 100 == pytest.approx(4 * numel, rel=0.001)
+    assert found.host_bytes * 2 == pytest.approx(4 * numel)

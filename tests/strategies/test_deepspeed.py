@@ -1,0 +1,146 @@
+"""DeepSpeed's ZeRO-3 as a strategy, beside FSDP2 on the same job."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from laconic.comm.launch import RankInfo
+from laconic.config import Config, JobError
+from laconic.strategies.checks import check_job
+from laconic.strategies.deepspeed_setup import Sizes, import_deepspeed, refuse_on_cpu, zero_3
+from laconic.strategies.deepspeed_state import local_part
+from tests.ranks import run_ranks
+from tests.strategies import peers
+from tests.train.jobs import job
+
+RANKS = RankInfo(rank=0, world_size=4, local_rank=0, num_local=2, num_nodes=2)
+CPU = torch.device("cpu")
+
+
+def run(folder: Path, name: str, strategy: str, **sections: dict[str, Any]) -> Config:
+    """A job under `strategy` with its own output folder."""
+    sections["shard"] = {"strategy": strategy, **sections.get("shard", {})}
+    sections["train"] = {"output": str(folder / name), **sections.get("train", {})}
+    return job(folder, **sections)
+
+
+@pytest.mark.timeout(240)  # three ranks import DeepSpeed, on a machine that may be busy
+def test_three_ranks_train_save_and_resume_as_under_fsdp2(tmp_path: Path) -> None:
+    """Odd sizes: no parameter's elements divide by three. Checkpoints go in both directions."""
+    clipped: dict[str, dict[str, Any]] = {"optimizer": {"max_grad_norm": 0.5, "weight_decay": 0.3}}
+    whole = {"accumulation": 2, "steps": 4, "eval_every": 2}
+    until, after = {"accumulation": 2, "steps": 2, "save_every": 0}, {**whole, "resume": "auto"}
+    configs = [
+        run(tmp_path, "fsdp2", "fsdp2", train=whole, **clipped),
+        run(tmp_path, "deepspeed", "deepspeed", train=whole, **clipped),
+        run(tmp_path, "there", "deepspeed", train=until, **clipped),
+        run(tmp_path, "there", "fsdp2", train=after, **clipped),
+        run(tmp_path, "back", "fsdp2", train=until, **clipped),
+        run(tmp_path, "back", "deepspeed", train=after, **clipped),
+        run(tmp_path, "wild", "deepspeed", optimizer={"lr": 1e30, "max_grad_norm": 0.0}, train={"steps": 2}),
+    ]
+    fsdp2, deepspeed, _, there, _, back, wild = run_ranks(peers.train, 3, *configs, local=1, timeout_s=200)[0]
+    for key in ("losses", "grad_norms"):
+        assert deepspeed[key] == pytest.approx(fsdp2[key], rel=1e-5)
+        for resumed in (there, back):
+            assert resumed["start_step"] == 2
+            assert resumed[key] == pytest.approx(fsdp2[key][2:], rel=1e-5)
+    evaluations = [[one["eval_loss"] for one in each["evaluations"]] for each in (deepspeed, fsdp2)]
+    assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-5)
+    assert len(evaluations[0]) == 2
+    assert [deepspeed[key] for key in ("num_parameters", "num_trainable")] == [12112, 12112]
+    assert "training stopped before the optimizer of step 2" in wild
+    assert "The weights are as after step 1" in wild
+
+
+@pytest.mark.timeout(240)
+def test_copies_on_each_node_adapters_and_mixed_precision(tmp_path: Path) -> None:
+    lora: dict[str, dict[str, Any]] = {"lora": {"enabled": True, "rank": 2}}
+    bf16: dict[str, dict[str, Any]] = {"shard": {"param_dtype": "bfloat16"}}
+    kept: dict[str, dict[str, Any]] = {"shard": {"reshard_after_forward": False}}
+    configs = [
+        run(tmp_path, "fsdp2", "fsdp2"),
+        run(tmp_path, "hpz", "deepspeed-hpz"),
+        run(tmp_path, "kept", "deepspeed", **kept),
+        run(tmp_path, "fsdp2-lora", "fsdp2", **lora, **bf16),
+        run(tmp_path, "lora", "deepspeed", **lora, **bf16),
+    ]
+    fsdp2, hpz, whole, fsdp2_lora, adapters = run_ranks(peers.train, 4, *configs, local=2, timeout_s=200)[0]
+    assert hpz["losses"] == pytest.approx(fsdp2["losses"], rel=1e-5)
+    assert whole["losses"] == pytest.approx(fsdp2["losses"], rel=1e-5)
+    assert adapters["losses"] == pytest.approx(fsdp2_lora["losses"], rel=1e-3)  # both round, in other orders
+    assert adapters["losses"] != fsdp2["losses"]
+    assert adapters["num_trainable"] == fsdp2_lora["num_trainable"] < adapters["num_parameters"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"optimizer": {"name": "adamw8bit"}}, "optimizer.name = 'adamw8bit'"),
+        ({"model": {"dtype": "bfloat16"}}, "model.dtype = 'bfloat16'.*keeps master weights.*in float32"),
+        ({"shard": {"param_dtype": "float16"}}, "shard.param_dtype = 'float16'.*its own rule"),
+        ({"lora": {"enabled": True, "quantize": "nf4"}}, "lora.quantize = 'nf4'"),
+        ({"train": {"compile": True}}, "train.compile = True"),
+    ],
+)
+def test_jobs_that_deepspeed_would_run_in_another_way_are_refused(
+    sections: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(JobError, match=message):
+        check_job(run(tmp_path, "out", "deepspeed", **sections), RANKS)
+
+
+def test_copies_on_a_node_need_several_ranks_on_it(tmp_path: Path) -> None:
+    alone = RankInfo(rank=0, world_size=2, local_rank=0, num_local=1, num_nodes=2)
+    with pytest.raises(JobError, match="at least 2 ranks per node, got 1"):
+        check_job(run(tmp_path, "out", "deepspeed-hpz"), alone)
+
+
+def test_quantised_crossings_are_refused_on_a_cpu_with_the_reason(tmp_path: Path) -> None:
+    config = run(tmp_path, "out", "deepspeed-zero++")
+    with pytest.raises(JobError, match=r"CUDA kernels.*This op had not been implemented on CPU backend"):
+        refuse_on_cpu(config, CPU)
+    refuse_on_cpu(config, torch.device("cuda"))
+
+
+def test_without_deepspeed_the_message_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(JobError, match=r"DS_BUILD_OPS=0 pip install 'laconic\[deepspeed\]'"):
+        import_deepspeed(CPU)
+
+
+class Tower(nn.Module):
+    """Three layers of unlike sizes, with an embedding whose weight the output shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.output = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+        self.output.weight = self.embedding.weight
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4)])
+
+
+def test_buffers_are_as_large_as_layers(tmp_path: Path) -> None:
+    sizes = Sizes.of(Tower())
+    assert sizes == Sizes(layer=20, root=40, model=96)
+    zero = zero_3(run(tmp_path, "out", "deepspeed"), RANKS, sizes)["zero_optimization"]
+    assert (zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]) == (20, 20)
+    assert (zero["stage3_max_live_parameters"], zero["stage3_max_reuse_distance"]) == (80, 0)
+    assert "zero_hpz_partition_size" not in zero
+    kept = run(tmp_path, "out", "deepspeed-hpz", shard={"reshard_after_forward": False})
+    zero = zero_3(kept, RANKS, sizes)["zero_optimization"]
+    assert (zero["stage3_max_live_parameters"], zero["stage3_max_reuse_distance"]) == (96, 96)
+    assert zero["zero_hpz_partition_size"] == 2
+
+
+@pytest.mark.parametrize("numel", [1, 2, 6, 7])
+def test_parts_make_the_whole(numel: int) -> None:
+    whole = torch.arange(numel)
+    parts = [local_part(whole, rank, 3) for rank in range(3)]
+    assert torch.equal(torch.cat(parts), whole)
+    assert max(part.numel() for part in parts) == -(-numel // 3)
