@@ -154,6 +154,18 @@ def test_lora_reduces_adapters_alone_and_gathers_the_base() -> None:
     assert 2 * found.sent_bytes["node", "gradients"] == pytest.approx(3 / 4 * trained_bytes)
 
 
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2-gloo", "fsdp2-hpz"])
+def test_a_gather_ahead_of_a_frozen_layer_is_dropped(name: str) -> None:
+    """Backward ends in the last layer, whose gather ahead of the one before goes to waste, and is freed."""
+    config = job(lora={"enabled": True, "rank": 4, "alpha": 8.0, "targets": [f"layers.{LAYERS - 1}.self_attn.q_proj"]})
+    found = estimated(config, spec(2, 2), name)
+    assert found.resting["transfers"] == pytest.approx(0)
+    everything = estimated(
+        job(lora={"enabled": True, "rank": 4, "alpha": 8.0, "targets": ["q_proj"]}), spec(2, 2), name
+    )
+    assert found.sent_bytes["local", "weights"] < everything.sent_bytes["local", "weights"]
+
+
 def test_precision_halves_what_travels() -> None:
     """Weights travel in param_dtype, gradients in reduce_dtype; shards and states stay in the model's dtype."""
     plain = estimated(job(), spec(2, 2), "fsdp2")
@@ -161,6 +173,24 @@ def test_precision_halves_what_travels() -> None:
     assert mixed.sent_bytes["node", "weights"] == pytest.approx(plain.sent_bytes["node", "weights"] / 2)
     assert mixed.sent_bytes["node", "gradients"] == pytest.approx(plain.sent_bytes["node", "gradients"])
     assert mixed.resting_bytes == pytest.approx(plain.resting_bytes)
+
+
+@pytest.mark.parametrize(("name", "device_type"), [("fsdp2", "cpu"), ("fsdp2", "cuda"), ("deepspeed", "cpu")])
+def test_without_resharding_weights_move_once_and_stay(name: str, device_type: str) -> None:
+    """`reshard_after_forward = False` keeps the whole model from forward to backward.
+
+    DeepSpeed gathers the embedding again: its next use is further away than a whole model.
+    """
+    plain, kept = (
+        estimated(job(shard={"reshard_after_forward": reshards}), spec(2, 2), name, device_type)
+        for reshards in (True, False)
+    )
+    _, numel = model_numels(job())
+    moved_numel = numel + (VOCABULARY * HIDDEN if name == "deepspeed" else 0)
+    assert 2 * kept.sent_bytes["node", "weights"] == pytest.approx(3 / 4 * 4 * moved_numel)
+    assert kept.sent_bytes["node", "gradients"] == plain.sent_bytes["node", "gradients"]
+    assert plain.peak["parameters"] < kept.peak["parameters"]
+    assert kept.resting_bytes == plain.resting_bytes
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])

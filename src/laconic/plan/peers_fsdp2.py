@@ -296,6 +296,15 @@ class Fsdp2(Program):
                 machine.hold("transfers", -group.full_bytes)
         group.gather, group.state = None, _State.UNSHARDED
 
+    def _drop_gather(self, group: _Group) -> None:
+        """Wait for a gather that ran ahead of a backward that never came: all before it is frozen."""
+        if group.is_gathering:
+            self._machine.wait(group.gather, f"gather {group.name}")
+            self._free_landing(group)
+            ring = self._node if group.state is _State.POST_FORWARD else self._shards
+            self._machine.hold("transfers", -group.full_bytes if ring.size > 1 else 0.0)
+            group.gather, group.is_gathering = None, False
+
     def _free_deferred(self) -> None:
         self._machine.hold("transfers", -self._deferred_bytes)
         self._deferred_bytes = 0.0
@@ -431,6 +440,8 @@ class Fsdp2(Program):
         """The root's final callback: end the backward of `units`, and wait for every reduction."""
         for unit in units:
             self._post_backward(self.groups[unit], syncs=syncs)
+        for group in self.groups:
+            self._drop_gather(group)
         for job in self._pending:
             self._machine.wait(job, "reduce")
         self._pending.clear()

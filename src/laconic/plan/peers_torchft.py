@@ -1,8 +1,8 @@
 """The program of torchft's DiLoCo: islands under FSDP2 that average pseudo-gradients now and then.
 
 [Note: torchft's DiLoCo]
-The algorithm is DiLoCo (arXiv 2311.08105), in fragments as in Streaming DiLoCo (arXiv 2501.18512), and its order of
-work that of `torchft.local_sgd` (0.2). The parameters after the last sync rest in host memory. A sync brings those of a
+The algorithm is DiLoCo (arXiv 2311.08105), in fragments as in Streaming DiLoCo (arXiv 2501.18512). Its order of work is
+that of `torchft.local_sgd` (0.2). The parameters after the last sync rest in host memory. A sync brings those of a
 fragment to the device, subtracts, copies the pseudo-gradients into flat buckets, and sums these over the islands with a
 ring all-reduce in the parameters' dtype, for which training waits. An SGD with Nesterov momentum, whose state is on the
 device, takes the outer step, and the new parameters are copied to the host.

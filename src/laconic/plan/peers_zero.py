@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import get_args
 
 from laconic.config import Config, JobError
+from laconic.config.sections import Strategy
 from laconic.plan.buckets import Shape
 from laconic.plan.candidate import Candidate
 from laconic.plan.machine import Machine
@@ -45,7 +47,8 @@ _ROUNDED = "weights are gathered in 8 bits and gradients summed in 4, and nothin
 def _of_deepspeed(name: str, label: str, source: str, *, hpz: bool = False, quantizes: bool = False) -> Candidate:
     return Candidate(
         name=name, label=label, make=partial(_deepspeed, name=name, hpz=hpz, quantizes=quantizes), is_peer=True,
-        source=f"{source}; DeepSpeed 0.19's runtime/zero", keys=None, inexact=_ROUNDED if quantizes else "",
+        source=f"{source}; DeepSpeed 0.19's runtime/zero",
+        keys={"strategy": name} if name in get_args(Strategy) else None, inexact=_ROUNDED if quantizes else "",
     )  # fmt: skip
 
 
