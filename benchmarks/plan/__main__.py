@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks.measure import Benchmark
-from benchmarks.plan import counted, memory
+from benchmarks.plan import counted, fits, memory, paper, scale, seconds
 from benchmarks.plan.bench import Bench, open_bench
 from benchmarks.record import Record
 
@@ -28,7 +28,11 @@ def _save(record: Record, bench: Bench) -> None:
 
 BENCHMARK = Benchmark(
     name="plan", doc=__doc__, prepare=open_bench,
-    rows={"bytes-counted": counted.row, "memory": memory.row},
+    rows={
+        "bytes-counted": counted.row, "bytes-interface": seconds.interface, "memory": memory.row,
+        "seconds": seconds.seconds, "best": seconds.best,
+        "fits": fits.row, "fcdp-paper": paper.row, "scale": scale.row,
+    },
     save=_save, details=_details,
 )  # fmt: skip
 

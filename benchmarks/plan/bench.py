@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ from typing import Any
 from benchmarks.launch import launch
 from benchmarks.measure import Options
 from benchmarks.plan.jobs import Case, Predictions
+from benchmarks.plan.lab import LabRuns
 from benchmarks.plan.ranks import train_all
 from laconic.compare.table import markdown
 from laconic.config import to_dict
@@ -27,6 +26,7 @@ class Bench:
     def __init__(self, out: Path, *, quick: bool) -> None:
         self.out, self.quick = out, quick
         self.predictions = Predictions()
+        self.lab = LabRuns(out)
         self.tables: dict[str, str] = {}
         """The tables below the rows, by the key of their row."""
 
@@ -58,10 +58,3 @@ def open_bench(options: Options) -> Iterator[Bench]:
 def columns(names: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A Markdown table whose first column is text."""
     return markdown(tuple(names), [list(line) for line in lines], num_text_columns=1)
-
-
-def read_answers(path: Path) -> list[dict[str, Any]]:
-    """Read the summaries that rank 0 has written."""
-    with contextlib.closing(path.open(encoding="utf-8")) as file:
-        answers: list[dict[str, Any]] = json.load(file)
-    return answers

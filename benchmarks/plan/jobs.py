@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from laconic.config import Config, from_dict
+from laconic.config import Config, ConfigError, from_dict
 from laconic.plan.candidates import CANDIDATES
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate
@@ -79,9 +79,10 @@ CYCLIC: dict[str, dict[str, Any]] = {
 """The cyclic schedule, in its placements."""
 
 PEERS: dict[str, dict[str, Any]] = {
-    name: {"shard": {"strategy": name}} for name in ("fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp")
+    name: {"shard": {"strategy": name}}
+    for name in ("fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp", "deepspeed", "deepspeed-hpz")
 }
-"""PyTorch's strategies, which `laconic train` runs too."""
+"""The strategies of others that `laconic train` runs too."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "LoRA": {"lora": {"enabled": True, "rank": 4, "targets": ["q_proj", "v_proj"]}},
@@ -133,6 +134,19 @@ def make_case(
     if "targets" in job.get("lora", {}) and model == "gpt2":
         job["lora"]["targets"] = ["c_attn"]
     return Case(name=name, config=from_dict(Config, job), candidate=candidate)
+
+
+def make_cases(
+    model: str, jobs: Sequence[tuple[str, Sequence[Mapping[str, Any]], str]], *, out: Path, steps: int
+) -> list[Case]:
+    """Make cases of one model, each given as its name, its sections and its candidate. Unknown strategies are named."""
+    found = []
+    for name, layers, candidate in jobs:
+        try:
+            found.append(make_case(f"{model}, {name}", model, *layers, out=out, candidate=candidate, steps=steps))
+        except ConfigError as error:
+            print(f"left out: {model}, {name}: {error}", flush=True)
+    return found
 
 
 def candidate_of(strategy: str) -> str:

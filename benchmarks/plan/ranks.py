@@ -30,13 +30,13 @@ _M_MMAP_THRESHOLD = -3
 
 def train_all(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Train jobs, given as `to_dict` writes them. Returns the summary of each, or {"error": message}. Collective."""
-    _return_freed_memory()
+    _return_freedmemory_bytes()
     return [_train(from_dict(Config, job)) for job in jobs]
 
 
 def _train(config: Config) -> dict[str, Any]:
     gc.collect()
-    before_bytes = _memory("VmRSS")
+    before_bytes = memory_bytes("VmRSS")
     _Watched.most_bytes = 0
     loop.Trainer = _Watched  # type: ignore[misc]
     try:
@@ -58,16 +58,16 @@ class _Watched(loop.Trainer):
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the kernel forgets the peak so far
         record = super()._take_step(step)
         if is_last:
-            _Watched.most_bytes = _memory("VmHWM")
+            _Watched.most_bytes = memory_bytes("VmHWM")
         return record
 
 
-def _return_freed_memory() -> None:
+def _return_freedmemory_bytes() -> None:
     """Let the C library give the memory of tensors back as soon as they are freed, so that the process shows it."""
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
 
 
-def _memory(key: str) -> int:
+def memory_bytes(key: str) -> int:
     """A figure of this process's memory, in bytes."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{key}:"):

@@ -84,11 +84,21 @@ def test_the_arithmetic_of_the_figures(measured: tuple[Path, list[dict[str, Any]
     assert figures["host_memory_bytes_per_s"] == (2 * 2 * (1 << 12) / 0.5,) * 3
     assert figures["host_to_device_bytes_per_s"] == figures["device_to_host_bytes_per_s"] == ((1 << 16) / 0.5,) * 3
     assert figures["ranks_per_host_link"] == (1,)
+    fewest = 4 * 8  # four blocks of four operations forward, and as many backward; then some sums
+    assert 0.5 / (2 * fewest) < figures["device_launch_s"][0] < 0.5 / fewest
     assert figures["local_latency_s"] == figures["wire_latency_s"] == (0.5,) * 3
     half = (1 << 10) / 2  # of a buffer, to the other rank
     assert figures["local_bytes_per_s"] == (half / 0.25,) * 3  # a latency takes at most half of the duration
     assert figures["wire_bits_per_s"] == pytest.approx([8 * 1.0456 * 2 * half / 0.25] * 3)
-    assert results[0]["sent_bytes"] == 2 * 8 + 3 * half, "trial and repetition, after a trial that chose the size"
+    assert figures["local_overlap"] == figures["wire_overlap"] == (1.0,) * 3, "both at once take as long as one"
+    trials = 3 + 3  # one chose the size, trial and repetition of the rate; trial, alone and both at once of the overlap
+    assert results[0]["sent_bytes"] == 2 * 8 + trials * half
+
+
+def test_operations_are_counted_without_views() -> None:
+    with measure._Operations() as operations:
+        torch.ones(2, 3).t().view(3, 2).add(1)
+    assert operations.count == 2, "ones and add"
 
 
 def test_repetitions_and_their_spread() -> None:

@@ -26,6 +26,7 @@ _Bytes = Annotated[int, Bound(lambda value: 1e6 <= value <= 1e15, "lie between 1
 _BytesPerS = Annotated[float, Bound(lambda value: 1e3 <= value <= 1e15, "lie between 1 kB/s and 1 PB/s")]
 _BitsPerS = Annotated[float, Bound(lambda value: 1e3 <= value <= 1e15, "lie between 1 kbit/s and 1 Pbit/s")]
 _Latency = Annotated[float, Bound(lambda value: 1e-9 <= value <= 10, "lie between 1 ns and 10 s")]
+_Share = Annotated[float, Bound(lambda value: 0 <= value <= 1, "lie in [0, 1]")]
 _HeaderFactor = Annotated[float, Bound(lambda value: 1 <= value <= 2, "lie in [1, 2], since headers only add bytes")]
 _LEAST_FLOPS, _MOST_FLOPS = 1e6, 1e18
 
@@ -54,6 +55,9 @@ class ClusterSpec(Section):
     device_memory_bytes_per_s: _BytesPerS
     """The bytes that one device reads and writes in its memory, together. A copy counts twice."""
 
+    device_launch_s: _Latency | None = None
+    """What each operation of a model takes besides its work, where nothing hides it: on a CPU. None: nothing."""
+
     host_memory_bytes: _Bytes
     """The memory of one node."""
     host_memory_bytes_per_s: _BytesPerS | None = None
@@ -69,10 +73,14 @@ class ClusterSpec(Section):
     """The payload bytes that one rank sends to the other ranks of its node, while it receives as many."""
     local_latency_s: _Latency | None = None
     """The duration of the smallest collective inside a node."""
+    local_overlap: _Share = 1.0
+    """The share of a transfer inside the node that compute hides. On a CPU the cores that compute copy."""
     wire_bits_per_s: _BitsPerS | None = None
     """The bits that leave one node, headers included, while as many enter it. Its ranks share them."""
     wire_latency_s: _Latency | None = None
     """The duration of the smallest collective between nodes."""
+    wire_overlap: _Share = 1.0
+    """The share of a transfer between nodes that compute hides."""
     wire_header_factor: _HeaderFactor = DEFAULT_HEADER_FACTOR
     """The bytes that a node's network interface counts for each byte of payload."""
 
@@ -116,6 +124,10 @@ class ClusterSpec(Section):
             ConfigError: the cluster has no such figure.
         """
         return self._given("local_latency_s" if level == "local" else "wire_latency_s")
+
+    def overlap(self, level: Level) -> float:
+        """Return the share of a transfer on a level that compute hides."""
+        return self.local_overlap if level == "local" else self.wire_overlap
 
     def host_bytes_per_s(self, *, to_device: bool) -> float:
         """Return the bytes per second of one rank's host copies in a direction, while its node's other ranks copy."""

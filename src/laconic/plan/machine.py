@@ -143,7 +143,9 @@ class Machine:
 
     def seconds(self, phase: Phase) -> float:
         """The seconds of a phase on one device."""
-        return phase.seconds(self.cluster.device_flops_per_s, self.cluster.device_memory_bytes_per_s)
+        cluster = self.cluster
+        launch_s = cluster.device_launch_s or 0.0
+        return phase.seconds(cluster.device_flops_per_s, cluster.device_memory_bytes_per_s, launch_s)
 
     def touch(self, name: str, nbytes: float) -> None:
         """Run simple kernels that read and write `nbytes` of device memory in all."""
@@ -167,7 +169,10 @@ class Machine:
             return None
         if not isinstance(transfer.hops, int):
             seconds += sum(hops * self.cluster.latency_s(level) for level, hops in transfer.hops.items() if hops)
-        return self._occupy(lane, transfer.name, seconds, after)
+        hidden = self.cluster.overlap("local" if lane is Lane.LOCAL else "node")
+        if hidden < 1:  # the cores that compute also copy the bytes
+            self._work(transfer.name, (1 - hidden) * seconds)
+        return self._occupy(lane, transfer.name, hidden * seconds, after)
 
     def _transfer_s(self, level: Level, nbytes: float, hops: int) -> float:
         sharing = 1 if level == "local" else self.cluster.ranks_per_node

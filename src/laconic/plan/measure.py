@@ -21,6 +21,8 @@ from typing import Any, Literal
 
 import psutil
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
@@ -33,6 +35,8 @@ from laconic.plan.units import format_quantity, unit_of
 
 _MOST_CALLS = 100
 """The calls of an action that one repetition may take."""
+_MOST_PRODUCTS = 1000
+"""The products during one transfer."""
 _MOST_HEADERS = 1.25
 """If an interface has counted more than this many bytes for each byte of payload, something else has used it."""
 _FLOPS = "device_flops_per_s"
@@ -72,7 +76,7 @@ class Figure:
     @property
     def spread(self) -> float:
         """The distance between the lowest and the highest value, as a share of the median."""
-        return (max(self.values) - min(self.values)) / statistics.median(self.values)
+        return (max(self.values) - min(self.values)) / (statistics.median(self.values) or 1.0)
 
     @property
     def source(self) -> str:
@@ -139,6 +143,7 @@ class _Measuring:
         yield Figure(key="ranks_per_node", values=(local,), how="as started")
         yield from self._memory()
         yield from self._products()
+        yield from self._launches()
         on_device = self._copy_rate(self.device)
         yield Figure(key="device_memory_bytes_per_s", values=on_device, how="a copy; what it reads and writes")
         on_host = on_device if self.device == self.host else self._copy_rate(self.host)
@@ -180,6 +185,23 @@ class _Measuring:
     def _product(self, size: int, dtype: torch.dtype) -> Callable[[], object]:
         a, b = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))
         return partial(torch.matmul, a, b, out=torch.empty_like(a))
+
+    def _launches(self) -> Iterator[Figure]:
+        """The time of an operation that has nothing to do. On an accelerator the operations before it hide it."""
+        if self.device != self.host:
+            return
+        layers = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)) for _ in range(4)]
+        model, given = nn.Sequential(*layers), torch.ones(2, 8)
+        parameters = list(model.parameters())
+
+        def step() -> None:
+            torch.autograd.grad(model(given).sum(), parameters)
+
+        with _Operations() as operations:
+            step()
+        values = tuple(seconds / operations.count for seconds in self._repeated(step))
+        how = f"forward and backward of a tiny model, {operations.count} operations"
+        yield Figure(key="device_launch_s", values=values, how=how)
 
     def _copy_rate(self, device: torch.device) -> tuple[float, ...]:
         """The bytes per second that a copy inside a memory reads and writes, for each repetition."""
@@ -234,16 +256,40 @@ class _Measuring:
         rates = tuple(sent / max(duration - latency, duration / 2) for duration in seconds)
         how = f"all-gathers of {format_quantity(whole.nbytes, 'B')} by {communicator.size} ranks"
         few = f"an all-gather of 8 bytes by {communicator.size} ranks"
+        overlap = self._overlap(level, communicator, whole)
         if level == "local":
             yield Figure(key="local_bytes_per_s", values=rates, how=how)
             yield Figure(key="local_latency_s", values=latencies, how=few)
+            yield overlap
             return
         local = self.cluster.num_local
         header_factor = self._header_factor(counted, local * payload_bytes)
         on_wire = tuple(8 * header_factor.median * local * rate for rate in rates)
         yield Figure(key="wire_bits_per_s", values=on_wire, how=f"{how}, on {local} ranks of each node at once")
         yield Figure(key="wire_latency_s", values=latencies, how=few)
+        yield overlap
         yield header_factor
+
+    def _overlap(self, level: IslandLevel, communicator: Communicator, whole: torch.Tensor) -> Figure:
+        """The share of a transfer that products of about the same duration hide: 1 if neither slows the other down."""
+        product = self._product(self.effort.products[min(1, len(self.effort.products) - 1)], torch.float32)
+        transfer_s = self._trial(partial(_gather, communicator, whole))
+        products = min(max(round(transfer_s / self._trial(product)), 1), _MOST_PRODUCTS)
+
+        def compute() -> None:
+            for _ in range(products):
+                product()
+
+        alone = [
+            self._seconds(action, self.effort.repetitions)
+            for action in (partial(_gather, communicator, whole), compute)
+        ]
+        both = self._seconds(partial(_gather, communicator, whole, meanwhile=compute), self.effort.repetitions)
+        hidden = [(a + b - c) / min(a, b) for a, b, c in zip(*alone, both, strict=True)]
+        values = tuple(min(max(share, 0.0), 1.0) for share in hidden)
+        how = f"an all-gather of {format_quantity(whole.nbytes, 'B')} during products that take as long"
+        key = "local_overlap" if level == "local" else "wire_overlap"
+        return Figure(key=key, values=values, how=how)
 
     def _header_factor(self, counted: _Counters, payload_bytes: int) -> Figure:
         """The bytes of the network interface for each byte of payload, on the mean of all nodes, if they make sense."""
@@ -287,9 +333,20 @@ def _nothing() -> None:
     """Wait for the ranks that work."""
 
 
-def _gather(communicator: Communicator, whole: torch.Tensor) -> None:
+class _Operations(TorchDispatchMode):
+    """Counts operations; views take nothing."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def _gather(communicator: Communicator, whole: torch.Tensor, meanwhile: Callable[[], object] = _nothing) -> None:
     piece = whole.view(communicator.size, -1)[communicator.rank]
     pending = communicator.all_gather(whole, piece, "control")
+    meanwhile()
     if pending is not None:
         pending.wait()
 

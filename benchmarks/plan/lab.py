@@ -1,0 +1,130 @@
+"""Runs in the lab, shared by the rows `bytes-interface`, `seconds` and `best`: each case runs once at each rate."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import BenchmarkError
+from benchmarks.plan.jobs import Case, Predictions
+from laconic.compare.runner import explain_failure
+from laconic.config import to_dict
+from laconic.lab import Lab, LabUnavailable, format_rate
+from laconic.plan.cluster_file import load_cluster
+from laconic.plan.cluster_spec import ClusterSpec
+from laconic.plan.estimates import Estimate
+from laconic.plan.prediction import Refusal
+
+_TIMEOUT_S = 900.0
+WARM_STEPS = 2
+"""The steps that are not timed: the first fills caches, and the second still allocates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A case at a rate: what was predicted, and what was measured."""
+
+    case: Case
+    nodes: int
+    local: int
+    rate_bits_per_s: float | None
+    estimate: Estimate
+    seconds: float
+    """The median of the timed steps."""
+    wire_bytes: float
+    """The bytes that a node's interface sends in a step, as the mean over nodes and warm steps."""
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        """The run in words."""
+        return f"{self.case.name}, {self.nodes} x {self.local}, {format_rate(self.rate_bits_per_s)}"
+
+    @property
+    def seconds_error(self) -> float:
+        """The relative error of the predicted seconds."""
+        return self.estimate.seconds / self.seconds - 1
+
+    @property
+    def bytes_error(self) -> float:
+        """The relative error of the predicted bytes of the interface."""
+        return self.estimate.interface_bytes / self.wire_bytes - 1
+
+
+class LabRuns:
+    """Runs in labs, and the cluster files of these labs. Answers stay in the folder, so a second call is quick."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out / "lab"
+        self._out.mkdir(parents=True, exist_ok=True)
+        self._predictions = Predictions()
+
+    def cluster(self, nodes: int, local: int, rate: float | None) -> ClusterSpec:
+        """The lab's cluster file, measured by `laconic plan measure` before any run. The wire's rate is the lab's."""
+        file = self._out / f"cluster-{nodes}x{local}-{format_rate(rate)}.toml"
+        if not file.exists():
+            self._ranks(["-m", "laconic.cli", "plan", "measure", "--out", str(file)], nodes, local, rate)
+        measured = load_cluster(file)
+        return measured if rate is None else replace(measured, wire_bits_per_s=rate)
+
+    def runs(self, cases: Sequence[Case], nodes: int, local: int, rate: float | None) -> list[Run]:
+        """Run cases at a rate, in one launch. Cases that the planner or the trainer refuses are left out, and named."""
+        cluster = self.cluster(nodes, local, rate)
+        predicted = []
+        for case in cases:
+            estimate = None if case.is_missing else self._predictions.of(case, cluster)
+            if estimate is None or isinstance(estimate, Refusal):
+                reason = "the planner has no program for it" if estimate is None else estimate.reason
+                print(f"left out: {case.name} on {nodes} x {local}: {reason}", flush=True)
+            else:
+                predicted.append((case, estimate))
+        found = []
+        summaries = self._answers([case for case, _ in predicted], nodes, local, rate)
+        for (case, estimate), summary in zip(predicted, summaries, strict=True):
+            if "error" in summary:
+                print(f"left out: {case.name} on {nodes} x {local}: {summary['error']}", flush=True)
+                continue
+            warm = slice(WARM_STEPS, None)
+            if case.config.sync.is_local:
+                warm = slice(case.config.sync.every, 2 * case.config.sync.every)
+            found.append(
+                Run(
+                    case=case, nodes=nodes, local=local, rate_bits_per_s=rate, estimate=estimate,
+                    seconds=statistics.median(summary["step_s"][warm]),
+                    wire_bytes=statistics.fmean(summary["interface_sent_bytes"][warm]) / nodes,
+                    tokens=summary["tokens_per_step"],
+                )
+            )  # fmt: skip
+            print(
+                f"{found[-1].name}: {estimate.seconds:.3f} s said, {found[-1].seconds:.3f} s "
+                f"({found[-1].seconds_error:+.1%}); bytes {found[-1].bytes_error:+.2%}", flush=True,
+            )  # fmt: skip
+        return found
+
+    def _answers(self, cases: Sequence[Case], nodes: int, local: int, rate: float | None) -> list[dict[str, Any]]:
+        jobs = [to_dict(case.config) for case in cases]
+        name = hashlib.sha256(json.dumps([jobs, nodes, local, rate], sort_keys=True).encode()).hexdigest()[:16]
+        answers = self._out / f"{name}.json"
+        if not answers.exists():
+            for case in cases:
+                shutil.rmtree(case.config.train.output, ignore_errors=True)
+            file = self._out / f"{name}-jobs.json"
+            file.write_text(json.dumps(jobs), encoding="utf-8")
+            self._ranks(["-m", "benchmarks.plan.ranks", str(file), str(answers)], nodes, local, rate)
+        found: list[dict[str, Any]] = json.loads(answers.read_text(encoding="utf-8"))
+        return found
+
+    def _ranks(self, command: list[str], nodes: int, local: int, rate: float | None) -> None:
+        try:
+            with Lab(nodes=nodes, rate_bits_per_s=rate) as lab:
+                outcome = lab.run(command, local=local, timeout_s=_TIMEOUT_S, show=False)
+        except LabUnavailable as error:
+            raise BenchmarkError(str(error)) from None
+        if outcome.exit_code:
+            raise BenchmarkError(f"{' '.join(command)} failed: {explain_failure(outcome)}")

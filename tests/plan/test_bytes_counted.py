@@ -1,0 +1,82 @@
+"""Predicted payload bytes of a step against the counters of real runs, to the byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laconic.config import Config, from_dict
+from laconic.plan.candidates import CANDIDATES
+from laconic.plan.cluster_spec import ClusterSpec
+from laconic.plan.estimates import Estimate
+from laconic.plan.prediction import Predictor
+from tests.ranks import run_ranks
+from tests.train.jobs import corpus, table, train_all
+
+EVERY = 2
+"""The steps between two syncs of islands."""
+ISLANDS: dict[str, Any] = {"sync": {"mode": "local", "codec": "int4", "every": EVERY}}
+JOBS: dict[str, tuple[str, dict[str, Any]]] = {
+    "none": ("none", {"shard": {"cache": "none"}}),
+    "host": ("host", {}),
+    "host, adapters": ("host", {"lora": {"enabled": True, "rank": 2, "targets": ["q_proj"]}}),
+    "4bit, two micro-batches": ("4bit", {"shard": {"wire": "4bit"}, "train": {"accumulation": 2}}),
+    "zero++": ("zero++", {"shard": {"strategy": "zero++"}}),
+    "muon": ("host", {"optimizer": {"name": "muon", "lr": 0.01}}),
+    "islands": ("local-steps", ISLANDS),
+    "slices": ("local-steps", {"sync": {**ISLANDS["sync"], "slices": 2}}),
+    "cyclic": (
+        "cyclic-sharded",
+        {
+            "schedule": {"kind": "cyclic", "states": "sharded", "cut_by": "parameters"},
+            "optimizer": {"max_grad_norm": 0},
+        },
+    ),
+}
+"""(candidate, sections) of each job."""
+
+
+def jobs(folder: Path) -> dict[str, Config]:
+    """The jobs with four heads and an odd size, which slices divide."""
+    corpus(folder)
+    found = {}
+    for name, (_, sections) in JOBS.items():
+        job = table(folder, **sections)
+        odd = {"hidden_size": 24, "intermediate_size": 38, "num_attention_heads": 4, "num_key_value_heads": 2}
+        job["model"]["config"].update(odd)
+        job["train"]["output"] = str(folder / name)
+        job["train"]["steps"] = 3 * EVERY if "sync" in sections else 4
+        found[name] = from_dict(Config, job)
+    return found
+
+
+def predicted(name: str, config: Config, nodes: int, local: int) -> dict[str, float]:
+    """The bytes of all ranks in a step."""
+    cluster = ClusterSpec(
+        nodes=nodes, ranks_per_node=local, device_memory_bytes=10**11,
+        device_flops_per_s={"float32": 1e11, "bfloat16": 1e11},
+        device_memory_bytes_per_s=1e10, host_memory_bytes=10**12, host_to_device_bytes_per_s=1e10,
+        device_to_host_bytes_per_s=1e10, local_bytes_per_s=1e9, local_latency_s=1e-5, wire_bits_per_s=1e9,
+        wire_latency_s=1e-4,
+    )  # fmt: skip
+    estimate = Predictor(config, cluster).estimate(CANDIDATES[JOBS[name][0]])
+    assert isinstance(estimate, Estimate), estimate
+    return {f"{level}/{purpose}": nodes * local * size for (level, purpose), size in estimate.sent_bytes.items()}
+
+
+def counted(by_step: list[dict[str, int]], *, has_islands: bool) -> dict[str, float]:
+    """The bytes of a warm step, or the mean over a round of syncs that is not the last: the end waits for all."""
+    warm = by_step[EVERY : 2 * EVERY] if has_islands else by_step[2:3]
+    return {kind: sum(step.get(kind, 0) for step in warm) / len(warm) for kind in {key for s in warm for key in s}}
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 1)])
+def test_predicted_bytes_are_the_counted_ones(tmp_path: Path, nodes: int, local: int) -> None:
+    configs = jobs(tmp_path)
+    summaries = run_ranks(train_all, nodes * local, list(configs.values()), local=local)[0]
+    for (name, config), summary in zip(configs.items(), summaries, strict=True):
+        found = counted(summary["traffic_bytes"], has_islands=config.sync.is_local)
+        assert sum(found.values()) > 0
+        assert predicted(name, config, nodes, local) == pytest.approx(found, abs=1e-6), name
