@@ -24,7 +24,7 @@ _TIE = 1.05
 _EQUAL = 1.005
 """Among laconic's own strategies that are as fast, the one with the least device memory wins."""
 _MOST_RATE_BITS_PER_S, _LEAST_RATE_BITS_PER_S = 1e14, 1e5
-_BISECTIONS = 40
+_BISECTIONS = 18
 
 
 @dataclass(frozen=True, kw_only=True)
