@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -142,6 +143,9 @@ def make_cases(
     """Make cases of one model, each given as its name, its sections and its candidate. Unknown strategies are named."""
     found = []
     for name, layers, candidate in jobs:
+        if candidate.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
+            print(f"left out: {model}, {name}: DeepSpeed is not installed", flush=True)
+            continue
         try:
             found.append(make_case(f"{model}, {name}", model, *layers, out=out, candidate=candidate, steps=steps))
         except ConfigError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import statistics
@@ -108,17 +107,22 @@ class LabRuns:
         return found
 
     def _answers(self, cases: Sequence[Case], nodes: int, local: int, rate: float | None) -> list[dict[str, Any]]:
-        jobs = [to_dict(case.config) for case in cases]
-        name = hashlib.sha256(json.dumps([jobs, nodes, local, rate], sort_keys=True).encode()).hexdigest()[:16]
-        answers = self._out / f"{name}.json"
-        if not answers.exists():
-            for case in cases:
+        """The summaries of cases. Those that the folder has not run in one launch."""
+        files = {case.name: self._file(case, nodes, local, rate) for case in cases}
+        new = [case for case in cases if not files[case.name].exists()]
+        if new:
+            for case in new:
                 shutil.rmtree(case.config.train.output, ignore_errors=True)
-            file = self._out / f"{name}-jobs.json"
-            file.write_text(json.dumps(jobs), encoding="utf-8")
-            self._ranks(["-m", "benchmarks.plan.ranks", str(file), str(answers)], nodes, local, rate)
-        found: list[dict[str, Any]] = json.loads(answers.read_text(encoding="utf-8"))
-        return found
+            jobs, answers = self._out / "jobs.json", self._out / "answers.json"
+            jobs.write_text(json.dumps([to_dict(case.config) for case in new]), encoding="utf-8")
+            self._ranks(["-m", "benchmarks.plan.ranks", str(jobs), str(answers)], nodes, local, rate)
+            for case, answer in zip(new, json.loads(answers.read_text(encoding="utf-8")), strict=True):
+                files[case.name].write_text(json.dumps(answer), encoding="utf-8")
+        return [json.loads(file.read_text(encoding="utf-8")) for file in files.values()]
+
+    def _file(self, case: Case, nodes: int, local: int, rate: float | None) -> Path:
+        name = f"{case.name.replace(', ', '-').replace(' ', '-')}-{nodes}x{local}-{format_rate(rate)}"
+        return self._out / f"{name}-{case.config.train.steps}.json"
 
     def _ranks(self, command: list[str], nodes: int, local: int, rate: float | None) -> None:
         try:
