@@ -71,7 +71,7 @@ def row(bench: Bench) -> Row:
             [sys.executable, "-m", "benchmarks.plan.scale"], check=True, capture_output=True, text=True
         ).stdout
         answers.append(json.loads(output.splitlines()[-1]))
-    best = min(answers, key=lambda answer: answer["cpu_s"])
+    best = min(answers, key=lambda answer: answer["seconds"])
     taken = max(answer["bytes"] for answer in answers)
     lines = ", ".join(f"{name} {values[0]:.1f} s" for name, values in best["predicted"].items())
     every = ", ".join(f"{answer['seconds']:.2f} s" for answer in answers)
@@ -80,10 +80,10 @@ def row(bench: Bench) -> Row:
         key="scale",
         claim="a plan of Llama 405B on 2,048 x 8 H100, all strategies",
         required="< 5 s, < 1 GiB",
-        measured=f"{best['cpu_s']:.2f} s of the processor, {taken / 2**20:.0f} MiB",
-        is_met=best["cpu_s"] < _MOST_S and taken < _MOST_BYTES,
-        note=f"in a fresh process, after the imports of torch, transformers and laconic; best of {len(answers)} (by "
-        f"the clock {every}, beside other jobs on two cores). Memory is the growth of the process's peak, "
+        measured=f"{best['seconds']:.2f} s, {taken / 2**20:.0f} MiB",
+        is_met=best["seconds"] < _MOST_S and taken < _MOST_BYTES,
+        note=f"in a fresh process, after the imports of torch, transformers and laconic; the quickest of "
+        f"{len(answers)} ({every}; {best['cpu_s']:.2f} s of the processor). Memory is the growth of the process's peak, "
         f"{best['all_bytes'] / 2**20:.0f} MiB with the imports. Seconds of a step: {lines}. Refused: {refused}.",
     )
 
