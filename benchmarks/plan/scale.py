@@ -83,8 +83,8 @@ def row(bench: Bench) -> Row:
         measured=f"{best['seconds']:.2f} s, {taken / 2**20:.0f} MiB",
         is_met=best["seconds"] < _MOST_S and taken < _MOST_BYTES,
         note=f"in a fresh process, after the imports of torch, transformers and laconic; the quickest of "
-        f"{len(answers)} ({every}; {best['cpu_s']:.2f} s of the processor). Memory is the growth of the process's peak, "
-        f"{best['all_bytes'] / 2**20:.0f} MiB with the imports. Seconds of a step: {lines}. Refused: {refused}.",
+        f"{len(answers)} ({every}; {best['cpu_s']:.2f} s of the processor). Memory is the growth of the process's "
+        f"peak, {best['all_bytes'] / 2**20:.0f} MiB with the imports. Seconds of a step: {lines}. Refused: {refused}.",
     )
 
 
