@@ -21,7 +21,7 @@ LAUNCH_S = 500.0
 
 
 class Bench:
-    """What the rows share."""
+    """The output folder, the predictions, the runs in the lab and the tables that all rows use."""
 
     def __init__(self, out: Path, *, quick: bool) -> None:
         self.out, self.quick = out, quick

@@ -95,7 +95,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shampoo": {"optimizer": {"name": "shampoo"}},
     "checkpointing": {"model": {"activation_checkpointing": True}},
 }
-"""What a job may have besides its strategy, as sections."""
+"""The sections in which jobs differ besides the strategy, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,12 @@
 """The row `fcdp-paper`: step times and volumes of the FCDP paper (arXiv 2602.06499), from the planner.
 
-What the paper states: nodes of 8 A40, PCIe 4, 10 GbE; GPT-2-like models (10B: 40 layers of 4800, 40 heads; 30B: 40
+The paper states: nodes of 8 A40, PCIe 4, 10 GbE; GPT-2-like models (10B: 40 layers of 4800, 40 heads; 30B: 40
 layers of 7936, 62 heads; 50257 tokens); batches of 8 for each GPU; LoRA of rank 8 on queries, keys, values and outputs.
 
-What is derived: 16 GB between 2 nodes take 6.745 s on its 10 GbE, that is 8 GB in each direction, so 1.186 GB/s of
+Derived from it: 16 GB between 2 nodes take 6.745 s on its 10 GbE, that is 8 GB in each direction, so 1.186 GB/s of
 payload. Its 213.73 "GB" are the bytes of both nodes in GiB, since nothing else fits the 30B model on 2 nodes.
 
-What is not published: the sequence length (384 is usual for SQuAD), whether activations were recomputed (assumed, since
+Not published: the sequence length (384 is usual for SQuAD), whether activations were recomputed (assumed, since
 the batches would not fit), and the type of adapters' gradients (float32 fits: backward moved twice what forward did).
 """
 

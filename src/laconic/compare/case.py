@@ -22,7 +22,7 @@ class Strategy(NamedTuple):
     shard: dict[str, Any]
     """Its keys in the section `[shard]`."""
     note: str
-    """What a reader of the report must know about it."""
+    """A line for readers of the report."""
     has_islands: bool = False
     """Whether machines sync now and then, by the job's section `[sync]`. The others sync in every step."""
     sync: Mapping[str, Any] = MappingProxyType({})

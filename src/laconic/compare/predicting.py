@@ -47,7 +47,7 @@ def predict(
 
 
 def with_predictions(results: Sequence[Result], predictions: Sequence[Prediction | None]) -> list[Result]:
-    """The results, each with what was expected of it."""
+    """The results, each with its prediction."""
     return [
         dataclasses.replace(result, prediction=prediction)
         for result, prediction in zip(results, predictions, strict=True)

@@ -67,7 +67,7 @@ class Result:
     all_wire_bytes: tuple[float | None, ...] = ()
     """The bytes that a node sent in every step, by the interface's counters; None without a wire."""
     prediction: Prediction | None = None
-    """What was expected of this run; the table and the report show it beside the measurement."""
+    """The prediction of this run; the table and the report show it beside the measurement."""
 
     @property
     def loss(self) -> float:

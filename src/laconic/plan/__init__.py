@@ -1,4 +1,4 @@
-"""What a run will take before it starts: seconds, bytes and memory, under laconic's strategies and its peers'.
+"""The seconds, bytes and memory of a run, before it starts: under laconic's strategies and its peers'.
 
 `estimate` predicts one strategy, `choose` ranks all. Everything is arithmetic on shapes and on a cluster's figures.
 """

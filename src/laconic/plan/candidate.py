@@ -30,7 +30,7 @@ class Candidate:
     """The keys of `[shard]` with which `laconic train` runs it; None if it does not."""
     is_peer: bool = False
     inexact: str = ""
-    """What it trains otherwise than ZeRO-3, and the measured cost in quality; empty if it trains the same."""
+    """The difference from ZeRO-3's training, and the measured cost in quality; empty if both train the same."""
     sync: Mapping[str, Any] | None = None
     """The keys of `[sync]` for islands, where the job has none of its own; None for every-step training."""
     schedule: Mapping[str, Any] | None = None
