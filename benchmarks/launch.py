@@ -14,9 +14,11 @@ This module does not import laconic: `unchanged.py` launches ranks that import i
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
+import secrets
 import socket
 import tempfile
 import time
@@ -44,10 +46,12 @@ _EXIT_S = 5.0  # the time for a rank to end after it has sent its result
 
 
 def free_port() -> int:
-    """Return a TCP port on which nobody listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a TCP port that nobody uses now, below those that the kernel gives to connections as it likes."""
+    while True:
+        port = 10_000 + secrets.randbelow(22_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def launch(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 # A shell's background job, and many a CI runner, starts with SIGINT ignored, and children inherit that. Tests send it
 # to their children.
@@ -74,3 +75,12 @@ def unpickled() -> Iterator[Path]:
     if _UNPICKLED.exists() and _UNPICKLED.stat().st_size > before:
         stack = json.loads(_UNPICKLED.read_bytes()[before:].splitlines()[0])
         pytest.fail("laconic unpickled bytes:\n" + "\n".join(stack), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def process_group() -> Iterator[None]:
+    """Fail a test that leaves a default process group to the next test of its worker, and destroy the group."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test left torch.distributed's default process group", pytrace=False)

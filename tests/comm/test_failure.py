@@ -171,16 +171,16 @@ with failure.failing_together(2):
 """
 
 
-def test_a_rank_that_hangs_ends_with_the_first_failure() -> None:
-    address = f"tcp://127.0.0.1:{free_port()}"
+def test_a_rank_that_hangs_ends_with_the_first_failure(tmp_path: Path) -> None:
+    address = f"file://{tmp_path}/store"  # a port could be taken before the ranks have it
     codes, outputs = run_all([["-c", HANGS, address, str(rank), "RuntimeError"] for rank in range(2)])
     assert codes == [1, 1]
     assert "rank 0 is stuck because rank 1 failed first:" in outputs[0]
     assert "RuntimeError: the disk is on fire" in outputs[0]
 
 
-def test_a_rank_that_hangs_ends_with_one_line_after_a_job_error() -> None:
-    address = f"tcp://127.0.0.1:{free_port()}"
+def test_a_rank_that_hangs_ends_with_one_line_after_a_job_error(tmp_path: Path) -> None:
+    address = f"file://{tmp_path}/store"  # a port could be taken before the ranks have it
     codes, outputs = run_all([["-c", HANGS, address, str(rank), "JobError"] for rank in range(2)])
     assert codes[0] == 2
     assert outputs[0] == "rank 0 is stuck because rank 1 failed first: the disk is on fire\n"

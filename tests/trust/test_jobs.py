@@ -28,14 +28,24 @@ def test_random_configurations_and_command_lines() -> None:
     assert cluster_fuzz.try_clusters(100) == []
 
 
-def test_random_jobs_train_or_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_jobs_train_or_are_refused(tmp_path: Path) -> None:
     [(num_trained, harms)] = launch(
         prepare_fuzz.try_jobs, 5, tmp_path / "jobs", num_ranks=1, timeout_s=100, backend=None
     )
     assert harms == []
     assert num_trained
-    monkeypatch.setattr("laconic.train.loop.load_tokenizer", lambda name: {}["x"])
-    assert str(prepare_fuzz.harm_of(job(tmp_path))).startswith("foreign tracebacks: KeyError('x')")
+
+
+def harm_of_a_defect(folder: Path) -> str:
+    """The harm of a job whose tokenizer fails with a foreign error. The job leaves its process group behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("laconic.train.loop.load_tokenizer", lambda name: {}["x"])
+        return str(prepare_fuzz.harm_of(job(folder)))
+
+
+def test_the_campaign_of_jobs_sees_harm(tmp_path: Path) -> None:
+    [harm] = launch(harm_of_a_defect, tmp_path, num_ranks=1, timeout_s=60, backend=None)
+    assert harm.startswith("foreign tracebacks: KeyError('x')")
 
 
 def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
