@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.launch import launch
 from benchmarks.plan.bench import Bench, any_cluster, columns
 from benchmarks.plan.jobs import PEERS, STRATEGIES, VARIANTS, Case, make_cases
-from benchmarks.plan.ranks import memory_bytes, train_all
+from benchmarks.plan.ranks import memory_bytes, train_all_watched
 from benchmarks.record import Row
 from laconic.config import to_dict
 from laconic.plan.prediction import Refusal
@@ -38,7 +38,7 @@ def limited(job: dict[str, Any], limit_bytes: int) -> dict[str, int]:
     """Train under a limit. Runs on a rank."""
     before_bytes = memory_bytes("VmData")
     resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
-    (summary,) = train_all([job])
+    (summary,) = train_all_watched([job])
     if "error" in summary:
         raise RuntimeError(summary["error"])
     return {"before_bytes": before_bytes}

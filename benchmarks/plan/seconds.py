@@ -24,7 +24,7 @@ _CLOSE = 0.05
 
 def cases_at(bench: Bench, model: str, rate: float | None, names: Sequence[str]) -> list[Case]:
     """A model under strategies, in few steps where a step takes long."""
-    steps = 3 if rate is not None and rate < 40e6 else 4 if rate is not None and rate < 80e6 else 6
+    steps = 12 if rate is None else 3 if rate < 40e6 else 4 if rate < 80e6 else 8
     tables = {**STRATEGIES, **ISLANDS, **PEERS}
     jobs = [(name, [{"data": {"sequence_length": 128}}, tables[name]], candidate_of(name)) for name in names]
     return make_cases(model, jobs, out=bench.out / f"lab-{format_rate(rate)}", steps=steps)
