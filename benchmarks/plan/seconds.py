@@ -26,7 +26,8 @@ def cases_at(bench: Bench, model: str, rate: float | None, names: Sequence[str])
     """A model under strategies, in few steps where a step takes long."""
     steps = 12 if rate is None else 3 if rate < 40e6 else 4 if rate < 80e6 else 8
     tables = {**STRATEGIES, **ISLANDS, **PEERS}
-    jobs = [(name, [{"data": {"sequence_length": 128}}, tables[name]], candidate_of(name)) for name in names]
+    size = {"data": {"sequence_length": 128}, "train": {"micro_batch_size": 4}}
+    jobs = [(name, [size, tables[name]], candidate_of(name)) for name in names]
     return make_cases(model, jobs, out=bench.out / f"lab-{format_rate(rate)}", steps=steps)
 
 

@@ -37,6 +37,10 @@ _MOST_CALLS = 100
 """The calls of an action that one repetition may take."""
 _MOST_PRODUCTS = 1000
 """The products during one transfer."""
+_LATENCY_CALLS = 10
+"""The products, and the small transfers, of one repetition of a latency."""
+_LEAST_LATENCY_S = 1e-6
+"""The latency where a transfer seems to add nothing."""
 _MOST_HEADERS = 1.25
 """If an interface has counted more than this many bytes for each byte of payload, something else has used it."""
 _FLOPS = "device_flops_per_s"
@@ -241,12 +245,10 @@ class _Measuring:
         if communicator.size == 1:
             return
         small = torch.zeros(8 * communicator.size, dtype=torch.uint8, device=self.device)
-
-        latencies = self._repeated(partial(_gather, communicator, small))
-        latency = statistics.median(latencies)
+        latency = statistics.median(self._repeated(partial(_gather, communicator, small)))
         for size in self.effort.transfers_bytes:
             whole = torch.zeros(size // communicator.size * communicator.size, dtype=torch.uint8, device=self.device)
-            if self._trial(partial(_gather, communicator, whole)) >= self.effort.enough_s:
+            if self._trial(partial(_gather, communicator, whole)) >= self.effort.enough_s / 3:
                 break
         before, counted_before = self.cluster.traffic.snapshot(), _counters()
         seconds = self._repeated(partial(_gather, communicator, whole))
@@ -255,7 +257,8 @@ class _Measuring:
         sent = whole.nbytes * (communicator.size - 1) // communicator.size
         rates = tuple(sent / max(duration - latency, duration / 2) for duration in seconds)
         how = f"all-gathers of {format_quantity(whole.nbytes, 'B')} by {communicator.size} ranks"
-        few = f"an all-gather of 8 bytes by {communicator.size} ranks"
+        latencies = self._latencies(communicator, small)
+        few = f"an all-gather of 8 bytes by {communicator.size} ranks, after a product"
         overlap = self._overlap(level, communicator, whole)
         if level == "local":
             yield Figure(key="local_bytes_per_s", values=rates, how=how)
@@ -270,6 +273,25 @@ class _Measuring:
         yield overlap
         yield header_factor
 
+    def _latencies(self, communicator: Communicator, small: torch.Tensor) -> tuple[float, ...]:
+        """The time that a small transfer adds to a product before it: [Note: What is measured]."""
+        product = next(
+            product
+            for size in self.effort.products
+            if self._trial(product := self._product(size, torch.float32)) >= self.effort.enough_s / 75
+            or size == self.effort.products[-1]
+        )
+
+        def after() -> None:
+            product()
+            _gather(communicator, small)
+
+        found = []
+        for _ in range(self.effort.repetitions):  # in turn, as a processor's clock and its other guests change
+            alone, both = (self._seconds(action, 3, calls=_LATENCY_CALLS) for action in (product, after))
+            found.append(max(statistics.median(both) - statistics.median(alone), _LEAST_LATENCY_S))
+        return tuple(found)
+
     def _overlap(self, level: IslandLevel, communicator: Communicator, whole: torch.Tensor) -> Figure:
         """The share of a transfer that products of about the same duration hide: 1 if neither slows the other down."""
         product = self._product(self.effort.products[min(1, len(self.effort.products) - 1)], torch.float32)
@@ -280,12 +302,10 @@ class _Measuring:
             for _ in range(products):
                 product()
 
-        alone = [
-            self._seconds(action, self.effort.repetitions)
-            for action in (partial(_gather, communicator, whole), compute)
-        ]
-        both = self._seconds(partial(_gather, communicator, whole, meanwhile=compute), self.effort.repetitions)
-        hidden = [(a + b - c) / min(a, b) for a, b, c in zip(*alone, both, strict=True)]
+        actions = (partial(_gather, communicator, whole), compute, partial(_gather, communicator, whole, compute))
+        *alone, both = (self._repeated(action) for action in actions)
+        transfer_s, compute_s = map(statistics.median, alone)
+        hidden = [(transfer_s + compute_s - seconds) / min(transfer_s, compute_s) for seconds in both]
         values = tuple(min(max(share, 0.0), 1.0) for share in hidden)
         how = f"an all-gather of {format_quantity(whole.nbytes, 'B')} during products that take as long"
         key = "local_overlap" if level == "local" else "wire_overlap"
