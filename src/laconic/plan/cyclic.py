@@ -14,16 +14,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
+
 from laconic.comm.traffic import Level, Purpose
 from laconic.config import Config, ConfigError
-from laconic.cyclic.buffers import _ALIGNMENT_BYTES
-from laconic.cyclic.links import _PURPOSES
+from laconic.cyclic.buffers import ByteLayout
+from laconic.cyclic.links import NUMBER_BYTES, PURPOSES
 from laconic.cyclic.schedule.messages import Compute, Instruction, Message, Receive, Send, Update
 from laconic.cyclic.schedule.program import program
 from laconic.cyclic.schedule.rule import Rule
 from laconic.cyclic.schedule.schedule import Schedule
 from laconic.cyclic.stages.partition import partition
-from laconic.layout.packing import round_up
 from laconic.plan.machine import Lane, Machine, Reading
 from laconic.plan.model_trace import ModelTrace, ParameterSpec
 from laconic.plan.phase import Phase
@@ -32,7 +33,6 @@ from laconic.plan.program import Program
 _BATCHES = 5
 _FIRST = 2
 """The first batch of the steady state: earlier ones have no messages of batches before them."""
-_NUMBER_BYTES = 8
 _FRONT = ("embed", "wte", "wpe")
 """Parts of the names of parameters that the first block has; the root's others belong to the last one."""
 _PASSES = 7
@@ -116,7 +116,7 @@ class CyclicProgram(Program):
 
     def bytes_of(self, message: Message) -> float:
         """The bytes of a message between devices."""
-        return _NUMBER_BYTES if message.kind in ("square", "norm") else self._stage_bytes[message.stage]
+        return NUMBER_BYTES if message.kind in ("square", "norm") else self._stage_bytes[message.stage]
 
     def level(self, source: int, target: int) -> Level:
         """Whether two devices are on one node."""
@@ -189,14 +189,14 @@ class _Run:
             self._now_s[device] += nbytes / self._machine.cluster.device_memory_bytes_per_s
         elif isinstance(instruction, Send):
             message = instruction.message
-            purpose = _PURPOSES[message.kind]
+            purpose = PURPOSES[message.kind]
             arrival = self._send(device, message.target, owner.bytes_of(message), purpose, batch)
             self._arrivals_s[message.key, message.target] = arrival
 
     def _pass_baton(self, device: int, batch: int, done: int) -> None:
         following = device + 1
         if following < self._schedule.num_devices and done == self._owner._pass_after:
-            self._batons_s[following, batch] = self._send(device, following, _NUMBER_BYTES, "control", batch)
+            self._batons_s[following, batch] = self._send(device, following, NUMBER_BYTES, "control", batch)
 
     def _send(self, source: int, target: int, nbytes: float, purpose: Purpose, batch: int) -> tuple[float, Lane]:
         now_s = self._now_s[source]
@@ -239,8 +239,6 @@ def _blocks(trace: ModelTrace) -> list[_Block]:
 
 
 def _message_bytes(stage: list[_Block]) -> int:
-    """The bytes of a message with a stage's trained parameters: cyclic/buffers.py."""
-    total = 0
-    for parameter in (each for block in stage for each in block.parameters if each.is_trained):
-        total = round_up(total + parameter.numel * parameter.dtype.itemsize, _ALIGNMENT_BYTES)
-    return total
+    """The bytes of a message with a stage's trained parameters."""
+    trained = (each for block in stage for each in block.parameters if each.is_trained)
+    return ByteLayout(torch.empty(each.shape, dtype=each.dtype, device="meta") for each in trained).num_bytes
