@@ -6,6 +6,7 @@ Source: Fournier and Oyallon, arXiv 2403.08837. cyclic_devices.py runs the devic
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -91,11 +92,9 @@ class CyclicProgram(Program):
 
     def read(self, machine: Machine) -> Reading:
         """Read the steady state: see `Program.read`."""
-        with machine.reading() as reading:
+        with machine.reading() as reading, ExitStack() as transient:
             for kind, nbytes in self._transient.items():
-                machine.hold(kind, nbytes)
-            for kind, nbytes in self._transient.items():
-                machine.hold(kind, -nbytes)
+                transient.enter_context(machine.holding(kind, nbytes))
         steady = read_steady_state(machine.cluster, self._schedule, self._costs, pass_after=self._pass_after)
         steady.begin_s, steady.peak = reading.begin_s, reading.peak
         return steady

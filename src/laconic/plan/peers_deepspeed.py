@@ -184,20 +184,19 @@ class Deepspeed(Program):
         held_bytes = nbytes if copies else 0.0
         if self._is_cpu:
             held_bytes += nbytes / ranks  # the ring's own landing: strategies/ring.py
-        machine.hold("transfers", held_bytes)
-        machine.touch("copy and divide", 4 * nbytes)
-        job: Job | None = None
-        for transfer in self._reduction(members):
-            job = machine.send(transfer, job) or job
-        if self._is_cpu:
-            machine.wait(job, "reduce")
-            machine.touch("sum", 3 * nbytes * (ranks - 1) / ranks)
-        else:
-            self._reductions.append(job)
-            if len(self._reductions) > _MOST_REDUCTIONS:
-                machine.wait(self._reductions.pop(0), "reduce")
-        machine.touch("add sums", own_numel * (self._reduce_itemsize + 8))
-        machine.hold("transfers", -held_bytes)
+        with machine.holding("transfers", held_bytes):
+            machine.touch("copy and divide", 4 * nbytes)
+            job: Job | None = None
+            for transfer in self._reduction(members):
+                job = machine.send(transfer, job) or job
+            if self._is_cpu:
+                machine.wait(job, "reduce")
+                machine.touch("sum", 3 * nbytes * (ranks - 1) / ranks)
+            else:
+                self._reductions.append(job)
+                if len(self._reductions) > _MOST_REDUCTIONS:
+                    machine.wait(self._reductions.pop(0), "reduce")
+            machine.touch("add sums", own_numel * (self._reduce_itemsize + 8))
         for parameter in members:
             if parameter.numel > self._bucket_numel:
                 machine.hold("gradients", -parameter.nbytes)

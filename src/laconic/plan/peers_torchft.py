@@ -60,21 +60,18 @@ class TorchftDiloco(Program):
         """Read the sync of one fragment."""
         machine, islands = self._machine, self._shape.islands
         nbytes = self._bytes / self._sync.fragments
-        with machine.reading() as reading:
-            machine.hold("transfers", nbytes)  # the pseudo-gradients
+        sent_bytes = 2 * (islands - 1) / islands * nbytes
+        transfer = Transfer(
+            name="islands", purpose="outer", sent={"island": sent_bytes}, hops={"island": 2 * (islands - 1)}
+        )
+        with machine.reading() as reading, machine.holding("transfers", nbytes):  # the pseudo-gradients
             machine.wait(machine.copy("outer parameters", nbytes, to_device=True), "outer parameters")
             machine.touch("pseudo-gradient", 3 * nbytes)
-            machine.hold("transfers", nbytes)  # the flat buckets
-            machine.touch("fill buckets", 2 * nbytes)
-            sent_bytes = 2 * (islands - 1) / islands * nbytes
-            transfer = Transfer(
-                name="islands", purpose="outer", sent={"island": sent_bytes}, hops={"island": 2 * (islands - 1)}
-            )
-            machine.wait(machine.send(transfer), "islands")
-            machine.touch("empty buckets", 3 * nbytes)
-            machine.hold("transfers", -nbytes)
+            with machine.holding("transfers", nbytes):  # the flat buckets
+                machine.touch("fill buckets", 2 * nbytes)
+                machine.wait(machine.send(transfer), "islands")
+                machine.touch("empty buckets", 3 * nbytes)
             machine.wait(machine.copy("outer parameters", nbytes, to_device=True), "outer parameters")
             machine.touch("outer step", 7 * nbytes)
             machine.wait(machine.copy("outer parameters", nbytes, to_device=False), "outer parameters")
-            machine.hold("transfers", -nbytes)
         return reading

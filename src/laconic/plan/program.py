@@ -68,12 +68,11 @@ class Update:
         if not self._has_states:
             self._has_states = True
             machine.hold("optimizer", self._cost.state_bytes)
-        machine.hold("transfers", self._cost.transient_bytes)
-        moves = Transfer(name="matrices", purpose="optimizer", sent=dict(self._cost.sent_bytes))
-        job = machine.send(moves)
-        machine.compute("optimizer", self._cost.phase)
-        machine.wait(job, "matrices")
-        machine.hold("transfers", -self._cost.transient_bytes)
+        with machine.holding("transfers", self._cost.transient_bytes):
+            moves = Transfer(name="matrices", purpose="optimizer", sent=dict(self._cost.sent_bytes))
+            job = machine.send(moves)
+            machine.compute("optimizer", self._cost.phase)
+            machine.wait(job, "matrices")
 
 
 def norm_bytes(num_tensors: int, shape: Shape) -> dict[Level, float]:
