@@ -14,7 +14,7 @@ from laconic.config import SyncConfig
 from laconic.plan.buckets import Shape
 from laconic.plan.machine import Machine, Reading, Transfer
 from laconic.plan.peers_fsdp2 import Fsdp2, Fsdp2Options
-from laconic.plan.program import Program, Work
+from laconic.plan.program import Program, Work, add_sync
 
 
 class TorchftDiloco(Program):
@@ -45,13 +45,7 @@ class TorchftDiloco(Program):
         """Read a step, and add its share of a sync."""
         reading = super().read(machine)
         sync = self._read_sync()
-        share = self._sync.fragments / self._sync.every
-        reading.seconds += share * sync.seconds
-        for counter, more in (
-            (reading.sent_bytes, sync.sent_bytes), (reading.waits_s, sync.waits_s), (reading.busy_s, sync.busy_s),
-        ):  # fmt: skip
-            for key, value in more.items():
-                counter[key] += share * value  # type: ignore[index,assignment]
+        add_sync(reading, sync, self._sync.fragments / self._sync.every)
         if sync.peak_bytes > reading.peak_bytes:
             reading.peak = sync.peak
         return reading
