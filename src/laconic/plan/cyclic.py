@@ -58,7 +58,7 @@ class CyclicProgram(Program):
         blocks = _blocks(trace)
         self._costs = self._costs_of(self._cut(blocks, settings.cut_by))
         self._pass_after = max(0, round(2 * settings.stagger))
-        weights = sum(p.numel * p.dtype.itemsize for block in blocks for p in block.parameters)
+        weights = sum(p.nbytes for block in blocks for p in block.parameters)
         machine.hold("parameters", weights / ranks if settings.states == "sharded" else weights)
         machine.hold("optimizer", 2 * sum(self._costs.message_bytes) / ranks)
         largest = max(self._costs.message_bytes)
@@ -103,8 +103,7 @@ class CyclicProgram(Program):
 def _blocks(trace: ModelTrace) -> list[_Block]:
     """The blocks of a causal language model: what comes before the layers, the layers, what comes after them."""
     root = len(trace.units) - 1
-    forward = [segment for segment in trace.segments if not segment.is_backward]
-    backward = [segment for segment in trace.segments if segment.is_backward][::-1]
+    forward, backward = trace.forward, trace.backward[::-1]
     units = [segment.unit for segment in forward]
     if units != [root, *range(root), root] or [segment.unit for segment in backward] != units:
         raise ConfigError("the model is not a sequence of layers between an embedding and a head; see docs/cyclic.md")

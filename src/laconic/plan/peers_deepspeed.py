@@ -234,9 +234,8 @@ def _steps(work: Work, units: Sequence[Sequence[Parameter]]) -> list[_Step]:
     names = [[each.name for each in unit.parameters] for unit in trace.units]
     found: list[_Step] = []
     for is_backward in (False, True):
-        segments = [segment for segment in trace.segments if segment.is_backward is is_backward]
         seen: dict[int, int] = {}
-        for segment in segments:
+        for segment in trace.backward if is_backward else trace.forward:
             place = seen.get(segment.unit, 0)
             seen[segment.unit] = place + 1
             modules = _modules(names[segment.unit], units[segment.unit])

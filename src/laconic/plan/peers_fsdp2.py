@@ -170,7 +170,7 @@ class Fsdp2(Program):
 
     def _forward_order(self) -> list[int]:
         """The units in the order in which their forwards begin: the root, whose embedding comes first, and layers."""
-        return list(dict.fromkeys(segment.unit for segment in self._trace.segments if not segment.is_backward))
+        return list(dict.fromkeys(segment.unit for segment in self._trace.forward))
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -185,9 +185,7 @@ class Fsdp2(Program):
 
     def _run(self, *, syncs: bool) -> None:
         """One micro-batch."""
-        segments = self._trace.segments
-        forward = [segment for segment in segments if not segment.is_backward]
-        backward = [segment for segment in segments if segment.is_backward]
+        forward, backward = self._trace.forward, self._trace.backward
         ends = {segment.unit: index for index, segment in enumerate(forward)}
         post_forward = sorted(ends, key=lambda unit: ends[unit])
         self._begin_ahead(0)
