@@ -19,7 +19,7 @@ from laconic.compare.progress import ConsoleReporter
 from laconic.compare.runner import explain_failure
 from laconic.config import Config, load, to_toml
 from laconic.lab import LabUnavailable
-from laconic.plan.step_bytes import StepBytes, step_bytes
+from tests.reference.step_bytes import StepBytes, step_bytes
 
 _JOBS = Path(__file__).parents[1] / "jobs"
 FLOAT32_BYTES = 4
@@ -180,7 +180,7 @@ def wire_bytes(run: Result) -> float:
 
 
 def formula_bytes(run: Result) -> StepBytes:
-    """Return the predicted bytes of a run in fp32: [Note: Bytes of a step] in plan/step_bytes.py."""
+    """Return the predicted bytes of a run in fp32: [Note: Bytes of a step] in tests/reference/step_bytes.py."""
     return step_bytes(
         run.strategy,
         nodes=run.num_nodes,

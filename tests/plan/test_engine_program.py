@@ -14,10 +14,10 @@ from laconic.plan.engine import EngineOptions
 from laconic.plan.machine import Machine, Reading
 from laconic.plan.model_trace import ModelTrace, ParameterSpec, UnitSpec
 from laconic.plan.program import LaconicStep, LocalStepsProgram, Work
-from laconic.plan.step_bytes import step_bytes
 from laconic.shard.cache import Cache
 from laconic.shard.wire import Wire
 from tests.plan.traces import cluster, spec, trace
+from tests.reference.step_bytes import step_bytes
 
 SHAPES = [(2, 2), (3, 1), (2, 3), (1, 4), (5, 1)]
 WIDTH = 480  # rows that all of these numbers of ranks divide

@@ -72,3 +72,12 @@ def test_the_peak_is_split_by_kind_and_counted_anew_in_each_reading() -> None:
         pass
     assert later.peak_bytes == 120
     assert machine.held["activations"] == 20
+
+
+def test_held_memory_is_free_after_the_body() -> None:
+    machine = Machine(cluster(), device_type="cpu")
+    machine.hold("transfers", 100)
+    with machine.reading() as reading, machine.holding("transfers", 10):
+        machine.compute("layer", phase(0.1, peak=5, end=1))
+    assert (reading.peak["transfers"], reading.peak["activations"]) == (110, 5)
+    assert (machine.held["transfers"], machine.held["activations"]) == (100, 1)

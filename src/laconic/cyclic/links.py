@@ -26,11 +26,12 @@ from laconic.comm.launch import node_of_rank
 from laconic.comm.traffic import Level, Purpose, Traffic
 from laconic.comm.watch import waiting_for
 from laconic.cyclic.buffers import HEADER_BYTES, ActivationMeta
-from laconic.cyclic.schedule.messages import Key, Message
+from laconic.cyclic.schedule.messages import Key, Message, MessageKind
 
-_NUMBER_BYTES = 8  # one fp64 or int64
 _KEPT_SHAPES = 3  # messages refer to the shapes of at most this many batches
-_PURPOSES: dict[str, Purpose] = {
+NUMBER_BYTES = 8
+"""The bytes of a message of one number, fp64 or int64."""
+PURPOSES: dict[MessageKind, Purpose] = {
     "gradient": "gradients",
     "total": "gradients",
     "weights": "weights",
@@ -40,6 +41,7 @@ _PURPOSES: dict[str, Purpose] = {
     "square": "control",
     "norm": "control",
 }
+"""The reason for a message, by its kind."""
 
 
 class PeerLost(RuntimeError):
@@ -115,11 +117,11 @@ class Links:
             header = self._receive(message, HEADER_BYTES)
             self._wait(header)
             self._metas[self._meta_key(message)] = ActivationMeta.from_header(header.buffers[0])
-        match _PURPOSES[message.kind]:
+        match PURPOSES[message.kind]:
             case "activations":
                 num_bytes = self._meta(message).layout.num_bytes
             case "control":
-                num_bytes = _NUMBER_BYTES
+                num_bytes = NUMBER_BYTES
             case _:
                 num_bytes = self._num_bytes(message.stage)
         self._posted[message.key] = self._receive(message, num_bytes)
@@ -136,7 +138,7 @@ class Links:
         return message.kind == "activation" and self._shapes[message.index][1]
 
     def _is_size_known(self, message: Message) -> bool:
-        is_activation = _PURPOSES[message.kind] == "activations"
+        is_activation = PURPOSES[message.kind] == "activations"
         return not self._has_header(message) and (not is_activation or self._meta_key(message) in self._metas)
 
     def _meta_key(self, message: Message) -> tuple[Hashable, int]:
@@ -159,7 +161,7 @@ class Links:
             message, (buffer,) = transfer.subject, transfer.buffers
             assert isinstance(message, Message)
             self._wait(transfer)
-            purpose = _PURPOSES[message.kind]
+            purpose = PURPOSES[message.kind]
             self._count(message.source, purpose, received_bytes=buffer.numel())
             self._arrived[key] = self._meta(message).unpack(buffer) if purpose == "activations" else buffer
         return self._arrived[key]
@@ -179,7 +181,7 @@ class Links:
             self.put(message.key, content)
             return 0
         buffers = [content]
-        if _PURPOSES[message.kind] == "activations":
+        if PURPOSES[message.kind] == "activations":
             meta = ActivationMeta.of(content)
             if message.kind == "activation":
                 self._metas[self._meta_key(message)] = meta
@@ -190,7 +192,7 @@ class Links:
             works = [dist.isend(buffer, group=group, group_dst=message.target) for buffer in buffers]
         self._sent.append(_Transfer(message, [work for work in works if work is not None], buffers))
         num_bytes = sum(buffer.numel() for buffer in buffers)
-        self._count(message.target, _PURPOSES[message.kind], sent_bytes=num_bytes)
+        self._count(message.target, PURPOSES[message.kind], sent_bytes=num_bytes)
         return num_bytes
 
     def release(self, step: int, batch: int) -> None:

@@ -26,7 +26,8 @@ from laconic.optim.base import Group, RaggedOptimizer, check_range, local_of, ze
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 
-_MIN_8BIT_SIZE = 4096
+MIN_8BIT_SIZE = 4096
+"""The elements from which a parameter's moments take 8 bits, unless the user says otherwise."""
 
 
 class AdamW8bit(RaggedOptimizer):
@@ -66,7 +67,7 @@ class AdamW8bit(RaggedOptimizer):
         weight_decay: float = 0.01,
         *,
         block: Tiling | None = None,
-        min_8bit_size: int = _MIN_8BIT_SIZE,
+        min_8bit_size: int = MIN_8BIT_SIZE,
     ) -> None:
         self.block = block or Tiling()
         self.min_8bit_size = min_8bit_size
@@ -75,7 +76,7 @@ class AdamW8bit(RaggedOptimizer):
 
     @staticmethod
     def granularity(
-        name: str, parameter: Tensor, *, block: Tiling | None = None, min_8bit_size: int = _MIN_8BIT_SIZE
+        name: str, parameter: Tensor, *, block: Tiling | None = None, min_8bit_size: int = MIN_8BIT_SIZE
     ) -> int:
         """The elements of `parameter` that must stay together, for `fully_shard(granularity=AdamW8bit.granularity)`.
 

@@ -94,11 +94,7 @@ class Shampoo(MatrixOptimizer):
         return group["eps" if group["algorithm"] == ADAMW else "grafting_eps"]
 
     def _matrices_of(self, parameter: RaggedTensor, group: Group) -> list[Matrix]:
-        decomposition = _EIGENDECOMPOSITION_FLOPS / group["update_every"]
-        cost = sum(
-            2 * b.rows * b.columns * (b.rows + b.columns) + decomposition * (b.rows**3 + b.columns**3)
-            for b in blocks_of(tuple(parameter.shape), group["block_size"])
-        )
+        cost = cost_of(tuple(parameter.shape), group["block_size"], group["update_every"])
         return [Matrix(spec=parameter.spec, cost=cost, itemsize=parameter.dtype.itemsize)]
 
     def _init_matrix(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
@@ -138,6 +134,15 @@ def blocks_of(shape: tuple[int, ...], size: int) -> Iterator[PreconditionedBlock
             for left in range(0, columns, size):
                 bottom, right = min(top + size, rows), min(left + size, columns)
                 yield PreconditionedBlock((*stack, slice(top, bottom), slice(left, right)), bottom - top, right - left)
+
+
+def cost_of(shape: tuple[int, ...], block_size: int, update_every: int) -> float:
+    """The multiplications of a step on a matrix, as a mean over steps: products, and the decompositions of factors."""
+    decomposition = _EIGENDECOMPOSITION_FLOPS / update_every
+    return sum(
+        2 * b.rows * b.columns * (b.rows + b.columns) + decomposition * (b.rows**3 + b.columns**3)
+        for b in blocks_of(shape, block_size)
+    )
 
 
 class _Preconditioned(Work):

@@ -21,6 +21,7 @@ from laconic.layout.granularity import Granularity, resolve
 from laconic.layout.planner import plan_unit
 from laconic.plan.model_trace import ParameterSpec, UnitSpec
 from laconic.shard.bucket import compute_dtype_of
+from laconic.shard.kinds import BucketKind, group_by_kind
 from laconic.shard.payload import Payload, parts_of_islands, shards_of_nodes
 from laconic.shard.wire import Wire
 
@@ -163,17 +164,13 @@ def plan_buckets(unit: UnitSpec, shape: Shape, sharding: Sharding) -> tuple[Plan
         ValueError: the granularity does not fit a parameter.
     """
     blocks = _blocks_of(unit.parameters, sharding.granularity)
-    groups: dict[tuple[torch.dtype, bool, str], list[int]] = {}
-    for index, parameter in enumerate(unit.parameters):
-        sliced = _SLICE.search(parameter.name)
-        kind = parameter.dtype, parameter.is_trained, sliced[0] if sliced else ""
-        groups.setdefault(kind, []).append(index)
+    groups = group_by_kind(zip(unit.parameters, blocks, strict=True), lambda pair: _kind_of(pair[0]))
     return tuple(
         bucket
-        for members in groups.values()
+        for kind, members in groups.items()
         for bucket in _plan_group(
-            tuple(unit.parameters[index] for index in members),
-            tuple(blocks[index] for index in members),
+            kind,
+            tuple(members),
             shape,
             (sharding.precision.param_dtype, sharding.precision.reduce_dtype),
             sharding.wire,
@@ -188,10 +185,15 @@ def _blocks_of(parameters: Sequence[ParameterSpec], granularity: Granularity | N
     return resolve(granularity, tensors).numels
 
 
+def _kind_of(parameter: ParameterSpec) -> BucketKind:
+    sliced = _SLICE.search(parameter.name)
+    return BucketKind(dtype=parameter.dtype, is_trained=parameter.is_trained, part=sliced[0] if sliced else None)
+
+
 @cache  # equal layers share one plan
 def _plan_group(
-    parameters: tuple[ParameterSpec, ...],
-    blocks: tuple[int, ...],
+    kind: BucketKind,
+    members: tuple[tuple[ParameterSpec, int], ...],
     shape: Shape,
     dtypes: tuple[torch.dtype | None, torch.dtype | None],
     wire: Wire,
@@ -199,36 +201,27 @@ def _plan_group(
     *,
     may_shrink: bool,
 ) -> tuple[PlannedBucket, ...]:
-    first = parameters[0]
-    wire_dtype = compute_dtype_of(first.dtype, MixedPrecisionPolicy(param_dtype=dtypes[0]))
+    """Plan the buckets of parameters of one kind, given with the elements of each one's blocks."""
+    wire_dtype = compute_dtype_of(kind.dtype, MixedPrecisionPolicy(param_dtype=dtypes[0]))
     reduce_dtype = dtypes[1] or wire_dtype
     plan = plan_unit(
-        [each.name for each in parameters],
-        [each.shape for each in parameters],
-        blocks,
+        [each.name for each, _ in members],
+        [each.shape for each, _ in members],
+        [block for _, block in members],
         num_shards=shape.ranks,
-        itemsize=min(each.itemsize for each in (first.dtype, wire_dtype, reduce_dtype)),
+        itemsize=min(each.itemsize for each in (kind.dtype, wire_dtype, reduce_dtype)),
         may_shrink=may_shrink,
     )
     return tuple(
         PlannedBucket(
             layout=layout,
             shape=shape,
-            dtype=first.dtype,
+            dtype=kind.dtype,
             wire_dtype=wire_dtype,
             reduce_dtype=reduce_dtype,
-            is_frozen=not first.is_trained,
-            wire=_wire_of(layout, first, wire, shape),
+            is_frozen=not kind.is_trained,
+            wire=kind.wire(wire, layout, num_nodes=shape.nodes, num_islands=shape.islands),
             device_type=device_type,
         )
         for layout in plan.buckets
     )
-
-
-def _wire_of(layout: BucketLayout, first: ParameterSpec, wire: Wire, shape: Shape) -> Wire:
-    """The policy of one bucket, as in shard/api.py: exact if it is frozen or has vectors alone."""
-    may_be_coded = first.is_trained and first.dtype.is_floating_point
-    has_matrix = any(len(slot.shape) > 1 for slot in layout.slots)
-    if not (may_be_coded and has_matrix and max(shape.nodes, shape.islands) > 1):
-        return Wire()
-    return wire if shape.nodes > 1 else dataclasses.replace(wire, weights="exact", as_values=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from laconic.config import Config, ScheduleConfig, SyncConfig
@@ -26,8 +26,8 @@ class Candidate:
     make: Make
     source: str
     """Where its algorithm is published."""
-    keys: Mapping[str, Any] | None = field(default_factory=dict)
-    """The keys of `[shard]` with which `laconic train` runs it; None if it does not."""
+    keys: Mapping[str, Any] | None
+    """The keys of `[shard]` with which `laconic train` runs it; None if it does not: see `can_train`."""
     is_peer: bool = False
     inexact: str = ""
     """The difference from ZeRO-3's training, and the measured cost in quality; empty if both train the same."""
@@ -36,13 +36,19 @@ class Candidate:
     schedule: Mapping[str, Any] | None = None
     """The keys of `[schedule]` for the cyclic schedule; None for ranks that run at the same time."""
 
+    @property
+    def can_train(self) -> bool:
+        """True if `laconic train` runs the strategy. The planner predicts the others, but never recommends them."""
+        return self.keys is not None
+
     def job(self, config: Config) -> Config:
-        """The job under this strategy.
+        """The job under this strategy. One that `laconic train` does not run gets the keys of FSDP2.
 
         Raises:
             ConfigError: the strategy cannot run the job.
         """
-        keys: dict[str, Any] = {"cache": "host", "wire": None, **(self.keys or {"strategy": "fsdp2"})}
+        own: Mapping[str, Any] = {"strategy": "fsdp2"} if self.keys is None else self.keys
+        keys: dict[str, Any] = {"cache": "host", "wire": None, **own}
         if keys["strategy"] != "laconic":  # these keys are for laconic alone
             keys |= {"check_every": 0, "on_damage": "raise", "audit_every": 0}
         sync, schedule = SyncConfig(), ScheduleConfig()

@@ -47,7 +47,7 @@ class Choice:
     recommended: Estimate | None
     """None if no strategy fits."""
     job: Config | None
-    """The job under the recommended strategy; None if no strategy fits, or `laconic train` does not run it."""
+    """The job under the recommended strategy, as `laconic train` takes it; None if there is none."""
     rival: str
     """What would have to change for the best of the other side to win; empty if there is none."""
     remedy: str
@@ -87,8 +87,9 @@ def choose(predictor: Predictor, *, allow: Collection[str] = (), names: Sequence
 
 def _may_win(estimate: Estimate, config: Config, allow: Collection[str]) -> bool:
     candidate = CANDIDATES[estimate.strategy]
-    can_run = candidate.keys is not None
-    return can_run and (not estimate.inexact or candidate.name in allow or candidate.is_asked_for(config))
+    if not candidate.can_train:
+        return False
+    return not estimate.inexact or candidate.name in allow or candidate.is_asked_for(config)
 
 
 def _best(estimates: Sequence[Estimate]) -> Estimate | None:

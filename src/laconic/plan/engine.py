@@ -105,8 +105,7 @@ class Engine:
     def _run(self, *, syncs: bool) -> None:
         """One micro-batch."""
         self._ask_for_exact()
-        forward = [segment for segment in self.trace.segments if not segment.is_backward]
-        backward = [segment for segment in self.trace.segments if segment.is_backward]
+        forward, backward = self.trace.forward, self.trace.backward
         order = list(dict.fromkeys(segment.unit for segment in forward))
         ends = {segment.unit: index for index, segment in enumerate(forward)}
         for index, segment in enumerate(forward):

@@ -125,6 +125,15 @@ class Machine:
         if self._total > self._peak_total:
             self._note_peak(0.0)
 
+    @contextmanager
+    def holding(self, kind: Kind, nbytes: float) -> Iterator[None]:
+        """Hold device memory until the body ends."""
+        self.hold(kind, nbytes)
+        try:
+            yield
+        finally:
+            self.hold(kind, -nbytes)
+
     def _note_peak(self, extra_bytes: float) -> None:
         """Note the fullest moment so far; `extra_bytes` of activations and temporaries are alive besides."""
         self._peak_total = self._total + extra_bytes

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -55,6 +55,11 @@ class ParameterSpec:
     def numel(self) -> int:
         """The number of elements."""
         return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the parameter at rest."""
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +99,16 @@ class ModelTrace:
     device_type: str
     gradients_in_place: bool
     """Whether gradients of linear layers' weights are written in place where the engine can."""
+
+    @cached_property
+    def forward(self) -> tuple[Segment, ...]:
+        """The segments of forward."""
+        return tuple(segment for segment in self.segments if not segment.is_backward)
+
+    @cached_property
+    def backward(self) -> tuple[Segment, ...]:
+        """The segments of backward."""
+        return tuple(segment for segment in self.segments if segment.is_backward)
 
     @property
     def peak_bytes(self) -> int:

@@ -14,9 +14,9 @@ from laconic.comm.traffic import Level
 from laconic.config.sections import OptimizerConfig
 from laconic.layout.bucket import BucketLayout
 from laconic.optim import newton_schulz
-from laconic.optim.adamw8bit import _MIN_8BIT_SIZE
+from laconic.optim.adamw8bit import MIN_8BIT_SIZE
 from laconic.optim.owners import Matrix, assign
-from laconic.optim.shampoo import _EIGENDECOMPOSITION_FLOPS, blocks_of
+from laconic.optim.shampoo import blocks_of, cost_of
 from laconic.plan.buckets import Shape
 from laconic.plan.phase import Phase, Work
 
@@ -102,7 +102,7 @@ def _adamw8bit(trained: Sequence[Trained]) -> OptimizerCost:
     for each in trained:
         for slot in each.layout.slots:
             numel = slot.numel / each.layout.num_shards
-            if slot.numel < _MIN_8BIT_SIZE:
+            if slot.numel < MIN_8BIT_SIZE:
                 state_bytes += 8 * numel
             else:
                 scales = math.prod(Tiling().grid(slot.shape).scales_shape) / each.layout.num_shards
@@ -154,11 +154,7 @@ def _matrices_of(trained: Trained, index: int, settings: OptimizerConfig) -> Ite
         cost = newton_schulz.cost_of(rows, columns, settings.ns_steps) * (slot.shape[0] if len(slot.shape) == 3 else 1)
         itemsize = newton_schulz.DTYPE.itemsize
     else:
-        decomposition = _EIGENDECOMPOSITION_FLOPS / settings.update_every
-        cost = sum(
-            2 * b.rows * b.columns * (b.rows + b.columns) + decomposition * (b.rows**3 + b.columns**3)
-            for b in blocks_of(slot.shape, settings.block_size)
-        )
+        cost = cost_of(slot.shape, settings.block_size, settings.update_every)
         itemsize = trained.itemsize
     spec: Any = SimpleNamespace(shape=slot.shape, layout=trained.layout, index=index)
     yield Matrix(spec=spec, cost=cost, itemsize=itemsize)

@@ -42,12 +42,11 @@ class Ddp(Program):
         self._machine, self._work = machine, work
         self._trace: ModelTrace = work.trace
         self._ring = Ring(shape=shape, among="all")
-        self._backward = [segment for segment in self._trace.segments if segment.is_backward]
         parameters = [each for unit in self._trace.units for each in unit.parameters]
         trained = [each for each in parameters if each.is_trained]
-        self._gradient_bytes = float(sum(_nbytes(each) for each in trained))
+        self._gradient_bytes = float(sum(each.nbytes for each in trained))
         self._buckets = _buckets(self._trace)
-        machine.hold("parameters", sum(_nbytes(each) for each in parameters))
+        machine.hold("parameters", sum(each.nbytes for each in parameters))
         machine.hold("gradients", self._gradient_bytes)
         self._has_grads, self._own_bytes = False, 0.0
         """Whether micro-batches before have left gradients, and the memory of these beside the buckets."""
@@ -64,11 +63,10 @@ class Ddp(Program):
 
     def _run(self, *, syncs: bool) -> None:
         machine = self._machine
-        for segment in self._trace.segments:
-            if not segment.is_backward:
-                machine.compute(self._trace.units[segment.unit].name, segment.phase)
+        for segment in self._trace.forward:
+            machine.compute(self._trace.units[segment.unit].name, segment.phase)
         jobs: list[Job | None] = []
-        for index, segment in enumerate(self._backward):
+        for index, segment in enumerate(self._trace.backward):
             machine.compute(self._trace.units[segment.unit].name, segment.phase)
             if syncs:
                 for place, bucket in enumerate(self._buckets):
@@ -90,15 +88,10 @@ class Ddp(Program):
         return self._machine.send(self._ring.all_reduce(f"reduce bucket {place}", "gradients", bucket.nbytes))
 
 
-def _nbytes(parameter: ParameterSpec) -> int:
-    return parameter.numel * parameter.dtype.itemsize
-
-
 def _buckets(trace: ModelTrace) -> list[_Bucket]:
     """The buckets as `compute_bucket_assignment_by_size` makes them, of gradients in the order of backward."""
     last: dict[int, int] = {}
-    backward = [segment for segment in trace.segments if segment.is_backward]
-    for index, segment in enumerate(backward):
+    for index, segment in enumerate(trace.backward):
         last[segment.unit] = index
     ready = [(index, parameter) for parameter, index in _in_order_of_readiness(trace, last)]
     found: list[_Bucket] = []
@@ -106,7 +99,7 @@ def _buckets(trace: ModelTrace) -> list[_Bucket]:
     limits: dict[object, int] = {}
     for index, parameter in ready:
         kind = parameter.dtype
-        sizes[kind] = sizes.get(kind, 0) + _nbytes(parameter)
+        sizes[kind] = sizes.get(kind, 0) + parameter.nbytes
         if sizes[kind] >= limits.get(kind, FIRST_BUCKET_BYTES):
             found.append(_Bucket(nbytes=float(sizes.pop(kind)), last=index))
             limits[kind] = BUCKET_BYTES
@@ -119,16 +112,15 @@ def _in_order_of_readiness(trace: ModelTrace, last: dict[int, int]) -> list[tupl
 
     The phases of a unit tell how many bytes of gradients come with each. A unit's last parameters come first.
     """
-    backward = [segment for segment in trace.segments if segment.is_backward]
     left = {
         index: [each for each in reversed(unit.parameters) if each.is_trained] for index, unit in enumerate(trace.units)
     }
     found: list[tuple[ParameterSpec, int]] = []
-    for index, segment in enumerate(backward):
+    for index, segment in enumerate(trace.backward):
         room = segment.phase.gradient_bytes
         pending = left.get(segment.unit, [])
-        while pending and (last[segment.unit] == index or _nbytes(pending[0]) <= room):
-            room -= _nbytes(pending[0])
+        while pending and (last[segment.unit] == index or pending[0].nbytes <= room):
+            room -= pending[0].nbytes
             found.append((pending.pop(0), index))
     end = max(last.values(), default=0)
     return [*found, *((each, end) for pending in left.values() for each in pending)]

@@ -184,20 +184,19 @@ class Deepspeed(Program):
         held_bytes = nbytes if copies else 0.0
         if self._is_cpu:
             held_bytes += nbytes / ranks  # the ring's own landing: strategies/ring.py
-        machine.hold("transfers", held_bytes)
-        machine.touch("copy and divide", 4 * nbytes)
-        job: Job | None = None
-        for transfer in self._reduction(members):
-            job = machine.send(transfer, job) or job
-        if self._is_cpu:
-            machine.wait(job, "reduce")
-            machine.touch("sum", 3 * nbytes * (ranks - 1) / ranks)
-        else:
-            self._reductions.append(job)
-            if len(self._reductions) > _MOST_REDUCTIONS:
-                machine.wait(self._reductions.pop(0), "reduce")
-        machine.touch("add sums", own_numel * (self._reduce_itemsize + 8))
-        machine.hold("transfers", -held_bytes)
+        with machine.holding("transfers", held_bytes):
+            machine.touch("copy and divide", 4 * nbytes)
+            job: Job | None = None
+            for transfer in self._reduction(members):
+                job = machine.send(transfer, job) or job
+            if self._is_cpu:
+                machine.wait(job, "reduce")
+                machine.touch("sum", 3 * nbytes * (ranks - 1) / ranks)
+            else:
+                self._reductions.append(job)
+                if len(self._reductions) > _MOST_REDUCTIONS:
+                    machine.wait(self._reductions.pop(0), "reduce")
+            machine.touch("add sums", own_numel * (self._reduce_itemsize + 8))
         for parameter in members:
             if parameter.numel > self._bucket_numel:
                 machine.hold("gradients", -parameter.nbytes)
@@ -235,9 +234,8 @@ def _steps(work: Work, units: Sequence[Sequence[Parameter]]) -> list[_Step]:
     names = [[each.name for each in unit.parameters] for unit in trace.units]
     found: list[_Step] = []
     for is_backward in (False, True):
-        segments = [segment for segment in trace.segments if segment.is_backward is is_backward]
         seen: dict[int, int] = {}
-        for segment in segments:
+        for segment in trace.backward if is_backward else trace.forward:
             place = seen.get(segment.unit, 0)
             seen[segment.unit] = place + 1
             modules = _modules(names[segment.unit], units[segment.unit])

@@ -170,7 +170,7 @@ class Fsdp2(Program):
 
     def _forward_order(self) -> list[int]:
         """The units in the order in which their forwards begin: the root, whose embedding comes first, and layers."""
-        return list(dict.fromkeys(segment.unit for segment in self._trace.segments if not segment.is_backward))
+        return list(dict.fromkeys(segment.unit for segment in self._trace.forward))
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -185,9 +185,7 @@ class Fsdp2(Program):
 
     def _run(self, *, syncs: bool) -> None:
         """One micro-batch."""
-        segments = self._trace.segments
-        forward = [segment for segment in segments if not segment.is_backward]
-        backward = [segment for segment in segments if segment.is_backward]
+        forward, backward = self._trace.forward, self._trace.backward
         ends = {segment.unit: index for index, segment in enumerate(forward)}
         post_forward = sorted(ends, key=lambda unit: ends[unit])
         self._begin_ahead(0)
@@ -258,13 +256,12 @@ class Fsdp2(Program):
         if ring.size == 1:
             return
         cast_bytes = group.cast_bytes / ring.size if group.state is _State.SHARDED else 0.0
-        machine.hold("transfers", cast_bytes)
-        machine.hold("transfers", group.full_bytes)
-        if self._is_cpu:
-            if cast_bytes:
-                machine.touch(f"cast {group.name}", 3 * cast_bytes)
-            machine.touch(f"copy in {group.name}", 2 * group.full_bytes / ring.size)
-        machine.hold("transfers", -cast_bytes)
+        with machine.holding("transfers", cast_bytes):
+            machine.hold("transfers", group.full_bytes)
+            if self._is_cpu:
+                if cast_bytes:
+                    machine.touch(f"cast {group.name}", 3 * cast_bytes)
+                machine.touch(f"copy in {group.name}", 2 * group.full_bytes / ring.size)
         group.gather = self._ahead.pop(unit) if unit in self._ahead else self._send(group)
         if self._is_cpu:
             group.landing_bytes = group.full_bytes
@@ -374,9 +371,8 @@ class Fsdp2(Program):
         """Keep whole gradients until the step's last micro-batch, in the dtype of reductions."""
         if group.accumulates_cast and group.grad_bytes and not group.has_accumulated:
             machine = self._machine
-            machine.hold("gradients", group.largest_cast_bytes)  # one parameter has both forms for a moment
-            machine.hold("gradients", -group.largest_cast_bytes)
-            machine.touch(f"cast {group.name}", group.grad_bytes + group.accumulated_bytes)
+            with machine.holding("gradients", group.largest_cast_bytes):  # a parameter has both forms for a moment
+                machine.touch(f"cast {group.name}", group.grad_bytes + group.accumulated_bytes)
             machine.hold("gradients", group.accumulated_bytes - group.grad_bytes)
             group.grad_bytes = group.accumulated_bytes
             group.has_accumulated = True
@@ -417,11 +413,10 @@ class Fsdp2(Program):
             machine.touch(f"copy {group.name}", 2 * nbytes)
             return None
         if self._is_gloo:
-            machine.hold("transfers", nbytes)
-            machine.touch(f"copy {group.name}", 2 * nbytes)
-            machine.wait(machine.send(ring.all_reduce(name, "gradients", nbytes)), name)
-            machine.touch(f"sum {group.name}", 3 * nbytes * (ring.size - 1) / ring.size)
-            machine.hold("transfers", -nbytes)
+            with machine.holding("transfers", nbytes):
+                machine.touch(f"copy {group.name}", 2 * nbytes)
+                machine.wait(machine.send(ring.all_reduce(name, "gradients", nbytes)), name)
+                machine.touch(f"sum {group.name}", 3 * nbytes * (ring.size - 1) / ring.size)
             return None
         job = machine.send(ring.reduce_scatter(name, "gradients", nbytes))
         if self._is_cpu:

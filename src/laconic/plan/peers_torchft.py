@@ -14,7 +14,7 @@ from laconic.config import SyncConfig
 from laconic.plan.buckets import Shape
 from laconic.plan.machine import Machine, Reading, Transfer
 from laconic.plan.peers_fsdp2 import Fsdp2, Fsdp2Options
-from laconic.plan.program import Program, Work
+from laconic.plan.program import Program, Work, add_sync
 
 
 class TorchftDiloco(Program):
@@ -45,13 +45,7 @@ class TorchftDiloco(Program):
         """Read a step, and add its share of a sync."""
         reading = super().read(machine)
         sync = self._read_sync()
-        share = self._sync.fragments / self._sync.every
-        reading.seconds += share * sync.seconds
-        for counter, more in (
-            (reading.sent_bytes, sync.sent_bytes), (reading.waits_s, sync.waits_s), (reading.busy_s, sync.busy_s),
-        ):  # fmt: skip
-            for key, value in more.items():
-                counter[key] += share * value  # type: ignore[index,assignment]
+        add_sync(reading, sync, self._sync.fragments / self._sync.every)
         if sync.peak_bytes > reading.peak_bytes:
             reading.peak = sync.peak
         return reading
@@ -60,21 +54,18 @@ class TorchftDiloco(Program):
         """Read the sync of one fragment."""
         machine, islands = self._machine, self._shape.islands
         nbytes = self._bytes / self._sync.fragments
-        with machine.reading() as reading:
-            machine.hold("transfers", nbytes)  # the pseudo-gradients
+        sent_bytes = 2 * (islands - 1) / islands * nbytes
+        transfer = Transfer(
+            name="islands", purpose="outer", sent={"island": sent_bytes}, hops={"island": 2 * (islands - 1)}
+        )
+        with machine.reading() as reading, machine.holding("transfers", nbytes):  # the pseudo-gradients
             machine.wait(machine.copy("outer parameters", nbytes, to_device=True), "outer parameters")
             machine.touch("pseudo-gradient", 3 * nbytes)
-            machine.hold("transfers", nbytes)  # the flat buckets
-            machine.touch("fill buckets", 2 * nbytes)
-            sent_bytes = 2 * (islands - 1) / islands * nbytes
-            transfer = Transfer(
-                name="islands", purpose="outer", sent={"island": sent_bytes}, hops={"island": 2 * (islands - 1)}
-            )
-            machine.wait(machine.send(transfer), "islands")
-            machine.touch("empty buckets", 3 * nbytes)
-            machine.hold("transfers", -nbytes)
+            with machine.holding("transfers", nbytes):  # the flat buckets
+                machine.touch("fill buckets", 2 * nbytes)
+                machine.wait(machine.send(transfer), "islands")
+                machine.touch("empty buckets", 3 * nbytes)
             machine.wait(machine.copy("outer parameters", nbytes, to_device=True), "outer parameters")
             machine.touch("outer step", 7 * nbytes)
             machine.wait(machine.copy("outer parameters", nbytes, to_device=False), "outer parameters")
-            machine.hold("transfers", -nbytes)
         return reading

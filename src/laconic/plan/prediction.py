@@ -67,7 +67,7 @@ class Predictor:
             job = self.job(candidate)
             if candidate.schedule is not None:
                 self._check_workers()
-            if candidate.keys is not None:
+            if candidate.can_train:
                 check_job(job, self._ranks())
             return self._estimate(candidate, job, keeps_spans=keeps_spans)
         except TraceError:

@@ -68,12 +68,11 @@ class Update:
         if not self._has_states:
             self._has_states = True
             machine.hold("optimizer", self._cost.state_bytes)
-        machine.hold("transfers", self._cost.transient_bytes)
-        moves = Transfer(name="matrices", purpose="optimizer", sent=dict(self._cost.sent_bytes))
-        job = machine.send(moves)
-        machine.compute("optimizer", self._cost.phase)
-        machine.wait(job, "matrices")
-        machine.hold("transfers", -self._cost.transient_bytes)
+        with machine.holding("transfers", self._cost.transient_bytes):
+            moves = Transfer(name="matrices", purpose="optimizer", sent=dict(self._cost.sent_bytes))
+            job = machine.send(moves)
+            machine.compute("optimizer", self._cost.phase)
+            machine.wait(job, "matrices")
 
 
 def norm_bytes(num_tensors: int, shape: Shape) -> dict[Level, float]:
@@ -149,12 +148,7 @@ class LocalStepsProgram(Program):
         syncs = [self._read_sync(machine, numels, reading.seconds) for numels in self._fragments]
         share = 1.0 / (self.interval * len(syncs))
         for sync in syncs:
-            reading.seconds += share * sync.seconds
-            for counter, more in (
-                (reading.sent_bytes, sync.sent_bytes), (reading.waits_s, sync.waits_s), (reading.busy_s, sync.busy_s),
-            ):  # fmt: skip
-                for key, value in more.items():
-                    counter[key] += share * value  # type: ignore[index,assignment]
+            add_sync(reading, sync, share)
         return reading
 
     def _read_sync(self, machine: Machine, numels: Sequence[int], step_s: float) -> Reading:
@@ -181,6 +175,16 @@ class LocalStepsProgram(Program):
             report = Transfer(name="report", purpose="control", sent=all_reduce_bytes(5 * 4, self.shape))
             machine.wait(machine.send(report))
         return reading
+
+
+def add_sync(reading: Reading, sync: Reading, share: float) -> None:
+    """Add a share of a sync to the reading of a step: its seconds, bytes, waits and work, but not its memory."""
+    reading.seconds += share * sync.seconds
+    for counter, more in (
+        (reading.sent_bytes, sync.sent_bytes), (reading.waits_s, sync.waits_s), (reading.busy_s, sync.busy_s),
+    ):  # fmt: skip
+        for key, value in more.items():
+            counter[key] += share * value  # type: ignore[index,assignment]
 
 
 def _host_factor(machine: Machine) -> float:

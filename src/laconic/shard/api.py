@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -25,6 +24,7 @@ from laconic.shard.bucket import Bucket, ManagedParameter, compute_dtype_of
 from laconic.shard.cache import Cache, Where
 from laconic.shard.checks import Checks
 from laconic.shard.conversion import check_convertible, converts
+from laconic.shard.kinds import BucketKind, group_by_kind
 from laconic.shard.sharded_module import sharded_class
 from laconic.shard.traps import HOME, Origin
 from laconic.shard.unit import Unit, unit_of
@@ -119,8 +119,8 @@ def fully_shard(
     may_shrink = granularity is None
     buckets = [
         bucket
-        for group in _group_by_kind(managed)
-        for bucket in _make_buckets(group, blocks, precision, offload, coding, may_shrink=may_shrink)
+        for kind, group in group_by_kind(managed, _kind_of).items()
+        for bucket in _make_buckets(kind, group, blocks, precision, offload, coding, may_shrink=may_shrink)
     ]
     for item in managed:
         setattr(item.parameter, HOME, item.name)  # recognises tied weights later, and optimizers of replaced parameters
@@ -315,37 +315,21 @@ def _resolve_wire(wire: Wire, cache: Cache, managed: list[ManagedParameter]) -> 
     return wire
 
 
-def _wire_of(group: list[ManagedParameter], wire: Wire) -> Wire:
-    """The policy of a bucket with these parameters: exact if they are frozen, convert themselves, or are vectors.
-
-    Weights cross between nodes only; gradients cross between islands, too.
-    """
-    first = group[0].parameter
-    may_be_coded = first.requires_grad and first.is_floating_point() and not converts(first)
-    has_matrix = any(item.local.ndim > 1 for item in group)
-    cluster = group[0].cluster
-    if not (may_be_coded and has_matrix and max(cluster.num_nodes, cluster.num_islands) > 1):
-        return Wire()
-    return wire if cluster.num_nodes > 1 else dataclasses.replace(wire, weights="exact", as_values=False)
-
-
-def _group_by_kind(managed: list[ManagedParameter]) -> list[list[ManagedParameter]]:
-    """Group parameters of one mesh, dtype and trainability, in order of appearance. A LoRA block has two groups.
-
-    Parameters that convert themselves form groups by their class: [Note: Conversion] in shard/conversion.py. Each slice
-    of partial updates is a group of its own, trained or not, so that all islands have the same buckets. Each way of
-    cutting DTensors into unequal shards is one, too: see `uneven_cut`.
-    """
-    groups: dict[Any, list[ManagedParameter]] = {}
-    for item in managed:
-        parameter = item.parameter
-        form = type(parameter) if converts(parameter) else uneven_cut(parameter)
-        kind = parameter.dtype, parameter.requires_grad, parameter.device, form, slice_of_parameter(*item.places[0])
-        groups.setdefault((item.cluster, *kind), []).append(item)
-    return list(groups.values())
+def _kind_of(item: ManagedParameter) -> BucketKind:
+    parameter = item.parameter
+    converted = type(parameter) if converts(parameter) else None
+    return BucketKind(
+        dtype=parameter.dtype,
+        is_trained=parameter.requires_grad,
+        part=slice_of_parameter(*item.places[0]),
+        place=(item.cluster, parameter.device),
+        converted=converted,
+        cut=None if converted else uneven_cut(parameter),
+    )
 
 
 def _make_buckets(
+    kind: BucketKind,
     group: list[ManagedParameter],
     blocks: Blocks,
     precision: MixedPrecisionPolicy,
@@ -355,7 +339,7 @@ def _make_buckets(
     may_shrink: bool,
 ) -> list[Bucket]:
     numels = dict(zip(blocks.names, blocks.numels, strict=True))
-    dtype = group[0].parameter.dtype
+    cluster, dtype = group[0].cluster, kind.dtype
     compute_dtype = compute_dtype_of(dtype, precision)
     reduce_dtype = precision.reduce_dtype or compute_dtype
     smallest = min(each.itemsize for each in (dtype, compute_dtype, reduce_dtype))
@@ -363,8 +347,8 @@ def _make_buckets(
         [item.name for item in group],
         [tuple(item.local.shape) for item in group],
         [numels[item.name] for item in group],
-        num_shards=group[0].cluster.size,
-        itemsize=1 if converts(group[0].parameter) else smallest,  # a conversion may make single bytes
+        num_shards=cluster.size,
+        itemsize=1 if kind.converted else smallest,  # a conversion may make single bytes
         may_shrink=may_shrink,
     )
     warn_if_wasteful(plan, dtype.itemsize)
@@ -374,7 +358,7 @@ def _make_buckets(
             layout,
             precision=precision,
             offload=offload,
-            wire=_wire_of([group[index] for index in members], wire),
+            wire=kind.wire(wire, layout, num_nodes=cluster.num_nodes, num_islands=cluster.num_islands),
         )
         for members, layout in zip(plan.members, plan.buckets, strict=True)
     ]

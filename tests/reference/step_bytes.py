@@ -1,4 +1,4 @@
-"""The bytes that a node moves in one optimizer step, by strategy and level, as closed formulas.
+"""The oracle of a step's bytes: what a node moves in one optimizer step, by strategy and level, as closed formulas.
 
 [Note: Bytes of a step]
 N nodes of L ranks make R = N L ranks. Two patterns make every strategy:

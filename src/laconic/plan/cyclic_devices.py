@@ -1,0 +1,152 @@
+"""The devices of the cyclic schedule, all at once, each with the instructions that the runtime executes.
+
+Workers differ, so none can stand for all, as [Note: One program, three readings] has it. Here every device has a clock
+and runs its own program (cyclic/schedule/program.py) until it needs a message that has not arrived. A reading is that
+of some batches of all devices in the steady state. The messages are those of [Note: Messages of a batch].
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from laconic.comm.traffic import Level, Purpose
+from laconic.cyclic.links import NUMBER_BYTES, PURPOSES
+from laconic.cyclic.schedule.messages import Compute, Instruction, Receive, Send, Update
+from laconic.cyclic.schedule.program import program
+from laconic.cyclic.schedule.schedule import Schedule
+from laconic.plan.cluster_spec import ClusterSpec
+from laconic.plan.machine import Lane, Reading
+
+_BATCHES = 5
+_FIRST = 2
+"""The first batch of the steady state: earlier ones have no messages of batches before them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    """What the instructions of a batch take, by stage."""
+
+    message_bytes: Sequence[int]
+    """The bytes of a message with a stage's parameters or gradients."""
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    update_s: Sequence[float]
+
+
+def read_steady_state(cluster: ClusterSpec, schedule: Schedule, costs: StageCosts, *, pass_after: int) -> Reading:
+    """Read one batch of the steady state, as a mean over devices: its seconds, bytes, waits and compute.
+
+    Args:
+        cluster: the machines; rank i of the cluster is device i of the schedule.
+        schedule: the instructions of every device.
+        costs: what they take.
+        pass_after: the forwards and backwards of a batch that a worker runs before the next worker may begin.
+    """
+    run = _Run(cluster, schedule, costs, pass_after)
+    ends_s = run.finish()
+    share, num_batches = 1.0 / schedule.num_devices, _BATCHES - _FIRST
+    reading = Reading(seconds=(ends_s[-1] - ends_s[_FIRST - 1]) / num_batches)
+    for key, nbytes in run.sent_bytes.items():
+        reading.sent_bytes[key] += nbytes * share  # type: ignore[assignment]
+    for lane, seconds in run.waits_s.items():
+        reading.waits_s[lane] += seconds * share / num_batches  # type: ignore[assignment]
+    reading.busy_s[Lane.COMPUTE] = sum(costs.forward_s) + sum(costs.backward_s)  # type: ignore[assignment]
+    return reading
+
+
+class _Run:
+    """All devices in some batches, each with a clock of its own."""
+
+    def __init__(self, cluster: ClusterSpec, schedule: Schedule, costs: StageCosts, pass_after: int) -> None:
+        self._cluster, self._schedule, self._costs, self._pass_after = cluster, schedule, costs, pass_after
+        devices = range(schedule.num_devices)
+        self._now_s = dict.fromkeys(devices, 0.0)
+        self._ready_s: dict[int | str, float] = {}
+        """When each sender's network is free: that of a node between nodes, that of a rank inside."""
+        self._arrivals_s: dict[tuple[object, int], tuple[float, Lane]] = {}
+        self._batons_s: dict[tuple[int, int], tuple[float, Lane]] = {}
+        self._ends_s = {device: [0.0] * _BATCHES for device in devices}
+        self.sent_bytes: Counter[tuple[Level, Purpose]] = Counter()
+        self.waits_s: Counter[Lane] = Counter()
+        self._pending = {device: self._steps(device) for device in devices}
+
+    def finish(self) -> list[float]:
+        """Run all devices to the end. Returns when the last of them has finished each batch."""
+        while self._pending:
+            moved = False
+            for device in list(self._pending):
+                for is_blocked in self._pending[device]:
+                    if is_blocked:
+                        break
+                    moved = True
+                else:
+                    del self._pending[device]
+                    moved = True
+            assert moved or not self._pending, "the schedule never waits for a message that is not sent"
+        return [max(ends[batch] for ends in self._ends_s.values()) for batch in range(_BATCHES)]
+
+    def _steps(self, device: int) -> Iterator[bool]:
+        """Run a device's instructions; yield True while one has to wait for a message that has not been sent."""
+        schedule = self._schedule
+        for batch in range(_BATCHES):
+            done = 0
+            self._pass_baton(device, batch, done)
+            for instruction in program(schedule, device, batch):
+                if isinstance(instruction, Compute) and device > 0 and done == 0:
+                    while (device, batch) not in self._batons_s:
+                        yield True
+                    self._wait(device, *self._batons_s[device, batch], batch)
+                if isinstance(instruction, Receive):
+                    key = instruction.message.key, device
+                    while key not in self._arrivals_s:
+                        yield True
+                    self._wait(device, *self._arrivals_s[key], batch)
+                else:
+                    self._do(instruction, device, batch)
+                if isinstance(instruction, Compute):
+                    done += 1
+                    self._pass_baton(device, batch, done)
+                yield False
+            self._ends_s[device][batch] = self._now_s[device]
+
+    def _do(self, instruction: Instruction, device: int, batch: int) -> None:
+        costs = self._costs
+        if isinstance(instruction, Compute):
+            op = instruction.op
+            self._now_s[device] += (costs.forward_s if op.is_forward else costs.backward_s)[op.stage]
+        elif isinstance(instruction, Update):
+            self._now_s[device] += costs.update_s[instruction.stage]
+        elif isinstance(instruction, Send):
+            message = instruction.message
+            purpose = PURPOSES[message.kind]
+            nbytes = NUMBER_BYTES if purpose == "control" else costs.message_bytes[message.stage]
+            arrival = self._send(device, message.target, nbytes, purpose, batch)
+            self._arrivals_s[message.key, message.target] = arrival
+
+    def _pass_baton(self, device: int, batch: int, done: int) -> None:
+        following = device + 1
+        if following < self._schedule.num_devices and done == self._pass_after:
+            self._batons_s[following, batch] = self._send(device, following, NUMBER_BYTES, "control", batch)
+
+    def _send(self, source: int, target: int, nbytes: float, purpose: Purpose, batch: int) -> tuple[float, Lane]:
+        now_s = self._now_s[source]
+        if source == target:
+            return now_s, Lane.COMPUTE
+        cluster, local = self._cluster, self._cluster.ranks_per_node
+        level: Level = "local" if source // local == target // local else "node"
+        if batch == _FIRST:
+            self.sent_bytes[level, purpose] += nbytes  # type: ignore[assignment]
+        link = source if level == "local" else f"node {source // local}"
+        begin_s = max(now_s, self._ready_s.get(link, 0.0))
+        self._ready_s[link] = begin_s + nbytes / cluster.bytes_per_s(level)
+        lane = Lane.LOCAL if level == "local" else Lane.WIRE
+        return self._ready_s[link] + cluster.latency_s(level), lane
+
+    def _wait(self, device: int, arrival_s: float, lane: Lane, batch: int) -> None:
+        waited_s = arrival_s - self._now_s[device]
+        if waited_s > 0:
+            if batch >= _FIRST:
+                self.waits_s[lane] += waited_s  # type: ignore[assignment]
+            self._now_s[device] = arrival_s
