@@ -85,6 +85,13 @@ PEERS: dict[str, dict[str, Any]] = {
 }
 """The strategies of others that `laconic train` runs too."""
 
+PEERS_ISLANDS: dict[str, dict[str, Any]] = {
+    "torchft-diloco": {
+        "shard": {"strategy": "torchft-diloco"}, "sync": {"codec": "fp32", "every": 2, "error_feedback": False},
+    },
+}  # fmt: skip
+"""Local steps of others."""
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "LoRA": {"lora": {"enabled": True, "rank": 4, "targets": ["q_proj", "v_proj"]}},
     "2 micro-batches": {"train": {"accumulation": 2}},
@@ -143,8 +150,9 @@ def make_cases(
     """Make cases of one model, each given as its name, its sections and its candidate. Unknown strategies are named."""
     found = []
     for name, layers, candidate in jobs:
-        if candidate.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
-            print(f"left out: {model}, {name}: DeepSpeed is not installed", flush=True)
+        package = candidate.partition("-")[0]
+        if package in ("deepspeed", "torchft") and importlib.util.find_spec(package) is None:
+            print(f"left out: {model}, {name}: {package} is not installed; put .venv/peers on PYTHONPATH", flush=True)
             continue
         try:
             found.append(make_case(f"{model}, {name}", model, *layers, out=out, candidate=candidate, steps=steps))
@@ -170,7 +178,7 @@ class Predictions:
         """Predict a case on a cluster."""
         config, known = case.config, CANDIDATES[case.candidate]
         shard = config.shard
-        if known.keys is not None:
+        if known.can_train:
             names = ("strategy", "cache", "wire", "device_budget_bytes")
             known = replace(known, keys={name: getattr(shard, name) for name in names})
         plain = dataclasses.replace(

@@ -35,7 +35,7 @@ class Run:
     rate_bits_per_s: float | None
     estimate: Estimate
     seconds: float
-    """The median of the timed steps."""
+    """The median of the timed steps, or with local steps the mean, since only some of them sync."""
     wire_bytes: float
     """The bytes that a node's interface sends in a step, as the mean over nodes and warm steps."""
     tokens: int
@@ -95,7 +95,9 @@ class LabRuns:
             found.append(
                 Run(
                     case=case, nodes=nodes, local=local, rate_bits_per_s=rate, estimate=estimate,
-                    seconds=statistics.median(summary["step_s"][warm]),
+                    seconds=(statistics.fmean if case.config.sync.is_local else statistics.median)(
+                        summary["step_s"][warm]
+                    ),
                     wire_bytes=statistics.fmean(summary["interface_sent_bytes"][warm]) / nodes,
                     tokens=summary["tokens_per_step"],
                 )

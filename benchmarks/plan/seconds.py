@@ -7,7 +7,17 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from benchmarks.plan.bench import Bench, columns
-from benchmarks.plan.jobs import ISLANDS, PEERS, STRATEGIES, Case, candidate_of, make_cases
+from benchmarks.plan.jobs import (
+    CYCLIC,
+    ISLANDS,
+    PEERS,
+    PEERS_ISLANDS,
+    STRATEGIES,
+    VARIANTS,
+    Case,
+    candidate_of,
+    make_cases,
+)  # fmt: skip
 from benchmarks.plan.lab import Run
 from benchmarks.record import Row
 from laconic.lab import format_rate
@@ -16,18 +26,24 @@ RATES = (20e6, 50e6, 100e6, 200e6, None)
 _STRATEGIES = ("none", "host", "device", "8bit", "4bit", "zero++", "fsdp2", "fsdp2-hpz", "hsdp", "ddp", "deepspeed")
 _ON_SLOW_WIRES = ("none", "host", "8bit", "4bit", "zero++", "fsdp2", "ddp")
 _COMPARED = ("none", "host", "fsdp2", "hsdp", "ddp")
+_MORE = (
+    "fsdp2-gloo", "deepspeed-hpz", "islands fp32", "islands int4", "torchft-diloco", "cyclic replicated",
+    "cyclic sharded",
+)  # fmt: skip
+_ON_THREE = ("none", "host", "4bit", "zero++", "fsdp2", "fsdp2-gloo", "ddp", "deepspeed")
 _EXACT = ("none", "host", "device", "fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp", "deepspeed", "deepspeed-hpz")
 _MOST_BYTES = 0.02
 _MOST_S, _MEDIAN_S = 0.25, 0.10
 _CLOSE = 0.05
 
 
-def cases_at(bench: Bench, model: str, rate: float | None, names: Sequence[str]) -> list[Case]:
+def cases_at(bench: Bench, model: str, rate: float | None, names: Sequence[str], variant: str = "") -> list[Case]:
     """A model under strategies, in few steps where a step takes long."""
     steps = 12 if rate is None else 3 if rate < 40e6 else 4 if rate < 80e6 else 8
-    tables = {**STRATEGIES, **ISLANDS, **PEERS}
-    size = {"data": {"sequence_length": 128}, "train": {"micro_batch_size": 4}}
-    jobs = [(name, [size, tables[name]], candidate_of(name)) for name in names]
+    tables = {**STRATEGIES, **ISLANDS, **CYCLIC, **PEERS, **PEERS_ISLANDS}
+    layers = [{"data": {"sequence_length": 128}, "train": {"micro_batch_size": 4}}]
+    layers += [VARIANTS[variant]] if variant else []
+    jobs = [(f"{name}, {variant}" if variant else name, [*layers, tables[name]], candidate_of(name)) for name in names]
     return make_cases(model, jobs, out=bench.out / f"lab-{format_rate(rate)}", steps=steps)
 
 
@@ -44,6 +60,14 @@ def others_at(bench: Bench, rate: float | None) -> list[Run]:
     return [run for model in models for run in bench.lab.runs(cases_at(bench, model, rate, _COMPARED), 2, 2, rate)]
 
 
+def more_runs(bench: Bench) -> list[Run]:
+    """The runs of the row `bytes-interface` alone: the other strategies, LoRA, and three nodes of one rank."""
+    rate = 200e6
+    found = bench.lab.runs(cases_at(bench, "demo", rate, _MORE), 2, 2, rate)
+    found += bench.lab.runs(cases_at(bench, "demo", rate, ("none", "host", "fsdp2"), "LoRA"), 2, 2, rate)
+    return found + bench.lab.runs(cases_at(bench, "demo", rate, _ON_THREE), 3, 1, rate)
+
+
 def all_runs(bench: Bench) -> list[Run]:
     """The runs of the row `seconds`."""
     return [run for rate in ((200e6,) if bench.quick else RATES) for run in runs_at(bench, rate)]
@@ -53,7 +77,7 @@ def interface(bench: Bench) -> Row:
     """Measure the row `bytes-interface`."""
     found = runs_at(bench, 200e6)
     if not bench.quick:
-        found += others_at(bench, 200e6)
+        found += others_at(bench, 200e6) + more_runs(bench)
     worst = max(found, key=lambda run: abs(run.bytes_error))
     median = statistics.median(abs(run.bytes_error) for run in found)
     strategies = sorted({run.case.candidate for run in found})
