@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -200,6 +201,9 @@ def test_seconds_take_the_slower_of_products_and_memory() -> None:
     rates = {"bfloat16": 50.0, "float32": 1.0}
     assert phase.seconds(rates, 10.0) == 2 * 2.0 + 3.0 + 4 * 0.5
     assert phase.seconds(rates, 10.0, launch_s=1.0) == 2 * 2.0 + 3.0 + 4 * 0.5 + 7
+    attention = Work(dtype="bfloat16", flops=100.0, memory_bytes=10.0, count=2, is_attention=True)
+    both = replace(phase, work=(*work, attention))
+    assert both.seconds(rates, 10.0, attention_share=0.25) == phase.seconds(rates, 10.0) + 2 * 4 * 2.0
     assert (phase.flops, phase.memory_bytes, phase.ops) == ({"bfloat16": 200.0, "float32": 1.0}, 70.0, 7)
     with pytest.raises(ValueError, match=r"multiplies in float32.*bfloat16 only"):
         phase.seconds({"bfloat16": 50.0}, 10.0)

@@ -27,6 +27,7 @@ _BytesPerS = Annotated[float, Bound(lambda value: 1e3 <= value <= 1e15, "lie bet
 _BitsPerS = Annotated[float, Bound(lambda value: 1e3 <= value <= 1e15, "lie between 1 kbit/s and 1 Pbit/s")]
 _Latency = Annotated[float, Bound(lambda value: 1e-9 <= value <= 10, "lie between 1 ns and 10 s")]
 _Share = Annotated[float, Bound(lambda value: 0 <= value <= 1, "lie in [0, 1]")]
+_PositiveShare = Annotated[float, Bound(lambda value: 0.001 <= value <= 1, "lie in [0.001, 1]")]
 _HeaderFactor = Annotated[float, Bound(lambda value: 1 <= value <= 2, "lie in [1, 2], since headers only add bytes")]
 _LEAST_FLOPS, _MOST_FLOPS = 1e6, 1e18
 
@@ -55,6 +56,8 @@ class ClusterSpec(Section):
     device_memory_bytes_per_s: _BytesPerS
     """The bytes that one device reads and writes in its memory, together. A copy counts twice."""
 
+    device_attention_share: _PositiveShare = 1.0
+    """The rate of fused attention, as a share of that of products."""
     device_launch_s: _Latency | None = None
     """What each operation of a model takes besides its work, where nothing hides it: on a CPU. None: nothing."""
 

@@ -154,7 +154,8 @@ class Machine:
         """The seconds of a phase on one device."""
         cluster = self.cluster
         launch_s = cluster.device_launch_s or 0.0
-        return phase.seconds(cluster.device_flops_per_s, cluster.device_memory_bytes_per_s, launch_s)
+        share = cluster.device_attention_share
+        return phase.seconds(cluster.device_flops_per_s, cluster.device_memory_bytes_per_s, launch_s, share)
 
     def touch(self, name: str, nbytes: float) -> None:
         """Run simple kernels that read and write `nbytes` of device memory in all."""

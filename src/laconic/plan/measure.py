@@ -41,6 +41,7 @@ _LATENCY_CALLS = 10
 """The products, and the small transfers, of one repetition of a latency."""
 _LEAST_LATENCY_S = 1e-6
 """The latency where a transfer seems to add nothing."""
+_HEADS, _HEAD_SIZE = 8, 64
 _MOST_HEADERS = 1.25
 """If an interface has counted more than this many bytes for each byte of payload, something else has used it."""
 _FLOPS = "device_flops_per_s"
@@ -52,6 +53,8 @@ class Effort:
 
     products: Sequence[int] = (256, 512, 1024, 2048, 4096, 8192, 16384)
     """The rows of square matrices."""
+    attention_tokens: Sequence[int] = (256, 512, 1024, 2048, 4096, 8192)
+    """The length of the sequence of an attention with `_HEADS` heads of size `_HEAD_SIZE`."""
     copies_bytes: Sequence[int] = (2**26, 2**28, 2**30)
     transfers_bytes: Sequence[int] = tuple(2**power for power in range(20, 29, 2))
     """Of what a rank has after an all-gather."""
@@ -146,7 +149,11 @@ class _Measuring:
         yield Figure(key="nodes", values=(self.cluster.num_nodes,), how="as started")
         yield Figure(key="ranks_per_node", values=(local,), how="as started")
         yield from self._memory()
-        yield from self._products()
+        rates = {}
+        for figure in self._products():
+            rates[figure.key] = figure.median
+            yield figure
+        yield self._attention(rates)
         yield from self._launches()
         on_device = self._copy_rate(self.device)
         yield Figure(key="device_memory_bytes_per_s", values=on_device, how="a copy; what it reads and writes")
@@ -189,6 +196,22 @@ class _Measuring:
     def _product(self, size: int, dtype: torch.dtype) -> Callable[[], object]:
         a, b = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))
         return partial(torch.matmul, a, b, out=torch.empty_like(a))
+
+    def _attention(self, rates: Mapping[str, float]) -> Figure:
+        """Causal attention, forward and backward: its rate as a share of that of products in the same dtype."""
+        dtype = torch.float32 if self.device == self.host else torch.bfloat16
+        for tokens in self.effort.attention_tokens:
+            shape = (1, _HEADS, tokens, _HEAD_SIZE)
+            inputs = [torch.randn(shape, device=self.device, dtype=dtype, requires_grad=True) for _ in range(3)]
+            step = partial(_attend, inputs)
+            if self._trial(step) >= self.effort.enough_s / 10:
+                break
+        flops = 7 * _HEADS * tokens**2 * _HEAD_SIZE  # two products forward and five backward, of half a square each
+        name = str(dtype).removeprefix("torch.")
+        rate = rates[f"{_FLOPS}.{name}"]
+        values = tuple(float(f"{min(flops / seconds / rate, 1.0):.4g}") for seconds in self._repeated(step))
+        how = f"causal attention over {tokens} tokens in {name}, forward and backward, beside products"
+        return Figure(key="device_attention_share", values=values, how=how)
 
     def _launches(self) -> Iterator[Figure]:
         """The time of an operation that has nothing to do. On an accelerator the operations before it hide it."""
@@ -347,6 +370,12 @@ class _Measuring:
     def _finish(self) -> None:
         if self.device != self.host:
             torch.accelerator.synchronize()
+
+
+def _attend(inputs: Sequence[torch.Tensor]) -> None:
+    query, key, value = inputs
+    out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    torch.autograd.grad(out, inputs, torch.ones_like(out))
 
 
 def _nothing() -> None:

@@ -65,6 +65,11 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
 
 
+def is_attention(func: Any) -> bool:
+    """Whether an operation is fused attention, forward or backward."""
+    return func._overloadpacket in _ATTENTION
+
+
 def bytes_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
     """The bytes that an operation reads and writes, if it is no view."""
     packet = func._overloadpacket

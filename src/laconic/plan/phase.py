@@ -3,8 +3,9 @@
 [Note: Seconds of an operation]
 An operation takes as long as its products at the device's rate, or as long as its reads and writes at the memory's
 rate, whichever is longer (the roofline model: Williams, Waterman and Patterson, CACM 52(4), 2009), and a fixed time to
-launch. Operations of a phase run one after the other, so their times add up. A phase therefore keeps operations apart
-by their FLOPs and bytes, as far as that can matter: operations without products are one sum.
+launch. Fused attention reaches a share of that rate. Operations of a phase run one after the other, so their times add
+up. A phase therefore keeps operations apart by their FLOPs and bytes, as far as that can matter: operations without
+products are one sum.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class Work:
     """The bytes that one operation reads and writes."""
     count: int
     """The number of operations. For those without products, the other figures are means."""
+    is_attention: bool = False
+    """True if the products are those of fused attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +71,20 @@ class Phase:
         """The number of operations."""
         return sum(work.count for work in self.work)
 
-    def seconds(self, flops_per_s: Mapping[str, float], memory_bytes_per_s: float, launch_s: float = 0.0) -> float:
+    def seconds(
+        self,
+        flops_per_s: Mapping[str, float],
+        memory_bytes_per_s: float,
+        launch_s: float = 0.0,
+        attention_share: float = 1.0,
+    ) -> float:
         """Return the seconds of the phase on a device: [Note: Seconds of an operation].
 
         Args:
             flops_per_s: the rate of products by dtype.
             memory_bytes_per_s: the rate of the device's memory, reads and writes together.
             launch_s: the time that every operation takes in addition.
+            attention_share: the rate of fused attention, as a share of `flops_per_s`.
 
         Raises:
             ValueError: a dtype has no rate.
@@ -88,6 +98,7 @@ class Phase:
                         f"the model multiplies in {work.dtype}, and flops_per_s has rates for "
                         f"{', '.join(flops_per_s) or 'nothing'} only; add device_flops_per_s.{work.dtype}"
                     )
-                product_s = work.flops / flops_per_s[work.dtype]
+                rate = flops_per_s[work.dtype] * (attention_share if work.is_attention else 1.0)
+                product_s = work.flops / rate
             total += work.count * (max(product_s, work.memory_bytes / memory_bytes_per_s) + launch_s)
         return total

@@ -21,7 +21,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laconic.plan.fake_kernels import grouped_product
-from laconic.plan.op_cost import bytes_of, flops_of, tensors_of
+from laconic.plan.op_cost import bytes_of, flops_of, is_attention, tensors_of
 from laconic.plan.phase import Phase, Work
 
 _ADD = torch.ops.aten.add.Tensor
@@ -38,8 +38,8 @@ class _OpenPhase:
     is_backward: bool
     start_bytes: int
     start_with_gradients_bytes: int
-    products: Counter[tuple[str, float, float]] = field(default_factory=Counter)
-    """The number of operations with products, by dtype, FLOPs and bytes."""
+    products: Counter[tuple[str, float, float, bool]] = field(default_factory=Counter)
+    """The number of operations with products, by dtype, FLOPs, bytes and whether they are fused attention."""
     other_ops: int = 0
     other_bytes: float = 0.0
     peak_bytes: int
@@ -49,8 +49,8 @@ class _OpenPhase:
 
     def close(self, end_bytes: int) -> Phase:
         work = [
-            Work(dtype=dtype, flops=flops, memory_bytes=nbytes, count=count)
-            for (dtype, flops, nbytes), count in self.products.items()
+            Work(dtype=dtype, flops=flops, memory_bytes=nbytes, count=count, is_attention=is_attention)
+            for (dtype, flops, nbytes, is_attention), count in self.products.items()
         ]
         if self.other_ops:
             mean = self.other_bytes / self.other_ops
@@ -143,7 +143,8 @@ class Recorder(TorchDispatchMode):
             nbytes = bytes_of(func, args, kwargs, out)
             if nbytes:
                 flops = flops_of(func, args, kwargs, out)
-                self._add(tensors_of((args, kwargs))[0].dtype if flops else None, flops, nbytes)
+                dtype = tensors_of((args, kwargs))[0].dtype if flops else None
+                self._add(dtype, flops, nbytes, is_attention=is_attention(func))
         if func is _ADD and _comes_from_autograd():
             self._sum = before_bytes, self._alive_bytes - before_bytes
         else:
@@ -165,11 +166,11 @@ class Recorder(TorchDispatchMode):
             both = alive_bytes + self._gradient_bytes
             phase.peak_with_gradients_bytes = max(phase.peak_with_gradients_bytes, both)
 
-    def _add(self, dtype: torch.dtype | None, flops: float, nbytes: float) -> None:
+    def _add(self, dtype: torch.dtype | None, flops: float, nbytes: float, *, is_attention: bool = False) -> None:
         if self._phase is None:
             return
         if dtype is not None:
-            self._phase.products[str(dtype).removeprefix("torch."), flops, nbytes] += 1
+            self._phase.products[str(dtype).removeprefix("torch."), flops, nbytes, is_attention] += 1
         else:
             self._phase.other_ops += 1
             self._phase.other_bytes += nbytes
