@@ -56,7 +56,7 @@ class Effort:
     attention_tokens: Sequence[int] = (256, 512, 1024, 2048, 4096, 8192)
     """The length of the sequence of an attention with `_HEADS` heads of size `_HEAD_SIZE`."""
     copies_bytes: Sequence[int] = (2**26, 2**28, 2**30)
-    transfers_bytes: Sequence[int] = tuple(2**power for power in range(20, 29, 2))
+    transfers_bytes: Sequence[int] = tuple(2**power for power in range(20, 29))
     """Of what a rank has after an all-gather."""
     enough_s: float = 0.15
     """The seconds of an action at which its size stops growing. A repetition of short actions takes a third of them."""
@@ -142,13 +142,22 @@ class _Measuring:
         self.cluster, self.ranks, self.effort = cluster, ranks, effort
         self.device = cluster.device
         self.host = torch.device("cpu")
+        self._sizes: dict[torch.dtype, int] = {}
+        """The rows of the products with the highest rate."""
 
     def figures(self) -> Iterator[Figure]:
         """All figures, in the order of the cluster file."""
-        local = self.cluster.num_local
         yield Figure(key="nodes", values=(self.cluster.num_nodes,), how="as started")
-        yield Figure(key="ranks_per_node", values=(local,), how="as started")
+        yield Figure(key="ranks_per_node", values=(self.cluster.num_local,), how="as started")
         yield from self._memory()
+        first = [*self._compute()]
+        rest = [*self._host_copies(), *self._transfers("local"), *self._transfers("node")]
+        for figure, later in zip(first, self._compute(), strict=True):
+            yield replace(figure, values=figure.values + later.values)
+        yield from rest
+
+    def _compute(self) -> Iterator[Figure]:
+        """The figures of compute, which are measured twice, as other guests of a machine come and go."""
         rates = {}
         for figure in self._products():
             rates[figure.key] = figure.median
@@ -158,11 +167,8 @@ class _Measuring:
         on_device = self._copy_rate(self.device)
         yield Figure(key="device_memory_bytes_per_s", values=on_device, how="a copy; what it reads and writes")
         on_host = on_device if self.device == self.host else self._copy_rate(self.host)
-        values = tuple(local * rate for rate in on_host)
+        values = tuple(self.cluster.num_local * rate for rate in on_host)
         yield Figure(key="host_memory_bytes_per_s", values=values, how="copies by all ranks of a node")
-        yield from self._host_copies()
-        yield from self._transfers("local")
-        yield from self._transfers("node")
 
     def _memory(self) -> Iterator[Figure]:
         machines = self.ranks.gather(_machine())
@@ -181,17 +187,20 @@ class _Measuring:
     def _products(self) -> Iterator[Figure]:
         """Products of square matrices, of the size with the highest rate."""
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            rates = {}
-            for size in self.effort.products:
-                seconds = self._trial(self._product(size, dtype))
-                if seconds >= self.effort.enough_s / 50 or size == self.effort.products[-1]:
-                    rates[size] = 2 * size**3 / seconds
-                if seconds >= self.effort.enough_s:
-                    break
-            best = max(rates, key=lambda size: rates[size])
+            best = self._sizes[dtype] = self._sizes.get(dtype) or self._best_size(dtype)
             values = tuple(2 * best**3 / seconds for seconds in self._repeated(self._product(best, dtype)))
             name = str(dtype).removeprefix("torch.")
             yield Figure(key=f"{_FLOPS}.{name}", values=values, how=f"a product of {best} x {best}")
+
+    def _best_size(self, dtype: torch.dtype) -> int:
+        rates = {}
+        for size in self.effort.products:
+            seconds = self._trial(self._product(size, dtype))
+            if seconds >= self.effort.enough_s / 50 or size == self.effort.products[-1]:
+                rates[size] = 2 * size**3 / seconds
+            if seconds >= self.effort.enough_s:
+                break
+        return max(rates, key=lambda size: rates[size])
 
     def _product(self, size: int, dtype: torch.dtype) -> Callable[[], object]:
         a, b = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))
