@@ -124,14 +124,24 @@ class Engine:
             if unit.state is not _State.FULL:
                 place = left.index(segment.unit)
                 self._enter(unit, [self.units[each] for each in left[max(0, place - PREFETCH) : place][::-1]])
-            for bucket in unit.buckets:
-                if not bucket.plan.is_frozen and not bucket.gradient_held:
-                    bucket.gradient_held = True
-                    self.machine.hold("gradients", bucket.plan.gradient_bytes)
-            self.machine.compute(unit.name, segment.phase)
-            if last[segment.unit] == index:
+            is_last = last[segment.unit] == index
+            has_gradients = is_last or segment.phase.peak_from_gradients_bytes is not None
+            self.machine.compute(
+                unit.name, segment.phase, gradient_bytes=self._take_gradients(unit) if has_gradients else 0.0
+            )
+            if is_last and unit is not self.units[-1]:
                 self._end_backward(unit, syncs=syncs)
+        self._end_backward(self.units[-1], syncs=syncs)  # the root's inputs are tokens, which have no gradients
         self._finish_backward(syncs=syncs)
+
+    def _take_gradients(self, unit: _Unit) -> float:
+        """Take the memory for the gradients of a unit, at the first of them. Returns its bytes."""
+        taken = 0.0
+        for bucket in unit.buckets:
+            if not bucket.plan.is_frozen and not bucket.gradient_held:
+                bucket.gradient_held = True
+                taken += bucket.plan.gradient_bytes
+        return taken
 
     def _ask_for_exact(self) -> None:
         """Agree on the crossings of new weights as differences: [Note: Exact crossings] in shard/difference.py."""

@@ -133,11 +133,16 @@ class Machine:
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
-    def compute(self, name: str, phase: Phase) -> None:
-        """Run a phase of the model."""
+    def compute(self, name: str, phase: Phase, *, gradient_bytes: float = 0.0) -> None:
+        """Run a phase of the model. `gradient_bytes` are allocated at the phase's first gradient of a parameter."""
         seconds = self.seconds(phase)
         if self._total + phase.peak_bytes > self._peak_total:
             self._note_peak(phase.peak_bytes)
+        if gradient_bytes:
+            self.hold("gradients", gradient_bytes)
+            late_bytes = phase.peak_from_gradients_bytes or 0
+            if self._total + late_bytes > self._peak_total:
+                self._note_peak(late_bytes)
         self._work(name, seconds)
         self.hold("activations", phase.end_bytes)
 

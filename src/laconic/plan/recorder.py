@@ -4,7 +4,9 @@
 Where paths of a graph meet, autograd adds up their gradients: in place if nothing else holds the first one, but never
 in place for fake tensors (`can_accumulate_inplace` in torch's input_buffer.cpp). The fake sum is a new tensor, and both
 summands are freed before the next operation if nothing else holds them. So the recorder looks once more then: if as
-much was freed, the sum was in place, and its memory was never alive beside both summands.
+much was freed, the sum was in place, and its memory was never alive beside both summands. A view holds the tensor that
+it is a view of, so autograd never adds to one in place: neither to the gradient of a linear layer's weight, which is a
+transposed product.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ class _OpenPhase:
     peak_with_gradients_bytes: int
     largest_gradient_bytes: int = 0
     gradient_bytes: int = 0
+    peak_from_gradients_bytes: int | None = None
 
     def close(self, end_bytes: int) -> Phase:
         work = [
@@ -55,6 +58,7 @@ class _OpenPhase:
         if self.other_ops:
             mean = self.other_bytes / self.other_ops
             work.append(Work(dtype=None, flops=0.0, memory_bytes=mean, count=self.other_ops))
+        late = self.peak_from_gradients_bytes
         return Phase(
             work=tuple(work),
             peak_bytes=self.peak_bytes - self.start_bytes,
@@ -62,6 +66,7 @@ class _OpenPhase:
             largest_gradient_bytes=self.largest_gradient_bytes,
             gradient_bytes=self.gradient_bytes,
             peak_with_gradients_bytes=self.peak_with_gradients_bytes - self.start_with_gradients_bytes,
+            peak_from_gradients_bytes=None if late is None else late - self.start_bytes,
         )
 
 
@@ -110,6 +115,7 @@ class Recorder(TorchDispatchMode):
     def hand_over(self, gradient: Tensor) -> None:
         """Count a parameter's gradient as one that has arrived."""
         self._settle_sum()
+        self._note_gradient()
         key = gradient.untyped_storage()._cdata
         nbytes = self._sizes.pop(key, 0)
         self._alive_bytes -= nbytes
@@ -120,6 +126,8 @@ class Recorder(TorchDispatchMode):
 
     def add_product(self, left: Tensor, right: Tensor, itemsize: int) -> None:
         """Count left @ right, written into memory that is no activation. Shapes: (m, k) @ (k, n)."""
+        self._settle_sum()
+        self._note_gradient()
         rows, inner = left.shape
         columns = right.shape[1]
         nbytes = left.nbytes + right.nbytes + rows * columns * itemsize
@@ -144,7 +152,7 @@ class Recorder(TorchDispatchMode):
             if nbytes:
                 flops = flops_of(func, args, kwargs, out)
                 self._add(tensors_of((args, kwargs))[0].dtype if flops else None, flops, nbytes)
-        if func is _ADD and _comes_from_autograd():
+        if func is _ADD and _comes_from_autograd() and not args[0]._is_view():
             self._sum = before_bytes, self._alive_bytes - before_bytes
         else:
             self._note_peak(self._alive_bytes)
@@ -158,10 +166,16 @@ class Recorder(TorchDispatchMode):
             if self._alive_bytes > before_bytes - own_bytes:
                 self._note_peak(before_bytes + own_bytes)
 
+    def _note_gradient(self) -> None:
+        if self._phase is not None and self._phase.peak_from_gradients_bytes is None:
+            self._phase.peak_from_gradients_bytes = self._alive_bytes
+
     def _note_peak(self, alive_bytes: int) -> None:
         phase = self._phase
         if phase is not None:
             phase.peak_bytes = max(phase.peak_bytes, alive_bytes)
+            if phase.peak_from_gradients_bytes is not None:
+                phase.peak_from_gradients_bytes = max(phase.peak_from_gradients_bytes, alive_bytes)
             both = alive_bytes + self._gradient_bytes
             phase.peak_with_gradients_bytes = max(phase.peak_with_gradients_bytes, both)
 
