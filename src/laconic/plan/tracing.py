@@ -19,7 +19,7 @@ from laconic.plan.fake_kernels import CudaChoices
 from laconic.plan.phase import Phase
 from laconic.plan.recorder import Recorder
 from laconic.shard.hooks import OutputGradients, watch_inputs
-from laconic.shard.linear import LinearInPlace
+from laconic.shard.linear import LinearInPlace, set_sink
 from laconic.shard.trees import map_tensors, tensors_in
 
 
@@ -132,6 +132,8 @@ class Tracing:
         self._originals[id(parameter)] = tensor  # type: ignore[assignment]
         if tensor.requires_grad:
             parameter.register_post_accumulate_grad_hook(self._collect)
+            if self._in_place:  # for parts of a sliced weight: partial/product.py
+                set_sink(parameter, self, parameter)  # type: ignore[arg-type]  # it stands for its index
         return parameter
 
     def _collect(self, parameter: Tensor) -> None:
@@ -140,6 +142,10 @@ class Tracing:
             self._collected.add(id(self._originals[id(parameter)]))
 
     # -- the sink of gradients that are written in place ---------------------------------------------------------------
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        """See `laconic.shard.linear.GradientSink`."""
+        return True
 
     def add_product(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
         """See `laconic.shard.linear.GradientSink`; a parameter stands for its index."""
@@ -238,7 +244,8 @@ class _Unit:
 def _linear(tracing: Tracing, module: nn.Linear, input: Tensor) -> Tensor:
     """The forward of a linear layer under the engine: see `laconic.shard.linear`."""
     weight = module.weight
-    if weight.requires_grad and torch.is_grad_enabled() and input.dtype == weight.dtype:
+    is_whole = isinstance(weight, nn.Parameter)  # a sliced weight is no parameter, and multiplies in its own way
+    if is_whole and weight.requires_grad and torch.is_grad_enabled() and input.dtype == weight.dtype:
         output: Tensor = LinearInPlace.apply(input, weight, module.bias, tracing, weight)
         return output
     return functional.linear(input, weight, module.bias)
