@@ -72,3 +72,13 @@ def test_the_peak_is_split_by_kind_and_counted_anew_in_each_reading() -> None:
         pass
     assert later.peak_bytes == 120
     assert machine.held["activations"] == 20
+
+
+@pytest.mark.parametrize(("late", "last", "peak"), [(10, 0, 190), (80, 0, 220), (80, 70, 230)])
+def test_memory_for_gradients_is_taken_at_the_first_of_them(late: int, last: int, peak: int) -> None:
+    machine = Machine(cluster(), device_type="cpu")
+    machine.hold("parameters", 100)
+    with machine.reading() as reading:
+        machine.compute("layer", phase(peak=90), [(40, late), (0, 20), (20, last)])
+    assert reading.peak_bytes == peak
+    assert machine.held["gradients"] == 60

@@ -48,7 +48,7 @@ class _OpenPhase:
     peak_with_gradients_bytes: int
     largest_gradient_bytes: int = 0
     gradient_bytes: int = 0
-    peak_from_gradients_bytes: int | None = None
+    gradient_peaks: list[tuple[str, int]] = field(default_factory=list)
 
     def close(self, end_bytes: int) -> Phase:
         work = [
@@ -58,7 +58,6 @@ class _OpenPhase:
         if self.other_ops:
             mean = self.other_bytes / self.other_ops
             work.append(Work(dtype=None, flops=0.0, memory_bytes=mean, count=self.other_ops))
-        late = self.peak_from_gradients_bytes
         return Phase(
             work=tuple(work),
             peak_bytes=self.peak_bytes - self.start_bytes,
@@ -66,7 +65,7 @@ class _OpenPhase:
             largest_gradient_bytes=self.largest_gradient_bytes,
             gradient_bytes=self.gradient_bytes,
             peak_with_gradients_bytes=self.peak_with_gradients_bytes - self.start_with_gradients_bytes,
-            peak_from_gradients_bytes=None if late is None else late - self.start_bytes,
+            gradient_peaks=tuple((name, peak_bytes - self.start_bytes) for name, peak_bytes in self.gradient_peaks),
         )
 
 
@@ -112,10 +111,9 @@ class Recorder(TorchDispatchMode):
             self.phases.append((running.unit, running.is_backward, running.close(self._alive_bytes)))
         self._phase = None
 
-    def hand_over(self, gradient: Tensor) -> None:
-        """Count a parameter's gradient as one that has arrived."""
-        self._settle_sum()
-        self._note_gradient()
+    def hand_over(self, name: str, gradient: Tensor) -> None:
+        """Count the gradient of parameter `name` as one that has arrived."""
+        self._note_gradient(name)
         key = gradient.untyped_storage()._cdata
         nbytes = self._sizes.pop(key, 0)
         self._alive_bytes -= nbytes
@@ -124,10 +122,12 @@ class Recorder(TorchDispatchMode):
             self._phase.gradient_bytes += nbytes
             self._phase.largest_gradient_bytes = max(self._phase.largest_gradient_bytes, nbytes)
 
-    def add_product(self, left: Tensor, right: Tensor, itemsize: int) -> None:
-        """Count left @ right, written into memory that is no activation. Shapes: (m, k) @ (k, n)."""
-        self._settle_sum()
-        self._note_gradient()
+    def add_product(self, name: str, left: Tensor, right: Tensor, itemsize: int) -> None:
+        """Count left @ right, the gradient of parameter `name`, written into memory that is no activation.
+
+        Shapes: (m, k) @ (k, n).
+        """
+        self._note_gradient(name)
         rows, inner = left.shape
         columns = right.shape[1]
         nbytes = left.nbytes + right.nbytes + rows * columns * itemsize
@@ -166,16 +166,18 @@ class Recorder(TorchDispatchMode):
             if self._alive_bytes > before_bytes - own_bytes:
                 self._note_peak(before_bytes + own_bytes)
 
-    def _note_gradient(self) -> None:
-        if self._phase is not None and self._phase.peak_from_gradients_bytes is None:
-            self._phase.peak_from_gradients_bytes = self._alive_bytes
+    def _note_gradient(self, name: str) -> None:
+        self._settle_sum()
+        if self._phase is not None:
+            self._phase.gradient_peaks.append((name, self._alive_bytes))
 
     def _note_peak(self, alive_bytes: int) -> None:
         phase = self._phase
         if phase is not None:
             phase.peak_bytes = max(phase.peak_bytes, alive_bytes)
-            if phase.peak_from_gradients_bytes is not None:
-                phase.peak_from_gradients_bytes = max(phase.peak_from_gradients_bytes, alive_bytes)
+            if phase.gradient_peaks:
+                name, before_bytes = phase.gradient_peaks[-1]
+                phase.gradient_peaks[-1] = name, max(before_bytes, alive_bytes)
             both = alive_bytes + self._gradient_bytes
             phase.peak_with_gradients_bytes = max(phase.peak_with_gradients_bytes, both)
 

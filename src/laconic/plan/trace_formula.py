@@ -52,9 +52,7 @@ def formula_run(
 
     def phase(flops: float, weights: float, moved: int, peak: int, end: int) -> Phase:
         work = Work(dtype=name, flops=flops, memory_bytes=weights * itemsize + 2.0 * moved, count=1)
-        return Phase(
-            work=(work,), peak_bytes=peak, end_bytes=end, peak_with_gradients_bytes=peak, peak_from_gradients_bytes=peak
-        )
+        return Phase(work=(work,), peak_bytes=peak, end_bytes=end, peak_with_gradients_bytes=peak)
 
     forward, backward = [], []
     for unit, layer in enumerate(layers):

@@ -54,6 +54,11 @@ class Tracing:
         """The names of the modules whose forward runs, outermost first."""
         self._collected: set[int] = set()
         self._produced: set[int] = set()
+        self._names: dict[int, str] = {}
+        """The id of every parameter -> its name in its unit."""
+        for module in modules:
+            for name, parameter in module.named_parameters():
+                self._names.setdefault(id(parameter), name)
         self._originals: dict[int, nn.Parameter] = {}
         """The id of every fake parameter -> the model's own."""
 
@@ -138,8 +143,9 @@ class Tracing:
 
     def _collect(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self._recorder.hand_over(parameter.grad)
-            self._collected.add(id(self._originals[id(parameter)]))
+            original = id(self._originals[id(parameter)])
+            self._recorder.hand_over(self._names[original], parameter.grad)
+            self._collected.add(original)
 
     # -- the sink of gradients that are written in place ---------------------------------------------------------------
 
@@ -149,8 +155,9 @@ class Tracing:
 
     def add_product(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
         """See `laconic.shard.linear.GradientSink`; a parameter stands for its index."""
-        self._recorder.add_product(left, right, parameter.element_size())
-        self._produced.add(id(self._originals[id(parameter)]))
+        original = id(self._originals[id(parameter)])
+        self._recorder.add_product(self._names[original], left, right, parameter.element_size())
+        self._produced.add(original)
 
     # -- borders of phases ---------------------------------------------------------------------------------------------
 
