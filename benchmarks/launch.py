@@ -87,7 +87,7 @@ def launch(
     try:
         for rank in range(num_ranks):
             receiver, sender = _context.Pipe(duplex=False)
-            environment = _torchrun_environment(rank, num_ranks, num_local, port)
+            environment = torchrun_environment(rank, num_ranks, num_local, port)
             job = (sender, environment, store, backend, function, args)
             process = _context.Process(target=_run_rank, args=job, daemon=True)
             process.start()
@@ -107,7 +107,8 @@ def launch(
     return [results[rank] for rank in range(num_ranks)]
 
 
-def _torchrun_environment(rank: int, num_ranks: int, num_local: int, port: int) -> dict[str, str]:
+def torchrun_environment(rank: int, num_ranks: int, num_local: int, port: int) -> dict[str, str]:
+    """The variables that torchrun sets for a rank, with addresses of this machine."""
     numbers = {
         "RANK": rank,
         "WORLD_SIZE": num_ranks,

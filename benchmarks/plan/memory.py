@@ -1,4 +1,9 @@
-"""The row `memory`: predicted peaks of device memory and host bytes, against the allocator and the process."""
+"""The row `memory`: predicted peaks of device memory and host bytes, against the allocator and the process.
+
+The allocator knows the device's part, and the engine its host cache. On CPU both lie in the memory of one process, so
+larger jobs are also held to the most memory that the kernel saw a fresh process have. Python and its libraries take
+their share of that: as much as in a job whose model takes next to nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,17 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.plan import fits
 from benchmarks.plan.bench import Bench, any_cluster, columns
 from benchmarks.plan.jobs import PEERS, STRATEGIES, VARIANTS, Case, make_cases
+from benchmarks.plan.processes import most_resident_bytes
 from benchmarks.record import Row
 from laconic.plan.prediction import Refusal
 
 _NODES, _LOCAL = 2, 2
-_WATCHED_STEP = 2  # states exist by then, and caches are full
+_WATCHED_STEP = 2
+"""States exist by then, and caches are full. DDP makes its buckets anew in this very step, and the allocator sees them:
+what rests, as the trainer counts it, leaves them out."""
 _MOST, _MEDIAN = 0.05, 0.02
 
 ISLANDS_AT_REST: dict[str, dict[str, Any]] = {
@@ -69,32 +78,58 @@ def row(bench: Bench) -> Row:
         if on_host:
             host_errors[case.name] = estimate.host_bytes / on_host - 1
         cells += [_mb(estimate.host_bytes), _mb(on_host), f"{host_errors.get(case.name, 0):+.2%}" if on_host else ""]
-        cells += [_mb(estimate.peak_bytes + estimate.host_bytes), _mb(summary["grown_bytes"])]
         lines.append(cells)
         print(" | ".join(cells), flush=True)
-    bench.tables["memory"] = columns(
-        ("job", "device MB, said", "allocator", "", "host MB, said", "engine", "", "both, said", "process grew"), lines
+    bench.tables["memory"] = columns(("job", "device MB, said", "allocator", "", "host MB, said", "engine", ""), lines)
+    return _verdict(device_errors, host_errors, _process_errors(bench), missing)
+
+
+def _process_errors(bench: Bench) -> dict[str, float]:
+    """The errors of device and host bytes together, against the most memory of a fresh process."""
+    cluster = any_cluster(fits.NODES, fits.LOCAL)
+    (tiny,) = make_cases("llama", [("none", [STRATEGIES["none"]], "none")], out=bench.out / "memory", steps=4)
+    errors, lines, base_bytes = {}, [], 0.0
+    for case in (tiny, *fits.cases(bench)):
+        estimate = bench.predictions.of(case, cluster)
+        most_bytes = most_resident_bytes(case, fits.NODES, fits.LOCAL)
+        assert not isinstance(estimate, Refusal), estimate
+        assert most_bytes is not None, f"{case.name} failed"
+        said_bytes = estimate.peak_bytes + estimate.host_bytes
+        if case is tiny:
+            base_bytes = most_bytes - said_bytes
+            continue
+        errors[case.name] = said_bytes / (most_bytes - base_bytes) - 1
+        lines.append([case.name, *map(_mb, (said_bytes, most_bytes - base_bytes, most_bytes)),
+                      f"{errors[case.name]:+.2%}"])  # fmt: skip
+        print(" | ".join(lines[-1]), flush=True)
+    bench.tables["memory of processes"] = columns(
+        ("job", "device + host MB, said", "process, less libraries", "process", ""), lines
     )
-    return _verdict(device_errors, host_errors, missing)
+    return errors
 
 
 def _mb(nbytes: float) -> str:
     return f"{nbytes / 1e6:.3f}"
 
 
-def _verdict(device: Mapping[str, float], host: Mapping[str, float], missing: list[str]) -> Row:
-    worst, median = _worst(device), statistics.median(map(abs, device.values()))
-    host_worst = _worst(host)
-    host_median = statistics.median(map(abs, host.values())) if host else 0.0
+def _verdict(
+    device: Mapping[str, float], host: Mapping[str, float], process: Mapping[str, float], missing: list[str]
+) -> Row:
+    kinds = {"device": device, "host": host, "process": process}
+    worst = {kind: _worst(errors) for kind, errors in kinds.items()}
+    medians = {kind: statistics.median(map(abs, errors.values())) if errors else 0.0 for kind, errors in kinds.items()}
     return Row(
         key="memory",
         claim=f"device peak and host bytes against the allocator and the process, {len(device)} jobs",
         required=f"within {_MOST:.0%} each, median <= {_MEDIAN:.0%}, >= 24 jobs",
-        measured=f"device {abs(worst[1]):.2%} at worst, median {median:.2%}; host {abs(host_worst[1]):.2%} at worst, "
-        f"median {host_median:.2%}",
-        is_met=max(abs(worst[1]), abs(host_worst[1])) <= _MOST and max(median, host_median) <= _MEDIAN
+        measured="; ".join(f"{kind} {abs(worst[kind][1]):.2%} at worst, median {medians[kind]:.2%}" for kind in kinds),
+        is_met=all(abs(error) <= _MOST for _, error in worst.values()) and max(medians.values()) <= _MEDIAN
         and len(device) >= 24,
-        note=f"worst: {worst[0]} ({worst[1]:+.2%})."
+        note="device: the peak of torch's allocator in a step, with what rests; "
+        f"worst: {worst['device'][0]} ({worst['device'][1]:+.2%}). host: the engine's own count of its host cache. "
+        f"process: both together, against the most memory that the kernel saw in a fresh process, {len(process)} "
+        "larger jobs on 2 x 1, less what a job with a model of 0.4 million parameters takes; "
+        f"worst: {worst['process'][0]} ({worst['process'][1]:+.2%})."
         + (f" The planner has no program for {', '.join(missing)}." if missing else ""),
     )  # fmt: skip
 

@@ -63,7 +63,7 @@ def lose(strategy: str, kind: str, rank: int, delay_s: float, cause_s: float | N
         loops = rank if kind == "loop" else -1
         try:
             for each in range(NUM_RANKS):
-                environment = launch._torchrun_environment(each, NUM_RANKS, NUM_RANKS, port)
+                environment = launch.torchrun_environment(each, NUM_RANKS, NUM_RANKS, port)
                 job = (strategy, folder, environment, TIMEOUTS_S[kind], GRACE_S, loops, cause_s)
                 processes.append(launch._context.Process(target=waiters.live, args=job, daemon=True))
                 processes[-1].start()

@@ -1,12 +1,14 @@
 """Differences between the torch releases that laconic supports (2.11 to 2.15), and private functions of torch."""
 
 import contextlib
+import ctypes
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from enum import Enum, auto
-from typing import Any, TypeVar, cast
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -224,3 +226,48 @@ def gradient_use(accumulator: Any) -> GradientUse:
 def after_this_backward(callback: Callable[[], None]) -> None:
     """Call `callback` on this thread when the current autograd graph has run, before `backward` returns."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+@contextlib.contextmanager
+def count_in_all_threads() -> Iterator[bool]:
+    """Let torch's CPU allocator count the memory of every thread in the body; yields whether this torch can.
+
+    The allocator counts in threads that a profiler watches, and, if this flag of its library is set, in all others.
+    """
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        flag = ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage")
+    except (OSError, ValueError):  # other systems name the library otherwise, and may hide the flag
+        yield False
+        return
+    before, flag.value = flag.value, True
+    try:
+        yield True
+    finally:
+        flag.value = before
+
+
+class AllocatorEvent(NamedTuple):
+    """An allocation by torch's CPU allocator, or a free."""
+
+    time_ns: int
+    address: int
+    nbytes: int
+    """Negative for a free."""
+    total_bytes: int
+    """All that the allocator has counted, after this event."""
+
+
+def allocator_events(profiler: torch.profiler.profile) -> list[AllocatorEvent]:
+    """Return the events of torch's CPU allocator that a profiler with `profile_memory` has seen, by time."""
+    found: list[AllocatorEvent] = []
+    results = profiler.profiler.kineto_results if profiler.profiler is not None else None
+    pending: list[Any] = list(results.experimental_event_tree()) if results is not None else []
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        fields = event.extra_fields
+        if event.tag == torch._C._profiler._EventType.Allocation and fields.device.type == "cpu":
+            size = fields.alloc_size
+            found.append(AllocatorEvent(event.start_time_ns, fields.ptr, size, fields.total_allocated))
+    return sorted(found)

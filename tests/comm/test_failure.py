@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from benchmarks.launch import PRELOADED, _context, _torchrun_environment
+from benchmarks.launch import PRELOADED, _context, torchrun_environment
 from laconic.comm import failure
 from laconic.comm.failure import failing_together, first_failure, record_failure, watch_peers, watch_peers_early
 from laconic.comm.launch import start_process_group
@@ -81,7 +81,7 @@ def test_a_job_error_of_one_rank_ends_the_others_with_its_message_alone() -> Non
 def meet(rank: int, port: int, folder: str) -> None:
     """Rank 1 dies when its neighbour has found it, and has no process group yet."""
     os.dup2(os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    os.environ.update(_torchrun_environment(rank, 2, 2, port))
+    os.environ.update(torchrun_environment(rank, 2, 2, port))
     failure._GRACE_S = 0.1
     if rank == 0:
         start_process_group("gloo", timedelta(seconds=80))

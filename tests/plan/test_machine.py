@@ -81,3 +81,13 @@ def test_held_memory_is_free_after_the_body() -> None:
         machine.compute("layer", phase(0.1, peak=5, end=1))
     assert (reading.peak["transfers"], reading.peak["activations"]) == (110, 5)
     assert (machine.held["transfers"], machine.held["activations"]) == (100, 1)
+
+
+@pytest.mark.parametrize(("late", "last", "peak"), [(10, 0, 190), (80, 0, 220), (80, 70, 230)])
+def test_memory_for_gradients_is_taken_at_the_first_of_them(late: int, last: int, peak: int) -> None:
+    machine = Machine(cluster(), device_type="cpu")
+    machine.hold("parameters", 100)
+    with machine.reading() as reading:
+        machine.compute("layer", phase(peak=90), [(40, late), (0, 20), (20, last)])
+    assert reading.peak_bytes == peak
+    assert machine.held["gradients"] == 60

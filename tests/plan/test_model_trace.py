@@ -77,6 +77,14 @@ def real_batch(config: Config) -> dict[str, Tensor]:
         pytest.param(job(LLAMA, model={"dtype": "bfloat16"}), id="llama in bf16"),
         pytest.param(job(LLAMA, model=CHECKPOINTED), id="llama recomputed"),
         pytest.param(job({**LLAMA, "vocab_size": 5003}), id="logits dominate"),
+        pytest.param(
+            job(
+                {**LLAMA, "vocab_size": 5003, "tie_word_embeddings": True},
+                train={"micro_batch_size": 1},
+                data={"sequence_length": 5},
+            ),
+            id="tied weights dominate",
+        ),
         pytest.param(job(LLAMA, train={"micro_batch_size": 1}, data={"sequence_length": 515}), id="long row"),
         pytest.param(job(LLAMA, data={"packing": True}), id="several documents in a row"),
         pytest.param(job(LLAMA, lora={**LORA, "dropout": 0.1}), id="lora with dropout"),

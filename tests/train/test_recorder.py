@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
 import torch.distributed as dist
 from rich.console import Console
 
@@ -17,7 +15,6 @@ from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
 from laconic.lab.counters import InterfaceBytes
 from laconic.shard.ledger import Ledger
-from laconic.strategies.memory import measured_peak
 from laconic.strategies.stepper import StepResult
 from laconic.train.loggers import JsonlLogger, TensorBoardLogger
 from laconic.train.progress import BarLogger, LineLogger, describe
@@ -175,15 +172,3 @@ def test_the_bar_moves_and_lines_stand_above_it() -> None:
     shown = stream.getvalue()
     assert "5/10" in shown
     assert "loss 0.2000 | perplexity" in shown
-
-
-@pytest.mark.parametrize("kept", [1, 3])
-def test_measured_peak_is_what_lives_at_once(kept: int) -> None:
-    before = torch.empty(5_000_000)
-    with measured_peak() as peak:
-        held = []
-        for _ in range(6):
-            held.append(torch.empty(250_000))
-            held = held[-kept:]
-    assert peak.nbytes == pytest.approx((kept + 1) * 1_000_000, rel=0.01)  # the new one comes before the oldest goes
-    assert len(before) == 5_000_000

@@ -15,6 +15,7 @@ from laconic.plan.buckets import Shape, Sharding, plan_buckets
 from laconic.plan.engine_reduce import BucketState, Reductions
 from laconic.plan.machine import Machine, Transfer
 from laconic.plan.model_trace import ModelTrace
+from laconic.plan.phase import Phase
 from laconic.shard.cache import Cache, choose_device_shards
 from laconic.shard.context import PREFETCH
 
@@ -51,6 +52,8 @@ class Engine:
     def __init__(self, machine: Machine, trace: ModelTrace, shape: Shape, options: EngineOptions) -> None:
         self.machine, self.trace, self.shape, self.options = machine, trace, shape, options
         self._is_cpu = machine.device_type == "cpu"
+        self._knows_gradients = any(segment.phase.gradient_peaks for segment in trace.segments)
+        """False for a formula, which does not say when gradients come."""
         self.units = self._make_units()
         self.reductions = Reductions(machine, shape, sums_replicas=not options.replicas_diverge)
         for bucket in self.buckets:
@@ -123,14 +126,25 @@ class Engine:
             if unit.state is not _State.FULL:
                 place = left.index(segment.unit)
                 self._enter(unit, [self.units[each] for each in left[max(0, place - PREFETCH) : place][::-1]])
-            for bucket in unit.buckets:
-                if not bucket.plan.is_frozen and not bucket.gradient_held:
-                    bucket.gradient_held = True
-                    self.machine.hold("gradients", bucket.plan.gradient_bytes)
-            self.machine.compute(unit.name, segment.phase)
-            if last[segment.unit] == index:
+            is_last = last[segment.unit] == index
+            self.machine.compute(unit.name, segment.phase, self._take_gradients(unit, segment.phase, is_last=is_last))
+            if is_last and unit is not self.units[-1]:
                 self._end_backward(unit, syncs=syncs)
+        self._end_backward(self.units[-1], syncs=syncs)  # the root's inputs are tokens, which have no gradients
         self._finish_backward(syncs=syncs)
+
+    def _take_gradients(self, unit: _Unit, phase: Phase, *, is_last: bool) -> list[tuple[float, int]]:
+        """Take memory for the gradients of each bucket at the first of them, and at the end if none has come."""
+        names = {slot.name: bucket for bucket in unit.buckets for slot in bucket.plan.layout.slots}
+        due = [(names[name], peak_bytes) for name, peak_bytes in phase.gradient_peaks if name in names]
+        if is_last or not self._knows_gradients:
+            due += [(bucket, 0 if self._knows_gradients else phase.peak_bytes) for bucket in unit.buckets]
+        found = []
+        for bucket, peak_bytes in due:
+            is_new = not bucket.plan.is_frozen and not bucket.gradient_held
+            bucket.gradient_held |= is_new
+            found.append((float(bucket.plan.gradient_bytes) if is_new else 0.0, peak_bytes))
+        return found
 
     def _ask_for_exact(self) -> None:
         """Agree on the crossings of new weights as differences: [Note: Exact crossings] in shard/difference.py."""

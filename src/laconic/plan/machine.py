@@ -15,7 +15,7 @@ wire, so a transfer on the wire takes as long as the bytes of the whole node.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -142,11 +142,22 @@ class Machine:
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
-    def compute(self, name: str, phase: Phase) -> None:
-        """Run a phase of the model."""
+    def compute(self, name: str, phase: Phase, gradients: Sequence[tuple[float, int]] = ()) -> None:
+        """Run a phase of the model.
+
+        Args:
+            name: the name of its unit.
+            phase: the phase.
+            gradients: memory for gradients that is allocated on the way: its bytes, and the most bytes of activations
+                from then to the next.
+        """
         seconds = self.seconds(phase)
         if self._total + phase.peak_bytes > self._peak_total:
             self._note_peak(phase.peak_bytes)
+        for taken_bytes, peak_bytes in gradients:
+            self.hold("gradients", taken_bytes)
+            if self._total + peak_bytes > self._peak_total:
+                self._note_peak(peak_bytes)
         self._work(name, seconds)
         self.hold("activations", phase.end_bytes)
 

@@ -51,6 +51,9 @@ class Phase:
     """The bytes of all gradients of parameters that autograd handed over."""
     peak_with_gradients_bytes: int = 0
     """As `peak_bytes`, but the gradients that were handed over in this phase stay."""
+    gradient_peaks: tuple[tuple[str, int], ...] = ()
+    """For each gradient of a parameter, in the order in which they come: the parameter's name in its unit; as
+    `peak_bytes`, but from this gradient to the next. The engine allocates a bucket's gradients at the first of them."""
 
     @property
     def flops(self) -> Mapping[str, float]:

@@ -4,7 +4,9 @@
 Where paths of a graph meet, autograd adds up their gradients: in place if nothing else holds the first one, but never
 in place for fake tensors (`can_accumulate_inplace` in torch's input_buffer.cpp). The fake sum is a new tensor, and both
 summands are freed before the next operation if nothing else holds them. So the recorder looks once more then: if as
-much was freed, the sum was in place, and its memory was never alive beside both summands.
+much was freed, the sum was in place, and its memory was never alive beside both summands. A view holds the tensor that
+it is a view of, so autograd never adds to one in place: neither to the gradient of a linear layer's weight, which is a
+transposed product.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ class _OpenPhase:
     peak_with_gradients_bytes: int
     largest_gradient_bytes: int = 0
     gradient_bytes: int = 0
+    gradient_peaks: list[tuple[str, int]] = field(default_factory=list)
 
     def close(self, end_bytes: int) -> Phase:
         work = [
@@ -62,6 +65,7 @@ class _OpenPhase:
             largest_gradient_bytes=self.largest_gradient_bytes,
             gradient_bytes=self.gradient_bytes,
             peak_with_gradients_bytes=self.peak_with_gradients_bytes - self.start_with_gradients_bytes,
+            gradient_peaks=tuple((name, peak_bytes - self.start_bytes) for name, peak_bytes in self.gradient_peaks),
         )
 
 
@@ -107,9 +111,9 @@ class Recorder(TorchDispatchMode):
             self.phases.append((running.unit, running.is_backward, running.close(self._alive_bytes)))
         self._phase = None
 
-    def hand_over(self, gradient: Tensor) -> None:
-        """Count a parameter's gradient as one that has arrived."""
-        self._settle_sum()
+    def hand_over(self, name: str, gradient: Tensor) -> None:
+        """Count the gradient of parameter `name` as one that has arrived."""
+        self._note_gradient(name)
         key = gradient.untyped_storage()._cdata
         nbytes = self._sizes.pop(key, 0)
         self._alive_bytes -= nbytes
@@ -118,8 +122,12 @@ class Recorder(TorchDispatchMode):
             self._phase.gradient_bytes += nbytes
             self._phase.largest_gradient_bytes = max(self._phase.largest_gradient_bytes, nbytes)
 
-    def add_product(self, left: Tensor, right: Tensor, itemsize: int) -> None:
-        """Count left @ right, written into memory that is no activation. Shapes: (m, k) @ (k, n)."""
+    def add_product(self, name: str, left: Tensor, right: Tensor, itemsize: int) -> None:
+        """Count left @ right, the gradient of parameter `name`, written into memory that is no activation.
+
+        Shapes: (m, k) @ (k, n).
+        """
+        self._note_gradient(name)
         rows, inner = left.shape
         columns = right.shape[1]
         nbytes = left.nbytes + right.nbytes + rows * columns * itemsize
@@ -145,7 +153,7 @@ class Recorder(TorchDispatchMode):
                 flops = flops_of(func, args, kwargs, out)
                 dtype = tensors_of((args, kwargs))[0].dtype if flops else None
                 self._add(dtype, flops, nbytes, is_attention=is_attention(func))
-        if func is _ADD and _comes_from_autograd():
+        if func is _ADD and _comes_from_autograd() and not args[0]._is_view():
             self._sum = before_bytes, self._alive_bytes - before_bytes
         else:
             self._note_peak(self._alive_bytes)
@@ -159,10 +167,18 @@ class Recorder(TorchDispatchMode):
             if self._alive_bytes > before_bytes - own_bytes:
                 self._note_peak(before_bytes + own_bytes)
 
+    def _note_gradient(self, name: str) -> None:
+        self._settle_sum()
+        if self._phase is not None:
+            self._phase.gradient_peaks.append((name, self._alive_bytes))
+
     def _note_peak(self, alive_bytes: int) -> None:
         phase = self._phase
         if phase is not None:
             phase.peak_bytes = max(phase.peak_bytes, alive_bytes)
+            if phase.gradient_peaks:
+                name, before_bytes = phase.gradient_peaks[-1]
+                phase.gradient_peaks[-1] = name, max(before_bytes, alive_bytes)
             both = alive_bytes + self._gradient_bytes
             phase.peak_with_gradients_bytes = max(phase.peak_with_gradients_bytes, both)
 

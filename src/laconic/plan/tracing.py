@@ -19,7 +19,7 @@ from laconic.plan.fake_kernels import CudaChoices
 from laconic.plan.phase import Phase
 from laconic.plan.recorder import Recorder
 from laconic.shard.hooks import OutputGradients, watch_inputs
-from laconic.shard.linear import LinearInPlace
+from laconic.shard.linear import LinearInPlace, set_sink
 from laconic.shard.trees import map_tensors, tensors_in
 
 
@@ -54,6 +54,11 @@ class Tracing:
         """The names of the modules whose forward runs, outermost first."""
         self._collected: set[int] = set()
         self._produced: set[int] = set()
+        self._names: dict[int, str] = {}
+        """The id of every parameter -> its name in its unit."""
+        for module in modules:
+            for name, parameter in module.named_parameters():
+                self._names.setdefault(id(parameter), name)
         self._originals: dict[int, nn.Parameter] = {}
         """The id of every fake parameter -> the model's own."""
 
@@ -132,19 +137,27 @@ class Tracing:
         self._originals[id(parameter)] = tensor  # type: ignore[assignment]
         if tensor.requires_grad:
             parameter.register_post_accumulate_grad_hook(self._collect)
+            if self._in_place:  # for parts of a sliced weight: partial/product.py
+                set_sink(parameter, self, parameter)  # type: ignore[arg-type]  # it stands for its index
         return parameter
 
     def _collect(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self._recorder.hand_over(parameter.grad)
-            self._collected.add(id(self._originals[id(parameter)]))
+            original = id(self._originals[id(parameter)])
+            self._recorder.hand_over(self._names[original], parameter.grad)
+            self._collected.add(original)
 
     # -- the sink of gradients that are written in place ---------------------------------------------------------------
 
+    def accepts(self, dtype: torch.dtype) -> bool:
+        """See `laconic.shard.linear.GradientSink`."""
+        return True
+
     def add_product(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
         """See `laconic.shard.linear.GradientSink`; a parameter stands for its index."""
-        self._recorder.add_product(left, right, parameter.element_size())
-        self._produced.add(id(self._originals[id(parameter)]))
+        original = id(self._originals[id(parameter)])
+        self._recorder.add_product(self._names[original], left, right, parameter.element_size())
+        self._produced.add(original)
 
     # -- borders of phases ---------------------------------------------------------------------------------------------
 
@@ -238,7 +251,8 @@ class _Unit:
 def _linear(tracing: Tracing, module: nn.Linear, input: Tensor) -> Tensor:
     """The forward of a linear layer under the engine: see `laconic.shard.linear`."""
     weight = module.weight
-    if weight.requires_grad and torch.is_grad_enabled() and input.dtype == weight.dtype:
+    is_whole = isinstance(weight, nn.Parameter)  # a sliced weight is no parameter, and multiplies in its own way
+    if is_whole and weight.requires_grad and torch.is_grad_enabled() and input.dtype == weight.dtype:
         output: Tensor = LinearInPlace.apply(input, weight, module.bias, tracing, weight)
         return output
     return functional.linear(input, weight, module.bias)

@@ -1,0 +1,96 @@
+"""Jobs on fresh processes, as torchrun starts them: with a memory limit, and the most memory that a process took.
+
+    python -m benchmarks.plan.processes JOB.json LIMIT_BYTES     on each rank
+
+As under torchrun, OMP_NUM_THREADS is 1. A fork of the benchmark, as `benchmarks.launch` makes, would have the
+benchmark's memory, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.launch import free_port, torchrun_environment
+from benchmarks.plan.jobs import Case
+from benchmarks.plan.ranks import memory_bytes, train_all_watched
+from laconic.config import to_dict
+
+_TIMEOUT_S = 120.0
+
+
+def most_resident_bytes(case: Case, nodes: int, local: int, limit_bytes: int = 0) -> int | None:
+    """Train a case and return the most memory that the fullest rank had; None if a rank failed.
+
+    With a limit, the kernel refuses private memory beyond it on every rank: RLIMIT_DATA.
+    """
+    shutil.rmtree(case.config.train.output, ignore_errors=True)
+    job = Path(case.config.train.output).with_suffix(".json")
+    job.parent.mkdir(parents=True, exist_ok=True)
+    job.write_text(json.dumps(to_dict(case.config)))
+    port, size = free_port(), nodes * local
+    command = [sys.executable, "-m", "benchmarks.plan.processes", str(job), str(limit_bytes)]
+    logs = [job.with_suffix(f".{rank}.log") for rank in range(size)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        environment = {**os.environ, **torchrun_environment(rank, size, local, port), "OMP_NUM_THREADS": "1"}
+        with log.open("w") as stream:
+            ranks.append(subprocess.Popen(command, env=environment, stdout=stream, stderr=subprocess.STDOUT))
+    try:
+        if not _wait(ranks, logs):
+            return None
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    return max(int(log.read_text().splitlines()[-1]) for log in logs)
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], logs: list[Path]) -> bool:
+    deadline = time.monotonic() + _TIMEOUT_S
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in ranks]
+        if any(codes):
+            rank = next(rank for rank, code in enumerate(codes) if code)
+            lines = logs[rank].read_text(errors="replace").strip().splitlines() or ["no message"]
+            print(f"  rank {rank} ended with {codes[rank]}: {lines[-1][:130]}", flush=True)
+            return False
+        if all(code == 0 for code in codes):
+            return True
+        time.sleep(0.05)
+    raise TimeoutError(f"ranks neither failed nor ended within {_TIMEOUT_S:g} s; see {logs[0]}")
+
+
+def main() -> int:
+    """Train the job of a file under a limit. Returns the exit code; the last line is the most memory, in bytes."""
+    job, limit_bytes = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    if limit_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+    try:
+        (summary,) = train_all_watched([json.loads(job.read_text())])
+        if "error" in summary:
+            raise RuntimeError(summary["error"])
+        dist.barrier()
+    except (RuntimeError, MemoryError, OSError):
+        traceback.print_exc()
+        return 1
+    print(f"\n{memory_bytes('VmHWM')}")
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # a rank whose neighbour has gone would wait for it in the teardown of its process group
