@@ -13,7 +13,7 @@ from laconic.plan.buckets import Shape, Sharding, plan_buckets
 from laconic.plan.engine import EngineOptions
 from laconic.plan.machine import Machine, Reading
 from laconic.plan.model_trace import ModelTrace, ParameterSpec, UnitSpec
-from laconic.plan.program import LaconicStep, LocalStepsProgram, Work
+from laconic.plan.program import LaconicStep, LocalStepsProgram, StepWork
 from laconic.shard.cache import Cache
 from laconic.shard.wire import Wire
 from tests.plan.traces import cluster, spec, trace
@@ -33,7 +33,7 @@ def run(
 ) -> tuple[Reading, Machine]:  # fmt: skip
     sharding = Sharding(wire=wire or Wire(), device_type=device, precision=precision or MixedPrecisionPolicy())
     machine = Machine(cluster(nodes, local, **figures), device_type=device)
-    work = Work(trace=model, micro_batches=micro_batches, optimizer=OptimizerConfig(), sharding=sharding)
+    work = StepWork(trace=model, micro_batches=micro_batches, optimizer=OptimizerConfig(), sharding=sharding)
     options = EngineOptions(sharding=sharding, cache=Cache(where=cache, device_budget_bytes=budget))
     program = LaconicStep(machine, work, Shape(nodes=nodes, local=local), options)
     return program.read(machine), machine
@@ -133,7 +133,7 @@ def test_a_device_waits_for_copies_to_a_slow_host() -> None:
 def test_islands_share_bytes_out_over_their_interval() -> None:
     model = trace(layers())
     sharding, shape = Sharding(device_type="cpu"), Shape(nodes=1, local=2, islands=3)
-    work = Work(trace=model, micro_batches=1, optimizer=OptimizerConfig(), sharding=sharding)
+    work = StepWork(trace=model, micro_batches=1, optimizer=OptimizerConfig(), sharding=sharding)
     numel = 3 * WIDTH * WIDTH // 2
     for every, fragments, codec, nbytes in ((10, 1, "fp32", 4 * numel), (12, 3, "bf16", 2 * numel)):
         sync = SyncConfig(mode="local", every=every, fragments=fragments, codec=codec)
@@ -148,7 +148,7 @@ def test_islands_share_bytes_out_over_their_interval() -> None:
 def test_overlap_hides_an_exchange() -> None:
     model = trace(layers(), forward_s=0.1, backward_s=0.1)
     sharding, shape = Sharding(device_type="cpu"), Shape(nodes=1, local=1, islands=2)
-    work = Work(trace=model, micro_batches=1, optimizer=OptimizerConfig(), sharding=sharding)
+    work = StepWork(trace=model, micro_batches=1, optimizer=OptimizerConfig(), sharding=sharding)
     seconds = []
     for overlap in (0, 1, 4):
         sync = SyncConfig(mode="local", every=5, codec="fp32", overlap=overlap)

@@ -18,7 +18,7 @@ from laconic.hf.models import build_model
 from laconic.plan import model_trace
 from laconic.plan.job_trace import batch_of, trace_job
 from laconic.plan.model_trace import ModelTrace, trace_model
-from laconic.plan.phase import Phase, Work
+from laconic.plan.phase import Operations, Phase
 from laconic.plan.tracing import TraceError
 from laconic.shard.api import _find_parameters
 from laconic.strategies.memory import measured_peak
@@ -201,15 +201,15 @@ def test_recomputation_is_part_of_backward() -> None:
 
 def test_seconds_take_the_slower_of_products_and_memory() -> None:
     work = (
-        Work(dtype="bfloat16", flops=100.0, memory_bytes=10.0, count=2),
-        Work(dtype="float32", flops=1.0, memory_bytes=30.0, count=1),
-        Work(dtype=None, flops=0.0, memory_bytes=5.0, count=4),
+        Operations(dtype="bfloat16", flops=100.0, memory_bytes=10.0, count=2),
+        Operations(dtype="float32", flops=1.0, memory_bytes=30.0, count=1),
+        Operations(dtype=None, flops=0.0, memory_bytes=5.0, count=4),
     )
     phase = Phase(work=work, peak_bytes=0, end_bytes=0)
     rates = {"bfloat16": 50.0, "float32": 1.0}
     assert phase.seconds(rates, 10.0) == 2 * 2.0 + 3.0 + 4 * 0.5
     assert phase.seconds(rates, 10.0, launch_s=1.0) == 2 * 2.0 + 3.0 + 4 * 0.5 + 7
-    attention = Work(dtype="bfloat16", flops=100.0, memory_bytes=10.0, count=2, is_attention=True)
+    attention = Operations(dtype="bfloat16", flops=100.0, memory_bytes=10.0, count=2, is_attention=True)
     both = replace(phase, work=(*work, attention))
     assert both.seconds(rates, 10.0, attention_share=0.25) == phase.seconds(rates, 10.0) + 2 * 4 * 2.0
     assert (phase.flops, phase.memory_bytes, phase.ops) == ({"bfloat16": 200.0, "float32": 1.0}, 70.0, 7)

@@ -8,7 +8,7 @@ import torch
 
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.model_trace import ModelTrace, ParameterSpec, Segment, UnitSpec
-from laconic.plan.phase import Phase, Work
+from laconic.plan.phase import Operations, Phase
 
 FLOPS_PER_S, MEMORY_BYTES_PER_S = 1e10, 1e9
 
@@ -20,7 +20,7 @@ def spec(name: str, *shape: int, dtype: torch.dtype = torch.float32, is_trained:
 
 
 def phase(seconds: float = 0.0, *, peak: int = 0, end: int = 0) -> Phase:
-    work = (Work(dtype="float32", flops=seconds * FLOPS_PER_S, memory_bytes=0.0, count=1),) if seconds else ()
+    work = (Operations(dtype="float32", flops=seconds * FLOPS_PER_S, memory_bytes=0.0, count=1),) if seconds else ()
     return Phase(work=work, peak_bytes=peak, end_bytes=end)
 
 

@@ -126,7 +126,7 @@ def load_newest(
         why_islands = {"islands": why} if why else {}
         return candidate, {"step": manifest.step, **own["extra"], **skipped, **why_islands}
 
-    candidates = [commit.Candidate.from_json(fields) for fields in found]
+    candidates = [commit.CheckpointCandidate.from_json(fields) for fields in found]
     return commit.use_newest(folder, candidates, load, find_damage=find_damage, warns=ranks.rank == 0, stacklevel=4)
 
 

@@ -231,7 +231,7 @@ def _free_name(path: Path, ending: str) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class CheckpointCandidate:
     """A folder that may be a complete checkpoint."""
 
     folder: Path
@@ -247,13 +247,13 @@ class Candidate:
         return {"folder": str(self.folder), "manifest": body, "problem": self.problem}
 
     @staticmethod
-    def from_json(fields: dict[str, Any]) -> Candidate:
+    def from_json(fields: dict[str, Any]) -> CheckpointCandidate:
         """Return the candidate of `to_json`."""
         manifest = None if fields["manifest"] is None else Manifest.of(fields["manifest"])
-        return Candidate(folder=Path(fields["folder"]), manifest=manifest, problem=fields["problem"])
+        return CheckpointCandidate(folder=Path(fields["folder"]), manifest=manifest, problem=fields["problem"])
 
 
-def candidates(folder: Path) -> list[Candidate]:
+def candidates(folder: Path) -> list[CheckpointCandidate]:
     """Return the checkpoints in a run's folder, newest first; or only `folder`, if it is a checkpoint itself.
 
     Damaged ones come first, so that a run that resumes warns of them. The checkpoint that `latest` names is among them
@@ -264,7 +264,11 @@ def candidates(folder: Path) -> list[Candidate]:
     """
     try:
         if not folder.is_dir():
-            return [Candidate(folder=folder, manifest=None, problem="is no folder")] if os.path.lexists(folder) else []
+            return (
+                [CheckpointCandidate(folder=folder, manifest=None, problem="is no folder")]
+                if os.path.lexists(folder)
+                else []
+            )
         if any(os.path.lexists(folder / name) for name in _OWN_FILES):
             return [_candidate(folder)]
         found = [_candidate(path, int(name[1])) for path in folder.iterdir() if (name := _NAME.match(path.name))]
@@ -276,28 +280,34 @@ def candidates(folder: Path) -> list[Candidate]:
     return [*contradiction, *damaged, *[c for c in intact if c.folder not in {lost.folder for lost in contradiction}]]
 
 
-def _contradiction(latest: Path, intact: Sequence[Candidate], damaged: Sequence[Candidate]) -> list[Candidate]:
+def _contradiction(
+    latest: Path, intact: Sequence[CheckpointCandidate], damaged: Sequence[CheckpointCandidate]
+) -> list[CheckpointCandidate]:
     """Return what `latest` names, as a damaged candidate, if the candidates contradict it; nothing if they fit."""
     if not os.path.lexists(latest):
         return []
     try:
         name = latest.read_text().strip()
     except (OSError, ValueError) as error:
-        return [Candidate(folder=latest, manifest=None, problem=f"is unreadable: {error}")]
+        return [CheckpointCandidate(folder=latest, manifest=None, problem=f"is unreadable: {error}")]
     if not _NAME.match(name):
-        return [Candidate(folder=latest, manifest=None, problem=f"names no checkpoint, but {name[:80]!r}")]
+        return [CheckpointCandidate(folder=latest, manifest=None, problem=f"names no checkpoint, but {name[:80]!r}")]
     named = [c for c in (*intact, *damaged) if c.folder.name.partition(".")[0] == name]
     if not named:
-        return [Candidate(folder=latest.with_name(name), manifest=None, problem=f"is missing, but `{LATEST}` names it")]
+        return [
+            CheckpointCandidate(
+                folder=latest.with_name(name), manifest=None, problem=f"is missing, but `{LATEST}` names it"
+            )
+        ]
     # A kill just before `latest` moved leaves it at the checkpoint before the newest. That one has its own manifest.
     if (manifest := named[0].manifest) and named[0] is not intact[0]:
         problems = damage(named[0].folder, [file for file in manifest.files if file.size_bytes <= _SMALL_BYTES])
         if problems:
-            return [Candidate(folder=named[0].folder, manifest=None, problem="; ".join(problems))]
+            return [CheckpointCandidate(folder=named[0].folder, manifest=None, problem="; ".join(problems))]
     return []
 
 
-def _sequence(candidate: Candidate) -> int:
+def _sequence(candidate: CheckpointCandidate) -> int:
     return candidate.manifest.sequence if candidate.manifest else 0
 
 
@@ -323,7 +333,7 @@ def damage(folder: Path, records: Iterable[FileRecord]) -> list[str]:
 
 def use_newest(
     folder: Path,
-    found: Sequence[Candidate],
+    found: Sequence[CheckpointCandidate],
     use: Callable[[Path, Manifest], _T],
     *,
     find_damage: Callable[[Path, Sequence[FileRecord]], list[str]] = damage,
@@ -355,15 +365,17 @@ def use_newest(
     return None
 
 
-def _candidate(folder: Path, step: int | None = None) -> Candidate:
+def _candidate(folder: Path, step: int | None = None) -> CheckpointCandidate:
     """Read a folder's manifest; `step` is the step that the folder's name has."""
     try:
         manifest = Manifest.read(folder)
     except CheckpointError as error:
-        return Candidate(folder=folder, manifest=None, problem=str(error))
+        return CheckpointCandidate(folder=folder, manifest=None, problem=str(error))
     if step not in (None, manifest.step):
-        return Candidate(folder=folder, manifest=None, problem=f"its {MANIFEST} is that of step {manifest.step}")
-    return Candidate(folder=folder, manifest=manifest)
+        return CheckpointCandidate(
+            folder=folder, manifest=None, problem=f"its {MANIFEST} is that of step {manifest.step}"
+        )
+    return CheckpointCandidate(folder=folder, manifest=manifest)
 
 
 def _checksum(body: dict[str, Any]) -> str:

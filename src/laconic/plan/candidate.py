@@ -10,9 +10,9 @@ from typing import Any
 from laconic.config import Config, ScheduleConfig, SyncConfig
 from laconic.plan.buckets import Shape
 from laconic.plan.machine import Machine
-from laconic.plan.program import Program, Work
+from laconic.plan.program import Program, StepWork
 
-Make = Callable[[Machine, Config, Work, Shape], Program]
+Make = Callable[[Machine, Config, StepWork, Shape], Program]
 """Makes the program of a strategy: from an idle machine, the job under this strategy, its work and its ranks."""
 
 

@@ -13,23 +13,23 @@ from laconic.plan.cyclic import CyclicProgram
 from laconic.plan.engine import EngineOptions
 from laconic.plan.machine import Machine
 from laconic.plan.peers import PEERS
-from laconic.plan.program import LaconicStep, LocalStepsProgram, Program, Work
+from laconic.plan.program import LaconicStep, LocalStepsProgram, Program, StepWork
 from laconic.shard.cache import Cache
 
 
-def _laconic(machine: Machine, config: Config, work: Work, shape: Shape) -> Program:
+def _laconic(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Program:
     cache = Cache(where=config.shard.cache, device_budget_bytes=config.shard.device_budget_bytes)
     if config.sync.is_local:
         return LocalStepsProgram(machine, work, shape, cache, config.sync)
     return LaconicStep(machine, work, shape, EngineOptions(sharding=work.sharding, cache=cache))
 
 
-def _zero_plus_plus(machine: Machine, config: Config, work: Work, shape: Shape) -> Program:
+def _zero_plus_plus(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Program:
     options = EngineOptions(sharding=work.sharding, cache=Cache(where="device"), syncs_always=True)
     return LaconicStep(machine, work, shape, options)
 
 
-def _cyclic(machine: Machine, config: Config, work: Work, shape: Shape) -> Program:
+def _cyclic(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Program:
     return CyclicProgram(machine, config, work.trace)
 
 

@@ -9,11 +9,11 @@ from laconic.config import Config
 from laconic.plan.buckets import Sharding
 from laconic.plan.job_trace import trace_job
 from laconic.plan.model_trace import ModelTrace
-from laconic.plan.program import Work
+from laconic.plan.program import StepWork
 from laconic.strategies.parallelize import granularity, mixed_precision, wire_policy
 
 
-def work_of(config: Config, *, device_type: str, trace: ModelTrace | None = None) -> Work:
+def work_of(config: Config, *, device_type: str, trace: ModelTrace | None = None) -> StepWork:
     """What a job has to do in every step. A trace of the same model, batch and precision may be given.
 
     Raises:
@@ -24,7 +24,7 @@ def work_of(config: Config, *, device_type: str, trace: ModelTrace | None = None
         precision=mixed_precision(config), granularity=granularity(config), wire=wire_policy(config),
         device_type=device_type,
     )  # fmt: skip
-    return Work(
+    return StepWork(
         trace=trace or trace_job(config, device_type=device_type),
         micro_batches=config.train.accumulation,
         optimizer=config.optimizer,

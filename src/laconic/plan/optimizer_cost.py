@@ -18,7 +18,7 @@ from laconic.optim.adamw8bit import MIN_8BIT_SIZE
 from laconic.optim.owners import Matrix, assign
 from laconic.optim.shampoo import blocks_of, cost_of
 from laconic.plan.buckets import Shape
-from laconic.plan.phase import Phase, Work
+from laconic.plan.phase import Operations, Phase
 
 _MOST_ADAMW8BIT_PASSES = 12
 """The times that AdamW8bit's plain steps read or write an fp32 value, counted in optim/adamw8bit.py."""
@@ -81,7 +81,7 @@ def adamw_cost(settings: OptimizerConfig, numel: float, itemsize: int) -> Optimi
 
 
 def _simple(memory_bytes: float) -> Phase:
-    work = Work(dtype=None, flops=0.0, memory_bytes=memory_bytes, count=1)
+    work = Operations(dtype=None, flops=0.0, memory_bytes=memory_bytes, count=1)
     return Phase(work=(work,) if memory_bytes else (), peak_bytes=0, end_bytes=0)
 
 
@@ -143,7 +143,7 @@ def _add_matrices(
     for index, owner in owners:
         arriving[owner] += planned[index].nbytes
     cost.transient_bytes += 2 * max(arriving) / 4 + own * itemsize
-    product = Work(dtype=dtype, flops=flops, memory_bytes=6 * own * itemsize, count=1)
+    product = Operations(dtype=dtype, flops=flops, memory_bytes=6 * own * itemsize, count=1)
     cost.phase = Phase(work=(*cost.phase.work, product), peak_bytes=0, end_bytes=0)
 
 

@@ -18,7 +18,7 @@ from laconic.plan.buckets import Shape, plan_buckets
 from laconic.plan.machine import Job, Machine
 from laconic.plan.model_trace import ModelTrace, ParameterSpec
 from laconic.plan.optimizer_cost import Trained, optimizer_cost
-from laconic.plan.program import Program, Update, Work
+from laconic.plan.program import Program, StepWork, Update
 from laconic.plan.rings import Ring
 
 FIRST_BUCKET_BYTES = 2**20
@@ -37,7 +37,7 @@ class _Bucket:
 class Ddp(Program):
     """DDP on a machine: [Note: DDP's buckets]."""
 
-    def __init__(self, machine: Machine, work: Work, shape: Shape) -> None:
+    def __init__(self, machine: Machine, work: StepWork, shape: Shape) -> None:
         """Replicate the units of `work.trace`."""
         self._machine, self._work = machine, work
         self._trace: ModelTrace = work.trace
@@ -126,7 +126,7 @@ def _in_order_of_readiness(trace: ModelTrace, last: dict[int, int]) -> list[tupl
     return [*found, *((each, end) for pending in left.values() for each in pending)]
 
 
-def _trained(work: Work) -> Sequence[Trained]:
+def _trained(work: StepWork) -> Sequence[Trained]:
     """The trained parameters as whole tensors, for the cost of the optimizer."""
     root, alone = len(work.trace.units) - 1, Shape(nodes=1, local=1)
     return [

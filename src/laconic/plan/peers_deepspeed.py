@@ -32,7 +32,7 @@ from laconic.plan.machine import Job, Machine, Transfer
 from laconic.plan.model_trace import ParameterSpec, Segment
 from laconic.plan.optimizer_cost import adamw_cost
 from laconic.plan.phase import Phase
-from laconic.plan.program import Program, Update, Work
+from laconic.plan.program import Program, StepWork, Update
 from laconic.plan.rings import Ring
 
 _QWZ_GROUP = 8000
@@ -66,7 +66,7 @@ class _Step:
 class Deepspeed(Program):
     """DeepSpeed's ZeRO-3 on a machine: [Note: DeepSpeed's order of work]."""
 
-    def __init__(self, machine: Machine, work: Work, shape: Shape, options: DeepspeedOptions) -> None:
+    def __init__(self, machine: Machine, work: StepWork, shape: Shape, options: DeepspeedOptions) -> None:
         """Partition the units of `work.trace`."""
         self._machine, self._work, self._shape, self._options = machine, work, shape, options
         self._is_cpu = machine.device_type == "cpu"
@@ -228,7 +228,7 @@ def _parameter(spec: ParameterSpec, ranks: int) -> Parameter:
     )  # fmt: skip
 
 
-def _steps(work: Work, units: Sequence[Sequence[Parameter]]) -> list[_Step]:
+def _steps(work: StepWork, units: Sequence[Sequence[Parameter]]) -> list[_Step]:
     """The modules in the order in which they run. A segment's time is divided by the modules' parameters."""
     trace, root = work.trace, len(units) - 1
     names = [[each.name for each in unit.parameters] for unit in trace.units]

@@ -32,7 +32,7 @@ from laconic.plan.machine import Job, Machine
 from laconic.plan.model_trace import ModelTrace, ParameterSpec
 from laconic.plan.optimizer_cost import adamw_cost
 from laconic.plan.phase import Phase
-from laconic.plan.program import Program, Update, Work
+from laconic.plan.program import Program, StepWork, Update
 from laconic.plan.rings import Ring
 
 Sharded = Literal["flat", "hpz", "hsdp"]
@@ -125,7 +125,7 @@ def padded_numel(shape: Sequence[int], size: int) -> int:
 class Fsdp2(Program):
     """FSDP2 on a machine: [Note: FSDP2's order of work]."""
 
-    def __init__(self, machine: Machine, work: Work, shape: Shape, options: Fsdp2Options) -> None:
+    def __init__(self, machine: Machine, work: StepWork, shape: Shape, options: Fsdp2Options) -> None:
         """Shard the units of `work.trace`.
 
         Raises:

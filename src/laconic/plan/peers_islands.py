@@ -10,10 +10,10 @@ from laconic.plan.candidate import Candidate
 from laconic.plan.machine import Machine
 from laconic.plan.peers_torch import refuse_unfit
 from laconic.plan.peers_torchft import TorchftDiloco
-from laconic.plan.program import Program, Work
+from laconic.plan.program import Program, StepWork
 
 
-def _torchft(machine: Machine, config: Config, work: Work, shape: Shape) -> Program:
+def _torchft(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Program:
     sync = config.sync
     if sync.slices > 1:
         raise JobError(f"sync.slices = {sync.slices} and torchft's DiLoCo, which trains whole layers; leave it out")

@@ -11,7 +11,7 @@ from laconic.plan.candidate import Candidate
 from laconic.plan.machine import Machine
 from laconic.plan.peers_ddp import Ddp
 from laconic.plan.peers_fsdp2 import Fsdp2, Fsdp2Options, Sharded
-from laconic.plan.program import Program, Work
+from laconic.plan.program import Program, StepWork
 from laconic.strategies.checks import check_job
 
 
@@ -29,7 +29,7 @@ def refuse_unfit(config: Config, shape: Shape) -> None:
 def _fsdp2(
     machine: Machine,
     config: Config,
-    work: Work,
+    work: StepWork,
     shape: Shape,
     *,
     sharded: Sharded,
@@ -53,7 +53,7 @@ def _fsdp2(
     return Fsdp2(machine, work, shape, options)
 
 
-def _ddp(machine: Machine, config: Config, work: Work, shape: Shape) -> Program:
+def _ddp(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Program:
     refuse_unfit(config, shape)
     return Ddp(machine, work, shape)
 

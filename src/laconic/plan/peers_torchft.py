@@ -14,13 +14,15 @@ from laconic.config import SyncConfig
 from laconic.plan.buckets import Shape
 from laconic.plan.machine import Machine, Reading, Transfer
 from laconic.plan.peers_fsdp2 import Fsdp2, Fsdp2Options
-from laconic.plan.program import Program, Work, add_sync
+from laconic.plan.program import Program, StepWork, add_sync
 
 
 class TorchftDiloco(Program):
     """torchft's DiLoCo on a machine: [Note: torchft's DiLoCo]."""
 
-    def __init__(self, machine: Machine, work: Work, shape: Shape, sync: SyncConfig, *, reshards: bool = True) -> None:
+    def __init__(
+        self, machine: Machine, work: StepWork, shape: Shape, sync: SyncConfig, *, reshards: bool = True
+    ) -> None:
         """Shard inside each island of `shape`; islands sync every `sync.every` steps, in `sync.fragments` parts.
 
         Raises:

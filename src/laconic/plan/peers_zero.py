@@ -13,11 +13,18 @@ from laconic.plan.candidate import Candidate
 from laconic.plan.machine import Machine
 from laconic.plan.peers_deepspeed import Deepspeed, DeepspeedOptions
 from laconic.plan.peers_torch import refuse_unfit
-from laconic.plan.program import Program, Work
+from laconic.plan.program import Program, StepWork
 
 
 def _deepspeed(
-    machine: Machine, config: Config, work: Work, shape: Shape, *, name: str, hpz: bool = False, quantizes: bool = False
+    machine: Machine,
+    config: Config,
+    work: StepWork,
+    shape: Shape,
+    *,
+    name: str,
+    hpz: bool = False,
+    quantizes: bool = False,
 ) -> Program:
     plain = dataclasses.replace(config, shard=dataclasses.replace(config.shard, strategy="fsdp2"))
     refuse_unfit(plain, shape)

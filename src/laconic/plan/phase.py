@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Operations:
     """Operations of equal cost: [Note: Seconds of an operation]."""
 
     dtype: str | None
@@ -39,7 +39,7 @@ class Phase:
     saved tensors, temporaries, casts, logits, the loss, and a parameter's gradient until autograd hands it over.
     """
 
-    work: tuple[Work, ...]
+    work: tuple[Operations, ...]
     """The operations. Views take nothing."""
     peak_bytes: int
     """The most bytes of activations alive at once, minus those alive at the start."""

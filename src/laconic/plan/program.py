@@ -21,7 +21,7 @@ from laconic.shard.cache import Cache
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StepWork:
     """What every strategy has to do in a step."""
 
     trace: ModelTrace
@@ -89,7 +89,7 @@ def all_reduce_bytes(nbytes: int, shape: Shape) -> dict[Level, float]:
 class LaconicStep(Program):
     """`fully_shard` and an optimizer, as `laconic train` runs them."""
 
-    def __init__(self, machine: Machine, work: Work, shape: Shape, options: EngineOptions) -> None:
+    def __init__(self, machine: Machine, work: StepWork, shape: Shape, options: EngineOptions) -> None:
         self._machine, self._work, self.shape = machine, work, shape
         self.engine = Engine(machine, work.trace, shape, options)
         trained = trained_buckets(self.engine)
@@ -121,7 +121,7 @@ def trained_buckets(engine: Engine) -> list[tuple[PlannedBucket, Trained]]:
 class LocalStepsProgram(Program):
     """Islands that train on their own, and average their pseudo-gradients now and then: `laconic.LocalSteps`."""
 
-    def __init__(self, machine: Machine, work: Work, shape: Shape, cache: Cache, sync: SyncConfig) -> None:
+    def __init__(self, machine: Machine, work: StepWork, shape: Shape, cache: Cache, sync: SyncConfig) -> None:
         self._machine, self._sync, self.shape = machine, sync, shape
         options = EngineOptions(sharding=work.sharding, cache=cache, replicas_diverge=True)
         self.inner = LaconicStep(machine, work, replace(shape, islands=shape.islands), options)

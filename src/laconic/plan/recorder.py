@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from laconic.plan.fake_kernels import grouped_product
 from laconic.plan.op_cost import bytes_of, flops_of, is_attention, tensors_of
-from laconic.plan.phase import Phase, Work
+from laconic.plan.phase import Operations, Phase
 
 _ADD = torch.ops.aten.add.Tensor
 _WRAPPERS = ("_compile.py", "eval_frame.py")
@@ -52,12 +52,12 @@ class _OpenPhase:
 
     def close(self, end_bytes: int) -> Phase:
         work = [
-            Work(dtype=dtype, flops=flops, memory_bytes=nbytes, count=count, is_attention=is_attention)
+            Operations(dtype=dtype, flops=flops, memory_bytes=nbytes, count=count, is_attention=is_attention)
             for (dtype, flops, nbytes, is_attention), count in self.products.items()
         ]
         if self.other_ops:
             mean = self.other_bytes / self.other_ops
-            work.append(Work(dtype=None, flops=0.0, memory_bytes=mean, count=self.other_ops))
+            work.append(Operations(dtype=None, flops=0.0, memory_bytes=mean, count=self.other_ops))
         return Phase(
             work=tuple(work),
             peak_bytes=self.peak_bytes - self.start_bytes,

@@ -21,7 +21,7 @@ from torch import nn
 
 from laconic.codec.linear import quantized_layers
 from laconic.plan.equal_layers import Run
-from laconic.plan.phase import Phase, Work
+from laconic.plan.phase import Operations, Phase
 
 SOURCE = "Korthikanti et al., arXiv 2205.05198, equation 1"
 _BYTES_PER_TOKEN = 34
@@ -51,7 +51,7 @@ def formula_run(
     share = _share_of_experts(config)
 
     def phase(flops: float, weights: float, moved: int, peak: int, end: int) -> Phase:
-        work = Work(dtype=name, flops=flops, memory_bytes=weights * itemsize + 2.0 * moved, count=1)
+        work = Operations(dtype=name, flops=flops, memory_bytes=weights * itemsize + 2.0 * moved, count=1)
         return Phase(work=(work,), peak_bytes=peak, end_bytes=end, peak_with_gradients_bytes=peak)
 
     forward, backward = [], []
