@@ -37,6 +37,21 @@ def test_a_lane_has_one_transfer_at_a_time_and_waits_have_their_cause() -> None:
     assert reading.waits_s[Lane.LOCAL] == pytest.approx(0.01)
 
 
+@pytest.mark.parametrize(
+    ("device_type", "overlap", "beside", "blocking"),
+    [("cuda", 1.0, 0.3, 0.21), ("cpu", 1.0, 0.31, 0.21), ("cpu", 0.75, 0.36, 0.21), ("cpu", 0.0, 0.51, 0.21)],
+)
+def test_cores_that_compute_also_copy(device_type: str, overlap: float, beside: float, blocking: float) -> None:
+    """A transfer of 0.2 s after a latency of 0.01 s, beside 0.3 s of compute, and with nothing beside it."""
+    spec = cluster(wire_latency_s=0.01, wire_overlap=overlap)
+    for compute_s, seconds in ((0.3, beside), (0.0, blocking)):
+        machine = Machine(spec, device_type=device_type)
+        job = machine.send(wire(1e6))
+        machine.compute("layer", phase(compute_s))
+        machine.wait(job)
+        assert machine.now_s == pytest.approx(seconds)
+
+
 def test_a_ring_of_all_ranks_takes_as_long_as_its_slowest_edge() -> None:
     machine = Machine(cluster(), device_type="cpu")
     both = Transfer(name="ring", purpose="gradients", sent={"node": 1e6, "local": 5e6}, hops=3)

@@ -75,13 +75,13 @@ class ClusterSpec(Section):
     local_bytes_per_s: _BytesPerS | None = None
     """The payload bytes that one rank sends to the other ranks of its node, while it receives as many."""
     local_latency_s: _Latency | None = None
-    """The duration of the smallest collective inside a node."""
+    """What the smallest collective inside a node adds to the compute before it. On a CPU, compute does not hide it."""
     local_overlap: _Share = 1.0
     """The share of a transfer inside the node that compute hides. On a CPU the cores that compute copy."""
     wire_bits_per_s: _BitsPerS | None = None
     """The bits that leave one node, headers included, while as many enter it. Its ranks share them."""
     wire_latency_s: _Latency | None = None
-    """The duration of the smallest collective between nodes."""
+    """The same between nodes."""
     wire_overlap: _Share = 1.0
     """The share of a transfer between nodes that compute hides."""
     wire_header_factor: _HeaderFactor = DEFAULT_HEADER_FACTOR

@@ -178,27 +178,30 @@ class Machine:
 
     def send(self, transfer: Transfer, *after: Job | None) -> Job | None:
         """Begin a collective. None if it sends nothing."""
-        lane, seconds = None, 0.0
+        lane, latency_s, bytes_s, seconds = None, 0.0, 0.0, 0.0
         for level, nbytes in transfer.sent.items():
             if nbytes <= 0:
                 continue
             self._reading.sent_bytes[level, transfer.purpose] += nbytes  # type: ignore[assignment]
             hops = transfer.hops if isinstance(transfer.hops, int) else 0
-            seconds = max(seconds, self._transfer_s(level, nbytes, hops))
+            each = hops * self.cluster.latency_s(level) if hops else 0.0, self._bytes_s(level, nbytes)
+            if sum(each) >= seconds:
+                (latency_s, bytes_s), seconds = each, sum(each)
             lane = Lane.LOCAL if level == "local" and lane is None else Lane.WIRE if level != "local" else lane
         if lane is None:
             return None
         if not isinstance(transfer.hops, int):
-            seconds += sum(hops * self.cluster.latency_s(level) for level, hops in transfer.hops.items() if hops)
+            latency_s = sum(hops * self.cluster.latency_s(level) for level, hops in transfer.hops.items() if hops)
+        job = self._occupy(lane, transfer.name, latency_s + bytes_s, after)
         hidden = self.cluster.overlap("local" if lane is Lane.LOCAL else "node")
-        if hidden < 1:  # the cores that compute also copy the bytes
-            self._work(transfer.name, (1 - hidden) * seconds)
-        return self._occupy(lane, transfer.name, hidden * seconds, after)
+        exposed_s = (1 - hidden) * bytes_s + (latency_s if self.device_type == "cpu" else 0.0)
+        if exposed_s:  # the cores that compute also copy the bytes, and ranks wait for a core
+            self._work(transfer.name, exposed_s)
+        return job
 
-    def _transfer_s(self, level: Level, nbytes: float, hops: int) -> float:
+    def _bytes_s(self, level: Level, nbytes: float) -> float:
         sharing = 1 if level == "local" else self.cluster.ranks_per_node
-        latency_s = hops * self.cluster.latency_s(level) if hops else 0.0
-        return latency_s + nbytes * sharing / self.cluster.bytes_per_s(level)
+        return nbytes * sharing / self.cluster.bytes_per_s(level)
 
     def copy(self, name: str, nbytes: float, *after: Job | None, to_device: bool) -> Job | None:
         """Begin a copy between host and device. On CPU there is none."""
