@@ -17,7 +17,7 @@ from laconic.compare.table import markdown
 from laconic.config import to_dict
 from laconic.plan.cluster_spec import ClusterSpec
 
-LAUNCH_S = 500.0
+LAUNCH_S = 1500.0
 
 
 class Bench:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from laconic.config import DataConfig, JobError
-from laconic.data.tables import Rows, hub_rows, local_rows
+from laconic.data.tables import TableRows, hub_rows, local_rows
 
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
 _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
@@ -109,7 +109,7 @@ def _of_files(
     return Corpus(documents, _stamp(config, files))
 
 
-def _of_rows(open_rows: Callable[[], Rows], stamp: str, config: DataConfig) -> Corpus:
+def _of_rows(open_rows: Callable[[], TableRows], stamp: str, config: DataConfig) -> Corpus:
     rows = open_rows()
 
     def documents() -> Generator[Document]:

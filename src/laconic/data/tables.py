@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from laconic.config import DataConfig, JobError
 
 
-class Rows(NamedTuple):
+class TableRows(NamedTuple):
     """The rows of one split."""
 
     rows: Iterable[dict[str, Any]]
@@ -15,7 +15,7 @@ class Rows(NamedTuple):
     """A text that changes with the rows, where the time stamps of files do not tell; else empty."""
 
 
-def local_rows(path: Path, config: DataConfig) -> Rows:
+def local_rows(path: Path, config: DataConfig) -> TableRows:
     """Open a folder of `save_to_disk`, a file, or a folder of files. Files are read as a stream, without a copy.
 
     Raises:
@@ -40,10 +40,10 @@ def local_rows(path: Path, config: DataConfig) -> Rows:
             advice = "; point to one split's folder, or set data.split" if isinstance(data, DatasetDict) else ""
             raise JobError(f"{shown} has the splits {sorted(data)} and no {config.split!r} (data.split){advice}")
         data = data[config.split]
-    return Rows(data, "")
+    return TableRows(data, "")
 
 
-def hub_rows(config: DataConfig) -> Rows:
+def hub_rows(config: DataConfig) -> TableRows:
     """Download a split from the Hub, or find it in the cache of `datasets`.
 
     Raises:
@@ -59,4 +59,4 @@ def hub_rows(config: DataConfig) -> Rows:
             f"{error}; check the name, data.subset and data.split, or download the data set and set data.path to its "
             "folder"
         ) from error
-    return Rows(data, repr([file["filename"] for file in data.cache_files]))  # the names have the revision's hash
+    return TableRows(data, repr([file["filename"] for file in data.cache_files]))  # the names have the revision's hash
