@@ -75,7 +75,7 @@ class ClusterSpec(Section):
     local_bytes_per_s: _BytesPerS | None = None
     """The payload bytes that one rank sends to the other ranks of its node, while it receives as many."""
     local_latency_s: _Latency | None = None
-    """What the smallest collective inside a node adds to the compute before it. On a CPU, compute does not hide it."""
+    """The time that the smallest collective inside a node adds to compute. On a CPU, compute does not hide it."""
     local_overlap: _Share = 1.0
     """The share of a transfer inside the node that compute hides. On a CPU the cores that compute copy."""
     wire_bits_per_s: _BitsPerS | None = None

@@ -26,7 +26,7 @@ _FIRST = 2
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """What the instructions of a batch take, by stage."""
+    """The bytes of messages and the seconds of instructions, by stage."""
 
     message_bytes: Sequence[int]
     """The bytes of a message with a stage's parameters or gradients."""

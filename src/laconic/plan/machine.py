@@ -10,6 +10,9 @@ whose events come in the order of the program, as all ranks issue their transfer
 
 All ranks are alike, so one rank stands for all. Bytes are means over the ranks of a node. The ranks of a node share its
 wire, so a transfer on the wire takes as long as the bytes of the whole node.
+
+On an accelerator compute goes on during a transfer. On a CPU the cores that compute also copy the bytes, and ranks that
+share cores wait for a core. So compute loses the share of the transfer that the cluster file says, and the latency.
 """
 
 from __future__ import annotations
@@ -195,7 +198,7 @@ class Machine:
         job = self._occupy(lane, transfer.name, latency_s + bytes_s, after)
         hidden = self.cluster.overlap("local" if lane is Lane.LOCAL else "node")
         exposed_s = (1 - hidden) * bytes_s + (latency_s if self.device_type == "cpu" else 0.0)
-        if exposed_s:  # the cores that compute also copy the bytes, and ranks wait for a core
+        if exposed_s:
             self._work(transfer.name, exposed_s)
         return job
 

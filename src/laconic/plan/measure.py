@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import psutil
 import torch
@@ -45,6 +45,7 @@ _HEADS, _HEAD_SIZE = 8, 64
 _MOST_HEADERS = 1.25
 """If an interface has counted more than this many bytes for each byte of payload, something else has used it."""
 _FLOPS = "device_flops_per_s"
+_Action = TypeVar("_Action", bound=Callable[[], object])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,12 +210,13 @@ class _Measuring:
     def _attention(self, rates: Mapping[str, float]) -> Figure:
         """Causal attention, forward and backward: its rate as a share of that of products in the same dtype."""
         dtype = torch.float32 if self.device == self.host else torch.bfloat16
-        for tokens in self.effort.attention_tokens:
+
+        def attention(tokens: int) -> Callable[[], object]:
             shape = (1, _HEADS, tokens, _HEAD_SIZE)
             inputs = [torch.randn(shape, device=self.device, dtype=dtype, requires_grad=True) for _ in range(3)]
-            step = partial(_attend, inputs)
-            if self._trial(step) >= self.effort.enough_s / 10:
-                break
+            return partial(_attend, inputs)
+
+        tokens, step = self._first_long(self.effort.attention_tokens, attention, self.effort.enough_s / 10)
         flops = 7 * _HEADS * tokens**2 * _HEAD_SIZE  # two products forward and five backward, of half a square each
         name = str(dtype).removeprefix("torch.")
         rate = rates[f"{_FLOPS}.{name}"]
@@ -241,12 +243,13 @@ class _Measuring:
 
     def _copy_rate(self, device: torch.device) -> tuple[float, ...]:
         """The bytes per second that a copy inside a memory reads and writes, for each repetition."""
-        for size in self.effort.copies_bytes:
-            source = torch.ones(size // 4, device=device)
-            copy = partial(torch.ones_like(source).copy_, source)
-            if self._trial(copy) >= self.effort.enough_s / 2:
-                break
-        return tuple(2 * source.nbytes / seconds for seconds in self._repeated(copy))
+
+        def copy_of(nbytes: int) -> Callable[[], object]:
+            source = torch.ones(nbytes // 4, device=device)
+            return partial(torch.ones_like(source).copy_, source)
+
+        nbytes, copy = self._first_long(self.effort.copies_bytes, copy_of, self.effort.enough_s / 2)
+        return tuple(2 * nbytes / seconds for seconds in self._repeated(copy))
 
     def _host_copies(self) -> Iterator[Figure]:
         """Copies between pinned host memory and the device; on CPU between two parts of the host's memory."""
@@ -276,22 +279,26 @@ class _Measuring:
         communicator = Communicator(self.cluster, level)
         if communicator.size == 1:
             return
-        small = torch.zeros(8 * communicator.size, dtype=torch.uint8, device=self.device)
-        latency = statistics.median(self._repeated(partial(_gather, communicator, small)))
-        for size in self.effort.transfers_bytes:
-            whole = torch.zeros(size // communicator.size * communicator.size, dtype=torch.uint8, device=self.device)
-            if self._trial(partial(_gather, communicator, whole)) >= self.effort.enough_s / 3:
-                break
+
+        def gather_of(size: int) -> _Gather:
+            piece_bytes = size // communicator.size
+            whole = torch.zeros(piece_bytes * communicator.size, dtype=torch.uint8, device=self.device)
+            return _Gather(communicator, whole)
+
+        small = gather_of(8 * communicator.size)
+        latency = statistics.median(self._repeated(small))
+        _, gather = self._first_long(self.effort.transfers_bytes, gather_of, self.effort.enough_s / 3)
+        whole = gather.whole
         before, counted_before = self.cluster.traffic.snapshot(), _counters()
-        seconds = self._repeated(partial(_gather, communicator, whole))
+        seconds = self._repeated(gather)
         counted = _counters() - counted_before
         payload_bytes = (self.cluster.traffic.snapshot() - before).total(level, direction="sent")
         sent = whole.nbytes * (communicator.size - 1) // communicator.size
         rates = tuple(sent / max(duration - latency, duration / 2) for duration in seconds)
         how = f"all-gathers of {format_quantity(whole.nbytes, 'B')} by {communicator.size} ranks"
-        latencies = self._latencies(communicator, small)
+        latencies = self._latencies(small)
         few = f"an all-gather of 8 bytes by {communicator.size} ranks, after a product"
-        overlap = self._overlap(level, communicator, whole)
+        overlap = self._overlap(level, gather)
         if level == "local":
             yield Figure(key="local_bytes_per_s", values=rates, how=how)
             yield Figure(key="local_latency_s", values=latencies, how=few)
@@ -305,18 +312,14 @@ class _Measuring:
         yield overlap
         yield header_factor
 
-    def _latencies(self, communicator: Communicator, small: torch.Tensor) -> tuple[float, ...]:
+    def _latencies(self, small: _Gather) -> tuple[float, ...]:
         """The time that a small transfer adds to a product before it: [Note: What is measured]."""
-        product = next(
-            product
-            for size in self.effort.products
-            if self._trial(product := self._product(size, torch.float32)) >= self.effort.enough_s / 75
-            or size == self.effort.products[-1]
-        )
+        of_floats = partial(self._product, dtype=torch.float32)
+        _, product = self._first_long(self.effort.products, of_floats, self.effort.enough_s / 75)
 
         def after() -> None:
             product()
-            _gather(communicator, small)
+            small()
 
         found = []
         for _ in range(self.effort.repetitions):  # in turn, as a processor's clock and its other guests change
@@ -324,22 +327,20 @@ class _Measuring:
             found.append(max(statistics.median(both) - statistics.median(alone), _LEAST_LATENCY_S))
         return tuple(found)
 
-    def _overlap(self, level: IslandLevel, communicator: Communicator, whole: torch.Tensor) -> Figure:
+    def _overlap(self, level: IslandLevel, gather: _Gather) -> Figure:
         """The share of a transfer that products of about the same duration hide: 1 if neither slows the other down."""
         product = self._product(self.effort.products[min(1, len(self.effort.products) - 1)], torch.float32)
-        transfer_s = self._trial(partial(_gather, communicator, whole))
-        products = min(max(round(transfer_s / self._trial(product)), 1), _MOST_PRODUCTS)
+        products = min(max(round(self._trial(gather) / self._trial(product)), 1), _MOST_PRODUCTS)
 
         def compute() -> None:
             for _ in range(products):
                 product()
 
-        actions = (partial(_gather, communicator, whole), compute, partial(_gather, communicator, whole, compute))
-        *alone, both = (self._repeated(action) for action in actions)
+        *alone, both = (self._repeated(action) for action in (gather, compute, partial(gather, compute)))
         transfer_s, compute_s = map(statistics.median, alone)
         hidden = [(transfer_s + compute_s - seconds) / min(transfer_s, compute_s) for seconds in both]
         values = tuple(min(max(share, 0.0), 1.0) for share in hidden)
-        how = f"an all-gather of {format_quantity(whole.nbytes, 'B')} during products that take as long"
+        how = f"an all-gather of {format_quantity(gather.whole.nbytes, 'B')} during products that take as long"
         key = "local_overlap" if level == "local" else "wire_overlap"
         return Figure(key=key, values=values, how=how)
 
@@ -353,6 +354,14 @@ class _Measuring:
             return Figure(key=key, values=(DEFAULT_HEADER_FACTOR,), how=how, kind="assumed")
         factor = float(f"{statistics.mean(factors):.5g}")
         return Figure(key=key, values=(factor,), how=f"bytes that {name} has counted for each byte of payload")
+
+    def _first_long(self, sizes: Sequence[int], make: Callable[[int], _Action], enough_s: float) -> tuple[int, _Action]:
+        """The first of `sizes` whose action takes `enough_s`, or the last, and the action that `make` makes of it."""
+        for size in sizes:
+            action = make(size)
+            if self._trial(action) >= enough_s:
+                break
+        return size, action
 
     def _trial(self, action: Callable[[], object]) -> float:
         """About how long `action` takes."""
@@ -401,12 +410,18 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _gather(communicator: Communicator, whole: torch.Tensor, meanwhile: Callable[[], object] = _nothing) -> None:
-    piece = whole.view(communicator.size, -1)[communicator.rank]
-    pending = communicator.all_gather(whole, piece, "control")
-    meanwhile()
-    if pending is not None:
-        pending.wait()
+class _Gather:
+    """An all-gather, which may go on while something else is done."""
+
+    def __init__(self, communicator: Communicator, whole: torch.Tensor) -> None:
+        self.whole, self._communicator = whole, communicator
+        self._piece = whole.view(communicator.size, -1)[communicator.rank]
+
+    def __call__(self, meanwhile: Callable[[], object] = _nothing) -> None:
+        pending = self._communicator.all_gather(self.whole, self._piece, "control")
+        meanwhile()
+        if pending is not None:
+            pending.wait()
 
 
 class _Counters:

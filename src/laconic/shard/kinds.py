@@ -1,4 +1,4 @@
-"""The parameters of a unit that share a bucket, and how its crossings travel: for the engine and for the planner."""
+"""The kinds of a unit's parameters, and the wire policy of each, for the engine and for the planner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Parameter = TypeVar("_Parameter")
 
 @dataclass(frozen=True, kw_only=True)
 class BucketKind:
-    """What the parameters of a bucket have in common. A LoRA block has two kinds of them."""
+    """The properties that all parameters of a bucket share. A LoRA block has parameters of two kinds."""
 
     dtype: torch.dtype
     """The dtype of shards."""
