@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
-from laconic.config import Config, ConfigError, OptimizerConfig, ScheduleConfig
+from laconic.config import Config, ConfigError, JobError, OptimizerConfig, ScheduleConfig
 from laconic.cyclic.schedule.rule import Rule
 from laconic.plan.cyclic import CyclicProgram
+from laconic.plan.job import work_of
 from laconic.plan.machine import Machine, Reading
+from laconic.plan.phase import LayerInput
 from tests.plan.traces import cluster, spec, trace
 
 WIDTH = 64
 
 
-def run(ranks: int, rule: Any = "lag2", states: Any = "replicated", seconds: float = 1.0, **figures: object) -> Reading:
-    """One layer for each rank, and no parameters outside of layers."""
+INPUTS = (LayerInput(nbytes=100, requires_grad=True), LayerInput(nbytes=13, requires_grad=False))
+"""Hidden states and a mask, which messages fill up to multiples of 16 bytes."""
+SAVED_BYTES = 10**7
+
+
+def num_devices(states: str, workers: int) -> int:
+    return workers * (workers + 1) // 2 if states == "shared" else workers
+
+
+def program(
+    ranks: int, rule: Any = "lag2", states: Any = "replicated", *, machine: Machine, seconds: float = 1.0,
+    **changes: object,
+) -> CyclicProgram:  # fmt: skip
+    """One layer for each worker, and no parameters outside of layers."""
     schedule = ScheduleConfig(kind="cyclic", rule=rule, states=states, cut_by="parameters")
     config = Config(schedule=schedule, optimizer=OptimizerConfig(max_grad_norm=0.0))
     layers = [[spec("weight", WIDTH, WIDTH)] for _ in range(ranks)]
-    model = trace(layers, forward_s=seconds, backward_s=2 * seconds, saved_bytes=1000)
-    machine = Machine(cluster(ranks, 1, **figures), device_type="cpu")
-    return CyclicProgram(machine, config, model).read(machine)
+    model = trace(layers, forward_s=seconds, backward_s=2 * seconds, saved_bytes=SAVED_BYTES)
+    model = dataclasses.replace(model, layer_inputs=INPUTS, **changes)  # type: ignore[arg-type]
+    return CyclicProgram(machine, config, work_of(config, device_type="cpu", trace=model))
+
+
+def run(ranks: int, rule: Any = "lag2", states: Any = "replicated", seconds: float = 1.0, **figures: object) -> Reading:
+    machine = Machine(cluster(num_devices(states, ranks), 1, **figures), device_type="cpu")
+    return program(ranks, rule, states, machine=machine, seconds=seconds).read(machine)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
@@ -43,6 +63,35 @@ def test_sharded_states_send_weights_twice() -> None:
     assert run(3, states="sharded").sent_bytes["node", "weights"] == 2 * run(3).sent_bytes["node", "weights"]
 
 
+@pytest.mark.parametrize("workers", [2, 3, 4, 5])
+@pytest.mark.parametrize("rule", ["v2", "lag2"])
+def test_bytes_of_shared_states(workers: int, rule: str) -> None:
+    """N - j devices hold stage j. All activations cross, and all gradients but those of a stage with one device."""
+    reading = run(workers, rule, "shared")
+    devices = num_devices("shared", workers)
+    stage_bytes, activation_bytes, gradient_bytes = WIDTH * WIDTH * 4, 112 + 16, 112
+    borders = workers * (workers - 1)
+    assert reading.sent_bytes["node", "activations"] * devices == pytest.approx(
+        borders * (activation_bytes + gradient_bytes)
+    )
+    sums = sum(workers - 1 for stage in range(workers) if workers - stage > 1)
+    totals = sum(workers - stage - 1 for stage in range(workers))
+    assert reading.sent_bytes["node", "gradients"] * devices == pytest.approx((sums + totals) * stage_bytes)
+    assert set(reading.sent_bytes) == {("node", "activations"), ("node", "gradients")}
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_memory_of_a_device(workers: int) -> None:
+    """A worker saves the activations of all stages; a device of a shared stage those of one micro-batch's stage."""
+    stage_bytes = WIDTH * WIDTH * 4
+    for states, kept, saved in (("replicated", workers, workers), ("sharded", 1, workers), ("shared", 1, 1)):
+        machine = Machine(cluster(num_devices(states, workers), 1))
+        reading = program(workers, states=states, machine=machine).read(machine)
+        assert reading.peak["activations"] == saved * SAVED_BYTES
+        assert machine.held["parameters"] + machine.held["transfers"] >= kept * stage_bytes
+        assert machine.held["optimizer"] == 2 * stage_bytes
+
+
 def test_a_fast_wire_leaves_compute_alone() -> None:
     """Each worker computes three layers: 3 x (1 + 2) seconds."""
     reading = run(3, wire_bits_per_s=1e14, device_memory_bytes_per_s=1e15)
@@ -57,7 +106,10 @@ def test_a_slow_wire_sets_the_pace() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ConfigError, match="shared"):
-        run(3, states="shared")
     with pytest.raises(ConfigError, match="one rank"):
         run(1)
+    machine = Machine(cluster(2, 1))
+    with pytest.raises(JobError, match="2 ranks does not fit; start 3 ranks"):
+        program(2, states="shared", machine=machine)
+    with pytest.raises(ConfigError, match=r"wte.*second name.*untie"):
+        program(2, machine=machine, tied=("wte.weight",))

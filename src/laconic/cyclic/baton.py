@@ -60,8 +60,13 @@ class Baton:
             return
         previous = self._durations_s or durations_s
         self._durations_s = [(old + new) / 2 for old, new in zip(previous, durations_s, strict=True)]
-        share_s = self._stagger * sum(self._durations_s) / self._count
-        # Count the ops whose middle comes before the share: no other number of ops ends closer to the share.
-        middles_s = (end_s - s / 2 for end_s, s in zip(accumulate(self._durations_s), self._durations_s, strict=True))
-        done = sum(middle_s < share_s for middle_s in middles_s)
-        self._pass_after = min(max(done, 1), self._count + 1)
+        self._pass_after = ops_before_baton(self._durations_s, self._stagger, self._count)
+
+
+def ops_before_baton(durations_s: Sequence[float], stagger: float, count: int) -> int:
+    """The ops of a batch after which one of `count` workers passes the baton, if its ops take as long."""
+    share_s = stagger * sum(durations_s) / count
+    # Count the ops whose middle comes before the share: no other number of ops ends closer to the share.
+    middles_s = (end_s - s / 2 for end_s, s in zip(accumulate(durations_s), durations_s, strict=True))
+    done = sum(middle_s < share_s for middle_s in middles_s)
+    return min(max(done, 1), count + 1)

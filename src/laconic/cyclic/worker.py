@@ -20,8 +20,10 @@ from laconic.cyclic.schedule.schedule import Schedule
 
 LossFn = Callable[[Any, Any], Tensor]
 MicroBatch = tuple[Any, Any]  # inputs and targets
-_LOOKAHEAD = 2  # receives are posted this many ops ahead, so that a transfer has a whole op to finish
-_DUE_WITH_OP = 2  # an op needs the messages that are due at its time step and, to add up gradients, at the next one
+LOOKAHEAD = 2
+"""Receives are posted this many ops ahead, so that a transfer has a whole op to finish."""
+DUE_WITH_OP = 2
+"""An op needs the messages that are due at its time step and, to add up gradients, at the next one."""
 
 
 @dataclass
@@ -75,14 +77,14 @@ class Worker:
         if batch == 1 and -1 in self.squares and self.loss_scale is not None:
             self.loss_scale.update(self.squares[-1])  # the last norm of the run that was resumed
         steps = [op.step for near in (batch, batch + 1) for op in self.schedule.ops(number, near)]
-        self.links.post(steps[1] + _DUE_WITH_OP)
+        self.links.post(steps[1] + DUE_WITH_OP)
         self.baton.begin(_num_rows(next(iter(data.values()))))
         done = 0
         for instruction in program(self.schedule, number, batch, self.run):
             if not isinstance(instruction, Compute):
                 self.report.add_sent(self._exchange(instruction))
                 continue
-            self.links.post(steps[min(done + _LOOKAHEAD, len(steps) - 1)] + _DUE_WITH_OP)
+            self.links.post(steps[min(done + LOOKAHEAD, len(steps) - 1)] + DUE_WITH_OP)
             if self.baton.is_passed:  # otherwise the next worker cannot receive anything yet
                 self.links.release(instruction.op.step, batch)
             self.baton.before_op(done)

@@ -30,7 +30,7 @@ def _zero_plus_plus(machine: Machine, config: Config, work: StepWork, shape: Sha
 
 
 def _cyclic(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Program:
-    return CyclicProgram(machine, config, work.trace)
+    return CyclicProgram(machine, config, work)
 
 
 def _own(
@@ -69,7 +69,9 @@ CANDIDATES: dict[str, Candidate] = {
                 name=name, label=f"laconic cyclic, {states}", make=_cyclic, source="CDP, arXiv 2403.08837",
                 keys=_NO_SHARDING, schedule={"states": states}, inexact=CyclicProgram.inexact,
             )
-            for name, states in (("cyclic", "replicated"), ("cyclic-sharded", "sharded"))
+            for name, states in (
+                ("cyclic", "replicated"), ("cyclic-sharded", "sharded"), ("cyclic-shared", "shared"),
+            )
         ),
         Candidate(
             name="zero++", label="ZeRO++ on our engine", make=_zero_plus_plus, is_peer=True,

@@ -1,15 +1,21 @@
 """The devices of the cyclic schedule, all at once, each with the instructions that the runtime executes.
 
-Workers differ, so none can stand for all, as [Note: One program, three readings] has it. Here every device has a clock
+Devices differ, so none can stand for all, as [Note: One program, three readings] has it. Here every device has a clock
 and runs its own program (cyclic/schedule/program.py) until it needs a message that has not arrived. A reading is that
 of some batches of all devices in the steady state. The messages are those of [Note: Messages of a batch].
+
+[Note: Batches that differ]
+With shared stages, micro-batches take turns on the devices of a stage, so a batch may send other bytes inside nodes and
+between them than the batch before. N - j devices take turns at stage j, and N micro-batches are a batch. So everything
+repeats after a number of batches whose micro-batches every N - j divides. A reading covers as many batches, up to a
+limit.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from laconic.comm.traffic import Level, Purpose
 from laconic.cyclic.links import NUMBER_BYTES, PURPOSES
@@ -17,57 +23,62 @@ from laconic.cyclic.schedule.messages import Compute, Instruction, Receive, Send
 from laconic.cyclic.schedule.program import program
 from laconic.cyclic.schedule.schedule import Schedule
 from laconic.plan.cluster_spec import ClusterSpec
+from laconic.plan.cyclic_stages import Stages
 from laconic.plan.machine import Lane, Reading
 
-_BATCHES = 5
 _FIRST = 2
 """The first batch of the steady state: earlier ones have no messages of batches before them."""
+_LEAST, _MOST = 3, 12
+"""The batches of a reading. Above the most, bytes are means over some of the batches of a period."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageCosts:
-    """The bytes of messages and the seconds of instructions, by stage."""
-
-    message_bytes: Sequence[int]
-    """The bytes of a message with a stage's parameters or gradients."""
-    forward_s: Sequence[float]
-    backward_s: Sequence[float]
-    update_s: Sequence[float]
-
-
-def read_steady_state(cluster: ClusterSpec, schedule: Schedule, costs: StageCosts, *, pass_after: int) -> Reading:
+def read_steady_state(cluster: ClusterSpec, schedule: Schedule, stages: Stages, *, pass_after: int) -> Reading:
     """Read one batch of the steady state, as a mean over devices: its seconds, bytes, waits and compute.
 
     Args:
         cluster: the machines; rank i of the cluster is device i of the schedule.
         schedule: the instructions of every device.
-        costs: what they take.
+        stages: what the instructions take.
         pass_after: the forwards and backwards of a batch that a worker runs before the next worker may begin.
     """
-    run = _Run(cluster, schedule, costs, pass_after)
+    num_batches = _num_batches(schedule)
+    run = _Run(cluster, schedule, stages, pass_after, _FIRST + num_batches)
     ends_s = run.finish()
-    share, num_batches = 1.0 / schedule.num_devices, _BATCHES - _FIRST
+    share = 1.0 / (schedule.num_devices * num_batches)
     reading = Reading(seconds=(ends_s[-1] - ends_s[_FIRST - 1]) / num_batches)
     for key, nbytes in run.sent_bytes.items():
         reading.sent_bytes[key] += nbytes * share  # type: ignore[assignment]
     for lane, seconds in run.waits_s.items():
-        reading.waits_s[lane] += seconds * share / num_batches  # type: ignore[assignment]
-    reading.busy_s[Lane.COMPUTE] = sum(costs.forward_s) + sum(costs.backward_s)  # type: ignore[assignment]
+        reading.waits_s[lane] += seconds * share  # type: ignore[assignment]
+    busy_s = sum(stage.forward_s + stage.backward_s for stage in stages.stages)  # of one worker
+    reading.busy_s[Lane.COMPUTE] = busy_s * schedule.num_stages / schedule.num_devices  # type: ignore[assignment]
     return reading
+
+
+def _num_batches(schedule: Schedule) -> int:
+    """The batches of a reading: see [Note: Batches that differ]."""
+    if schedule.states != "shared":
+        return _LEAST
+    n = schedule.num_stages
+    period = math.lcm(*(turns // math.gcd(turns, n) for turns in range(1, n + 1)))
+    return min(_MOST, period * -(-_LEAST // period))
 
 
 class _Run:
     """All devices in some batches, each with a clock of its own."""
 
-    def __init__(self, cluster: ClusterSpec, schedule: Schedule, costs: StageCosts, pass_after: int) -> None:
-        self._cluster, self._schedule, self._costs, self._pass_after = cluster, schedule, costs, pass_after
+    def __init__(
+        self, cluster: ClusterSpec, schedule: Schedule, stages: Stages, pass_after: int, num_batches: int
+    ) -> None:
+        self._cluster, self._schedule, self._stages = cluster, schedule, stages
+        self._pass_after, self._num_batches = pass_after, num_batches
         devices = range(schedule.num_devices)
         self._now_s = dict.fromkeys(devices, 0.0)
         self._ready_s: dict[int | str, float] = {}
         """When each sender's network is free: that of a node between nodes, that of a rank inside."""
         self._arrivals_s: dict[tuple[object, int], tuple[float, Lane]] = {}
         self._batons_s: dict[tuple[int, int], tuple[float, Lane]] = {}
-        self._ends_s = {device: [0.0] * _BATCHES for device in devices}
+        self._ends_s = {device: [0.0] * num_batches for device in devices}
         self.sent_bytes: Counter[tuple[Level, Purpose]] = Counter()
         self.waits_s: Counter[Lane] = Counter()
         self._pending = {device: self._steps(device) for device in devices}
@@ -85,16 +96,16 @@ class _Run:
                     del self._pending[device]
                     moved = True
             assert moved or not self._pending, "the schedule never waits for a message that is not sent"
-        return [max(ends[batch] for ends in self._ends_s.values()) for batch in range(_BATCHES)]
+        return [max(ends[batch] for ends in self._ends_s.values()) for batch in range(self._num_batches)]
 
     def _steps(self, device: int) -> Iterator[bool]:
         """Run a device's instructions; yield True while one has to wait for a message that has not been sent."""
         schedule = self._schedule
-        for batch in range(_BATCHES):
+        for batch in range(self._num_batches):
             done = 0
             self._pass_baton(device, batch, done)
             for instruction in program(schedule, device, batch):
-                if isinstance(instruction, Compute) and device > 0 and done == 0:
+                if isinstance(instruction, Compute) and done == 0 and device > 0 and schedule.has_device_per_worker:
                     while (device, batch) not in self._batons_s:
                         yield True
                     self._wait(device, *self._batons_s[device, batch], batch)
@@ -112,22 +123,22 @@ class _Run:
             self._ends_s[device][batch] = self._now_s[device]
 
     def _do(self, instruction: Instruction, device: int, batch: int) -> None:
-        costs = self._costs
+        stages = self._stages.stages
         if isinstance(instruction, Compute):
-            op = instruction.op
-            self._now_s[device] += (costs.forward_s if op.is_forward else costs.backward_s)[op.stage]
+            stage = stages[instruction.op.stage]
+            self._now_s[device] += stage.forward_s if instruction.op.is_forward else stage.backward_s
         elif isinstance(instruction, Update):
-            self._now_s[device] += costs.update_s[instruction.stage]
+            self._now_s[device] += stages[instruction.stage].update_s
         elif isinstance(instruction, Send):
             message = instruction.message
-            purpose = PURPOSES[message.kind]
-            nbytes = NUMBER_BYTES if purpose == "control" else costs.message_bytes[message.stage]
+            nbytes, purpose = self._stages.message_bytes(message), PURPOSES[message.kind]
             arrival = self._send(device, message.target, nbytes, purpose, batch)
             self._arrivals_s[message.key, message.target] = arrival
 
     def _pass_baton(self, device: int, batch: int, done: int) -> None:
         following = device + 1
-        if following < self._schedule.num_devices and done == self._pass_after:
+        is_passed = self._schedule.has_device_per_worker and following < self._schedule.num_devices
+        if is_passed and done == self._pass_after:
             self._batons_s[following, batch] = self._send(device, following, NUMBER_BYTES, "control", batch)
 
     def _send(self, source: int, target: int, nbytes: float, purpose: Purpose, batch: int) -> tuple[float, Lane]:
@@ -136,7 +147,7 @@ class _Run:
             return now_s, Lane.COMPUTE
         cluster, local = self._cluster, self._cluster.ranks_per_node
         level: Level = "local" if source // local == target // local else "node"
-        if batch == _FIRST:
+        if batch >= _FIRST:
             self.sent_bytes[level, purpose] += nbytes  # type: ignore[assignment]
         link = source if level == "local" else f"node {source // local}"
         begin_s = max(now_s, self._ready_s.get(link, 0.0))

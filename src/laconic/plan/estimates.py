@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import WIRE_LEVELS, Level, Purpose
 from laconic.plan.buckets import Shape
 from laconic.plan.cluster_spec import ClusterSpec
@@ -134,6 +135,13 @@ def read_program(
         spans=tuple(reading.spans),
         begin_s=reading.begin_s,
         notes=notes,
+    )
+
+
+def first_rank(cluster: ClusterSpec) -> RankInfo:
+    """The first rank of a launch on a cluster."""
+    return RankInfo(
+        rank=0, world_size=cluster.ranks, local_rank=0, num_local=cluster.ranks_per_node, num_nodes=cluster.nodes
     )
 
 

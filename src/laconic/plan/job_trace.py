@@ -34,8 +34,6 @@ def trace_job(config: Config, *, device_type: str | None = None) -> ModelTrace:
         partial_updates(model, slice_index=0, num_slices=sync.slices, include=sync.slice_include)
     device_type = device_type or ("cuda" if config.train.device == "auto" else torch.device(config.train.device).type)
     shard = config.shard
-    param_dtype = shard.param_dtype or config.model.dtype
-    reduces_as_computed = (shard.reduce_dtype or param_dtype) == param_dtype
     trace = trace_model(
         model,
         micro_batch_size=config.train.micro_batch_size,
@@ -43,12 +41,20 @@ def trace_job(config: Config, *, device_type: str | None = None) -> ModelTrace:
         arguments=batch_of(config),
         compute_dtype=getattr(torch, shard.param_dtype) if shard.param_dtype else None,
         device_type=device_type,
-        gradients_in_place=shard.strategy in ("laconic", "zero++") and reduces_as_computed,
+        gradients_in_place=writes_in_place(config),
     )
     notes = []
     if config.train.compile:
         notes.append("train.compile fuses operations, so a step computes as much, but reads, writes and keeps less")
     return replace(trace, notes=(*trace.notes, *notes))
+
+
+def writes_in_place(config: Config) -> bool:
+    """Whether a job runs on laconic's engine and reduces gradients in the dtype in which layers compute."""
+    shard = config.shard
+    param_dtype = shard.param_dtype or config.model.dtype
+    is_ours = shard.strategy in ("laconic", "auto", "zero++") and not config.schedule.is_cyclic
+    return is_ours and (shard.reduce_dtype or param_dtype) == param_dtype
 
 
 def _with_vocabulary(config: Config) -> ModelConfig:

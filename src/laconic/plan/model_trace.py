@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from laconic.hf.layers import layers_to_shard
 from laconic.hf.masks import rows_packed
 from laconic.plan.equal_layers import Run, list_of_equal, only_three, repeat_middle
-from laconic.plan.phase import Phase
+from laconic.plan.phase import LayerInput, Phase
 from laconic.plan.trace_formula import SOURCE, formula_run
 from laconic.plan.tracing import TraceError, Tracing
 
@@ -99,6 +99,13 @@ class ModelTrace:
     device_type: str
     gradients_in_place: bool
     """Whether gradients of linear layers' weights are written in place where the engine can."""
+    layer_inputs: tuple[LayerInput, ...] = ()
+    """The tensors with which layers are called: hidden states first, then those that all layers together get besides.
+    By formula: hidden states alone."""
+    before_layers: frozenset[str] = frozenset()
+    """The names of the modules that run before the first layer, embeddings above all. By formula: none is known."""
+    tied: tuple[str, ...] = ()
+    """The names of trained parameters that have another name, too."""
 
     @cached_property
     def forward(self) -> tuple[Segment, ...]:
@@ -183,11 +190,15 @@ def trace_model(
     )  # fmt: skip
     method = "traced"
     try:
-        run, parameters = _run(model, layers, make, compute_dtype)
+        tracing, run, parameters = _run(model, layers, make, compute_dtype)
+        inputs, before = tracing.layer_inputs, frozenset(tracing.before_layers)
     except TraceError as error:
         parameters = _parameters([*layers, model], compute_dtype, set())
         try:
-            run = formula_run(model, layers, rows=micro_batch_size, tokens=sequence_length, compute_dtype=compute_dtype)
+            run, hidden = formula_run(
+                model, layers, rows=micro_batch_size, tokens=sequence_length, compute_dtype=compute_dtype
+            )
+            inputs, before = (hidden,), frozenset()
         except ValueError as reason:
             raise TraceError(error.module, f"{error.reason}. And {reason}") from error
         method = f"formula ({SOURCE}): {error}"
@@ -200,33 +211,36 @@ def trace_model(
         compute_dtype=compute_dtype,
         device_type=device_type,
         gradients_in_place=gradients_in_place,
+        layer_inputs=inputs,
+        before_layers=before,
+        tied=_tied(model),
     )
 
 
 Parameters = tuple[ParameterSpec, ...]
+_Traced = tuple[Tracing, Run, list[Parameters]]
+"""A trace that has run, the phases of all layers, and the parameters of each unit."""
 
 
 def _run(
     model: nn.Module, layers: list[nn.Module], make: Callable[..., Tracing], compute_dtype: torch.dtype | None
-) -> tuple[Run, list[Parameters]]:
-    """Trace; return the phases, and the parameters of each unit. Reference: the same with `_trace` alone."""
+) -> _Traced:
+    """Trace. Reference: the same with `_trace` alone."""
     container = list_of_equal(model, layers)
     if container is not None:
         with only_three(container) as three:
-            run, (first, middle, last, root) = _trace([*three, model], make, compute_dtype)
+            tracing, run, (first, middle, last, root) = _trace([*three, model], make, compute_dtype)
         repeated = repeat_middle(run, len(layers))
         if repeated is not None:
-            return repeated, [first, *[middle] * (len(layers) - 2), last, root]
+            return tracing, repeated, [first, *[middle] * (len(layers) - 2), last, root]
     return _trace([*layers, model], make, compute_dtype)
 
 
-def _trace(
-    modules: list[nn.Module], make: Callable[..., Tracing], compute_dtype: torch.dtype | None
-) -> tuple[Run, list[Parameters]]:
+def _trace(modules: list[nn.Module], make: Callable[..., Tracing], compute_dtype: torch.dtype | None) -> _Traced:
     tracing = make(modules=modules)
     with rows_packed("position_ids" in tracing.arguments) if "transformers" in sys.modules else nullcontext():
         run = tracing.run()
-    return run, _parameters(modules, compute_dtype, tracing.written_in_place)
+    return tracing, run, _parameters(modules, compute_dtype, tracing.written_in_place)
 
 
 def _arguments(micro_batch_size: int, sequence_length: int) -> dict[str, Tensor]:
@@ -238,6 +252,14 @@ def _arguments(micro_batch_size: int, sequence_length: int) -> dict[str, Tensor]
 def _loss(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
     loss: Tensor = model(**arguments, use_cache=False).loss
     return loss
+
+
+def _tied(model: nn.Module) -> tuple[str, ...]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
+    return tuple(each[0] for each in names.values() if len(each) > 1)
 
 
 def _parameters(

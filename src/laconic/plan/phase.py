@@ -31,6 +31,14 @@ class Operations:
     """True if the products are those of fused attention."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerInput:
+    """A tensor with which layers are called: hidden states, a mask, positions, rotary angles."""
+
+    nbytes: int
+    requires_grad: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Phase:
     """One uninterrupted stretch of one unit's forward or backward.

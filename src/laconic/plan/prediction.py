@@ -6,18 +6,18 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from laconic.comm.launch import RankInfo
 from laconic.config import Config, ConfigError
 from laconic.errors import JobError
 from laconic.plan.candidates import BUDGET, CANDIDATES, Candidate, candidate_named
 from laconic.plan.cluster_spec import ClusterSpec
-from laconic.plan.estimates import Estimate, read_program, shape_of
+from laconic.plan.estimates import Estimate, first_rank, read_program, shape_of
 from laconic.plan.job import with_shard, work_of
-from laconic.plan.job_trace import trace_job
+from laconic.plan.job_trace import trace_job, writes_in_place
 from laconic.plan.machine import Machine
 from laconic.plan.model_trace import ModelTrace
 from laconic.plan.tracing import TraceError
 from laconic.strategies.checks import check_job
+from laconic.strategies.cyclic import num_workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Predictor:
         self.config, self.cluster = config, cluster
         device = config.train.device
         self.device_type = device_type or ("cuda" if device == "auto" else device.partition(":")[0])
-        self._traces: dict[tuple[bool, int], ModelTrace] = {}
+        self._traces: dict[tuple[bool, str | None, int], ModelTrace] = {}
 
     def on(self, cluster: ClusterSpec) -> Predictor:
         """Predict the same job on another cluster, with the same traces."""
@@ -65,10 +65,10 @@ class Predictor:
         """Predict one strategy."""
         try:
             job = self.job(candidate)
-            if candidate.schedule is not None:
-                self._check_workers()
+            if job.schedule.is_cyclic:
+                self._check_workers(job)
             if candidate.can_train:
-                check_job(job, self._ranks())
+                check_job(job, first_rank(self.cluster))
             return self._estimate(candidate, job, keeps_spans=keeps_spans)
         except TraceError:
             raise
@@ -92,30 +92,24 @@ class Predictor:
         machine = Machine(self.cluster, device_type=self.device_type, keeps_spans=keeps_spans)
         program = candidate.make(machine, job, work, shape)
         train = job.train
-        rows = train.micro_batch_size * train.accumulation * self.cluster.ranks
+        batches = num_workers(job, first_rank(self.cluster)) or train.accumulation * self.cluster.ranks
         return read_program(
             program, machine, strategy=candidate.name, label=candidate.label, is_peer=candidate.is_peer,
-            inexact=candidate.inexact or program.inexact, tokens=rows * job.data.sequence_length,
+            inexact=candidate.inexact or program.inexact,
+            tokens=batches * train.micro_batch_size * job.data.sequence_length,
             notes=trace.notes if trace.method == "traced" else (trace.method, *trace.notes),
         )  # fmt: skip
 
-    def _check_workers(self) -> None:
+    def _check_workers(self, job: Config) -> None:
         """Refuse more workers than the model has blocks, before the rule of thousands of workers is worked out.
 
         Raises:
             ConfigError: there are more.
+            JobError: the ranks do not fit.
         """
-        blocks = len(self._trace(self.config).units) + 1
-        if self.cluster.ranks > blocks:
-            raise ConfigError(
-                f"{self.cluster.ranks} workers need as many blocks, and the model has {blocks}; start fewer ranks"
-            )
-
-    def _ranks(self) -> RankInfo:
-        """The first rank of the cluster."""
-        local = self.cluster.ranks_per_node
-        nodes = self.cluster.nodes
-        return RankInfo(rank=0, world_size=nodes * local, local_rank=0, num_local=local, num_nodes=nodes)
+        blocks, workers = len(self._trace(job).units) + 1, num_workers(job, first_rank(self.cluster))
+        if workers > blocks:
+            raise ConfigError(f"{workers} workers need as many blocks, and the model has {blocks}; start fewer ranks")
 
     def _budget_bytes(self) -> int:
         """The device memory that the host cache leaves, for the node shards that backward wants first.
@@ -133,7 +127,7 @@ class Predictor:
         return spare_bytes
 
     def _trace(self, job: Config) -> ModelTrace:
-        key = job.shard.strategy in ("laconic", "auto", "zero++"), job.sync.slices
+        key = writes_in_place(job), job.shard.param_dtype, job.sync.slices
         if key not in self._traces:
             self._traces[key] = trace_job(job, device_type=self.device_type)
         return self._traces[key]

@@ -21,7 +21,7 @@ from torch import nn
 
 from laconic.codec.linear import quantized_layers
 from laconic.plan.equal_layers import Run
-from laconic.plan.phase import Operations, Phase
+from laconic.plan.phase import LayerInput, Operations, Phase
 
 SOURCE = "Korthikanti et al., arXiv 2205.05198, equation 1"
 _BYTES_PER_TOKEN = 34
@@ -30,8 +30,10 @@ _BYTES_PER_TOKEN = 34
 
 def formula_run(
     model: nn.Module, layers: Sequence[nn.Module], *, rows: int, tokens: int, compute_dtype: torch.dtype | None
-) -> Run:
-    """The phases of one micro-batch: [Note: A transformer by formula]. Unit i is layer i, and the last is the root.
+) -> tuple[Run, LayerInput]:
+    """The phases of one micro-batch, and the hidden states between two layers: [Note: A transformer by formula].
+
+    Unit i is layer i, and the last is the root.
 
     Raises:
         ValueError: the model has no layers, or its configuration lacks a size that the formula needs.
@@ -72,10 +74,11 @@ def formula_run(
     loss = phase(2.0 * total * head, head, logits_bytes, logits_bytes + 4 * logits, logits_bytes)
     last = phase(2.0 * total * head * (1 + head_trains), 2 * head, logits_bytes, 4 * logits, -logits_bytes)
     done = phase(0.0, 0.0, input_bytes, 0, -input_bytes)
-    return [
+    run = [
         (root, False, embedding), *forward, (root, False, loss), (root, True, last), *reversed(backward),
         (root, True, done),
     ]  # fmt: skip
+    return run, LayerInput(nbytes=input_bytes, requires_grad=True)
 
 
 def _sizes(model: nn.Module, layers: Sequence[nn.Module]) -> Mapping[str, int]:

@@ -14,13 +14,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional
+from torch.utils.weak import WeakIdKeyDictionary
 
 from laconic.plan.fake_kernels import CudaChoices
-from laconic.plan.phase import Phase
+from laconic.plan.phase import LayerInput, Phase
 from laconic.plan.recorder import Recorder
 from laconic.shard.hooks import OutputGradients, watch_inputs
 from laconic.shard.linear import LinearInPlace, set_sink
 from laconic.shard.trees import map_tensors, tensors_in
+
+_FOR_THE_LOSS = {"labels", "num_items_in_batch"}
+"""The arguments of a model that no layer needs, though some models hand all of theirs on."""
 
 
 class TraceError(RuntimeError):
@@ -46,6 +50,7 @@ class Tracing:
         gradients_in_place: bool,
     ) -> None:
         self._model, self._modules, self._loss = model, modules, loss
+        self.root = len(modules) - 1
         self.arguments = arguments
         self._compute_dtype, self._in_place = compute_dtype, gradients_in_place
         self._recorder, self._device_type = Recorder(device_type), device_type
@@ -61,11 +66,30 @@ class Tracing:
                 self._names.setdefault(id(parameter), name)
         self._originals: dict[int, nn.Parameter] = {}
         """The id of every fake parameter -> the model's own."""
+        self.before_layers: set[str] = set()
+        """The names of the modules that run before the first layer."""
+        self._carried: list[LayerInput] = []
+        self._hidden: LayerInput | None = None
+        self._seen = WeakIdKeyDictionary()
+        """The carried tensors so far, and those of a batch that only the loss needs."""
 
     @property
     def written_in_place(self) -> set[int]:
         """The ids of the parameters whose gradients came as products alone."""
         return self._produced - self._collected
+
+    @property
+    def layer_inputs(self) -> tuple[LayerInput, ...]:
+        """The hidden states that the last layer gets, and whatever else the layers get, each tensor once."""
+        return () if self._hidden is None else (self._hidden, *self._carried)
+
+    def note_inputs(self, hidden: Tensor, *others: Tensor) -> None:
+        """Note the tensors with which a layer is called."""
+        self._hidden = _input_of(hidden)
+        for tensor in others:
+            if tensor not in self._seen:
+                self._seen[tensor] = True
+                self._carried.append(_input_of(tensor))
 
     def run(self) -> list[tuple[int, bool, Phase]]:
         """Trace; return (unit, whether it is backward, phase) in the order of execution.
@@ -81,14 +105,15 @@ class Tracing:
             arguments = map_tensors(_fake_of, dict(self.arguments))
             for tensor in tensors_in(arguments):
                 self._recorder.exclude(tensor)
+            for name in _FOR_THE_LOSS & arguments.keys():
+                self._seen[arguments[name]] = True
             stack.enter_context(self._recorder)
             if self._device_type == "cuda":
                 stack.enter_context(CudaChoices())
-            root = len(self._modules) - 1
             try:
-                self._recorder.begin(root, is_backward=False)
+                self._recorder.begin(self.root, is_backward=False)
                 loss = self._loss(self._model, arguments)
-                self._recorder.begin(root, is_backward=True)
+                self._recorder.begin(self.root, is_backward=True)
                 self._is_backward = True
                 _run_backward(loss)
                 del loss
@@ -180,19 +205,20 @@ class Tracing:
 
     def _parents(self) -> list[int]:
         """For each unit, the innermost unit that contains it; for the root, itself."""
-        root = len(self._modules) - 1
         insides = [set(module.modules()) for module in self._modules]
         return [
             min(
                 (other for other in range(len(self._modules)) if other != index and module in insides[other]),
                 key=lambda other: len(insides[other]),
-                default=root,
+                default=self.root,
             )
             for index, module in enumerate(self._modules)
         ]
 
     def _push(self, name: str, module: nn.Module, args: Any) -> None:
         self._running.append(name)
+        if self._hidden is None:
+            self.before_layers.add(name)
 
     def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
         self._running.pop()
@@ -210,6 +236,8 @@ class _Unit:
         dtype = self._tracing._compute_dtype
         if not self._tracing._is_backward and self._index != self._parent:
             self._recorder.begin(self._index, is_backward=False)
+            if self._parent == self._tracing.root:
+                self._tracing.note_inputs(*tensors_in((args, kwargs)))
         if dtype is not None:
             args, kwargs = map_tensors(
                 lambda each: each.to(dtype) if each.is_floating_point() else each, (args, kwargs)
@@ -246,6 +274,10 @@ class _Unit:
         """End a backward at the gradients of the inputs."""
         if self._index != self._parent:
             self._recorder.begin(self._parent, is_backward=True)
+
+
+def _input_of(tensor: Tensor) -> LayerInput:
+    return LayerInput(nbytes=tensor.nbytes, requires_grad=tensor.requires_grad)
 
 
 def _linear(tracing: Tracing, module: nn.Linear, input: Tensor) -> Tensor:

@@ -1,0 +1,75 @@
+"""The planned stages against those into which `laconic.cyclic.cut` cuts the model itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from laconic.config import Config, from_dict
+from laconic.cyclic import cut
+from laconic.cyclic.buffers import ActivationMeta, ByteLayout
+from laconic.cyclic.stages.stage import trainable
+from laconic.hf.models import build_model, materialize
+from laconic.plan.cyclic_stages import cut_trace
+from laconic.plan.job import work_of
+from laconic.plan.machine import Machine
+from tests.plan.traces import cluster
+
+ROWS, TOKENS = 3, 37
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 301,
+    "intermediate_size": 152, "num_hidden_layers": 5, "tie_word_embeddings": False,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4},
+    "windows of some layers": {
+        **LLAMA, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2,
+    },
+    "a head named embed_out": {
+        "model_type": "gpt_neox", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 5,
+        "intermediate_size": 152, "vocab_size": 301, "tie_word_embeddings": False,
+    },
+    "gpt2": {
+        "model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 5, "vocab_size": 301, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+def job(table: dict[str, Any], **sections: Any) -> Config:
+    return from_dict(
+        Config,
+        {
+            **sections,
+            "model": {"config": table, "activation_checkpointing": bool(sections)},
+            "data": {"sequence_length": TOKENS},
+            "train": {"micro_batch_size": ROWS, "device": "cpu"},
+            "schedule": {"kind": "cyclic", "cut_by": "parameters"},
+            "optimizer": {"max_grad_norm": 0},
+        },
+    )
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize(
+    "config",
+    [*(job(table) for table in MODELS.values()), job(LLAMA, lora={"enabled": True, "targets": ["q_proj"]})],
+    ids=[*MODELS, "adapters"],
+)
+def test_planned_stages_are_those_of_the_cut(config: Config, num_stages: int) -> None:
+    planned = cut_trace(Machine(cluster()), config, work_of(config, device_type="cpu"), num_stages)
+    model = build_model(config.model, config.lora)
+    materialize(model, config.model, torch.device("cpu"))
+    ids = torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS)
+    stages = cut(model, num_stages, example=ids, by="parameters")
+    values: Any = (ids,)
+    for stage, plan in zip(stages, planned.stages, strict=True):
+        assert plan.message_bytes == ByteLayout(trainable(stage).values()).num_bytes
+        assert plan.frozen_bytes == sum(p.nbytes for p in stage.parameters() if not p.requires_grad)
+        values = stage(*values)
+        if stage is not stages[-1]:
+            sent = ActivationMeta.of(values)
+            assert planned.activation_bytes == sent.layout.num_bytes
+            assert planned.activation_gradient_bytes == sent.gradients().layout.num_bytes
