@@ -114,11 +114,6 @@ class Case:
     candidate: str
     """The planner's name of the strategy."""
 
-    @property
-    def is_missing(self) -> bool:
-        """True if the planner has no program for the strategy yet."""
-        return self.candidate not in CANDIDATES
-
 
 def make_case(
     name: str, model: str, *layers: Mapping[str, Mapping[str, Any]], out: Path, candidate: str, steps: int = 4

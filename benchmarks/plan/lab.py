@@ -77,10 +77,9 @@ class LabRuns:
         cluster = self.cluster(nodes, local, rate)
         predicted = []
         for case in cases:
-            estimate = None if case.is_missing else self._predictions.of(case, cluster)
-            if estimate is None or isinstance(estimate, Refusal):
-                reason = "the planner has no program for it" if estimate is None else estimate.reason
-                print(f"left out: {case.name} on {nodes} x {local}: {reason}", flush=True)
+            estimate = self._predictions.of(case, cluster)
+            if isinstance(estimate, Refusal):
+                print(f"left out: {case.name} on {nodes} x {local}: {estimate.reason}", flush=True)
             else:
                 predicted.append((case, estimate))
         found = []

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.plan import fits
 from benchmarks.plan.bench import Bench, any_cluster, columns
-from benchmarks.plan.jobs import PEERS, STRATEGIES, VARIANTS, Case, make_cases
+from benchmarks.plan.jobs import CYCLIC, PEERS, STRATEGIES, VARIANTS, Case, make_cases
 from benchmarks.plan.processes import most_resident_bytes
 from benchmarks.record import Row
 from laconic.plan.prediction import Refusal
@@ -45,7 +45,12 @@ JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("deep", "none", ("checkpointing", "LoRA")),
     ("deep", "device", ("bf16 parameters", "2 micro-batches", "adamw8bit")),
 )
-"""(model, strategy, variants) of each job."""
+"""(model, strategy, variants) of each job. Cyclic schedules are not among them: their messages are under way between
+steps, which torch's profiler does not survive."""
+
+_ON_THREE = 3, 1
+_CYCLIC = tuple((model, strategy) for model in ("demo", "vocabulary") for strategy in CYCLIC)
+"""(model, strategy) of cyclic schedules, which are held to their processes, on three nodes."""
 
 
 def cases(bench: Bench) -> list[Case]:
@@ -62,9 +67,7 @@ def cases(bench: Bench) -> list[Case]:
 
 def row(bench: Bench) -> Row:
     """Measure the row."""
-    every = cases(bench)
-    missing = [case.name for case in every if case.is_missing]
-    known = [case for case in every if not case.is_missing]
+    known = cases(bench)
     lines, device_errors, host_errors = [], {}, {}
     for case, summary in zip(known, bench.train(known, _NODES, _LOCAL), strict=True):
         estimate = bench.predictions.of(case, any_cluster(_NODES, _LOCAL))
@@ -81,26 +84,27 @@ def row(bench: Bench) -> Row:
         lines.append(cells)
         print(" | ".join(cells), flush=True)
     bench.tables["memory"] = columns(("job", "device MB, said", "allocator", "", "host MB, said", "engine", ""), lines)
-    return _verdict(device_errors, host_errors, _process_errors(bench), missing)
+    return _verdict(device_errors, host_errors, _process_errors(bench))
 
 
 def _process_errors(bench: Bench) -> dict[str, float]:
     """The errors of device and host bytes together, against the most memory of a fresh process."""
-    cluster = any_cluster(fits.NODES, fits.LOCAL)
     (tiny,) = make_cases("llama", [("none", [STRATEGIES["none"]], "none")], out=bench.out / "memory", steps=4)
+    jobs = [((fits.NODES, fits.LOCAL), case) for case in (tiny, *fits.cases(bench))]
+    jobs += [(_ON_THREE, case) for job in _CYCLIC[:: 6 if bench.quick else 1] for case in fits.large_cases(bench, *job)]
     errors, lines, base_bytes = {}, [], 0.0
-    for case in (tiny, *fits.cases(bench)):
-        estimate = bench.predictions.of(case, cluster)
-        most_bytes = most_resident_bytes(case, fits.NODES, fits.LOCAL)
+    for (nodes, local), case in jobs:
+        estimate = bench.predictions.of(case, any_cluster(nodes, local))
+        most_bytes = most_resident_bytes(case, nodes, local)
         assert not isinstance(estimate, Refusal), estimate
         assert most_bytes is not None, f"{case.name} failed"
         said_bytes = estimate.peak_bytes + estimate.host_bytes
         if case is tiny:
             base_bytes = most_bytes - said_bytes
             continue
-        errors[case.name] = said_bytes / (most_bytes - base_bytes) - 1
-        lines.append([case.name, *map(_mb, (said_bytes, most_bytes - base_bytes, most_bytes)),
-                      f"{errors[case.name]:+.2%}"])  # fmt: skip
+        name = f"{case.name}, {nodes} x {local}"
+        errors[name] = said_bytes / (most_bytes - base_bytes) - 1
+        lines.append([name, *map(_mb, (said_bytes, most_bytes - base_bytes, most_bytes)), f"{errors[name]:+.2%}"])
         print(" | ".join(lines[-1]), flush=True)
     bench.tables["memory of processes"] = columns(
         ("job", "device + host MB, said", "process, less libraries", "process", ""), lines
@@ -112,9 +116,7 @@ def _mb(nbytes: float) -> str:
     return f"{nbytes / 1e6:.3f}"
 
 
-def _verdict(
-    device: Mapping[str, float], host: Mapping[str, float], process: Mapping[str, float], missing: list[str]
-) -> Row:
+def _verdict(device: Mapping[str, float], host: Mapping[str, float], process: Mapping[str, float]) -> Row:
     kinds = {"device": device, "host": host, "process": process}
     worst = {kind: _worst(errors) for kind, errors in kinds.items()}
     medians = {kind: statistics.median(map(abs, errors.values())) if errors else 0.0 for kind, errors in kinds.items()}
@@ -128,9 +130,8 @@ def _verdict(
         note="device: the peak of torch's allocator in a step, with what rests; "
         f"worst: {worst['device'][0]} ({worst['device'][1]:+.2%}). host: the engine's own count of its host cache. "
         f"process: both together, against the most memory that the kernel saw in a fresh process, {len(process)} "
-        "larger jobs on 2 x 1, less what a job with a model of 0.4 million parameters takes; "
-        f"worst: {worst['process'][0]} ({worst['process'][1]:+.2%})."
-        + (f" The planner has no program for {', '.join(missing)}." if missing else ""),
+        "larger jobs, less what a job with a model of 0.4 million parameters takes; "
+        f"worst: {worst['process'][0]} ({worst['process'][1]:+.2%}).",
     )  # fmt: skip
 
 
