@@ -10,7 +10,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.plan.bench import Bench, any_cluster, columns
-from benchmarks.plan.jobs import CYCLIC, PEERS, STRATEGIES, VARIANTS, Case, candidate_of, make_cases
+from benchmarks.plan.jobs import (
+    CYCLIC,
+    ISLANDS,
+    PEERS,
+    PEERS_ISLANDS,
+    STRATEGIES,
+    VARIANTS,
+    Case,
+    candidate_of,
+    make_cases,
+)
 from benchmarks.plan.processes import most_resident_bytes
 from benchmarks.record import Row
 from laconic.plan.estimates import MARGIN
@@ -40,11 +50,13 @@ def cases(bench: Bench) -> list[Case]:
     return [case for job in JOBS[:: 6 if bench.quick else 1] for case in large_cases(bench, *job)]
 
 
-def large_cases(bench: Bench, model: str, strategy: str, variants: Sequence[str] = ()) -> list[Case]:
+def large_cases(bench: Bench, model: str, strategy: str, variants: Sequence[str] = (), *, rows: int = 8) -> list[Case]:
     """The case of a job whose rows fill hundreds of megabytes; none if a package is not installed."""
-    layers = [{**STRATEGIES, **PEERS, **CYCLIC}[strategy], *(VARIANTS[variant] for variant in variants)]
-    layers.append({"train": {"micro_batch_size": 8}, "data": {"sequence_length": 128}})
-    jobs = [(", ".join((strategy, *variants)), layers, candidate_of(strategy))]
+    tables = {**STRATEGIES, **ISLANDS, **PEERS, **PEERS_ISLANDS, **CYCLIC}
+    layers = [tables[strategy], *(VARIANTS[variant] for variant in variants)]
+    layers.append({"train": {"micro_batch_size": rows}, "data": {"sequence_length": 128}})
+    name = ", ".join((strategy, *variants, *(["1 row"] if rows == 1 else [])))
+    jobs = [(name, layers, candidate_of(strategy))]
     return make_cases(model, jobs, out=bench.out / "fits", steps=_STEPS)
 
 

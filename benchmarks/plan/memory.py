@@ -48,9 +48,13 @@ JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 """(model, strategy, variants) of each job. Cyclic schedules are not among them: their messages are under way between
 steps, which torch's profiler does not survive."""
 
-_ON_THREE = 3, 1
 _CYCLIC = tuple((model, strategy) for model in ("demo", "vocabulary") for strategy in CYCLIC)
 """(model, strategy) of cyclic schedules, which are held to their processes, on three nodes."""
+_ISLANDS = tuple(
+    (strategy, rows) for strategy in ("islands int4", "islands int4, 2 slices", "torchft-diloco") for rows in (8, 1)
+)
+"""(strategy, rows) of islands whose last step syncs, which are held to their processes. With one row the sync itself is
+the fullest moment."""
 
 
 def cases(bench: Bench) -> list[Case]:
@@ -90,8 +94,12 @@ def row(bench: Bench) -> Row:
 def _process_errors(bench: Bench) -> dict[str, float]:
     """The errors of device and host bytes together, against the most memory of a fresh process."""
     (tiny,) = make_cases("llama", [("none", [STRATEGIES["none"]], "none")], out=bench.out / "memory", steps=4)
-    jobs = [((fits.NODES, fits.LOCAL), case) for case in (tiny, *fits.cases(bench))]
-    jobs += [(_ON_THREE, case) for job in _CYCLIC[:: 6 if bench.quick else 1] for case in fits.large_cases(bench, *job)]
+    every = 6 if bench.quick else 1
+    on_two = [tiny, *fits.cases(bench)]
+    for strategy, rows in _ISLANDS[::every]:
+        on_two += fits.large_cases(bench, "vocabulary", strategy, rows=rows)
+    on_three = [case for job in _CYCLIC[::every] for case in fits.large_cases(bench, *job)]
+    jobs = [*(((2, 1), case) for case in on_two), *(((3, 1), case) for case in on_three)]
     errors, lines, base_bytes = {}, [], 0.0
     for (nodes, local), case in jobs:
         estimate = bench.predictions.of(case, any_cluster(nodes, local))

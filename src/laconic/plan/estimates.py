@@ -41,7 +41,8 @@ class Estimate:
     resting: Mapping[Kind, float]
     """The device memory between steps."""
     host_bytes: float
-    """The host memory of the cache and of outer states."""
+    """The host memory of the cache and of outer states, with what a sync of islands takes besides. On a CPU that is in
+    `peak`."""
     ranks_per_node: int
     header_factor: float
     spare_device_bytes: float

@@ -111,7 +111,7 @@ class Machine:
         self.held: Counter[Kind] = Counter()
         """The device memory that one rank holds, in bytes."""
         self.host_bytes = 0.0
-        """The host memory that one rank holds for good."""
+        """The host memory that one rank needs."""
         self._last: dict[Lane, Job | None] = dict.fromkeys(Lane)
         self._keeps_spans = keeps_spans
         self._reading = Reading()

@@ -4,8 +4,9 @@
 The algorithm is DiLoCo (arXiv 2311.08105), in fragments as in Streaming DiLoCo (arXiv 2501.18512). Its order of work is
 that of `torchft.local_sgd` (0.2). The parameters after the last sync rest in host memory. A sync brings those of a
 fragment to the device, subtracts, copies the pseudo-gradients into flat buckets, and sums these over the islands with a
-ring all-reduce in the parameters' dtype, for which training waits. An SGD with Nesterov momentum, whose state is on the
-device, takes the outer step, and the new parameters are copied to the host.
+ring all-reduce in the parameters' dtype, for which training waits. Then the island's own parameters are copied, and
+those of the last sync take their place. An SGD with Nesterov momentum, whose state is on the device, takes the outer
+step, and the new parameters are copied to the host. The inner gradients are there until then.
 """
 
 from __future__ import annotations
@@ -48,8 +49,6 @@ class TorchftDiloco(Program):
         reading = super().read(machine)
         sync = self._read_sync()
         add_sync(reading, sync, self._sync.fragments / self._sync.every)
-        if sync.peak_bytes > reading.peak_bytes:
-            reading.peak = sync.peak
         return reading
 
     def _read_sync(self) -> Reading:
@@ -60,14 +59,17 @@ class TorchftDiloco(Program):
         transfer = Transfer(
             name="islands", purpose="outer", sent={"island": sent_bytes}, hops={"island": 2 * (islands - 1)}
         )
-        with machine.reading() as reading, machine.holding("transfers", nbytes):  # the pseudo-gradients
+        pseudo_gradients = machine.holding("transfers", nbytes)
+        with machine.reading() as reading, machine.holding("gradients", self._bytes), pseudo_gradients:
             machine.wait(machine.copy("outer parameters", nbytes, to_device=True), "outer parameters")
             machine.touch("pseudo-gradient", 3 * nbytes)
             with machine.holding("transfers", nbytes):  # the flat buckets
                 machine.touch("fill buckets", 2 * nbytes)
                 machine.wait(machine.send(transfer), "islands")
                 machine.touch("empty buckets", 3 * nbytes)
-            machine.wait(machine.copy("outer parameters", nbytes, to_device=True), "outer parameters")
+                with machine.holding("transfers", nbytes):  # the island's own parameters
+                    machine.touch("own parameters", 2 * nbytes)
+                    machine.wait(machine.copy("outer parameters", nbytes, to_device=True), "outer parameters")
             machine.touch("outer step", 7 * nbytes)
             machine.wait(machine.copy("outer parameters", nbytes, to_device=False), "outer parameters")
         return reading

@@ -17,6 +17,7 @@ from laconic.plan.engine import Engine, EngineOptions
 from laconic.plan.machine import Machine, Reading, Transfer
 from laconic.plan.model_trace import ModelTrace
 from laconic.plan.optimizer_cost import OptimizerCost, Trained, optimizer_cost
+from laconic.plan.sync_memory import sync_memory
 from laconic.shard.cache import Cache
 
 
@@ -95,10 +96,9 @@ class LaconicStep(Program):
         trained = trained_buckets(self.engine)
         cost = optimizer_cost(work.optimizer, [each for _, each in trained], shape)
         self.num_trained = sum(bucket.num_parameters for bucket, _ in trained)
-        self._update = Update(
-            machine, cost, num_tensors=self.num_trained,
-            gradient_bytes=sum(bucket.shard_bytes for bucket, _ in trained),
-        )  # fmt: skip
+        self.gradient_bytes = sum(bucket.shard_bytes for bucket, _ in trained)
+        """The bytes of this rank's gradients."""
+        self._update = Update(machine, cost, num_tensors=self.num_trained, gradient_bytes=self.gradient_bytes)
 
     def step(self) -> None:
         """See `Program.step`."""
@@ -129,9 +129,11 @@ class LocalStepsProgram(Program):
             f"islands agree every {sync.every} steps" + (f" and train {sync.slices} slices" if sync.slices > 1 else "")
         )  # fmt: skip
         self._fragments = _fragment_numels(self.inner.engine, sync)
-        total = sum(_mean(numels) for numels in self._fragments)
-        copies = 2 + (1 if sync.outer_momentum else 0)  # the outer parameters, what codecs lost, the momentum
-        machine.host_bytes += 4 * copies * total
+        memory = sync_memory(sync, shape.islands)
+        self._working_bytes = memory.working * max(map(_mean, self._fragments))
+        machine.host_bytes += memory.resting * sum(map(_mean, self._fragments))
+        if machine.device_type != "cpu":
+            machine.host_bytes += self._working_bytes
 
     @property
     def interval(self) -> int:
@@ -143,9 +145,15 @@ class LocalStepsProgram(Program):
         self.inner.step()
 
     def read(self, machine: Machine) -> Reading:
-        """Read a step, and add its share of a sync. Of an exchange that other steps hide, only the rest takes time."""
-        reading = super().read(machine)
-        syncs = [self._read_sync(machine, numels, reading.seconds) for numels in self._fragments]
+        """Read a step, and add its share of a sync. Of an exchange that other steps hide, only the rest takes time.
+
+        On a CPU a sync works in the device's memory: beside steps if it overlaps them, and else beside gradients.
+        """
+        on_cpu = self._working_bytes if machine.device_type == "cpu" else 0.0
+        with machine.holding("transfers", on_cpu if self._sync.overlap else 0.0):
+            reading = super().read(machine)
+        with machine.holding("gradients", self.inner.gradient_bytes), machine.holding("transfers", on_cpu):
+            syncs = [self._read_sync(machine, numels, reading.seconds) for numels in self._fragments]
         share = 1.0 / (self.interval * len(syncs))
         for sync in syncs:
             add_sync(reading, sync, share)
@@ -178,8 +186,10 @@ class LocalStepsProgram(Program):
 
 
 def add_sync(reading: Reading, sync: Reading, share: float) -> None:
-    """Add a share of a sync to the reading of a step: its seconds, bytes, waits and work, but not its memory."""
+    """Add a share of a sync to the reading of a step: its seconds, bytes, waits and work. The higher peak counts."""
     reading.seconds += share * sync.seconds
+    if sync.peak_bytes > reading.peak_bytes:
+        reading.peak = sync.peak
     for counter, more in (
         (reading.sent_bytes, sync.sent_bytes), (reading.waits_s, sync.waits_s), (reading.busy_s, sync.busy_s),
     ):  # fmt: skip

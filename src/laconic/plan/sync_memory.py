@@ -1,0 +1,96 @@
+"""The host memory that local steps take, counted while the real code syncs some zeros.
+
+A fragment's vectors (outer parameters, momentum, what codecs lost) rest in host memory, and a sync makes more of them.
+All grow with the rank's elements of the fragment. So one small sync, on one process, tells the bytes per element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from laconic.codec import CODECS
+from laconic.comm.traffic import Traffic
+from laconic.config import SyncConfig
+from laconic.islands.all_reduce import CompressedAllReduce, IslandGroup
+from laconic.islands.holders import Holders
+from laconic.islands.outer_optimizer import OuterFragment, outer_sgd
+from laconic.plan.recorder import Recorder
+
+_ELEMENTS = 1 << 18
+"""Whole blocks of every codec, and so many that a codec's tables are next to nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncMemory:
+    """The host memory of local steps, in bytes for each element of a rank's part."""
+
+    resting: float
+    """Of all fragments, between syncs."""
+    working: float
+    """Of the fragment that syncs, besides."""
+
+
+def sync_memory(sync: SyncConfig, islands: int) -> SyncMemory:
+    """The host memory of `LocalSteps` with these settings."""
+    return _sync_memory(sync.codec, islands, sync.outer_momentum, float(sync.error_feedback), is_sliced=sync.slices > 1)
+
+
+@cache
+def _sync_memory(codec: str, islands: int, momentum: float, feedback: float, *, is_sliced: bool) -> SyncMemory:
+    recorder, half = Recorder("cpu"), _ELEMENTS // 2
+    parameters = {"whole": nn.Parameter(torch.zeros(_ELEMENTS - half)), "slice": nn.Parameter(torch.zeros(half))}
+    parameters["slice"].requires_grad = not is_sliced
+    for parameter in parameters.values():
+        recorder.exclude(parameter)
+    all_reduce = CompressedAllReduce(_Alone(islands), CODECS[codec], Traffic())
+    with torch.no_grad(), recorder:
+        recorder.begin(0, is_backward=False)
+        fragment = OuterFragment(parameters, outer_sgd(momentum=momentum), _Holders(islands, is_sliced=is_sliced))
+        residual = torch.zeros_like(fragment.flat)
+        residual = _sync(fragment, all_reduce, residual, feedback)  # makes the momentum
+        recorder.begin(1, is_backward=False)
+        residual = _sync(fragment, all_reduce, residual, feedback)
+        recorder.end()
+    (_, _, first), (_, _, second) = recorder.phases
+    return SyncMemory(resting=first.end_bytes / _ELEMENTS, working=second.peak_bytes / _ELEMENTS)
+
+
+def _sync(fragment: OuterFragment, all_reduce: CompressedAllReduce, residual: Tensor, feedback: float) -> Tensor:
+    """Do what `LocalSteps._send` and `LocalSteps._apply` do. Returns what the codec has lost."""
+    message = fragment.pseudo_gradient()
+    if feedback:
+        message = message + feedback * residual
+    mean = all_reduce.mean(message, fragment.divisor)
+    if feedback:
+        residual = message - mean.sent
+    with torch.enable_grad():
+        fragment.step(mean.value)
+    fragment.write_inner(fragment.flat)
+    error = message - mean.sent
+    torch.stack([message @ message, error @ error])
+    return residual
+
+
+class _Alone(IslandGroup):
+    """A group of islands of which one is there: the others send what this one sends."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(None, 0, size)
+
+    def exchange(self, outgoing: Sequence[Tensor]) -> list[Tensor]:
+        """See `IslandGroup.exchange`."""
+        return [outgoing[0], *(each.clone() for each in outgoing[1:])]
+
+
+class _Holders(Holders):
+    """Islands that all train "whole", and of which one trains "slice" if the model is sliced."""
+
+    def __init__(self, islands: int, *, is_sliced: bool) -> None:
+        self.num_islands = islands
+        self._slices = {"slice": 0} if is_sliced else {}
+        self._holders = {"slice": 1} if is_sliced else {}
