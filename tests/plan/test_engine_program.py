@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -166,8 +167,8 @@ def test_buckets_are_those_of_fully_shard() -> None:
             spec("lora_a", 8, 64),
             spec("codes", 64, 32, dtype=torch.uint8, is_trained=False),
             spec("lora_b", 64, 8),
-            spec("up.weight_slice0", 64, 64),
-            spec("up.weight_slice1", 64, 64),
+            replace(spec("up.weight_slice0", 64, 64), slice_index=0),
+            replace(spec("up.weight_slice1", 64, 64), slice_index=1),
         ),
     )
     buckets = plan_buckets(unit, Shape(nodes=2, local=2), Sharding(device_type="cpu"))

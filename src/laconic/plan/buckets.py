@@ -7,7 +7,6 @@ codecs. Only the tensors are missing.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -25,8 +24,6 @@ from laconic.shard.kinds import BucketKind, group_by_kind
 from laconic.shard.payload import Payload, parts_of_islands, shards_of_nodes
 from laconic.shard.wire import Wire
 
-_SLICE = re.compile(r"_slice\d+$")
-"""The end of a parameter's name under partial updates: each slice has buckets of its own."""
 _MOST_PARTS = 64
 """The shards of a node shard whose payloads are looked at. More differ in nothing but where tensors happen to end."""
 
@@ -69,6 +66,8 @@ class PlannedBucket:
     """The dtype of gathered parameters."""
     reduce_dtype: torch.dtype
     is_frozen: bool
+    is_slice: bool
+    """Whether its parameters are parts of a slice, which islands sync whether it trains here or not."""
     wire: Wire
     device_type: str
 
@@ -186,8 +185,7 @@ def _blocks_of(parameters: Sequence[ParameterSpec], granularity: Granularity | N
 
 
 def _kind_of(parameter: ParameterSpec) -> BucketKind:
-    sliced = _SLICE.search(parameter.name)
-    return BucketKind(dtype=parameter.dtype, is_trained=parameter.is_trained, part=sliced[0] if sliced else None)
+    return BucketKind(dtype=parameter.dtype, is_trained=parameter.is_trained, part=parameter.slice_index)
 
 
 @cache  # equal layers share one plan
@@ -220,6 +218,7 @@ def _plan_group(
             wire_dtype=wire_dtype,
             reduce_dtype=reduce_dtype,
             is_frozen=not kind.is_trained,
+            is_slice=kind.part is not None,
             wire=kind.wire(wire, layout, num_nodes=shape.nodes, num_islands=shape.islands),
             device_type=device_type,
         )

@@ -31,6 +31,7 @@ from laconic.plan.equal_layers import Run, list_of_equal, only_three, repeat_mid
 from laconic.plan.phase import LayerInput, Phase
 from laconic.plan.trace_formula import SOURCE, formula_run
 from laconic.plan.tracing import TraceError, Tracing
+from laconic.ragged.parts import slice_of_parameters
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 """Runs a model on keyword arguments and returns the loss."""
@@ -50,6 +51,8 @@ class ParameterSpec:
     is_trained: bool
     is_written_in_place: bool
     """Whether backward writes the whole gradient into the bucket as products: [Note: Gradients written in place]."""
+    slice_index: int | None = None
+    """The slice of partial updates; None for a parameter that all islands train."""
 
     @property
     def numel(self) -> int:
@@ -271,6 +274,7 @@ def _parameters(
     for module in modules:
         own = [(name, parameter) for name, parameter in module.named_parameters() if parameter not in seen]
         seen |= {parameter for _, parameter in own}
+        slices = slice_of_parameters(module)
         found.append(
             tuple(
                 ParameterSpec(
@@ -280,6 +284,7 @@ def _parameters(
                     compute_dtype=(compute_dtype if parameter.is_floating_point() else None) or parameter.dtype,
                     is_trained=parameter.requires_grad,
                     is_written_in_place=id(parameter) in in_place,
+                    slice_index=slices[name],
                 )
                 for name, parameter in own
             )

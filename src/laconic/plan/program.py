@@ -212,10 +212,11 @@ def _fragment_numels(engine: Engine, sync: SyncConfig) -> list[list[int]]:
     for unit in engine.units:
         prefix = "" if unit is engine.units[-1] else f"{unit.name}."
         for bucket in unit.buckets:
+            if bucket.plan.is_frozen and not bucket.plan.is_slice:
+                continue
             for index, slot in enumerate(bucket.plan.layout.slots):
-                if not bucket.plan.is_frozen or "_slice" in slot.name:
-                    names.append(f"{prefix}{slot.name}")
-                    slots.append((bucket.plan, index))
+                names.append(f"{prefix}{slot.name}")
+                slots.append((bucket.plan, index))
     assigned = fragment_of(names, sync.fragments, sync.pattern)
     ranks = range(engine.shape.ranks)
     ranks = range(0, len(ranks), max(1, len(ranks) // 64))
