@@ -104,9 +104,7 @@ class CompressedAllReduce:
         if self._codec.is_sparse:
             return self._sparse_mean(values, divisor, scales, began)
         numel, part = values.numel(), -(-values.numel() // self._num_islands)
-        rows = torch.zeros(self._num_islands, part)
-        rows.view(-1)[:numel] = values
-        codes = [self._codec.encode(row) for row in rows]
+        codes = self._encode_parts(values, part)
         sent = self._join(codes, numel)
         total = self._sum(self._islands.exchange(codes), part, scales)
         means = self._islands.exchange([self._codec.encode(self._divide(total, divisor))] * self._num_islands)
@@ -132,6 +130,12 @@ class CompressedAllReduce:
         mean = sum(weights) / len(weights)
         return [weight / mean if mean else 0.0 for weight in weights]
 
+    def _encode_parts(self, values: Tensor, part: int) -> list[Tensor]:
+        """Encode one part of the vector for each island, (part,); the last are filled up with zeros."""
+        rows = torch.zeros(self._num_islands, part)
+        rows.view(-1)[: values.numel()] = values
+        return [self._codec.encode(row) for row in rows]
+
     def _sum(self, codes: Sequence[Tensor], numel: int, scales: Sequence[float] | None) -> Tensor:
         """Decode (numel,) values of every island and sum them in the order of islands."""
         total = torch.zeros(numel)
@@ -150,7 +154,12 @@ class CompressedAllReduce:
 
     def _join(self, codes: Sequence[Tensor], numel: int) -> Tensor:
         part = -(-numel // self._num_islands)
-        return torch.cat([self._codec.decode(code, part) for code in codes])[:numel]
+        joined = torch.empty(self._num_islands, part)
+        for row, code in zip(
+            joined, codes, strict=True
+        ):  # one after the other, so that one part is there twice at most
+            row.copy_(self._codec.decode(code, part))
+        return joined.view(-1)[:numel]
 
     def _report(self, value: Tensor, sent: Tensor, sent_bytes: int, began: float) -> Mean:
         self._traffic.count("island", "outer", sent_bytes=sent_bytes, received_bytes=sent_bytes)

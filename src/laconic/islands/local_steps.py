@@ -162,7 +162,7 @@ class LocalSteps:
         for index in range(fragments):
             own = {name: parameter for name, parameter in synced.items() if assigned[name] == index}
             self.fragments.append(OuterFragment(own, outer, holders))
-        self._residuals = [torch.zeros_like(fragment.flat) for fragment in self.fragments]
+        self._residuals = [torch.zeros_like(fragment.flat) for fragment in self.fragments] if error_feedback else []
         self._exchange: Exchange | ElasticExchange = Exchange(self.cluster, codec_named(codec))
         if membership is not None:
             refuse_beside_membership(self.cluster, holders, synced, recovery is not None)

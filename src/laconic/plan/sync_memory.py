@@ -51,7 +51,7 @@ def _sync_memory(codec: str, islands: int, momentum: float, feedback: float, *, 
     with torch.no_grad(), recorder:
         recorder.begin(0, is_backward=False)
         fragment = OuterFragment(parameters, outer_sgd(momentum=momentum), _Holders(islands, is_sliced=is_sliced))
-        residual = torch.zeros_like(fragment.flat)
+        residual = torch.zeros_like(fragment.flat) if feedback else None
         residual = _sync(fragment, all_reduce, residual, feedback)  # makes the momentum
         recorder.begin(1, is_backward=False)
         residual = _sync(fragment, all_reduce, residual, feedback)
@@ -60,13 +60,15 @@ def _sync_memory(codec: str, islands: int, momentum: float, feedback: float, *, 
     return SyncMemory(resting=first.end_bytes / _ELEMENTS, working=second.peak_bytes / _ELEMENTS)
 
 
-def _sync(fragment: OuterFragment, all_reduce: CompressedAllReduce, residual: Tensor, feedback: float) -> Tensor:
+def _sync(
+    fragment: OuterFragment, all_reduce: CompressedAllReduce, residual: Tensor | None, feedback: float
+) -> Tensor | None:
     """Do what `LocalSteps._send` and `LocalSteps._apply` do. Returns what the codec has lost."""
     message = fragment.pseudo_gradient()
-    if feedback:
+    if residual is not None:
         message = message + feedback * residual
     mean = all_reduce.mean(message, fragment.divisor)
-    if feedback:
+    if residual is not None:
         residual = message - mean.sent
     with torch.enable_grad():
         fragment.step(mean.value)
