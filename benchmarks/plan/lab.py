@@ -35,7 +35,7 @@ class Run:
     rate_bits_per_s: float | None
     estimate: Estimate
     seconds: float
-    """The median of the timed steps, or with local steps the mean, since only some of them sync."""
+    """The median of the timed steps; with local steps and cyclic schedules, whose steps differ, their mean."""
     wire_bytes: float
     """The bytes that a node's interface sends in a step, as the mean over nodes and warm steps."""
     tokens: int
@@ -88,15 +88,15 @@ class LabRuns:
             if "error" in summary:
                 print(f"left out: {case.name} on {nodes} x {local}: {summary['error']}", flush=True)
                 continue
-            warm = slice(WARM_STEPS, None)
-            if case.config.sync.is_local:
-                warm = slice(case.config.sync.every, 2 * case.config.sync.every)
+            warm, mean = slice(WARM_STEPS, None), statistics.median
+            if case.config.sync.is_local:  # only some steps sync
+                warm, mean = slice(case.config.sync.every, 2 * case.config.sync.every), statistics.fmean
+            elif case.config.schedule.is_cyclic:  # a worker waits for others now in one step, now in another
+                warm, mean = slice(WARM_STEPS + 1, -1), statistics.fmean
             found.append(
                 Run(
                     case=case, nodes=nodes, local=local, rate_bits_per_s=rate, estimate=estimate,
-                    seconds=(statistics.fmean if case.config.sync.is_local else statistics.median)(
-                        summary["step_s"][warm]
-                    ),
+                    seconds=mean(summary["step_s"][warm]),
                     wire_bytes=statistics.fmean(summary["interface_sent_bytes"][warm]) / nodes,
                     tokens=summary["tokens_per_step"],
                 )

@@ -8,6 +8,7 @@ from itertools import groupby
 
 from benchmarks.plan.bench import Bench, columns
 from benchmarks.plan.jobs import (
+    CYCLIC,
     ISLANDS,
     PEERS,
     PEERS_ISLANDS,
@@ -38,7 +39,7 @@ _CLOSE = 0.05
 def cases_at(bench: Bench, model: str, rate: float | None, names: Sequence[str], variant: str = "") -> list[Case]:
     """A model under strategies, in few steps where a step takes long."""
     steps = 12 if rate is None else 3 if rate < 40e6 else 4 if rate < 80e6 else 8
-    tables = {**STRATEGIES, **ISLANDS, **PEERS, **PEERS_ISLANDS}
+    tables = {**STRATEGIES, **ISLANDS, **CYCLIC, **PEERS, **PEERS_ISLANDS}
     layers = [{"data": {"sequence_length": 128}, "train": {"micro_batch_size": 4}}]
     layers += [VARIANTS[variant]] if variant else []
     jobs = [(f"{name}, {variant}" if variant else name, [*layers, tables[name]], candidate_of(name)) for name in names]

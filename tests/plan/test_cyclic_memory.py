@@ -144,7 +144,7 @@ def planned(states: StatePlacement, count: int, rule: str) -> list[list[int]]:
     schedule = Schedule(Rule.named(rule, count), states)
     devices = [
         Watched(
-            machine=Machine(cluster(), device_type="cpu"), schedule=schedule, stages=stages.stages, sizes=stages,
+            machine=Machine(cluster(), device_type="cpu"), schedule=schedule, stages=stages,
             number=number, pass_after=0,
         )
         for number in range(schedule.num_devices)

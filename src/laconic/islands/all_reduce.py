@@ -155,9 +155,7 @@ class CompressedAllReduce:
     def _join(self, codes: Sequence[Tensor], numel: int) -> Tensor:
         part = -(-numel // self._num_islands)
         joined = torch.empty(self._num_islands, part)
-        for row, code in zip(
-            joined, codes, strict=True
-        ):  # one after the other, so that one part is there twice at most
+        for row, code in zip(joined, codes, strict=True):  # so that no more than one part is there twice
             row.copy_(self._codec.decode(code, part))
         return joined.view(-1)[:numel]
 

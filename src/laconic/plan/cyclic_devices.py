@@ -137,8 +137,8 @@ class _Run:
 
     def _pass_baton(self, device: int, batch: int, done: int) -> None:
         following = device + 1
-        is_passed = self._schedule.has_device_per_worker and following < self._schedule.num_devices
-        if is_passed and done == self._pass_after:
+        has_next = self._schedule.has_device_per_worker and following < self._schedule.num_devices
+        if has_next and done == self._pass_after:
             self._batons_s[following, batch] = self._send(device, following, NUMBER_BYTES, "control", batch)
 
     def _send(self, source: int, target: int, nbytes: float, purpose: Purpose, batch: int) -> tuple[float, Lane]:

@@ -19,7 +19,7 @@ from laconic.cyclic.schedule.messages import Compute, Instruction, Key, Message,
 from laconic.cyclic.schedule.program import program
 from laconic.cyclic.schedule.schedule import Schedule
 from laconic.cyclic.worker import DUE_WITH_OP, LOOKAHEAD
-from laconic.plan.cyclic_stages import PlannedStage, Stages
+from laconic.plan.cyclic_stages import Stages
 from laconic.plan.machine import Kind, Machine
 
 _BATCHES = 4
@@ -53,25 +53,29 @@ class DeviceMemory:
     """The buffers of one device."""
 
     machine: Machine
+    """Empty; it counts the memory."""
     schedule: Schedule
-    stages: Sequence[PlannedStage]
-    sizes: Stages
+    stages: Stages
     number: int
     pass_after: int
+    """The ops of a batch after which the next worker may run: [Note: Baton]. Until then no message is released."""
     versions: dict[int, _Buffer] = field(default_factory=dict)
     """The newest version of each stage that the device holds."""
     arrived_version: _Buffer | None = None
     """The version of a stage that is not held, which is to be sent on."""
     expected: dict[int, deque[Message]] = field(default_factory=lambda: defaultdict(deque))
     posted: dict[Key, _Buffer | None] = field(default_factory=dict)
+    """The messages that have memory and are not taken; None for the device's own activations."""
     sent: list[tuple[Message, _Buffer | None]] = field(default_factory=list)
     pending: dict[tuple[int, int], _PendingBackward] = field(default_factory=dict)
+    """By worker and stage."""
     received: _Buffer | None = None
     sum: _Buffer | None = None
+    """The gradient of the last backward's stage, summed over workers."""
 
     def __post_init__(self) -> None:
         updated = self.schedule.updated_on(self.number)
-        for index, stage in enumerate(self.stages):
+        for index, stage in enumerate(self.stages.stages):
             self.machine.hold("parameters", stage.frozen_bytes)
             if self.schedule.states == "replicated" or index in updated:
                 self.versions[index] = self._buffer("parameters", stage.message_bytes)
@@ -130,14 +134,14 @@ class DeviceMemory:
 
     def update(self, stage: int) -> None:
         """See `Placement.update`: the optimizer steps on a copy."""
-        self.versions[stage] = self._buffer("parameters", self.stages[stage].message_bytes)
-        with self.machine.holding("optimizer", self.stages[stage].update.transient_bytes):
+        self.versions[stage] = self._buffer("parameters", self.stages.stages[stage].message_bytes)
+        with self.machine.holding("optimizer", self.stages.stages[stage].update.transient_bytes):
             pass
 
     def compute(self, op: Op) -> None:
         """See `Worker._compute`. A stage that is not held has memory during the op: [Note: A home without memory]."""
         is_held = op.stage in self.versions
-        home_bytes = 0 if is_held else self.stages[op.stage].message_bytes
+        home_bytes = 0 if is_held else self.stages.stages[op.stage].message_bytes
         with self.machine.holding("parameters", home_bytes):
             if op.is_forward:
                 self.forward(op)
@@ -146,7 +150,7 @@ class DeviceMemory:
 
     def forward(self, op: Op) -> None:
         """See `Worker._forward`."""
-        stage, inputs, self.received = self.stages[op.stage], self.received, None
+        stage, inputs, self.received = self.stages.stages[op.stage], self.received, None
         for phase in stage.forward:
             self.machine.compute("", phase)
         saved_bytes = sum(phase.end_bytes for phase in stage.forward)
@@ -155,7 +159,7 @@ class DeviceMemory:
     def backward(self, op: Op) -> None:
         """See `Worker._backward`."""
         pending = self.pending.pop((op.worker, op.stage))
-        stage, gradients, self.received = self.stages[op.stage], self.received, None
+        stage, gradients, self.received = self.stages.stages[op.stage], self.received, None
         gradient_bytes = 0.0
         for phase in stage.backward:
             self.machine.compute("", replace(phase, peak_bytes=phase.peak_with_gradients_bytes))
@@ -179,7 +183,7 @@ class DeviceMemory:
     def post_next(self, queue: deque[Message]) -> None:
         """See `Links._post_next`."""
         message = queue.popleft()
-        self.posted[message.key] = self._buffer("transfers", self.sizes.message_bytes(message))
+        self.posted[message.key] = self._buffer("transfers", self.stages.message_bytes(message))
 
     def take(self, message: Message) -> _Buffer | None:
         """See `Links.take`."""
@@ -195,13 +199,13 @@ class DeviceMemory:
         is_away = message.target != message.source
         match message.kind:
             case "activation" | "activation gradient":
-                content = self._buffer("transfers", self.sizes.message_bytes(message)) if is_away else None
+                content = self._buffer("transfers", self.stages.message_bytes(message)) if is_away else None
             case "weights" | "rear weights":
                 content = self.versions.get(message.stage, self.arrived_version)
             case "square" | "norm":
                 content = None
             case "total" if is_away and self.schedule.states == "shared":
-                content = self._buffer("transfers", self.sizes.message_bytes(message))
+                content = self._buffer("transfers", self.stages.message_bytes(message))
         if is_away:
             self.sent.append((message, content))
         elif PURPOSES[message.kind] != "control":
@@ -220,9 +224,7 @@ def fullest_device(
     fullest: tuple[dict[Kind, float], dict[Kind, float]] = {}, {}
     for number in range(schedule.num_devices):
         empty = Machine(machine.cluster, device_type=machine.device_type)
-        device = DeviceMemory(
-            machine=empty, schedule=schedule, stages=stages.stages, sizes=stages, number=number, pass_after=pass_after
-        )
+        device = DeviceMemory(machine=empty, schedule=schedule, stages=stages, number=number, pass_after=pass_after)
         for batch, received in enumerate(by_batch):
             with empty.reading() as reading:
                 device.step(batch, received.get(number, ()))

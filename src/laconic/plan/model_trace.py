@@ -106,7 +106,7 @@ class ModelTrace:
     """The tensors with which layers are called: hidden states first, then those that all layers together get besides.
     By formula: hidden states alone."""
     before_layers: frozenset[str] = frozenset()
-    """The names of the modules that run before the first layer, embeddings above all. By formula: none is known."""
+    """The names of the modules that run before the first layer. By formula: of the embeddings."""
     tied: tuple[str, ...] = ()
     """The names of trained parameters that have another name, too."""
 
@@ -201,7 +201,8 @@ def trace_model(
             run, hidden = formula_run(
                 model, layers, rows=micro_batch_size, tokens=sequence_length, compute_dtype=compute_dtype
             )
-            inputs, before = (hidden,), frozenset()
+            inputs = (hidden,)
+            before = frozenset(name for name, module in model.named_modules() if isinstance(module, nn.Embedding))
         except ValueError as reason:
             raise TraceError(error.module, f"{error.reason}. And {reason}") from error
         method = f"formula ({SOURCE}): {error}"
