@@ -50,7 +50,7 @@ class CyclicProgram(Program):
 
     def read(self, machine: Machine) -> Reading:
         """Read the steady state: see `Program.read`. Memory is that of the fullest device."""
-        reading = read_steady_state(machine.cluster, self._schedule, self._stages, pass_after=self._pass_after)
+        reading = read_steady_state(machine, self._schedule, self._stages, pass_after=self._pass_after)
         reading.peak, held = fullest_device(machine, self._schedule, self._stages, pass_after=self._pass_after)
         for kind, nbytes in held.items():
             machine.hold(kind, nbytes)

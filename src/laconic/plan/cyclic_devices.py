@@ -19,12 +19,11 @@ from collections.abc import Iterator
 
 from laconic.comm.traffic import Level, Purpose
 from laconic.cyclic.links import NUMBER_BYTES, PURPOSES
-from laconic.cyclic.schedule.messages import Compute, Instruction, Receive, Send, Update
+from laconic.cyclic.schedule.messages import Compute, Instruction, Message, Receive, Send, Update
 from laconic.cyclic.schedule.program import program
 from laconic.cyclic.schedule.schedule import Schedule
-from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.cyclic_stages import Stages
-from laconic.plan.machine import Lane, Reading
+from laconic.plan.machine import Lane, Machine, Reading
 
 _FIRST = 2
 """The first batch of the steady state: earlier ones have no messages of batches before them."""
@@ -32,17 +31,17 @@ _LEAST, _MOST = 3, 12
 """The batches of a reading. Above the most, bytes are means over some of the batches of a period."""
 
 
-def read_steady_state(cluster: ClusterSpec, schedule: Schedule, stages: Stages, *, pass_after: int) -> Reading:
+def read_steady_state(machine: Machine, schedule: Schedule, stages: Stages, *, pass_after: int) -> Reading:
     """Read one batch of the steady state, as a mean over devices: its seconds, bytes, waits and compute.
 
     Args:
-        cluster: the machines; rank i of the cluster is device i of the schedule.
+        machine: its cluster; rank i of the cluster is device i of the schedule.
         schedule: the instructions of every device.
         stages: what the instructions take.
         pass_after: the forwards and backwards of a batch that a worker runs before the next worker may begin.
     """
     num_batches = _num_batches(schedule)
-    run = _Run(cluster, schedule, stages, pass_after, _FIRST + num_batches)
+    run = _Run(machine, schedule, stages, pass_after, _FIRST + num_batches)
     ends_s = run.finish()
     share = 1.0 / (schedule.num_devices * num_batches)
     reading = Reading(seconds=(ends_s[-1] - ends_s[_FIRST - 1]) / num_batches)
@@ -67,10 +66,8 @@ def _num_batches(schedule: Schedule) -> int:
 class _Run:
     """All devices in some batches, each with a clock of its own."""
 
-    def __init__(
-        self, cluster: ClusterSpec, schedule: Schedule, stages: Stages, pass_after: int, num_batches: int
-    ) -> None:
-        self._cluster, self._schedule, self._stages = cluster, schedule, stages
+    def __init__(self, machine: Machine, schedule: Schedule, stages: Stages, pass_after: int, num_batches: int) -> None:
+        self._machine, self._schedule, self._stages = machine, schedule, stages
         self._pass_after, self._num_batches = pass_after, num_batches
         devices = range(schedule.num_devices)
         self._now_s = dict.fromkeys(devices, 0.0)
@@ -113,7 +110,7 @@ class _Run:
                     key = instruction.message.key, device
                     while key not in self._arrivals_s:
                         yield True
-                    self._wait(device, *self._arrivals_s[key], batch)
+                    self._receive(instruction.message, device, batch)
                 else:
                     self._do(instruction, device, batch)
                 if isinstance(instruction, Compute):
@@ -125,8 +122,9 @@ class _Run:
     def _do(self, instruction: Instruction, device: int, batch: int) -> None:
         stages = self._stages.stages
         if isinstance(instruction, Compute):
-            stage = stages[instruction.op.stage]
-            self._now_s[device] += stage.forward_s if instruction.op.is_forward else stage.backward_s
+            op = instruction.op
+            stage = stages[op.stage]
+            self._now_s[device] += stage.forward_s if op.is_forward else stage.backward_s + self._pass_s(op.stage, 3)
         elif isinstance(instruction, Update):
             self._now_s[device] += stages[instruction.stage].update_s
         elif isinstance(instruction, Send):
@@ -134,6 +132,30 @@ class _Run:
             nbytes, purpose = self._stages.message_bytes(message), PURPOSES[message.kind]
             arrival = self._send(device, message.target, nbytes, purpose, batch)
             self._arrivals_s[message.key, message.target] = arrival
+
+    def _receive(self, message: Message, device: int, batch: int) -> None:
+        self._wait(device, *self._arrivals_s[message.key, device], batch)
+        if message.source != device:
+            self._lose_compute(device, self._level(message.source, device), self._stages.message_bytes(message))
+        if message.kind == "gradient":
+            self._now_s[device] += self._pass_s(message.stage, 3)  # the sum is read and written, the gradient read
+        elif PURPOSES[message.kind] == "weights" and self._schedule.states == "sharded":
+            self._now_s[device] += self._pass_s(message.stage, 2)  # into the home
+
+    def _pass_s(self, stage: int, passes: int) -> float:
+        """The seconds to read or write a stage's message some times."""
+        return passes * self._stages.stages[stage].message_bytes / self._machine.cluster.device_memory_bytes_per_s
+
+    def _lose_compute(self, device: int, level: Level, nbytes: float) -> None:
+        """Let one side of a message lose half of what a rank loses to sending and receiving as much."""
+        cluster = self._machine.cluster
+        bytes_s = nbytes * self._machine.ranks_that_share(level) / cluster.bytes_per_s(level)
+        lost_s = self._machine.exposed_s(level, bytes_s=bytes_s, latency_s=cluster.latency_s(level))
+        self._now_s[device] += lost_s / 2
+
+    def _level(self, source: int, target: int) -> Level:
+        local = self._machine.cluster.ranks_per_node
+        return "local" if source // local == target // local else "node"
 
     def _pass_baton(self, device: int, batch: int, done: int) -> None:
         following = device + 1
@@ -145,13 +167,13 @@ class _Run:
         now_s = self._now_s[source]
         if source == target:
             return now_s, Lane.COMPUTE
-        cluster, local = self._cluster, self._cluster.ranks_per_node
-        level: Level = "local" if source // local == target // local else "node"
+        cluster, level = self._machine.cluster, self._level(source, target)
         if batch >= _FIRST:
             self.sent_bytes[level, purpose] += nbytes  # type: ignore[assignment]
-        link = source if level == "local" else f"node {source // local}"
+        link = source if level == "local" else f"node {source // cluster.ranks_per_node}"
         begin_s = max(now_s, self._ready_s.get(link, 0.0))
         self._ready_s[link] = begin_s + nbytes / cluster.bytes_per_s(level)
+        self._lose_compute(source, level, nbytes)
         lane = Lane.LOCAL if level == "local" else Lane.WIRE
         return self._ready_s[link] + cluster.latency_s(level), lane
 

@@ -196,15 +196,21 @@ class Machine:
         if not isinstance(transfer.hops, int):
             latency_s = sum(hops * self.cluster.latency_s(level) for level, hops in transfer.hops.items() if hops)
         job = self._occupy(lane, transfer.name, latency_s + bytes_s, after)
-        hidden = self.cluster.overlap("local" if lane is Lane.LOCAL else "node")
-        exposed_s = (1 - hidden) * bytes_s + (latency_s if self.device_type == "cpu" else 0.0)
+        exposed_s = self.exposed_s("local" if lane is Lane.LOCAL else "node", bytes_s=bytes_s, latency_s=latency_s)
         if exposed_s:
             self._work(transfer.name, exposed_s)
         return job
 
     def _bytes_s(self, level: Level, nbytes: float) -> float:
-        sharing = 1 if level == "local" else self.cluster.ranks_per_node
-        return nbytes * sharing / self.cluster.bytes_per_s(level)
+        return nbytes * self.ranks_that_share(level) / self.cluster.bytes_per_s(level)
+
+    def ranks_that_share(self, level: Level) -> int:
+        """The ranks that share the network of a level."""
+        return 1 if level == "local" else self.cluster.ranks_per_node
+
+    def exposed_s(self, level: Level, *, bytes_s: float, latency_s: float) -> float:
+        """The seconds that a rank's compute loses to a transfer in which it sends and receives as much."""
+        return (1 - self.cluster.overlap(level)) * bytes_s + (latency_s if self.device_type == "cpu" else 0.0)
 
     def copy(self, name: str, nbytes: float, *after: Job | None, to_device: bool) -> Job | None:
         """Begin a copy between host and device. On CPU there is none."""
