@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from typing import Any
 
 from benchmarks.plan import fits
 from benchmarks.plan.bench import Bench, any_cluster, columns
@@ -24,14 +23,8 @@ _WATCHED_STEP = 2
 what rests, as the trainer counts it, leaves them out."""
 _MOST, _MEDIAN = 0.05, 0.02
 
-ISLANDS_AT_REST: dict[str, dict[str, Any]] = {
-    "islands int4": {"sync": {"codec": "int4", "every": 4}},
-    "islands int4, 2 slices": {"sync": {"codec": "int4", "every": 4, "slices": 2}},
-}
-"""Islands whose watched step has no sync. A sync works in host memory, which is the device's here."""
-
 JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    *(("demo", name, ()) for name in (*STRATEGIES, *ISLANDS_AT_REST, *PEERS)),
+    *(("demo", name, ()) for name in (*STRATEGIES, *PEERS)),
     *(("demo", "host", (variant,)) for variant in VARIANTS),
     *(("demo", name, ("LoRA",)) for name in ("none", "device")),
     *(("gpt2", name, ()) for name in ("none", "host", "4bit", "fsdp2")),
@@ -45,8 +38,8 @@ JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("deep", "none", ("checkpointing", "LoRA")),
     ("deep", "device", ("bf16 parameters", "2 micro-batches", "adamw8bit")),
 )
-"""(model, strategy, variants) of each job. Cyclic schedules are not among them: their messages are under way between
-steps, which torch's profiler does not survive."""
+"""(model, strategy, variants) of each job. torch's profiler cannot watch cyclic schedules, whose messages are under way
+between steps, nor the thread in which islands sync: `_CYCLIC` and `_ISLANDS`."""
 
 _CYCLIC = tuple((model, strategy) for model in ("demo", "vocabulary") for strategy in CYCLIC)
 """(model, strategy) of cyclic schedules, which are held to their processes, on three nodes."""
@@ -61,10 +54,9 @@ def cases(bench: Bench) -> list[Case]:
     """The cases of `JOBS`, or a few of them."""
     found = []
     for model, strategy, variants in JOBS[:: 12 if bench.quick else 1]:
-        layers = [{"log": {"memory_step": _WATCHED_STEP}}, {**STRATEGIES, **ISLANDS_AT_REST, **PEERS}[strategy]]
+        layers = [{"log": {"memory_step": _WATCHED_STEP}}, {**STRATEGIES, **PEERS}[strategy]]
         layers += [VARIANTS[variant] for variant in variants]
-        candidate = "local-steps" if strategy in ISLANDS_AT_REST else strategy
-        jobs = [(", ".join((strategy, *variants)), layers, candidate)]
+        jobs = [(", ".join((strategy, *variants)), layers, strategy)]
         found += make_cases(model, jobs, out=bench.out / "memory", steps=3)
     return found
 
