@@ -25,7 +25,8 @@ from laconic.errors import JobError
 from laconic.train import loop
 from laconic.train.records import StepRecord
 
-_M_MMAP_THRESHOLD = -3
+_M_MMAP_THRESHOLD, _M_PERTURB = -3, -6
+"""Parameters of the C library's `mallopt`."""
 
 
 def train_all(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -35,7 +36,7 @@ def train_all(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def train_all_watched(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Do the same with processes that show how much memory tensors take. Their steps take up to twice as long."""
-    _return_freed_memory()
+    _show_tensors()
     return train_all(jobs)
 
 
@@ -67,12 +68,15 @@ class _Watched(loop.Trainer):
         return record
 
 
-def _return_freed_memory() -> None:
-    """Let the C library give the memory of tensors back as soon as they are freed, so that the process shows it.
+def _show_tensors() -> None:
+    """Let the process have the pages of a tensor from its allocation on, and give them back as soon as it is freed.
 
-    The kernel then clears every page of every tensor anew, which is no part of a step elsewhere.
+    The C library fills new memory with a pattern: a buffer for a message that has not come would have no pages. The
+    kernel clears every page of every tensor anew. Neither is part of a step elsewhere.
     """
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+    library = ctypes.CDLL(None)
+    library.mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+    library.mallopt(_M_PERTURB, 0x55)
 
 
 def memory_bytes(key: str) -> int:
