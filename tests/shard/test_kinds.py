@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -59,9 +60,11 @@ def test_the_planner_makes_a_bucket_for_each_kind() -> None:
     """The engine's buckets are compared with the planner's bytes in tests/plan/test_bytes_counted.py."""
     half = {"dtype": torch.bfloat16}
     parameters = (
-        spec("base", 6, 5, is_trained=False), spec("half", 6, 5, **half), spec("up_slice0", 6, 5),
-        spec("up_slice1", 6, 5), spec("adapter", 6, 5), spec("other", 6, 5, is_trained=False),
-        spec("down_slice0", 6, 5), spec("last", 6, 5, **half),
+        spec("base", 6, 5, is_trained=False), spec("half", 6, 5, **half),
+        dataclasses.replace(spec("up_slice0", 6, 5), slice_index=0),
+        dataclasses.replace(spec("up_slice1", 6, 5), slice_index=1), spec("adapter", 6, 5),
+        spec("other", 6, 5, is_trained=False), dataclasses.replace(spec("down_slice0", 6, 5), slice_index=0),
+        spec("last", 6, 5, **half),
     )  # fmt: skip
     planned = plan_buckets(UnitSpec(name="Model", parameters=parameters), Shape(nodes=2, local=1), Sharding())
     assert [{slot.name for slot in bucket.layout.slots} for bucket in planned] == [
