@@ -107,7 +107,8 @@ class Predictor:
             ConfigError: there are more.
             JobError: the ranks do not fit.
         """
-        blocks, workers = len(self._trace(job).units) + 1, num_workers(job, first_rank(self.cluster))
+        workers = num_workers(job, first_rank(self.cluster))
+        blocks = len(self._trace(self.config).units) + 1  # in any precision; most jobs have traced their own already
         if workers > blocks:
             raise ConfigError(f"{workers} workers need as many blocks, and the model has {blocks}; start fewer ranks")
 

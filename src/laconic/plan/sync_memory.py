@@ -7,7 +7,7 @@ All grow with the rank's elements of the fragment. So one small sync, on one pro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -23,6 +23,8 @@ from laconic.plan.recorder import Recorder
 
 _ELEMENTS = 1 << 18
 """Whole blocks of every codec, and so many that a codec's tables are next to nothing."""
+_MOST_ISLANDS = 8
+"""With more islands a vector has more and smaller parts, in as much memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
