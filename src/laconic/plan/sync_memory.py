@@ -39,7 +39,11 @@ class SyncMemory:
 
 def sync_memory(sync: SyncConfig, islands: int) -> SyncMemory:
     """The host memory of `LocalSteps` with these settings."""
-    return _sync_memory(sync.codec, islands, sync.outer_momentum, float(sync.error_feedback), is_sliced=sync.slices > 1)
+    feedback, few, codec = float(sync.error_feedback), min(islands, _MOST_ISLANDS), CODECS[sync.codec]
+    memory = _sync_memory(sync.codec, few, sync.outer_momentum, feedback, is_sliced=sync.slices > 1)
+    if codec.is_sparse:  # every island sends its whole vector
+        memory = replace(memory, working=memory.working + (islands - few) * codec.payload_bytes(_ELEMENTS) / _ELEMENTS)
+    return memory
 
 
 @cache
