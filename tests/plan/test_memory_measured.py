@@ -25,7 +25,7 @@ def sliced_case(out: Path) -> Case:
     return make_case(SLICES, "demo", *layers, out=out, candidate="local-steps")
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_peaks_are_the_allocators(tmp_path: Path) -> None:
     bench = Bench(tmp_path, quick=False)
     cases = [case for case in memory.cases(bench) if case.name in HELD]
