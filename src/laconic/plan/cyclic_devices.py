@@ -148,10 +148,9 @@ class _Run:
 
     def _lose_compute(self, device: int, level: Level, nbytes: float) -> None:
         """Let one side of a message lose half of what a rank loses to sending and receiving as much."""
-        cluster = self._machine.cluster
-        bytes_s = nbytes * self._machine.ranks_that_share(level) / cluster.bytes_per_s(level)
-        lost_s = self._machine.exposed_s(level, bytes_s=bytes_s, latency_s=cluster.latency_s(level))
-        self._now_s[device] += lost_s / 2
+        machine = self._machine
+        latency_s, bytes_s = machine.cluster.latency_s(level), machine.bytes_s(level, nbytes)
+        self._now_s[device] += machine.exposed_s(level, bytes_s=bytes_s, latency_s=latency_s) / 2
 
     def _level(self, source: int, target: int) -> Level:
         local = self._machine.cluster.ranks_per_node

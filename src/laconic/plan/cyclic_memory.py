@@ -115,7 +115,7 @@ class DeviceMemory:
                     self.receive(message, content)
             case Update(stage, version):
                 key: Key = ("total", stage, version - 1, self.schedule.num_stages - 1)
-                total = self.posted.pop(key) if key in self.posted else None
+                total = self.posted.pop(key, None)
                 self.update(stage)
                 del total
 
@@ -135,8 +135,6 @@ class DeviceMemory:
     def update(self, stage: int) -> None:
         """See `Placement.update`: the optimizer steps on a copy."""
         self.versions[stage] = self._buffer("parameters", self.stages.stages[stage].message_bytes)
-        with self.machine.holding("optimizer", self.stages.stages[stage].update.transient_bytes):
-            pass
 
     def compute(self, op: Op) -> None:
         """See `Worker._compute`. A stage that is not held has memory during the op: [Note: A home without memory]."""
@@ -187,10 +185,8 @@ class DeviceMemory:
 
     def take(self, message: Message) -> _Buffer | None:
         """See `Links.take`."""
-        if message.key not in self.posted:
-            queue = self.expected[message.source]
-            while message.key not in self.posted:
-                self.post_next(queue)
+        while message.key not in self.posted:
+            self.post_next(self.expected[message.source])
         return self.posted.pop(message.key)
 
     def send(self, message: Message) -> None:

@@ -66,7 +66,7 @@ class Stages:
 
 @dataclass(frozen=True, kw_only=True)
 class _Block:
-    """A layer, what comes before the layers, or what comes after them."""
+    """One layer, or the modules before all layers, or the modules after them."""
 
     parameters: tuple[ParameterSpec, ...]
     forward: Phase
@@ -105,7 +105,7 @@ def cut_trace(machine: Machine, config: Config, work: StepWork, num_stages: int)
 
 
 def _blocks(trace: ModelTrace) -> list[_Block]:
-    """The blocks of a causal language model: what comes before the layers, the layers, what comes after them."""
+    """The blocks of a causal language model: the modules before its layers, each layer, and the modules after them."""
     root = len(trace.units) - 1
     order = [root, *range(root), root]
     forward, backward = ([each.unit for each in part] for part in (trace.forward, trace.backward[::-1]))

@@ -187,7 +187,7 @@ class Machine:
                 continue
             self._reading.sent_bytes[level, transfer.purpose] += nbytes  # type: ignore[assignment]
             hops = transfer.hops if isinstance(transfer.hops, int) else 0
-            each = hops * self.cluster.latency_s(level) if hops else 0.0, self._bytes_s(level, nbytes)
+            each = hops * self.cluster.latency_s(level) if hops else 0.0, self.bytes_s(level, nbytes)
             if sum(each) >= seconds:
                 (latency_s, bytes_s), seconds = each, sum(each)
             lane = Lane.LOCAL if level == "local" and lane is None else Lane.WIRE if level != "local" else lane
@@ -201,12 +201,10 @@ class Machine:
             self._work(transfer.name, exposed_s)
         return job
 
-    def _bytes_s(self, level: Level, nbytes: float) -> float:
-        return nbytes * self.ranks_that_share(level) / self.cluster.bytes_per_s(level)
-
-    def ranks_that_share(self, level: Level) -> int:
-        """The ranks that share the network of a level."""
-        return 1 if level == "local" else self.cluster.ranks_per_node
+    def bytes_s(self, level: Level, nbytes: float) -> float:
+        """The seconds of `nbytes` from each rank. The ranks of a node share its wire."""
+        sharing = 1 if level == "local" else self.cluster.ranks_per_node
+        return nbytes * sharing / self.cluster.bytes_per_s(level)
 
     def exposed_s(self, level: Level, *, bytes_s: float, latency_s: float) -> float:
         """The seconds that a rank's compute loses to a transfer in which it sends and receives as much."""

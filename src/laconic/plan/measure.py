@@ -356,7 +356,7 @@ class _Measuring:
         return Figure(key=key, values=(factor,), how=f"bytes that {name} has counted for each byte of payload")
 
     def _first_long(self, sizes: Sequence[int], make: Callable[[int], _Action], enough_s: float) -> tuple[int, _Action]:
-        """The first of `sizes` whose action takes `enough_s`, or the last, and the action that `make` makes of it."""
+        """Make an action of each size until one takes `enough_s`. Returns that size, or the last, with its action."""
         for size in sizes:
             action = make(size)
             if self._trial(action) >= enough_s:

@@ -1,7 +1,8 @@
 """The host memory that local steps take, counted while the real code syncs some zeros.
 
-A fragment's vectors (outer parameters, momentum, what codecs lost) rest in host memory, and a sync makes more of them.
-All grow with the rank's elements of the fragment. So one small sync, on one process, tells the bytes per element.
+Between syncs host memory holds vectors of each fragment: the outer parameters, their momentum, and the errors of the
+codec. A sync allocates more vectors. Every vector is as long as the rank's part of the fragment. So one small sync, in
+one process, shows the bytes per element.
 """
 
 from __future__ import annotations
