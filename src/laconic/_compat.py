@@ -91,6 +91,20 @@ def abort(group: dist.ProcessGroup) -> None:
     group.abort()
 
 
+def break_connections(group: dist.ProcessGroup) -> None:
+    """End all waits on a group of Gloo with an error, from another thread, here and on the ranks of the group.
+
+    Gloo has no call for this: its `abort` leaves those who wait alone. But it closes all connections of a group when
+    one receive takes too long. Other backends stay as they are.
+    """
+    cpu = torch.device("cpu")
+    if cpu not in group._device_types or backend_of(group, "cpu") != "gloo":
+        return
+    tag, moment = 0x6C61636F, timedelta(milliseconds=1)  # nobody sends with this tag
+    with contextlib.suppress(RuntimeError):
+        group.recv([torch.zeros(1, dtype=torch.uint8)], (group.rank() + 1) % group.size(), tag).wait(moment)
+
+
 def device_of_messages(group: dist.ProcessGroup) -> torch.device:
     """Return the device on which a group sends small messages: the CPU if a backend carries it, else its first."""
     devices = group._device_types

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic import _compat
+from laconic.comm.journal import issue
 from laconic.comm.watch import waiting_for
 from laconic.errors import JobError
 
@@ -57,7 +58,8 @@ class RankGroup:
         message = _encoded(value, "gather")
         if self.size == 1:
             return [_decoded(message, 0)]
-        with waiting_for("an agreement of the ranks"):
+        ticket = issue(self._process_group(), "an agreement of the ranks")
+        with waiting_for("an agreement of the ranks", ticket):
             firsts = self._all_gather(message[:_FIRST_TRIP_BYTES].ljust(_FIRST_TRIP_BYTES, b"\0"))
             rest_bytes = max(_rest_bytes(first, rank) for rank, first in enumerate(firsts))
             rests = [b""] * self.size
@@ -77,7 +79,8 @@ class RankGroup:
         message = _encoded(value, "broadcast") if self.rank == 0 else b""
         if self.size == 1:
             return _decoded(message, 0)
-        with waiting_for("a value of rank 0"):
+        ticket = issue(self._process_group(), "a value of rank 0", senders=[0])
+        with waiting_for("a value of rank 0", ticket):
             first = self._broadcast(message[:_FIRST_TRIP_BYTES].ljust(_FIRST_TRIP_BYTES, b"\0"))
             rest_bytes = _rest_bytes(first, 0)
             rest = self._broadcast(message[_FIRST_TRIP_BYTES:].ljust(rest_bytes, b"\0")) if rest_bytes else b""

@@ -18,7 +18,7 @@ its own work.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from laconic import _compat
 from laconic.comm.cluster import Cluster
+from laconic.comm.journal import Ticket, described, issue
 from laconic.comm.traffic import Level, Purpose, Traffic
 from laconic.comm.watch import waiting_for
 
@@ -40,24 +41,33 @@ class Pending:
         works: Sequence[dist.Work | None],
         traffic: Traffic,
         level: Level,
-        purpose: Purpose = "control",
+        transfer: str = "control",
+        ticket: Ticket | None = None,
     ) -> None:
         """Take the works that end the transfer; waiting for them is counted in `traffic` for `level`."""
-        self._works, self._traffic, self._level, self._purpose = works, traffic, level, purpose
+        self._works, self._traffic, self._level, self._transfer = works, traffic, level, transfer
+        self._ticket = ticket
 
     def wait(self) -> None:
         """Block this thread until the data may be used. With NCCL, call this on the stream that began the transfer."""
-        with self._traffic.waiting(self._level, self._purpose):
+        with self._traffic.waiting(self._level, self._transfer, self._ticket):
             for work in self._works:
                 if work is not None:
                     work.wait()
 
 
+class Owner(Protocol):
+    """The bucket for which a communicator transfers."""
+
+    unit_name: str
+
+
 class Communicator:
     """Sends tensors along one level of a cluster."""
 
-    def __init__(self, cluster: Cluster, level: Level) -> None:
-        """Communicate between the ranks that differ from this one in their place on `level` only."""
+    def __init__(self, cluster: Cluster, level: Level, owner: Owner | None = None) -> None:
+        """Communicate between the ranks that differ from this one in their place on `level` only, for `owner`."""
+        self._owner = owner
         self.level: Level = level
         self.rank, self.size = cluster.place_on(level)
         self._traffic = cluster.traffic
@@ -154,7 +164,8 @@ class Communicator:
         """Reduce a small tensor in place, now. The traffic is that of a ring: 2 (R - 1) / R of the bytes each way."""
         if self._reduce_group is not None:
             self._count("control", 2 * (self.size - 1) * tensor.nbytes // self.size)
-            with self._traffic.waiting(self.level, "control"):
+            ticket = issue(self._reduce_group, "control", "all_reduce")
+            with self._traffic.waiting(self.level, "control", ticket):
                 dist.all_reduce(tensor, op=op, group=self._reduce_group)
         return tensor
 
@@ -162,24 +173,33 @@ class Communicator:
         """Count a transfer in which `nbytes` bytes leave this rank and as many enter it."""
         self._traffic.count(self.level, purpose, sent_bytes=nbytes, received_bytes=nbytes)
 
-    def _pending(self, purpose: Purpose, works: Sequence[dist.Work | None]) -> Pending:
-        return Pending(works, self._traffic, self.level, purpose)
+    def _ticket(self, purpose: Purpose, group: dist.ProcessGroup) -> Ticket:
+        return issue(group, purpose, "" if self._owner is None else self._owner.unit_name)
+
+    def _pending(self, ticket: Ticket, works: Sequence[dist.Work | None]) -> Pending:
+        return Pending(works, self._traffic, self.level, described(*ticket.label), ticket)
 
     def _issue(
-        self, purpose: Purpose, collective: Callable[..., dist.Work | None], *tensors: Tensor, **arguments: Any
+        self,
+        purpose: Purpose,
+        collective: Callable[..., dist.Work | None],
+        *tensors: Tensor,
+        group: dist.ProcessGroup,
     ) -> Pending:
         """Begin a collective of the backend: [Note: Collectives on a stream]."""
+        ticket = self._ticket(purpose, group)
         if not self.is_stream_ordered:
-            return self._pending(purpose, [collective(*tensors, **arguments, async_op=True)])
-        collective(*tensors, **arguments, async_op=False)
-        return self._pending(purpose, [])
+            return self._pending(ticket, [collective(*tensors, group=group, async_op=True)])
+        collective(*tensors, group=group, async_op=False)
+        return self._pending(ticket, [])
 
     def _exchange(self, purpose: Purpose, group: dist.ProcessGroup, landings: _Tensors, messages: _Tensors) -> Pending:
         """Receive from every peer and send to every peer; both arguments are indexed by rank."""
-        with waiting_for(purpose):  # a lost connection may be an error already
+        ticket = self._ticket(purpose, group)
+        with waiting_for(described(*ticket.label)):  # a lost connection may be an error already
             works = [dist.irecv(landings[peer], group=group, group_src=peer) for peer in self._peers]
             works += [dist.isend(messages[peer], group=group, group_dst=peer) for peer in self._peers]
-        return self._pending(purpose, works)
+        return self._pending(ticket, works)
 
 
 class ReduceScatter:
@@ -242,12 +262,14 @@ def share_first(cluster: Cluster, tensor: Tensor) -> None:
     if tensor.is_meta:
         return
     if cluster.all_group is not None:
-        dist.broadcast(tensor, group=cluster.all_group, group_src=0)
+        with waiting_for("the first weights", issue(cluster.all_group, "the first weights", senders=[0])):
+            dist.broadcast(tensor, group=cluster.all_group, group_src=0)
         level: Level = "node" if cluster.num_nodes > 1 else "local"
         cluster.traffic.count(level, "weights", sent_bytes=0, received_bytes=tensor.nbytes)
     replicas = cluster.gather_groups["island"]
     if replicas is not None:
-        dist.broadcast(tensor, group=replicas, group_src=0)
+        with waiting_for("the first weights", issue(replicas, "the first weights", senders=[0])):
+            dist.broadcast(tensor, group=replicas, group_src=0)
         cluster.traffic.count("island", "weights", sent_bytes=0, received_bytes=tensor.nbytes)
 
 
@@ -265,7 +287,9 @@ class PendingFlags:
         return self._arriving.amax(0)
 
 
-def start_flags(cluster: Cluster, flags: Tensor, *, across_islands: bool = False) -> PendingFlags:
+def start_flags(
+    cluster: Cluster, flags: Tensor, *, across_islands: bool = False, purpose: str = "an agreement on flags"
+) -> PendingFlags:
     """Begin to unite flags over the ranks of the island, or of all islands. Collective over them.
 
     Every rank sends its flags to every other, all at once and in host memory. So the agreement takes one trip, and no
@@ -285,8 +309,9 @@ def start_flags(cluster: Cluster, flags: Tensor, *, across_islands: bool = False
     num_ranks = group.size()
     level = _count_to_all(cluster, num_ranks, len(flags))
     arriving = torch.empty(num_ranks, len(flags), dtype=torch.uint8)
+    ticket = issue(group, purpose)
     work = dist.all_to_all_single(arriving.view(-1), flags.repeat(num_ranks), group=group, async_op=True)
-    return PendingFlags(Pending([work], cluster.traffic, level), arriving)
+    return PendingFlags(Pending([work], cluster.traffic, level, purpose, ticket), arriving)
 
 
 def swap_rows(cluster: Cluster, rows: Tensor, *, across_islands: bool = False) -> Tensor:
@@ -308,8 +333,9 @@ def swap_rows(cluster: Cluster, rows: Tensor, *, across_islands: bool = False) -
     else:
         level = _count_to_all(cluster, num_ranks, rows[0].nbytes)
     arriving = torch.empty_like(rows)
+    ticket = issue(group, "checksums")
     work = dist.all_to_all_single(arriving.view(-1), rows.view(-1), group=group, async_op=True)
-    Pending([work], cluster.traffic, level).wait()
+    Pending([work], cluster.traffic, level, "checksums", ticket).wait()
     return arriving
 
 

@@ -112,12 +112,9 @@ def first_failure(*, patience_s: float = 0.0) -> str:
     return "" if _peers is None else _peers.first_of_others(patience_s)
 
 
-def note_cause(error: BaseException) -> str:
-    """Note the first failure of another rank, which `error` may follow from, at `error`. Returns it, else ""."""
-    first = first_failure(patience_s=0.0 if _is_timeout(error) else _CAUSE_S)
-    if first:
-        error.add_note(first)
-    return first
+def first_failure_behind(error: BaseException) -> str:
+    """Return the first failure of another rank, from which the error of a transfer may follow; else ""."""
+    return first_failure(patience_s=0.0 if _is_timeout(error) else _CAUSE_S)
 
 
 @contextlib.contextmanager

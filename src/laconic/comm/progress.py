@@ -6,8 +6,10 @@ import json
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from laconic.comm.journal import Awaited, Entries, journals, waits
 
 Action = Literal["in forward", "after forward", "in backward", "after backward"]
 """The last thing that a unit did."""
@@ -62,6 +64,7 @@ class Here:
         """Make a record of this rank. `since` is the time of the last event, in seconds since the epoch."""
         last, action = self._last or (None, None)
         units = [reference() for reference in self.units]
+        ticket = waits.of_program()  # before the journals, which then have all that it needs
         return Record(
             counts=[None if unit is None else (unit.name, unit.forwards, unit.backwards) for unit in units],
             last=None if last is None else units.index(last),
@@ -69,6 +72,8 @@ class Here:
             awaited=self.awaited,
             since=since,
             has_ended=has_ended,
+            ticket=None if ticket is None else ticket.awaited(),
+            groups=journals(),
         )
 
 
@@ -88,6 +93,10 @@ class Record:
     awaited: str | None
     since: float
     has_ended: bool
+    ticket: Awaited | None = None
+    """The numbered transfer for which the rank waits: [Note: Proof that a transfer never ends] in journal.py."""
+    groups: dict[str, Entries] = field(default_factory=dict)
+    """What the rank has issued on each process group."""
 
     def encode(self) -> str:
         """Return the record as JSON."""
@@ -96,7 +105,11 @@ class Record:
     @staticmethod
     def decode(text: bytes) -> Record:
         """Return the record of `encode`."""
-        return Record(**json.loads(text))
+        fields = json.loads(text)
+        ticket = fields["ticket"]
+        fields["ticket"] = None if ticket is None else Awaited(*ticket)
+        fields["groups"] = {name: Entries(*entries) for name, entries in fields["groups"].items()}
+        return Record(**fields)
 
     @property
     def idle_s(self) -> int:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+from laconic.comm.journal import Ticket
 from laconic.comm.watch import waiting_for
 
 Level = Literal["island", "node", "local"]
@@ -82,11 +83,11 @@ class Traffic:
         self._sizes[level, purpose, "received"] += received_bytes
 
     @contextmanager
-    def waiting(self, level: Level, transfer: str = "a message") -> Iterator[None]:
+    def waiting(self, level: Level, transfer: str = "a message", ticket: Ticket | None = None) -> Iterator[None]:
         """Count the duration of the block as waiting for `level`. `transfer` says for what; see `waiting_for`."""
         start = time.perf_counter()
         try:
-            with waiting_for(transfer):
+            with waiting_for(transfer, ticket):
                 yield
         finally:
             self._waits[level] += time.perf_counter() - start

@@ -10,6 +10,12 @@ time-out carries the line as a note. A rank that is behind is alive but elsewher
 numbers for the same reason. A rank that goes on takes them back. A rank that ends leaves a last word. While all goes
 well nothing is sent.
 
+A rank that has waited three seconds for one transfer looks for a proof that it will never end: [Note: Proof that a
+transfer never ends] in journal.py. If there is one, it writes the verdict into the store, and closes the connections
+of the group on which it waits, so that the wait ends at once with an error, there and on the group's other ranks. Where
+such an error comes out of a transfer, `waiting_for` raises RanksDifferError with the verdict in its place, or
+PeerFailedError with the first failure. So the exception itself says which rank is elsewhere, wherever it is shown.
+
 With Gloo the host waits for each transfer, so the thread knows for which. With NCCL the device waits, and the host goes
 on until it needs a value, perhaps several units later. The thread then sees that nothing happens any more, and prints
 the line if another rank is behind.
@@ -19,6 +25,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import socket
 import sys
@@ -32,13 +39,18 @@ from typing import Any
 import torch.distributed as dist
 
 from laconic import _compat
-from laconic.comm.failure import note_cause
+from laconic.comm.failure import PeerFailedError, first_failure_behind
+from laconic.comm.journal import Ticket, waits
 from laconic.comm.progress import Record, here, reasons_to_wait
+from laconic.comm.proof import find_proof
+from laconic.errors import RanksDifferError
 
 _KEY = "laconic/progress"
 _AFTER_S = 30.0
 _LOOKS = 6  # of the thread, in the time after which it reports
-_MOST_INTERVAL_S = 5.0
+_MOST_INTERVAL_S = 1.0
+_PROOF_S = 3.0  # after which a rank that waits looks for a proof
+_RARER = 1.25  # the next look for a proof comes after so many times the wait until this one
 _ANSWER_S = 5.0  # for an answer of the store
 _MOST_NAMED = 4  # ranks in a line
 
@@ -46,25 +58,40 @@ _MOST_NAMED = 4  # ranks in a line
 class waiting_for:
     """A context manager that notes that this rank waits for a transfer.
 
-    A RuntimeError of the block, such as a time-out, gets a note: the first failure, if another rank has failed or is
-    gone; else the line of [Note: Ranks that do not come]. It is a class because a generator would cost two microseconds
-    more.
+    A RuntimeError of the block, such as a lost connection or a time-out, becomes a PeerFailedError with the first
+    failure, if another rank has failed or is gone; else a RanksDifferError with the line of [Note: Ranks that do not
+    come], if there is one. It is a class because a generator would cost two microseconds more.
     """
 
-    __slots__ = ("_before", "_transfer")
+    __slots__ = ("_before", "_ticket", "_ticket_before", "_transfer")
 
-    def __init__(self, transfer: str) -> None:
-        self._transfer = transfer
+    def __init__(self, transfer: str, ticket: Ticket | None = None) -> None:
+        self._transfer, self._ticket = transfer, ticket
 
     def __enter__(self) -> None:
         self._before, here.awaited = here.awaited, self._transfer
+        self._ticket_before = waits.swap(self._ticket)
         here.events += 1
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, RuntimeError) and not note_cause(error) and _watch and (line := _watch.explain()):
-            error.add_note(line)
-        here.awaited = self._before
-        here.events += 1
+        try:
+            if isinstance(error, RuntimeError) and not isinstance(error, (PeerFailedError, RanksDifferError)):
+                _raise_diagnosis(error)
+        finally:
+            here.awaited = self._before
+            waits.swap(self._ticket_before)
+            here.events += 1
+
+
+def _raise_diagnosis(error: RuntimeError) -> None:
+    """Raise what is behind the error of a transfer, if it is known."""
+    line = "" if _watch is None else _watch.verdict
+    if not line and (first := first_failure_behind(error)):
+        raise PeerFailedError(f"{first}\n(here a transfer ended with: {error})") from error
+    if not line and _watch is not None:
+        line = _watch.explain()
+    if line:
+        raise RanksDifferError(f"{line} (the transfer ended with: {error})") from error
 
 
 def report_waits(after_s: float) -> None:
@@ -121,6 +148,10 @@ class _Watch:
         self._events, self._since = here.events, time.time()
         self._is_published = False
         self._line = ""
+        self.verdict = ""
+        """A proof that this rank waits in vain."""
+        self._proof_s = min(_PROOF_S, after_s)
+        self._next_proof_s = self._proof_s
         self._next_look_s = 0.0  # at the other ranks, counted from the last event
         self._is_asked, self._has_answered, self._is_over = threading.Event(), threading.Event(), False
         self._pid = os.getpid()
@@ -133,7 +164,7 @@ class _Watch:
             self._has_answered.clear()
             self._is_asked.set()
             self._has_answered.wait(_ANSWER_S)
-        return self._line
+        return self.verdict or self._line
 
     def end(self, *, last_word: bool = False) -> None:
         """End the thread. With `last_word`, tell the other ranks that this one ends."""
@@ -161,30 +192,61 @@ class _Watch:
         if self._events != here.events:
             self._events, self._since, self._line = here.events, time.time(), ""
             self._next_look_s = self._after_s + 2 * self._interval_s  # the other ranks' threads have looked by then
+            self._next_proof_s = self._proof_s
             if self._is_published:
                 self._is_published = False
                 self._board.write(self._rank, None)
         own, idle_s = here.record(self._since), time.time() - self._since
-        if not self._is_published and (is_asked or idle_s >= self._after_s):
+        looks_for_proof = own.ticket is not None and (is_asked or idle_s >= self._next_proof_s)
+        if not self._is_published and (is_asked or looks_for_proof or idle_s >= self._after_s):
             self._is_published = True
             self._board.write(self._rank, own)
+        if looks_for_proof and not self.verdict:
+            self._next_proof_s = _RARER * idle_s
+            self._prove(own)
         may_wait = own.awaited is not None or not self._host_waits
+        if self.verdict:
+            return
         if is_asked or (may_wait and not self._line and idle_s >= self._next_look_s):
             self._next_look_s = 2 * idle_s
             self._line = self._compare(own)
             if self._line and not is_asked:
                 print(f"laconic: {self._line}", file=sys.stderr, flush=True)
 
+    def _prove(self, own: Record) -> None:
+        """Look for a proof that this rank waits in vain. If there is one, tell it, and end the wait."""
+        told = self._board.verdict()
+        if told is None or own.ticket is None or not (told[0] and set(told[0]) & {self._rank, *own.ticket.ranks}):
+            proof = find_proof(self._rank, {self._rank: own, **self._others()})
+            if proof is None:
+                return
+            told = proof.ranks, f"ranks {_joined(proof.ranks)} run different programs: {proof.line}"
+            self._board.tell(*told)
+        self.verdict = told[1]
+        ticket = waits.of_program()
+        group = None if ticket is None else ticket.group()
+        if group is not None:
+            _compat.break_connections(group)
+
+    def _others(self) -> dict[int, Record]:
+        """The records of the ranks that have told one."""
+        others = {rank: self._board.read(rank) for rank in range(self._num_ranks) if rank != self._rank}
+        return {rank: record for rank, record in others.items() if record is not None}
+
     def _compare(self, own: Record) -> str:
         """Return the line about the ranks that do not come; empty if none is behind."""
-        others = {rank: self._board.read(rank) for rank in range(self._num_ranks) if rank != self._rank}
-        reasons = reasons_to_wait(own, {rank: record for rank, record in others.items() if record is not None})
+        reasons = reasons_to_wait(own, self._others())
         if not reasons:
             return ""
         more = f"; and {len(reasons) - _MOST_NAMED} more ranks" if len(reasons) > _MOST_NAMED else ""
         awaited = f" for {own.awaited}" if own.awaited else ""
         named = "; ".join(reasons[:_MOST_NAMED])
         return f"rank {self._rank} has waited {own.idle_s} s{awaited} {own.step}: {named}{more}"
+
+
+def _joined(ranks: list[int]) -> str:
+    *first, last = map(str, sorted(set(ranks)))
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 class _StoreLost(Exception):
@@ -203,6 +265,21 @@ class _Board:
         """Write the record of a rank; None takes it back."""
         with self._reaching():
             self._store.set(f"{_KEY}/{rank}", "" if record is None else record.encode())
+
+    def tell(self, ranks: list[int], line: str) -> None:
+        """Write a proof about `ranks`, for all."""
+        with self._reaching():
+            self._store.set(f"{_KEY}/verdict", json.dumps([ranks, line]))
+
+    def verdict(self) -> tuple[list[int], str] | None:
+        """Read the last proof that a rank has written; None if there is none."""
+        key = f"{_KEY}/verdict"
+        with self._reaching():
+            text = self._store.get(key) if self._store.check([key]) else b""
+        if not text:
+            return None
+        ranks, line = json.loads(text)
+        return ranks, line
 
     def read(self, rank: int) -> Record | None:
         """Read the record of a rank; None if the rank has none."""

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.comm.collectives import Pending
+from laconic.comm.journal import described, issue
 from laconic.comm.traffic import IslandLevel
 from laconic.layout.bucket import Extent
 from laconic.ragged.spec import RaggedSpec
@@ -32,12 +33,14 @@ def gather_whole(spec: RaggedSpec, part: Tensor) -> Tensor:
         nbytes = [run.numel * part.itemsize for run in runs]
         received = sum(nbytes) - nbytes[own]
         cluster.traffic.count(level, "control", sent_bytes=nbytes[own] * (len(runs) - 1), received_bytes=received)
+        senders = [rank for rank, run in enumerate(runs) if run.numel]
+        ticket = issue(group, "the whole", spec.slot.name, senders=senders)
         works = [
             dist.broadcast(whole[run.start : run.stop], group=group, group_src=rank, async_op=True)
             for rank, run in enumerate(runs)
             if run.numel
         ]
-        Pending(works, cluster.traffic, level).wait()
+        Pending(works, cluster.traffic, level, described(*ticket.label), ticket).wait()
     return whole
 
 

@@ -33,7 +33,8 @@ class BucketGather:
 
     def __init__(self, bucket: Bucket, lanes: Lanes, copies_of: CopiesOf, checks: UnitChecks) -> None:
         self.bucket, self._lanes = bucket, lanes
-        self._node, self._local = Communicator(bucket.cluster, "node"), Communicator(bucket.cluster, "local")
+        self._node = Communicator(bucket.cluster, "node", bucket)
+        self._local = Communicator(bucket.cluster, "local", bucket)
         self._crossing = _crossing_of(bucket, self._node, copies_of, checks)
         self._is_crossing = False
         self._pending: Pending | None = None

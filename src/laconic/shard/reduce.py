@@ -43,7 +43,7 @@ class BucketGradients:
         """`begin_backward` is called in a backward before the first gradient is written."""
         self.bucket, self.lanes, self.ledger, self.checks = bucket, lanes, ledger, checks
         self._begin_backward = begin_backward
-        island, node, self.local = (Communicator(bucket.cluster, level) for level in LEVELS)
+        island, node, self.local = (Communicator(bucket.cluster, level, bucket) for level in LEVELS)
         is_coded = bucket.wire.gradients != "exact"
         self.node: Communicator | CodedSum = CodedSum.across_nodes(bucket, node) if is_coded and node.size > 1 else node
         self.island: Communicator | CodedAllReduce = (
