@@ -69,7 +69,9 @@ def test_a_rank_that_evaluates_alone_names_the_others() -> None:
     assert printed.count("\n") == 1
     for text in (error, printed):
         assert "rank 0 has waited" in text
-        assert "s for weights of Net in forward 3 of Net: rank 1 never entered forward 3 of Net; it was last seen" in text
+        assert (
+            "s for weights of Net in forward 3 of Net: rank 1 never entered forward 3 of Net; it was last seen" in text
+        )
         assert "; rank 2 never entered forward 3 of Net; it was last seen" in text
         assert "s ago after backward 2 of Net, and waits for no transfer of laconic" in text
 

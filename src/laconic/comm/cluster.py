@@ -29,6 +29,7 @@ from laconic.comm.failure import watch_peers
 from laconic.comm.launch import start_process_group
 from laconic.comm.traffic import IslandLevel, Level, Traffic
 from laconic.comm.watch import waiting_for, watch_progress
+from laconic.errors import RanksDifferError
 
 AXES = ("island", "node", "local")
 
@@ -42,6 +43,8 @@ class _Made:
     """The number of ranks that all nodes have."""
     meshes: dict[Any, DeviceMesh] = field(default_factory=dict)
     clusters: dict[Any, Cluster] = field(default_factory=dict)
+    host_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
+    """The groups of all ranks of the job for small messages in host memory: one for all meshes of these ranks."""
 
 
 _made_on: dict[dist.ProcessGroup, _Made] = {}
@@ -117,8 +120,27 @@ def init_mesh(
     meshes, sizes = _made().meshes, (islands, nodes, local)
     mesh = meshes.get((device_type, sizes))
     if mesh is None:
+        _refuse_other_shapes("the mesh", [device_type, *sizes])
         mesh = meshes[device_type, sizes] = make_mesh(device_type, sizes, AXES)
     return mesh
+
+
+def _refuse_other_shapes(what: str, shape: list[Any]) -> None:
+    """Raise on all ranks if one of them is about to make groups for another shape. Collective over all ranks."""
+    if dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return
+    by_rank = RankGroup().gather([what, shape])
+    for rank, theirs in enumerate(by_rank):
+        if theirs != by_rank[0]:
+            raise RanksDifferError(
+                f"rank {rank} differs from rank 0: it makes {_made_text(theirs)}, and rank 0 makes "
+                f"{_made_text(by_rank[0])}. All ranks must make one mesh, with equal arguments, in the same order"
+            )
+
+
+def _made_text(message: Any) -> str:
+    is_ours = isinstance(message, list) and len(message) == 2
+    return f"{message[0]} {message[1]}" if is_ours else "another collective call"
 
 
 def make_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
@@ -204,6 +226,9 @@ class Cluster:
         """
         islands = _arrange(mesh) if islands is None else islands
         watch_peers()
+        watch_progress()
+        if islands.numel() == dist.get_world_size():
+            _refuse_other_shapes("a mesh of islands, nodes and local ranks", [mesh.device_type, *islands.shape])
         self.mesh = mesh
         self.device_type = mesh.device_type
         self.traffic = Traffic()
@@ -225,12 +250,11 @@ class Cluster:
         """For each level the ranks that differ on this level only; None if it has one rank."""
         self.reduce_groups = _axis_groups(islands) | {"island": replicas}
         """The same ranks; inside an island in other process groups."""
-        self.flag_group = _own_group(by_island.tolist(), on_host)
-        """Every rank of the island, for small messages in host memory; None if there is one."""
         has_islands = self.num_islands > 1
-        self.all_flag_group = _own_group([islands.flatten().tolist()], on_host) if has_islands else self.flag_group
+        self.flag_group = _own_group(by_island.tolist(), on_host) if has_islands else _host_group(islands, on_host)
+        """Every rank of the island, for small messages in host memory; None if there is one."""
+        self.all_flag_group = _host_group(islands, on_host) if has_islands else self.flag_group
         """Every rank of all islands, in the order of the mesh, for small messages in host memory."""
-        watch_progress()
 
     @staticmethod
     def of(mesh: DeviceMesh, *, num_local: int | None = None) -> Cluster:
@@ -357,6 +381,18 @@ def _axis_groups(islands: Tensor) -> dict[Level, dist.ProcessGroup | None]:
     _, num_nodes, num_local = islands.shape
     node = _own_group(islands.transpose(1, 2).reshape(-1, num_nodes).tolist())
     return {"node": node, "local": _own_group(islands.reshape(-1, num_local).tolist())}
+
+
+def _host_group(islands: Tensor, backend: str) -> dist.ProcessGroup | None:
+    """The group of all ranks of a mesh in host memory: one for all clusters of these ranks, however arranged.
+
+    So ranks that arrange them differently find it out there, instead of waiting on different groups.
+    """
+    ranks = sorted(islands.flatten().tolist())
+    made = _made().host_groups
+    if tuple(ranks) not in made:
+        made[tuple(ranks)] = _own_group([ranks], backend)
+    return made[tuple(ranks)]
 
 
 def _own_group(lists_of_ranks: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:

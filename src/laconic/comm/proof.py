@@ -97,5 +97,4 @@ def _reason(rank: int, other: int, records: Mapping[int, Record]) -> str:
     own, missing = records[rank], records[other]
     missed = missing.lacks(own)
     never = f"rank {other} never entered {missed}" if missed else f"rank {other} does not take part"
-    where = f"{never}; it ended {missing.step}" if missing.has_ended else never
-    return f"rank {rank} waits for {own.awaited} {own.step}: {where}"
+    return f"rank {rank} waits for {own.awaited} {own.step}: {never}; {missing.whereabouts}"

@@ -24,6 +24,7 @@ from laconic.shard.bucket import Bucket, ManagedParameter, compute_dtype_of
 from laconic.shard.cache import Cache, Where
 from laconic.shard.checks import Checks
 from laconic.shard.conversion import check_convertible, converts
+from laconic.shard.description import compare
 from laconic.shard.kinds import BucketKind, group_by_kind
 from laconic.shard.sharded_module import sharded_class
 from laconic.shard.traps import HOME, Origin
@@ -112,6 +113,13 @@ def fully_shard(
     offload = offload_policy or OffloadPolicy()
     _check_parameters(managed, offload)
     if broadcast:
+        for owner in dict.fromkeys(item.cluster for item in managed):
+            described = {
+                item.name: {"shape": str(tuple(item.local.shape)), "dtype": str(item.local.dtype)}
+                for item in managed
+                if item.cluster is owner
+            }
+            compare(owner.all_flag_group, f"fully_shard(broadcast=True) of {type(modules[0]).__name__}", described)
         for item in managed:
             share_first(item.cluster, item.local)
     coding = _resolve_wire(Wire.of(wire), policy, managed)
@@ -124,7 +132,7 @@ def fully_shard(
     ]
     for item in managed:
         setattr(item.parameter, HOME, item.name)  # recognises tied weights later, and optimizers of replaced parameters
-    origin = Origin([item.parameter for item in managed], ignored)
+    origin = Origin(ignored)
     unit = Unit(
         modules=modules, buckets=buckets, blocks=blocks, cluster=cluster, cache=policy, precision=precision,
         origin=origin, reshard_after_forward=reshards, checks=checks,

@@ -71,7 +71,7 @@ class Bucket:
         self.unit_name = ""
         """For messages; the root sets it."""
         self.dtype = managed[0].parameter.dtype
-        self._precision, self._offload = precision, offload
+        self._precision, self.offload = precision, offload
         self.replicas_diverge = False
         """True once `LocalSteps` trains islands on their own. Otherwise they sum their gradients in every step."""
         self.divide_by: float | None = None
@@ -141,13 +141,13 @@ class Bucket:
         """Copy a device tensor to host memory, page-locked if the policy says so; a tensor on the host stays."""
         if tensor.device.type == "cpu":
             return tensor
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=getattr(self._offload, "pin_memory", False))
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=getattr(self.offload, "pin_memory", False))
         return copy.copy_(tensor)
 
     @property
     def is_offloaded(self) -> bool:
         """True if the shard and the gradients of the sharded parameters rest in host memory: `CPUOffloadPolicy`."""
-        return isinstance(self._offload, CPUOffloadPolicy)
+        return isinstance(self.offload, CPUOffloadPolicy)
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -23,6 +23,7 @@ from laconic.shard.gather import UnitGather
 from laconic.shard.inspection import Inspection
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
+from laconic.shard.program import Program
 from laconic.shard.reduce import ReductionQueue
 
 PREFETCH = 2
@@ -38,6 +39,7 @@ class Context:
         self.lanes = lanes
         self.reductions = ReductionQueue()
         self.inspection = Inspection(cluster)
+        self.program = Program(cluster)
         self.is_in_backward = False
         """True from the first gradient of a backward until it is finished or abandoned."""
         self.is_last_backward = True
@@ -95,6 +97,7 @@ class Context:
         if self.post_optim_event is not None:
             self.post_optim_event.wait()
             self.post_optim_event = None
+        self.program.settle()
         self._is_recording = True
         self._forward = []
         self.inspection.begin_forward()

@@ -15,6 +15,7 @@ from laconic.shard.crossing import CodedValues, ExactWeights, WeightCrossing
 from laconic.shard.difference import CodedDifferences, CopiesOf
 from laconic.shard.inspection import UnitChecks
 from laconic.shard.lanes import Event, Lanes, wait_for
+from laconic.shard.program import Program
 
 
 class GatherState(Enum):
@@ -52,6 +53,11 @@ class BucketGather:
     def is_stream_ordered(self) -> bool:
         """True if waiting for a transfer never blocks the thread."""
         return self._node.is_stream_ordered and self._local.is_stream_ordered
+
+    @property
+    def needs_others(self) -> bool:
+        """True if a gather that has begun needs other ranks: not all of it is in the cache."""
+        return self._is_crossing or self._local.size > 1
 
     @property
     def is_stale(self) -> bool:
@@ -139,10 +145,12 @@ class BucketGather:
 class UnitGather:
     """The gather of all buckets of a unit."""
 
-    def __init__(self, buckets: list[Bucket], lanes: Lanes, copies_of: CopiesOf, checks: UnitChecks) -> None:
-        self._buckets, self._checks = buckets, checks
+    def __init__(
+        self, buckets: list[Bucket], lanes: Lanes, copies_of: CopiesOf, checks: UnitChecks, program: Program
+    ) -> None:
+        self._buckets, self._checks, self._program = buckets, checks, program
         self._gathers = [BucketGather(bucket, lanes, copies_of, checks) for bucket in buckets]
-        self._is_stream_ordered = all(gather.is_stream_ordered for gather in self._gathers)
+        self.is_stream_ordered = all(gather.is_stream_ordered for gather in self._gathers)
         self._events: list[Event] = []
         self.state = GatherState.IDLE
 
@@ -150,7 +158,7 @@ class UnitGather:
     def begins_without_memory(self) -> bool:
         """True if `begin` allocates no memory that would otherwise be free."""
         caches = [bucket.cached for bucket in self._buckets]
-        return not self._is_stream_ordered and all(cached is not None and cached.is_direct for cached in caches)
+        return not self.is_stream_ordered and all(cached is not None and cached.is_direct for cached in caches)
 
     def begin(self) -> None:
         """Begin a gather if none has begun or parameters changed since: [Note: The same order on every rank]."""
@@ -160,8 +168,10 @@ class UnitGather:
             self._drop_damaged()
             for gather in self._gathers:
                 gather.start_node()
+            if any(gather.needs_others for gather in self._gathers):
+                self._program.note(f"the gather of {self._buckets[0].unit_name}")
             self.state = GatherState.NODE
-            if self._is_stream_ordered:
+            if self.is_stream_ordered:
                 self.start_local()
                 self._events = [gather.finish() for gather in self._gathers]
 

@@ -6,12 +6,12 @@ parameter that was added afterwards, such as an adapter, is in no unit: each ran
 keeps its part of the weights that it began with: if the ranks began with different ones, the model is a mixture of
 them. None of these raises an error by itself, so a root looks for them in its first forward. That costs one pass over
 the weights when they are cut, and one small message. Later, a forward looks for added parameters only if modules or
-parameters were registered somewhere since the forward before, and an optimizer's first step looks at its parameters.
+parameters were registered somewhere since the forward before. An optimizer's first step looks at its parameters: its
+wrapper may still exchange them until then.
 """
 
 from __future__ import annotations
 
-import gc
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -36,17 +36,10 @@ _LOOKED = "_laconic_looked"
 
 
 class Origin:
-    """The parameters that one call of `fully_shard` has found."""
+    """The parameters that one call of `fully_shard` was told to leave alone."""
 
-    def __init__(self, replaced: Iterable[Tensor], ignored: Iterable[Tensor]) -> None:
-        """Remember the parameters that the call replaced, and those that it was told to leave alone."""
-        self._replaced = [weakref.ref(parameter) for parameter in replaced]
+    def __init__(self, ignored: Iterable[Tensor]) -> None:
         self._ignored = [weakref.ref(parameter) for parameter in ignored]
-
-    @property
-    def is_held(self) -> bool:
-        """True if somebody still holds a parameter that was replaced."""
-        return any(reference() is not None for reference in self._replaced)
 
     def ignored(self) -> list[int]:
         """The identities of the parameters that the call was told to leave alone."""
@@ -65,10 +58,6 @@ class TrapSearch:
         self._modules, self._origins, self._buckets = modules, origins, buckets
         self._num_strays = 0
         self._look_for_strays()
-        if any(origin.is_held for origin in origins):  # unusual; the search takes a moment
-            for each in gc.get_objects():
-                if issubclass(type(each), Optimizer):  # `isinstance` would ask proxies for their class
-                    _look_at_optimizer(each)
         _refuse_unequal_weights(buckets)
 
     def look_again(self) -> None:
@@ -112,18 +101,17 @@ register_module_parameter_registration_hook(_registrations)
 
 
 def _look_at_optimizer(optimizer: Optimizer, *_: Any) -> None:
-    """Warn of parameters that `fully_shard` has replaced, once for each optimizer."""
+    """Refuse parameters that `fully_shard` has replaced, at an optimizer's first step."""
     if hasattr(optimizer, _LOOKED):
         return
-    setattr(optimizer, _LOOKED, True)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = [name for parameter in parameters if (name := getattr(parameter, HOME, None)) is not None]
     if names:
-        warnings.warn(
+        raise RuntimeError(
             f"{type(optimizer).__name__} holds {len(names)} parameters that fully_shard has replaced, such as "
-            f"{names[0]}: it trains nothing. Build the optimizer after fully_shard, from model.parameters()",
-            stacklevel=2,
+            f"{names[0]}: it trains nothing. Build the optimizer after fully_shard, from model.parameters()"
         )
+    setattr(optimizer, _LOOKED, True)
 
 
 register_optimizer_step_pre_hook(_look_at_optimizer)

@@ -45,6 +45,7 @@ from laconic.shard.bucket import Bucket
 from laconic.shard.cache import Cache
 from laconic.shard.checks import Checks
 from laconic.shard.context import Context
+from laconic.shard.description import compare, describe
 from laconic.shard.gather import UnitGather
 from laconic.shard.hooks import OutputGradients, watch_inputs
 from laconic.shard.inspection import UnitChecks
@@ -114,6 +115,7 @@ class Unit:
         Raises:
             RuntimeError: a unit below has run before, outside its root.
             ValueError: a granularity pattern matches no parameter of any unit, or ranks began with different weights.
+            RanksDifferError: a setting differs between ranks: [Note: One description of everything] in description.py.
         """
         self._units = list(dict.fromkeys(unit for module in self.modules for unit in units_below(module)))
         check_matched(unit.blocks for unit in self._units)
@@ -132,6 +134,10 @@ class Unit:
             unit.progress.name = ", ".join(filter(None, (names.get(child) for child in unit.modules))) or unit.name
             for bucket in unit.buckets:
                 bucket.unit_name = unit.name
+        compare(
+            self.cluster.all_flag_group, f"the first forward of {type(self.modules[0]).__name__}",
+            describe(self._units), island=self.cluster.island_rank,
+        )  # fmt: skip
         with torch.inference_mode(False):  # training could not fill a slab of inference tensors
             context.place_caches([(unit.cache, unit.buckets) for unit in self._units])
         origins = [unit.origin for unit in self._units]
@@ -142,7 +148,7 @@ class Unit:
         self._root, self._context = root, context
         # A unit may have another mesh than its root: [Note: Two parallelisms, two meshes] in ragged/dtensor.py.
         checks = UnitChecks(self.checks, self.buckets, context.inspection)
-        self._gather = UnitGather(self.buckets, context.lanes, context.copies_of, checks)
+        self._gather = UnitGather(self.buckets, context.lanes, context.copies_of, checks, context.program)
         self.gradients = [
             BucketGradients(bucket, context.lanes, context.ledger, self._begin_root_backward, checks)
             for bucket in self.buckets
@@ -200,21 +206,34 @@ class Unit:
         """Finish the backward of all units of this root, in an order that is the same on all ranks."""
         for unit in reversed(self._units):
             unit._finish_own_backward()
+        self._compare_programs()
         if self.context.is_last_backward:
             self.context.reductions.finish()
         for unit in self._units:
             if unit._frees_after_backward:
                 unit.reshard()
         self.context.end_backward()
+        self._settle_programs()
         if self.context.probe is None and any(unit.requires_gradient_sync for unit in self._units):
             self.context.inspection.end_step()
         if self.context.is_last_backward:
             self.context.inspection.conclude()
 
+    def _compare_programs(self) -> None:
+        """Begin to compare what ranks have issued: [Note: One program on all ranks] in program.py."""
+        diverges = any(bucket.replicas_diverge for unit in self._units for bucket in unit.buckets)
+        self.context.program.start_comparison(diverges=diverges)
+
+    def _settle_programs(self) -> None:
+        """Finish the comparison now if transfers let the host wait anyway."""
+        if not self.gather.is_stream_ordered:
+            self.context.program.settle()
+
     def abandon_iteration(self) -> None:
         """Drop the incomplete gradients of a forward or backward that raised, in all units of this root."""
         self.context.reductions.abandon()
         self.context.inspection.forget()
+        self.context.program.forget()
         for unit in self._units:
             unit.is_in_backward = False
             unit._entered.clear()
@@ -353,6 +372,8 @@ class Unit:
         if not torch.is_grad_enabled() and not _compat.in_backward():  # no backward will free what was gathered
             for unit in self._units:
                 unit.reshard()
+            self._compare_programs()
+            self._settle_programs()
             self.context.inspection.end_step()
             self.context.inspection.conclude()
 
@@ -451,9 +472,10 @@ class Unit:
         gradients.ledger.hold(-full.nbytes)
 
     def _reduce(self, gradients: BucketGradients, full: Tensor | None) -> None:
-        reduction = Reduction(
-            gradients, full, across_nodes=self.requires_gradient_sync, across_islands=self.requires_all_reduce
-        )
+        across_nodes = self.requires_gradient_sync
+        if full is not None or across_nodes:
+            self.context.program.note(f"the reduction of {self.name}{'' if across_nodes else ' inside the node'}")
+        reduction = Reduction(gradients, full, across_nodes=across_nodes, across_islands=self.requires_all_reduce)
         self.context.reductions.add(reduction)
 
     def _finish_own_backward(self) -> None:

@@ -1,0 +1,181 @@
+"""The description of a root on each rank, which all ranks must have alike.
+
+[Note: One description of everything]
+What a rank sends follows from its units: their order, names, shapes, dtypes, caches, wires, checks, precision, mesh and
+flags. If one rank has others, ranks wait for each other until a time-out, or add up what does not belong together. So
+before the first transfer of a root, ranks compare one number that stands for all of this. Only if the numbers differ do
+they exchange the descriptions, and each names the first difference. The description is read from the fields of the
+objects themselves, so a new setting takes part by itself: plain values and frozen dataclasses say what they are,
+modules their classes, other units their names, and other objects nothing.
+
+Islands may train different parameters, as partial updates do. So the trainability and the wire, which follows from it,
+are compared within an island, and the rest over all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from laconic.comm.agreement import RankGroup
+from laconic.comm.cluster import Cluster
+from laconic.errors import RanksDifferError
+from laconic.shard.bucket import Bucket
+
+Description = dict[str, dict[str, str]]
+"""For each unit or parameter its settings, by name."""
+
+_OF_ISLAND = "of the island"
+"""Begins the names of settings that islands may have of their own."""
+_OWN_OF_ISLANDS = ("wire",)
+_MOST_SHOWN = 4  # ranks that differ
+_REMEDY = "All ranks must build and shard one model, with equal settings"
+
+
+def describe(units: Iterable[Any]) -> Description:
+    """Describe the units of a root, in their order, with their buckets."""
+    found: Description = {}
+    for unit in units:
+        place = unit.name if unit.name not in found else f"{unit.name} ({len(found)})"
+        own = [bucket for bucket in unit.buckets if bucket.cluster is unit.cluster]
+        settings = found[place] = {}
+        for bucket in own:
+            settings |= _of_parameters(bucket)
+        settings |= _settings({each.name: getattr(unit, each.name) for each in fields(unit)})
+        for number, bucket in enumerate(own):
+            settings |= {f"bucket {number} {name}": value for name, value in _of_bucket(bucket).items()}
+    return found
+
+
+def compare(group: dist.ProcessGroup | None, call: str, description: Description, *, island: int = 0) -> None:
+    """Compare descriptions that all ranks of a group must have alike. Collective over it. `call` says for what.
+
+    Cost: a message of two numbers; if they differ, another one with the descriptions.
+
+    Raises:
+        RanksDifferError: they differ, or a rank makes another call; on all ranks, with the first difference.
+    """
+    if group is None or dist.get_backend(group) == "fake":
+        return
+    ranks = RankGroup(group)
+    own = _parted(description, of_island=True)
+    message = [call, island, _digest(_parted(description, of_island=False)), _digest(own)]
+    by_rank: list[Any] = ranks.gather(message)
+    numbers = dist.get_process_group_ranks(group)
+    for place, theirs in enumerate(by_rank):
+        if not isinstance(theirs, list) or len(theirs) != len(message) or theirs[0] != by_rank[0][0]:
+            calls = [_call_of(by_rank[0]), _call_of(theirs)]
+            raise RanksDifferError(
+                f"rank {numbers[place]} differs from rank {numbers[0]}: it runs {calls[1]} where rank {numbers[0]} "
+                f"runs {calls[0]}. {_REMEDY}"
+            )
+    first_of_island = {theirs[1]: theirs for theirs in reversed(by_rank)}
+    are_equal = all(theirs[2] == by_rank[0][2] and theirs[3] == first_of_island[theirs[1]][3] for theirs in by_rank)
+    if are_equal:
+        return
+    descriptions = ranks.gather(description)
+    reasons = []
+    for place, theirs in enumerate(by_rank):
+        base = 0 if theirs[2] != by_rank[0][2] else next(i for i, each in enumerate(by_rank) if each[1] == theirs[1])
+        if base == place:
+            continue
+        difference = first_difference(descriptions[base], descriptions[place], f"rank {numbers[base]}")
+        if difference:
+            reasons.append(f"rank {numbers[place]} differs from rank {numbers[base]}: {difference}")
+    more = f" (and {len(reasons) - _MOST_SHOWN} more ranks)" if len(reasons) > _MOST_SHOWN else ""
+    raise RanksDifferError(f"{'; '.join(reasons[:_MOST_SHOWN])}{more}. {_REMEDY}")
+
+
+def first_difference(base: Description, other: Description, base_name: str) -> str:
+    """Name the first unit in which two descriptions differ, and how; "" if they are equal."""
+    units, other_units = list(base), list(other)
+    for place, unit in enumerate(units):
+        if unit not in other:
+            return f"it has no {unit}, which {base_name} has ({len(other_units)} here, {len(units)} there)"
+        for name, value in base[unit].items():
+            theirs = other[unit].get(name)
+            if theirs != value:
+                return f"{unit} has {name} {theirs or 'missing'} here, and {value} on {base_name}"
+        if extra := other[unit].keys() - base[unit].keys():
+            return f"{unit} has {min(extra)} {other[unit][min(extra)]} here, and none on {base_name}"
+        if other_units[place : place + 1] != [unit] and set(units) == set(other_units):
+            return f"{other_units[place]} comes where {base_name} has {unit}: the order of the units differs"
+    extra_units = [unit for unit in other_units if unit not in base]
+    if extra_units:
+        return f"it has {extra_units[0]}, which {base_name} has not ({len(other_units)} here, {len(units)} there)"
+    return ""
+
+
+def _parted(description: Description, *, of_island: bool) -> list[Any]:
+    return [
+        [unit, {name: value for name, value in settings.items() if (_OF_ISLAND in name) == of_island}]
+        for unit, settings in description.items()
+    ]
+
+
+def _digest(value: Any) -> int:
+    return zlib.crc32(json.dumps(value).encode())
+
+
+def _call_of(message: Any) -> str:
+    is_ours = isinstance(message, list) and len(message) == 4 and isinstance(message[0], str)
+    return message[0] if is_ours else "another collective call"
+
+
+def _of_parameters(bucket: Bucket) -> dict[str, str]:
+    """The shapes and dtypes of parameters by name, and whether they are trained."""
+    found = {}
+    for slot, parameter in zip(bucket.layout.slots, bucket.sharded, strict=True):
+        found[slot.name] = f"{tuple(slot.shape)} {bucket.dtype}"
+        found[f"{slot.name} {_OF_ISLAND}"] = "trained" if parameter.requires_grad else "frozen"
+    return found
+
+
+def _of_bucket(bucket: Bucket) -> dict[str, str]:
+    hidden = ("unit_name", "gathered", "sharded")  # the unit's own name, and what `_of_parameters` says
+    return _settings({name: value for name, value in vars(bucket).items() if name[0] != "_" and name not in hidden})
+
+
+def _settings(values: Mapping[str, Any]) -> dict[str, str]:
+    """The settings of an object by name; those that say nothing are left out."""
+    found = {}
+    for name, value in values.items():
+        shown = _shown(value)
+        if shown is not None:
+            found[f"{name} {_OF_ISLAND}" if name in _OWN_OF_ISLANDS else name] = shown
+    return found
+
+
+def _shown(value: Any) -> str | None:
+    """A value as text that is equal on all ranks; None for an object that says nothing."""
+    if isinstance(value, (bool, int, float, str, torch.dtype, Enum, type(None))):
+        return str(value)
+    if isinstance(value, Cluster):
+        shape = f"{value.num_islands} x {value.num_nodes} x {value.num_local}"
+        return f"{shape} (islands x nodes x local ranks) on {value.device_type}"
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    if type(value).__name__ == "Unit":
+        return str(value.name)
+    if is_dataclass(value) and not isinstance(value, type) and type(value).__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        return _joined(f"{each.name}={_shown(getattr(value, each.name))}" for each in fields(value))
+    if isinstance(value, Mapping):
+        return _joined(f"{key}: {_shown(each)}" for key, each in value.items())
+    if isinstance(value, (set, frozenset)):
+        return _joined(sorted(str(_shown(each)) for each in value))
+    if isinstance(value, Sequence):
+        shown = [_shown(each) for each in value]
+        return None if any(each is None for each in shown) else _joined(str(each) for each in shown)
+    return None
+
+
+def _joined(parts: Iterable[str]) -> str:
+    return f"({', '.join(parts)})"
