@@ -73,12 +73,12 @@ class Awaited(NamedTuple):
 class Entries(NamedTuple):
     """The number of transfers that a rank has issued on a group, and the names of the last ones."""
 
-    count: int
+    issued: int
     last: list[str]
 
     def name_of(self, number: int) -> str | None:
         """The name of a transfer, counted from 1; None if it was not issued yet, or is forgotten."""
-        place = number - 1 - self.count + len(self.last)
+        place = number - 1 - self.issued + len(self.last)
         return self.last[place] if 0 <= place < len(self.last) else None
 
 

@@ -45,7 +45,7 @@ def _differing_names(own_rank: int, records: Mapping[int, Record]) -> Proof | No
 
 
 def _first_difference(own: Entries, other: Entries) -> tuple[int, str, str] | None:
-    for number in range(max(1, own.count - len(own.last) + 1), min(own.count, other.count) + 1):
+    for number in range(max(1, own.issued - len(own.last) + 1), min(own.issued, other.issued) + 1):
         name, other_name = own.name_of(number), other.name_of(number)
         if name is not None and other_name is not None and name != other_name:
             return number, name, other_name
@@ -89,7 +89,7 @@ def _awaited(rank: int, records: Mapping[int, Record]) -> list[int]:
 
 
 def _issued(record: Record, group: str) -> int:
-    return record.groups[group].count if group in record.groups else 0
+    return record.groups[group].issued if group in record.groups else 0
 
 
 def _reason(rank: int, other: int, records: Mapping[int, Record]) -> str:

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from laconic.comm.agreement import RankGroup
+from laconic.errors import RanksDifferError
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import Bucket
 
@@ -124,10 +126,13 @@ def _refuse_unequal_weights(buckets: Sequence[Bucket]) -> None:
             continue
         members = [bucket for bucket in buckets if bucket.cluster is cluster]
         by_rank = RankGroup(cluster.all_flag_group).gather([bucket.first_digest for bucket in members])
+        numbers = dist.get_process_group_ranks(cluster.all_flag_group)
         for bucket, digests in zip(members, zip(*by_rank, strict=True), strict=True):
             if None not in digests and len(set(digests)) > 1:
-                raise ValueError(
-                    f"ranks gave fully_shard different weights, as of {bucket.layout.slots[0].name}, and would train a "
+                other = next(place for place, digest in enumerate(digests) if digest != digests[0])
+                raise RanksDifferError(
+                    f"ranks gave fully_shard different weights: rank {numbers[other]} has others than rank "
+                    f"{numbers[0]}, as of {bucket.layout.slots[0].name} of {bucket.unit_name}, and they would train a "
                     "mixture of them. Build the model from one seed on all ranks (torch.manual_seed), load a state "
                     "dict, or call fully_shard(..., broadcast=True)"
                 )
