@@ -13,11 +13,13 @@ import sys
 from collections.abc import Callable, Mapping
 
 from benchmarks.measure import Benchmark
+from benchmarks.mend import ranks_differ
 from benchmarks.record import Row
 from benchmarks.trust.bench import Bench, open_bench
 
 ROWS: Mapping[str, Callable[[Bench], Row]] = {
     # in the order of the table
+    "ranks-differ": ranks_differ.row,
 }
 
 BENCHMARK = Benchmark(name="mend", doc=__doc__, prepare=open_bench, rows=ROWS)

@@ -152,12 +152,12 @@ class World:
 
         return self._run(group, async_op, (*outputs, input), body)
 
-    def isend(self, tensor: Tensor, dst: Any = None, group: Any = None, group_dst: Any = None) -> _Work:
+    def isend(self, tensor: Tensor, dst: Any = None, group: Any = None, group_dst: Any = None, tag: int = 0) -> _Work:
         """Another rank reads the tensor: [Note: Messages of the machine]."""
         body = partial(self._machine.note_read, tensor, "isend")
         return self._start(self._link(tensor, group, group_dst), (tensor,), body)
 
-    def irecv(self, tensor: Tensor, src: Any = None, group: Any = None, group_src: Any = None) -> _Work:
+    def irecv(self, tensor: Tensor, src: Any = None, group: Any = None, group_src: Any = None, tag: int = 0) -> _Work:
         """Another rank writes the tensor: [Note: Messages of the machine]."""
 
         def body() -> None:

@@ -196,9 +196,10 @@ class Communicator:
     def _exchange(self, purpose: Purpose, group: dist.ProcessGroup, landings: _Tensors, messages: _Tensors) -> Pending:
         """Receive from every peer and send to every peer; both arguments are indexed by rank."""
         ticket = self._ticket(purpose, group)
+        tag = ticket.tag  # Gloo ends the process if a message is longer than the receive that it meets
         with waiting_for(described(*ticket.label)):  # a lost connection may be an error already
-            works = [dist.irecv(landings[peer], group=group, group_src=peer) for peer in self._peers]
-            works += [dist.isend(messages[peer], group=group, group_dst=peer) for peer in self._peers]
+            works = [dist.irecv(landings[peer], group=group, group_src=peer, tag=tag) for peer in self._peers]
+            works += [dist.isend(messages[peer], group=group, group_dst=peer, tag=tag) for peer in self._peers]
         return self._pending(ticket, works)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import _thread
 import threading
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,6 +55,11 @@ class Ticket:
     label: Label
     senders: Sequence[int] | None
     """The places, in the group, of the ranks that must issue it; None stands for all."""
+
+    @property
+    def tag(self) -> int:
+        """A number for messages, by which only transfers of one number and one name meet."""
+        return zlib.crc32(f"{self.number} {self.label}".encode()) >> 1
 
     def awaited(self) -> Awaited:
         """Return the ticket in the form that the other ranks read."""

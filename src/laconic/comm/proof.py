@@ -37,8 +37,8 @@ def _differing_names(own_rank: int, records: Mapping[int, Record]) -> Proof | No
             if found is not None:
                 number, name, other_name = found
                 line = (
-                    f"transfer {number} of their group is {name} on rank {own_rank}, but {other_name} on rank {rank}: "
-                    f"rank {own_rank} is {own.step}, and rank {rank} is {other.step}. {REMEDY}"
+                    f"rank {rank} differs from rank {own_rank}: transfer {number} of their group is {other_name} there "
+                    f"({other.step}), and {name} on rank {own_rank} ({own.step}). {REMEDY}"
                 )
                 return Proof(ranks=sorted([own_rank, rank]), line=line)
     return None

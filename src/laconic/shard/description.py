@@ -5,7 +5,7 @@ What a rank sends follows from its units: their order, names, shapes, dtypes, ca
 flags. If one rank has others, ranks wait for each other until a time-out, or add up what does not belong together. So
 before the first transfer of a root, ranks compare one number that stands for all of this. Only if the numbers differ do
 they exchange the descriptions, and each names the first difference. The description is read from the fields of the
-objects themselves, so a new setting takes part by itself: plain values and frozen dataclasses say what they are,
+objects themselves, so a new setting takes part by itself: plain values and dataclasses of them say what they are,
 modules their classes, other units their names, and other objects nothing.
 
 Islands may train different parameters, as partial updates do. So the trainability and the wire, which follows from it,
@@ -140,7 +140,7 @@ def _of_parameters(bucket: Bucket) -> dict[str, str]:
 
 
 def _of_bucket(bucket: Bucket) -> dict[str, str]:
-    hidden = ("unit_name", "gathered", "sharded")  # the unit's own name, and what `_of_parameters` says
+    hidden = ("unit_name", "gathered", "sharded", "ledger")  # the unit's own, what `_of_parameters` says, and bytes
     return _settings({name: value for name, value in vars(bucket).items() if name[0] != "_" and name not in hidden})
 
 
@@ -165,8 +165,10 @@ def _shown(value: Any) -> str | None:
         return type(value).__name__
     if type(value).__name__ == "Unit":
         return str(value.name)
-    if is_dataclass(value) and not isinstance(value, type) and type(value).__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        return _joined(f"{each.name}={_shown(getattr(value, each.name))}" for each in fields(value))
+    if is_dataclass(value) and not isinstance(value, type) and type(value).__eq__ is not object.__eq__:
+        return type(value).__name__ + _joined(
+            f"{each.name}={_shown(getattr(value, each.name))}" for each in fields(value)
+        )
     if isinstance(value, Mapping):
         return _joined(f"{key}: {_shown(each)}" for key, each in value.items())
     if isinstance(value, (set, frozenset)):
