@@ -1,0 +1,112 @@
+"""Ranks compare what they are and what they issue: description.py and program.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import laconic
+from laconic.comm.cluster import Cluster
+from laconic.errors import RanksDifferError
+from laconic.shard.description import compare, describe, first_difference
+from laconic.shard.program import Program
+from laconic.shard.unit import Unit
+from tests.ranks import run_ranks
+from tests.shard import helpers
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class FutureUnit(Unit):
+    """A unit with a setting of a later version."""
+
+    flavour: str = "sweet"
+    taste: laconic.Cache = field(default_factory=laconic.Cache)
+
+    def __post_init__(self) -> None:
+        """Register no hooks again."""
+
+
+def described_with(**changes: Any) -> Any:
+    mesh = laconic.init_mesh("cpu")
+    model = helpers.shard(helpers.build(), mesh=mesh)
+    unit = model._laconic_unit
+    fields = {name: value for name, value in vars(unit).items() if name[0] != "_" and name != "progress"}
+    future = FutureUnit(**fields, **changes)
+    future.progress = unit.progress
+    return describe([future])
+
+
+def job_new_settings() -> None:
+    base = described_with()
+    assert first_difference(base, described_with(), "rank 0") == ""
+    other = described_with(flavour="sour")
+    assert first_difference(base, other, "rank 0") == "Net has flavour sour here, and sweet on rank 0"
+    other = described_with(taste=laconic.Cache(where="host"))
+    assert "taste Cache(where=host" in first_difference(base, other, "rank 0")
+
+
+def test_a_new_setting_takes_part_by_itself() -> None:
+    run_ranks(job_new_settings, 1)
+
+
+def job_compare() -> None:
+    group = dist.group.WORLD
+    rank = dist.get_rank()
+    equal = {"a": {"x": "1", "wire of the island": str(rank // 2)}, "b": {}}
+    compare(group, "a test", equal, island=rank // 2)
+    with pytest.raises(RanksDifferError, match=r"rank 3 differs from rank 2: a has wire of the island 0 here, and 1"):
+        odd = {"a": {"x": "1", "wire of the island": "0" if rank == 3 else str(rank // 2)}, "b": {}}
+        compare(group, "a test", odd, island=rank // 2)
+    with pytest.raises(RanksDifferError, match=r"^rank 2 differs from rank 0: it has no b, which rank 0 has"):
+        compare(group, "a test", equal if rank != 2 else {"a": equal["a"]}, island=rank // 2)
+    with pytest.raises(RanksDifferError, match=r"rank 1 differs from rank 0: it runs another call where rank 0 runs a"):
+        compare(group, "another call" if rank == 1 else "a test", equal, island=rank // 2)
+
+
+def test_all_ranks_learn_the_first_difference() -> None:
+    run_ranks(job_compare, 4)
+
+
+def job_programs() -> None:
+    cluster = Cluster.of(laconic.init_mesh("cpu"))
+    program, rank = Program(cluster), dist.get_rank()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    for step in range(3):
+        program.note("the gather of a")
+        program.start_comparison(diverges=False)
+        if step:
+            program.settle()
+        optimizer.step()
+    program.note("the gather of a")
+    program.note("the gather of b" if rank == 1 else "the gather of c")
+    program.start_comparison(diverges=False)
+    words = "rank 1 differs from rank 0 at transfer 5, .* it issued the gather of b where rank 0 issued the gather of c"
+    with pytest.raises(RanksDifferError, match=words):
+        optimizer.step()  # not with these gradients
+    program.note("the gather of a")
+    program.start_comparison(diverges=False)
+    program.settle()
+
+
+def test_an_optimizer_never_uses_gradients_of_programs_that_differ() -> None:
+    run_ranks(job_programs, 2, local=1)
+
+
+def job_engine() -> None:
+    """The names of both passes reach the comparison. Messages that fit would otherwise be mixed without a word."""
+    model: Any = helpers.shard(helpers.build())
+    program = model._laconic_unit.context.program
+    noted: list[str] = []
+    program.note = noted.append
+    helpers.train_step(model)
+    gathers = [f"the gather of {name}" for name in ("Net", "blocks.0", "blocks.1", "blocks.2")]
+    reductions = [f"the reduction of {name}" for name in ("blocks.2", "blocks.1", "blocks.0", "Net")]
+    assert sorted(noted) == sorted([*gathers, *gathers[1:], *reductions])
+
+
+def test_the_engine_notes_all_that_it_issues() -> None:
+    run_ranks(job_engine, 2, local=1)
