@@ -35,8 +35,10 @@ MODELS = (
     "opt",
     "mixtral-eager",
     "mixtral-grouped_mm",
+    "mixtral-batched_mm",
     "gpt-oss-eager",
     "gpt-oss-grouped_mm",
+    "gpt-oss-batched_mm",
     "qwen3-moe-grouped_mm",
 )
 

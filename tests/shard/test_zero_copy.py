@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -95,8 +96,8 @@ class Sink:
         self.written = 0
         linear.set_sink(weight, self, 0)
 
-    def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype == self.gradient.dtype
+    def accepts(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        return linear.is_gradient(shape, self.gradient.shape) and dtype == self.gradient.dtype
 
     def collect(self, index: int, parameter: nn.Parameter) -> None:
         raise AssertionError("not under test")

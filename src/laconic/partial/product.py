@@ -97,7 +97,7 @@ class Product:
         left = left.transpose(-2, -1)
         sink, slot = self.sinks[index] or (None, 0)
         writes = use is GradientUse.ACCUMULATED and self.dtype == part.dtype and not _compat.is_transforming()
-        if writes and sink is not None and sink.accepts(part.dtype):
+        if writes and sink is not None and sink.accepts(slot, (*left.shape[:-1], right.shape[-1]), part.dtype):
             sink.add_product(slot, left, right)
             return None
         if self.offsets is None:

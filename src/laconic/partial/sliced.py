@@ -76,11 +76,10 @@ class SlicedTensor:
     T = mT = property(t)
 
     def __getitem__(self, index: Any) -> Any:
-        """Select one expert's weight from a stack of weights. A bias takes any index, as a tensor does."""
+        """Select experts' weights from a stack: one by a number, a stack by a vector. A bias takes any index."""
         if not self._sliced.is_factor:
             return self.whole()[index]
-        is_one = isinstance(index, int) or (isinstance(index, Tensor) and index.ndim == 0 and not index.is_complex())
-        if self.dim() == 3 and is_one and getattr(index, "dtype", None) is not torch.bool:
+        if self.dim() == 3 and (type(index) is int or _is_expert_index(index)):
             return SlicedTensor(tuple(part[index] for part in self._parts), self._sliced, is_flipped=self._is_flipped)
         raise self._refusal(f"indexing with {type(index).__name__}")
 
@@ -131,6 +130,10 @@ class SlicedTensor:
         return func(*map(_plain, args), **{key: _plain(value) for key, value in kwargs.items()})
 
 
+def _is_expert_index(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.ndim < 2 and index.dtype in (torch.int64, torch.int32)
+
+
 def _plain(value: Any) -> Any:
     return value.whole() if isinstance(value, SlicedTensor) else value
 
@@ -145,6 +148,15 @@ def _linear(input: Tensor, weight: Any, bias: Any = None) -> Any:
 def _matmul(input: Any, other: Any) -> Any:
     if other.dim() == 3 and input.ndim != 3:
         return NotImplemented
+    if (
+        isinstance(input, SlicedTensor) and input.dim() == other.ndim == 3
+    ):  # transformers' batched_mm: one column for each weight
+
+        def call(columns: Tensor, weight: Tensor, _: None) -> Tensor:
+            return torch.bmm(weight, columns.mT).mT
+
+        output = _multiply(other.mT, input, None, call, ndims=(3,), takes_out_in=True)
+        return output if output is NotImplemented else output.mT
     return _multiply(input, other, None, lambda x, weight, _: torch.matmul(x, weight), ndims=(2, 3))
 
 

@@ -20,7 +20,7 @@ from laconic.plan.fake_kernels import CudaChoices
 from laconic.plan.phase import LayerInput, Phase
 from laconic.plan.recorder import Recorder
 from laconic.shard.hooks import OutputGradients, watch_inputs
-from laconic.shard.linear import LinearInPlace, set_sink
+from laconic.shard.linear import LinearInPlace, is_gradient, set_sink
 from laconic.shard.trees import map_tensors, tensors_in
 
 _FOR_THE_LOSS = {"labels", "num_items_in_batch"}
@@ -174,12 +174,12 @@ class Tracing:
 
     # -- the sink of gradients that are written in place ---------------------------------------------------------------
 
-    def accepts(self, dtype: torch.dtype) -> bool:
-        """See `laconic.shard.linear.GradientSink`."""
-        return True
+    def accepts(self, parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """See `laconic.shard.linear.GradientSink`; a parameter stands for its index."""
+        return is_gradient(shape, parameter.shape)
 
     def add_product(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
-        """See `laconic.shard.linear.GradientSink`; a parameter stands for its index."""
+        """See `laconic.shard.linear.GradientSink`."""
         original = id(self._originals[id(parameter)])
         self._recorder.add_product(self._names[original], left, right, parameter.element_size())
         self._produced.add(original)

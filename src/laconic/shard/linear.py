@@ -10,6 +10,7 @@ reduce dtype, a graph of the gradient, autocast, compilation), the layer takes t
 So it does in a backward that does not add to `.grad` of the weight, such as `autograd.grad` of an input.
 """
 
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any, Protocol
 
@@ -24,14 +25,28 @@ from laconic._compat import GradientUse
 class GradientSink(Protocol):
     """The destination of one bucket's gradients."""
 
-    def accepts(self, dtype: torch.dtype) -> bool:
-        """True if products of `dtype` can be written without a cast."""
+    def accepts(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """True if `add_product` takes a product of this shape and dtype for parameter `index`.
+
+        It takes products of two matrices only, without a cast. All others go the way of autograd's gradients.
+        """
 
     def collect(self, index: int, parameter: nn.Parameter) -> None:
         """Move the gradient that autograd put on gathered parameter `index`."""
 
     def add_product(self, index: int, left: Tensor, right: Tensor) -> None:
-        """Add left @ right to the gradient of parameter `index`. Shapes: (m, k) @ (k, n) -> (m, n)."""
+        """Add left @ right, which `accepts` takes, to the gradient of parameter `index`.
+
+        Shapes: (m, k) @ (k, n) -> (m, n).
+
+        Raises:
+            ValueError: the product has another shape than the gradient.
+        """
+
+
+def is_gradient(product: Sequence[int], gradient: Sequence[int]) -> bool:
+    """True if a product of this shape is one of two matrices, and is the whole of a gradient of that shape."""
+    return len(product) == 2 and tuple(product) == tuple(gradient)
 
 
 def write_gradient_in_place(module: nn.Module) -> None:
@@ -54,18 +69,18 @@ def _forward(module: nn.Linear, input: Tensor) -> Tensor:
     weight = module.weight
     if not _compat.is_transforming():
         sink, index = sink_of(weight) or (None, 0)
-        if sink is not None and _can_write(input, weight, sink):
+        if sink is not None and _can_write(input, weight, sink, index):
             return LinearInPlace.apply(input, weight, module.bias, sink, index)
     return functional.linear(input, weight, module.bias)
 
 
-def _can_write(input: Tensor, weight: Tensor, sink: GradientSink) -> bool:
+def _can_write(input: Tensor, weight: Tensor, sink: GradientSink, index: int) -> bool:
     return (
         weight.requires_grad
         and torch.is_grad_enabled()
         and type(input) in (Tensor, nn.Parameter)
         and input.dtype == weight.dtype
-        and sink.accepts(weight.dtype)
+        and sink.accepts(index, weight.shape, weight.dtype)
         and not torch.is_autocast_enabled(input.device.type)
     )
 

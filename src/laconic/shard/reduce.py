@@ -12,7 +12,7 @@ on the parameters that none of them has used: [Note: Agreement on used parameter
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 import torch
@@ -29,6 +29,7 @@ from laconic.shard.crossing import CodedAllReduce, CodedReplicaSum, CodedSum, Tr
 from laconic.shard.inspection import UnitChecks
 from laconic.shard.lanes import Event, Lanes, wait_for
 from laconic.shard.ledger import Ledger
+from laconic.shard.linear import is_gradient
 from laconic.shard.used import UsedParameters, agree
 
 LEVELS: tuple[Level, ...] = ("island", "node", "local")
@@ -105,12 +106,18 @@ class BucketGradients:
             view.copy_(gradient)
             self._written.add(index)
 
-    def accepts(self, dtype: torch.dtype) -> bool:
-        """True if gradients of `dtype` need no cast."""
-        return dtype == self.bucket.reduce_dtype
+    def accepts(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """See `GradientSink.accepts`."""
+        return is_gradient(shape, self.bucket.layout.slots[index].shape) and dtype == self.bucket.reduce_dtype
 
     def add_product(self, index: int, left: Tensor, right: Tensor) -> None:
-        """Add left @ right to a gradient, in the bucket: [Note: Gradients written in place] in shard/linear.py."""
+        """See `GradientSink.add_product`, and [Note: Gradients written in place] in shard/linear.py."""
+        slot = self.bucket.layout.slots[index]
+        if not is_gradient((*left.shape[:-1], *right.shape[1:]), slot.shape):
+            raise ValueError(  # torch would give the memory another shape, and leave the rest of it as it was
+                f"a product {tuple(left.shape)} @ {tuple(right.shape)} cannot be the gradient of {slot.name}, "
+                f"{tuple(slot.shape)}; ask `accepts` first, and return such a gradient to autograd"
+            )
         view = self._view(index)
         if index in self._written:
             view.addmm_(left, right)
