@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -174,3 +175,37 @@ def job_one_slice() -> None:
 
 def test_one_slice_is_plain_local_steps_to_the_bit() -> None:
     run_ranks(job_one_slice, 2, local=1)
+
+
+def job_idle_slices(held: list[int], num_slices: int, folder: str) -> list[str]:
+    """What LocalSteps says of slices without a holder: its error, and its warning if islands may join later."""
+    mesh = laconic.init_mesh("cpu", islands=len(held))
+    said = []
+    for options in ({}, {"recovery": folder, "run_id": "idle"}):
+        model = partial_net(held[dist.get_rank()], num_slices)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                LocalSteps(model, optimizer, mesh=mesh, **options)  # type: ignore[arg-type]
+            except ValueError as error:
+                said.append(str(error))
+        said += [str(warning.message) for warning in caught if "slice" in str(warning.message)]
+    return said
+
+
+@pytest.mark.parametrize(
+    ("held", "num_slices", "idle", "weights"),
+    [([0, 1], 4, "2, 3", 312), ([1, 1], 2, "0", 312), ([0, 2], 3, "1", 208), ([1, 0], 2, "", 0)],
+)
+def test_slices_that_no_island_trains_are_refused_with_the_count_of_their_weights(
+    held: list[int], num_slices: int, idle: str, weights: int, tmp_path: Any
+) -> None:
+    problem = f"no island trains slice {idle} of {num_slices}, so {weights} weights never change"
+    for said in run_ranks(job_idle_slices, 2, held, num_slices, str(tmp_path), local=1):
+        if not idle:
+            assert said == []
+            continue
+        error, warning = said
+        assert error.startswith(f"{problem}; use at most as many slices as islands")
+        assert warning == f"{problem} until an island joins"

@@ -74,7 +74,10 @@ def test_settings_that_make_no_sense_are_refused_by_name(sync: dict[str, Any], p
         ),
         ({"sync": {**LOCAL, "recovery": "x"}}, "set train.resume = 'auto'"),
         ({"sync": {**LOCAL, "islands": 2}}, "sync.islands = 2 does not divide the 1 nodes"),
-        ({"sync": {**LOCAL, "slices": 2}}, "sync.slices = 2, but there are 1 islands"),
+        (
+            {"sync": {**LOCAL, "slices": 2}},
+            "sync.slices = 2 on 1 islands: no island trains slice 1 of 2; use at most as many",
+        ),
         ({"sync": {**LOCAL, "every": 6, "fragments": 3}}, "fragments=3, but the model has 2 numbered layers"),
     ],
 )

@@ -101,9 +101,10 @@ class LocalSteps:
 
     Raises:
         ValueError: the schedule is not valid, the codec is unknown, no parameter is trainable, no slice of a sliced
-            model is trainable, or `mixing` or `error_feedback` is out of its range; `recovery` cannot be written or
-            the run has no name; the optimizer belongs to a cyclic run, and its workers do not hold all parameters or
-            `recovery` is given; or `membership` is given with several islands in the mesh, `recovery`, or slices.
+            model is trainable, no island trains a slice and `recovery` is not given, or `mixing` or `error_feedback` is
+            out of its range; `recovery` cannot be written or the run has no name; the optimizer belongs to a cyclic
+            run, and its workers do not hold all parameters or `recovery` is given; or `membership` is given with
+            several islands in the mesh, `recovery`, or slices.
         JobError: `step`, on all ranks of all islands: an island's pseudo-gradient is NaN or infinite. With `membership`
             on that island alone, and see `laconic.islands.elastic`.
     """
@@ -169,6 +170,7 @@ class LocalSteps:
             terms = terms_of(self.schedule, mixing, self.fragments)
             run = _run_name(run_id, "membership=")
             self._exchange = ElasticExchange(membership, run, self.cluster, codec_named(codec), terms)
+        holders.check(may_join=recovery is not None)
         self._recovery: Recovery | None = None
         if recovery is not None:
             slices = sorted({holders.order(name) for name, p in synced.items() if p.requires_grad} - {-1})

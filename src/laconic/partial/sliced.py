@@ -148,9 +148,7 @@ def _linear(input: Tensor, weight: Any, bias: Any = None) -> Any:
 def _matmul(input: Any, other: Any) -> Any:
     if other.dim() == 3 and input.ndim != 3:
         return NotImplemented
-    if (
-        isinstance(input, SlicedTensor) and input.dim() == other.ndim == 3
-    ):  # transformers' batched_mm: one column for each weight
+    if isinstance(input, SlicedTensor) and input.dim() == other.ndim == 3:  # batched_mm: one column for each weight
 
         def call(columns: Tensor, weight: Tensor, _: None) -> Tensor:
             return torch.bmm(weight, columns.mT).mT

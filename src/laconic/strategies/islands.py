@@ -17,6 +17,7 @@ from laconic.comm.cluster import Cluster
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError, SyncConfig
 from laconic.files import write_text
+from laconic.islands.holders import check_slices
 from laconic.islands.local_steps import LocalSteps
 from laconic.islands.membership import Membership
 from laconic.islands.outer_optimizer import outer_sgd
@@ -42,11 +43,12 @@ def num_islands(config: Config, ranks: RankInfo) -> int:
             f"sync.islands = {islands} does not divide the {ranks.num_nodes} nodes of this launch; an island is made "
             "of whole nodes, so use a divisor, or leave the key out to make every node an island"
         )
-    if sync.slices > islands and sync.recovery is None:  # with recovery, islands may join later
-        raise JobError(
-            f"sync.slices = {sync.slices}, but there are {islands} islands: a slice that no island trains never moves; "
-            f"use at most {islands} slices, or more islands"
-        )
+    if sync.recovery is None:
+        holders = Counter(assign_slices([None] * islands, sync.slices))
+        try:
+            check_slices([holders[index] for index in range(sync.slices)], may_join=False)
+        except ValueError as problem:
+            raise JobError(f"sync.slices = {sync.slices} on {islands} islands: {problem}") from None
     return islands
 
 

@@ -93,6 +93,8 @@ class _Anatomy:
 
 def _examine(model: nn.Module, inputs: Mapping[str, Tensor]) -> _Anatomy:
     """Run the model once and record the order in which it calls its modules."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise _unknown(model)
     layers_path, layers = _find_layers(model)
     body_path, _, layers_name = layers_path.rpartition(".")
     body = model.get_submodule(body_path)
