@@ -248,10 +248,7 @@ class Bucket:
 
     def hold_shard(self, nbytes: int) -> None:
         """Count memory as large as a shard, where shards rest."""
-        if self.is_offloaded:
-            self.ledger.host_bytes += nbytes
-        else:
-            self.ledger.hold(nbytes)
+        self.ledger.hold_at_rest(nbytes, on_host=self.is_offloaded)
 
     @property
     def gathers_own_bits(self) -> bool:

@@ -1,5 +1,6 @@
 """The bytes that the engine holds, counted alike on CPU, where no allocator counts them, and on CUDA."""
 
+import weakref
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,6 +20,22 @@ class Ledger:
         """Add `nbytes` of device memory; a negative number when memory is freed."""
         self.device_bytes += nbytes
         self.device_peak_bytes = max(self.device_peak_bytes, self.device_bytes)
+
+    def hold_at_rest(self, nbytes: int, *, on_host: bool) -> None:
+        """Add `nbytes` where shards rest: in device memory or, `on_host`, in host memory."""
+        if on_host:
+            self.host_bytes += nbytes
+        else:
+            self.hold(nbytes)
+
+    def hold_until_freed(self, tensor: Tensor, *, on_host: bool) -> None:
+        """Count the memory of `tensor`, where shards rest, as long as somebody holds the tensor.
+
+        Python keeps what the finalizer calls for as long as the tensor lives: here this ledger, which holds nothing but
+        numbers. A finalizer that held a bucket would keep the tensor's own owner, and so the tensor, for ever.
+        """
+        self.hold_at_rest(tensor.nbytes, on_host=on_host)
+        weakref.finalize(tensor, self.hold_at_rest, -tensor.nbytes, on_host=on_host).atexit = False
 
     def reset_peak(self) -> None:
         """Set the peak to the bytes that are held now."""

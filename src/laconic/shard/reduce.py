@@ -11,7 +11,6 @@ gradients, in a backward that adds to `.grad` of some parameter (`autograd.grad`
 on the parameters that none of them has used: [Note: Agreement on used parameters] in shard/used.py.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
@@ -191,8 +190,7 @@ class BucketGradients:
         if base is not None and all(getattr(parameter.grad, "base", None) is base for _, parameter in trainable):
             base.add_(shard)  # one operation for all gradients
             return
-        self.bucket.hold_shard(shard.nbytes)
-        weakref.finalize(shard, self.bucket.hold_shard, -shard.nbytes)
+        self.ledger.hold_until_freed(shard, on_host=self.bucket.is_offloaded)
         for index, parameter in trainable:
             local = self.bucket.local_view(shard, index)
             if parameter.grad is None:
