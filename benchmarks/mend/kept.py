@@ -97,7 +97,7 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _muon(model: nn.Module) -> torch.optim.Optimizer:
-    return Muon(matrices_and_rest(model)[0], lr=1e-3)
+    return Muon(matrices_and_rest(model), lr=1e-3)
 
 
 def _loss(model: nn.Module, seed: int) -> Tensor:
@@ -191,9 +191,7 @@ def _plain_islands(**options: Any) -> Iterator[tuple[nn.Module, Callable[[], Non
 
 def _cyclic(*, closes: bool) -> Iterator[tuple[nn.Module, Callable[[], None]]]:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)))
-    run = laconic.CyclicDataParallel(
-        list(model), nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), _line()
-    )
+    run = laconic.CyclicDataParallel(list(model), nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), _line())
 
     def train() -> None:
         for _ in range(3):
@@ -224,8 +222,7 @@ def _saved() -> Iterator[tuple[nn.Module, Callable[[], None]]]:
 
 def _own_groups() -> Iterator[tuple[nn.Module, Callable[[], None]]]:
     """Models on meshes that the user makes anew each time: equal ranks find laconic's groups again."""
-    for model, train in _sharded(_fresh_mesh):
-        yield model, train
+    return _sharded(_fresh_mesh)
 
 
 _fresh: list[DeviceMesh] = []
@@ -314,17 +311,17 @@ def _round(strategy: str) -> list[weakref.ref[Tensor]]:
 
 def count_growth(strategy: str, rounds: int, warm_up: int) -> dict[str, int]:
     """Return what has grown on this rank in `rounds` rounds, by kind, and the growth of memory as `resident bytes`."""
-    watched: list[weakref.ref[Tensor]] = []
     for _ in range(warm_up):
         _round(strategy)
     before = _held()
-    resident = _resident_bytes()
+    resident, alive = _resident_bytes(), 0
     for _ in range(rounds):
         watched = _round(strategy)
         gc.collect()
+        alive += sum(reference() is not None for reference in watched)
+        del watched
     after = _held()
     growth = {kind: count - before[kind] for kind, count in after.items() if count > before[kind]}
-    alive = sum(reference() is not None for reference in watched)
     if alive:
         growth["tensors of dropped models"] = alive
     return growth | {"resident bytes": _resident_bytes() - resident}

@@ -205,7 +205,8 @@ def test_it_can_be_turned_off() -> None:
 
 def record(*counts: tuple[str, int, int] | None, **changes: Any) -> Record:
     fields = {"last": 0, "action": "in forward", "awaited": "weights", "since": time.time(), "has_ended": False}
-    return Record.decode(Record(counts=list(counts), **(fields | changes)).encode().encode())
+    numbered = {str(number): count for number, count in enumerate(counts) if count is not None}
+    return Record.decode(Record(counts=numbered, **(fields | changes)).encode().encode())
 
 
 def test_records_say_who_is_behind() -> None:

@@ -22,7 +22,9 @@ class UnitProgress:
         self.name = name
         self.forwards = 0
         self.backwards = 0
-        here.units.append(weakref.ref(self))
+        self.number = 0
+        """The units that this process had made before."""
+        here.add(self)
 
     def enter_forward(self) -> None:
         """Count a forward that begins."""
@@ -51,9 +53,15 @@ class Here:
         """The number of things that happened: units that began or ended, and transfers that were awaited or came."""
         self.awaited: str | None = None
         """The transfer for which a thread of this rank waits."""
-        self.units: list[weakref.ref[UnitProgress]] = []
-        """All units in the order in which they were made, which is the same on all ranks."""
+        self._units = weakref.WeakValueDictionary[int, UnitProgress]()  # by the number of units made before
+        self._num_made = 0
         self._last: tuple[UnitProgress, Action] | None = None
+
+    def add(self, unit: UnitProgress) -> None:
+        """Number a unit. Ranks make their units in the same order, so these have the same numbers."""
+        unit.number = self._num_made
+        self._units[unit.number] = unit
+        self._num_made += 1
 
     def note(self, unit: UnitProgress, action: Action) -> None:
         """Note what a unit does."""
@@ -63,11 +71,11 @@ class Here:
     def record(self, since: float, *, has_ended: bool = False) -> Record:
         """Make a record of this rank. `since` is the time of the last event, in seconds since the epoch."""
         last, action = self._last or (None, None)
-        units = [reference() for reference in self.units]
+        units = [unit for reference in self._units.valuerefs() if (unit := reference()) is not None]
         ticket = waits.of_program()  # before the journals, which then have all that it needs
         return Record(
-            counts=[None if unit is None else (unit.name, unit.forwards, unit.backwards) for unit in units],
-            last=None if last is None else units.index(last),
+            counts={str(unit.number): (unit.name, unit.forwards, unit.backwards) for unit in units},
+            last=None if last is None else last.number,
             action=action,
             awaited=self.awaited,
             since=since,
@@ -85,10 +93,10 @@ here = Here()
 class Record:
     """The counters of one rank in the form that the other ranks read."""
 
-    counts: list[tuple[str, int, int] | None]
-    """The name, the forwards and the backwards of each unit; None for a unit that is gone."""
+    counts: dict[str, tuple[str, int, int]]
+    """The name, the forwards and the backwards of each unit that lives, by its number (JSON has no keys but text)."""
     last: int | None
-    """The index of the unit that did something last."""
+    """The number of the unit that did something last."""
     action: Action | None
     awaited: str | None
     since: float
@@ -119,7 +127,7 @@ class Record:
     @property
     def step(self) -> str:
         """The last thing that a unit did, such as "in forward 26 of blocks.0"."""
-        unit = None if self.last is None else self.counts[self.last]
+        unit = self.counts.get(str(self.last))
         if unit is None or self.action is None:
             return "before the first forward"
         name, forwards, backwards = unit
@@ -127,10 +135,8 @@ class Record:
 
     def lacks(self, other: Record) -> str:
         """The pass, such as "forward 26 of blocks.0", that `other` did last and this rank never entered; else ""."""
-        if other.last is None or other.last >= len(self.counts) or other.action is None:
-            return ""
-        unit, own = other.counts[other.last], self.counts[other.last]
-        if unit is None or own is None or own[0] != unit[0]:  # the ranks have made different models
+        unit, own = other.counts.get(str(other.last)), self.counts.get(str(other.last))
+        if other.action is None or unit is None or own is None or own[0] != unit[0]:  # they have made different models
             return ""
         name, forwards, backwards = unit
         if "forward" in other.action:

@@ -75,6 +75,8 @@ class RaggedTensor(BoxedTensor, DTensor):
     """The layout of the tensor."""
     _local_tensor: Tensor
     _bump: Callable[[], None] | None
+    _zeroings: list[int]
+    """One number, which the aliases of a tensor share."""
 
     def __new__(
         cls,
@@ -93,7 +95,7 @@ class RaggedTensor(BoxedTensor, DTensor):
         if isinstance(local, LocalPart):
             local = local.as_subclass(Tensor)
         self = torch.Tensor._make_wrapper_subclass(cls, spec.shape, dtype=local.dtype, device=device or local.device)
-        self._local_tensor, self.spec, self._bump = local, spec, bump
+        self._local_tensor, self.spec, self._bump, self._zeroings = local, spec, bump, [0]
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -198,7 +200,9 @@ class RaggedTensor(BoxedTensor, DTensor):
 
     def alias(self) -> RaggedTensor:
         """Wrap the same memory again, as `p.detach()` does. A change of the result is a change of this tensor."""
-        return RaggedTensor(self._local_tensor, self.spec, device=self.device, bump=self._bump)
+        same = RaggedTensor(self._local_tensor, self.spec, device=self.device, bump=self._bump)
+        same._zeroings = self._zeroings
+        return same
 
     def move_to(self, local: Tensor) -> None:
         """Hold `local`, which has equal elements and lies on the same device, instead of the present part."""
@@ -236,6 +240,15 @@ class RaggedTensor(BoxedTensor, DTensor):
         """Count a change of the elements, on every rank: [Note: Versions]."""
         if self._bump is not None:
             self._bump()
+
+    @property
+    def zeroings(self) -> int:
+        """How often the tensor has been set to zero, as by `zero_()`: alike on all ranks that run the same program."""
+        return self._zeroings[0]
+
+    def note_zeroing(self) -> None:
+        """Count that the tensor has been set to zero."""
+        self._zeroings[0] += 1
 
     def held_boxes(self) -> list[Box]:
         """See `BoxedTensor.held_boxes`."""

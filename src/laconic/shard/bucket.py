@@ -328,6 +328,12 @@ class Bucket:
         size = self.layout.shard_numel
         return node_shard[self.cluster.node_rank * size : (self.cluster.node_rank + 1) * size]
 
+    def part_of_node_shard(self, node_shard: Tensor, index: int) -> Tensor:
+        """The elements of parameter `index` in this rank's node shard, (N * C,): flat, possibly empty, a view."""
+        begin, slot = self.cluster.local_rank * self.node_shard_numel, self.layout.slots[index]
+        first, last = (max(0, offset - begin) for offset in (slot.offset, slot.offset + slot.numel))
+        return node_shard[first:last]
+
     @property
     def peers(self) -> range:
         """The shards of this rank's node shard, in the order of nodes."""

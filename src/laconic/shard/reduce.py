@@ -24,6 +24,7 @@ from laconic.comm.collectives import Communicator, Pending
 from laconic.comm.traffic import Level
 from laconic.shard.bucket import Bucket
 from laconic.shard.checksum import checksums
+from laconic.shard.cleared import WaitingGradient, WaitingSums
 from laconic.shard.crossing import CodedAllReduce, CodedReplicaSum, CodedSum, Transfer
 from laconic.shard.inspection import UnitChecks
 from laconic.shard.lanes import Event, Lanes, wait_for
@@ -58,6 +59,7 @@ class BucketGradients:
         self.is_due = False
         """True if gradients of the running backward are to be reduced, whether they come on this rank or not."""
         self.used = UsedParameters(bucket)
+        self.waiting = WaitingSums(bucket)
         bucket.set_gradient_sink(self)
 
     @property
@@ -160,6 +162,33 @@ class BucketGradients:
             if not isinstance(level, Communicator):
                 level.forget()
 
+    def show_waiting(self) -> None:
+        """Let `.grad` stand for sums that wait until the next backward: [Note: Cleared gradients] in cleared.py."""
+        for index in self._trainable():
+            self.waiting.show(index)
+
+    def take_waiting(self) -> set[int]:
+        """End `show_waiting`: drop the sums of the parameters that were cleared meanwhile, and return these."""
+        cleared = self.waiting.take()
+        self.used.remove(cleared)
+        for index in cleared:
+            if self.partial is not None:
+                self.bucket.part_of_node_shard(self.partial, index).zero_()
+            if self.partial_shard is not None:
+                self.bucket.local_view(self.partial_shard, index).zero_()
+        return cleared
+
+    def _trainable(self) -> list[int]:
+        """The parameters to whose `.grad` sums are added.
+
+        One that was frozen after an earlier micro-batch keeps that one's gradient, as in torch.
+        """
+        return [
+            index
+            for index, parameter in enumerate(self.bucket.sharded)
+            if parameter.requires_grad or self.bucket.is_frozen or index in self.used
+        ]
+
     def discard(self) -> None:
         """Drop the gradients of a failed backward, and the partial sums that may include some of them."""
         for buffer in (self._full, self.partial, self.partial_shard):
@@ -169,6 +198,7 @@ class BucketGradients:
         self.is_due = False
         self._written.clear()
         self.used.forget()
+        self.waiting.take()
 
     def accumulate(self, shard: Tensor) -> None:
         """Divide a finished sum over all ranks, (C,), and add it to `.grad` of the sharded parameters."""
@@ -180,12 +210,7 @@ class BucketGradients:
         shard = shard.to(self.bucket.dtype)
         if self.bucket.is_offloaded:
             shard = self.bucket.host_copy(shard)
-        # a parameter that was frozen after an earlier micro-batch keeps that one's gradient, as in torch
-        trainable = [
-            (index, parameter)
-            for index, parameter in enumerate(self.bucket.sharded)
-            if parameter.requires_grad or self.bucket.is_frozen or index in self.used
-        ]
+        trainable = [(index, self.bucket.sharded[index]) for index in self._trainable()]
         base = getattr(trainable[0][1].grad, "base", None)
         if base is not None and all(getattr(parameter.grad, "base", None) is base for _, parameter in trainable):
             base.add_(shard)  # one operation for all gradients
@@ -193,8 +218,9 @@ class BucketGradients:
         self.ledger.hold_until_freed(shard, on_host=self.bucket.is_offloaded)
         for index, parameter in trainable:
             local = self.bucket.local_view(shard, index)
-            if parameter.grad is None:
+            if parameter.grad is None or isinstance(parameter.grad, WaitingGradient):
                 self.used.note_new_gradient(index)
+            if parameter.grad is None:
                 gradient = parameter.like(local)  # type: ignore[attr-defined]
                 gradient.base = shard  # so `shard` lives, and is counted, until the last of its gradients goes
                 parameter.grad = gradient
@@ -226,6 +252,8 @@ class Reduction:
         self.stage = Stage.LOCAL
         self.changed_grad = False
         """True once `.grad` has changed."""
+        self.cleared: set[int] = set()
+        """Parameters whose gradients were cleared after the backward that this sum is of."""
         self._across_nodes, self._across_islands = across_nodes, across_islands
         self._keeps_sum = True
         self._ledger, self._lane = gradients.ledger, gradients.lanes.reduce
@@ -284,6 +312,7 @@ class Reduction:
             return Stage.DONE
         if self._node_shard is not None:
             self._shard = self._finish_transfer()
+            self._drop_cleared()
             self._ledger.hold(-self._node_shard.nbytes)
             self._node_shard = None
         if not self.gradients.has_replicas:
@@ -317,11 +346,17 @@ class Reduction:
         if self._replicas is not None and self._shard is not None and self.gradients.checks.is_due:
             self.gradients.checks.inspection.note_replicas(self.gradients.bucket, self._shard)
         if self._shard is not None and self._keeps_sum:
+            self._drop_cleared()
             self.gradients.accumulate(self._shard)
             self.changed_grad = True
         self._shard = None
         self._done = self._lane.record_event()
         return Stage.DONE
+
+    def _drop_cleared(self) -> None:
+        if self._shard is not None:
+            for index in self.cleared:
+                self.gradients.bucket.local_view(self._shard, index).zero_()
 
     def _add(self, total: Tensor | None, fresh: Tensor | None) -> Tensor | None:
         """Add fresh sums to the sums of earlier backwards, and count the memory of the result."""
@@ -366,6 +401,16 @@ class ReductionQueue:
         self._in_flight: list[Reduction] = []
         self._reduced: list[UsedParameters] = []  # on which the ranks have yet to agree
 
+    def has(self, gradients: BucketGradients) -> bool:
+        """True if a reduction of these gradients is under way."""
+        return any(each.gradients is gradients for each in self._in_flight)
+
+    def drop(self, gradients: BucketGradients, cleared: set[int]) -> None:
+        """Drop the sums of some parameters that are under way."""
+        for each in self._in_flight:
+            if each.gradients is gradients:
+                each.cleared |= cleared
+
     def is_crossing_nodes(self, gradients: BucketGradients) -> bool:
         """True if a reduction of these gradients is on its way across nodes."""
         return any(each.gradients is gradients and each.stage is Stage.NODE for each in self._in_flight)
@@ -399,10 +444,8 @@ class ReductionQueue:
         self._in_flight = [reduction for reduction in self._in_flight if reduction.stage is not Stage.DONE]
 
     def _note_use(self, used: UsedParameters) -> None:
-        """Agree on the used parameters now, at the end of the backward, or not at all, as none is new."""
+        """Agree on the used parameters now, or at the end of the backward."""
         if used.has_hooks:
             agree([used])
-        elif not used.has_new_gradients:
-            used.forget()
         elif used not in self._reduced:
             self._reduced.append(used)

@@ -202,6 +202,11 @@ class Unit:
         """True for the outermost unit."""
         return self._context is not None and self._root is self
 
+    @property
+    def _all_gradients(self) -> list[BucketGradients]:
+        """The gradients of all units of this root."""
+        return [gradients for unit in self._root._units for gradients in unit.gradients]
+
     def _finish_backward(self) -> None:
         """Finish the backward of all units of this root, in an order that is the same on all ranks."""
         for unit in reversed(self._units):
@@ -209,6 +214,9 @@ class Unit:
         self._compare_programs()
         if self.context.is_last_backward:
             self.context.reductions.finish()
+        for gradients in self._all_gradients:
+            if gradients.has_partial_sums(across_islands=True) or self.context.reductions.has(gradients):
+                gradients.show_waiting()
         for unit in self._units:
             if unit._frees_after_backward:
                 unit.reshard()
@@ -437,6 +445,8 @@ class Unit:
         if not self.context.is_in_backward:
             adds_to_grad = any(each.adds_to_grad() for unit in self._root._units for each in unit.gradients)
             self.context.begin_backward(creates_graph=torch.is_grad_enabled(), adds_to_grad=adds_to_grad)
+            for gradients in self._all_gradients:
+                self.context.reductions.drop(gradients, gradients.take_waiting())
             _compat.after_this_backward(self._root._finish_backward)
 
     def reach_inputs(self, node: Any) -> None:

@@ -3,9 +3,9 @@
 [Note: Agreement on used parameters]
 A reduction sums zero for a parameter without a gradient. If no rank has a gradient for it, its `.grad` must be None,
 not zero: Adam would move a parameter whose gradient is zero. So at the end of a backward the ranks agree, in one small
-message, on the parameters that got a gradient on any rank. A bucket whose parameters all had a `.grad` before has
-nothing to agree on. A bucket whose parameters have hooks agrees at once, because a hook may take the optimizer's step
-and free the gradient.
+message, on the parameters that got a gradient on any rank. They do so also if all parameters had a `.grad` before:
+users may clear gradients on one rank only, and no rank may wait for a message that others do not send. A bucket whose
+parameters have hooks agrees at once, because a hook may take the optimizer's step and free the gradient.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,14 +33,13 @@ class UsedParameters:
         """Record parameters that got a gradient on this rank."""
         self._used.update(indices)
 
+    def remove(self, indices: Iterable[int]) -> None:
+        """Forget that parameters got a gradient: it was cleared."""
+        self._used.difference_update(indices)
+
     def note_new_gradient(self, index: int) -> None:
         """Record a parameter whose `.grad` was None before this reduction."""
         self._new.add(index)
-
-    @property
-    def has_new_gradients(self) -> bool:
-        """True if a parameter had no `.grad` before the last reduction."""
-        return bool(self._new)
 
     @property
     def has_hooks(self) -> bool:

@@ -1,0 +1,125 @@
+"""The sums of gradients that a user clears before they have reached `.grad`.
+
+[Note: Cleared gradients]
+After a backward that does not sync, the engine keeps sums that are not in `.grad`: of a node, of an island, or on their
+way. What a user clears is cleared, as under DDP, where `.grad` holds such sums itself. So between backwards `.grad`
+stands for the sums that wait: a parameter that has none gets a `WaitingGradient`, which is zero and takes no memory
+until it is read or changed. At the first gradient of the next backward the engine looks at each parameter whose sums
+wait. If another `.grad` is in its place, or none, or if its `.grad` was set to zero since, the sums of this parameter
+are dropped. Then the waiting gradients go, and the backward finds `.grad` as if they had never been. The sums are
+dropped by writing zeros into them, so all ranks reduce the same buckets, whatever a single one has cleared.
+
+An optimizer that steps meanwhile passes over parameters without a `.grad`, and must go on to do so: Adam would move a
+parameter whose gradient is zero. So waiting gradients are hidden during a step, unless its closure runs a backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from laconic.ragged.tensor import RaggedTensor
+from laconic.shard.bucket import Bucket
+
+_HIDDEN = "_laconic_hidden"
+"""The attribute of an optimizer that takes a step: the parameters whose waiting gradients are hidden."""
+
+
+class WaitingGradient(RaggedTensor):
+    """A `.grad` of zeros that stands for sums of gradients elsewhere: [Note: Cleared gradients]."""
+
+    _elements: Tensor | None
+    _count: Callable[[Tensor], None]
+    is_hidden: bool
+    """True while an optimizer takes a step."""
+
+    def __new__(cls, bucket: Bucket, index: int) -> WaitingGradient:  # type: ignore[misc]
+        """Make a gradient for a sharded parameter. The ledger of the bucket counts its memory, once it has some."""
+        parameter = bucket.sharded[index]
+        self = torch.Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        self.spec, self._bump, self._zeroings = parameter.spec, None, [0]  # type: ignore[attr-defined]
+        self._elements, self.is_hidden = None, False
+        # A reference to the bucket would be a cycle that Python never frees.
+        self._count = partial(bucket.ledger.hold_until_freed, on_host=bucket.is_offloaded)
+        return self
+
+    @property
+    def has_memory(self) -> bool:
+        """True once somebody has read or changed the elements."""
+        return self._elements is not None
+
+    @property
+    def _local_tensor(self) -> Tensor:  # type: ignore[override]
+        if self._elements is None:
+            numel = 0 if self.extent is None else self.extent.numel
+            self._elements = torch.zeros(numel, dtype=self.dtype, device=self.device)
+            self._count(self._elements)
+        return self._elements
+
+
+class WaitingSums:
+    """The parameters of one bucket whose sums wait, and what stands in their `.grad`: [Note: Cleared gradients]."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self._shown: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def show(self, index: int) -> None:
+        """Let `.grad` of a parameter stand for its sums, from the end of a backward on."""
+        parameter = self.bucket.sharded[index]
+        if parameter.grad is None:
+            parameter.grad = WaitingGradient(self.bucket, index)
+        self._shown[index] = weakref.ref(parameter.grad), _zeroings(parameter.grad)
+
+    def take(self) -> set[int]:
+        """Take the waiting gradients away, and return the parameters whose gradients were cleared since `show`."""
+        cleared = set()
+        for index, (reference, zeroings) in self._shown.items():
+            parameter, shown = self.bucket.sharded[index], reference()
+            is_waiting = isinstance(shown, WaitingGradient)
+            if is_waiting and shown.is_hidden:
+                shown.is_hidden = False
+            elif shown is None or parameter.grad is not shown or _zeroings(shown) != zeroings:
+                cleared.add(index)
+            if parameter.grad is shown and is_waiting and not shown.has_memory:
+                parameter.grad = None
+        self._shown.clear()
+        return cleared
+
+
+def _zeroings(gradient: Tensor) -> int:
+    return gradient.zeroings if isinstance(gradient, RaggedTensor) else gradient._version
+
+
+def _hide(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Hide waiting gradients from a step."""
+    _show_again(optimizer)  # of a step that raised
+    if any(argument is not None for argument in (*args[1:], *kwargs.values())):
+        return  # a closure
+    hidden = []
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        gradient = parameter.grad
+        if isinstance(gradient, WaitingGradient) and not gradient.has_memory:
+            gradient.is_hidden, parameter.grad = True, None
+            hidden.append((parameter, gradient))
+    if hidden:
+        setattr(optimizer, _HIDDEN, hidden)
+
+
+def _show_again(optimizer: Optimizer, *_: Any) -> None:
+    hidden: list[tuple[nn.Parameter, WaitingGradient]] = optimizer.__dict__.pop(_HIDDEN, [])
+    for parameter, gradient in hidden:
+        if gradient.is_hidden and parameter.grad is None:
+            parameter.grad = gradient
+        gradient.is_hidden = False
+
+
+register_optimizer_step_pre_hook(_hide)
+register_optimizer_step_post_hook(_show_again)
