@@ -45,6 +45,13 @@ def job_causes(folder: str) -> None:
         for parameter in model.parameters():
             parameter.mul_(1.25)
     expect_exact("an edit")
+    squared_error(model, inputs(6, dist.get_rank())).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+    optimizer.step()
+    model.zero_grad()
+    expect_exact("an edit between a backward and its step")
     state = {name: value.clone() for name, value in model.state_dict().items()}
     expect_exact("a state dict")
     model.load_state_dict(state)

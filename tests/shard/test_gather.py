@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -142,3 +143,33 @@ def job_changing_order() -> None:
 
 def test_another_order_than_the_recorded_one_is_only_slower() -> None:
     run_ranks(job_changing_order, 4, local=2)
+
+
+class Interrupted(Exception):
+    """Stands for what may arrive while a gather waits."""
+
+
+def job_interrupted(cache: str) -> None:
+    """An exception cuts a gather short: what arrived counts as nothing, and the next use gathers anew."""
+    model = helpers.shard(helpers.build(), cache=cache)
+    gather = model.blocks[1]._laconic_unit.gather._gathers[0]
+    finish = gather._crossing.finish
+
+    def interrupted(node_shard: Tensor) -> None:
+        finish(node_shard)
+        node_shard.fill_(float("nan"))
+        raise Interrupted
+
+    gather._crossing.finish = interrupted
+    with pytest.raises(Interrupted):
+        model.blocks[1].unshard()
+    gather._crossing.finish = finish
+    assert gather.is_stale
+    batches = helpers.micro_batches(1)
+    helpers.squared_error(model, batches[0][dist.get_rank()]).backward()
+    helpers.assert_gradients(model, helpers.oracle_of(model), batches)
+
+
+@pytest.mark.parametrize("cache", ["none", "host"])
+def test_a_gather_that_is_cut_short_is_begun_anew(cache: str) -> None:
+    run_ranks(job_interrupted, 2, cache, local=1)
