@@ -13,12 +13,13 @@ import sys
 from collections.abc import Callable, Mapping
 
 from benchmarks.measure import Benchmark
-from benchmarks.mend import ranks_differ
+from benchmarks.mend import kept, ranks_differ
 from benchmarks.record import Row
 from benchmarks.trust.bench import Bench, open_bench
 
 ROWS: Mapping[str, Callable[[Bench], Row]] = {
     # in the order of the table
+    "kept": kept.row,
     "ranks-differ": ranks_differ.row,
 }
 

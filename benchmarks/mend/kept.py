@@ -180,7 +180,7 @@ class _Averaged:
 
 
 def _local_steps(model: nn.Module, **options: Any) -> Any:
-    return laconic.LocalSteps(model, _adamw(model), mesh=_two_islands(), every=1, **options)
+    return laconic.LocalSteps(model, _adamw(model), mesh=_two_islands(), **{"every": 1} | options)
 
 
 def _plain_islands(**options: Any) -> Iterator[tuple[nn.Module, Callable[[], None]]]:
@@ -215,7 +215,7 @@ def _saved() -> Iterator[tuple[nn.Module, Callable[[], None]]]:
         def save(model: nn.Module = model, train: Callable[[], None] = train, folder: Any = folder[0]) -> None:
             train()
             optimizer = _adamw(model)
-            AsyncSaver(folder, keep=1).save(1, model=model, optimizer=optimizer, extra={})
+            AsyncSaver(folder, keep=2).save(1, model=model, optimizer=optimizer, extra={})
 
         yield model, save
 
@@ -258,7 +258,7 @@ STRATEGIES: dict[str, Callable[[], Iterator[tuple[nn.Module, Callable[[], None]]
     "AdamW8bit": partial(_sharded, _two_nodes, lambda model: AdamW8bit(model.parameters())),
     "EMA": partial(_sharded, _two_nodes, _Averaged),
     "islands": partial(_sharded, _two_islands, _local_steps),
-    "islands in few bits": partial(_sharded, _two_islands, partial(_local_steps, codec="int4", fragments=2)),
+    "islands in few bits": partial(_sharded, _two_islands, partial(_local_steps, codec="int4", every=2, fragments=2)),
     "plain islands": _plain_islands,
     "cyclic": partial(_cyclic, closes=True),
     "cyclic, not closed": partial(_cyclic, closes=False),
@@ -313,6 +313,7 @@ def count_growth(strategy: str, rounds: int, warm_up: int) -> dict[str, int]:
     """Return what has grown on this rank in `rounds` rounds, by kind, and the growth of memory as `resident bytes`."""
     for _ in range(warm_up):
         _round(strategy)
+    _held()  # Python keeps what it has found out about classes
     before = _held()
     resident, alive = _resident_bytes(), 0
     for _ in range(rounds):

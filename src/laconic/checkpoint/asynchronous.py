@@ -28,6 +28,7 @@ from laconic.checkpoint.api import Contents, check_keep, write
 from laconic.checkpoint.commit import CheckpointError
 from laconic.comm.agreement import RankGroup
 from laconic.comm.launch import initialized_accelerator
+from laconic.comm.owned_groups import destroy_with
 from laconic.comm.watch import waiting_for
 from laconic.islands.local_steps import LocalSteps
 
@@ -56,6 +57,7 @@ class AsyncSaver:
         world = dist.group.WORLD
         with waiting_for("the process group of an AsyncSaver"):
             group = None if world is None else dist.new_group(timeout=_compat.timeout_of(world), backend="gloo")
+        destroy_with(self, [] if group is None else [group])
         self._ranks = RankGroup(group, error=CheckpointError)
         self._memory = HostMemory()
         self._thread = ThreadPoolExecutor(1)

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from laconic import _compat
 from laconic.comm.launch import node_of_rank
+from laconic.comm.owned_groups import destroy_with
 from laconic.comm.traffic import Level, Purpose, Traffic
 from laconic.comm.watch import waiting_for
 from laconic.cyclic.buffers import HEADER_BYTES, ActivationMeta
@@ -77,7 +78,7 @@ class Links:
         self._shapes: dict[int, tuple[Hashable, bool]] = {}
         self._known_shapes: set[Hashable] = set()
         self.mesh_rank = 0
-        self._owned_groups: list[dist.ProcessGroup] = []
+        groups: list[dist.ProcessGroup] = []
         self._nodes: list[int] = []
         if mesh is not None:
             ranks = mesh.mesh.flatten().tolist()
@@ -87,12 +88,11 @@ class Links:
             num_groups = 3 if dist.get_backend(mesh.get_group()) == "nccl" else 2
             timeout = _compat.timeout_of(mesh.get_group())
             with waiting_for("the process groups of the cyclic schedule"):
-                self._owned_groups = [
-                    dist.new_group(ranks, timeout, use_local_synchronization=is_part) for _ in range(num_groups)
-                ]
-            self._control = self._owned_groups[0]
-            self._groups = {True: self._owned_groups[1], False: self._owned_groups[-1]}  # by: target > source
+                groups = [dist.new_group(ranks, timeout, use_local_synchronization=is_part) for _ in range(num_groups)]
+            self._control = groups[0]
+            self._groups = {True: groups[1], False: groups[-1]}  # by: target > source
             self.mesh_rank = mesh.get_local_rank()
+        self._destroy_groups = destroy_with(self, groups)
 
     def expect(self, messages: Iterable[Message]) -> None:
         """Announce messages that other devices will send. Messages of one sender come in the order of its program."""
@@ -217,9 +217,7 @@ class Links:
 
     def close(self) -> None:
         """Destroy the process groups. No message may be under way."""
-        for group in self._owned_groups:
-            dist.destroy_process_group(group)
-        self._owned_groups.clear()
+        self._destroy_groups()
 
     def request_baton(self) -> Callable[[], int]:
         """Post the receive of the previous device's baton; return a function that waits for it and gives its number."""

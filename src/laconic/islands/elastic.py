@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -146,7 +147,9 @@ class ElasticExchange(Exchange):
         self._number, self._roster, self._round = number, roster, roster.round
         if self._ranks.rank == 0:
             self._watcher = _Watcher(self._open(generation), self._policy, number, roster)
-        atexit.register(_leave, weakref.ref(self))
+            weakref.finalize(self, self._watcher.stop).atexit = False
+        _entered.add(self)
+        _leave_at_exit()
         if roster.lead == number:
             self.tell(roster.newcomers, position, vectors)
             return Entry(position=position, is_news=False)
@@ -422,9 +425,13 @@ class _Watcher:
         self._is_ready = is_ready
         return self._begun == self.round
 
+    def stop(self) -> None:
+        """Let the thread end soon."""
+        self._over.set()
+
     def end(self) -> None:
         """End the thread."""
-        self._over.set()
+        self.stop()
         self._thread.join()
 
     def _run(self) -> None:
@@ -460,9 +467,16 @@ class _Watcher:
         return living
 
 
-def _leave(exchange: "weakref.ref[ElasticExchange]") -> None:
+_entered: weakref.WeakSet[ElasticExchange] = weakref.WeakSet()
+
+
+@cache  # once, and only now: what was registered before, such as the end of process groups, runs after it
+def _leave_at_exit() -> None:
+    atexit.register(_leave)
+
+
+def _leave() -> None:
     """Go in order as the process ends."""
-    here = exchange()
-    if here is not None:
+    for exchange in list(_entered):
         with contextlib.suppress(JobError):
-            here.leave()
+            exchange.leave()

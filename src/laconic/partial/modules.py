@@ -1,7 +1,6 @@
 """Modules with sliced parameters: the parts replace the parameter, and the parameter can replace the parts again."""
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, cast
 
 import torch
@@ -57,11 +56,14 @@ def replace_parameters(module: nn.Module, old: Mapping[str, Tensor], new: Mappin
     module._parameters = parameters
 
 
-@cache
 def _partial_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    body: dict[str, Any] = {name: _sliced_attribute(name) for name in names}
+    bases = PartialModule, cls
+    for made in cls.__subclasses__():  # so Python forgets it with `cls`
+        if made.__bases__ == bases and made.__dict__["_sliced_names"] == names:
+            return made
+    body: dict[str, Any] = {"_sliced_names": names, **{name: _sliced_attribute(name) for name in names}}
     # transformers recognises its own models by `__module__`, and initialises all other models differently.
-    return type(f"Partial{cls.__name__}", (PartialModule, cls), {"__module__": cls.__module__, **body})
+    return type(f"Partial{cls.__name__}", bases, {"__module__": cls.__module__, **body})
 
 
 def _sliced_attribute(name: str) -> property:

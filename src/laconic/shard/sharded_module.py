@@ -23,12 +23,15 @@ overrides: dict[str, Callable[..., Any]] = {}
 room does not know them."""
 
 
-@functools.cache
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of a module of class `cls` after `fully_shard`."""
+    """Return the class of a module of class `cls` after `fully_shard`. Python forgets it with `cls`."""
+    bases = ShardedModule, cls
+    made = next((each for each in cls.__subclasses__() if each.__bases__ == bases), None)
+    if made is not None:
+        return made
     own = {name: method for name, method in overrides.items() if hasattr(cls, name)}
     # The module's name too: transformers knows its own models by it, and initialises custom ones differently.
-    return type(f"Sharded{cls.__name__}", (ShardedModule, cls), {"__module__": cls.__module__, **own})
+    return type(f"Sharded{cls.__name__}", bases, {"__module__": cls.__module__, **own})
 
 
 def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
