@@ -214,8 +214,7 @@ def _saved() -> Iterator[tuple[nn.Module, Callable[[], None]]]:
 
         def save(model: nn.Module = model, train: Callable[[], None] = train, folder: Any = folder[0]) -> None:
             train()
-            optimizer = _adamw(model)
-            AsyncSaver(folder, keep=2).save(1, model=model, optimizer=optimizer, extra={})
+            AsyncSaver(folder, keep=2).save(1, model=model, optimizer=None, extra={})
 
         yield model, save
 
