@@ -54,7 +54,7 @@ def test_missing_package_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(cli.COMMANDS, "echo", ("package_that_is_not_there:main", "a test"))
     assert cli.main(["echo"]) == 2
-    assert "'package_that_is_not_there'; pip install 'laconic[train]'" in capsys.readouterr().err
+    assert "'package_that_is_not_there'; pip install '.[train]' in a clone" in capsys.readouterr().err
 
 
 def test_a_missing_module_of_laconic_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,7 +318,7 @@ def _run_rank(rank: int, path: Path, port: int, at_step: int, begin: Callable[[]
 
 
 def _export(run: Path, out: Path) -> int:
-    from laconic.hf.export import main
+    from laconic.hf.export_cli import main
 
     return main([str(run), str(out)])
 

@@ -1,27 +1,29 @@
 """Data-parallel training for PyTorch that says little on the wire."""
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from laconic.codec.linear import quantize_
-from laconic.comm.cluster import Cluster, default_mesh, init_mesh
-from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.islands.local_steps import LocalSteps
-from laconic.islands.membership import Membership
-from laconic.islands.outer_optimizer import outer_sgd
-from laconic.layout.granularity import Block, elements, rows, whole
-from laconic.optim.ema import EMA
-from laconic.partial.updates import assign_slice, partial_updates, unsliced, unsliced_state_dict
-from laconic.ragged.tensor import RaggedTensor
-from laconic.shard.api import fully_shard
-from laconic.shard.audit import audit
-from laconic.shard.cache import Cache
-from laconic.shard.checks import Checks, CorruptionError
-from laconic.shard.sharded_module import ShardedModule, overrides
-from laconic.shard.wire import Wire
+from laconic.shard.overrides import overrides
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # at run time, `__getattr__` imports a name when it is first used
+    from laconic.codec.linear import quantize_
+    from laconic.comm.cluster import Cluster, default_mesh, init_mesh
+    from laconic.cyclic.runtime import CyclicDataParallel
     from laconic.hf.safetensors_folder import load_safetensors, save_safetensors
+    from laconic.islands.local_steps import LocalSteps
+    from laconic.islands.membership import Membership
+    from laconic.islands.outer_optimizer import outer_sgd
+    from laconic.layout.granularity import Block, elements, rows, whole
+    from laconic.optim.ema import EMA
+    from laconic.partial.updates import assign_slice, partial_updates, unsliced, unsliced_state_dict
+    from laconic.ragged.tensor import RaggedTensor
+    from laconic.shard.api import fully_shard
+    from laconic.shard.audit import audit
+    from laconic.shard.cache import Cache
+    from laconic.shard.checks import Checks, CorruptionError
+    from laconic.shard.sharded_module import ShardedModule
+    from laconic.shard.wire import Wire
 
 __version__ = "0.1.0"
 
@@ -55,17 +57,52 @@ __all__ = [
     "whole",
 ]
 
-_LAZY = {
+_HOMES = {
+    "Block": "laconic.layout.granularity",
+    "Cache": "laconic.shard.cache",
+    "Checks": "laconic.shard.checks",
+    "Cluster": "laconic.comm.cluster",
+    "CorruptionError": "laconic.shard.checks",
+    "CyclicDataParallel": "laconic.cyclic.runtime",
+    "EMA": "laconic.optim.ema",
+    "LocalSteps": "laconic.islands.local_steps",
+    "Membership": "laconic.islands.membership",
+    "RaggedTensor": "laconic.ragged.tensor",
+    "ShardedModule": "laconic.shard.sharded_module",
+    "Wire": "laconic.shard.wire",
+    "assign_slice": "laconic.partial.updates",
+    "audit": "laconic.shard.audit",
+    "default_mesh": "laconic.comm.cluster",
+    "elements": "laconic.layout.granularity",
+    "fully_shard": "laconic.shard.api",
+    "init_mesh": "laconic.comm.cluster",
     "load_safetensors": "laconic.hf.safetensors_folder",
+    "outer_sgd": "laconic.islands.outer_optimizer",
+    "partial_updates": "laconic.partial.updates",
+    "quantize_": "laconic.codec.linear",
+    "rows": "laconic.layout.granularity",
     "save_safetensors": "laconic.hf.safetensors_folder",
+    "unsliced": "laconic.partial.updates",
+    "unsliced_state_dict": "laconic.partial.updates",
+    "whole": "laconic.layout.granularity",
 }
-"""Names that need packages besides torch, with their modules: `import laconic` needs torch alone."""
+"""The module of each public name. `import laconic` itself imports no torch: a command checks its arguments and its job
+description first, and a mistake there is told at once. `load_safetensors` and `save_safetensors` need the package
+safetensors; all other names need torch alone."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'laconic' has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    """Import a public name, or a room, when it is first used."""
+    if name in _HOMES:
+        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        return value
+    if not name.startswith("_") and find_spec(f"laconic.{name}") is not None:
+        return import_module(f"laconic.{name}")
+    raise AttributeError(f"module 'laconic' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def _save_pretrained(model: Any, *args: Any, **options: Any) -> Any:

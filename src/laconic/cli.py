@@ -5,14 +5,16 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
+from laconic.extras import how_to_install
+
 COMMANDS = {
     "train": ("laconic.train.cli:command", "train a model from a config file (started by torchrun, or alone)"),
-    "export": ("laconic.hf.export:main", "turn a checkpoint into a Hugging Face safetensors folder"),
+    "export": ("laconic.hf.export_cli:main", "turn a checkpoint into a Hugging Face safetensors folder"),
     "compare": ("laconic.compare.cli:main", "run one job under several strategies in the lab, side by side"),
     "rendezvous": ("laconic.islands.rendezvous:main", "serve as the meeting point of islands that come and go"),
     "lab": ("laconic.lab.cli:main", "run a script under torchrun on an emulated cluster with a slow wire"),
     "plan": (
-        "laconic.plan.cli:main",
+        "laconic.plan.early:main",
         "compute the cost of a run: a model's padding, a cyclic schedule's time steps; measure the machines for it",
     ),
 }
@@ -47,16 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, _, function = COMMANDS[arguments[0]][0].partition(":")
     try:
         command = getattr(importlib.import_module(module), function)
+        return int(command(arguments[1:]))
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "laconic":
             raise
-        print(
-            f"laconic {arguments[0]} needs the package {error.name!r}; pip install 'laconic[train]' "
-            "('laconic[bench]' for pictures)",
-            file=sys.stderr,
-        )
+        extra = "train" if error.name != "matplotlib" else "bench"
+        print(f"laconic {arguments[0]} needs the package {error.name!r}; {how_to_install(extra)}", file=sys.stderr)
         return 2
-    return int(command(arguments[1:]))
 
 
 if __name__ == "__main__":

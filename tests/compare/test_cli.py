@@ -8,6 +8,7 @@ import pytest
 
 from laconic.compare import cli
 from laconic.config import ConfigError, load
+from laconic.extras import how_to_install
 from tests.compare.conftest import TINY
 
 
@@ -30,8 +31,8 @@ def test_all_strategies_that_are_installed_run_by_default(job: Path, monkeypatch
     install(monkeypatch)
     assert [strategy for _, strategy, _ in cases(str(job))] == [*BASELINES, "zero++", *SYNCING]
     assert cli._left_out(cli.parse([str(job)])) == [
-        "left out:        strategies that need deepspeed: pip install 'laconic[deepspeed]'",
-        "left out:        strategies that need torchft: pip install 'laconic[torchft]'",
+        "left out:        strategies that need deepspeed: " + how_to_install("deepspeed"),
+        "left out:        strategies that need torchft: " + how_to_install("torchft"),
     ]
     assert cli._left_out(cli.parse([str(job), "--strategies", "fsdp2"])) == []
     install(monkeypatch, "deepspeed", "torchft")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from laconic.compare.case import Case
-from laconic.compare.predicting import predict, with_predictions
-from laconic.compare.result import Prediction
+from laconic.compare.predicting import predict
+from laconic.compare.result import Prediction, with_predictions
 from laconic.compare.table import render
 from laconic.config import ConfigError, load
 from laconic.plan.cluster_spec import ClusterSpec

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from laconic import checkpoint
 from laconic.config import Config, DataConfig, LoraConfig, ModelConfig, to_dict
-from laconic.hf import export
+from laconic.hf import export, export_cli
 from laconic.hf.models import build_model
 from tests.hf.zoo import LORA, NO_LORA, TINY, spread, tokens, whole
 from tests.ranks import run_ranks
@@ -60,7 +60,7 @@ def lora_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 
 def test_full_model_in_several_files(llama_run: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
     run, values = llama_run
-    assert export.main([str(run), str(tmp_path / "out"), "--max-file-bytes", "30000"]) == 0
+    assert export_cli.main([str(run), str(tmp_path / "out"), "--max-file-bytes", "30000"]) == 0
     out = tmp_path / "out"
     sizes = [path.stat().st_size for path in out.glob("*.safetensors")]
     assert len(sizes) > 2
@@ -100,7 +100,7 @@ def test_lora_merged_and_as_adapter(lora_run: tuple[Path, dict[str, Tensor]], tm
     base = build_model(ModelConfig(config=TINY["llama"]), device="cpu").eval()
     assert not torch.allclose(base(tokens()).logits, logits, atol=1e-2)
 
-    assert export.main([str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert export_cli.main([str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
     assert sorted(path.name for path in (tmp_path / "adapter").glob("*.safetensors")) == ["adapter_model.safetensors"]
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     assert torch.equal(adapted(input_ids=tokens()).logits, logits)
@@ -119,7 +119,7 @@ def test_refusals(
     run = str(llama_run[0])
 
     def refused(*argv: str) -> str:
-        assert export.main(list(argv)) == 2
+        assert export_cli.main(list(argv)) == 2
         return capsys.readouterr().err
 
     assert "exists already" in refused(run, run)

@@ -115,7 +115,7 @@ def test_a_picture_needs_matplotlib(
         monkeypatch.setitem(sys.modules, name, None)
     assert cli.main(["plan", "cyclic", "--stages", "2", "--draw", str(tmp_path / "a.png")]) == 2
     assert "--draw needs matplotlib" in (message := capsys.readouterr().err)
-    assert "pip install 'laconic[bench]'" in message
+    assert "pip install '.[bench]' in a clone" in message
 
 
 @pytest.mark.parametrize(

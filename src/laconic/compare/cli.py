@@ -12,16 +12,15 @@ from rich.console import Console
 from laconic.compare.case import OWN_STRATEGIES, STRATEGIES, Case, ComparisonError, Job, config_of
 from laconic.compare.machine import describe_machine, in_words
 from laconic.compare.plot import save_plot
-from laconic.compare.predicting import predict, with_predictions
 from laconic.compare.progress import ConsoleReporter
 from laconic.compare.report import render_report
-from laconic.compare.result import Prediction, Result
+from laconic.compare.result import Prediction, Result, with_predictions
 from laconic.compare.runner import Comparison
 from laconic.compare.table import LEGEND, LEGEND_NO_WIRE, render
 from laconic.config import Config, ConfigError, load
+from laconic.extras import how_to_install
 from laconic.lab import format_rate, parse_rate
 from laconic.lab.cli import add_cluster_options, leaving_in_order
-from laconic.plan.cluster_file import load_cluster
 
 _DEMO_CONFIG = Path(__file__).with_name("demo.toml")
 
@@ -56,17 +55,21 @@ def main(argv: list[str]) -> int:
             base = load(options.config)
             cases = make_cases(base, options)
             expected: list[Prediction | None] = [None] * len(cases)
-            if options.cluster is not None:
+            if options.cluster is not None:  # late, since the planner imports torch: a wrong key is told at once
+                from laconic.compare.predicting import predict
+                from laconic.plan.cluster_file import load_cluster
+
                 cluster = load_cluster(options.cluster)
                 expected = predict(cases, base, cluster, options.out, nodes=options.nodes, local=options.local)
             with Comparison(
                 base, options.out, nodes=options.nodes, local=options.local, wire=not options.no_wire,
                 timeout_s=options.timeout, reporter=ConsoleReporter(console, num_runs=len(cases)),
             ) as comparison:  # fmt: skip
-                results = with_predictions([comparison.run(case) for case in cases], expected)
+                measured = [comparison.run(case) for case in cases]
     except ComparisonError as error:
         print(f"laconic compare: {error}", file=sys.stderr)
         return 1
+    results = with_predictions(measured, expected)
     lines = [*_report(results, options), *_left_out(options), *_files(results, cases, base, options.out)]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
     return 0
@@ -165,8 +168,8 @@ def _strategies(base: Config, chosen: str | None) -> Sequence[str]:
 
 
 def _missing(name: str) -> str:
-    package = STRATEGIES[name].package
-    return f"{package}: pip install 'laconic[{package}]'"
+    package = STRATEGIES[name].package or name
+    return f"{package}: {how_to_install(package)}"
 
 
 def _left_out(options: argparse.Namespace) -> list[str]:
@@ -207,7 +210,7 @@ def _report(results: Sequence[Result], options: argparse.Namespace) -> list[str]
     try:
         save_plot(results, picture, title=cluster)
     except ModuleNotFoundError as error:
-        return [*lines, f"no picture, because {error.name} is missing: pip install 'laconic[bench]'"]
+        return [*lines, f"no picture, because {error.name} is missing: {how_to_install('bench')}"]
     return [*lines, f"picture:         {picture}"]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from laconic.compare.case import Case, config_of
-from laconic.compare.result import Prediction, Result
+from laconic.compare.result import Prediction
 from laconic.config import Config
 from laconic.plan.candidates import CANDIDATES
 from laconic.plan.choice import fitting_cluster
@@ -44,14 +44,6 @@ def predict(
         estimate = None if candidate is None else predictor.estimate(candidate)
         found.append(_as_prediction(estimate) if isinstance(estimate, Estimate) else None)
     return found
-
-
-def with_predictions(results: Sequence[Result], predictions: Sequence[Prediction | None]) -> list[Result]:
-    """The results, each with its prediction."""
-    return [
-        dataclasses.replace(result, prediction=prediction)
-        for result, prediction in zip(results, predictions, strict=True)
-    ]
 
 
 def _as_prediction(estimate: Estimate) -> Prediction:

@@ -98,6 +98,14 @@ class Result:
         return cls(**{**values, **lists, "prediction": Prediction(**prediction) if prediction else None})
 
 
+def with_predictions(results: Sequence[Result], predictions: Sequence[Prediction | None]) -> list[Result]:
+    """The results, each with its prediction."""
+    return [
+        dataclasses.replace(result, prediction=prediction)
+        for result, prediction in zip(results, predictions, strict=True)
+    ]
+
+
 def read_result(case: Case, folder: Path, *, wall_s: float) -> Result:
     """Read the result of `case` from the trainer's output in `folder`; the run took `wall_s` seconds."""
     summary = json.loads((folder / "summary.json").read_text())

@@ -6,7 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from laconic.codec.linear import WeightFormat
 from laconic.config.section import (
     AtLeastTwo,
     Bound,
@@ -72,7 +71,7 @@ class LoraConfig(Section):
     """Names of the linear layers that get an adapter, for example "q_proj"; empty: all but the output layer."""
     dora: bool = False
     """Train the magnitude of each row of an adapted weight apart from its direction (DoRA)."""
-    quantize: WeightFormat | None = None
+    quantize: Literal["nf4", "int8"] | None = None
     """Keep the frozen linear layers in blocks of 64 (QLoRA): `nf4` takes 4.25 bits per weight, `int8` 8.25. Fused
     experts, embeddings and norms stay in model.dtype."""
     quantize_skip: tuple[str, ...] | None = None
@@ -214,8 +213,8 @@ class ShardConfig(Section):
     gathered across nodes between forward and backward), `hsdp` (sharded inside a node, replicated between nodes),
     `ddp`. On CPU the first three reduce along a true ring and gather ahead, as on NCCL; `fsdp2-gloo` is `fsdp2` with
     Gloo's own collectives, which reduce with twice the bytes. Of DeepSpeed: `deepspeed` (ZeRO-3), `deepspeed-hpz` and,
-    on CUDA only, `deepspeed-zero++`, which need `laconic[deepspeed]`. `torchft-diloco` syncs islands by torchft in
-    place of laconic's local steps; it needs `laconic[torchft]` and sync.mode = "local". `zero++` is the algorithm of
+    on CUDA only, `deepspeed-zero++`, which need the extra `deepspeed`. `torchft-diloco` syncs islands by torchft in
+    place of laconic's local steps; it needs the extra `torchft` and sync.mode = "local". `zero++` is the algorithm of
     ZeRO++ on laconic's engine: weights cross in int8 in every forward, gradients in int4 in every backward, and node
     shards stay on the device in between. `auto` takes what `laconic plan` recommends for this job on the machines of
     `cluster`. No key sets sizes, torchrun knows them: what other trainers call dp_shard is nodes x local ranks here."""

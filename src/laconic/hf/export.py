@@ -1,11 +1,9 @@
-"""`laconic export RUN OUT`: write a checkpoint as a Hugging Face folder that transformers' `from_pretrained` loads.
+"""Write a checkpoint as a Hugging Face folder that transformers' `from_pretrained` loads.
 
 One process reads the ranks' shards from disk, one output file at a time, so the model may be larger than memory.
 """
 
-import argparse
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,30 +29,6 @@ from laconic.hf.folder_writer import (
 from laconic.hf.layers import base_model
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer_files import KEPT, save_tokenizer
-
-_DTYPES = ("float32", "bfloat16", "float16")
-
-
-def main(argv: list[str]) -> int:
-    """Run the command; return the exit code, 2 for a mistake that the user can mend."""
-    parser = argparse.ArgumentParser(prog="laconic export", description=__doc__.splitlines()[0])
-    parser.add_argument("run", help="the output folder of a run (its newest intact checkpoint) or a step-N folder")
-    parser.add_argument("out", help="the folder to make")
-    parser.add_argument("--adapter", action="store_true", help="write the LoRA adapter alone, for peft, not merged")
-    parser.add_argument("--dtype", choices=_DTYPES, help="convert to this dtype (default: as trained)")
-    parser.add_argument("--base", help="where the run's model.path, or its config.json, lies now")
-    parser.add_argument(
-        "--max-file-bytes", type=int, default=MAX_FILE_BYTES, help="size of an output file, and the memory needed"
-    )
-    options = vars(parser.parse_args(argv))
-    options["dtype"] = getattr(torch, options["dtype"]) if options["dtype"] else None
-    try:
-        stored = export(**options)
-    except (ValueError, OSError) as error:
-        print(f"laconic export: {error}", file=sys.stderr)
-        return 2
-    print(f"{options['out']}: {stored.folder} (step {stored.step})")
-    return 0
 
 
 def export(

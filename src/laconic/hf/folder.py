@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from laconic.errors import JobError
+from laconic.extras import how_to_install
 
 INDEX = "model.safetensors.index.json"
 """The file of a folder that says which file holds which tensor."""
@@ -33,7 +34,7 @@ def needed(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(f"{error}: safetensors folders need it; run `pip install laconic[train]`") from error
+        raise ImportError(f"{error}: safetensors folders need it; {how_to_install('train')}") from error
 
 
 class ModelFolder:

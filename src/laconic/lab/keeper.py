@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from laconic.extras import how_to_install
 from laconic.lab import linux, processes, stale
 from laconic.lab.channel import Channel
 from laconic.lab.wire import node_address
@@ -265,7 +266,7 @@ def _reporting_refusals(channel: Channel, key: str = "refused") -> Iterator[None
     try:
         yield
     except ImportError as error:
-        reason = f"the wire needs pyroute2 ({error}); pip install 'laconic[train]'"
+        reason = f"the wire needs pyroute2 ({error}); {how_to_install('train')}"
     except OSError as error:
         reason = _REFUSED.format(reason=error.strerror or error)
     else:

@@ -1,15 +1,18 @@
 """Granularity: which runs of a parameter must stay on one rank, as users ask for it in `fully_shard(granularity=)`."""
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from laconic.layout.bucket import row_block
+
+if TYPE_CHECKING:  # a job description is checked without torch
+    from torch import Tensor
 
 _MAX_SHOWN = 8  # names of parameters in a message
 
@@ -73,7 +76,7 @@ def block_of(text: object) -> Block:
     return Block(unit="rows" if match[2] == "row" else "elements", count=int(match[1]))
 
 
-Granularity = Callable[[str, Tensor], int | Block] | Block | Mapping[str, Block]
+Granularity: TypeAlias = Callable[[str, "Tensor"], int | Block] | Block | Mapping[str, Block]
 """The argument of `fully_shard(granularity=)`: a block for all parameters, or one of these.
 
 - A mapping from patterns (as in `fnmatch`, such as "*.weight") to blocks. The first pattern that matches a parameter's

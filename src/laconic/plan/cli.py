@@ -3,8 +3,6 @@
 import argparse
 import dataclasses
 import json
-import os
-import sys
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -16,11 +14,13 @@ from rich.table import Table
 from laconic.cyclic.schedule.rule import RULES, Rule
 from laconic.cyclic.schedule.schedule import STATES, Schedule
 from laconic.errors import JobError
+from laconic.extras import how_to_install
 from laconic.layout.granularity import rows
 from laconic.plan.job_cli import add_job
 from laconic.plan.layout_picture import draw_layout
 from laconic.plan.measure_cli import add_measure
 from laconic.plan.padding import LayoutRow, layout_rows, plan_of
+from laconic.plan.saying import say
 from laconic.plan.shapes import KNOWN, UnitShapes, units_of
 from laconic.plan.timesteps import CyclicPlan
 from laconic.plan.timesteps_picture import SUFFIXES, draw_timesteps
@@ -59,12 +59,10 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, JobError, TraceError, OSError) as error:
         mistake = str(error)
     except ModuleNotFoundError as error:
-        mistake = f"--draw needs {error.name}; pip install 'laconic[bench]'"
+        mistake = f"--draw needs {error.name}; {how_to_install('bench')}"
     else:
         return 0
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # the ranks of a node share a terminal
-        name = "" if options.command == "job" else f" {options.command}"
-        print(f"laconic plan{name}: {' '.join(mistake.split())}", file=sys.stderr)
+    say(mistake, options.command)
     return 2
 
 

@@ -16,11 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from laconic.comm.traffic import Traffic
 from laconic.shard.ledger import Ledger
+from laconic.shard.overrides import overrides
 from laconic.shard.unit import Unit, units_below
-
-overrides: dict[str, Callable[..., Any]] = {}
-"""Methods that a sharded class gets if the plain class has a method of the same name. Rooms above fill it, so that this
-room does not know them."""
 
 
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:

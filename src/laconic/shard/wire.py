@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from laconic.codec import CODECS, Codec
+if TYPE_CHECKING:  # a job description is checked without torch
+    from laconic.codec import Codec
 
 WireWeights = Literal["exact", "bf16", "int8", "int4", "int3"]
 WireGradients = Literal["exact", "bf16", "int8", "int4", "int3", "e2m1", "int2"]
@@ -84,17 +85,23 @@ class Wire:
     @property
     def weight_codec(self) -> Codec | None:
         """The codec of weights; None if they are exact."""
-        return CODECS.get(self.weights)
+        return _codec(self.weights)
 
     @property
     def gradient_codec(self) -> Codec | None:
         """The codec of gradients; None if they are exact."""
-        return CODECS.get(self.gradients)
+        return _codec(self.gradients)
 
     @property
     def rotates_gradients(self) -> bool:
         """True if gradients are rotated before they are coded."""
         return self.gradients in ("int4", "int3", "e2m1", "int2")
+
+
+def _codec(name: str) -> Codec | None:
+    from laconic.codec import CODECS
+
+    return CODECS.get(name)
 
 
 _NAMED: dict[str, Wire] = {

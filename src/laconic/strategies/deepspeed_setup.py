@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from laconic import _compat
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError
+from laconic.extras import how_to_install
 from laconic.hf.layers import layers_to_shard
 from laconic.strategies.ring import RingReduceScatter
 
@@ -98,12 +99,12 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     except ImportError as error:
         raise JobError(
             f"shard.strategy = 'deepspeed' needs DeepSpeed ({error}); on a machine without CUDA: "
-            "DS_ACCELERATOR=cpu DS_BUILD_OPS=0 pip install 'laconic[deepspeed]'"
+            f"{how_to_install('deepspeed', environment='DS_ACCELERATOR=cpu DS_BUILD_OPS=0')}"
         ) from error
     if not deepspeed.__version__.startswith("0.19."):
         raise JobError(
             f"shard.strategy = 'deepspeed' is written for DeepSpeed 0.19, and {deepspeed.__version__} is installed; "
-            "pip install 'laconic[deepspeed]'"
+            f"{how_to_install('deepspeed')}"
         )
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if device.type == "cpu":

@@ -28,6 +28,7 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.launch import RankInfo
 from laconic.comm.ring import own_addresses
 from laconic.config import Config, JobError, SyncConfig
+from laconic.extras import how_to_install
 from laconic.islands.fragments import fragment_of
 from laconic.islands.report import SyncReport
 from laconic.strategies.islands import num_islands
@@ -77,7 +78,7 @@ def import_torchft() -> tuple[ModuleType, ModuleType]:
         found = importlib.import_module("torchft"), importlib.import_module("torchft.local_sgd")
     except ImportError as error:
         raise JobError(
-            f"shard.strategy = 'torchft-diloco' needs torchft ({error}): pip install 'laconic[torchft]'"
+            f"shard.strategy = 'torchft-diloco' needs torchft ({error}): {how_to_install('torchft')}"
         ) from error
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -14,10 +14,8 @@ from dataclasses import replace
 from typing import Any, get_type_hints
 
 import tyro
-from torch.distributed.elastic.multiprocessing.errors import record
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
-from laconic.comm.launch import ExitWithoutTeardown
 from laconic.config import Config, ConfigError, JobError, ModelConfig, load, parse_toml
 
 _USAGE = """Trains the model that CONFIG.toml describes; options override it. On 8 devices of one machine:
@@ -29,8 +27,13 @@ _TABLE_PREFIX = "--model.config."
 
 def command(argv: list[str]) -> int:
     """Call `main` in a process that then exits: see [Note: Exit without teardown] in comm/launch.py."""
+    config = _parse_or_say(argv)
+    if isinstance(config, int):
+        return config
+    from laconic.comm.launch import ExitWithoutTeardown
+
     leaving = ExitWithoutTeardown()
-    leaving.code = main(argv)
+    leaving.code = _run(config)
     return leaving.code
 
 
@@ -40,24 +43,48 @@ def main(argv: list[str]) -> int:
     It is 0; or 2 after one line about a mistake that the user can correct; or 128 + n after signal n, so that a
     scheduler does not take the run for a complete one.
     """
-    return _recorded(argv) or 0
+    config = _parse_or_say(argv)
+    return config if isinstance(config, int) else _run(config)
 
 
-@record  # so that torchrun shows the traceback of the first failing rank; a JobError gets one line instead
-def _recorded(argv: list[str]) -> int:
+def _parse_or_say(argv: list[str]) -> Config | int:
+    """The configuration of a command line; or 2 after a line about a mistake in it, or 0 after --help.
+
+    Nothing here imports torch, so that a mistake is told within a second.
+    """
     try:
-        config = parse(argv)
-        from laconic.train.loop import run  # late, so that a message about a wrong key comes before transformers loads
-
-        stopped_by = run(config)["stopped_by"]
+        return parse(argv)
     except JobError as error:
         _say(str(error))
         return 2
-    if stopped_by is not None:
-        saved = "without a checkpoint (train.save_every = -1)" if config.train.save_every < 0 else "with a checkpoint"
-        _say(f"stopped by {stopped_by}, {saved}; go on with --train.resume auto")
-        return 128 + signal.Signals[stopped_by]
-    return 0
+    except SystemExit as leaving:
+        if leaving.code not in (0, None):
+            raise
+        return 0
+
+
+def _run(config: Config) -> int:
+    """Train; return the exit code of `main`."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from laconic.train.loop import run
+
+    @record  # so that torchrun shows the traceback of the first failing rank; a JobError gets one line instead
+    def recorded() -> int:
+        try:
+            stopped_by = run(config)["stopped_by"]
+        except JobError as error:
+            _say(str(error))
+            return 2
+        if stopped_by is not None:
+            saved = (
+                "without a checkpoint (train.save_every = -1)" if config.train.save_every < 0 else "with a checkpoint"
+            )
+            _say(f"stopped by {stopped_by}, {saved}; go on with --train.resume auto")
+            return 128 + signal.Signals[stopped_by]
+        return 0
+
+    return recorded() or 0
 
 
 def parse(argv: list[str]) -> Config:

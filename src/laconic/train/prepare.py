@@ -19,6 +19,7 @@ from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError, to_dict, to_toml
 from laconic.data import arrays, tokens
 from laconic.data.batches import TrainingData
+from laconic.extras import how_to_install
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer import Tokenizer
 from laconic.hf.tokenizer_files import KEPT, save_tokenizer
@@ -88,7 +89,7 @@ def check_wandb(config: Config) -> None:
         try:
             importlib.import_module("wandb")
         except ImportError as error:
-            advice = "pip install wandb, or set log.wandb = false"
+            advice = f"{how_to_install('wandb')}; or set log.wandb = false"
             raise JobError(f"log.wandb = true needs the package wandb ({error}): {advice}") from error
 
 

@@ -1,0 +1,56 @@
+"""A mistake in a job or an option is told before torch is imported: code 2, in a fresh process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import laconic
+from benchmarks.mend.wrong_key import MISTAKES, Mistake, problem_of, timed
+
+_HEAVY = ("torch", "transformers", "datasets", "numpy")
+_SCRIPT = f"""
+import sys
+from laconic.cli import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as stopped:
+    code = stopped.code
+heavy = sorted(set({_HEAVY}) & set(sys.modules))
+sys.exit(code if not heavy else f"imported: {{heavy}}")
+"""
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_nothing_heavy_is_imported_before_a_mistake_is_told(mistake: Mistake, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _SCRIPT, *mistake.argv(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert problem_of(mistake, done.returncode, done.stderr) == ""
+
+
+def test_module_for_torchrun_tells_the_same(tmp_path: Path) -> None:
+    words = MISTAKES[0].argv(tmp_path)[1:]
+    command = [sys.executable, "-X", "importtime", "-m", "laconic.train", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "tyro" in imported
+    assert imported.isdisjoint(_HEAVY)
+
+
+def test_benchmark_times_a_mistake(tmp_path: Path) -> None:
+    seconds, processor = timed(MISTAKES[0], tmp_path)
+    assert seconds > 0
+    assert processor > 0
+
+
+def test_import_of_laconic_imports_nothing_and_has_every_name() -> None:
+    script = "import sys, laconic; heavy = 'torch' in sys.modules; [getattr(laconic, name) for name in dir(laconic)]"
+    command = [sys.executable, "-c", f"{script}; import laconic.shard.api; sys.exit(heavy)"]
+    assert subprocess.run(command, timeout=100, check=False).returncode == 0
+    assert sorted(laconic._HOMES) == sorted(laconic.__all__)
+    assert set(laconic.__all__) <= set(dir(laconic))
+    assert laconic.shard.__name__ == "laconic.shard"  # a room, which no import statement named
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        laconic.no_such_name  # noqa: B018
