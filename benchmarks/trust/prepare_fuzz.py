@@ -48,6 +48,36 @@ _MODELS: tuple[dict[str, Any], ...] = (
 )
 
 
+PATH_KEYS = ("data.cache", "data.path", "data.tokenizer", "model.path", "model.config", "train.output", "train.resume",
+    "shard.cluster")  # fmt: skip
+"""Keys whose values are paths, with a job that needs each."""
+
+
+def wrong_paths(folder: Path) -> list[Path]:
+    """Paths that cannot be read or written by anybody, root included; `folder` gets the files that they need."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "file").write_text("x")
+    (folder / "loop").unlink(missing_ok=True)
+    (folder / "loop").symlink_to(folder / "loop")
+    deep = folder.joinpath(*["y" * 200] * 40)
+    return [folder / "file" / "x", folder / ("x" * 300), folder / "loop", folder / "loop" / "x", deep,
+            Path("/proc/none/x")]  # fmt: skip
+
+
+def job_with_path(key: str, path: Path, folder: Path) -> dict[str, Any]:
+    """The table of a small job in `folder` whose `key` is the path."""
+    (folder / "corpus.txt").write_text(_TEXT)
+    table: dict[str, dict[str, Any]] = {
+        "model": {} if key == "model.path" else {"config": _MODELS[0]},
+        "data": {"kind": "text", "path": str(folder / "corpus.txt"), "sequence_length": 16},
+        "train": {"steps": 1, "output": str(folder / "out"), "device": "cpu"},
+        "shard": {"strategy": "auto"} if key == "shard.cluster" else {},
+    }
+    section, _, name = key.partition(".")
+    table[section][name] = str(path)
+    return table
+
+
 def row(bench: Bench) -> Row:
     """Try jobs, in processes of their own."""
     num_jobs = NUM_PER_PROCESS if bench.quick else NUM_JOBS

@@ -193,3 +193,47 @@ def test_examples_are_valid(path: Path) -> None:
     assert trained == ({True, False} if config.lora.enabled else {True})
     assert f"-m laconic.train examples/{path.name}" in path.read_text()
     assert len(EXAMPLES) >= 5
+
+
+_PARTS = ".".join("a" * 20_000)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{_PARTS} = 1",
+        f"[{_PARTS}]",
+        f"[[{_PARTS}]]",
+        f"train.{_PARTS} = 1",
+        f"data.path.{_PARTS} = 1",
+        f"[model.config]\nmodel_type = 'llama'\n{_PARTS} = 1",
+        f"[model]\nconfig = {{{_PARTS} = 1}}",
+        f"[data]\npath = {'[' * 10_000}{']' * 10_000}",
+        f"[model]\nconfig = {'{a=' * 10_000}1{'}' * 10_000}",
+        f"[model]\nconfig = {{model_type = 'llama', a = {'[' * 150}{']' * 150}}}",
+    ],
+    ids=range(10),
+)
+def test_deep_tables_are_refused_in_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    assert main([str(path)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (f"--train.{_PARTS}", "1"),
+        ("--model.config.x", "{a=" * 90 + "{b=" * 90 + "1" + "}" * 180),
+        (f"--model.config.x={{{_PARTS} = 1}}",),
+        ("--model.config", f"{{model_type = 'llama', {_PARTS} = 1}}"),
+    ],
+    ids=range(4),
+)
+def test_deep_options_are_refused(words: tuple[str, ...]) -> None:
+    try:
+        code = main([*words])
+    except SystemExit as leaving:
+        code = leaving.code  # type: ignore[assignment]
+    assert code == 2

@@ -92,10 +92,11 @@ class RankGroup:
         `action` must not be collective. Returns the result of this rank; None where `only` is false.
 
         Raises:
-            ValueError: `action` raised ValueError on some rank. The class is the `error` of this group. The message
-                comes from the lowest rank that failed. It names this rank unless `action` failed on all that ran it.
+            ValueError: `action` raised OSError or ValueError on some rank. The class is the `error` of this group. The
+                message comes from the lowest rank that failed. It names this rank unless `action` failed on all that
+                ran it.
         """
-        result, error = _attempt(action, ValueError) if only else (None, None)
+        result, error = _attempt(action, OSError, ValueError) if only else (None, None)
         outcomes: list[Any] = self.gather([only, _message(error)])
         failed = [(rank, message) for rank, (_, message) in enumerate(outcomes) if message]
         if failed:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 from laconic.errors import JobError
 
 _MOST_SHOWN = 200  # characters of a value in a message
+_MOST_NESTED = 100  # lists and tables within each other; the largest configurations of models have about five
 
 
 class ConfigError(JobError):
@@ -95,11 +96,27 @@ class Section:
 def refuse_absurd(value: Any, name: str) -> None:
     """Refuse integers of more than 64 bits and texts that are no Unicode, or have a NUL, also inside lists and tables.
 
-    Such values break other programs in obscure ways: C's integers and file names have no room for them.
+    Lists and tables within more than a hundred others are refused, too. Such values break other programs in obscure
+    ways: C's integers and file names have no room for them, and functions that call themselves come to Python's limit.
 
     Raises:
         ConfigError: `value`, which messages call `name`, is or holds such a value.
     """
+    waiting = [(value, name, 0)]
+    while waiting:
+        item, path, depth = waiting.pop()
+        if depth > _MOST_NESTED:
+            raise ConfigError(f"{name} has more than {_MOST_NESTED} lists or tables within each other; take some out")
+        if isinstance(item, Mapping):
+            waiting += [(key, f"a key of {path}", depth + 1) for key in item]
+            waiting += [(inner, f"{path}.{key}", depth + 1) for key, inner in item.items()]
+        elif isinstance(item, list | tuple):
+            waiting += [(inner, f"an item of {path}", depth + 1) for inner in item]
+        else:
+            _refuse_absurd_leaf(item, path)
+
+
+def _refuse_absurd_leaf(value: Any, name: str) -> None:
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ConfigError(f"{name} is an integer of {value.bit_length()} bits; it must fit into 64 bits")
     if isinstance(value, str):
@@ -109,13 +126,6 @@ def refuse_absurd(value: Any, name: str) -> None:
             is_text = False
         if not is_text:
             raise ConfigError(f"{name} = {shown(value)} has a NUL or is not UTF-8; take these characters out")
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            refuse_absurd(key, f"a key of {name}")
-            refuse_absurd(item, f"{name}.{key}")
-    elif isinstance(value, list | tuple):
-        for item in value:
-            refuse_absurd(item, f"an item of {name}")
 
 
 def shown(value: Any) -> str:

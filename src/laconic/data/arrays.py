@@ -52,9 +52,9 @@ def is_whole(index: Path) -> bool:
     Raises:
         JobError: a file is there but cannot be read.
     """
-    if not index.exists():
-        return False
     try:
+        if not index.exists():
+            return False
         problem = _damage(index)
     except OSError as error:
         raise JobError(

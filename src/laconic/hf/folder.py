@@ -9,6 +9,7 @@ file at a time. So this module and `folder_writer.py` call safetensors directly.
 
 import importlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class ModelFolder:
         self.bytes_read = 0
         """The bytes of all tensors, and parts of tensors, that `read` has returned."""
         self._handles: dict[str, Any] = {}
-        if not self.folder.is_dir():
+        if not os.path.isdir(self.folder):  # unlike Path.is_dir, it is false for a name that is too long
             raise ModelFolderError(f"{self._title} is not a folder; give one with safetensors files")
         if is_model and not (self.folder / "config.json").is_file():
             raise ModelFolderError(f"{self._title} has no config.json; is it a model folder?")

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -112,7 +113,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     folder = Path(name)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # unlike Path.is_dir, it is false for a name that is too long
         raise JobError(f"data.tokenizer = {name!r} is neither 'bytes' nor a folder on this machine")
     try:
         return FolderTokenizer(folder)

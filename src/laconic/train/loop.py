@@ -1,9 +1,11 @@
 """The training loop, from a configuration to a summary."""
 
 import contextlib
+import errno
 import gc
 import hashlib
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -60,13 +62,15 @@ def run(config: Config) -> dict[str, Any]:
     Every rank of a torchrun job calls this with the same configuration. Without torchrun the job has one rank.
 
     Raises:
-        JobError: on every rank, for a mistake that a user can correct; before the first step wherever possible.
+        JobError: on every rank, for a mistake that a user can correct; before the first step wherever possible. A path
+            of the job that fails on one rank alone is a JobError there, and peers end as after any failure.
     """
     ranks = RankInfo.from_environment()
     check_job(config, ranks)
     device = pick_device(config.train.device, ranks)
     set_peer_timeout(config.train.peer_timeout_s)
     with (
+        _paths_as_job_errors(config),
         ending_with_launcher(),
         process_group(ranks, device, config.train.timeout_s) as group,
         failing_together(ranks.world_size),
@@ -76,6 +80,32 @@ def run(config: Config) -> dict[str, Any]:
         peers = RankGroup(group)
         peers.agree(lambda: lock.enter_context(OutputLock(Path(config.train.output))), only=ranks.is_main)
         return Trainer(config, ranks, device, group).train()
+
+
+@contextlib.contextmanager
+def _paths_as_job_errors(config: Config) -> Iterator[None]:
+    """Turn the error of a file below a path that the job names, or of a full disk, into a JobError with the key."""
+    try:
+        yield
+    except OSError as error:
+        found = key_of(config, error.filename)
+        if found is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise JobError(f"{found or 'a file of the job'}: {error}; mend that path, or choose another") from error
+
+
+def key_of(config: Config, filename: object) -> str | None:
+    """The key of the job whose value is a path above, or equal to, the path of a file; "section.key = value"."""
+    if not isinstance(filename, str | bytes):
+        return None
+    path = os.path.abspath(os.fsdecode(filename))
+    found = [
+        (len(value), f"{section}.{key} = {value!r}")
+        for section, keys in to_dict(config).items()
+        for key, value in keys.items()
+        if isinstance(value, str) and os.sep in value and (path + os.sep).startswith(os.path.abspath(value) + os.sep)
+    ]
+    return max(found)[1] if found else None
 
 
 @contextlib.contextmanager

@@ -76,7 +76,7 @@ def checkpoints_to_load(config: Config) -> Path:
     if config.train.resume in ("never", "auto") or commit.candidates(own):
         return own
     given = Path(str(config.train.resume))
-    return given / CHECKPOINTS if (given / CHECKPOINTS).is_dir() else given
+    return given / CHECKPOINTS if os.path.isdir(given / CHECKPOINTS) else given
 
 
 def check_wandb(config: Config) -> None:
