@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from benchmarks.trust.prepare_fuzz import PATH_KEYS, harm_of, job_with_path, wrong_paths
 from laconic.config import Config, ConfigError, DataConfig, JobError, from_dict
@@ -24,7 +25,7 @@ def test_a_wrong_path_is_refused_in_one_line(key: str, tmp_path: Path, monkeypat
 
 
 def test_a_file_is_named_by_the_key_above_it(tmp_path: Path) -> None:
-    config = Config(data=DataConfig(cache=str(tmp_path / "cache"), path=str(tmp_path)))
+    config = Config(data=DataConfig(kind="text", cache=str(tmp_path / "cache"), path=str(tmp_path)))
     assert key_of(config, str(tmp_path / "cache" / "x")) == f"data.cache = {str(tmp_path / 'cache')!r}"
     assert key_of(config, str(tmp_path / "cached")) == f"data.path = {str(tmp_path)!r}"
     assert key_of(config, "/elsewhere") is None
@@ -42,3 +43,4 @@ def test_an_error_of_a_file_names_its_key(tmp_path: Path, monkeypatch: pytest.Mo
     table = {"data": {"cache": str(tmp_path / "cache")}, "train": {"output": str(tmp_path / "out"), "device": "cpu"}}
     with pytest.raises(JobError, match=r"data\.cache = .*Permission denied.*mend that path"):
         loop.run(from_dict(Config, table))
+    dist.destroy_process_group()  # which `run` leaves to the end of the process after such an error
