@@ -215,7 +215,7 @@ class Contents:
             states, own_states = parts.optimizer_states(model, optimizer, islands, ranks)
             rest[keys.OPTIMIZER] = {keys.STATE: states, keys.GROUPS: state.param_groups(model, optimizer)}
         if local_steps is not None:
-            tensors, added, progress = outer_state.tree(model, local_steps, islands.island, tensors, own_states)
+            tensors, added, progress = outer_state.tree(model, local_steps, islands.island, tensors, own_states, ranks)
             rest |= added
             values["islands"] = {**islands.to_json(), **progress}
         text: str | ValueError

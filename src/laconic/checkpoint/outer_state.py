@@ -12,6 +12,7 @@ from laconic.checkpoint import state
 from laconic.checkpoint.fill import Source
 from laconic.checkpoint.keys import ISLANDS, OUTER
 from laconic.checkpoint.parts import OptimizerStates
+from laconic.comm.agreement import RankGroup
 from laconic.islands.local_steps import LocalSteps
 from laconic.ragged.joined import joined
 
@@ -19,14 +20,21 @@ _IN_FLIGHT = ("mean", "drift", "sent")
 """The tensors of a fragment in flight. The mean is equal on all islands."""
 _COUNTS = ("steps", "rounds", "since")
 """The counts of `Position`. Without `membership`, the last two follow from the steps."""
+_TOKENS = "tokens"
+"""What each fragment's next pseudo-gradient comes from: in a checkpoint by island, in `state_dict` of this island."""
 _Vectors = dict[str, dict[str, Tensor]]
 """Tensors by kind (outer, lost, mean, ...) or by the outer optimizer's key, and then by parameter."""
 
 
 def tree(
-    model: nn.Module, local_steps: LocalSteps, island: int, tensors: dict[str, Tensor], own_states: OptimizerStates
+    model: nn.Module,
+    local_steps: LocalSteps,
+    island: int,
+    tensors: dict[str, Tensor],
+    own_states: OptimizerStates,
+    ranks: RankGroup,
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """Collect the tensors that one island writes. Waits for the mean of the fragment in flight.
+    """Collect the tensors that one island writes. Waits for the mean of the fragment in flight. Collective.
 
     `tensors` are the inner model's; `own_states` is the island's own inner optimizer state. Returns the model's tensors
     with outer parameters in place of inner ones, the trees under `outer` and `islands`, and values for the sidecar.
@@ -51,7 +59,10 @@ def tree(
         **{kind: vectors[kind] for kind in ("lost", "drift", "sent")},
     }
     rest = {OUTER: _without_empty(shared), ISLANDS: {str(island): _without_empty(own)}}
-    return model_tensors, rest, {"numbers": numbers, **{key: agreed[key] for key in _COUNTS if key in agreed}}
+    told: list[Any] = ranks.gather([island, agreed[_TOKENS]])
+    tokens = dict(told)
+    counts = {key: agreed[key] for key in _COUNTS if key in agreed}
+    return model_tensors, rest, {"numbers": numbers, **counts, _TOKENS: [tokens[each] for each in sorted(tokens)]}
 
 
 def own_optimizer_prefix(island: int) -> str:
@@ -99,8 +110,10 @@ def restore(
     source.read({key: tensor for key, tensor in targets.items() if key in source.entries})
     numbers = {f"outer_optimizer.{key}": number for key, number in (progress["numbers"] if progress else {}).items()}
     known = {key: number for key, number in numbers.items() if key in agreed}
-    others = {key: value for key, value in agreed.items() if key not in _COUNTS}
-    local_steps.load_state_dict({**others, **known, **counts})
+    others = {key: value for key, value in agreed.items() if key not in (*_COUNTS, _TOKENS)}
+    tokens = progress.get(_TOKENS) if progress and island is not None else None
+    own_tokens = {} if tokens is None else {_TOKENS: tokens[island]}
+    local_steps.load_state_dict({**others, **known, **counts, **own_tokens})
 
 
 def _in_flight(source: Source, local_steps: LocalSteps, counts: Mapping[str, int], prefix: str) -> dict[str, Tensor]:
@@ -132,7 +145,7 @@ def _sorted(agreed: Mapping[str, Any]) -> tuple[_Vectors, _Vectors, dict[str, An
             optimizer[key][state.strip(name)] = value
         elif kind == "outer_optimizer":
             numbers[rest] = value
-        elif kind not in _COUNTS:
+        elif kind not in (*_COUNTS, _TOKENS):
             vectors[kind][state.strip(rest)] = value
     return vectors, optimizer, numbers
 

@@ -404,11 +404,12 @@ class LocalSteps:
         """Return outer parameters, outer optimizer state and the fragment in flight, by kind and parameter name.
 
         Waits for the fragment in flight. Tensors are views, sharded as the parameters are, for
-        torch.distributed.checkpoint. Save the inner parameters and the inner optimizer of each island yourself.
+        torch.distributed.checkpoint. `tokens` has, for each fragment, the tokens of this island that its next
+        pseudo-gradient comes from. Save the inner parameters and the inner optimizer of each island yourself.
         """
         if self._recovery is not None:
             self._recovery.wait()  # the caller may write into the views
-        state: dict[str, Any] = {"steps": self.steps}
+        state: dict[str, Any] = {"steps": self.steps, "tokens": list(self._tokens)}
         if isinstance(self._exchange, ElasticExchange):
             state |= {"rounds": self.rounds, "since": self._since}
         for index, fragment in enumerate(self.fragments):
@@ -437,6 +438,8 @@ class LocalSteps:
         position = self.schedule.position(int(state["steps"]))
         counts = {key: int(state[key]) for key in ("rounds", "since") if key in state}
         self._go_to(replace(position, **counts))
+        tokens = state.get("tokens", ())  # a state of an earlier release has none
+        self._tokens = list(tokens) if len(tokens) == len(self.fragments) else [0] * len(self.fragments)
         self._in_flight = None
         for index, fragment in enumerate(self.fragments):
             fragment.create_state()

@@ -47,7 +47,7 @@ from laconic.train.meter import StepMeter
 from laconic.train.progress import BarLogger, LineLogger
 from laconic.train.recorder import Recorder, reduce_records
 from laconic.train.records import StepRecord, perplexity
-from laconic.train.stopping import StopSignals
+from laconic.train.stopping import StopAtFurthest, StopSignals, StopTogether
 from laconic.train.summary import summarise
 from laconic.train.writing import writing
 
@@ -200,12 +200,12 @@ class Trainer:
             contextlib.closing(self._open_recorder()) as self.recorder,
             _manual_garbage_collection() as collect,
             self.saver or contextlib.nullcontext(),
-            StopSignals(self.group, interval=self.stepper.steps_per_sync or 1) as signals,
+            self._stop_signals() as signals,
         ):
             if self.stepper.recovered_steps == self.start_step == train.steps:
                 self._end_again()
             for done in range(self.start_step + 1, train.steps + 1):
-                signals.begin_step(done)
+                signals.begin_step()
                 self.recorder.add(self._step(done - 1))
                 is_first = done == self.start_step + 1  # a line for the first step shows that the run works
                 if is_first or self._is_due(done, train.log_every) or self.recorder.num_pending >= _MAX_PENDING:
@@ -216,7 +216,7 @@ class Trainer:
                     self._save(done)
                 if done % _COLLECT_EVERY == 0:
                     collect()
-                if done < train.steps and (stop := signals.end_step()):
+                if done < train.steps and (stop := signals.end_step(done)):
                     self._stop(done, stop)
                     break
         self.stepper.close()
@@ -232,6 +232,11 @@ class Trainer:
         text = json.dumps(summary, indent=1) + "\n"
         self._write("the summary", lambda: files.write_text(self.output / "summary.json", text, durable=False))
         return summary
+
+    def _stop_signals(self) -> StopSignals:
+        if self.stepper.steps_per_sync is None or self.ranks.world_size == 1:
+            return StopTogether(self.group)
+        return StopAtFurthest(self.start_step + 1)
 
     def _write(self, what: str, action: Callable[[], _T]) -> _T | None:
         """Write `what` on rank 0; return the result there, and None on other ranks. Collective.

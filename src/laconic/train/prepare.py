@@ -198,6 +198,8 @@ def _refuse_unequal(digests: list[str], ranks: RankInfo, folder: Path) -> None:
 def resume(stepper: Stepper, config: Config, peers: RankGroup, console: Console) -> int:
     """Go on from the last sync of islands or from the newest checkpoint, whichever is later. Collective.
 
+    Of the same step, the checkpoint: it goes on to the same bits, also if islands sync fragment by fragment.
+
     Return the number of steps that the run has taken already; 0 if there is nothing to resume.
 
     Raises:
@@ -205,7 +207,7 @@ def resume(stepper: Stepper, config: Config, peers: RankGroup, console: Console)
     """
     checkpoints = checkpoints_to_load(config)
     newest = peers.broadcast(newest_step(checkpoints) if peers.rank == 0 else 0)
-    if stepper.recovered_steps and stepper.recovered_steps >= newest:
+    if stepper.recovered_steps and stepper.recovered_steps > newest:
         console.print(f"going on from the sync of islands after step {stepper.recovered_steps}", highlight=False)
         return stepper.recovered_steps
     with as_job_error():

@@ -1,0 +1,122 @@
+"""A signal to islands, which meet at syncs alone: all stop at one step at once, and go on to the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from laconic.config import Config
+from laconic.train import loop, stopping
+from laconic.train.loop import Trainer
+from laconic.train.stopping import StopAtFurthest
+from tests.ranks import run_ranks
+from tests.train.jobs import job, train
+
+AHEAD, BEHIND = 9, 5
+"""The steps in which the ranks are when the signal comes."""
+WHOLE = {"mode": "local", "every": 100}
+STREAMED = {"mode": "local", "every": 12, "fragments": 2, "overlap": 4, "codec": "int4", "error_feedback": True}
+"""Applies a fragment after step 10, and has the next one in flight after step 13."""
+_PATIENCE_S = 60.0
+
+
+def train_signalled(first: Config, second: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Signal rank 0 in step AHEAD, while rank 1 is in step BEHIND; then go on to the end."""
+    step, made = Trainer._step, []
+
+    class Seen(StopAtFurthest):
+        def __enter__(self) -> Any:
+            made.append(self)
+            return super().__enter__()
+
+    def held(self: Trainer, number: int) -> Any:
+        is_ahead = self.ranks.rank == 0
+        if number + 1 == (AHEAD if is_ahead else BEHIND):
+            if is_ahead:
+                os.kill(os.getpid(), signal.SIGTERM)
+            made[0]._thread.join(_PATIENCE_S)  # until the ranks have agreed
+        return step(self, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_step", held)
+        patch.setattr(loop, "StopAtFurthest", Seen)
+        stopped = train(first)
+    return stopped, train(second)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("sync", [WHOLE, STREAMED])
+def test_a_signal_stops_islands_where_the_furthest_is_and_no_bit_is_lost(tmp_path: Path, sync: dict[str, Any]) -> None:
+    """An island stops at the end of its step; the other one catches up. Nobody waits for the next sync."""
+    settings: dict[str, Any] = {"steps": 16, "save_every": 0, "log_every": 100, "resume": "auto"}
+
+    def config(name: str) -> Config:
+        output = str(tmp_path / name)
+        recovery = {**sync, "recovery": f"{output}/recovery"}
+        return job(tmp_path, train={**settings, "output": output}, sync=recovery)
+
+    unbroken = run_ranks(train, 2, config("whole"), local=1)[0]
+    first = config("first")
+    ends = run_ranks(train_signalled, 2, first, first, local=1)
+    for stopped, resumed in ends:
+        assert stopped["stopped_by"] == "SIGTERM"
+        assert len(stopped["losses"]) == resumed["start_step"] == AHEAD
+        assert resumed["stopped_by"] is None
+    stopped, resumed = ends[0]
+    assert stopped["losses"] + resumed["losses"] == unbroken["losses"]
+
+
+def stop_after_others_ended() -> Any:
+    """Rank 1 takes its last step and leaves; then rank 0, in an earlier step, gets the signal."""
+    done = dist.distributed_c10d._get_default_store()
+    with StopAtFurthest(1) as signals:
+        if dist.get_rank() == 1:
+            found = [signals.end_step(step) for step in range(1, 7)]
+        else:
+            assert signals.end_step(1) is None
+            done.wait(["rank 1 has ended"])
+            signals._received = signal.SIGTERM
+            signals._thread.join(_PATIENCE_S)
+            found = [signals.end_step(step) for step in range(2, 7)]
+    if dist.get_rank() == 1:
+        done.set("rank 1 has ended", "")
+    return found, signals._last
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_after_the_last_step_of_another_rank_lets_the_run_end() -> None:
+    (late, last), (early, _) = run_ranks(stop_after_others_ended, 2)
+    assert early == [None] * 6
+    assert last == (7, signal.SIGTERM)
+    assert late == [None] * 5
+
+
+def tell_at_random() -> list[int]:
+    """Take steps of random length in pairs that overtake each other; one gets a signal. Return the last step."""
+    stopping._LOOK_S = 0.001
+    rank, ends = dist.get_rank(), []
+    pauses = torch.rand(10_000, generator=torch.Generator().manual_seed(rank)) * 0.002
+    for number in range(20):
+        with StopAtFurthest(1) as signals:
+            for step in range(1, 10_000):
+                threading.Event().wait(float(pauses[number * 100 + step]))
+                if rank == number % 3 and step == 20 + 3 * number:
+                    signals._received = signal.SIGTERM
+                if signals.end_step(step):
+                    break
+        ends.append(step)
+    return ends
+
+
+@pytest.mark.timeout(120)
+def test_ranks_that_never_meet_stop_at_the_same_step() -> None:
+    ends = run_ranks(tell_at_random, 3)
+    assert ends[0] == ends[1] == ends[2]
+    assert all(20 + 3 * number <= end < 9_999 for number, end in enumerate(ends[0]))
