@@ -66,6 +66,37 @@ def test_a_rank_that_says_goodbye_is_not_gone(circle: Circle) -> None:
     assert not any(circle.gone.values())
 
 
+def test_a_rank_that_dies_before_it_is_found_is_gone(circle: Circle) -> None:
+    circle.rings.pop(2).abandon()
+    circle.turn_until(lambda: circle.gone[1] == {2})
+    assert circle.gone[0] == circle.gone[3] == set()
+
+
+def test_a_rank_that_ends_in_order_before_it_is_found_is_not_gone(
+    circle: Circle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("laconic.comm.ring._SILENT_S", 0.0)
+    circle.rings.pop(2).close()
+    circle.turn_until(lambda: circle.rings[0].is_joined and circle.rings[3].is_joined)
+    for _ in range(100):
+        circle.rings[1].poll(0.001)
+    assert not circle.gone[1]
+    assert not circle.rings[1].is_joined
+
+
+def test_a_rank_behind_a_firewall_answers_and_is_not_gone(circle: Circle, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, token = json.loads(circle.store.get("laconic/ring/2"))
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    circle.store.set("laconic/ring/2", json.dumps([["127.0.0.1"], port, token]))
+    circle.turn_until(lambda: circle.store.check([f"laconic/ring/lives/{token}"]))
+    monkeypatch.setattr("laconic.comm.ring._SILENT_S", 0.0)
+    for _ in range(100):
+        circle.gone[1] |= set(circle.rings[1].poll(0.001)[1])
+    assert circle.rings[1]._is_refused
+    assert not circle.gone[1]
+
+
 def test_messages_reach_neighbours_that_come_later(circle: Circle) -> None:
     circle.rings[1].send({"text": "fire"})
     circle.turn_until(lambda: circle.heard == {0: [{"text": "fire"}], 1: [], 2: [{"text": "fire"}], 3: []})

@@ -5,13 +5,15 @@ An unforeseen error ends one rank in the middle of a step, or the system kills i
 collective or fail because a connection closes, and their messages bury the cause. So each rank has a thread that
 watches its neighbours: [Note: A ring of connections] in ring.py. A rank that an exception ends tells the others its
 traceback. If a rank ends without a word, its neighbours tell the others. Every rank shows the first failure that it
-hears of. A rank that does not fail by itself within ten seconds exits with code 1. A rank that does has ten seconds
-more, for its own traceback. If ranks are gone but none has failed, a rank goes on until it waits for others, since the
-lost ones may have done all their work.
+hears of. A rank that does not fail by itself within seven seconds exits with code 1: within ten seconds after the
+failure, which include the time to find out. A rank that does fail has seven seconds more, for its own traceback. If
+ranks are gone but none has failed, a rank goes on until it waits for others, since the lost ones may have done all
+their work.
 
 Ranks watch each other before they make their first process group. While Gloo connects the ranks of a group, it waits
-five times as long for a rank as the group's timeout says. A rank that dies before its neighbours have found it is
-known to nobody, so the first group has a bound of its own: `ending_after`.
+five times as long for a rank as the group's timeout says. A rank that dies before it has published where it is is
+known to nobody but its launcher, so the first group has a bound of its own: `ending_after`. The same thread watches the
+process that hosts the store, rank 0 or the launcher: a rank may wait for connections that Gloo would retry for long.
 
 The groups' timeout bounds all other waits, such as those for a rank in an endless loop. Where NCCL waits on the device,
 torch's own watchdog ends the process after the same time. `lab/worker.py` shows first failures too, of any script, and
@@ -39,12 +41,13 @@ from typing import Any
 import torch.distributed as dist
 
 from laconic.comm.progress import here
-from laconic.comm.ring import Message, Ring
+from laconic.comm.ring import HOST, HostConnection, Message, Ring
 from laconic.errors import JobError
 
 _PEER_TIMEOUT_S = 60.0
 _INTERVAL_S = 5.0  # between two looks at this process
-_GRACE_S = 10.0  # for a rank to fail by itself, once another rank has failed; then for it to show why
+_GRACE_S = 7.0  # for a rank to fail by itself, once another rank has failed; then for it to show why
+_LOOK_S = 0.25  # between two looks while the first group is made
 _CAUSE_S = 1.0  # for the news of a cause to arrive before the error that it causes is taken for the first
 _ANSWER_S = 5.0  # for the thread to end
 _MOST_CHARACTERS = 100_000  # of a traceback
@@ -118,25 +121,38 @@ def first_failure_behind(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def ending_after(seconds: float, waited_for: str) -> Iterator[None]:
-    """End this process with code 1 and one line if the block takes `seconds` and the grace of this module."""
+def ending_after(seconds: float, waited_for: str, store: dist.Store | None = None) -> Iterator[None]:
+    """End this process with code 1 and one line if the block takes `seconds` and the grace of this module.
 
-    def end() -> None:
-        rank, waited_s = os.environ.get("RANK", "?"), seconds + _GRACE_S
+    If the process that hosts the `store` is gone, end it after the grace.
+    """
+    begun, is_over = time.monotonic(), threading.Event()
+
+    def watch() -> None:
+        with HostConnection(store) as host:
+            deadline, why = begun + seconds, "another rank has died in its first seconds, or cannot be reached"
+            while not is_over.wait(min(_LOOK_S, max(0.0, deadline + _GRACE_S - time.monotonic()))):
+                if host.is_lost() and deadline > (now := time.monotonic()):
+                    deadline, why = now, "the process that hosts the rendezvous is gone: rank 0, or the launcher"
+                if time.monotonic() >= deadline + _GRACE_S:
+                    break
+        if is_over.is_set():
+            return
+        rank, waited_s = os.environ.get("RANK", "?"), time.monotonic() - begun
         print(
-            f"rank {rank} has waited {waited_s:g} s for {waited_for}: another rank has died in its first seconds, or "
-            "cannot be reached; look at what the other ranks have printed",
+            f"rank {rank} has waited {waited_s:.1f} s for {waited_for}: {why}; look at what the other ranks have "
+            "printed",
             file=sys.__stderr__ or sys.stderr, flush=True,
         )  # fmt: skip
         os._exit(1)
 
-    timer = threading.Timer(seconds + _GRACE_S, end)
-    timer.daemon = True
-    timer.start()
+    watcher = threading.Thread(target=watch, name="laconic-start", daemon=True)
+    watcher.start()
     try:
         yield
     finally:
-        timer.cancel()
+        is_over.set()
+        watcher.join()
 
 
 @contextlib.contextmanager
@@ -277,7 +293,7 @@ class _Peers:
         heard_at: float | None = None
         with contextlib.suppress(OSError, RuntimeError):  # the store or a socket is lost as this process ends
             while not self._is_over and self.is_current():
-                interval_s = _INTERVAL_S if heard_at is None else min(_INTERVAL_S, _GRACE_S / 4)
+                interval_s = _INTERVAL_S if heard_at is None else min(_INTERVAL_S, _GRACE_S / 20)
                 messages, gone = self.ring.poll(interval_s)
                 is_news = self._hear(messages, gone)
                 if self._to_tell.is_set() or is_news:
@@ -311,9 +327,10 @@ class _Peers:
                 self._has_failed |= message["has_failed"]
             for rank in gone:
                 is_news |= self._first is None
+                who = "the host of the rendezvous (rank 0, or the launcher)" if rank == HOST else f"rank {rank}"
                 self._first = self._first or (
                     rank,
-                    f"rank {rank} is gone: its process ended without a word, or its machine no longer answers "
+                    f"{who} is gone: its process ended without a word, or its machine no longer answers "
                     f"(rank {self._rank} lost the connection to it)",
                 )
         if self._first is not None:

@@ -111,15 +111,15 @@ def initialized_accelerator() -> torch.device | None:
 def start_process_group(backend: str, timeout: datetime.timedelta | None) -> None:
     """Call torch.distributed.init_process_group in torchrun's environment; the ranks watch each other from then on.
 
-    If a rank dies before all have met, the others end within 10 seconds, or, if its neighbours have not found it yet,
-    10 seconds after `timeout` (None: torch's).
+    If a rank dies before all have met, the others end within 10 seconds. If it dies before it has reached the
+    rendezvous, only its launcher can know; without one the others end 7 seconds after `timeout` (None: torch's).
     """
     limit = timeout or default_pg_timeout
     store, rank, num_ranks = next(rendezvous("env://", timeout=limit))
     store.set_timeout(limit)
-    watch_peers_early(store, rank, num_ranks)
     awaited = "the process group of all ranks"
-    with ending_after(limit.total_seconds(), awaited), waiting_for(awaited):
+    with ending_after(limit.total_seconds(), awaited, store), waiting_for(awaited):
+        watch_peers_early(store, rank, num_ranks)
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
     watch_peers()
 
