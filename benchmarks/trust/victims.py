@@ -53,21 +53,42 @@ class Victim:
     killed: set[int] = field(default_factory=set)
     """The ranks that the campaign has killed."""
     store: dist.TCPStore | None = None
+    port: int = 0
+    """The port of the store in which the ranks meet."""
 
     @staticmethod
-    def start(arguments: Sequence[str], place: Place, log: Path) -> Victim:
-        """Start `laconic train` with these arguments on every rank; all print into the file `log`."""
+    def start(
+        arguments: Sequence[str],
+        place: Place,
+        log: Path,
+        *,
+        grace_s: float | None = _GRACE_S,
+        rank_0_hosts: bool = False,
+    ) -> Victim:
+        """Start `laconic train` with these arguments on every rank; all print into the file `log`.
+
+        Args:
+            arguments: the arguments of the command.
+            place: the number of ranks.
+            log: the file.
+            grace_s: the grace of `laconic.comm.failure`; None: its own.
+            rank_0_hosts: rank 0 hosts the store in which ranks meet, as without torchrun; else the campaign does.
+        """
         _context.set_forkserver_preload([*PRELOADED, "benchmarks.fork_server"])
         port = free_port()
-        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        store = None
+        if not rank_0_hosts:
+            store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         processes = []
         for rank in range(place.num_ranks):
             process = _context.Process(
-                target=_be_rank, args=(list(arguments), place, rank, port, str(log)), daemon=True
+                target=_be_rank,
+                args=(list(arguments), place, rank, port, str(log), grace_s, rank_0_hosts),
+                daemon=True,
             )
             process.start()
             processes.append(process)
-        return Victim(processes=processes, log=log, store=store)
+        return Victim(processes=processes, log=log, store=store, port=port)
 
     def alive(self) -> list[int]:
         """The ranks that have not ended."""
@@ -106,7 +127,9 @@ class Victim:
         return [process.exitcode for process in self.processes]
 
 
-def _be_rank(arguments: list[str], place: Place, rank: int, port: int, log: str) -> NoReturn:
+def _be_rank(
+    arguments: list[str], place: Place, rank: int, port: int, log: str, grace_s: float | None, rank_0_hosts: bool
+) -> NoReturn:
     import torch
 
     from laconic.comm import failure
@@ -118,14 +141,17 @@ def _be_rank(arguments: list[str], place: Place, rank: int, port: int, log: str)
         os.dup2(output, stream)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    failure._GRACE_S = _GRACE_S
+    if grace_s is not None:
+        failure._GRACE_S = grace_s
     numbers = {
         "RANK": rank, "WORLD_SIZE": place.num_ranks, "LOCAL_RANK": rank % place.num_local,
         "LOCAL_WORLD_SIZE": place.num_local, "GROUP_RANK": rank // place.num_local, "MASTER_PORT": port,
     }  # fmt: skip
     os.environ.update({name: str(number) for name, number in numbers.items()})
-    # A rank is a client of the store that the campaign hosts, as it would be of the agent's.
-    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", TORCHELASTIC_USE_AGENT_STORE="True")
+    # Else a rank is a client of the store that the campaign hosts, as it would be of the agent's.
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", TORCHELASTIC_USE_AGENT_STORE=str(not rank_0_hosts)
+    )
     torch.set_num_threads(1)
     code = 1
     try:
