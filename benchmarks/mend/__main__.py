@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from benchmarks.measure import Benchmark
-from benchmarks.mend import kept, kills, ranks_differ, wrong_key
+from benchmarks.mend import kept, kills, ranks_differ, sigterm, wrong_key
 from benchmarks.record import Row
 from benchmarks.trust.bench import Bench, open_bench
 
@@ -21,6 +21,7 @@ ROWS: Mapping[str, Callable[[Bench], Row]] = {
     # in the order of the table
     "kept": kept.row,
     "ranks-differ": ranks_differ.row,
+    "sigterm": sigterm.row,
     "kills": kills.row,
     "wrong-key": wrong_key.row,
 }

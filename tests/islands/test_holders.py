@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.islands.fragments import fragment_of
+from laconic.islands.holders import Holders
 from laconic.islands.local_steps import LocalSteps
+from laconic.islands.outer_optimizer import OuterFragment
 from tests.partial.models import MlpNet, partial_net
 from tests.ranks import run_ranks
 from tests.reference.local_steps import Islands
@@ -88,6 +90,40 @@ def test_pseudo_gradients_are_averaged_over_the_holders_of_the_slice(
     islands: int, local: int, held: list[set[int]], num_slices: int, sharded: bool
 ) -> None:
     run_ranks(job_merge, islands * local, islands, local, held, num_slices, sharded, local=local)
+
+
+class _Held(Holders):
+    """Two islands; both train whole parameters, one of them trains slice 0, and nobody slice 1."""
+
+    def __init__(self) -> None:
+        self.num_islands = 2
+        self._slices, self._holders = {"first": 0, "second": 1}, {"first": 1, "second": 0}
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
+        partial(torch.optim.SGD, lr=0.7, weight_decay=0.1),
+        partial(torch.optim.AdamW, lr=0.1),
+    ],
+)
+def test_a_slice_whose_holders_have_left_keeps_its_values_and_its_momentum(outer: Any) -> None:
+    """Momentum of former holders, or weight decay, would move it, and islands that come back find it elsewhere."""
+    parameters = {name: nn.Parameter(torch.ones(3)) for name in ("whole", "first", "second")}
+    parameters["second"].requires_grad_(False)
+    fragment = OuterFragment(parameters, outer, _Held())
+    fragment.create_state()
+    with torch.no_grad():
+        for vector in fragment.vectors()[1:]:
+            vector.fill_(0.5)  # as holders have left it
+    before = [vector.clone() for vector in fragment.vectors() if vector.ndim]
+    fragment.step(torch.tensor([1.0] * 6 + [0.0] * 3))
+    (was, *states), (now, *new) = before, [vector for vector in fragment.vectors() if vector.ndim]
+    assert not (now[:6] == was[:6]).any()
+    assert torch.equal(now[6:], was[6:])
+    kept = [torch.equal(each, state) for each, state in zip(new, states, strict=True)]
+    assert kept == [index // (len(states) // 3) == 2 for index in range(len(states))]  # section by section
 
 
 def job_groups(islands: int, local: int, held: list[set[int]], num_slices: int, sharded: bool) -> None:

@@ -187,6 +187,37 @@ def test_every_codec_keeps_islands_equal_and_its_bytes() -> None:
     run_ranks(job_codecs, 3, local=1)
 
 
+def job_tokens() -> None:
+    """Islands that stay, with other numbers of tokens: the mean weighs by all tokens since the last sync."""
+    mesh = laconic.init_mesh("cpu", islands=3, nodes=1, local=1)
+    island = dist.get_rank()
+    model = build(make)
+    plain = partial(torch.optim.SGD, lr=1.0)  # the outer step is the mean
+    local = LocalSteps(model, adamw(model), mesh=mesh, every=2, outer=plain, codec="fp32")
+    for round_ in range(2):
+        before = values(model)
+        for step in range(2):
+            squared_error(model, batch(2 * round_ + step, island)).backward()
+            if step == 1:
+                local.optimizer.step()
+                own = values(model)
+                local.advance(tokens=10 ** (2 - island))
+            else:
+                local.step(tokens=island)
+            local.zero_grad()
+        everywhere: list[Any] = [None] * 3
+        dist.all_gather_object(everywhere, own)
+        tokens = [100 + 0, 10 + 1, 1 + 2]
+        for name, start in before.items():
+            drifts = [weight * (start - each[name]) for weight, each in zip(tokens, everywhere, strict=True)]
+            want = start - torch.stack(drifts).sum(0) / sum(tokens)
+            torch.testing.assert_close(values(model)[name], want, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_the_mean_of_islands_that_stay_weighs_by_tokens() -> None:
+    run_ranks(job_tokens, 3, local=1)
+
+
 def job_resume(options: Job) -> None:
     mesh = laconic.init_mesh("cpu", islands=2, nodes=1, local=2)
     rank, island = dist.get_rank() % 2, dist.get_rank() // 2
@@ -198,7 +229,7 @@ def job_resume(options: Job) -> None:
     def run(model: Any, local: LocalSteps, steps: range) -> None:
         for step in steps:
             squared_error(model, batch(step, island, rank)).backward()
-            local.step()
+            local.step(tokens=1 + (2 + 3 * island) * step)  # the next sync weighs by all of them
             local.zero_grad()
 
     model, unbroken = start(0)
