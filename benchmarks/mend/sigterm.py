@@ -1,9 +1,9 @@
 """A signal to islands that sync every hundred steps: they stop at once, and go on to the same bits.
 
-Two islands train. At a random instant, six steps before a sync or later, one rank or both get SIGTERM or SIGINT. All ranks must stop
-within two steps of the island that was furthest at that instant, and save. The run then goes on to its end: the losses
-of all steps must be those of a run that nobody stopped, to the bit. Islands sync all at once or fragment by fragment;
-in half of the runs one island is slower than the other.
+Two islands train. At a random instant, six steps before a sync or later, one rank or both get SIGTERM or SIGINT. All
+ranks must stop within two steps of the island that was furthest at that instant, and save. The run then goes on to its
+end: the losses of all steps must be those of a run that nobody stopped, to the bit. Islands sync all at once or
+fragment by fragment; in half of the runs one island is slower than the other.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def stop_and_resume(config: Config, given: Signal) -> Stop:
         signalled.append(time.time())
         os.kill(os.getpid(), given.number)
 
-    Trainer._step = paced  # type: ignore[method-assign]
+    Trainer._step = paced  # type: ignore[assignment, method-assign]
     try:
         stopped = run(config)
     finally:
