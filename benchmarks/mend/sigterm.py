@@ -65,12 +65,10 @@ class Stop:
     ended_s: float
     stopped: dict[str, Any]
     """The summary of the run that was stopped."""
-    resumed: dict[str, Any]
-    """The summary of the run that went on."""
 
 
-def stop_and_resume(config: Config, given: Signal) -> Stop:
-    """Train until the signal; then go on to the end. On every rank."""
+def train_until(config: Config, given: Signal) -> Stop:
+    """Train until the signal. On every rank."""
     rank, begun_s, signalled = int(os.environ["RANK"]), [], []
     step = Trainer._step
 
@@ -93,13 +91,8 @@ def stop_and_resume(config: Config, given: Signal) -> Stop:
     finally:
         Trainer._step = step  # type: ignore[method-assign]
     ended_s = time.time()
-    return Stop(
-        begun_s=begun_s,
-        signalled_s=signalled[0] if signalled else None,
-        ended_s=ended_s,
-        stopped=stopped,
-        resumed=run(config),
-    )
+    signalled_s = signalled[0] if signalled else None
+    return Stop(begun_s=begun_s, signalled_s=signalled_s, ended_s=ended_s, stopped=stopped)
 
 
 @dataclass(kw_only=True)
@@ -114,19 +107,18 @@ class Counts:
     slowest_s: float = 0.0
     most_steps: int = 0
 
-    def add(self, stops: list[Stop], unbroken: list[float]) -> None:
-        """Count one run."""
+    def add(self, stops: list[Stop], resumed: dict[str, Any], unbroken: list[float]) -> None:
+        """Count one run, from what its ranks did, the summary of its rest, and the losses of one without a stop."""
         self.tried += 1
         at = min(stop.signalled_s for stop in stops if stop.signalled_s is not None)
         furthest = max(bisect_right(stop.begun_s, at) for stop in stops)
-        ends = {stop.resumed["start_step"] for stop in stops} | {len(stop.stopped["losses"]) for stop in stops}
+        ends = {resumed["start_step"], *(len(stop.stopped["losses"]) for stop in stops)}
         steps = max(ends) - furthest
         self.most_steps = max(self.most_steps, steps)
         self.slowest_s = max(self.slowest_s, *(stop.ended_s - at for stop in stops))
         self.late += steps > MOST_STEPS or any(stop.stopped["stopped_by"] is None for stop in stops)
         self.apart += len(ends) > 1
-        first = stops[0]
-        self.differing += first.stopped["losses"] + first.resumed["losses"] != unbroken
+        self.differing += stops[0].stopped["losses"] + resumed["losses"] != unbroken
 
 
 def campaign(folder: Path, num: int, *, seed: int = 0) -> Counts:
@@ -146,8 +138,9 @@ def campaign(folder: Path, num: int, *, seed: int = 0) -> Counts:
             paces_s=(_STEP_S, _STEP_S if is_even else 1.5 * _STEP_S),
         )
         config = _config(KINDS[kind], folder / f"run-{number}")
-        stops = launch(stop_and_resume, config, given, num_ranks=2, num_local=1, timeout_s=_TIMEOUT_S, backend=None)
-        counts.add(stops, unbroken[kind]["losses"])
+        stops = launch(train_until, config, given, num_ranks=2, num_local=1, timeout_s=_TIMEOUT_S, backend=None)
+        resumed = launch(run, config, num_ranks=2, num_local=1, timeout_s=_TIMEOUT_S, backend=None)[0]
+        counts.add(stops, resumed, unbroken[kind]["losses"])
         print(f"  sigterm {number}: {kind}, {given}; {counts}", file=sys.stderr, flush=True)
     return counts
 
@@ -156,7 +149,9 @@ def _config(sync: Mapping[str, Any], folder: Path) -> Config:
     """A job in a new folder."""
     made = Run(Strategy(sections={"sync": sync}, place=_PLACE), folder)
     config = load(Path(made.arguments[0]))
-    train = replace(config.train, steps=_STEPS, save_every=0, eval_every=0, log_every=100, resume="auto")
+    train = replace(
+        config.train, steps=_STEPS, save_every=0, eval_every=0, log_every=100, resume="auto", timeout_s=_TIMEOUT_S
+    )
     return replace(config, train=train)
 
 
