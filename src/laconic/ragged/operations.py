@@ -1,4 +1,4 @@
-"""Operations on RaggedTensors: element-wise ones on local parts, random fills, rows and allocations."""
+"""Operations on RaggedTensors: element-wise ones on local parts, random fills and allocations."""
 
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from laconic.comm.collectives import all_reduce
-from laconic.ragged import norms as norms  # registers its handlers
+from laconic.ragged import indexing as indexing  # registers its handlers
+from laconic.ragged import norms as norms  # likewise
 from laconic.ragged import reductions as reductions  # likewise
 from laconic.ragged.dtensor import all_reduce_outer, is_torch_dtensor, whole_of
+from laconic.ragged.remedies import remedy_for
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import OTHERS, RaggedTensor, implements
 
@@ -20,7 +22,7 @@ aten = torch.ops.aten
 
 # These functions are element-wise, though torch does not tag them so.
 _ALLOCATIONS = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "clone", "_to_copy"}
-_UNTAGGED = {"zero_", "fill_", "lerp_", "nan_to_num_"}
+_UNTAGGED = {"zero_", "fill_", "lerp_", "nan_to_num_", "masked_fill_"}
 _ZERO = {aten.zero_.default, aten._foreach_zero_.default}
 _ELEMENTWISE_PREFIXES = ("_foreach_", "_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
 
@@ -40,8 +42,7 @@ def _others(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _is_elementwise(func):
         return _elementwise(func, args, kwargs)
     raise NotImplementedError(
-        f"{func} is not defined on a RaggedTensor, of which this rank holds only a part. Use .to_local() for this "
-        "rank's elements, .full_tensor() for all of them, or call the sharded module, which gathers its parameters"
+        f"{func} is not defined on a RaggedTensor, of which this rank holds only a part. {remedy_for(func)}"
     )
 
 
@@ -247,26 +248,6 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if func is aten.new_empty_strided.default:
         func, rest = aten.new_empty.default, []
     return source.like(func(local, [local.numel()], *rest, **kwargs))
-
-
-@implements(aten.select.int)
-def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
-    source, dim, index = args
-    if dim % source.dim() != 0:
-        raise NotImplementedError(f"only whole rows of a RaggedTensor can be selected (dim 0), not dim {dim}")
-    index %= source.shape[0]
-    return source.rows(index, index + 1, keep_dim=False)
-
-
-@implements(aten.slice.Tensor)
-def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
-    source, dim, start, stop, step = args + (None, 0, None, None, 1)[len(args) :]  # torch leaves out trailing defaults
-    if dim != 0 or step != 1:
-        raise NotImplementedError(
-            f"only whole rows of a RaggedTensor can be sliced (dim 0, step 1), not dim {dim}, step {step}"
-        )
-    first, end, _ = slice(start, stop).indices(source.shape[0])
-    return source.rows(first, max(first, end), keep_dim=True)
 
 
 @implements(aten.mm.default)

@@ -10,6 +10,7 @@ from torch import Tensor
 from laconic.comm.cluster import Cluster
 from laconic.layout.bucket import BucketLayout, Extent, Slot
 from laconic.layout.derived import DerivedLayout
+from laconic.layout.selected import SelectedLayout
 from laconic.ragged.dtensor import DTensorShard
 
 
@@ -21,7 +22,7 @@ class RaggedSpec:
     """
 
     cluster: Cluster
-    layout: BucketLayout | DerivedLayout
+    layout: BucketLayout | DerivedLayout | SelectedLayout
     index: int
     dtensor: DTensorShard | None = None
     """This rank's shard of a DTensor, which `layout` cuts further: [Note: Two parallelisms, two meshes] in

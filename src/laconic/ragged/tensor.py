@@ -37,6 +37,7 @@ from laconic.ragged.dtensor import is_torch_dtensor, whole_of
 from laconic.ragged.gather import gather_whole
 from laconic.ragged.placement import LocalPart, local_shape_on_meta, placements_of
 from laconic.ragged.redistribute import Redistribution, TransferPlan
+from laconic.ragged.remedies import HISTOGRAM
 from laconic.ragged.spec import RaggedSpec
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -65,8 +66,9 @@ class RaggedTensor(BoxedTensor, DTensor):
     `.shape` is the global shape. Element-wise operations, foreach and fused ones included, run on the local part. Sums,
     means, variances, extrema, norms, `any` and `all` reduce over the mesh, to plain tensors. In-place random fills draw
     the global tensor and keep this rank's part, so equal seeds give the unsharded values. `copy_` also takes a plain
-    tensor of the global shape. Every other operation raises NotImplementedError. The handlers are in operations.py,
-    reductions.py and norms.py of this room.
+    tensor of the global shape. Rows, by `w[2:5]`, `split`, `chunk` or `unbind`, are views. Elements by index or mask
+    are read and written on the rank that holds them. Every other operation raises NotImplementedError, whose text says
+    what to do instead. The handlers are in operations.py, indexing.py, reductions.py and norms.py of this room.
 
     Source: RaggedShard of veScale-FSDP (arXiv 2602.22437).
     """
@@ -219,13 +221,13 @@ class RaggedTensor(BoxedTensor, DTensor):
         Without `keep_dim`, there must be one row, and the result lacks dim 0.
 
         Raises:
-            NotImplementedError: the tensor is a DTensor over another mesh axis, or has a `DerivedLayout`.
+            NotImplementedError: the tensor is a DTensor over another mesh axis, or its layout is no bucket's.
         """
         spec, slot, layout = self.spec, self.spec.slot, self.spec.layout
         if spec.dtensor is not None or not isinstance(layout, BucketLayout):
             raise NotImplementedError(
-                "a tensor that another mesh axis cuts as well, or that has entries per block of another tensor, has no "
-                "rows here; gather it with .full_tensor()"
+                "a tensor that another mesh axis cuts as well, that has entries per block of another tensor, or that "
+                "an index has selected, has no rows here; gather it with .full_tensor()"
             )
         inner = math.prod(slot.shape[1:])
         shape = (stop - start, *slot.shape[1:]) if keep_dim else slot.shape[1:]
@@ -249,6 +251,17 @@ class RaggedTensor(BoxedTensor, DTensor):
     def note_zeroing(self) -> None:
         """Count that the tensor has been set to zero."""
         self._zeroings[0] += 1
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refuse: this rank holds only a part."""
+        raise NotImplementedError(f"a RaggedTensor is no NumPy array: this rank holds only a part. {HISTOGRAM}")
+
+    def tolist(self) -> NoReturn:
+        """Refuse: this rank holds only a part."""
+        raise NotImplementedError(
+            "a RaggedTensor is no list: this rank holds only a part. Use .full_tensor().tolist() on every rank, or "
+            ".to_local().tolist()"
+        )
 
     def held_boxes(self) -> list[Box]:
         """See `BoxedTensor.held_boxes`."""
