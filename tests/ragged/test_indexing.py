@@ -170,7 +170,7 @@ def test_indices_that_no_rank_can_follow_are_refused() -> None:
         part[other > 0]
     with pytest.raises(NotImplementedError, match=r"of a plain tensor takes no RaggedTensor.*full_tensor"):
         random()[part > 0]
-    with pytest.raises(IndexError, match="out of bounds|out of range"):
+    with pytest.raises(IndexError, match=r"out of (bounds|range)"):
         part[torch.tensor([6])]
     with pytest.raises(ValueError, match="must be cut alike"):
         part[MASK] = part[torch.ones(SHAPE, dtype=torch.bool)]
@@ -235,7 +235,7 @@ def job_optimizers() -> None:
         for model in models:
             optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
 
-            def closure(model: Any = model, optimizer: Any = optimizer) -> Tensor:
+            def closure(model: Any = model, optimizer: Any = optimizer, batch: Tensor = batch) -> Tensor:
                 optimizer.zero_grad()
                 loss = (model(batch) ** 2).mean()
                 loss.backward()

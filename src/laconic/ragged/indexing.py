@@ -49,7 +49,7 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTe
     source, dim, start, stop, step = args + (None, 0, None, None, 1)[len(args) :]  # torch leaves out trailing defaults
     _refuse_other_dims(func, source, dim)
     if step != 1:
-        raise NotImplementedError(f"rows of a RaggedTensor can be sliced with step 1 only, not {step}; index them")
+        raise NotImplementedError(f"rows of a RaggedTensor (dim 0) can be sliced with step 1 only, not {step}")
     first, end, _ = slice(start, stop).indices(source.shape[0])
     return source.rows(first, max(first, end), keep_dim=True)
 

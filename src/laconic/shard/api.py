@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -15,7 +16,9 @@ from torch.nn.parameter import is_lazy
 from laconic import _compat
 from laconic.comm.cluster import Cluster, default_mesh
 from laconic.comm.collectives import share_first
+from laconic.layout.bucket import row_block
 from laconic.layout.granularity import Blocks, Granularity, resolve
+from laconic.layout.packing import SHARD_ALIGNMENT_BYTES
 from laconic.layout.planner import plan_unit, warn_if_wasteful
 from laconic.ragged.dtensor import check_dtensor, uneven_cut
 from laconic.ragged.parts import slice_of_parameter
@@ -23,7 +26,7 @@ from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import Bucket, ManagedParameter, compute_dtype_of
 from laconic.shard.cache import Cache, Where
 from laconic.shard.checks import Checks
-from laconic.shard.conversion import check_convertible, converts
+from laconic.shard.conversion import check_convertible, converts, needs_equal_chunks
 from laconic.shard.description import compare
 from laconic.shard.kinds import BucketKind, group_by_kind
 from laconic.shard.sharded_module import sharded_class
@@ -127,7 +130,7 @@ def fully_shard(
     may_shrink = granularity is None
     buckets = [
         bucket
-        for kind, group in group_by_kind(managed, _kind_of).items()
+        for kind, group in group_by_kind(managed, partial(_kind_of, precision=precision)).items()
         for bucket in _make_buckets(kind, group, blocks, precision, offload, coding, may_shrink=may_shrink)
     ]
     for item in managed:
@@ -323,10 +326,13 @@ def _resolve_wire(wire: Wire, cache: Cache, managed: list[ManagedParameter]) -> 
     return wire
 
 
-def _kind_of(item: ManagedParameter) -> BucketKind:
-    parameter = item.parameter
+def _kind_of(item: ManagedParameter, *, precision: MixedPrecisionPolicy) -> BucketKind:
+    parameter, cluster = item.parameter, item.cluster
     converted = type(parameter) if converts(parameter) else None
+    mesh, module = cluster.shard_mesh if converted else None, item.places[0][0]
+    alone = mesh is not None and needs_equal_chunks(parameter, module, mesh, cluster.device, precision)
     return BucketKind(
+        chunk=item.name if alone else None,
         dtype=parameter.dtype,
         is_trained=parameter.requires_grad,
         part=slice_of_parameter(*item.places[0]),
@@ -354,10 +360,10 @@ def _make_buckets(
     plan = plan_unit(
         [item.name for item in group],
         [tuple(item.local.shape) for item in group],
-        [numels[item.name] for item in group],
+        [row_block(item.local.shape) if kind.chunk else numels[item.name] for item in group],
         num_shards=cluster.size,
-        itemsize=1 if kind.converted else smallest,  # a conversion may make single bytes
-        may_shrink=may_shrink,
+        itemsize=_itemsize_of(kind, smallest),
+        may_shrink=may_shrink and kind.chunk is None,
     )
     warn_if_wasteful(plan, dtype.itemsize)
     return [
@@ -370,3 +376,10 @@ def _make_buckets(
         )
         for members, layout in zip(plan.members, plan.buckets, strict=True)
     ]
+
+
+def _itemsize_of(kind: BucketKind, smallest: int) -> int:
+    """The size of the elements whose shards shall begin at aligned addresses."""
+    if kind.chunk is not None:
+        return SHARD_ALIGNMENT_BYTES  # none: shards are FSDP2's chunks
+    return 1 if kind.converted else smallest  # a conversion may make single bytes

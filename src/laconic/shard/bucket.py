@@ -26,11 +26,12 @@ from laconic.ragged.dtensor import DTensorShard, local_part
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.cache import CachedShard
-from laconic.shard.conversion import Conversion, converts, plain_elements
+from laconic.shard.conversion import Conversion, converts, is_patched, plain_elements
 from laconic.shard.digest import digest_of
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import FlatBuffer, Ledger
 from laconic.shard.linear import GradientSink, set_sink, write_gradient_in_place
+from laconic.shard.packing import Converted, Packing, agree_on_packing
 from laconic.shard.wire import Wire
 
 
@@ -88,12 +89,15 @@ class Bucket:
             for i, p in enumerate(managed)
         ]
         self._conversions = [
-            Conversion(p.parameter, p.name, p.places[0][0], self.cluster.shard_mesh, precision)
+            Conversion(
+                p.name, p.places[0][0], self.cluster.shard_mesh, precision, like=p.parameter, of_class=p.parameter
+            )
             for p in managed
             if converts(p.parameter)
         ]
         """One for each parameter, or none."""
-        self._wire_dtype: torch.dtype | None = None
+        self._packing: Packing | None = None
+        self._joined: list[list[FlatBuffer]] = []
         self._full: FlatBuffer | None = None
         self.gathered: list[nn.Parameter] = []
         """The gathered parameters, in the order of `sharded`; empty before the first gather."""
@@ -156,24 +160,69 @@ class Bucket:
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """The dtype of the elements that a gather sends. The first use is collective if parameters convert themselves.
+        """The dtype of the elements that a gather sends. The first use is collective if parameters convert."""
+        return self.packing.dtype if self._conversions else self.compute_dtype
+
+    @property
+    def wire_numel(self) -> int:
+        """The number of elements of a shard as a gather sends it. Collective as `wire_dtype` is."""
+        return self.packing.shard_nbytes if self.is_packed else self.layout.shard_numel
+
+    @property
+    def is_packed(self) -> bool:
+        """True if shards cross as bytes in sections: [Note: Packed conversions]. Collective as `wire_dtype` is."""
+        return bool(self._conversions) and not self.packing.is_elements
+
+    @property
+    def packing(self) -> Packing:
+        """The form in which converting parameters cross. The first use is collective."""
+        if self._packing is None:
+            self._packing = agree_on_packing(self.cluster, self._convert_all(self.shard.to(self.cluster.device)))
+        return self._packing
+
+    def _convert_all(self, shard: Tensor) -> list[Converted]:
+        return [
+            conversion.encode(self.local_view(shard, index), self.compute_dtype)
+            for index, conversion in enumerate(self._conversions)
+        ]
+
+    def find_hooks(self) -> None:
+        """Convert from now on if methods were put on the `_local_tensor` of sharded parameters: [Note: Conversion].
 
         Raises:
-            NotImplementedError: conversions of one bucket make different dtypes.
+            RuntimeError: the bucket was gathered without them before.
+            NotImplementedError: its weights cross between nodes in few bits.
         """
-        if not self._conversions:
-            return self.compute_dtype
-        if self._wire_dtype is None:
-            shard = self.shard.to(self.cluster.device)
-            dtypes = {each.encode(self.local_view(shard, i)).dtype for i, each in enumerate(self._conversions)}
-            if len(dtypes) > 1:
-                names = ", ".join(slot.name for slot in self.layout.slots)
-                raise NotImplementedError(
-                    f"fsdp_pre_all_gather of {names} made tensors of several dtypes, {dtypes}; put parameters that "
-                    "convert differently in units of their own"
-                )
-            (self._wire_dtype,) = dtypes
-        return self._wire_dtype
+        present = [is_patched(parameter) for parameter in self.sharded]
+        known = [each.is_patched for each in self._conversions] or [False] * len(present)
+        names = [slot.name for slot, new, old in zip(self.layout.slots, present, known, strict=True) if new and not old]
+        if not names:
+            return
+        which = f"fsdp_pre_all_gather was put on the _local_tensor of {', '.join(names)}"
+        if self.wire.weights != "exact":
+            raise NotImplementedError(
+                f"{which}, but these weights cross as Wire(weights={self.wire.weights!r}); use weights='exact' for the "
+                "unit, as a conversion makes its own bits"
+            )
+        if self._full is not None or self.cached is not None:
+            raise RuntimeError(f"{which} after the first forward; put it there before, behind to_empty() and the like")
+        before: list[Conversion | None] = [*self._conversions] or [None] * len(present)
+        self._conversions = [
+            each if each is not None and not new else self._patched_conversion(index, is_hooked=new)
+            for index, (each, new) in enumerate(zip(before, present, strict=True))
+        ]
+        self._packing = None
+
+    def _patched_conversion(self, index: int, *, is_hooked: bool) -> Conversion:
+        parameter = self.sharded[index]
+        return Conversion(
+            self.layout.slots[index].name,
+            self.places[index][0][0],
+            self.cluster.shard_mesh,
+            self._precision,
+            like=parameter,
+            patched=parameter if is_hooked else None,
+        )
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -262,6 +311,7 @@ class Bucket:
 
     def add_cache(self, lanes: Lanes) -> CachedShard:
         """Cache this bucket's node shard from now on."""
+        self.find_hooks()
         device = self.cluster.device
         self.cached = CachedShard(self.node_shard_numel, self.wire_dtype, device, self.ledger, lanes)
         return self.cached
@@ -275,7 +325,8 @@ class Bucket:
     def _drop_full(self) -> None:
         """Free the full buffer for good: the next gather makes another, with other gathered parameters."""
         self.free_full()
-        self._full = self._wire_dtype = None
+        self._full = self._packing = None
+        self._joined = []
         for conversion in self._conversions:
             conversion.forget()
 
@@ -325,7 +376,7 @@ class Bucket:
 
     def own_part(self, node_shard: Tensor) -> Tensor:
         """This rank's shard within its node shard, (N * C,): [Note: A bucket's order]."""
-        size = self.layout.shard_numel
+        size = self.wire_numel
         return node_shard[self.cluster.node_rank * size : (self.cluster.node_rank + 1) * size]
 
     def part_of_node_shard(self, node_shard: Tensor, index: int) -> Tensor:
@@ -344,8 +395,8 @@ class Bucket:
 
     @property
     def node_shard_numel(self) -> int:
-        """The number of elements of a node shard: N shards."""
-        return self.layout.shard_numel * self.cluster.num_nodes
+        """The number of elements of a node shard as a gather sends it: N shards. Collective as `wire_dtype` is."""
+        return self.wire_numel * self.cluster.num_nodes
 
     def allocate_full(self) -> Tensor:
         """Allocate the full buffer, (L * N * C,), in the wire dtype, unless it is allocated already."""
@@ -357,10 +408,12 @@ class Bucket:
                 if is_shard and self.compute_dtype == self.dtype and not self._conversions:  # the shard is the bucket
                     self._full = FlatBuffer(self.shard.data, None)
                 else:
-                    full = torch.empty(self.layout.numel, dtype=self.wire_dtype, device=device)
-                    self._full = FlatBuffer(full, self.ledger)
-                views = [self._view_of_full(index) for index in range(len(self.sharded))]
-                self.gathered = [] if self._conversions else list(map(self._gathered_parameter, count(), views))
+                    numel = self.wire_numel * self.layout.num_shards
+                    self._full = FlatBuffer(torch.empty(numel, dtype=self.wire_dtype, device=device), self.ledger)
+                self.gathered = []
+                if not self._conversions:
+                    views = map(self._view_of_full, range(len(self.sharded)))
+                    self.gathered = list(map(self._gathered_parameter, count(), views))
         return self._full.allocate()
 
     def write_shard(self, own: Tensor) -> None:
@@ -368,22 +421,45 @@ class Bucket:
         if not self._conversions:
             own.copy_(self.shard, non_blocking=True)
             return
-        shard = self.shard.to(own.device, non_blocking=True)
-        for index, conversion in enumerate(self._conversions):
-            self.local_view(own, index).copy_(conversion.encode(self.local_view(shard, index)))
+        converted = self._convert_all(self.shard.to(own.device, non_blocking=True))
+        if self.is_packed:
+            self.packing.write(own, self.cluster.shard_index, converted)
+            return
+        for index, item in enumerate(converted):
+            self.local_view(own, index).copy_(item.tensors[0].reshape(-1)[: item.numel])
 
     def decode(self) -> None:
         """Make the gathered parameters out of a full buffer that is complete: [Note: Conversion]."""
         if not self._conversions:
             return
         with torch.inference_mode(False):
-            views = map(self._view_of_full, range(len(self.sharded)))
             decoded = [
-                each.decode(view, self.compute_dtype) for each, view in zip(self._conversions, views, strict=True)
+                each.decode(self._gathered_tensors(index), self.compute_dtype)
+                for index, each in enumerate(self._conversions)
             ]
             if not self.gathered:
                 self.gathered = list(map(self._watched, count(), decoded))
         self._hold_decoded(1)
+
+    def _gathered_tensors(self, index: int) -> tuple[Tensor, ...]:
+        """The converted tensors of parameter `index` from all ranks."""
+        if not self.is_packed:
+            return (self._view_of_full(index),)
+        assert self._full is not None
+        packing = self.packing
+        for number in range(len(self._joined), index + 1):
+            self._joined.append(
+                [
+                    FlatBuffer(
+                        torch.empty(packing.joined_shape(number, each), dtype=dtype, device=self._full.tensor.device),
+                        self.ledger,
+                    )
+                    for each, dtype in enumerate(packing.dtypes[number])
+                ]
+            )
+        for each, buffer in enumerate(self._joined[index]):
+            packing.join(self._full.raw, index, each, buffer.allocate())
+        return tuple(buffer.tensor for buffer in self._joined[index])
 
     def _hold_decoded(self, sign: int) -> None:
         self.ledger.hold(sign * sum(conversion.buffer_bytes for conversion in self._conversions))
@@ -400,6 +476,8 @@ class Bucket:
         self._full.free()
         for conversion in self._conversions:
             conversion.free()
+        for buffer in (buffer for own in self._joined for buffer in own):
+            buffer.free()
         if self.gathered:
             self._hold_decoded(-1)
 

@@ -4,16 +4,24 @@
 FSDP2 asks the tensor of a sharded parameter for two methods. `fsdp_pre_all_gather` returns the tensors to gather, such
 as one in float8, and metadata, such as its scale. `fsdp_post_all_gather` makes the parameter that forward uses out of
 the gathered tensors and the metadata. laconic calls both alike. It converts before the first level of a gather, so the
-network, the node and the cache carry the converted elements. A rank holds a run of the parameter's elements, so the
-first method gets a flat tensor of the parameter's class, and must convert element by element.
+network, the node and the cache carry the converted elements. How they cross is in shard/packing.py.
+
+A rank holds a run of the parameter's elements. If these are whole rows, the first method gets them as rows, as under
+FSDP2, else flat; `granularity=laconic.rows(1)` keeps rows whole for a method that needs them. A rank may hold more rows
+than FSDP2's equal chunks have. A method that cannot convert so many, as it fills up to such chunks, is found by a trial
+in `fully_shard`. Its parameter has a bucket of its own, which is cut into equal chunks.
 
 The elements that train stay in the bucket's shard, as for all parameters. A tensor of the parameter's class holds a
 view of them, in the attribute that `__tensor_flatten__` names. Converting parameters have buckets of their own.
+
+The methods may also be put on the tensor `_local_tensor` of a sharded parameter, before the first forward. They then
+get that tensor, which is flat. Other parameters of the bucket cross as they are.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from laconic.ragged.dtensor import is_torch_dtensor
+from laconic.shard.packing import Converted, chunk_shape
 
 
 def converts(parameter: Tensor) -> bool:
@@ -64,68 +73,151 @@ def _inner_names(parameter: Tensor) -> Sequence[str]:
     return () if flatten is None else flatten()[0]
 
 
+def needs_equal_chunks(
+    parameter: Tensor, module: nn.Module, mesh: DeviceMesh, device: torch.device, precision: MixedPrecisionPolicy
+) -> bool:
+    """True if a conversion fails on more rows than FSDP2's chunks have: [Note: Conversion].
+
+    Methods that take the mesh alone cannot know the chunks. Collective over `mesh` if the conversion is.
+    """
+    chunk = chunk_shape(parameter.shape, mesh.size())
+    if mesh.size() == 1 or not chunk or chunk[0] >= parameter.shape[0] or _takes_mesh_only(parameter):
+        return False
+    larger = torch.zeros((chunk[0] + 1, *chunk[1:]), dtype=parameter.dtype, device=device)
+    part = _part_of_class(parameter, larger)
+    try:
+        with torch.no_grad():
+            part.fsdp_pre_all_gather(mesh, parameter.shape, parameter.stride(), module, precision)  # type: ignore[attr-defined]
+    except (RuntimeError, IndexError, ValueError):
+        return True
+    return False
+
+
+def is_patched(sharded: Tensor) -> bool:
+    """True if the methods were put on the local tensor of a sharded parameter."""
+    return hasattr(sharded._local_tensor, "fsdp_pre_all_gather")  # type: ignore[attr-defined]
+
+
+def _takes_mesh_only(holder: Tensor) -> bool:
+    return len(inspect.signature(holder.fsdp_pre_all_gather).parameters) == 1  # type: ignore[attr-defined]
+
+
+def _part_of_class(prototype: Tensor, held: Tensor) -> Tensor:
+    """Make a tensor of the class of `prototype` that holds `held`."""
+    few = prototype.detach().reshape(-1)[:1]
+    part = few.new_zeros(held.shape, dtype=held.dtype, device=held.device)
+    setattr(part, _inner_names(prototype)[0], held)
+    return part
+
+
 class Conversion:
     """The conversion of one parameter: [Note: Conversion]."""
 
     def __init__(
-        self, parameter: Tensor, name: str, module: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy
+        self,
+        name: str,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        precision: MixedPrecisionPolicy,
+        *,
+        like: Tensor,
+        of_class: Tensor | None = None,
+        patched: Tensor | None = None,
     ) -> None:
-        """Convert `parameter`, whose owner is `module`, between the ranks of `mesh`, which has one axis."""
+        """Convert a parameter, whose owner is `module`, between the ranks of `mesh`, which has one axis.
+
+        `like` has the parameter's shape. `of_class` is a tensor whose class converts; `patched` is a sharded parameter
+        whose local tensor converts. Without either the elements cross in the dtype of forward.
+        """
         self._name, self._module, self._mesh, self._precision = name, module, mesh, precision
-        self._shape, self._stride = parameter.shape, parameter.stride()
-        self._attribute = _inner_names(parameter)[0]
-        self._prototype = parameter.detach().reshape(-1)[:1].clone()
+        self._shape, self._stride = like.shape, torch.empty(like.shape, device="meta").stride()
+        self._prototype = None if of_class is None else of_class.detach().reshape(-1)[:1].clone()
+        self._patched = patched
         self._part: Tensor | None = None  # of the parameter's class: holds a view of this rank's elements
-        parameters = inspect.signature(parameter.fsdp_pre_all_gather).parameters  # type: ignore[attr-defined]
-        self._takes_mesh_only = len(parameters) == 1
         self._metadata: Any = None
         self._gathered: nn.Parameter | None = None
         self._buffers: list[tuple[torch.UntypedStorage, int]] = []  # that the gathered parameter needs besides
 
-    @torch.no_grad()
-    def encode(self, local: Tensor) -> Tensor:
-        """Convert this rank's elements, (n,), and keep the metadata for `decode`. Collective over the mesh.
+    @property
+    def is_patched(self) -> bool:
+        """True if the methods were put on the local tensor of the sharded parameter."""
+        return self._patched is not None
 
-        Raises:
-            NotImplementedError: the result is not one tensor with as many elements.
+    @torch.no_grad()
+    def encode(self, local: Tensor, dtype: torch.dtype) -> Converted:
+        """Convert this rank's elements, (n,), and keep the metadata for `decode`. Collective over the mesh, maybe.
+
+        `dtype` is that of the parameter in forward.
         """
-        part = self._bind(local)
-        rest = () if self._takes_mesh_only else (self._shape, self._stride, self._module, self._precision)
-        tensors, self._metadata = part.fsdp_pre_all_gather(self._mesh, *rest)  # type: ignore[attr-defined]
-        tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-        if len(tensors) != 1 or tensors[0].numel() != part.numel():
-            raise NotImplementedError(
-                f"fsdp_pre_all_gather of {self._name} made tensors of {[tuple(each.shape) for each in tensors]} out of "
-                f"{tuple(part.shape)}; laconic gathers one tensor with as many elements. Give the parameter in "
-                "ignored_params"
-            )
-        return tensors[0].reshape(-1)[: local.numel()]
+        holder = self._holder(local)
+        if holder is None:
+            return self._converted(local, [local.to(dtype)])
+        rest = () if _takes_mesh_only(holder) else (self._shape, self._stride, self._module, self._precision)
+        tensors, self._metadata = holder.fsdp_pre_all_gather(self._mesh, *rest)  # type: ignore[attr-defined]
+        return self._converted(local, [tensors] if isinstance(tensors, Tensor) else list(tensors))
+
+    def _converted(self, local: Tensor, tensors: list[Tensor]) -> Converted:
+        tensors = [each.to(local.device) for each in tensors]
+        return Converted(name=self._name, shape=tuple(self._shape), numel=local.numel(), tensors=tensors)
+
+    def _holder(self, local: Tensor) -> Tensor | None:
+        """The tensor whose methods convert; None if there are none."""
+        if self._patched is not None:
+            if not is_patched(self._patched):
+                raise RuntimeError(
+                    f"fsdp_pre_all_gather was put on the _local_tensor of {self._name}, whose memory has moved since, "
+                    "as by model.to(...); put it on the new _local_tensor before the next forward"
+                )
+            self._part = self._patched._local_tensor  # type: ignore[attr-defined]
+        elif self._prototype is not None:
+            self._part = self._bind(local)
+        return self._part
 
     def _bind(self, local: Tensor) -> Tensor:
-        """Make a tensor of the parameter's class hold `local`. An empty one holds a zero, as encoding may reduce."""
-        held = local if local.numel() else local.new_zeros(1)
+        """Make a tensor of the parameter's class hold `local`. An empty one holds zeros, as encoding may reduce."""
+        inner = tuple(self._shape[1:])
+        row = math.prod(inner)
+        numel = local.numel() or max(1, row)
+        held = local if local.numel() else local.new_zeros(numel)
+        if inner and row and numel % row == 0:
+            held = held.view(numel // row, *inner)
         part = self._part
         if part is None or (part.shape, part.dtype, part.device) != (held.shape, held.dtype, held.device):
-            part = self._part = self._prototype.new_zeros(held.shape, dtype=held.dtype, device=held.device)
-        setattr(part, self._attribute, held)
+            assert self._prototype is not None
+            return _part_of_class(self._prototype, held)
+        setattr(part, _inner_names(part)[0], held)
         return part
 
     @torch.no_grad()
-    def decode(self, gathered: Tensor, dtype: torch.dtype) -> nn.Parameter:
-        """Return the parameter for forward, the same object each time, from the converted elements of all ranks.
+    def decode(self, gathered: tuple[Tensor, ...], dtype: torch.dtype) -> nn.Parameter:
+        """Return the parameter for forward, the same object each time, from the converted tensors of all ranks.
 
-        Shapes: gathered (the parameter's shape), a view that stays. `dtype` is that of the parameter in forward.
+        `gathered` are views that stay. `dtype` is that of the parameter in forward.
+
+        Raises:
+            NotImplementedError: fsdp_post_all_gather returns a tensor of another shape than the parameter's.
         """
+        if self._prototype is None and self._patched is None:
+            if self._gathered is None:
+                self._gathered = nn.Parameter(gathered[0], requires_grad=gathered[0].is_floating_point())
+            return self._gathered
         assert self._part is not None, "the elements of a parameter were decoded before any were encoded"
         if self._gathered is not None:
             for storage, nbytes in self._buffers:
                 storage.resize_(nbytes)
-            self._part.fsdp_post_all_gather((gathered,), self._metadata, dtype, out=self._gathered)  # type: ignore[attr-defined]
+            self._part.fsdp_post_all_gather(gathered, self._metadata, dtype, out=self._gathered)  # type: ignore[attr-defined]
             return self._gathered
-        decoded, inner = self._part.fsdp_post_all_gather((gathered,), self._metadata, dtype)  # type: ignore[attr-defined]
-        own = gathered.untyped_storage().data_ptr()
+        decoded, inner = self._part.fsdp_post_all_gather(gathered, self._metadata, dtype)  # type: ignore[attr-defined]
+        if decoded.shape != self._shape:
+            raise NotImplementedError(
+                f"fsdp_post_all_gather of {self._name} made a tensor of shape {tuple(decoded.shape)} out of "
+                f"{[tuple(each.shape) for each in gathered]}; forward needs {tuple(self._shape)}. laconic cuts off "
+                "what fsdp_pre_all_gather adds to fill up FSDP2's equal chunks, and nothing else. Give the "
+                "parameter in ignored_params"
+            )
+        own = {each.untyped_storage().data_ptr() for each in gathered}
         storages = [each.untyped_storage() for each in inner]
-        self._buffers = [(each, each.nbytes()) for each in storages if each.data_ptr() != own]
+        self._buffers = [(each, each.nbytes()) for each in storages if each.data_ptr() not in own]
         self._gathered = nn.Parameter(decoded, requires_grad=decoded.is_floating_point())
         return self._gathered
 

@@ -76,6 +76,7 @@ class BucketGather:
                 f"{', '.join(slot.name for slot in bucket.layout.slots)} are on the meta device; call model.to_empty("
                 "device=...) and initialise them, or load a state dict, before the first forward"
             )
+        bucket.find_hooks()
         self._version = bucket.version
         self._comes_from_cache = cached is not None and cached.holds(self._version)
         direct = cached.buffer() if cached is not None and cached.is_direct else None

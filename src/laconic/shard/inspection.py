@@ -95,6 +95,9 @@ class Inspection:
         if bucket.gathers_own_bits:
             got = checksums(full)
             own = checksum_of(bucket.shard.to(full.device, full.dtype))
+        elif bucket.is_packed:
+            got = checksums(full)
+            own = got[cluster.shard_index]
         else:
             got = torch.stack([_checksum_of_extents(bucket, shard, part) for shard, part in enumerate(full)])
             own = got[cluster.shard_index]

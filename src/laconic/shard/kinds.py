@@ -28,6 +28,8 @@ class BucketKind:
     """The ranks and the device that hold the parameters."""
     converted: type | None = None
     """The class of parameters that convert themselves before they are gathered: [Note: Conversion] in conversion.py."""
+    chunk: Hashable = None
+    """The name of a parameter whose conversion needs FSDP2's equal chunks; it has a bucket of its own."""
     cut: Hashable = None
     """The way in which DTensors are cut into unequal shards; see `uneven_cut` in ragged/dtensor.py."""
 

@@ -1,0 +1,242 @@
+"""Conversions that make several tensors, that fill up to equal chunks, or whose methods lie on local tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import _unsafe_preserve_version_counter as preserve_version
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.func import functional_call
+
+import laconic
+from laconic.shard.checks import Checks
+from laconic.shard.wire import Wire
+from tests.ranks import run_ranks
+from tests.shard import helpers
+from tests.shard.test_conversion import Float8Weight, converting
+
+
+class RowScaled(Float8Weight):
+    """A weight that crosses as int8, with one float32 scale per row."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:  # type: ignore[override]
+        assert self._data.ndim == 2, "whole rows come as rows"
+        scales = self._data.abs().amax(1).clamp(min=1e-12) / 127
+        return ((self._data / scales[:, None]).round().to(torch.int8), scales), "metadata"
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        assert metadata == "metadata"
+        codes, scales = all_gather_outputs
+        assert len(codes) == len(scales)
+        weight = (codes * scales[:, None]).to(param_dtype)
+        if out is None:
+            return weight, (codes, scales, weight)
+        with preserve_version(out):
+            out.copy_(weight)
+        return None
+
+
+def rounded_by_rows(weight: Tensor) -> Tensor:
+    scales = weight.abs().amax(1).clamp(min=1e-12) / 127
+    return (weight / scales[:, None]).round().to(torch.int8) * scales[:, None]
+
+
+class BF16InChunks(Float8Weight):
+    """A weight that crosses in bfloat16, filled up to the equal chunks that FSDP2 gathers, as in torch's test."""
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: MixedPrecisionPolicy
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        chunk = torch.full((math.ceil(outer_size[0] / mesh.size()), *outer_size[1:]), 77, dtype=torch.bfloat16)
+        chunk[: self._data.size(0)].copy_(self._data)
+        return (chunk,), None
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        (tensor,) = all_gather_outputs
+        assert tensor.dtype == torch.bfloat16
+        if out is None:
+            weight = tensor.to(param_dtype)
+            return weight, (tensor, weight)
+        with preserve_version(out):
+            out.copy_(tensor)
+        return None
+
+
+def rounded_to_bf16(weight: Tensor) -> Tensor:
+    return weight.to(torch.bfloat16).to(weight.dtype)
+
+
+class Rounded(nn.Module):
+    """The oracle: the weights of the blocks, rounded in one process, with the gradient of the identity."""
+
+    def __init__(self, model: nn.Module, rounding: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self._rounding = model, rounding
+
+    def forward(self, x: Tensor) -> Tensor:
+        rounded = {
+            name: weight + (self._rounding(weight.detach()) - weight).detach()
+            for name, weight in self.model.named_parameters()
+            if name.startswith("blocks") and name.endswith("weight")
+        }
+        return functional_call(self.model, rounded, (x,))
+
+
+def train_as_oracle(model: Any, rounding: Callable[[Tensor], Tensor], *, steps: int = 3) -> None:
+    """Train a sharded model, whose elements are those of `helpers.build()`, beside the oracle."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    plain = helpers.build()
+    oracle = Rounded(plain, rounding)
+    optimizers = [torch.optim.Adam(module.parameters(), lr=0.05, foreach=True) for module in (model, plain)]
+    for seed in range(steps):
+        loss = helpers.squared_error(model, helpers.inputs(seed, rank))
+        loss.backward()
+        wanted = [helpers.squared_error(oracle, helpers.inputs(seed, each)) for each in range(world)]
+        torch.testing.assert_close(loss, wanted[rank])
+        torch.stack(wanted).mean().backward()
+        for name, gradient in helpers.full_gradients(model).items():
+            torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, whole in helpers.full_parameters(model).items():
+        torch.testing.assert_close(whole, plain.get_parameter(name).detach(), msg=name)
+
+
+def job_packed(options: dict[str, Any]) -> None:
+    model: Any = helpers.shard(converting(helpers.build(), RowScaled), granularity=laconic.rows(1), **options)
+    train_as_oracle(model, rounded_by_rows)
+    packed = [bucket for bucket in helpers.buckets(*model.blocks) if bucket.is_packed]
+    assert len(packed) == 3
+    for bucket in packed:
+        shard, numel = bucket.packing.shard_nbytes, sum(slot.numel for slot in bucket.layout.slots)
+        rows = sum(slot.shape[0] for slot in bucket.layout.slots)
+        assert bucket.wire_dtype is torch.uint8
+        assert numel + 4 * rows <= shard * bucket.cluster.size, "codes and scales"
+    with helpers.moved(model) as m:
+        helpers.squared_error(model, helpers.inputs(0, dist.get_rank())).backward()
+    nodes = packed[0].cluster.num_nodes
+    expected = sum((nodes - 1) * bucket.wire_numel * bucket.wire_dtype.itemsize for bucket in helpers.buckets(model))
+    if options.get("cache", "none") != "none":
+        assert m.weights == expected, "each shard crosses once, with its scales"
+    if options.get("reshard_after_forward", True):
+        helpers.assert_nothing_gathered(model)
+
+
+@pytest.mark.parametrize(
+    ("world", "local", "options"),
+    [
+        (1, 1, {}),
+        (3, 1, {"checks": Checks(interval=1)}),
+        (4, 2, {"cache": "host"}),
+        (3, 1, {"cache": "device", "offload_policy": CPUOffloadPolicy()}),
+        (2, 1, {"reshard_after_forward": False}),
+    ],
+    ids=["alone", "checked", "host", "device", "kept"],
+)
+def test_elements_and_their_scales_are_gathered_together(world: int, local: int, options: dict[str, Any]) -> None:
+    run_ranks(job_packed, world, options, local=local)
+
+
+def job_chunks(options: dict[str, Any]) -> None:
+    model: Any = helpers.shard(converting(helpers.build(), BF16InChunks), **options)
+    train_as_oracle(model, rounded_to_bf16)
+    converted = [bucket for bucket in helpers.buckets(*model.blocks) if bucket.wire_dtype is torch.bfloat16]
+    assert len(converted) == 6, "each has a bucket of its own, cut as FSDP2 cuts"
+    for bucket in converted:
+        (slot,) = bucket.layout.slots
+        assert bucket.layout.shard_numel == math.ceil(slot.shape[0] / bucket.cluster.size) * slot.shape[1]
+
+
+@pytest.mark.parametrize(("world", "options"), [(2, {"cache": "host"}), (4, {})], ids=["two", "four"])
+def test_conversions_that_fill_up_equal_chunks(world: int, options: dict[str, Any]) -> None:
+    run_ranks(job_chunks, world, options, local=1)
+
+
+# -- methods on local tensors ------------------------------------------------------------------------------------------
+
+
+def to_bf16(self: Tensor, mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+    assert outer_size == module.weight.shape
+    return (self.to(torch.bfloat16),), None
+
+
+def to_bf16_with_largest(self: Tensor, mesh: DeviceMesh) -> Any:
+    """As `to_bf16`, with another tensor, of one element for each rank that has any."""
+    return (self.to(torch.bfloat16), self.abs().amax(0, keepdim=True) if self.numel() else self.new_zeros(0)), None
+
+
+@torch.no_grad()
+def from_bf16(self: Tensor, gathered: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+    tensor = gathered[0]
+    if len(gathered) > 1:
+        torch.testing.assert_close(gathered[1].max(), tensor.abs().max().float(), rtol=1e-2, atol=0)
+    if out is not None:
+        with preserve_version(out):
+            out.copy_(tensor)
+        return None
+    weight = tensor.to(dtype)
+    return weight, (tensor, weight)
+
+
+def patch(model: nn.Module, before: Callable[..., Any] = to_bf16) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        if name.startswith("blocks") and name.endswith("weight"):
+            local = parameter._local_tensor  # type: ignore[attr-defined]
+            local.fsdp_pre_all_gather = before.__get__(local)
+            local.fsdp_post_all_gather = from_bf16.__get__(local)
+    return model
+
+
+def job_patched(before: Callable[..., Any], options: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model: Any = helpers.Net()
+    helpers.shard(model, **options)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, value in helpers.build().state_dict().items():
+            model.get_parameter(name).copy_(value)
+    train_as_oracle(patch(model, before), rounded_to_bf16)
+    assert sum(bucket.is_packed for bucket in helpers.buckets(*model.blocks)) == 3, "weights in bf16, biases in fp32"
+
+
+@pytest.mark.parametrize(
+    ("before", "options"),
+    [(to_bf16, {}), (to_bf16_with_largest, {"cache": "host"})],
+    ids=["one_tensor", "two_tensors_cached"],
+)
+def test_methods_on_local_tensors_are_called(before: Callable[..., Any], options: dict[str, Any]) -> None:
+    run_ranks(job_patched, 3, before, options, local=1)
+
+
+def job_refusals() -> None:
+    batch = helpers.inputs(0, 0)[0]
+    late: Any = helpers.shard(helpers.build())
+    late(batch)
+    patch(late)
+    with pytest.raises(RuntimeError, match=r"_local_tensor of .*weight.* after the first forward; put it there before"):
+        late(batch)
+    coded: Any = helpers.shard(helpers.build(), cache="host", wire=Wire(weights="int8"))
+    patch(coded)
+    with pytest.raises(NotImplementedError, match=r"cross as Wire\(weights='int8'\); use weights='exact'"):
+        coded(batch)
+    moved: Any = patch(helpers.shard(helpers.build()))
+    moved(batch)
+    moved.to(torch.float64)
+    with pytest.raises(RuntimeError, match=r"whose memory has moved since.*put it on the new _local_tensor"):
+        moved(batch.double())
+
+
+def test_methods_on_local_tensors_are_never_ignored() -> None:
+    run_ranks(job_refusals, 2, local=1)
