@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.autograd import _unsafe_preserve_version_counter as preserve_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.func import functional_call
+from torch.testing._internal.two_tensor import TwoTensor
 
 import laconic
 from laconic.shard.checks import Checks
@@ -162,6 +164,62 @@ def job_chunks(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("world", "options"), [(2, {"cache": "host"}), (4, {})], ids=["two", "four"])
 def test_conversions_that_fill_up_equal_chunks(world: int, options: dict[str, Any]) -> None:
     run_ranks(job_chunks, world, options, local=1)
+
+
+class Twins(TwoTensor):  # type: ignore[misc]
+    """A weight of two tensors, which are gathered as they are, as in torch's test."""
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: MixedPrecisionPolicy
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        return (self.a, self.b), None
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        a, b = all_gather_outputs
+        if out is None:
+            return TwoTensor(a, b), (a, b)
+        assert a.untyped_storage().data_ptr() == out.a.untyped_storage().data_ptr()
+        assert b.untyped_storage().data_ptr() == out.b.untyped_storage().data_ptr()
+        return None
+
+
+def train_twins(fully_shard: Any, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Take three steps. Returns the losses and the weights."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 10, bias=False), nn.ReLU(), nn.Linear(10, 8, bias=False)) for _ in range(2)]
+    for linear in (block[at] for block in blocks for at in (0, 2)):
+        linear.weight = nn.Parameter(Twins(linear.weight.detach(), linear.weight.detach().clone()))
+    model = nn.Sequential(*blocks)
+    for block in blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, foreach=True)
+    losses = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        loss: Any = (model(torch.randn(4, 8, generator=generator)) ** 2).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.a.detach())
+    wholes: list[Any] = [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[operator]
+    return losses, [getattr(whole, "a", whole).detach() for whole in wholes]
+
+
+def job_twins() -> None:
+    wanted = train_twins(torch_fully_shard)
+    for options in ({}, {"reshard_after_forward": False}, {"cache": "host"}):
+        torch.testing.assert_close(train_twins(laconic.fully_shard, **options), wanted)
+    other = nn.Linear(4, 4, bias=False)
+    other.weight = nn.Parameter(Twins(torch.zeros(4, 4), torch.ones(4, 4)))
+    with pytest.raises(NotImplementedError, match=r"a Twins .* consists of 2 tensors \(a, b\).* several equal ones"):
+        laconic.fully_shard(other)
+
+
+def test_weights_of_two_tensors_train_as_under_fsdp2() -> None:
+    run_ranks(job_twins, 2, local=1)
 
 
 # -- methods on local tensors ------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from laconic.ragged.dtensor import DTensorShard, local_part
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.cache import CachedShard
-from laconic.shard.conversion import Conversion, converts, is_patched, plain_elements
+from laconic.shard.conversion import Conversion, converts, first_inner, is_patched, plain_elements
 from laconic.shard.digest import digest_of
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import FlatBuffer, Ledger
@@ -345,7 +345,9 @@ class Bucket:
     def part_of_gradient(self, index: int, gradient: Tensor) -> Tensor:
         """This rank's part of a gathered parameter's gradient, in the shape of its slot."""
         dtensor = self._specs[index].dtensor
-        return gradient if dtensor is None else dtensor.part_of_gradient(gradient)
+        if dtensor is not None:
+            return dtensor.part_of_gradient(gradient)
+        return first_inner(gradient) if self._conversions else gradient
 
     @property
     def is_frozen(self) -> bool:

@@ -12,7 +12,9 @@ than FSDP2's equal chunks have. A method that cannot convert so many, as it fill
 in `fully_shard`. Its parameter has a bucket of its own, which is cut into equal chunks.
 
 The elements that train stay in the bucket's shard, as for all parameters. A tensor of the parameter's class holds a
-view of them, in the attribute that `__tensor_flatten__` names. Converting parameters have buckets of their own.
+view of them, in the attribute that `__tensor_flatten__` names. Converting parameters have buckets of their own. If it
+names several, as torch's TwoTensor does, all of them must be equal: they get one gradient and one update, and are kept
+once. The gradient is then that of the first.
 
 The methods may also be put on the tensor `_local_tensor` of a sharded parameter, before the first forward. They then
 get that tensor, which is flat. Other parameters of the bucket cross as they are.
@@ -29,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from laconic.ragged.dtensor import is_torch_dtensor
 from laconic.shard.packing import Converted, chunk_shape
@@ -54,18 +57,27 @@ def check_convertible(parameter: Tensor, name: str) -> None:
             "well; laconic does one or the other. Turn the conversion off (torchao: enable_fsdp_float8_all_gather="
             "False), or do not cut this parameter over another mesh axis"
         )
-    inner = _inner_names(parameter)
-    if len(inner) != 1 or getattr(parameter, inner[0]).shape != parameter.shape:
+    names = _inner_names(parameter)
+    inner = [getattr(parameter, each).detach() for each in names]
+    is_alike = all((each.shape, each.dtype) == (parameter.shape, parameter.dtype) for each in inner)
+    if not inner or not is_alike or not all(each.is_meta or torch.equal(each, inner[0]) for each in inner[1:]):
         raise NotImplementedError(
             f"{name} is a {type(parameter).__name__} with fsdp_pre_all_gather, and consists of {len(inner)} tensors "
-            f"({', '.join(inner) or 'no __tensor_flatten__'}); laconic converts parameters that wrap one tensor of "
-            "their own shape. Give it in ignored_params"
+            f"({', '.join(names) or 'no __tensor_flatten__'}); laconic converts parameters that wrap one tensor of "
+            "their own shape and dtype, or several equal ones, which one gradient keeps equal. Give it in "
+            "ignored_params"
         )
 
 
 def plain_elements(parameter: Tensor) -> Tensor:
-    """The tensor that a converting parameter wraps."""
-    return getattr(parameter, _inner_names(parameter)[0]).detach()
+    """The tensor that a converting parameter wraps, or the first of several equal ones."""
+    return first_inner(parameter).detach()
+
+
+def first_inner(tensor: Tensor) -> Tensor:
+    """The first tensor that a wrapping class holds; a tensor of another class itself."""
+    names = () if isinstance(tensor, DTensor) else _inner_names(tensor)
+    return getattr(tensor, names[0]) if names else tensor
 
 
 def _inner_names(parameter: Tensor) -> Sequence[str]:
@@ -106,8 +118,13 @@ def _part_of_class(prototype: Tensor, held: Tensor) -> Tensor:
     """Make a tensor of the class of `prototype` that holds `held`."""
     few = prototype.detach().reshape(-1)[:1]
     part = few.new_zeros(held.shape, dtype=held.dtype, device=held.device)
-    setattr(part, _inner_names(prototype)[0], held)
+    _hold(part, held)
     return part
+
+
+def _hold(part: Tensor, held: Tensor) -> None:
+    for name in _inner_names(part):
+        setattr(part, name, held)
 
 
 class Conversion:
@@ -185,7 +202,7 @@ class Conversion:
         if part is None or (part.shape, part.dtype, part.device) != (held.shape, held.dtype, held.device):
             assert self._prototype is not None
             return _part_of_class(self._prototype, held)
-        setattr(part, _inner_names(part)[0], held)
+        _hold(part, held)
         return part
 
     @torch.no_grad()
