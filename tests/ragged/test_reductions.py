@@ -27,6 +27,18 @@ SHAPES = {
     "row": (2,),
 }
 
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def last_changed(x: Tensor) -> Tensor:
+    """A plain copy of `x` of which only the last element is another one, which most ranks do not hold."""
+    copy = whole(x).clone()
+    copy.view(-1)[-1] += 1
+    return copy
+
+
 ROUNDED: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda x: x.sum(),
     "sum of dims": lambda x: x.sum(0),
@@ -57,6 +69,10 @@ EXACT: dict[str, Callable[[Tensor], Any]] = {
     "max of booleans": lambda x: (x > 0).max(),
     "count": lambda x: (x > 0).sum(),
     "counts": lambda x: (x > 0).sum(0),
+    "close": lambda x: torch.allclose(whole(x), x) and torch.allclose(x, x + 1e-9),
+    "not close": lambda x: torch.allclose(x, last_changed(x)),
+    "equal": lambda x: torch.equal(x, whole(x)) and torch.equal(x, x),
+    "not equal": lambda x: torch.equal(x, last_changed(x)) or torch.equal(x, torch.zeros(17)),
     "any": lambda x: (x > 1).any(),
     "all of dims": lambda x: (x > -0.5).all(-1),
     "any of dims": lambda x: (x > 1).any(0, keepdim=True),

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 # These functions are element-wise, though torch does not tag them so.
 _ALLOCATIONS = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "clone", "_to_copy"}
-_UNTAGGED = {"zero_", "fill_", "lerp_", "nan_to_num_", "masked_fill_"}
+_UNTAGGED = {"zero_", "fill_", "lerp_", "nan_to_num_", "masked_fill_", "isclose"}
 _ZERO = {aten.zero_.default, aten._foreach_zero_.default}
 _ELEMENTWISE_PREFIXES = ("_foreach_", "_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
 

@@ -191,3 +191,11 @@ def _any_or_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
 
     answers = reduced(tensor, dims, of_box, op=_MAX if is_any else _MIN, start=not is_any, dtype=torch.uint8)
     return without(answers, dims, keeps).to(torch.bool)
+
+
+@implements(aten.allclose.default, aten.equal.default)
+def _compare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    first, second, *rest = args
+    if func is aten.allclose.default:
+        return bool(torch.isclose(first, second, *rest, **kwargs).all())
+    return first.shape == second.shape and bool((first == second).all())
