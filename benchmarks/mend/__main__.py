@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from benchmarks.measure import Benchmark
-from benchmarks.mend import kept, kills, ranks_differ, sigterm, wrong_key
+from benchmarks.mend import accelerate_scripts, kept, kills, ranks_differ, sigterm, wrong_key
 from benchmarks.record import Row
 from benchmarks.trust.bench import Bench, open_bench
 
@@ -24,6 +24,7 @@ ROWS: Mapping[str, Callable[[Bench], Row]] = {
     "sigterm": sigterm.row,
     "kills": kills.row,
     "wrong-key": wrong_key.row,
+    "accelerate-scripts": accelerate_scripts.row,
 }
 
 BENCHMARK = Benchmark(name="mend", doc=__doc__, prepare=open_bench, rows=ROWS)

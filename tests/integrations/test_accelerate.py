@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import accelerate.accelerator
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.test_utils.training import RegressionModel
+from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
@@ -43,7 +47,7 @@ def job_same_as_ddp() -> None:
 
 def job_all(folder: Path) -> None:
     job_same_as_ddp()
-    for check in (no_sync, checkpoints, whole_weights, bf16, evaluation):
+    for check in (no_sync, checkpoints, whole_weights, bf16, evaluation, whole_models, other_states):
         check(folder / check.__name__)
 
 
@@ -112,6 +116,38 @@ def evaluation(folder: Path) -> None:
         outputs = torch.cat([loop.accelerator.gather_for_metrics(loop.model(rows)) for rows in loader])
     assert outputs.shape[0] == 11
     torch.testing.assert_close(outputs, make_model()(make_rows(11)))
+
+
+def other_states(folder: Path) -> None:
+    """A state that is reset leaves nothing of the one before; a state that another Accelerator has chosen stays."""
+    AcceleratorState._reset_state()
+    again = LaconicAccelerator(mixed_precision="bf16")
+    assert again.is_fsdp2
+    assert again.mixed_precision == "bf16"
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plain = Accelerator(cpu=True)
+    with pytest.raises(ArgumentError, match="has chosen DistributedType.MULTI_CPU before"):
+        LaconicAccelerator()
+    assert plain.distributed_type is DistributedType.MULTI_CPU
+    assert PartialState().distributed_type is DistributedType.MULTI_CPU
+
+
+def whole_models(folder: Path) -> None:
+    """A model without layers is one unit, by itself or by its name; it comes without an optimizer, too."""
+    for named in (False, True):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        arguments = LaconicArguments(units=["RegressionModel"] if named else None)
+        accelerator = LaconicAccelerator(arguments)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = accelerator.prepare(RegressionModel())
+        said = [str(each.message) for each in caught if "one unit" in str(each.message)]
+        assert said == ([] if named else [ONE_UNIT])
+        assert isinstance(model, laconic.ShardedModule)
+        assert accelerator._optimizers == []
+
+
+ONE_UNIT = "RegressionModel names no layers (_no_split_modules) and has no ModuleList, so it is one unit"
 
 
 def test_a_loop_its_checkpoints_and_its_weights(tmp_path: Path) -> None:

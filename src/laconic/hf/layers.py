@@ -37,8 +37,12 @@ def layers_of_classes(model: nn.Module, names: Collection[str]) -> list[nn.Modul
 
 def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
     for child in module.children():
-        # By the names of all base classes, because sharding changes a module's class.
-        if any(cls.__name__ in names for cls in type(child).__mro__):
+        if any(has_class(child, name) for name in names):
             yield child
         else:
             yield from _outermost(child, names)
+
+
+def has_class(module: nn.Module, name: str) -> bool:
+    """True if the module's class, or a base class of it, has this name. Sharding changes the class to one below it."""
+    return any(cls.__name__ == name for cls in type(module).__mro__)

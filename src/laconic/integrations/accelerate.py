@@ -24,9 +24,12 @@ from typing import Any
 import accelerate.accelerator
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, convert_to_fp32
+from accelerate.utils.modeling import get_mixed_precision_context_manager
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.optim import SGD, Optimizer
 
 from laconic.integrations.options import ArgumentError, LaconicArguments
 from laconic.integrations.sharding import make_mesh, shard_model
@@ -37,8 +40,8 @@ _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 class LaconicAccelerator(Accelerator):
     """accelerate's `Accelerator` for one model that laconic shards; see [Note: In place of FSDP2].
 
-    As with accelerate's FSDP2, `prepare` takes the model and its optimizer together. In a single process it is a plain
-    `Accelerator`, and nothing is sharded.
+    As with accelerate's FSDP2, `prepare` takes an optimizer together with its model; a model without an optimizer may
+    come alone. In a single process it is a plain `Accelerator`, and nothing is sharded.
     """
 
     def __init__(
@@ -47,24 +50,28 @@ class LaconicAccelerator(Accelerator):
         """Start the ranks as `Accelerator` does.
 
         Args:
-            arguments: laconic's options. `param_dtype` is by default that of `mixed_precision`.
+            arguments: laconic's options. `param_dtype` is by default that of `mixed_precision`: parameters are cast,
+                as under FSDP2. With "float32" operations are, by autocast, as under DDP.
             state_dict_type: `save_state` writes sharded folders with "SHARDED_STATE_DICT", and whole files with
                 "FULL_STATE_DICT"; the name is that of accelerate's FSDP plugin. Default: sharded folders.
             settings: those of `Accelerator`. `cpu` is by default True on a machine without an accelerator: accelerate
                 itself would let each rank train on its own there.
 
         Raises:
-            ArgumentError: a setting asks for another way to shard, `mixed_precision` is fp8, or `local_steps` or
-                `audit_every` is set.
+            ArgumentError: a setting asks for another way to shard, `mixed_precision` is fp8, `local_steps` or
+                `audit_every` is set, or another Accelerator has chosen another strategy for this process before.
         """
         self.arguments = arguments if arguments is not None else LaconicArguments()
         _check_settings(self.arguments, settings)
         plugin = _plugin(self.arguments, state_dict_type)
         settings.setdefault("cpu", not torch.accelerator.is_available())
+        is_first = not AcceleratorState._shared_state
+        if is_first:
+            _restore_partial_state()
         super().__init__(fsdp_plugin=plugin, **settings)
         if self.mixed_precision not in _DTYPES:
             raise ArgumentError(f"mixed_precision={self.mixed_precision!r} is not known; use one of {list(_DTYPES)}")
-        if self.distributed_type is DistributedType.MULTI_CPU:
+        if self.distributed_type is DistributedType.MULTI_CPU and is_first:
             # accelerate looks at the plugin on accelerators only; PartialState holds what all its states show
             PartialState().distributed_type = self.state.distributed_type = DistributedType.FSDP
             self.state.fsdp_plugin = plugin
@@ -76,8 +83,17 @@ class LaconicAccelerator(Accelerator):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """See `Accelerator.prepare`. Shards the model over all ranks. Collective."""
+        models = [each for each in args if isinstance(each, nn.Module)]
+        is_sharded = self.distributed_type is DistributedType.FSDP
+        comes_alone = is_sharded and len(models) == 1 and not any(isinstance(each, Optimizer) for each in args)
         with _in_place_of_fsdp2(self):
-            return super().prepare(*args, device_placement=device_placement)
+            if not comes_alone:
+                return super().prepare(*args, device_placement=device_placement)
+            # accelerate's code for FSDP2 asks for an optimizer, which it has to give the sharded parameters
+            placement = None if device_placement is None else [*device_placement, None]
+            *prepared, _ = super().prepare(*args, SGD(models[0].parameters()), device_placement=placement)
+            self._optimizers.pop()
+        return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
     def shard(self, model: nn.Module) -> nn.Module:
         """Shard `model` in place and return it; `prepare` calls this. Collective over all ranks."""
@@ -89,6 +105,9 @@ class LaconicAccelerator(Accelerator):
                     parameter.data = parameter.data.float()
         mesh = make_mesh(self.arguments, self.device.type)
         shard_model(module, self.arguments, mesh=mesh, mp_policy=self.arguments.mixed_precision(dtype))
+        if dtype is not None and self.arguments.param_dtype == "float32" and self.native_amp:  # as accelerate with DDP
+            autocast: Any = get_mixed_precision_context_manager(self.native_amp, self.autocast_handler)
+            module.forward = autocast(module.forward)
         if dtype is not None:  # accelerate does so with DDP: the loss is computed in fp32
             module.register_forward_hook(lambda module, inputs, outputs: convert_to_fp32(outputs))
         return model
@@ -133,6 +152,17 @@ def _plugin(arguments: LaconicArguments, state_dict_type: str | None) -> FullySh
             "LaconicArguments"
         )
     return plugin
+
+
+def _restore_partial_state() -> None:
+    """Give accelerate's `PartialState` the type that it had at first, if an earlier Accelerator has left FSDP there.
+
+    accelerate writes its choice there, too, and `AcceleratorState._reset_state()` does not clear it. accelerate would
+    take the choice for made and leave the plugin out.
+    """
+    if PartialState._shared_state.get("distributed_type") is DistributedType.FSDP:
+        state = PartialState()
+        state.distributed_type = state._prepare_backend(state._cpu, backend=state.backend)[1]
 
 
 @contextmanager

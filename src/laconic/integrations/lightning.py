@@ -236,7 +236,7 @@ def _parts(module: LightningModule, units: list[str] | None) -> list[tuple[nn.Mo
         return [(part, [layer for layer in found if layer is not part and _holds(part, layer)]) for part in parts]
     by_part = [(part, layers_to_shard(part)) for part in parts]
     if not any(layers for _, layers in by_part):
-        find_units(module)  # raises, and says what to do
+        find_units(module)  # says that each part is one unit
     return by_part
 
 

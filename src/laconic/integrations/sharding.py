@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
 from laconic.comm.launch import RankInfo
-from laconic.hf.layers import base_model, layers_of_classes, layers_to_shard
+from laconic.hf.layers import base_model, has_class, layers_of_classes, layers_to_shard
 from laconic.integrations.options import ArgumentError, LaconicArguments
 from laconic.ragged.tensor import RaggedTensor
 
@@ -40,8 +41,7 @@ def shard_model(
         layers: the layers to shard one by one. Default: those of `find_units`.
 
     Raises:
-        ArgumentError: no layer has a class that `arguments.units` names, or the model has no layers to find; or it has
-            weights in a quantised format.
+        ArgumentError: no layer has a class that `arguments.units` names; or the model has weights in a quantised format.
         ValueError: see `laconic.fully_shard`.
     """
     arguments = arguments or LaconicArguments()
@@ -99,7 +99,10 @@ def make_mesh(arguments: LaconicArguments, device_type: str | None = None) -> De
 
 
 def find_units(model: nn.Module, names: list[str] | None = None) -> list[nn.Module]:
-    """Return the layers to shard one by one, in forward order.
+    """Return the layers to shard one by one, in forward order, without the model itself.
+
+    A model in which no layer is found, or whose own class is named, has none: it is one unit. A warning says so unless
+    `names` does.
 
     Args:
         model: the model, with or without peft's wrapper.
@@ -107,23 +110,33 @@ def find_units(model: nn.Module, names: list[str] | None = None) -> list[nn.Modu
             longest ModuleList.
 
     Raises:
-        ArgumentError: no layer is found.
+        ArgumentError: no module has a class that `names` has.
     """
     if names is None:
         found = layers_to_shard(model)
         if not found:
-            raise ArgumentError(
-                f"{type(base_model(model)).__name__} names no layers to shard (_no_split_modules) and has no "
-                f"ModuleList; pass units=[...] with class names of its layers, which are {_classes(model)}"
-            )
+            _say_one_unit(model)
         return found
     for name in names:
-        if not layers_of_classes(model, [name]):
+        if not has_class(model, name) and not layers_of_classes(model, [name]):
             raise ArgumentError(
                 f"units={names}: no module of {type(base_model(model)).__name__} has the class {name!r}; its classes "
-                f"are {_classes(model)}"
+                f"are {', '.join(_classes(model)) or 'none'}"
             )
     return [layer for layer in layers_of_classes(model, names) if next(layer.parameters(), None) is not None]
+
+
+def _say_one_unit(model: nn.Module) -> None:
+    name = type(base_model(model)).__name__
+    inner = [each for each in _classes(model) if each != name]
+    advice = (
+        ", whose parameters are gathered and freed together. To gather them layer by layer, pass units=[...] with class "
+        f"names of its layers, which are {', '.join(inner)}"
+    )
+    warnings.warn(
+        f"{name} names no layers (_no_split_modules) and has no ModuleList, so it is one unit{advice if inner else ''}",
+        stacklevel=4,
+    )
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -154,9 +167,8 @@ def refuse_quantised(model: nn.Module) -> None:
         )
 
 
-def _classes(model: nn.Module) -> str:
-    names = sorted({type(module).__name__ for module in model.modules() if next(module.parameters(), None) is not None})
-    return ", ".join(names) or "none"
+def _classes(model: nn.Module) -> list[str]:
+    return sorted({type(module).__name__ for module in model.modules() if next(module.parameters(), None) is not None})
 
 
 def _move(module: nn.Module, device: torch.device) -> None:

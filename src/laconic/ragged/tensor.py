@@ -64,11 +64,12 @@ class RaggedTensor(BoxedTensor, DTensor):
     """A tensor of which each rank holds one run of whole blocks, possibly none.
 
     `.shape` is the global shape. Element-wise operations, foreach and fused ones included, run on the local part. Sums,
-    means, variances, extrema, norms, `any`, `all`, `equal` and `allclose` reduce over the mesh, to plain tensors. In-place random fills draw
-    the global tensor and keep this rank's part, so equal seeds give the unsharded values. `copy_` also takes a plain
-    tensor of the global shape. Rows, by `w[2:5]`, `split`, `chunk` or `unbind`, are views. Elements by index or mask
-    are read and written on the rank that holds them. Every other operation raises NotImplementedError, whose text says
-    what to do instead. The handlers are in operations.py, indexing.py, reductions.py and norms.py of this room.
+    means, variances, extrema, norms, `any`, `all`, `equal` and `allclose` reduce over the mesh, to plain results.
+    In-place random fills draw the global tensor and keep this rank's part, so equal seeds give the unsharded values.
+    `copy_` also takes a plain tensor of the global shape. Rows, by `w[2:5]`, `split`, `chunk` or `unbind`, are views.
+    Elements by index or mask are read and written on the rank that holds them. Every other operation raises
+    NotImplementedError, whose text names the remedy. The handlers are in operations.py, indexing.py, reductions.py and
+    norms.py of this room.
 
     Source: RaggedShard of veScale-FSDP (arXiv 2602.22437).
     """
