@@ -1,4 +1,4 @@
-"""accelerate's own scripts with `LaconicAccelerator`: how many of their checks pass, against accelerate's own classes."""
+"""accelerate's own scripts with `LaconicAccelerator`: how many of their checks pass, beside accelerate's classes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ def row(bench: Bench) -> Row:
     return Row(
         key="accelerate-scripts",
         claim="accelerate's test_sync and test_script with our Accelerator on 2 ranks",
-        required="every check that passes with its own on FSDP2; and with DDP, where the check can hold for any sharded "
-        "model",
-        measured=f"of {len(checks)} checks pass: its own with DDP {len(passed['ddp'])}, its own with FSDP2 "
-        f"{len(passed['fsdp2'])}, ours {len(passed['laconic'])}, and {len(ours)} where weights are compared whole and "
-        f"param_dtype='float32'; fail with ours: {len(lost)} that pass with FSDP2, {len(left)} that pass with DDP",
+        required="all that pass with its own on FSDP2, and those of DDP that can hold for a sharded model",
+        measured=f"of {len(checks)} checks pass: its own on DDP {len(passed['ddp'])}, its own on FSDP2 "
+        f"{len(passed['fsdp2'])}, ours {len(passed['laconic'])}, and {len(ours)} with whole weights and DDP's autocast; "
+        f"fail with ours: {len(lost)} that pass with FSDP2, {len(left)} that pass with DDP",
         is_met=not lost and left <= NEED_DDP,
-        note="Left to DDP: checks that read `.grad` of a micro-batch inside `no_sync`. There a sharded model keeps sums "
-        f"in the engine and `.grad` is None, as under FSDP2: {_names(left)}. torch.testing.assert_close refuses to "
+        note="Left to DDP: checks that read `.grad` of a micro-batch inside `no_sync`, where a sharded model has None, "
+        f"as under FSDP2: {_names(left)}. torch.testing.assert_close refuses to "
         "compare a DTensor with a plain tensor, so the checks of training run again with `full_tensor()` on both "
         "sides, and with param_dtype='float32', which is DDP's autocast.",
     )

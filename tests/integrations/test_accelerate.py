@@ -126,7 +126,7 @@ def other_states(folder: Path) -> None:
     assert again.mixed_precision == "bf16"
     AcceleratorState._reset_state(reset_partial_state=True)
     plain = Accelerator(cpu=True)
-    with pytest.raises(ArgumentError, match="has chosen DistributedType.MULTI_CPU before"):
+    with pytest.raises(ArgumentError, match=r"has chosen DistributedType\.MULTI_CPU before"):
         LaconicAccelerator()
     assert plain.distributed_type is DistributedType.MULTI_CPU
     assert PartialState().distributed_type is DistributedType.MULTI_CPU

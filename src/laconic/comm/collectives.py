@@ -169,6 +169,20 @@ class Communicator:
                 dist.all_reduce(tensor, op=op, group=self._reduce_group)
         return tensor
 
+    def copy_first(self, tensor: Tensor, purpose: Purpose = "control") -> None:
+        """Copy the tensor of the level's first rank to the others, in place, now. `tensor` is contiguous.
+
+        Cost: its bytes into each other rank, counted as if the first rank sent all of them itself.
+        """
+        group = self._gather_group
+        if group is None:
+            return
+        is_first = self.rank == 0
+        sent_bytes, received_bytes = ((self.size - 1) * tensor.nbytes, 0) if is_first else (0, tensor.nbytes)
+        self._traffic.count(self.level, purpose, sent_bytes=sent_bytes, received_bytes=received_bytes)
+        with self._traffic.waiting(self.level, purpose):
+            dist.broadcast(tensor, group=group, group_src=0)
+
     def _count(self, purpose: Purpose, nbytes: int) -> None:
         """Count a transfer in which `nbytes` bytes leave this rank and as many enter it."""
         self._traffic.count(self.level, purpose, sent_bytes=nbytes, received_bytes=nbytes)
@@ -272,6 +286,20 @@ def share_first(cluster: Cluster, tensor: Tensor) -> None:
         with waiting_for("the first weights", issue(replicas, "the first weights", senders=[0])):
             dist.broadcast(tensor, group=replicas, group_src=0)
         cluster.traffic.count("island", "weights", sent_bytes=0, received_bytes=tensor.nbytes)
+
+
+def copy_first(cluster: Cluster, tensor: Tensor, *, across_islands: bool) -> None:
+    """Copy the tensor of the island's first rank, or with `across_islands` of the mesh's, to all ranks, in place, now.
+
+    It crosses to each island and each node once. `tensor` is contiguous. Collective.
+
+    Cost: its bytes into each other rank, counted as "control" on the level on which they come.
+    """
+    levels: list[Level] = ["island", "node", "local"] if across_islands else ["node", "local"]
+    while levels:
+        level = levels.pop(0)
+        if not any(cluster.place_on(nearer)[0] for nearer in levels):
+            Communicator(cluster, level).copy_first(tensor)
 
 
 class PendingFlags:

@@ -28,7 +28,7 @@ Purpose = Literal["weights", "gradients", "activations", "optimizer", "outer", "
 - `activations`: activations, and their gradients, between stages on different devices;
 - `optimizer`: matrices for optimizers that need whole matrices;
 - `outer`: pseudo-gradients between islands;
-- `control`: small messages (norms, losses, agreement between ranks), and tensors that the user gathers."""
+- `control`: small messages (norms, losses, buffers, agreement between ranks), and tensors that the user gathers."""
 Direction = Literal["sent", "received"]
 """`sent` leaves the rank that counts; `received` enters it."""
 

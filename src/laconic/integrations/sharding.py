@@ -41,7 +41,7 @@ def shard_model(
         layers: the layers to shard one by one. Default: those of `find_units`.
 
     Raises:
-        ArgumentError: no layer has a class that `arguments.units` names; or the model has weights in a quantised format.
+        ArgumentError: no layer has a class that `arguments.units` names; or weights are in a quantised format.
         ValueError: see `laconic.fully_shard`.
     """
     arguments = arguments or LaconicArguments()
@@ -130,8 +130,8 @@ def _say_one_unit(model: nn.Module) -> None:
     name = type(base_model(model)).__name__
     inner = [each for each in _classes(model) if each != name]
     advice = (
-        ", whose parameters are gathered and freed together. To gather them layer by layer, pass units=[...] with class "
-        f"names of its layers, which are {', '.join(inner)}"
+        ", whose parameters are gathered and freed together. To gather them layer by layer, pass units=[...] with "
+        f"class names of its layers, which are {', '.join(inner)}"
     )
     warnings.warn(
         f"{name} names no layers (_no_split_modules) and has no ModuleList, so it is one unit{advice if inner else ''}",

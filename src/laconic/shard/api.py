@@ -52,6 +52,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     broadcast: bool = False,
+    broadcast_buffers: bool = False,
     checks: Checks | None = None,
 ) -> _Modules:
     """Shard `module`'s parameters over the mesh, in place, and return it. It is one unit, gathered and freed together.
@@ -87,6 +88,9 @@ def fully_shard(
             with Replicate() on these axes, or over other axes, or plain.
         broadcast: give every rank the weights of the mesh's first rank before they are cut. Without it, ranks must
             begin with equal weights, or load a state dict before the first forward.
+        broadcast_buffers: give all ranks the first rank's buffers below `module`, such as BatchNorm's statistics, at
+            the start of a forward of the root, when DDP does: [Note: Buffers] in shard/buffers.py. Without it each
+            rank has its own, as under FSDP2.
         checks: how often the unit compares checksums of what crosses and of what rests in its cache. None: never.
 
     Raises:
@@ -139,6 +143,7 @@ def fully_shard(
     unit = Unit(
         modules=modules, buckets=buckets, blocks=blocks, cluster=cluster, cache=policy, precision=precision,
         origin=origin, reshard_after_forward=reshards, checks=checks,
+        broadcast_buffers=broadcast_buffers,
     )  # fmt: skip
     for each in modules:
         _compat.register_as_sharded(each)

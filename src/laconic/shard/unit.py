@@ -42,6 +42,7 @@ from laconic.comm.cluster import Cluster
 from laconic.comm.progress import UnitProgress
 from laconic.layout.granularity import Blocks, check_matched
 from laconic.shard.bucket import Bucket
+from laconic.shard.buffers import Buffers
 from laconic.shard.cache import Cache
 from laconic.shard.checks import Checks
 from laconic.shard.context import Context
@@ -73,6 +74,7 @@ class Unit:
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     checks: Checks | None = None
+    broadcast_buffers: bool = False
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
     reduce_once_per_backward: bool = False
@@ -88,6 +90,7 @@ class Unit:
         self._units: list[Unit] = []  # of the root: all units of its tree, outermost first
         self._context: Context | None = None
         self._traps: TrapSearch | None = None  # of the root
+        self._buffers: Buffers | None = None  # likewise
         self._lanes: Lanes | None = None
         self._gather: UnitGather | None = None
         self._is_shown = False
@@ -140,6 +143,7 @@ class Unit:
         )  # fmt: skip
         with torch.inference_mode(False):  # training could not fill a slab of inference tensors
             context.place_caches([(unit.cache, unit.buckets) for unit in self._units])
+        self._buffers = Buffers(self._units)
         origins = [unit.origin for unit in self._units]
         self._traps = TrapSearch(self.modules, origins, [bucket for unit in self._units for bucket in unit.buckets])
         return context
@@ -334,6 +338,8 @@ class Unit:
             if context.is_in_backward and not _compat.in_backward():
                 self.abandon_iteration()
             context.begin_forward(keep_order=any(unit._awaited_outputs for unit in self._units))
+            if self._buffers is not None:
+                self._buffers.begin_forward(syncs=self.requires_gradient_sync)
         self._entered.clear()
         for bucket in self.buckets:
             if bucket.is_shard_dropped and not bucket.is_frozen:
@@ -377,6 +383,8 @@ class Unit:
             if unit._entered:  # some of its modules did not run
                 unit._end_pass()
         self.context.end_forward()
+        if self._buffers is not None:
+            self._buffers.end_forward()
         if not torch.is_grad_enabled() and not _compat.in_backward():  # no backward will free what was gathered
             for unit in self._units:
                 unit.reshard()
