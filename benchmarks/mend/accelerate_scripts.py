@@ -25,7 +25,7 @@ def row(bench: Bench) -> Row:
         claim="accelerate's test_sync and test_script with our Accelerator on 2 ranks",
         required="all that pass with its own on FSDP2, and those of DDP that can hold for a sharded model",
         measured=f"of {len(checks)} checks pass: its own on DDP {len(passed['ddp'])}, its own on FSDP2 "
-        f"{len(passed['fsdp2'])}, ours {len(passed['laconic'])}, and {len(ours)} with whole weights and DDP's autocast; "
+        f"{len(passed['fsdp2'])}, ours {len(passed['laconic'])}, {len(ours)} with whole weights and DDP's autocast; "
         f"fail with ours: {len(lost)} that pass with FSDP2, {len(left)} that pass with DDP",
         is_met=not lost and left <= NEED_DDP,
         note="Left to DDP: checks that read `.grad` of a micro-batch inside `no_sync`, where a sharded model has None, "

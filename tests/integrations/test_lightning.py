@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -204,22 +205,51 @@ class OneRank(TorchElasticEnvironment):
         return 1
 
 
-class Bare(LightningModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Sequential(nn.Linear(3, 3))
-
-
 class OwnParameter(LightningModel):
     def __init__(self) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(3))
 
 
+class Normed(LightningModel):
+    """Statistics of BatchNorm in a model without layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = make_rows(1).shape[1]
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(width, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        return self.model(batch.float()).square().mean()
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.log("val_loss", self.model(batch.float()).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def batch_norm(folder: Path) -> None:
+    """The loss of a validation equals DDP's, whose ranks share buffers; without them it differs."""
+    losses = {}
+    apart = LaconicStrategy(LaconicArguments(broadcast_buffers=False))
+    for name, strategy in (("ddp", "ddp"), ("laconic", "laconic"), ("apart", apart)):
+        trainer = make_trainer(strategy, 3)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(trainer, module=Normed())
+        losses[name] = trainer.callback_metrics["val_loss"]
+        said = [str(each.message) for each in caught]
+        assert any("Normed names no layers" in text for text in said) == (name != "ddp")
+        assert any("broadcast_buffers=True" in text for text in said) == (name == "apart" and dist.get_rank() == 0)
+    torch.testing.assert_close(losses["laconic"], losses["ddp"], rtol=1e-5, atol=1e-6)
+    assert (losses["apart"] - losses["ddp"]).abs() > 1e-4 * losses["ddp"]
+
+
 def refusals(folder: Path) -> None:
-    for module, message in ((Bare(), "pass units="), (OwnParameter(), "parameters of its own \\(bias\\)")):
-        with pytest.raises(ArgumentError, match=message):
-            fit(make_trainer("laconic", 1), module=module)
+    with pytest.raises(ArgumentError, match=r"parameters of its own \(bias\)"):
+        fit(make_trainer("laconic", 1), module=OwnParameter())
     strategy = LaconicStrategy()
     make_trainer(strategy, 1)
     strategy.num_nodes, strategy.cluster_environment = 2, OneRank()
@@ -235,6 +265,7 @@ CHECKS = (
     configured_by_the_user,
     on_meta,
     fabric,
+    batch_norm,
     refusals,
 )
 
@@ -256,6 +287,13 @@ def test_options_that_do_not_go_with_lightning() -> None:
         LaconicStrategy(LaconicArguments(local_steps=5))
     with pytest.raises(ArgumentError, match="audit_every=5"):
         LaconicStrategy(LaconicArguments(audit_every=5))
+
+
+def test_a_strategy_of_the_other_trainer_is_named() -> None:
+    with pytest.raises(ValueError, match=r"use LaconicFabricStrategy\(\) for Fabric"):
+        Fabric(strategy=LaconicStrategy())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"use LaconicStrategy\(\) for Lightning's Trainer"):
+        Trainer(strategy=LaconicFabricStrategy())  # type: ignore[arg-type]
 
 
 def test_the_names_of_lightning_that_the_strategy_uses() -> None:

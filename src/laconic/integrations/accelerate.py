@@ -104,7 +104,13 @@ class LaconicAccelerator(Accelerator):
                 if parameter.requires_grad and parameter.is_floating_point():
                     parameter.data = parameter.data.float()
         mesh = make_mesh(self.arguments, self.device.type)
-        shard_model(module, self.arguments, mesh=mesh, mp_policy=self.arguments.mixed_precision(dtype))
+        shard_model(
+            module,
+            self.arguments,
+            mesh=mesh,
+            mp_policy=self.arguments.mixed_precision(dtype),
+            broadcast_buffers=self.ddp_handler is None or self.ddp_handler.broadcast_buffers,
+        )
         if dtype is not None and self.arguments.param_dtype == "float32" and self.native_amp:  # as accelerate with DDP
             autocast: Any = get_mixed_precision_context_manager(self.native_amp, self.autocast_handler)
             module.forward = autocast(module.forward)

@@ -80,6 +80,10 @@ class LaconicStrategy(ModelParallelStrategy):
         )
         self.arguments = _checked(arguments)
 
+    def __repr__(self) -> str:
+        """What Fabric shows of a strategy that is not its own."""
+        return "LaconicStrategy(), which is for Lightning's Trainer; use LaconicFabricStrategy() for Fabric"
+
     def setup_environment(self) -> None:
         """Start the process group and make the mesh, which the LightningModule shows as `device_mesh`.
 
@@ -170,6 +174,10 @@ class LaconicFabricStrategy(FabricModelParallelStrategy):
         """
         super().__init__(parallelize_fn=self._shard, save_distributed_checkpoint=save_distributed_checkpoint)
         self.arguments = _checked(arguments)
+
+    def __repr__(self) -> str:
+        """What the Trainer shows of a strategy that is not its own."""
+        return "LaconicFabricStrategy(), which is for Fabric; use LaconicStrategy() for Lightning's Trainer"
 
     def setup_environment(self) -> None:
         """See `LaconicStrategy.setup_environment`."""

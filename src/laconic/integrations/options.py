@@ -83,6 +83,13 @@ class LaconicArguments:
         default=True,
         metadata={"help": "Give all ranks the first rank's weights at the start, as DDP does."},
     )
+    broadcast_buffers: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Give all ranks the first rank's buffers, such as BatchNorm's statistics, as DDP does. Default: "
+            "what the trainer would tell DDP, which is yes unless you say otherwise there."
+        },
+    )
     check_every: int = field(
         default=0,
         metadata={

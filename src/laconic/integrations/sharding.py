@@ -26,6 +26,7 @@ def shard_model(
     mesh: DeviceMesh | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     layers: Sequence[nn.Module] | None = None,
+    broadcast_buffers: bool = True,
 ) -> nn.Module:
     """Shard `model` in place, layer by layer and then the rest, and return it. Collective over all ranks.
 
@@ -39,6 +40,7 @@ def shard_model(
         mesh: see `make_mesh`, which makes the default.
         mp_policy: the mixed precision. Default: that of the arguments, without a trainer's own.
         layers: the layers to shard one by one. Default: those of `find_units`.
+        broadcast_buffers: what the trainer would tell DDP; the option of the same name goes before it.
 
     Raises:
         ArgumentError: no layer has a class that `arguments.units` names; or weights are in a quantised format.
@@ -50,6 +52,8 @@ def shard_model(
     refuse_quantised(model)
     mesh = mesh if mesh is not None else make_mesh(arguments)
     device = device_of(mesh)
+    if arguments.broadcast_buffers is not None:
+        broadcast_buffers = arguments.broadcast_buffers
     for module in [*(find_units(model, arguments.units) if layers is None else layers), model]:
         _move(module, device)
         laconic.fully_shard(
@@ -61,6 +65,7 @@ def shard_model(
             mp_policy=mp_policy or arguments.mixed_precision(),
             granularity=arguments.blocks(),
             broadcast=arguments.broadcast,
+            broadcast_buffers=broadcast_buffers,
             checks=arguments.checks(),
         )
     return model

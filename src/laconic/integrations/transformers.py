@@ -48,7 +48,7 @@ _Base: Any = object  # the mixin goes before a Trainer, whose attributes it uses
 _SCHEDULER = "scheduler.pt"  # Trainer's name of the file
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
 """The names of TrainingArguments.optim whose optimizers are element-wise, or reduce over rows and columns only."""
-_DDP_ARGUMENTS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
+_DDP_ARGUMENTS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_static_graph")
 _REFUSED = {
     "deepspeed": "laconic takes its place; leave it out",
     "fsdp": "laconic takes its place; leave it out",
@@ -143,7 +143,8 @@ class LaconicMixin(_Base):
         arguments = self.laconic_arguments
         dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
         policy = arguments.mixed_precision(dtypes.get(self.accelerator.mixed_precision))
-        shard_model(model, arguments, mesh=self.laconic_mesh, mp_policy=policy)
+        broadcasts = self.args.ddp_broadcast_buffers is not False
+        shard_model(model, arguments, mesh=self.laconic_mesh, mp_policy=policy, broadcast_buffers=broadcasts)
         # transformers then lets all ranks generate equally many tokens.
         base_model(model)._is_fsdp_managed_module = True
         if hasattr(model, "generate"):
