@@ -13,12 +13,13 @@ import sys
 from collections.abc import Callable, Mapping
 
 from benchmarks.measure import Benchmark
-from benchmarks.mend import accelerate_scripts, kept, kills, ranks_differ, sigterm, wrong_key
+from benchmarks.mend import accelerate_scripts, kept, kernel_paths, kills, ranks_differ, sigterm, wrong_key
 from benchmarks.record import Row
 from benchmarks.trust.bench import Bench, open_bench
 
 ROWS: Mapping[str, Callable[[Bench], Row]] = {
     # in the order of the table
+    "kernel-paths": kernel_paths.row,
     "kept": kept.row,
     "ranks-differ": ranks_differ.row,
     "sigterm": sigterm.row,

@@ -18,6 +18,7 @@ SAMPLE = tuple(
 """Each slice, each way to compute, and the caches none and host; the benchmark tries the rest, too."""
 
 
+@pytest.mark.timeout(300)
 def test_every_path_under_every_strategy() -> None:
     runnable, reasons, unknown = sort_out(paths())
     assert not unknown, "the library itself cannot run these here, for a reason that UNAVAILABLE does not list"
@@ -35,14 +36,14 @@ def test_a_path_that_transformers_adds_is_tried_or_fails(works: bool, monkeypatc
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("needs a rare machine")
 
-    added = Path("llama", "attn", "novel")
+    added = Path("llama", "attn", f"novel-{works}")
     function = eager_attention_forward if works else broken
-    monkeypatch.setitem(AttentionInterface._global_mapping, "novel", function)
-    assert "novel" in ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(AttentionInterface._global_mapping, added.implementation, function)
+    assert added.implementation in ALL_ATTENTION_FUNCTIONS
     assert added in paths()
     runnable, reasons, unknown = sort_out([added])
     assert runnable == ([added] if works else [])
-    assert unknown == ([] if works else ["llama, attn novel: RuntimeError: needs a rare machine"])
+    assert unknown == ([] if works else ["llama, attn novel-False: RuntimeError: needs a rare machine"])
     assert reasons.keys() == (set() if works else {added})
 
 

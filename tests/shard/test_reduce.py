@@ -206,3 +206,29 @@ def job_zeroed_in_place() -> None:
 
 def test_gradients_zeroed_in_place() -> None:
     run_ranks(job_zeroed_in_place, 4, local=2)
+
+
+def job_products() -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.stack = nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.ones(2, 3, 5))
+
+    model: Any = laconic.fully_shard(helpers.build(Stack), mesh=laconic.init_mesh("cpu"))
+    [bucket] = helpers.buckets(model)
+    gradients: Any = bucket._sink
+    for shape, index, dtype in (((3, 5), 1, torch.float32), ((2, 3, 5), 1, torch.float32), ((5, 3), 0, torch.float32)):
+        assert not gradients.accepts(index, shape, dtype), shape
+    assert gradients.accepts(0, (3, 5), torch.float32)
+    assert not gradients.accepts(0, (3, 5), torch.bfloat16)
+    left, right = torch.ones(3, 7), torch.ones(7, 5)
+    for one, other, index in ((left, right, 1), (torch.ones(2, 3, 7), torch.ones(2, 7, 5), 1), (left.t(), left, 0)):
+        with pytest.raises(ValueError, match=r"a product \(.*\) cannot be the gradient of"):
+            gradients.add_product(index, one, other)
+    resize = "import torch; torch.mm(torch.ones(2, 3), torch.ones(3, 2), out=torch.ones(2, 3, 5))"
+    with pytest.raises(UserWarning, match="was resized"):
+        exec(resize, {"__name__": "laconic.shard.reduce"})
+
+
+def test_a_sink_takes_whole_matrices_only_and_a_resized_output_is_an_error() -> None:
+    run_ranks(job_products, 1)
