@@ -1,4 +1,4 @@
-"""Records what laconic unpickles, in the tests and in every process that they start.
+"""Records what laconic unpickles, in the tests and in every process that they start, and refuses warnings of torch.
 
 Python imports this module before anything else where its folder is on PYTHONPATH; tests/conftest.py puts it there.
 `pickle.loads`, `pickle.load` and `pickle.Unpickler` then look at the stack. If laconic is in it, the stack is appended
@@ -17,6 +17,7 @@ import os
 import pickle
 import sys
 import traceback
+import warnings
 
 VARIABLE = "LACONIC_UNPICKLED"
 _PACKAGE = os.path.join("src", "laconic", "")
@@ -78,5 +79,11 @@ def install():
         module.loads, module.load, module.Unpickler = loads, load, Unpickler
 
 
+def refuse_warnings():
+    """Make torch's own warnings inside laconic's calls errors; pyproject.toml says the same to pytest's process."""
+    warnings.filterwarnings("error", r"(?s).*Triggered internally at", UserWarning, r"laconic\.")
+
+
 if VARIABLE in os.environ:
     install()
+    refuse_warnings()
