@@ -148,7 +148,7 @@ def fully_shard(
     for each in modules:
         _compat.register_as_sharded(each)
         each._laconic_unit = unit  # type: ignore[assignment]
-        each.__class__ = sharded_class(type(each))  # type: ignore[arg-type]  # classes are hashable
+        each.__class__ = sharded_class(type(each))
     return module
 
 

@@ -40,7 +40,7 @@ class WaitingGradient(RaggedTensor):
     is_hidden: bool
     """True while an optimizer takes a step."""
 
-    def __new__(cls, bucket: Bucket, index: int) -> WaitingGradient:  # type: ignore[misc]
+    def __new__(cls, bucket: Bucket, index: int) -> WaitingGradient:
         """Make a gradient for a sharded parameter. The ledger of the bucket counts its memory, once it has some."""
         parameter = bucket.sharded[index]
         self = torch.Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
@@ -83,12 +83,12 @@ class WaitingSums:
         cleared = set()
         for index, (reference, zeroings) in self._shown.items():
             parameter, shown = self.bucket.sharded[index], reference()
-            is_waiting = isinstance(shown, WaitingGradient)
-            if is_waiting and shown.is_hidden:
-                shown.is_hidden = False
+            waiting = shown if isinstance(shown, WaitingGradient) else None
+            if waiting is not None and waiting.is_hidden:
+                waiting.is_hidden = False
             elif shown is None or parameter.grad is not shown or _zeroings(shown) != zeroings:
                 cleared.add(index)
-            if parameter.grad is shown and is_waiting and not shown.has_memory:
+            if waiting is not None and parameter.grad is waiting and not waiting.has_memory:
                 parameter.grad = None
         self._shown.clear()
         return cleared
