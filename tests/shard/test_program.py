@@ -58,8 +58,8 @@ def job_compare() -> None:
     rank = dist.get_rank()
     equal = {"a": {"x": "1", "wire of the island": str(rank // 2)}, "b": {}}
     compare(group, "a test", equal, island=rank // 2)
+    odd = {"a": {"x": "1", "wire of the island": "0" if rank == 3 else str(rank // 2)}, "b": {}}
     with pytest.raises(RanksDifferError, match=r"rank 3 differs from rank 2: a has wire of the island 0 here, and 1"):
-        odd = {"a": {"x": "1", "wire of the island": "0" if rank == 3 else str(rank // 2)}, "b": {}}
         compare(group, "a test", odd, island=rank // 2)
     with pytest.raises(RanksDifferError, match=r"^rank 2 differs from rank 0: it has no b, which rank 0 has"):
         compare(group, "a test", equal if rank != 2 else {"a": equal["a"]}, island=rank // 2)

@@ -77,19 +77,19 @@ def compare(group: dist.ProcessGroup | None, call: str, description: Description
                 f"rank {numbers[place]} differs from rank {numbers[0]}: it runs {calls[1]} where rank {numbers[0]} "
                 f"runs {calls[0]}. {_REMEDY}"
             )
-    first_of_island = {theirs[1]: theirs for theirs in reversed(by_rank)}
-    are_equal = all(theirs[2] == by_rank[0][2] and theirs[3] == first_of_island[theirs[1]][3] for theirs in by_rank)
-    if are_equal:
+    bases = [_base_of(theirs, by_rank) for theirs in by_rank]
+    odd = [place for place, base in enumerate(bases) if by_rank[place][2:] != by_rank[base][2:]]
+    if not odd:
         return
     descriptions = ranks.gather(description)
     reasons = []
-    for place, theirs in enumerate(by_rank):
-        base = 0 if theirs[2] != by_rank[0][2] else next(i for i, each in enumerate(by_rank) if each[1] == theirs[1])
-        if base == place:
-            continue
-        difference = first_difference(descriptions[base], descriptions[place], f"rank {numbers[base]}")
-        if difference:
-            reasons.append(f"rank {numbers[place]} differs from rank {numbers[base]}: {difference}")
+    for place in odd:
+        base = bases[place]
+        pair = [descriptions[base], descriptions[place]]
+        if by_rank[place][1] != by_rank[base][1]:  # of two islands, which may have settings of their own
+            pair = [_parted(each, of_island=False) for each in pair]
+        difference = first_difference(*pair, f"rank {numbers[base]}")
+        reasons.append(f"rank {numbers[place]} differs from rank {numbers[base]}: {difference}")
     more = f" (and {len(reasons) - _MOST_SHOWN} more ranks)" if len(reasons) > _MOST_SHOWN else ""
     raise RanksDifferError(f"{'; '.join(reasons[:_MOST_SHOWN])}{more}. {_REMEDY}")
 
@@ -114,15 +114,23 @@ def first_difference(base: Description, other: Description, base_name: str) -> s
     return ""
 
 
-def _parted(description: Description, *, of_island: bool) -> list[Any]:
-    return [
-        [unit, {name: value for name, value in settings.items() if (_OF_ISLAND in name) == of_island}]
+def _base_of(message: Any, by_rank: Sequence[Any]) -> int:
+    """The rank with which a rank is compared: the first one of its island that is as rank 0 is, or rank 0 itself."""
+    first = by_rank[0]
+    if message[2] != first[2]:
+        return 0
+    return next(place for place, each in enumerate(by_rank) if each[1:3] == [message[1], first[2]])
+
+
+def _parted(description: Description, *, of_island: bool) -> Description:
+    return {
+        unit: {name: value for name, value in settings.items() if (_OF_ISLAND in name) == of_island}
         for unit, settings in description.items()
-    ]
+    }
 
 
-def _digest(value: Any) -> int:
-    return zlib.crc32(json.dumps(value).encode())
+def _digest(value: Description) -> int:
+    return zlib.crc32(json.dumps(list(value.items())).encode())
 
 
 def _call_of(message: Any) -> str:
