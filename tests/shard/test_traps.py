@@ -82,9 +82,7 @@ def job_unequal(broadcast: bool, islands: int) -> None:
         for name, whole in helpers.full_parameters(model).items():
             assert torch.equal(whole, helpers.build(seed=0).get_parameter(name)), name
     else:
-        with pytest.raises(
-            ValueError, match=r"different weights: rank 1 .* rank 0, as of .*torch.manual_seed.*broadcast=True"
-        ):
+        with pytest.raises(ValueError, match=r"different weights: rank 1 .*, as of .*manual_seed.*broadcast=True"):
             model(BATCH)
 
 
