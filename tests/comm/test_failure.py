@@ -155,7 +155,7 @@ def run_both(job: Any, folder: Path) -> tuple[list[int | None], list[str]]:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(40)
         process.kill()
     return [process.exitcode for process in processes], [(folder / str(rank)).read_text() for rank in range(2)]
 
