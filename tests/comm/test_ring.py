@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import dataclasses
+import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from laconic.comm.ring import Message, Ring
+import laconic.comm.ring as ring_module
+from benchmarks import launch
+from laconic.comm.entries import decode, encode
+from laconic.comm.ring import _CALL, _LENGTH, _MOST_STRANGERS, Message, Ring, _Place, own_address
 
 PATIENCE_S = 8.0
 
@@ -34,11 +41,15 @@ class Circle:
                 self.heard[rank] += messages
                 self.gone[rank] |= set(gone)
 
-    def join(self) -> None:
-        """Turn until every rank has both neighbours."""
-        self.turn_until(lambda: all([link.peer for link in r._links].count(None) == 0 for r in self.rings.values()))
-        self.turn_until(lambda: all(len(ring._links) == 2 for ring in self.rings.values()))
-        self.turn_until(lambda: all(link.peer is not None for ring in self.rings.values() for link in ring._links))
+    def join(self, *but: int) -> None:
+        """Turn until every rank has both neighbours and, unless it is among `but`, no other connection."""
+        each = 2 if len(self.rings) > 1 else 0
+
+        def has_both(rank: int) -> bool:
+            peers = [link.peer for link in self.rings[rank]._links]
+            return len(peers) - peers.count(None) == each and (rank in but or None not in peers)
+
+        self.turn_until(lambda: all(map(has_both, self.rings)))
 
 
 @pytest.fixture
@@ -98,28 +109,154 @@ def test_a_rank_behind_a_firewall_answers_and_is_not_gone(circle: Circle, monkey
 
 
 def test_messages_reach_neighbours_that_come_later(circle: Circle) -> None:
-    circle.rings[1].send({"text": "fire"})
-    circle.turn_until(lambda: circle.heard == {0: [{"text": "fire"}], 1: [], 2: [{"text": "fire"}], 3: []})
+    fire, long = (Message(rank=1, text=text, has_failed=True) for text in ("fire", "x" * 300_000))
+    circle.rings[1].send(fire)
+    circle.turn_until(lambda: circle.heard == {0: [fire], 1: [], 2: [fire], 3: []})
     circle.join()
-    circle.rings[3].send({"text": "x" * 300_000})
+    circle.rings[3].send(long)
     circle.turn_until(lambda: len(circle.heard[0]) == len(circle.heard[2]) == 2)
-    assert circle.heard[0][1] == {"text": "x" * 300_000}
+    assert circle.heard[0][1] == long
 
 
-def test_strangers_are_turned_away(circle: Circle) -> None:
-    _, port, token = json.loads(circle.store.get("laconic/ring/0"))
-    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
-    says = [b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"rank": 3, "token": "wrong"}\n', b"", b"\xff" * (3 << 20) + b"\n"]
-    for stranger, words in zip(strangers, says, strict=True):
-        stranger.setblocking(False)
-        stranger.send(words)
+def place_of(circle: Circle, rank: int) -> Any:
+    """What a rank has published."""
+    return decode(_Place, circle.store.get(f"laconic/ring/{rank}"))
+
+
+def connect_to(place: Any, data: bytes) -> socket.socket:
+    """Connect to a rank as a stranger who sends `data`."""
+    stranger = socket.create_connection((place.host, place.port))
+    stranger.setblocking(False)
+    with contextlib.suppress(OSError):
+        stranger.send(data)
+    return stranger
+
+
+STRANGE = [
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"[" * 500_000,
+    b'{"a":' * 100_000 + b"\n",
+    b"\xff" * (3 << 20),
+    bytes(_CALL.size),
+    b"",
+]
+"""What strangers say, who do not know the token."""
+
+
+@pytest.mark.parametrize("data", STRANGE, ids=lambda data: repr(data[:8]))
+def test_strangers_are_turned_away(circle: Circle, data: bytes) -> None:
+    strangers = [connect_to(place_of(circle, 0), data) for _ in range(5)]
     strangers[3].close()
     circle.turn_until(lambda: len(circle.rings[0]._links) >= 2)
-    circle.join()
+    circle.join(0)
     assert not any(circle.gone.values())
-    assert token not in str(circle.heard)
+    assert not any(circle.heard.values())
     for stranger in strangers:
         stranger.close()
+
+
+def test_nobody_is_a_neighbour_who_returns_what_he_hears(circle: Circle) -> None:
+    """The place of the next rank belongs to a stranger, who sends back the call: he does not know the answer."""
+    server = socket.create_server(("127.0.0.1", 0))
+    place = dataclasses.replace(place_of(circle, 1), host="127.0.0.1", port=server.getsockname()[1])
+    whole = circle.store.get("laconic/ring/1")
+    circle.store.set("laconic/ring/1", encode(place))
+    circle.rings[0].poll(0.01)
+    with server, server.accept()[0] as connection:
+        connection.sendall(connection.recv(1 << 10))
+    circle.turn_until(lambda: not circle.rings[0]._links or circle.rings[0]._links[0].awaited is None)
+    assert not circle.rings[0].is_joined
+    circle.store.set("laconic/ring/1", whole)
+    circle.join()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\xff" * 100, _LENGTH.pack(3) + b"[1]", _LENGTH.pack(100_000) + b"[" * 100_000, _LENGTH.pack(0)]
+    + [_LENGTH.pack(len(text)) + text for text in (encode(7).encode(), encode({"rank": 1, "text": []}).encode())],
+    ids=lambda data: repr(data[:14]),
+)
+def test_a_neighbour_that_sends_anything_else_counts_as_gone(circle: Circle, data: bytes) -> None:
+    circle.join()
+    [link] = [link for link in circle.rings[2]._links if link.peer == 3]
+    link.send(data)
+    circle.turn_until(lambda: circle.gone[3] == {2})
+    assert not any(circle.heard.values())
+
+
+def test_many_strangers_who_stay_do_not_keep_the_ranks_apart(circle: Circle) -> None:
+    strangers = [connect_to(place_of(circle, 0), b"") for _ in range(3 * _MOST_STRANGERS)]
+    circle.turn_until(lambda: len(circle.rings[0]._links) >= _MOST_STRANGERS)
+    circle.turn_until(lambda: all(ring.is_joined for ring in circle.rings.values()))
+    assert len(circle.rings[0]._links) <= _MOST_STRANGERS + 2
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_rank_listens_at_one_address_only(circle: Circle) -> None:
+    for rank, ring in circle.rings.items():
+        host, port = ring._listener.getsockname()
+        assert host == place_of(circle, rank).host
+        assert host not in ("", "0.0.0.0", "::")
+        for other in {"127.0.0.1", "127.0.0.2"} - {host}:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((other, port), 5)
+
+
+def test_the_address_is_the_one_by_which_a_rank_reaches_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert own_address(dist.PrefixStore("a", store), 4) == "127.0.0.1"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert own_address(store, 4) == own_address(dist.HashStore(), 4) == "127.0.0.1"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # the other two are on another machine
+    monkeypatch.setattr(ring_module, "_NOWHERE", ("127.1.2.3", 9))
+    assert own_address(store, 4) == "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+            expected = probe.getsockname()[0]
+        except OSError:  # this machine has no network
+            expected = "127.0.0.1"
+    monkeypatch.setattr(ring_module, "_NOWHERE", ("192.0.2.1", 9))
+    assert own_address(store, 4) == expected
+
+
+@pytest.mark.parametrize("entry", [b"", b"[]", b"[" * 100_000, b"\xff\xfe", encode(["127.0.0.1", 9, "x"]).encode()])
+def test_a_damaged_place_is_named_once_and_read_again(
+    circle: Circle, entry: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = circle.store.get("laconic/ring/1")
+    circle.store.set("laconic/ring/1", entry)
+    circle.turn_until(lambda: all(ring.is_joined for rank, ring in circle.rings.items() if rank != 0))
+    said = capfd.readouterr().err
+    assert said.count("\n") == said.count("the entry laconic/ring/1 of the store is damaged") == 1
+    circle.store.set("laconic/ring/1", whole)
+    circle.join()
+
+
+def watch_with_many_files() -> None:
+    """Watch a neighbour in a process that has more than 1,024 files open, until the neighbour is gone."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4096 if most == resource.RLIM_INFINITY else min(most, 4096)
+    assert wanted > 1100, "this machine allows no process more than 1,024 files"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    kept = [os.open(os.devnull, os.O_RDONLY) for _ in range(1040)]
+    two = Circle(2)
+    assert min(ring._listener.fileno() for ring in two.rings.values()) > 1024
+    two.join()
+    two.rings.pop(1).abandon()
+    two.turn_until(lambda: two.gone[0] == {1})
+    for descriptor in kept:
+        os.close(descriptor)
+
+
+@pytest.mark.timeout(120)
+def test_a_process_with_more_than_1024_files_keeps_its_watcher() -> None:
+    process = launch._context.Process(target=watch_with_many_files)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_the_kernel_asks_whether_a_silent_machine_is_there(circle: Circle) -> None:
@@ -138,7 +275,8 @@ def test_the_kernel_asks_whether_a_silent_machine_is_there(circle: Circle) -> No
 def test_addresses_of_an_earlier_process_group_are_read_again() -> None:
     store = dist.HashStore()
     closed = socket.create_server(("", 0))
-    store.set("laconic/ring/1", json.dumps([["127.0.0.1"], closed.getsockname()[1], "old"]))
+    old = _Place(host="127.0.0.1", port=closed.getsockname()[1], call="00" * 16, answer="00" * 16)
+    store.set("laconic/ring/1", encode(old))
     closed.close()
     first = Ring(store, 0, 2, PATIENCE_S)
     first.poll(0.01)

@@ -322,9 +322,9 @@ class _Peers:
         is_news = False
         with self._lock:
             for message in messages:
-                is_news |= self._first is None or (message["has_failed"] and not self._has_failed)
-                self._first = self._first or (message["rank"], message["text"])
-                self._has_failed |= message["has_failed"]
+                is_news |= self._first is None or (message.has_failed and not self._has_failed)
+                self._first = self._first or (message.rank, message.text)
+                self._has_failed |= message.has_failed
             for rank in gone:
                 is_news |= self._first is None
                 who = "the host of the rendezvous (rank 0, or the launcher)" if rank == HOST else f"rank {rank}"
@@ -341,4 +341,4 @@ class _Peers:
         """Tell both neighbours all that this rank knows."""
         if self._first is not None:
             rank, text = self._first
-            self.ring.send({"rank": rank, "text": text, "has_failed": self._has_failed})
+            self.ring.send(Message(rank=rank, text=text, has_failed=self._has_failed))

@@ -20,7 +20,6 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
@@ -68,7 +67,8 @@ class Ticket:
         return Awaited(self.journal.name, self.number, senders)
 
 
-class Awaited(NamedTuple):
+@dataclass(frozen=True)
+class Awaited:
     """A transfer for which a rank waits: its group, its number, and the ranks that must issue it."""
 
     group: str
@@ -76,7 +76,8 @@ class Awaited(NamedTuple):
     ranks: list[int]
 
 
-class Entries(NamedTuple):
+@dataclass(frozen=True)
+class Entries:
     """The number of transfers that a rank has issued on a group, and the names of the last ones."""
 
     issued: int

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from laconic.comm.entries import decode, encode
 from laconic.comm.journal import Awaited, Entries, journals, waits
 
 Action = Literal["in forward", "after forward", "in backward", "after backward"]
@@ -107,17 +107,13 @@ class Record:
     """What the rank has issued on each process group."""
 
     def encode(self) -> str:
-        """Return the record as JSON."""
-        return json.dumps(vars(self))
+        """Return the record as an entry of a store."""
+        return encode(self)
 
     @staticmethod
     def decode(text: bytes) -> Record:
-        """Return the record of `encode`."""
-        fields = json.loads(text)
-        ticket = fields["ticket"]
-        fields["ticket"] = None if ticket is None else Awaited(*ticket)
-        fields["groups"] = {name: Entries(*entries) for name, entries in fields["groups"].items()}
-        return Record(**fields)
+        """Return the record of `encode`. Raises: EntryError."""
+        return decode(Record, text)
 
     @property
     def idle_s(self) -> int:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import socket
 import sys
@@ -39,6 +38,7 @@ from typing import Any
 import torch.distributed as dist
 
 from laconic import _compat
+from laconic.comm.entries import EntryError, decode, encode
 from laconic.comm.failure import PeerFailedError, first_failure_behind
 from laconic.comm.journal import Ticket, waits
 from laconic.comm.progress import Record, here, reasons_to_wait
@@ -269,24 +269,33 @@ class _Board:
     def tell(self, ranks: list[int], line: str) -> None:
         """Write a proof about `ranks`, for all."""
         with self._reaching():
-            self._store.set(f"{_KEY}/verdict", json.dumps([ranks, line]))
+            self._store.set(f"{_KEY}/verdict", encode((ranks, line)))
 
     def verdict(self) -> tuple[list[int], str] | None:
-        """Read the last proof that a rank has written; None if there is none."""
+        """Read the last proof that a rank has written; None if there is none, or a damaged one."""
         key = f"{_KEY}/verdict"
         with self._reaching():
             text = self._store.get(key) if self._store.check([key]) else b""
-        if not text:
+        try:
+            return decode(tuple[list[int], str], text) if text else None
+        except EntryError as error:  # the proof can be found again
+            print(
+                f"laconic: the entry {key} of the store is damaged ({error}), and is not used",
+                file=sys.stderr,
+                flush=True,
+            )
             return None
-        ranks, line = json.loads(text)
-        return ranks, line
 
     def read(self, rank: int) -> Record | None:
-        """Read the record of a rank; None if the rank has none."""
+        """Read the record of a rank; None if the rank has none, or a damaged one, which a line names."""
         key = f"{_KEY}/{rank}"
         with self._reaching():
             text = self._store.get(key) if self._store.check([key]) else b""
-        return Record.decode(text) if text else None
+        try:
+            return Record.decode(text) if text else None
+        except EntryError as error:
+            print(f"laconic: the entry {key} of the store is damaged ({error})", file=sys.stderr, flush=True)
+            return None
 
     @contextlib.contextmanager
     def _reaching(self) -> Iterator[None]:

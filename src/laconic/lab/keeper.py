@@ -7,7 +7,6 @@ process must clean up after a killed lab. It lives while the lab's socket is ope
 import contextlib
 import json
 import os
-import select
 import shutil
 import signal
 import socket
@@ -15,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -98,7 +98,7 @@ class _Run:
         """Sleep until an event, and return whether the lab wants the run to end."""
         channel, pidfds = self._keeper.channel, [pidfd for _, pidfd in self._agents.values()]
         sources: list[Any] = [channel, self._keeper.events, *self._ranks, *pidfds]
-        ready = select.select(sources, [], [], _POLL_S)[0]
+        ready = wait(sources, _POLL_S)  # not select.select, which takes no descriptor from 1,024 on
         self._watch_ranks()
         self._read_failure()
         return channel in ready and channel.receive()[0]["command"] == "stop"
@@ -106,7 +106,7 @@ class _Run:
     def _watch_ranks(self) -> None:
         """Read the events that the ranks have sent, and see which ranks have ended."""
         # Look for ends first: a rank sends its events before it ends, so the events of every ended rank are read below.
-        ended = select.select(list(self._ranks), [], [], 0)[0]
+        ended: list[Any] = wait(list(self._ranks), 0)
         with contextlib.suppress(BlockingIOError):
             for line in os.read(self._keeper.events, _PIPE_BYTES).splitlines():
                 rank = json.loads(line)
@@ -161,7 +161,7 @@ class _Run:
                 time.sleep(_END_POLL_S)
                 if number is None:
                     self._watch_ranks()
-                if select.select([self._keeper.channel], [], [], 0)[0]:
+                if wait([self._keeper.channel.fileno()], 0):
                     self._keeper.channel.receive()  # a second "stop" changes nothing; this raises if the lab has ended
         processes.kill_descendants()
         for pid in list(self._agents):

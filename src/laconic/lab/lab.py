@@ -2,7 +2,6 @@
 
 import json
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -270,7 +270,7 @@ class Lab:
     def _wait(self, timeout_s: float | None) -> tuple[dict[str, Any], bool]:
         """Return the keeper's report about the run, and whether the run took longer than `timeout_s`."""
         try:
-            in_time = bool(select.select([self._channel], [], [], timeout_s)[0])
+            in_time = bool(wait([self._channel.fileno()], timeout_s))
             if not in_time:
                 self._send({"command": "stop"})
             return self._receive(), not in_time

@@ -26,7 +26,7 @@ from torch import nn
 from laconic.checkpoint.state import named_parameters
 from laconic.comm.agreement import RankGroup
 from laconic.comm.launch import RankInfo
-from laconic.comm.ring import own_addresses
+from laconic.comm.ring import own_address
 from laconic.config import Config, JobError, SyncConfig
 from laconic.extras import how_to_install
 from laconic.islands.fragments import fragment_of
@@ -121,7 +121,7 @@ class TorchftStepper(Simultaneous):
         """Start the lighthouse, a store for each island, and the manager; return the manager. Collective."""
         world = dist.group.WORLD
         assert world is not None
-        host = own_addresses(dist.distributed_c10d._get_default_store())[0]
+        host = own_address(dist.distributed_c10d._get_default_store(), ranks.world_size)
         address: str | None = None
         if ranks.is_main:
             from torchft.coordination import LighthouseServer
