@@ -67,7 +67,10 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> dis
 
     It has the point-to-point methods of a ProcessGroup. Blocks until all ranks are there; RuntimeError if they are not.
     """
-    group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+    try:
+        group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+    except (MemoryError, ValueError, LookupError, ArithmeticError) as error:  # what C++ makes of damaged addresses
+        raise RuntimeError(f"the addresses of the ranks in the store are damaged ({error})") from error
     return cast(dist.ProcessGroup, group)
 
 

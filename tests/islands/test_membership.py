@@ -155,7 +155,8 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
 
 def vote_all(store: dist.Store, outcomes: Sequence[Outcome], patience_s: float, dice: random.Random) -> set[Verdict]:
     """The verdicts that ranks get which vote at random moments."""
-    roster = Roster(number=0, members=tuple(range(len(outcomes))), slots=(), num_seen=len(outcomes), round=1)
+    everyone = tuple(range(len(outcomes)))
+    roster = Roster(number=0, members=everyone, slots=everyone, num_seen=len(outcomes), round=1)
 
     def vote(outcome: Outcome, delay_s: float) -> Verdict:
         time.sleep(delay_s)

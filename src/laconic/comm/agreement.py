@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic import _compat
-from laconic.comm.entries import parse
+from laconic.comm.entries import EntryError, parse
 from laconic.comm.journal import issue
 from laconic.comm.watch import waiting_for
 from laconic.errors import JobError
@@ -219,7 +219,10 @@ def _decoded(message: bytes, rank: int) -> Any:
     text = message[_HEADER.size : _HEADER.size + length]
     if len(text) != length or zlib.crc32(text) != checksum:
         raise _unreadable(message, rank)
-    return parse(text, most_bytes=len(text))
+    try:
+        return parse(text, most_bytes=len(text))
+    except EntryError:
+        raise _unreadable(message, rank) from None
 
 
 def _unreadable(message: bytes, rank: int) -> RuntimeError:

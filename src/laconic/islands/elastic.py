@@ -18,6 +18,11 @@ part in exchanges while it waits for the state. One of the others, the lead, cop
 applied the mean of that round, and sends the copy in a thread of its own while it trains on. When the state has arrived
 the newcomer applies the means of the rounds since, in order, and so has the same bits as the others. It begins to
 train at the end of a round, in step with the others. Its inner optimizer starts afresh.
+
+[Note: Waits that end]
+Gloo waits in C++, while it connects five times as long as it is told, and hears neither of a verdict nor of the end of
+the run. So it waits in a thread of its own, and the caller waits for this thread, for the end of the roster, or for the
+end of the run, whichever comes first. A thread that is left behind ends when Gloo gives up.
 """
 
 import atexit
@@ -27,11 +32,11 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,9 +52,11 @@ from laconic.islands.all_reduce import CompressedAllReduce, IslandGroup, Mean
 from laconic.islands.entrance import Entrance
 from laconic.islands.exchange import Contribution, Exchange, diverged
 from laconic.islands.fragments import Position
-from laconic.islands.ledger import BEAT_S, SILENCE_S, Ledger, Outcome, Roster, Verdict
+from laconic.islands.ledger import BEAT_S, NO_ROSTER, SILENCE_S, Ledger, Outcome, Roster, RunEndedError, Verdict
 from laconic.islands.membership import Membership
 from laconic.islands.told_state import checksums, listen, pair, tell
+
+_T = TypeVar("_T")
 
 _REGISTER_S = 15.0  # at most, for living islands to register: their threads may have to wait for the interpreter
 _WATCH_S = 0.2
@@ -89,14 +96,15 @@ class ElasticExchange(Exchange):
         self._ranks = ranks_or_self(cluster.flag_group)
         self._shard = self._ranks.rank
         self._ledger = self._open()
-        self._roster = Roster(number=-1, members=(), slots=(), num_seen=0, round=0)
+        self._roster = NO_ROSTER
         self._group: tuple[int, IslandGroup] | None = None
         self._gloo: dist.ProcessGroup | None = None
         self._round = 0  # of the background thread
         self._lead = -1
         self._number = -1
         self._watcher: _Watcher | None = None
-        self._tellers: list[threading.Thread] = []
+        self._tellers: dict[str, threading.Thread] = {}
+        """The threads that tell newcomers the state, by the keys of their connections."""
 
     @property
     def _register_s(self) -> float:
@@ -137,8 +145,8 @@ class ElasticExchange(Exchange):
         `sizes` has the elements of each fragment on this rank. Blocks for `start_timeout_s` at most.
 
         Raises:
-            JobError: too few islands have come, the others have other settings, or the island that tells the state has
-                died.
+            JobError: too few islands have come, the others have other settings, the island that tells the state has
+                died, or the store has a damaged entry.
         """
         generation, number = self._wait_outside(position.rounds)
         self._ledger = self._open(generation)
@@ -154,9 +162,9 @@ class ElasticExchange(Exchange):
             self.tell(roster.newcomers, position, vectors)
             return Entry(position=position, is_news=False)
         before = checksums(vectors)
-        state = _Listening(self._open(generation).store, self._link_to(number), vectors, self._policy.start_timeout_s)
+        state = _Listening(self._open(generation), self._link_to(number), vectors, self._policy.start_timeout_s)
         means = () if roster.number == 0 else self._listen(state, roster.lead, sizes)
-        self._wait_for(lambda: state.has_arrived, (roster.lead,))
+        self._wait_for(lambda: self._has_come(state), (roster.lead,))
         told = state.position
         is_known = self._on_all_ranks(not means and told == position and before == checksums(vectors))
         return Entry(position=told, is_news=not is_known, means=means)
@@ -174,7 +182,7 @@ class ElasticExchange(Exchange):
         means: list[Mean] = []
         if self._watcher is not None:
             self._ledger.count_listening(1)
-        while not means or not self._on_all_ranks(state.has_arrived):
+        while not means or not self._on_all_ranks(self._has_come(state)):
             if means and lead not in self.members:
                 raise JobError(f"island {lead} died while it told this one the state; start this island again")
             others = [number for number in self.members if number != self._number]
@@ -186,6 +194,12 @@ class ElasticExchange(Exchange):
             self._watcher.watch(self._round)
         return tuple(means)
 
+    def _has_come(self, state: "_Listening") -> bool:
+        """Whether the state has arrived. Raises: JobError if it never will."""
+        if not state.has_arrived and self._ledger.is_untold(self._link_to(self._number)):
+            raise JobError("the island that tells this one the state cannot reach it; start this island again")
+        return state.has_arrived
+
     def _has_begun(self) -> bool:
         """Whether another island has begun the next round."""
         return self._ledger.has_begun(self._roster, self._round) or self._ledger.is_over(self._roster)
@@ -194,6 +208,7 @@ class ElasticExchange(Exchange):
         """Wait for what other islands do, while any of them gives a sign of life. Raises: JobError."""
         beats, heard_at = [-1], time.monotonic()
         while not condition():
+            self._ledger.look_for_end()
             now = self._ledger.beats(others)
             if now != beats:
                 beats, heard_at = now, time.monotonic()
@@ -209,15 +224,21 @@ class ElasticExchange(Exchange):
         """Tell newcomers the state, in a thread, while this island trains on. Copies the vectors first."""
         if not newcomers:
             return
-        copies, store = [vector.clone() for vector in vectors], self._open(self._ledger.generation).store
+        copies = [vector.clone() for vector in vectors]
+        for number in newcomers:
+            link = self._link_to(number)
+            arguments = (self._open(self._ledger.generation), link, position, copies)
+            self._tellers[link] = threading.Thread(
+                target=self._tell_one, args=arguments, name="laconic-tells", daemon=True
+            )
+            self._tellers[link].start()
 
-        def tell_all() -> None:
-            for number in newcomers:
-                with contextlib.suppress(RuntimeError):  # the newcomer has died; nothing depends on it
-                    tell(pair(store, self._link_to(number), 0, self._policy.start_timeout_s), position, copies)
-
-        self._tellers.append(threading.Thread(target=tell_all, name="laconic-tells", daemon=True))
-        self._tellers[-1].start()
+    def _tell_one(self, ledger: Ledger, link: str, position: Position, vectors: Sequence[Tensor]) -> None:
+        try:
+            tell(pair(ledger.store, link, 0, self._policy.start_timeout_s), position, vectors)
+        except RuntimeError:  # the newcomer has died; nothing depends on it
+            with contextlib.suppress(JobError):
+                ledger.note_untold(link)
 
     def _link_to(self, number: int) -> str:
         """The key of the connection over which a newcomer's rank at this place receives the state."""
@@ -227,12 +248,21 @@ class ElasticExchange(Exchange):
         """Go in order: the others do not wait for this island. Nothing may be in flight."""
         if not self.is_entered:
             return
-        for teller in self._tellers:
-            teller.join(self._policy.timeout_s)
+        try:
+            self._finish_telling()
+        finally:
+            if self._watcher is not None:
+                self._watcher.end()
+            number, self._number = self._number, -1
         if self._watcher is not None:
-            self._watcher.end()
-            self._ledger.leave(self._number)
-        self._number = -1
+            self._ledger.leave(number)
+
+    def _finish_telling(self) -> None:
+        deadline = time.monotonic() + self._policy.timeout_s
+        for link, teller in self._tellers.items():
+            while teller.is_alive() and time.monotonic() < deadline and not self._ledger.is_untold(link):
+                self._ledger.look_for_end()
+                teller.join(_WATCH_S)
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
@@ -241,6 +271,8 @@ class ElasticExchange(Exchange):
 
         Cost: with a quorum, a sum of one number over the ranks of the island in every step.
         """
+        if self._watcher is not None:
+            self._watcher.raise_end()
         if self._policy.quorum is None:
             return is_ready
         begins = self._watcher is not None and self._watcher.begins(is_ready=is_ready)
@@ -259,7 +291,7 @@ class ElasticExchange(Exchange):
 
         Raises:
             JobError: the values of this island are not finite; the others have gone on without it; the rendezvous does
-                not answer; or every try has failed.
+                not answer, or has a damaged entry; or every try has failed.
         """
         if not own.is_sound:
             own = replace(own, values=torch.zeros_like(own.values), tokens=0)
@@ -290,13 +322,31 @@ class ElasticExchange(Exchange):
             return None, Outcome.LOST, None
         try:
             islands = self._connect(roster)
-            tokens = [told for (told,) in islands.gather(own.tokens)]
+            tokens, mean = self._waiting(roster, lambda: self._reduce(islands, own))
             self._lead = min((n for n, told in zip(roster.members, tokens, strict=True) if told), default=-1)
-            reduction = CompressedAllReduce(islands, self._codec, self._cluster.traffic)
-            return reduction.mean(own.values, None, tokens), Outcome.DONE, None
+            return mean, Outcome.DONE, None
         except RuntimeError as error:  # torch has no class for a lost connection that all its backends raise
             is_late = any(word in str(error).lower() for word in ("timed out", "timeout"))
             return None, Outcome.LATE if is_late else Outcome.LOST, error
+
+    def _reduce(self, islands: IslandGroup, own: Contribution) -> tuple[list[int], Mean]:
+        tokens = [told for (told,) in islands.gather(own.tokens)]
+        reduction = CompressedAllReduce(islands, self._codec, self._cluster.traffic)
+        return tokens, reduction.mean(own.values, None, tokens)
+
+    def _waiting(self, roster: Roster, action: Callable[[], _T]) -> _T:
+        """Run what may wait for the other members: [Note: Waits that end].
+
+        Raises:
+            RuntimeError: the roster has failed, so the others do not come; or `action` raised it.
+            RunEndedError: an island has ended the run.
+        """
+        result = _in_thread(action, "laconic-try")
+        while not wait([result], _WATCH_S).done:
+            self._ledger.look_for_end()
+            if self._ledger.is_over(roster):
+                raise RuntimeError(f"the islands have given roster {roster.number} up")
+        return result.result()
 
     def _connect(self, roster: Roster) -> IslandGroup:
         """The members' ranks at this place, connected."""
@@ -304,8 +354,9 @@ class ElasticExchange(Exchange):
             self._disconnect()
             rank, size = roster.members.index(self._number), len(roster.members)
             if size > 1:
-                store = dist.PrefixStore(f"group/{roster.number}/{self._shard}", self._ledger.store)
-                self._gloo = _compat.gloo_group(store, rank, size, self._patience_s)
+                connection = self._open(self._ledger.generation).store  # its own: Gloo's waits would block the ledger's
+                store = dist.PrefixStore(f"group/{roster.number}/{self._shard}", connection)
+                self._gloo = self._waiting(roster, lambda: _compat.gloo_group(store, rank, size, self._patience_s))
             self._group = roster.number, IslandGroup(self._gloo, rank, size)
         return self._group[1]
 
@@ -374,16 +425,15 @@ class ElasticExchange(Exchange):
 class _Listening:
     """The state that another island tells this rank, in a thread."""
 
-    def __init__(self, store: dist.Store, link: str, vectors: Sequence[Tensor], patience_s: float) -> None:
-        self._position: Future[Position] = Future()
-
-        def run() -> None:
+    def __init__(self, ledger: Ledger, link: str, vectors: Sequence[Tensor], patience_s: float) -> None:
+        def run() -> Position:
             try:
-                self._position.set_result(listen(pair(store, link, 1, patience_s), vectors))
-            except (JobError, RuntimeError) as error:
-                self._position.set_exception(error)
+                return listen(pair(ledger.store, link, 1, patience_s), vectors)
+            except (JobError, RuntimeError):
+                ledger.note_untold(link)
+                raise
 
-        threading.Thread(target=run, name="laconic-listens", daemon=True).start()
+        self._position = _in_thread(run, "laconic-listens")
 
     @property
     def has_arrived(self) -> bool:
@@ -412,6 +462,7 @@ class _Watcher:
         """The round that this island begins next."""
         self._is_ready, self._noted, self._begun = False, 0, 0
         self._heard: dict[int, tuple[int, float]] = {}
+        self._end: RunEndedError | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="laconic-islands-watch", daemon=True)
         self._thread.start()
@@ -429,6 +480,11 @@ class _Watcher:
         """Let the thread end soon."""
         self._over.set()
 
+    def raise_end(self) -> None:
+        """Raise RunEndedError if this thread has heard that an island has ended the run."""
+        if self._end is not None:
+            raise self._end
+
     def end(self) -> None:
         """End the thread."""
         self.stop()
@@ -436,8 +492,9 @@ class _Watcher:
 
     def _run(self) -> None:
         beaten_at = 0.0
-        with contextlib.suppress(JobError):  # the store is gone; the next sync says so
+        try:
             while not self._over.wait(_WATCH_S):
+                self._ledger.look_for_end()
                 if time.monotonic() - beaten_at >= BEAT_S:
                     self._ledger.beat(self._number)
                     beaten_at = time.monotonic()
@@ -446,6 +503,10 @@ class _Watcher:
                     self._ledger.register(roster, self._number)
                 if self._policy.quorum is not None:
                     self._look_at(self.round, roster)
+        except RunEndedError as error:
+            self._end = error
+        except JobError:  # the store is gone; the next sync says so
+            pass
 
     def _look_at(self, round_index: int, roster: Roster) -> None:
         """Find out whether enough islands are ready for a round."""
@@ -465,6 +526,20 @@ class _Watcher:
                 self._heard[number] = beats, now
             living += now - self._heard[number][1] < self._policy.timeout_s
         return living
+
+
+def _in_thread(action: Callable[[], _T], name: str) -> "Future[_T]":
+    """Run an action in a daemon thread, which may be left behind, and return its result to come."""
+    result: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(action())
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return result
 
 
 _entered: weakref.WeakSet[ElasticExchange] = weakref.WeakSet()

@@ -51,6 +51,7 @@ class Entrance:
     def _look_around(self) -> None:
         """Answer calls; leave a generation that has died out; say that this island waits, or give up."""
         assert self._number is not None
+        self._ledger.look_for_end()
         self._ledger.answer(self._number)
         beats, now = self._ledger.num_beats(), time.monotonic()
         if beats != self._beats or not self._is_founded():

@@ -20,23 +20,32 @@ enter.
 [Note: A run that has ended]
 The store may outlive the islands. Each of them adds to a counter every second. If all counters stand still, all islands
 of this generation have gone, and those that come found the next one. The keys of a generation have its number.
+
+[Note: A damaged entry]
+Everybody who reaches the store may write into it. So all that an island reads there goes through the reader of
+[Note: Entries] in comm/entries.py. The island that finds a bad entry writes the reason as the entry "ended", and all
+waits look for it, so that all islands end with this reason within seconds. So do those that come, until the rendezvous
+is a new one: of this store nothing is sure.
 """
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
+from laconic.comm.entries import EntryError, counter, decode, encode
 from laconic.errors import JobError
 
+_T = TypeVar("_T")
+
 _POLL_S = 0.02
+_LOOK_S = 0.5  # between two looks at the entry "ended"
+_MOST_WAITING = 4096  # islands at once
 BEAT_S = 1.0
 """The seconds between two signs of life of a generation."""
 SILENCE_S = 20.0
@@ -61,6 +70,22 @@ class Roster:
     lead: int = -1
     """The member that sends them the state; -1 if nobody enters."""
 
+    def __post_init__(self) -> None:
+        members = set(self.members)
+        told = {*self.newcomers, *({self.lead} - {-1})}
+        if (
+            len(self.members) != len(self.slots)
+            or any(len(set(each)) < len(each) for each in (self.members, self.slots, self.newcomers))
+            or not told <= members
+            or (self.newcomers and self.lead == -1)
+            or min((*self.members, *self.slots, self.num_seen, self.round)) < 0
+        ):
+            raise ValueError("its members, slots, newcomers and lead contradict each other")
+
+
+NO_ROSTER = Roster(number=-1, members=(), slots=(), num_seen=0, round=0)
+"""Before an island has entered."""
+
 
 class Outcome(Enum):
     """How a try of a round ended."""
@@ -81,23 +106,37 @@ class Verdict:
     """The islands that enter after a try that is done."""
 
 
+class RunEndedError(JobError):
+    """An island has ended the run for all: [Note: A damaged entry]."""
+
+
 class Ledger:
     """The agreements of one run. Each thread needs a ledger of its own, on a connection of its own.
 
-    All methods raise JobError if the store does not answer.
+    All methods raise JobError if the store does not answer, and RunEndedError if they find a damaged entry. Those that
+    wait raise RunEndedError also if another island has found one.
     """
 
     def __init__(self, store: dist.Store, run: str, where: str, generation: int | None = None) -> None:
         """Open a generation (default: the newest) of the run `run` in the store at the address `where`."""
         self._where = where
         self._run_store = dist.PrefixStore(f"laconic/{run}", store)
-        newest = self._value(self._run_store, "generation") if generation is None else str(generation)
-        self.generation = int(newest or 0)
+        self._looked_at = 0.0
+        self.generation = self.newest_generation() if generation is None else generation
 
     @property
     def store(self) -> dist.Store:
         """The keys of this generation."""
         return dist.PrefixStore(str(self.generation), self._run_store)
+
+    def newest_generation(self) -> int:
+        """The newest generation in the store; 0 before any has begun."""
+        with self._reaching():
+            self._look_for_end()
+            newest = self._read(int, "generation", self._run_store) or 0
+            if newest < 0:
+                raise EntryError(f"generation: {newest} is negative")
+            return newest
 
     # -- coming --------------------------------------------------------------------------------------------------------
 
@@ -107,8 +146,7 @@ class Ledger:
         Raises: JobError that names the first difference.
         """
         with self._reaching():
-            text = self.store.compare_set("terms", "", json.dumps(terms)).decode()
-        first = json.loads(text)
+            first = self._agreed(dict[str, Any], "terms", terms)
         for key, value in terms.items():
             if first.get(key) != value:
                 raise JobError(
@@ -120,19 +158,19 @@ class Ledger:
     def come(self, rounds: int) -> int:
         """Queue up with a state after `rounds` rounds. Returns this island's number, which is new."""
         with self._reaching():
-            number = self.store.add("come", 1) - 1
-            self.store.set(f"come/{number}", str(rounds))
+            number = self._add("come", 1) - 1
+            self.store.set(f"come/{number}", encode(rounds))
         self.answer(number)
         return number
 
     def answer(self, number: int) -> None:
         """Answer the last call for an island that waits: [Note: Roll call]."""
         with self._reaching():
-            self.store.set(f"answer/{number}", self._value(self.store, "call") or "")
+            self.store.set(f"answer/{number}", encode(self._read(str, "call") or ""))
 
     def found(self, islands: int) -> None:
         """Write the first roster, of the first `islands` islands. The one with the most rounds has the lead."""
-        rounds = {number: int(self._awaited(f"come/{number}", SILENCE_S)) for number in range(islands)}
+        rounds = {number: self._rounds_of(number) for number in range(islands)}
         lead = max(rounds, key=rounds.__getitem__)
         members, first = tuple(rounds), rounds[lead] + 1
         others = tuple(number for number in rounds if number != lead)
@@ -140,26 +178,43 @@ class Ledger:
             Roster(number=0, members=members, slots=members, num_seen=islands, round=first, newcomers=others, lead=lead)
         )
 
+    def _rounds_of(self, number: int) -> int:
+        """The rounds of the state with which an island has come. Waits for it."""
+        key = f"come/{number}"
+        with self._reaching():
+            self._until(lambda: self.store.check([key]), SILENCE_S)
+            rounds = self._read(int, key)
+            if rounds is None or rounds < 0:
+                raise EntryError(f"{key}: {'it is missing' if rounds is None else f'{rounds} is negative'}")
+            return rounds
+
     def num_come(self) -> int:
         """The number of islands that have come so far."""
         with self._reaching():
-            return self.store.add("come", 0)
+            return self._count("come")
 
     def welcome(self, number: int) -> Roster | None:
         """The roster that an island has entered; None if it has to wait."""
-        text = self._value(self.store, f"welcome/{number}")
-        return None if text is None else self.roster(int(text))
+        key = f"welcome/{number}"
+        with self._reaching():
+            entered = self._read(int, key)
+            if entered is None:
+                return None
+            roster = self.roster(entered)
+            if number not in roster.members:
+                raise EntryError(f"{key}: roster {entered} does not have island {number}")
+            return roster
 
     def beat(self, number: int) -> None:
         """Give a sign of life of an island: [Note: A run that has ended]."""
         with self._reaching():
-            self.store.add("beat", 1)
-            self.store.add(f"beat/{number}", 1)
+            self._add("beat", 1)
+            self._add(f"beat/{number}", 1)
 
     def beats(self, numbers: Sequence[int]) -> list[int]:
         """The signs of life that islands have given so far."""
         with self._reaching():
-            return [self.store.add(f"beat/{number}", 0) for number in numbers]
+            return [self._count(f"beat/{number}") for number in numbers]
 
     def has_ended(self) -> bool:
         """True if all islands have gone in order, or none gives a sign of life: [Note: A run that has ended]."""
@@ -170,18 +225,19 @@ class Ledger:
             if self.store.check([f"roster/{newest}"]) and all(map(self.has_left, self.roster(newest).members)):
                 return True
             before = self.num_beats()
-            return not _until(lambda: self.num_beats() != before, SILENCE_S)
+            return not self._until(lambda: self.num_beats() != before, SILENCE_S)
 
     def num_beats(self) -> int:
         """The signs of life that all islands have given so far."""
         with self._reaching():
-            return self.store.add("beat", 0)
+            return self._count("beat")
 
     def begin_generation(self) -> None:
         """Leave a generation that has ended. All islands that do so at once begin the same one."""
         with self._reaching():
-            old = "" if self.generation == 0 and not self._run_store.check(["generation"]) else str(self.generation)
-            self.generation = int(self._run_store.compare_set("generation", old, str(self.generation + 1)))
+            old = encode(self.generation) if self._run_store.check(["generation"]) else ""
+            self._run_store.compare_set("generation", old, encode(self.generation + 1))
+            self.generation = self.newest_generation()
 
     # -- rounds: [Note: One verdict] -----------------------------------------------------------------------------------
 
@@ -194,23 +250,26 @@ class Ledger:
         with self._reaching():
             if outcome is not Outcome.DONE:
                 return self._decide(of, Verdict(outcome=outcome))
-            if self.store.add(f"done/{of}", 1) == num_ranks:
+            num_done = self._add(f"done/{of}", 1)
+            if num_done > num_ranks:
+                raise EntryError(f"done/{of}: {num_done} votes of {num_ranks} ranks")
+            if num_done == num_ranks:
                 verdict = self._decide(of, Verdict(outcome=Outcome.DONE, newcomers=self._queued(roster)))
-                self.store.set("call", of)
+                self.store.set("call", encode(of))
                 return verdict
-            _until(lambda: self.store.check([f"verdict/{of}"]), patience_s)
+            self._until(lambda: self.store.check([f"verdict/{of}"]), patience_s)
             return self._decide(of, Verdict(outcome=Outcome.LATE))
 
     def _decide(self, of: str, proposed: Verdict) -> Verdict:
-        text = json.dumps([proposed.outcome.value, proposed.newcomers])
-        outcome, newcomers = json.loads(self.store.compare_set(f"verdict/{of}", "", text))
-        return Verdict(outcome=Outcome(outcome), newcomers=tuple(newcomers))
+        return self._agreed(Verdict, f"verdict/{of}", proposed)
 
     def _queued(self, roster: Roster) -> tuple[int, ...]:
         """The islands that wait, and have answered the last call."""
-        call = self._value(self.store, "call") or ""
-        come = range(roster.num_seen, self.store.add("come", 0))
-        answers = {number: self._value(self.store, f"answer/{number}") for number in come}
+        call = self._read(str, "call") or ""
+        come = range(roster.num_seen, self._count("come"))
+        if len(come) > _MOST_WAITING:
+            raise EntryError(f"come: {len(come)} islands wait at once")
+        answers = {number: self._read(str, f"answer/{number}") for number in come}
         return tuple(number for number in come if answers[number] == call and not self._is_seen(number))
 
     def _is_seen(self, number: int) -> bool:
@@ -250,12 +309,13 @@ class Ledger:
         """Note that an island begins a try."""
         with self._reaching():
             self.store.set(f"arrived/{roster.number}-{round_index}/{number}", "")
-            self.store.add(f"arrivals/{roster.number}-{round_index}", 1)
+            self._add(f"arrivals/{roster.number}-{round_index}", 1)
 
     def has_begun(self, roster: Roster, round_index: int) -> bool:
         """True if an island has begun a try."""
         with self._reaching():
-            return self.store.add(f"arrivals/{roster.number}-{round_index}", 0) > 0
+            self._look_for_end()
+            return self._count(f"arrivals/{roster.number}-{round_index}") > 0
 
     def end(self, roster: Roster) -> None:
         """Note that a roster has failed, so that living islands register."""
@@ -283,7 +343,7 @@ class Ledger:
             return [number for number, key in keys.items() if not self.store.check([key]) and not self.has_left(number)]
 
         with self._reaching():
-            _until(lambda: self.has_next(roster) or not unheard(), patience_s)
+            self._until(lambda: self.has_next(roster) or not unheard(), patience_s)
             of = f"{roster.number}-{round_index}"
             living = tuple(
                 number
@@ -313,71 +373,133 @@ class Ledger:
     def next_roster(self, roster: Roster, patience_s: float) -> Roster | None:
         """Wait for the roster after `roster`; None if there is none in time."""
         with self._reaching():
-            return self.roster(roster.number + 1) if _until(lambda: self.has_next(roster), patience_s) else None
+            return self.roster(roster.number + 1) if self._until(lambda: self.has_next(roster), patience_s) else None
 
     # -- rosters -------------------------------------------------------------------------------------------------------
 
     def write(self, roster: Roster) -> Roster:
         """Write a roster, unless one of its number is there, and tell newcomers. Returns the one that is there."""
         with self._reaching():
-            self.store.compare_set(f"roster/{roster.number}", "", json.dumps(asdict(roster)))
+            self.store.compare_set(f"roster/{roster.number}", "", encode(roster))
             agreed = self.roster(roster.number)
             told = agreed.members if agreed.number == 0 else agreed.newcomers
             for number in told:
-                self.store.set(f"welcome/{number}", str(agreed.number))
+                self.store.set(f"welcome/{number}", encode(agreed.number))
         return agreed
 
     def roster(self, number: int) -> Roster:
         """Read a roster that has been written."""
+        key = f"roster/{number}"
         with self._reaching():
-            found = json.loads(self.store.get(f"roster/{number}"))
-        fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in found.items()}
-        return Roster(**fields)
+            found = self._read(Roster, key)
+            if found is None or found.number != number:
+                raise EntryError(f"{key}: it is {'missing' if found is None else f'that of number {found.number}'}")
+            come = self._count("come")
+            if found.num_seen > come or any(member >= come for member in found.members):
+                raise EntryError(f"{key}: it has islands that have not come")
+            return found
+
+    # -- the state that newcomers are told -----------------------------------------------------------------------------
+
+    def note_untold(self, link: str) -> None:
+        """Note that the state does not cross a connection, for its other end, which Gloo may let wait for hours."""
+        with self._reaching():
+            self.store.set(f"untold/{link}", "")
+
+    def is_untold(self, link: str) -> bool:
+        """True if the state does not cross a connection."""
+        with self._reaching():
+            return bool(self.store.check([f"untold/{link}"]))
 
     # -- quorum --------------------------------------------------------------------------------------------------------
 
     def count_listening(self, change: int) -> int:
         """Add to the number of members that wait for the state, and return the number."""
         with self._reaching():
-            return self.store.add("listening", change)
+            return self._add("listening", change) if change else self._count("listening")
 
     def note_ready(self, round_index: int) -> None:
         """Note that one more island has taken all steps up to a round."""
         with self._reaching():
-            self.store.add(f"ready/{round_index}", 1)
+            self._add(f"ready/{round_index}", 1)
 
     def num_ready(self, round_index: int) -> int:
         """The number of islands that have taken all steps up to a round."""
         with self._reaching():
-            return self.store.add(f"ready/{round_index}", 0)
+            return self._count(f"ready/{round_index}")
+
+    # -- a run that was ended: [Note: A damaged entry] -----------------------------------------------------------------
+
+    def look_for_end(self) -> None:
+        """Raise RunEndedError if an island has ended the run. Looks at the store twice a second at most."""
+        with self._reaching():
+            self._look_for_end()
+
+    def _look_for_end(self) -> None:
+        if time.monotonic() - self._looked_at >= _LOOK_S:
+            self._looked_at = time.monotonic()
+            reason = self._read(str, "ended", self._run_store)
+            if reason is not None:
+                raise RunEndedError(reason)
+
+    def _end(self, problem: EntryError) -> NoReturn:
+        """End the run for all islands, because of a damaged entry."""
+        reason = (
+            f"the rendezvous at {self._where} has a damaged entry, {problem}; somebody else writes there, or its "
+            "memory is bad: all islands of this run end here. Start the rendezvous again, and then the islands"
+        )
+        with contextlib.suppress(dist.DistError):
+            self._run_store.compare_set("ended", "", encode(reason))
+        raise RunEndedError(reason) from problem
 
     # -- the store -----------------------------------------------------------------------------------------------------
 
-    def _awaited(self, key: str, patience_s: float) -> str:
-        with self._reaching():
-            self.store.wait([key], timedelta(seconds=patience_s))
-            return self.store.get(key).decode()
+    def _read(self, kind: type[_T], key: str, store: dist.Store | None = None) -> _T | None:
+        """The value of an entry; None if there is none. Raises: EntryError, which names the key."""
+        store = self.store if store is None else store
+        return self._decode(kind, key, store.get(key)) if store.check([key]) else None
 
-    def _value(self, store: dist.Store, key: str) -> str | None:
-        with self._reaching():
-            return store.get(key).decode() if store.check([key]) else None
+    def _agreed(self, kind: type[_T], key: str, proposed: _T) -> _T:
+        """Write an entry unless there is one, and return the value of the one that is there."""
+        return self._decode(kind, key, self.store.compare_set(key, "", encode(proposed)))
+
+    @staticmethod
+    def _decode(kind: type[_T], key: str, entry: bytes) -> _T:
+        try:
+            return decode(kind, entry)
+        except EntryError as error:
+            raise EntryError(f"{key}: {error}") from error
+
+    def _count(self, key: str) -> int:
+        """The value of a counter; 0 if there is none."""
+        try:
+            return counter(self.store.get(key)) if self.store.check([key]) else 0
+        except EntryError as error:
+            raise EntryError(f"{key}: {error}") from error
+
+    def _add(self, key: str, change: int) -> int:
+        """Add to a counter, and return it."""
+        self._count(key)  # the store closes the connection of an island that adds to what is no number
+        return self.store.add(key, change)
+
+    def _until(self, condition: Callable[[], bool], patience_s: float) -> bool:
+        """Wait until the condition holds. Returns whether it does."""
+        deadline = time.monotonic() + patience_s
+        while not condition():
+            self._look_for_end()
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
 
     @contextlib.contextmanager
     def _reaching(self) -> Iterator[None]:
         try:
             yield
+        except EntryError as error:
+            self._end(error)
         except dist.DistError as error:
             raise JobError(
                 f"the rendezvous at {self._where} does not answer any more ({str(error)[:200]}), so islands cannot "
                 "agree on anything; see whether `laconic rendezvous` still runs there, and start the islands again"
             ) from error
-
-
-def _until(condition: Callable[[], bool], patience_s: float) -> bool:
-    """Wait until the condition holds. Returns whether it does."""
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_S)
-    return True

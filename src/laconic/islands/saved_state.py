@@ -15,6 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from laconic.comm.entries import typed
+
+_PLAIN: Any = tuple[tuple[int, int, str], int, int, int, tuple[int, ...], tuple[int, ...]]  # of a saved state
+
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Sync:
@@ -56,12 +60,10 @@ class SavedState:
 
     @classmethod
     def from_json(cls, values: list[Any]) -> "SavedState":
-        """Return the state from the values of `to_json`."""
-        (start, steps, token), island, shard, num_shards, slices, sizes = values
+        """Return the state from the values of `to_json`. Raises: EntryError if they are none."""
+        (start, steps, token), island, shard, num_shards, slices, sizes = typed(_PLAIN, values)
         sync = Sync(start=start, steps=steps, token=token)
-        return cls(
-            sync=sync, island=island, shard=shard, num_shards=num_shards, slices=tuple(slices), sizes=tuple(sizes)
-        )
+        return cls(sync=sync, island=island, shard=shard, num_shards=num_shards, slices=slices, sizes=sizes)
 
 
 @dataclass(frozen=True, kw_only=True)

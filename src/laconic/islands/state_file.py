@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laconic.comm.entries import parse as parse_json
 from laconic.files import replacing
 
 _FORMAT = "laconic-state-1"
@@ -67,7 +68,7 @@ def parse(data: bytes | memoryview, digest: str | None = None) -> Any:
         raise DamagedFileError("it is another file than was written there")
     try:
         end = _end_of_line(body)
-        head = json.loads(bytes(body[:end]))
+        head = parse_json(bytes(body[:end]), most_bytes=end)
         if head["format"] != _FORMAT:
             raise DamagedFileError(f"its format is {head['format']!r}, and this version reads {_FORMAT!r}")
         return _with_tensors(head["values"], list(_cut(body[end + 1 :], head["tensors"])))

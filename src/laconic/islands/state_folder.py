@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import quote
 
 from laconic import files
+from laconic.comm.entries import EntryError, typed
 from laconic.islands import state_file
 from laconic.islands.saved_state import SavedState
 from laconic.islands.state_file import DamagedFileError
@@ -63,6 +64,18 @@ class _Written:
     steps: int
     index: str
     parts: tuple[str, ...]
+
+
+@dataclass(kw_only=True)
+class _Index:
+    """The values of an index file."""
+
+    run: str
+    layout: str
+    state: list[Any]
+    """As `SavedState.to_json` returns it."""
+    parts: list[tuple[str, str, int]]
+    """The name, the checksum and the size of each part's file."""
 
 
 @dataclass(kw_only=True)
@@ -161,12 +174,10 @@ class StateFolder:
         for size in state.sizes:
             pieces.append(whole[begin : begin + size])
             begin += size
-        index = state_file.parse(pieces[0])
+        index = _index_of(pieces[0])
         if self._state_of(index, len(pieces[0])) != state:
             raise DamagedFileError("it is another state than was announced")
-        return [
-            state_file.parse(piece, digest) for piece, (_, digest, _) in zip(pieces[1:], index["parts"], strict=True)
-        ]
+        return [state_file.parse(piece, digest) for piece, (_, digest, _) in zip(pieces[1:], index.parts, strict=True)]
 
     def _foreign(self) -> list[str]:
         """Name the states of other runs, and files of other programs or releases."""
@@ -189,23 +200,23 @@ class StateFolder:
     def _read_index(self, path: Path, *, any_layout: bool = False) -> tuple[SavedState, list[tuple[str, str, int]]]:
         """Read an index file: the state, and the name, checksum and size of each part."""
         data = path.read_bytes()
-        values = state_file.parse(data)
-        state = self._state_of(values, len(data))
+        index = _index_of(data)
+        state = self._state_of(index, len(data))
         if path.name != f"{state.name}.index":
             raise DamagedFileError(f"it holds {state.name}, and not what its name says")
-        if not any_layout and values["layout"] != self.layout:
+        if not any_layout and index.layout != self.layout:
             raise DamagedFileError("it is of another model, optimizer or division into fragments")
-        return state, values["parts"]
+        return state, index.parts
 
-    def _state_of(self, values: Any, nbytes: int) -> SavedState:
-        """Return the state that the values of an index file of `nbytes` bytes describe."""
+    def _state_of(self, index: "_Index", nbytes: int) -> SavedState:
+        """Return the state that an index file of `nbytes` bytes describes."""
+        if index.run != self.run:
+            raise DamagedFileError(f"it is of the run {index.run!r}, and this is {self.run!r}")
         try:
-            if values["run"] != self.run:
-                raise DamagedFileError(f"it is of the run {values['run']!r}, and this is {self.run!r}")
-            state = SavedState.from_json(values["state"])
-            return replace(state, sizes=(nbytes, *(size for _, _, size in values["parts"])))
-        except (KeyError, TypeError) as error:
-            raise DamagedFileError("it is no index file") from error
+            state = SavedState.from_json(index.state)
+        except EntryError as error:
+            raise DamagedFileError(f"it is no index file ({error})") from error
+        return replace(state, sizes=(nbytes, *(size for _, _, size in index.parts)))
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -240,8 +251,8 @@ class StateFolder:
         _reached("parts_written")
         named = [self._parts[index] for index in sorted(self._parts)]
         index_file = f"{state.name}.index"
-        contents = {"run": self.run, "layout": self.layout, "state": state.to_json(), "parts": named}
-        state_file.write(self.path / index_file, contents)
+        contents = _Index(run=self.run, layout=self.layout, state=state.to_json(), parts=named)
+        state_file.write(self.path / index_file, vars(contents))
         files.sync(self.path)
         _reached("index_written")
         self._written.append(
@@ -272,3 +283,11 @@ def _unlink(paths: Iterable[Path]) -> None:
 
 def _here(path: Path) -> str:
     return f"{socket.gethostname()}:{path}"
+
+
+def _index_of(data: bytes | memoryview) -> _Index:
+    """Read the bytes of an index file. Raises: DamagedFileError."""
+    try:
+        return typed(_Index, state_file.parse(data))
+    except EntryError as error:
+        raise DamagedFileError(f"it is no index file ({error})") from error

@@ -1,15 +1,14 @@
 """The state of a run, as one island tells it to an island that comes: outer parameters and outer optimizer state."""
 
-import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from laconic import _compat
+from laconic.comm.entries import EntryError, decode, encode
 from laconic.errors import JobError
 from laconic.islands.fragments import Position
 
@@ -26,7 +25,7 @@ def tell(link: dist.ProcessGroup, position: Position, vectors: Sequence[Tensor])
 
     Cost: the vectors' bytes, and 8 for a checksum of each.
     """
-    text = json.dumps(asdict(position)).encode().ljust(_POSITION_BYTES)
+    text = encode(position).encode().ljust(_POSITION_BYTES)
     _send(link, torch.frombuffer(bytearray(text), dtype=torch.uint8))
     for vector in vectors:
         _send(link, vector)
@@ -48,7 +47,12 @@ def listen(link: dist.ProcessGroup, vectors: Sequence[Tensor]) -> Position:
         _receive(link, checksum)
         if int(checksum) != _checksum(vector):
             raise JobError("the state that another island told has changed on the way; start this island again")
-    return Position(**json.loads(bytes(text.tolist())))
+    try:
+        return decode(Position, bytes(text.tolist()).rstrip(b" "))
+    except EntryError as error:
+        raise JobError(
+            f"the position that another island told is damaged ({error}); start this island again"
+        ) from error
 
 
 def checksums(vectors: Sequence[Tensor]) -> list[int]:
