@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from benchmarks.measure import Benchmark
-from benchmarks.mend import accelerate_scripts, kept, kernel_paths, kills, ranks_differ, sigterm, wrong_key
+from benchmarks.mend import accelerate_scripts, forged, kept, kernel_paths, kills, ranks_differ, sigterm, wrong_key
 from benchmarks.record import Row
 from benchmarks.trust.bench import Bench, open_bench
 
@@ -22,6 +22,7 @@ ROWS: Mapping[str, Callable[[Bench], Row]] = {
     "kernel-paths": kernel_paths.row,
     "kept": kept.row,
     "ranks-differ": ranks_differ.row,
+    "forged": forged.row,
     "sigterm": sigterm.row,
     "kills": kills.row,
     "wrong-key": wrong_key.row,

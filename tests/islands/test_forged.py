@@ -1,0 +1,130 @@
+"""Forged and damaged messages end all islands in one way, and no watcher and no rendezvous."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks.mend import forged
+from laconic import _compat
+from laconic.islands import rendezvous
+from laconic.islands.ledger import Ledger, RunEndedError
+from laconic.islands.saved_state import SavedState
+
+ENDED = ["RunEndedError"] * 3
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", [kind for kind in forged.ENTRIES if kind not in ("terms", "come/{k}", "answer/{k}")])
+@pytest.mark.parametrize("name", ["a flipped bit", "deep brackets, signed", "other fields", "true"])
+def test_a_forged_entry_ends_all_islands(kind: str, name: str) -> None:
+    ends, took_s = forged.try_store(kind, forged.ENTRY_DAMAGE[name])
+    assert ends == ENDED
+    assert took_s < forged.LIMIT_S
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", forged.COUNTERS)
+def test_a_forged_counter_ends_all_islands(kind: str) -> None:
+    assert forged.try_store(kind, forged.COUNTER_DAMAGE["no number"])[0] == ENDED
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", ["terms", "answer/{k}"])
+def test_entries_that_few_read_end_islands_or_nobody(kind: str) -> None:
+    """The founders may have read them before."""
+    for name in ("no JSON", "lists"):
+        ends, took_s = forged.try_store(kind, forged.ENTRY_DAMAGE[name])
+        assert set(ends) <= {"", "JobError", "RunEndedError"}
+        assert took_s < forged.LIMIT_S
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"members": [0, 0]}, {"slots": [0]}, {"newcomers": [7]}, {"lead": 5}, {"number": 3}, {"members": [0, 9]},
+        {"num_seen": 10**15}, {"round": -1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_roster_that_contradicts_itself_is_refused(fields: dict[str, object]) -> None:
+    store = dist.HashStore()
+    ledger = Ledger(store, "test", "here")
+    for _ in range(2):
+        ledger.come(rounds=0)
+    plain = {"number": 0, "members": [0, 1], "slots": [0, 1], "num_seen": 2, "round": 1, "newcomers": [1], "lead": 0}
+    ledger.store.set("roster/0", forged._signed(plain))
+    assert ledger.roster(0).members == (0, 1)
+    ledger.store.set("roster/0", forged._signed(plain | fields))
+    with pytest.raises(RunEndedError, match="has a damaged entry, roster/0: "):
+        ledger.roster(0)
+    with pytest.raises(RunEndedError, match="roster/0"):
+        Ledger(store, "test", "here")
+
+
+def test_islands_are_not_founded_on_a_forged_number_of_rounds() -> None:
+    ledger = Ledger(dist.HashStore(), "test", "here")
+    for _ in range(2):
+        ledger.come(rounds=0)
+    ledger.store.set("come/1", forged._signed(-1))
+    with pytest.raises(RunEndedError, match="come/1: -1 is negative"):
+        ledger.found(2)
+
+
+def test_watchers_live() -> None:
+    found = forged.try_watchers(quick=True)
+    assert found.what == []
+    assert found.dead == found.tracebacks == 0
+
+
+@pytest.mark.timeout(240)
+def test_the_rendezvous_lives(tmp_path: Path) -> None:
+    found = forged.try_rendezvous(16, tmp_path)
+    assert found.what == []
+    assert found.dead == found.tracebacks == found.late == found.otherwise == 0
+
+
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "it listens on 127.0.0.1"), ("", "all addresses")])
+def test_the_rendezvous_says_where_it_listens(host: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous.threading.Event, "wait", lambda *_: True)
+    monkeypatch.setattr(rendezvous.signal, "signal", lambda *_: None)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert rendezvous.main(["--host", host, "--port", "0"]) == 0
+    assert shown in printed.getvalue()
+    assert printed.getvalue().count("\n") == 1
+
+
+def test_a_rendezvous_on_one_address_is_not_on_others() -> None:
+    listener = rendezvous._listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    assert store.port == port
+    with pytest.raises(ConnectionRefusedError):
+        forged.socket.create_connection(("127.0.0.2", port), 5)
+
+
+def test_damaged_addresses_of_gloo_are_a_lost_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("std::bad_alloc")
+
+    monkeypatch.setattr(_compat.dist, "ProcessGroupGloo", fail)
+    with pytest.raises(RuntimeError, match="the addresses of the ranks in the store are damaged"):
+        _compat.gloo_group(dist.HashStore(), 0, 2, 1.0)
+
+
+@pytest.mark.parametrize("values", [None, [], {}, [[1, 2, "a"], 0, 0, 1, [0], "x"], [[1, 2, 3], 0, 0, 1, [], []]])
+def test_a_saved_state_of_other_values_is_refused(values: object) -> None:
+    with pytest.raises(ValueError, match="belong"):
+        SavedState.from_json(values)  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(300)
+def test_launches_end_with_one_line_and_code_2(tmp_path: Path) -> None:
+    found = forged.try_train("roster/{r}", forged.ENTRY_DAMAGE["a flipped bit"], tmp_path / "run")
+    assert found.what == []
+    assert found.tracebacks == found.otherwise == found.late == 0
