@@ -480,7 +480,10 @@ class Ledger:
     def _add(self, key: str, change: int) -> int:
         """Add to a counter, and return it."""
         self._count(key)  # the store closes the connection of an island that adds to what is no number
-        return self.store.add(key, change)
+        try:
+            return self.store.add(key, change)
+        except ValueError as error:  # of a store in memory, if the entry has changed since
+            raise EntryError(f"{key}: {error}") from error
 
     def _until(self, condition: Callable[[], bool], patience_s: float) -> bool:
         """Wait until the condition holds. Returns whether it does."""
