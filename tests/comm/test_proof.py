@@ -22,7 +22,7 @@ from tests.shard import helpers
 def record(ticket: Awaited | None, has_ended: bool = False, **groups: Entries) -> Record:
     """A rank that waits for `ticket`, and has issued `groups`."""
     told = Record(
-        counts=[("a", 1, 0)], last=0, action="in forward", awaited="weights of a", since=time.time(),
+        counts={"0": ("a", 1, 0)}, last=0, action="in forward", awaited="weights of a", since=time.time(),
         has_ended=has_ended, ticket=ticket, groups=groups,
     )  # fmt: skip
     return Record.decode(told.encode().encode())

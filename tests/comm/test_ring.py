@@ -52,6 +52,11 @@ class Circle:
         self.turn_until(lambda: all(map(has_both, self.rings)))
 
 
+def place_of(circle: Circle, rank: int) -> Any:
+    """What a rank has published."""
+    return decode(_Place, circle.store.get(f"laconic/ring/{rank}"))
+
+
 @pytest.fixture
 def circle() -> Iterator[Circle]:
     made = Circle(4)
@@ -96,11 +101,11 @@ def test_a_rank_that_ends_in_order_before_it_is_found_is_not_gone(
 
 
 def test_a_rank_behind_a_firewall_answers_and_is_not_gone(circle: Circle, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, _, token = json.loads(circle.store.get("laconic/ring/2"))
+    place = place_of(circle, 2)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    circle.store.set("laconic/ring/2", json.dumps([["127.0.0.1"], port, token]))
-    circle.turn_until(lambda: circle.store.check([f"laconic/ring/lives/{token}"]))
+    circle.store.set("laconic/ring/2", encode(dataclasses.replace(place, port=port)))
+    circle.turn_until(lambda: circle.store.check([f"laconic/ring/lives/{place.answer}"]))
     monkeypatch.setattr("laconic.comm.ring._SILENT_S", 0.0)
     for _ in range(100):
         circle.gone[1] |= set(circle.rings[1].poll(0.001)[1])
@@ -116,11 +121,6 @@ def test_messages_reach_neighbours_that_come_later(circle: Circle) -> None:
     circle.rings[3].send(long)
     circle.turn_until(lambda: len(circle.heard[0]) == len(circle.heard[2]) == 2)
     assert circle.heard[0][1] == long
-
-
-def place_of(circle: Circle, rank: int) -> Any:
-    """What a rank has published."""
-    return decode(_Place, circle.store.get(f"laconic/ring/{rank}"))
 
 
 def connect_to(place: Any, data: bytes) -> socket.socket:

@@ -85,10 +85,10 @@ def compare(group: dist.ProcessGroup | None, call: str, description: Description
     reasons = []
     for place in odd:
         base = bases[place]
-        pair = [descriptions[base], descriptions[place]]
+        expected, found = descriptions[base], descriptions[place]
         if by_rank[place][1] != by_rank[base][1]:  # of two islands, which may have settings of their own
-            pair = [_parted(each, of_island=False) for each in pair]
-        difference = first_difference(*pair, f"rank {numbers[base]}")
+            expected, found = (_parted(each, of_island=False) for each in (expected, found))
+        difference = first_difference(expected, found, f"rank {numbers[base]}")
         reasons.append(f"rank {numbers[place]} differs from rank {numbers[base]}: {difference}")
     more = f" (and {len(reasons) - _MOST_SHOWN} more ranks)" if len(reasons) > _MOST_SHOWN else ""
     raise RanksDifferError(f"{'; '.join(reasons[:_MOST_SHOWN])}{more}. {_REMEDY}")
