@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import threading
@@ -120,3 +122,20 @@ def test_ranks_that_never_meet_stop_at_the_same_step() -> None:
     ends = run_ranks(tell_at_random, 3)
     assert ends[0] == ends[1] == ends[2]
     assert all(20 + 3 * number <= end < 9_999 for number, end in enumerate(ends[0]))
+
+
+def stop_with_a_damaged_store() -> tuple[list[Any], str]:
+    """A stranger writes a signal that is none."""
+    with StopAtFurthest(1) as signals, contextlib.redirect_stderr(io.StringIO()) as shown:
+        signals._store.set(stopping._SIGNAL, b"TERM, now!")
+        signals._thread.join(_PATIENCE_S)
+        return [signals.end_step(step) for step in range(1, 4)], shown.getvalue()
+
+
+@pytest.mark.timeout(60)
+def test_a_damaged_signal_is_told_in_one_line_and_the_run_goes_on() -> None:
+    for ends, shown in run_ranks(stop_with_a_damaged_store, 2):
+        assert ends == [None] * 3
+        assert "cannot agree with the others to stop" in shown
+        assert "does not match its checksum" in shown
+        assert len(shown.splitlines()) == 1

@@ -4,7 +4,7 @@
 A process group matches transfers by their order alone. If one rank calls unit a where another calls unit b of equal
 shape, the transfers fit, and both ranks compute nonsense. So a root keeps a number that stands for all gathers and
 reductions so far, with their units, and compares it over the ranks at the end of each backward, and of each forward
-without gradients. The message has 24 bytes from each rank. It begins before the last reductions are awaited, and so it
+without gradients. Each rank sends 16 bytes to each other. It begins before the last reductions are awaited, and so it
 costs no trip of its own where the host waits for these. Where the device waits, the host awaits the message before an
 optimizer's step, or before the next forward. If the numbers differ, ranks exchange the names, and each raises the
 first difference, before an optimizer has used the gradients.

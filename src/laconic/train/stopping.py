@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from laconic.comm.agreement import RankGroup
+from laconic.comm.entries import EntryError, decode, encode
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SIGNAL = "signal"  # a key of the store
@@ -158,17 +159,17 @@ class StopAtFurthest(StopSignals):
         self._thread.join(None if in_order else _LEAVE_S)
         if in_order and self._last is None:  # others that agree later stop where this rank is
             with contextlib.suppress(RuntimeError):  # the store ends with the process that hosts it
-                self._store.set(str(self._rank), str(self._step))
+                self._store.set(str(self._rank), encode(self._step))
 
     def _run(self) -> None:
         try:
             while not self._is_over.wait(_LOOK_S):
                 if self._received:
-                    self._store.set(_SIGNAL, str(self._received))
+                    self._store.set(_SIGNAL, encode(self._received))
                 if self._store.check([_SIGNAL]):
                     self._agree()
                     return
-        except RuntimeError as error:
+        except (RuntimeError, EntryError) as error:  # the store is lost, or what stands there is damaged
             print(
                 f"rank {self._rank} cannot agree with the others to stop: {str(error).splitlines()[0]}; from now on a "
                 "signal does not end this run in order",
@@ -185,6 +186,6 @@ class StopAtFurthest(StopSignals):
         with self._changed:
             self._is_held = True
             step = self._step
-        self._store.set(str(self._rank), str(step))
-        steps = [int(self._store.get(str(rank))) for rank in range(self._num_ranks)]
-        self._last = max(steps), signal.Signals(int(self._store.get(_SIGNAL)))
+        self._store.set(str(self._rank), encode(step))
+        steps = [decode(int, self._store.get(str(rank))) for rank in range(self._num_ranks)]
+        self._last = max(steps), decode(signal.Signals, self._store.get(_SIGNAL))
