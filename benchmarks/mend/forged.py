@@ -418,7 +418,7 @@ def try_train(kind: str, damage: Callable[[bytes], bytes], folder: Path) -> Find
     return found
 
 
-TRAIN_KINDS = ["roster/{r}", "verdict/{n}", "done/{n}", "call", "beat", "beat/{k}", "arrivals/{n}", "ended"]
+TRAIN_KINDS = ["verdict/{n}", "done/{n}", "call", "beat", "beat/{k}", "arrivals/{n}", "ended"]
 """The kinds of keys that islands read while they train."""
 
 

@@ -214,7 +214,9 @@ def _saved() -> Iterator[tuple[nn.Module, Callable[[], None]]]:
 
         def save(model: nn.Module = model, train: Callable[[], None] = train, folder: Any = folder[0]) -> None:
             train()
-            AsyncSaver(folder, keep=2).save(1, model=model, optimizer=None, extra={})
+            saver = AsyncSaver(folder, keep=2)
+            saver.save(1, model=model, optimizer=None, extra={})
+            saver.wait()  # a save that goes on holds its copies
 
         yield model, save
 

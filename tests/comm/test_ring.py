@@ -222,7 +222,7 @@ def test_the_address_is_the_one_by_which_a_rank_reaches_the_store(monkeypatch: p
     assert own_address(store, 4) == expected
 
 
-@pytest.mark.parametrize("entry", [b"", b"[]", b"[" * 100_000, b"\xff\xfe", encode(["127.0.0.1", 9, "x"]).encode()])
+@pytest.mark.parametrize("entry", [b"{", b"[]", b"[" * 100_000, b"\xff\xfe", encode(["127.0.0.1", 9, "x"]).encode()])
 def test_a_damaged_place_is_named_once_and_read_again(
     circle: Circle, entry: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -116,5 +116,5 @@ def defined(name: str) -> set[str]:
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]  # also those for type checkers
     return names | {alias.asname or alias.name for node in imports for alias in node.names}

@@ -18,7 +18,7 @@ from transformers import HfArgumentParser, LlamaForCausalLM, TrainerCallback, Tr
 import laconic
 from benchmarks.clients import trainers
 from benchmarks.trust.bit_flips import flipping_in_gradients
-from laconic.integrations import LaconicArguments, shard_model
+from laconic.integrations import LaconicArguments
 from laconic.integrations.options import ArgumentError
 from laconic.integrations.trained_state import FILES, incomplete
 from laconic.integrations.transformers import LaconicTrainer
@@ -204,7 +204,6 @@ def refusals(folder: Path) -> dict[str, str]:
         "units": refusal(make(LaconicArguments(units=["NoSuchLayer"]))),
         "islands": refusal(make(LaconicArguments(local_steps=2, islands=3))),
         "audit": refusal(make(LaconicArguments(local_steps=2, audit_every=3))),
-        "layers": refusal(lambda: shard_model(torch.nn.Linear(3, 3))),
     }  # fmt: skip
 
 
@@ -335,7 +334,6 @@ def test_models_of_model_init_are_sharded(results: list[dict[str, Any]]) -> None
         ("units", "LlamaDecoderLayer"),
         ("islands", "use a divisor"),
         ("audit", "use fewer islands"),
-        ("layers", "pass units="),
     ],
 )
 def test_refusals_name_the_remedy(results: list[dict[str, Any]], name: str, remedy: str) -> None:

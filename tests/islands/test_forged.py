@@ -125,6 +125,6 @@ def test_a_saved_state_of_other_values_is_refused(values: object) -> None:
 
 @pytest.mark.timeout(300)
 def test_launches_end_with_one_line_and_code_2(tmp_path: Path) -> None:
-    found = forged.try_train("roster/{r}", forged.ENTRY_DAMAGE["a flipped bit"], tmp_path / "run")
+    found = forged.try_train("verdict/{n}", forged.ENTRY_DAMAGE["a flipped bit"], tmp_path / "run")
     assert found.what == []
     assert found.tracebacks == found.otherwise == found.late == 0

@@ -75,7 +75,7 @@ def test_a_sync_takes_what_the_allocator_says() -> None:
 
 
 def job_sliced() -> float:
-    local = make_local(partial_net(dist.get_rank()))
+    local = make_local(partial_net(dist.get_rank(), 2))
     local.advance()
     local.finish()
     return vector_bytes(local) / sum(fragment.flat.numel() for fragment in local.fragments)

@@ -33,6 +33,10 @@ _OTHERS = {
     ("cyclic/stages/cut.py", "_time_s"): "it measures seconds, before training",
     ("cyclic/stages/devices.py", "synchronize"): "it measures seconds, before training",
     ("islands/elastic.py", "position"): "an island that comes waits for the state before it trains",
+    (
+        "islands/elastic.py",
+        "_waiting",
+    ): "it waits for a thread that has ended",
     ("shard/cache.py", "_unlock_pages_for_cuda"): "it runs when a model goes, after the programs have ended",
 }
 """Functions whose calls are no sites of their own."""

@@ -9,7 +9,8 @@ objects themselves, so a new setting takes part by itself: plain values and data
 modules their classes, other units their names, and other objects nothing.
 
 Islands may train different parameters, as partial updates do. So the trainability and the wire, which follows from it,
-are compared within an island, and the rest over all of them.
+are compared within an island. Ranks may hold different parts of a DTensor, and cut them otherwise. So blocks and
+layouts of DTensors are compared among ranks with equal parts. All the rest is compared over all ranks.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ from torch import nn
 from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
 from laconic.errors import RanksDifferError
+from laconic.ragged.dtensor import DTensorShard
+from laconic.ragged.spec import RaggedSpec
 from laconic.shard.bucket import Bucket
 
 Description = dict[str, dict[str, str]]
 """For each unit or parameter its settings, by name."""
 
-_OF_ISLAND = "of the island"
-"""Begins the names of settings that islands may have of their own."""
+_OF_ISLAND, _OF_PART = "of the island", "of the part"
+"""End the names of settings that islands, and ranks with other parts of DTensors, may have of their own."""
 _OWN_OF_ISLANDS = ("wire",)
+_OWN_OF_PARTS = ("blocks", "layout")
 _MOST_SHOWN = 4  # ranks that differ
 _REMEDY = "All ranks must build and shard one model, with equal settings"
 
@@ -49,14 +53,27 @@ def describe(units: Iterable[Any]) -> Description:
         settings = found[place] = {}
         for bucket in own:
             settings |= _of_parameters(bucket)
-        settings |= _settings({each.name: getattr(unit, each.name) for each in fields(unit)})
+        has_parts = any(_dtensor_of(parameter) is not None for bucket in own for parameter in bucket.sharded)
+        settings |= _settings({each.name: getattr(unit, each.name) for each in fields(unit)}, has_parts=has_parts)
         for number, bucket in enumerate(own):
-            settings |= {f"bucket {number} {name}": value for name, value in _of_bucket(bucket).items()}
+            shown = _of_bucket(bucket, has_parts=has_parts)
+            settings |= {f"bucket {number} {name}": value for name, value in shown.items()}
     return found
 
 
-def compare(group: dist.ProcessGroup | None, call: str, description: Description, *, island: int = 0) -> None:
-    """Compare descriptions that all ranks of a group must have alike. Collective over it. `call` says for what.
+def parts_of(units: Iterable[Any]) -> int:
+    """A number for the parts of DTensors that this rank holds; 0 if there are none."""
+    parameters = [parameter for unit in units for bucket in unit.buckets for parameter in bucket.sharded]
+    parts = [(each.offset, each.local_shape) for each in map(_dtensor_of, parameters) if each is not None]
+    return zlib.crc32(repr(parts).encode()) if parts else 0
+
+
+def compare(
+    group: dist.ProcessGroup | None, call: str, description: Description, *, island: int = 0, parts: int = 0
+) -> None:
+    """Compare descriptions that all ranks of a group must have alike. Collective over it.
+
+    `call` says for what. `island` and `parts` are equal for ranks that have the settings of islands and parts alike.
 
     Cost: a message of two numbers; if they differ, another one with the descriptions.
 
@@ -66,8 +83,8 @@ def compare(group: dist.ProcessGroup | None, call: str, description: Description
     if group is None or dist.get_backend(group) == "fake":
         return
     ranks = RankGroup(group)
-    own = _parted(description, of_island=True)
-    message = [call, island, _digest(_parted(description, of_island=False)), _digest(own)]
+    digests = [_digest(_parted(description, is_own=is_own)) for is_own in (False, True)]
+    message = [call, [island, parts], *digests]
     by_rank: list[Any] = ranks.gather(message)
     numbers = dist.get_process_group_ranks(group)
     for place, theirs in enumerate(by_rank):
@@ -86,8 +103,8 @@ def compare(group: dist.ProcessGroup | None, call: str, description: Description
     for place in odd:
         base = bases[place]
         expected, found = descriptions[base], descriptions[place]
-        if by_rank[place][1] != by_rank[base][1]:  # of two islands, which may have settings of their own
-            expected, found = (_parted(each, of_island=False) for each in (expected, found))
+        if by_rank[place][1] != by_rank[base][1]:  # each may have settings of its own
+            expected, found = (_parted(each, is_own=False) for each in (expected, found))
         difference = first_difference(expected, found, f"rank {numbers[base]}")
         reasons.append(f"rank {numbers[place]} differs from rank {numbers[base]}: {difference}")
     more = f" (and {len(reasons) - _MOST_SHOWN} more ranks)" if len(reasons) > _MOST_SHOWN else ""
@@ -115,16 +132,16 @@ def first_difference(base: Description, other: Description, base_name: str) -> s
 
 
 def _base_of(message: Any, by_rank: Sequence[Any]) -> int:
-    """The rank with which a rank is compared: the first one of its island that is as rank 0 is, or rank 0 itself."""
+    """The rank with which a rank is compared: the first with its island and parts that is as rank 0, or rank 0."""
     first = by_rank[0]
     if message[2] != first[2]:
         return 0
     return next(place for place, each in enumerate(by_rank) if each[1:3] == [message[1], first[2]])
 
 
-def _parted(description: Description, *, of_island: bool) -> Description:
+def _parted(description: Description, *, is_own: bool) -> Description:
     return {
-        unit: {name: value for name, value in settings.items() if (_OF_ISLAND in name) == of_island}
+        unit: {name: value for name, value in settings.items() if name.endswith((_OF_ISLAND, _OF_PART)) == is_own}
         for unit, settings in description.items()
     }
 
@@ -142,23 +159,32 @@ def _of_parameters(bucket: Bucket) -> dict[str, str]:
     """The shapes and dtypes of parameters by name, and whether they are trained."""
     found = {}
     for slot, parameter in zip(bucket.layout.slots, bucket.sharded, strict=True):
-        found[slot.name] = f"{tuple(slot.shape)} {bucket.dtype}"
+        dtensor = _dtensor_of(parameter)
+        shape = tuple(slot.shape) if dtensor is None else f"{dtensor.shape} {dtensor.placements}"
+        found[slot.name] = f"{shape} {bucket.dtype}"
         found[f"{slot.name} {_OF_ISLAND}"] = "trained" if parameter.requires_grad else "frozen"
     return found
 
 
-def _of_bucket(bucket: Bucket) -> dict[str, str]:
+def _dtensor_of(parameter: Any) -> DTensorShard | None:
+    spec: RaggedSpec = parameter.spec
+    return spec.dtensor
+
+
+def _of_bucket(bucket: Bucket, *, has_parts: bool) -> dict[str, str]:
     hidden = ("unit_name", "gathered", "sharded", "ledger")  # the unit's own, what `_of_parameters` says, and bytes
-    return _settings({name: value for name, value in vars(bucket).items() if name[0] != "_" and name not in hidden})
+    values = {name: value for name, value in vars(bucket).items() if name[0] != "_" and name not in hidden}
+    return _settings(values, has_parts=has_parts)
 
 
-def _settings(values: Mapping[str, Any]) -> dict[str, str]:
+def _settings(values: Mapping[str, Any], *, has_parts: bool) -> dict[str, str]:
     """The settings of an object by name; those that say nothing are left out."""
+    own = dict.fromkeys(_OWN_OF_ISLANDS, f" {_OF_ISLAND}") | dict.fromkeys(_OWN_OF_PARTS, f" {_OF_PART}" * has_parts)
     found = {}
     for name, value in values.items():
         shown = _shown(value)
         if shown is not None:
-            found[f"{name} {_OF_ISLAND}" if name in _OWN_OF_ISLANDS else name] = shown
+            found[f"{name}{own.get(name, '')}"] = shown
     return found
 
 

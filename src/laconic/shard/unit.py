@@ -46,7 +46,7 @@ from laconic.shard.buffers import Buffers
 from laconic.shard.cache import Cache
 from laconic.shard.checks import Checks
 from laconic.shard.context import Context
-from laconic.shard.description import compare, describe
+from laconic.shard.description import compare, describe, parts_of
 from laconic.shard.gather import UnitGather
 from laconic.shard.hooks import OutputGradients, watch_inputs
 from laconic.shard.inspection import UnitChecks
@@ -139,7 +139,7 @@ class Unit:
                 bucket.unit_name = unit.name
         compare(
             self.cluster.all_flag_group, f"the first forward of {type(self.modules[0]).__name__}",
-            describe(self._units), island=self.cluster.island_rank,
+            describe(self._units), island=self.cluster.island_rank, parts=parts_of(self._units),
         )  # fmt: skip
         with torch.inference_mode(False):  # training could not fill a slab of inference tensors
             context.place_caches([(unit.cache, unit.buckets) for unit in self._units])
