@@ -95,15 +95,6 @@ CHECKS: tuple[Check, ...] = (
 )
 """Every check that the scripts call on two ranks, in their order, and `main` itself."""
 
-NEED_DDP = frozenset(
-    check
-    for check in CHECKS
-    if check.function in ("test_distributed_sync", "main")
-    or (check.function.startswith("test_gradient_accumulation") and not check.arguments[2])
-    if check.script == "test_sync"
-)
-"""The checks that read `.grad` of a micro-batch inside `no_sync`, which a sharded model does not have."""
-
 
 def load_script(name: str, kind: Kind) -> ModuleType:
     """Run the text of one script as a module, with the `Accelerator` of `kind`.

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.mend.accelerate_checks import CHECKS, NEED_DDP, Check, Kind, run_checks
+from benchmarks.mend.accelerate_checks import CHECKS, Check, Kind, run_checks
 from tests.ranks import run_ranks
 
-_TRAINING = {check for check in CHECKS if check.function == "training_check"}
-_MAIN = {check for check in CHECKS if check.function == "main"}
+_TRAINING = {check for check in CHECKS if check.function == "training_check"} | {Check("test_script", "main")}
 
 
 def failures(checks: set[Check], kind: Kind, folder: Path) -> list[str | None]:
@@ -24,19 +23,10 @@ def failures(checks: set[Check], kind: Kind, folder: Path) -> list[str | None]:
 
 @pytest.mark.timeout(120)
 def test_checks_that_hold_for_a_sharded_model(tmp_path: Path) -> None:
-    assert not failures(set(CHECKS) - NEED_DDP - _TRAINING - _MAIN, "laconic", tmp_path)
+    assert not failures(set(CHECKS) - _TRAINING, "laconic", tmp_path)
 
 
 @pytest.mark.timeout(120)
 def test_training_gives_the_weights_of_one_process(tmp_path: Path) -> None:
     """In fp32, bf16 and fp16, to 1e-6, with DDP's mixed precision."""
     assert not failures(_TRAINING, "laconic-whole", tmp_path)
-
-
-@pytest.mark.timeout(120)
-def test_checks_of_gradients_that_no_sharded_model_has(tmp_path: Path) -> None:
-    """They read `.grad` inside `no_sync`, where it is None, as under FSDP2; they fail for no other reason."""
-    some = {check for check in NEED_DDP if check.function in ("test_distributed_sync", "main")}
-    found = failures(some, "laconic", tmp_path)
-    assert len(found) == 2 * len(some)
-    assert all("must be Tensor, not NoneType" in str(error) for error in found)
