@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record as reported
 
 from benchmarks.launch import launch
 from laconic.comm import watch
@@ -123,28 +127,33 @@ def test_a_slow_rank_is_not_ended() -> None:
     assert len(run_ranks(job_slow, 3, local=1)) == 3
 
 
-def job_differ() -> str:
+def job_differ(folder: Path) -> str:
     """Rank 0 gathers a tensor while the others train. A proof ends all, also out of autograd."""
     dist.init_process_group("gloo")
+    report = folder / f"{dist.get_rank()}.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch, "_PROOF_S", 0.2)
         patch.setattr(watch, "_MOST_INTERVAL_S", 0.1)
         model: Any = helpers.shard(helpers.build())
     helpers.train_step(model)
 
+    @reported
     def differ() -> None:
         if dist.get_rank() == 0:
             next(model.parameters()).full_tensor()
         helpers.squared_error(model, helpers.inputs(0, 0)).backward()
 
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(report)
     with pytest.raises(RanksDifferError) as info:
         differ()
+    del os.environ["TORCHELASTIC_ERROR_FILE"]
     assert isinstance(info.value.__cause__, RuntimeError), "the backend's own error stays below"
+    assert str(info.value) in json.loads(report.read_text())["message"]["message"], "torchrun shows this file"
     return str(info.value)
 
 
-def test_the_exception_itself_names_the_ranks() -> None:
-    for text in launch(job_differ, num_ranks=2, num_local=1, timeout_s=90, backend=None):
+def test_the_exception_itself_names_the_ranks(tmp_path: Path) -> None:
+    for text in launch(job_differ, tmp_path, num_ranks=2, num_local=1, timeout_s=90, backend=None):
         assert "rank 0" in text
         assert "rank 1" in text
         assert "the whole of inp.weight" in text

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from laconic import _compat
 from laconic.comm.entries import EntryError, decode, encode
 from laconic.comm.failure import PeerFailedError, first_failure_behind
-from laconic.comm.journal import Ticket, waits
+from laconic.comm.journal import Awaited, Ticket, waits
 from laconic.comm.progress import Record, here, reasons_to_wait
 from laconic.comm.proof import find_proof
 from laconic.errors import RanksDifferError
@@ -86,10 +86,11 @@ class waiting_for:
 def _raise_diagnosis(error: RuntimeError) -> None:
     """Raise what is behind the error of a transfer, if it is known."""
     line = "" if _watch is None else _watch.verdict
-    if not line and (first := first_failure_behind(error)):
+    first = "" if line else first_failure_behind(error)
+    if not line and _watch is not None:  # a rank that has raised a verdict may be gone already
+        line = _watch.told_verdict() if first else _watch.explain()
+    if first and not line:
         raise PeerFailedError(f"{first}\n(here a transfer ended with: {error})") from error
-    if not line and _watch is not None:
-        line = _watch.explain()
     if line:
         raise RanksDifferError(f"{line} (the transfer ended with: {error})") from error
 
@@ -166,6 +167,13 @@ class _Watch:
             self._has_answered.wait(_ANSWER_S)
         return self.verdict or self._line
 
+    def told_verdict(self) -> str:
+        """Return a proof that other ranks have told and that is about this rank's wait; empty if there is none."""
+        ticket = waits.of_program()
+        with contextlib.suppress(_StoreLost):
+            self._take_verdict(None if ticket is None else ticket.awaited())
+        return self.verdict
+
     def end(self, *, last_word: bool = False) -> None:
         """End the thread. With `last_word`, tell the other ranks that this one ends."""
         if self._is_over or os.getpid() != self._pid:  # a fork has no threads
@@ -215,18 +223,23 @@ class _Watch:
 
     def _prove(self, own: Record) -> None:
         """Look for a proof that this rank waits in vain. If there is one, tell it, and end the wait."""
-        told = self._board.verdict()
-        if told is None or own.ticket is None or not (told[0] and set(told[0]) & {self._rank, *own.ticket.ranks}):
+        self._take_verdict(own.ticket)
+        if not self.verdict:
             proof = find_proof(self._rank, {self._rank: own, **self._others()})
             if proof is None:
                 return
-            told = proof.ranks, f"ranks {_joined(proof.ranks)} run different programs: {proof.line}"
-            self._board.tell(*told)
-        self.verdict = told[1]
+            self.verdict = f"ranks {_joined(proof.ranks)} run different programs: {proof.line}"
+            self._board.tell(proof.ranks, self.verdict)
         ticket = waits.of_program()
         group = None if ticket is None else ticket.group()
         if group is not None:
             _compat.break_connections(group)
+
+    def _take_verdict(self, ticket: Awaited | None) -> None:
+        """Take the proof that another rank has told, if it is about the wait of `ticket`."""
+        told = None if ticket is None else self._board.verdict()
+        if told is not None and ticket is not None and set(told[0]) & {self._rank, *ticket.ranks}:
+            self.verdict = told[1]
 
     def _others(self) -> dict[int, Record]:
         """The records of the ranks that have told one."""
