@@ -235,7 +235,7 @@ def _hooked(path: Path, strategy: str) -> tuple[dict[str, Tensor], dict[str, Ten
         laconic.partial_updates(model, slice_index=part, num_slices=2, patterns=T5_LAYERS)
     is_local, is_sharded = "local steps" in strategy, "unsharded" not in strategy
     if is_sharded:
-        mesh = laconic.init_mesh("cpu", islands=size if is_local else 1)
+        mesh = laconic.init_mesh("cpu", islands=size, nodes=1, local=1) if is_local else laconic.init_mesh("cpu")
         cache: Any = strategy.split("cache ")[1] if "cache" in strategy else "host"
         names = model._no_split_modules
         for unit in [module for module in model.modules() if type(module).__name__ in names]:
