@@ -72,10 +72,12 @@ import json, sys, time
 import torch, torch.distributed as dist
 from torch import nn
 from laconic.comm.launch import ExitWithoutTeardown, RankInfo
+from laconic.comm.watch import report_waits
 from laconic.config import Config, ShardConfig
 from laconic.lab.counters import interface_bytes, loopback_bytes
 from laconic.strategies import parallelize as room
 
+report_waits(0)  # on a busy machine ranks would look for each other in the store, over the same interface
 process_exit = ExitWithoutTeardown()
 strategies, out = sys.argv[1].split(","), sys.argv[2]
 dist.init_process_group("gloo")
