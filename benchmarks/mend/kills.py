@@ -37,7 +37,7 @@ from benchmarks.trust.runs import STRATEGIES, Run, Strategy
 from benchmarks.trust.victims import Place, Victim
 
 PROMISE_S = 10.0
-KILLS, _QUICK_KILLS = 320, 8
+KILLS, _QUICK_KILLS = 400, 8
 _AT_ONCE = 3  # starts: a rank that waits for a lost one leaves the processors to others
 _EACH_RUN = 4  # kills
 _LATE = 0.25  # of the kills: the other rank comes to the rendezvous when this one has died

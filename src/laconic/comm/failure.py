@@ -5,8 +5,8 @@ An unforeseen error ends one rank in the middle of a step, or the system kills i
 collective or fail because a connection closes, and their messages bury the cause. So each rank has a thread that
 watches its neighbours: [Note: A ring of connections] in ring.py. A rank that an exception ends tells the others its
 traceback. If a rank ends without a word, its neighbours tell the others. Every rank shows the first failure that it
-hears of. A rank that does not fail by itself within six seconds exits with code 1: within ten seconds after the
-failure, which include the time to find out. A rank that does fail has six seconds more, for its own traceback. If
+hears of. A rank that does not fail by itself within five seconds exits with code 1: within ten seconds after the
+failure, which include the time to find out. A rank that does fail has five seconds more, for its own traceback. If
 ranks are gone but none has failed, a rank goes on until it waits for others, since the lost ones may have done all
 their work.
 
@@ -46,7 +46,7 @@ from laconic.errors import JobError
 
 _PEER_TIMEOUT_S = 60.0
 _INTERVAL_S = 5.0  # between two looks at this process
-_GRACE_S = 6.0  # for a rank to fail by itself, once another rank has failed; then for it to show why
+_GRACE_S = 5.0  # for a rank to fail by itself, once another rank has failed; then for it to show why
 _LOOK_S = 0.25  # between two looks while the first group is made
 _CAUSE_S = 1.0  # for the news of a cause to arrive before the error that it causes is taken for the first
 _ANSWER_S = 5.0  # for the thread to end

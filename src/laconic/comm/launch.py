@@ -112,7 +112,7 @@ def start_process_group(backend: str, timeout: datetime.timedelta | None) -> Non
     """Call torch.distributed.init_process_group in torchrun's environment; the ranks watch each other from then on.
 
     If a rank dies before all have met, the others end within 10 seconds. If it dies before it has reached the
-    rendezvous, only its launcher can know; without one the others end 6 seconds after `timeout` (None: torch's).
+    rendezvous, only its launcher can know; without one the others end 5 seconds after `timeout` (None: torch's).
     """
     limit = timeout or default_pg_timeout
     store, rank, num_ranks = next(rendezvous("env://", timeout=limit))
