@@ -139,56 +139,95 @@ def agree_on_packing(cluster: Cluster, converted: Sequence[Converted]) -> Packin
     Raises:
         NotImplementedError: a conversion makes too many tensors, or ranks make other tensors, on all ranks alike.
     """
-    own = [cluster.shard_index]
-    for item in converted:
-        tensors = list(item.tensors)[:_MOST_TENSORS]
-        own += [item.numel, len(item.tensors)]
-        for index in range(_MOST_TENSORS):
-            tensor = tensors[index] if index < len(tensors) else None
-            own += [-1, -1] if tensor is None else [tensor.numel(), _DTYPES.index(tensor.dtype)]
-    rows = torch.tensor(own, dtype=torch.int64).expand(cluster.size, -1).contiguous()
-    table = {row[0]: row[1:] for row in swap_rows(cluster, rows).tolist()}
-    width = 2 + 2 * _MOST_TENSORS
-    by_shard = [
-        [table[shard][begin : begin + width] for begin in range(0, len(own) - 1, width)] for shard in sorted(table)
-    ]
-    dtypes, have_all, inner = [], [], []
-    for number, item in enumerate(converted):
-        entries = [entry[number] for entry in by_shard]
-        kinds = {(entry[1], *entry[3::2]) for entry in entries}
-        count = entries[0][1]
-        if len(kinds) > 1 or not 0 < count <= _MOST_TENSORS:
-            raise NotImplementedError(
-                f"fsdp_pre_all_gather of {item.name} made {sorted({entry[1] for entry in entries})} tensors on the "
-                f"ranks, or of several dtypes; laconic gathers 1 to {_MOST_TENSORS} tensors, alike on all ranks. Give "
-                "the parameter in ignored_params"
-            )
-        dtypes.append(tuple(_DTYPES[code] for code in entries[0][3 : 3 + 2 * count : 2]))
-        chunk = math.prod(chunk_shape(item.shape, cluster.size))
-        have_all.append(
-            tuple(
-                all(entry[2 + 2 * index] in (entry[0], max(entry[0], chunk)) for entry in entries if entry[0])
-                for index in range(count)
-            )
-        )
-        inner.append(tuple(tuple(tensor.shape[1:]) for tensor in item.tensors))
-    numels = tuple(
-        tuple(
-            tuple(
-                (entry[0] if have_all[number][index] else entry[2 + 2 * index]) if entry[0] else 0
-                for index in range(entry[1])
-            )
-            for number, entry in enumerate(entries)
-        )
-        for entries in by_shard
+    by_shard = _told_by_shards(cluster, converted)
+    by_parameter = list(zip(*by_shard, strict=True))
+    for item, told in zip(converted, by_parameter, strict=True):
+        _refuse_odd_tensors(item.name, told)
+    have_all = tuple(
+        _have_all(told, math.prod(chunk_shape(item.shape, cluster.size)))
+        for item, told in zip(converted, by_parameter, strict=True)
     )
     return Packing(
         shapes=tuple(item.shape for item in converted),
-        dtypes=tuple(dtypes),
-        have_all=tuple(have_all),
-        inner=tuple(inner),
-        numels=numels,
+        dtypes=tuple(told[0].dtypes for told in by_parameter),
+        have_all=have_all,
+        inner=tuple(tuple(tuple(tensor.shape[1:]) for tensor in item.tensors) for item in converted),
+        numels=tuple(tuple(map(_section_numels, told, have_all)) for told in by_shard),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Told:
+    """What one rank's conversion of one parameter makes, in the form that the other ranks read."""
+
+    numel: int
+    """The rank's elements of the parameter."""
+    num_tensors: int
+    numels: tuple[int, ...]
+    """Of the tensors, up to the most that laconic gathers."""
+    dtypes: tuple[torch.dtype, ...]
+
+    WIDTH = 2 + 2 * _MOST_TENSORS
+    """The numbers in a row."""
+
+    @staticmethod
+    def of(item: Converted) -> _Told:
+        tensors = item.tensors[:_MOST_TENSORS]
+        return _Told(
+            numel=item.numel,
+            num_tensors=len(item.tensors),
+            numels=tuple(tensor.numel() for tensor in tensors),
+            dtypes=tuple(tensor.dtype for tensor in tensors),
+        )
+
+    def to_row(self) -> list[int]:
+        row = [self.numel, self.num_tensors, *self.numels, *(_DTYPES.index(each) for each in self.dtypes)]
+        return row + [0] * (self.WIDTH - len(row))
+
+    @staticmethod
+    def from_row(row: Sequence[int]) -> _Told:
+        numel, num_tensors, *rest = row
+        count = min(num_tensors, _MOST_TENSORS)
+        codes = rest[count : 2 * count]
+        return _Told(
+            numel=numel,
+            num_tensors=num_tensors,
+            numels=tuple(rest[:count]),
+            dtypes=tuple(_DTYPES[code] for code in codes),
+        )
+
+
+def _told_by_shards(cluster: Cluster, converted: Sequence[Converted]) -> list[list[_Told]]:
+    """Tell the other ranks what this one makes; return what each shard's rank makes of each parameter."""
+    own = [cluster.shard_index, *(number for item in converted for number in _Told.of(item).to_row())]
+    rows = torch.tensor(own, dtype=torch.int64).expand(cluster.size, -1).contiguous()
+    in_order = sorted(swap_rows(cluster, rows).tolist())  # a row begins with its shard
+    begins = range(1, len(own), _Told.WIDTH)
+    return [[_Told.from_row(row[begin : begin + _Told.WIDTH]) for begin in begins] for row in in_order]
+
+
+def _refuse_odd_tensors(name: str, told: Sequence[_Told]) -> None:
+    if len({(each.num_tensors, each.dtypes) for each in told}) > 1 or not 0 < told[0].num_tensors <= _MOST_TENSORS:
+        raise NotImplementedError(
+            f"fsdp_pre_all_gather of {name} made {sorted({each.num_tensors for each in told})} tensors on the ranks, "
+            f"or of several dtypes; laconic gathers 1 to {_MOST_TENSORS} tensors, alike on all ranks. Give the "
+            "parameter in ignored_params"
+        )
+
+
+def _have_all(told: Sequence[_Told], chunk_numel: int) -> tuple[bool, ...]:
+    """Which tensors have, on every rank, an element for each of the rank's, or up to `chunk_numel` with padding."""
+    holders = [each for each in told if each.numel]
+    return tuple(
+        all(each.numels[index] in (each.numel, max(each.numel, chunk_numel)) for each in holders)
+        for index in range(told[0].num_tensors)
+    )
+
+
+def _section_numels(told: _Told, have_all: Sequence[bool]) -> tuple[int, ...]:
+    """The elements of each tensor that cross: none for a rank without elements, and no padding."""
+    made = zip(have_all, told.numels, strict=True)
+    return tuple((told.numel if is_whole else numel) if told.numel else 0 for is_whole, numel in made)
 
 
 def chunk_shape(shape: Sequence[int], num_ranks: int) -> tuple[int, ...]:
