@@ -157,3 +157,37 @@ def test_the_exception_itself_names_the_ranks(tmp_path: Path) -> None:
         assert "rank 0" in text
         assert "rank 1" in text
         assert "the whole of inp.weight" in text
+
+
+def job_told() -> str:
+    """Rank 1 looks for no proof, and it is slow to find out which rank failed. Rank 0, which hosts the store, ends."""
+    dist.init_process_group("gloo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "_PROOF_S", 0.2)
+        patch.setattr(watch, "_MOST_INTERVAL_S", 0.1)
+        model: Any = helpers.shard(helpers.build())
+    helpers.train_step(model)
+    first_failure_behind = watch.first_failure_behind
+
+    def slowly(error: RuntimeError) -> str:
+        time.sleep(3.0)
+        return first_failure_behind(error)
+
+    def differ() -> None:
+        if dist.get_rank() == 0:
+            next(model.parameters()).full_tensor()
+        helpers.squared_error(model, helpers.inputs(0, 0)).backward()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "first_failure_behind", slowly)
+        if dist.get_rank() == 1:
+            patch.setattr(watch._Watch, "_prove", lambda *_: None)
+        with pytest.raises(RanksDifferError) as info:
+            differ()
+    time.sleep(0.5 * (dist.get_rank() == 0))
+    return str(info.value)
+
+
+def test_a_told_proof_is_read_before_its_teller_ends() -> None:
+    for text in launch(job_told, num_ranks=2, num_local=1, timeout_s=90, backend=None):
+        assert "the whole of inp.weight" in text

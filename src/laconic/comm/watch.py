@@ -85,10 +85,10 @@ class waiting_for:
 
 def _raise_diagnosis(error: RuntimeError) -> None:
     """Raise what is behind the error of a transfer, if it is known."""
-    line = "" if _watch is None else _watch.verdict
+    line = "" if _watch is None else _watch.verdict or _watch.told_verdict()  # at once: who told it may host the store
     first = "" if line else first_failure_behind(error)
-    if not line and _watch is not None:  # a rank that has raised a verdict may be gone already
-        line = _watch.told_verdict() if first else _watch.explain()
+    if not line and not first and _watch is not None:
+        line = _watch.explain()
     if first and not line:
         raise PeerFailedError(f"{first}\n(here a transfer ended with: {error})") from error
     if line:
