@@ -74,6 +74,30 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> dis
     return cast(dist.ProcessGroup, group)
 
 
+def named_group(
+    name: str, ranks: list[int], timeout: timedelta | None, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Make a group of ranks under a name that no group has had. `dist.new_group` takes no name.
+
+    Only the ranks of the group call this. None stands for the backend, or the time-out, of the default group.
+    """
+    world, state = dist.group.WORLD, dist.distributed_c10d._world
+    assert world is not None
+    default_backend, store = state.pg_map[world]
+    backend = backend or default_backend
+    group, _ = dist.distributed_c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        backend,
+        store,
+        group_name=cast(Any, name),
+        timeout=timeout or timeout_of(world) or dist.distributed_c10d._get_default_timeout(cast(Any, backend)),
+    )
+    state.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return cast(dist.ProcessGroup, group)
+
+
 def isend(tensor: Tensor, group: dist.ProcessGroup, rank: int) -> dist.Work:
     """Send to a rank of a group, which may be one of `gloo_group`."""
     return group.send([tensor], rank, 0)

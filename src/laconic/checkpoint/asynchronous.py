@@ -27,8 +27,8 @@ from laconic import _compat
 from laconic.checkpoint.api import Contents, check_keep, write
 from laconic.checkpoint.commit import CheckpointError
 from laconic.comm.agreement import RankGroup
+from laconic.comm.groups import destroy_with
 from laconic.comm.launch import initialized_accelerator
-from laconic.comm.owned_groups import destroy_with
 from laconic.comm.watch import waiting_for
 from laconic.islands.local_steps import LocalSteps
 

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from laconic import _compat
 from laconic.comm.agreement import RankGroup
 from laconic.comm.failure import watch_peers
+from laconic.comm.groups import new_group
 from laconic.comm.launch import start_process_group
 from laconic.comm.traffic import IslandLevel, Level, Traffic
 from laconic.comm.watch import waiting_for, watch_progress
@@ -408,5 +409,5 @@ def _own_group(lists_of_ranks: list[list[int]], backend: str | None = None) -> d
     own = next(ranks for ranks in lists_of_ranks if dist.get_rank() in ranks)
     with waiting_for(f"the process group of ranks {own}"):
         if is_part:
-            return dist.new_group(own, timeout, backend, use_local_synchronization=True)
+            return new_group(own, timeout, backend)
         return dist.new_subgroups_by_enumeration(lists_of_ranks, timeout, backend)[0]

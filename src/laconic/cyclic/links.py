@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from laconic import _compat
+from laconic.comm.groups import destroy_with, new_group
 from laconic.comm.launch import node_of_rank
-from laconic.comm.owned_groups import destroy_with
 from laconic.comm.traffic import Level, Purpose, Traffic
 from laconic.comm.watch import waiting_for
 from laconic.cyclic.buffers import HEADER_BYTES, ActivationMeta
@@ -83,12 +83,11 @@ class Links:
         if mesh is not None:
             ranks = mesh.mesh.flatten().tolist()
             self._nodes = [node_of_rank(rank) for rank in ranks]
-            is_part = len(ranks) < dist.get_world_size()
             # On NCCL a posted receive blocks later operations with the same peer; on Gloo it does not.
             num_groups = 3 if dist.get_backend(mesh.get_group()) == "nccl" else 2
             timeout = _compat.timeout_of(mesh.get_group())
             with waiting_for("the process groups of the cyclic schedule"):
-                groups = [dist.new_group(ranks, timeout, use_local_synchronization=is_part) for _ in range(num_groups)]
+                groups = [new_group(ranks, timeout) for _ in range(num_groups)]
             self._control = groups[0]
             self._groups = {True: groups[1], False: groups[-1]}  # by: target > source
             self.mesh_rank = mesh.get_local_rank()
