@@ -107,11 +107,20 @@ def test_the_traceback_of_the_first_failing_rank_is_the_one_shown(script: Path, 
     assert (failure["rank"], failure["node"], failure["local_rank"], failure["exit_code"]) == (1, 1, 0, 1)
 
 
+# the keeper, which is torchrun's parent, sleeps until torchrun has forgotten the rank
+BLIND_KEEPER = (
+    "keeper = psutil.Process(os.getppid()).ppid(); "
+    "subprocess.Popen(f'sleep 5; kill -CONT {keeper}', shell=True, start_new_session=True); "
+    "os.kill(keeper, signal.SIGSTOP)"
+)
+
+
 @pytest.mark.parametrize(
     ("end", "exit_code", "error"),
     [
         ("sys.exit(7)", 7, "exited with code 7"),
         ("os._exit(9)", 9, "exited with code 9, without a Python exception"),
+        (f"{BLIND_KEEPER}; os._exit(9)", 9, "exited with code 9, without a Python exception"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "killed by SIGSEGV, without a Python exception"),
         ("threading.Thread(target=time.sleep, args=(600,)).start(); raise OSError('stuck')", 1, "OSError: stuck"),
     ],
@@ -119,7 +128,8 @@ def test_the_traceback_of_the_first_failing_rank_is_the_one_shown(script: Path, 
 def test_a_rank_that_fails_ends_all(lab: Lab, script: Path, end: str, exit_code: int, error: str) -> None:
     """Without the lab the other ranks would sleep on, because nothing wakes them."""
     script.write_text(
-        f"import os, signal, sys, threading, time\nif os.environ['RANK'] == '1':\n    {end}\ntime.sleep(600)\n"
+        "import os, psutil, signal, subprocess, sys, threading, time\n"
+        f"if os.environ['RANK'] == '1':\n    {end}\ntime.sleep(600)\n"
     )
     result = lab.run([str(script)], show=False, timeout_s=100)
     assert not result.timed_out

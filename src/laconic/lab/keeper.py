@@ -50,7 +50,7 @@ class _Run:
         self._agents: dict[int, tuple[int, int]] = {}  # PID of each command that still runs -> node, pidfd
         self._exit_codes: list[int | None] = [None] * len(request["commands"])
         self._ranks: dict[int, dict[str, Any]] = {}  # pidfd of each rank that still runs -> rank, node, local_rank, pid
-        self._failed_in_python: set[int] = set()  # PIDs of the ranks that record their failure themselves
+        self._recorded: set[int] = set()  # PIDs of the ranks whose failure is recorded, by themselves or here
         self._failure: dict[str, Any] | None = None
         self._give_up_at = float("inf")  # the time.monotonic() at which to end the nodes that still run
         self._started = time.monotonic()
@@ -83,6 +83,7 @@ class _Run:
         while self._agents and not must_stop and self._failure is None and time.monotonic() < self._give_up_at:
             must_stop = self._wait_for_event()
             self._reap()
+        self._watch_ranks()  # before the first signal: the last agent may have told how a rank ended
         if self._agents:
             self._end_agents(delay_s=_TERM_DELAY_S if self._failure else 0.0)
         wall_s = time.monotonic() - self._started
@@ -110,21 +111,26 @@ class _Run:
         with contextlib.suppress(BlockingIOError):
             for line in os.read(self._keeper.events, _PIPE_BYTES).splitlines():
                 rank = json.loads(line)
-                if rank.pop("event") == "failed":
-                    self._failed_in_python.add(rank["pid"])
-                else:
-                    with contextlib.suppress(ProcessLookupError):
-                        self._ranks[os.pidfd_open(rank["pid"])] = rank
+                match rank.pop("event"):
+                    case "started":
+                        with contextlib.suppress(ProcessLookupError):  # its agent will tell how it ended
+                            self._ranks[os.pidfd_open(rank["pid"])] = rank
+                    case "failed":
+                        self._recorded.add(rank["pid"])
+                    case "ended":
+                        self._record_death(rank, rank.pop("exit_code"))
         for pidfd in ended:
             rank = self._ranks.pop(pidfd)
             os.close(pidfd)
-            pid = rank.pop("pid")
-            status = processes.exit_status(pid)
-            if status and pid not in self._failed_in_python:
+            if status := processes.exit_status(rank["pid"]):
                 self._record_death(rank, os.waitstatus_to_exitcode(status))
 
     def _record_death(self, rank: dict[str, int], exit_code: int) -> None:
         """Record the failure of a rank that ended without an event: see [Note: The first failing rank]."""
+        pid = rank.pop("pid")
+        if pid in self._recorded:
+            return
+        self._recorded.add(pid)
         self._read_failure()
         if exit_code == -signal.SIGTERM and self._failure:
             return  # torchrun sent the signal because of that failure

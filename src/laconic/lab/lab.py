@@ -17,6 +17,7 @@ from laconic.lab.channel import Channel
 from laconic.lab.counters import INTERFACE_VARIABLE
 from laconic.lab.rate import check_rate
 from laconic.lab.wire import INTERFACE, node_address
+from laconic.lab.worker import NODE_VARIABLE
 
 _MAX_NODES = 100  # one message carries two descriptors of every node, and at most 253 descriptors
 _PORT = 29500  # every node has all ports to itself, so any port is free
@@ -205,7 +206,7 @@ class Lab:
         address, port = (node_address(0), _PORT) if self.wire else ("127.0.0.1", _free_port())
         commands = [
             [
-                sys.executable, "-m", "torch.distributed.run",
+                sys.executable, "-m", "laconic.lab.agent",
                 f"--nnodes={self.nodes}", f"--node-rank={node}", f"--nproc-per-node={local}",
                 f"--master-addr={address}", f"--master-port={port}", f"--log-dir={self._folder / 'logs'}",
                 worker, *script,
@@ -261,7 +262,7 @@ class Lab:
 
     def _node_env(self, node: int) -> dict[str, str]:
         interface = INTERFACE if self.wire else "lo"
-        env = {"LACONIC_LAB_NODE": str(node), "GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        env = {NODE_VARIABLE: str(node), "GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
         if not self.wire:
             return env | {INTERFACE_VARIABLE: ""}
         # Otherwise NCCL would see that all nodes are one machine, and use shared memory instead of the wire.

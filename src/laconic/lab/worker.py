@@ -11,8 +11,10 @@ within milliseconds, because their connections to the failed rank close. Each wo
 one that matters. All nodes of a lab share one file system, so the first rank to fail creates a file. A rank that fails
 later finds the file, and prints one line instead of its traceback.
 Each rank sends an event to the keeper when it starts, and when it has failed in Python. A signal or os._exit may also
-end a rank without an event. The keeper watches the processes and notices that. An exception of another rank cannot end
-a process in this way. So such a rank made the others fail, even if another rank created the file earlier.
+end a rank without an event. The keeper watches the processes and notices that. It may be too late to see how a rank
+ended, because torchrun forgets the process soon. So torchrun tells the keeper as well: agent.py. An exception of
+another rank cannot end a process in this way. So such a rank made the others fail, even if another rank created the
+file earlier.
 """
 
 import contextlib
@@ -25,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 
 FOLDER_VARIABLE = "LACONIC_LAB_FOLDER"  # the environment variable with the path of the lab's folder
+NODE_VARIABLE = "LACONIC_LAB_NODE"  # the environment variable with the number of the node
 EVENTS_FILE = "events"  # the pipe in the folder; a rank writes one JSON object a line, and the keeper reads
 FAILURE_FILE = "failure.json"  # the file in the folder that the first failing rank creates
 
@@ -34,8 +37,9 @@ def _identify() -> dict[str, int]:
     return {key: int(os.environ[variable]) for key, variable in names.items()}
 
 
-def _send_event(event: str) -> None:
-    line = json.dumps(_identify() | {"pid": os.getpid(), "event": event})
+def send_event(event: str, **facts: int) -> None:
+    """Tell the keeper of an event of one rank, and `facts` about the rank and its process."""
+    line = json.dumps({"event": event, **facts})
     with contextlib.suppress(OSError):  # the keeper was killed, so this process will end too
         pipe = os.open(Path(os.environ[FOLDER_VARIABLE]) / EVENTS_FILE, os.O_WRONLY | os.O_NONBLOCK)
         os.write(pipe, line.encode() + b"\n")  # a short line arrives in one piece
@@ -67,7 +71,7 @@ def main() -> None:
     is_module = sys.argv[0] == "-m"
     if is_module:
         del sys.argv[0]
-    _send_event("started")
+    send_event("started", **_identify(), pid=os.getpid())
     try:
         if is_module:
             sys.path[0] = os.getcwd()  # as `python -m` does
@@ -79,7 +83,7 @@ def main() -> None:
         exit_code = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
         if exit_code != 0:
             _claim_failure(f"exited with code {error.code}", exit_code)
-            _send_event("failed")
+            send_event("failed", **_identify(), pid=os.getpid())
         raise
     except BaseException as error:  # of any kind, KeyboardInterrupt too: a rank must not fail without an event
         error = error.with_traceback(_skip_own_frames(error.__traceback__))
@@ -90,7 +94,7 @@ def main() -> None:
             print(f"rank {os.environ['RANK']} stops, since another failed: {repr(error)[:120]}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        _send_event("failed")
+        send_event("failed", **_identify(), pid=os.getpid())
         sys.exit(1)
 
 
