@@ -1,6 +1,6 @@
 """Races between streams and threads, waits that nothing needs, and random orders: what CUDA would do, without a GPU.
 
-docs/races.md says how. Every program of tests/races/programs.py runs once; then each of its waits, events and host
+docs/races.md says how. Every program of tests/rehearse/programs.py runs once; then each of its waits, events and host
 synchronisations is taken out in turn; then it runs in random legal orders.
 """
 
@@ -10,8 +10,8 @@ import functools
 
 from benchmarks.record import Row
 from benchmarks.trust.bench import Bench, faults_row
-from tests.races.campaign import Findings, explore
-from tests.races.programs import PROGRAMS
+from tests.rehearse.campaign import Findings, explore
+from tests.rehearse.programs import PROGRAMS
 
 _NUM_ORDERS = 2000
 """The promised number of orders, over all programs."""

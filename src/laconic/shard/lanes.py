@@ -6,7 +6,7 @@ after everything that the compute stream has issued so far, so it may write to m
 Compute waits for the lane's event before it uses or frees a buffer that the lane has touched. Transfers and sums are
 allocated on the lane that makes them. So is the sum that becomes `.grad`: compute uses it and drops it, and its memory
 goes to a later job of that lane, which starts after compute. So the engine needs no `record_stream`, and the memory in
-use depends on what has been issued, not on when the host learns that a transfer is done. tests/races checks all this.
+use depends on what has been issued, not on when the host learns that a transfer is done. docs/races.md proves it.
 """
 
 from collections.abc import Iterator

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.races.machine import Machine, byte_runs
-from tests.races.modes import accelerator
-from tests.races.replay import Orders
-from tests.races.threads import Thread
-from tests.races.trace import Site, Trace, races
-from tests.races.world import World
+from laconic.rehearse.machine import Machine, byte_runs
+from laconic.rehearse.modes import accelerator
+from laconic.rehearse.replay import Orders
+from laconic.rehearse.tape import Site, Trace, races
+from laconic.rehearse.threads import Thread
+from laconic.rehearse.world import World
 
 Toy = Callable[[Machine, Any, bool], None]
 """A program of (machine, torch's module of the device, whether its accesses have an order)."""

@@ -1,13 +1,14 @@
 """A machine with an accelerator that is not there: device memory lies in host memory, and streams only keep order.
 
 The machine keeps the streams, the threads and the memory, and writes down which bytes each operation reads and writes
-on which timeline ([Note: Timelines] in trace.py). The modes of modes.py run programs on it. Nothing in src knows.
+on which timeline ([Note: Timelines] in tape.py). The modes of modes.py run programs on it. No program knows.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
+import sysconfig
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,17 +21,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-import laconic
-from tests.races.trace import HOST, Access, Memory, Record, Site, Step, Trace, Wait
+from laconic.rehearse.tape import HOST, Access, Memory, Record, Site, Step, Trace, Wait
 
 aten: Any = torch.ops.aten
 COMPUTE = 1
 """The timeline of the stream that is current at first."""
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
-_LIBRARY = str(Path(laconic.__file__).parent)
-_TESTS = str(Path(__file__).parent)
-_OWN = tuple(str(Path(__file__).with_name(name)) for name in ("machine.py", "modes.py", "threads.py", "world.py"))
+_LIBRARY = str(Path(__file__).parents[1])
+_OWN = str(Path(__file__).parent)
+_NOT_THE_PROGRAM = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), "<")
 _BELOW_SITES = ("shard/lanes.py", "comm/collectives.py")
 _MAX_RUNS = 4096
 
@@ -176,7 +176,7 @@ class Machine:
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             file, code = frame.f_code.co_filename, frame.f_code
-            if file.startswith(_LIBRARY):
+            if file.startswith(_LIBRARY) and not file.startswith(_OWN):
                 if file.endswith("shard/lanes.py") and code.co_name in ("running", "going_on"):
                     after = frame.f_locals.get("after", ())
                     index = next((i for i, each in enumerate(after) if each is event is not None), None)
@@ -328,9 +328,12 @@ class Machine:
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             file = frame.f_code.co_filename
-            if file.startswith((_LIBRARY, _TESTS)) and file not in _OWN:
-                root = _LIBRARY if file.startswith(_LIBRARY) else _TESTS
-                return f"{file[len(root) + 1 :]}:{frame.f_lineno} ({frame.f_code.co_name})"
+            if not file.startswith(_OWN):
+                line = f":{frame.f_lineno} ({frame.f_code.co_name})"
+                if file.startswith(_LIBRARY):
+                    return file[len(_LIBRARY) + 1 :] + line
+                if not file.startswith(_NOT_THE_PROGRAM):
+                    return Path(file).name + line
             frame = frame.f_back
         return "?"
 
@@ -355,15 +358,16 @@ class Reference(tuple):
     __slots__ = ()
 
     def __new__(cls, *parts: Any) -> Reference:
+        """Take the parts as they are."""
         return super().__new__(cls, parts)
 
 
 def byte_runs(tensor: Tensor) -> list[tuple[int, int]]:
     """The runs [begin, end) of bytes of its storage that a tensor covers; one that holds them all, if they are many."""
-    first, width = tensor.storage_offset(), tensor.itemsize
+    first, width = int(tensor.storage_offset()), tensor.itemsize
     if tensor.is_contiguous():
-        return [(first * width, (first + tensor.numel()) * width)]
-    dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1 and s)
+        return [(first * width, (first + int(tensor.numel())) * width)]
+    dims = sorted((int(s), int(n)) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1 and s)
     run = 1
     while dims and dims[0][0] == run:  # a contiguous inner part
         run *= dims.pop(0)[1]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tests.races.cyclic import CYCLIC
-from tests.races.engine import ENGINE
-from tests.races.local_steps import LOCAL_STEPS
-from tests.races.machine import Machine
-from tests.races.saves import SAVES
+from laconic.rehearse.machine import Machine
+from tests.rehearse.cyclic import CYCLIC
+from tests.rehearse.engine import ENGINE
+from tests.rehearse.local_steps import LOCAL_STEPS
+from tests.rehearse.saves import SAVES
 
 
 class Watched(Protocol):

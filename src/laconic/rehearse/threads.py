@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
 
-from tests.races.machine import Machine
+from laconic.rehearse.machine import Machine
 
 
 class _Result(Future[Any]):
@@ -38,7 +39,7 @@ class _Result(Future[Any]):
 
 
 class Thread:
-    """A `ThreadPoolExecutor` of one thread."""
+    """A `futures.ThreadPoolExecutor` of one thread."""
 
     def __init__(self, machine: Machine, max_workers: int, thread_name_prefix: str = "") -> None:
         assert max_workers == 1
@@ -63,6 +64,9 @@ def threads_of(machine: Machine) -> Iterator[None]:
     """Let the library make threads of the machine."""
     with ExitStack() as patches:
         for name, module in list(sys.modules.items()):
-            if name.startswith("laconic.") and getattr(module, "ThreadPoolExecutor", None) is ThreadPoolExecutor:
+            if (
+                name.startswith("laconic.")
+                and getattr(module, "ThreadPoolExecutor", None) is futures.ThreadPoolExecutor
+            ):
                 patches.enter_context(mock.patch.object(module, "ThreadPoolExecutor", partial(Thread, machine)))
         yield

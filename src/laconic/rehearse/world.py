@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import laconic
 from laconic import _compat
-from tests.races.machine import Event, Machine, Stream
-from tests.races.trace import Site
+from laconic.comm.cluster import init_mesh
+from laconic.rehearse.machine import Event, Machine, Stream
+from laconic.rehearse.tape import Site
 
 
 class _Work:
@@ -236,6 +236,6 @@ def one_rank(
         ):
             patches.enter_context(mock.patch.object(target, name, value))
         try:
-            yield laconic.init_mesh("cuda", nodes=nodes, local=local, islands=islands)
+            yield init_mesh("cuda", nodes=nodes, local=local, islands=islands)
         finally:
             dist.destroy_process_group()

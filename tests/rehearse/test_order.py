@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.launch import launch
-from tests.races.campaign import explore
-from tests.races.programs import PROGRAMS
+from tests.rehearse.campaign import explore
+from tests.rehearse.programs import PROGRAMS
 
 _ORDERS = (1,)
 """The seeds of the orders of each program. benchmarks/trust/races.py has thousands."""

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from laconic import Cache, Checks, Wire, fully_shard
 from laconic.optim import AdamW8bit, Muon, Shampoo
-from tests.races.machine import Machine
-from tests.races.modes import accelerator
-from tests.races.world import one_rank
+from laconic.rehearse.machine import Machine
+from laconic.rehearse.modes import accelerator
+from laconic.rehearse.world import one_rank
 
 WIDTH = 16
 Body = Callable[[Any, torch.optim.Optimizer], None]

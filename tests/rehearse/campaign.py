@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 import laconic
-from tests.races.programs import Watched
-from tests.races.replay import Orders
-from tests.races.trace import Site, races
+from laconic.rehearse.replay import Orders
+from laconic.rehearse.tape import Site, races
+from tests.rehearse.programs import Watched
 
 _CALLS = {
     *("running", "going_on", "record_event", "wait_for", "synchronize", "wait_event", "wait_stream"),

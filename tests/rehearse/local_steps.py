@@ -11,8 +11,8 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from laconic import LocalSteps
-from tests.races.engine import Program, loss_of, training
-from tests.races.saves import saver
+from tests.rehearse.engine import Program, loss_of, training
+from tests.rehearse.saves import saver
 
 Wrap = Callable[[Any, torch.optim.Optimizer, Any], LocalSteps]
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from laconic.checkpoint import AsyncSaver
 from laconic.checkpoint.asynchronous import SnapshotPlanner
-from tests.races.engine import Program, adapt, training
+from tests.rehearse.engine import Program, adapt, training
 
 
 @contextmanager

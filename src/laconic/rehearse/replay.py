@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tests.races.machine import Machine, Reference, Run
-from tests.races.modes import generator_of, replace_tensors
-from tests.races.trace import Record, Step, Trace
+from laconic.rehearse.machine import Machine, Reference, Run
+from laconic.rehearse.modes import generator_of, replace_tensors
+from laconic.rehearse.tape import Record, Step, Trace
 
 _ALIGNMENT = 512
 _Values = dict[int, Any]

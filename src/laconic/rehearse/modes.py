@@ -21,16 +21,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from tests.races.machine import CPU, CUDA, Machine, Run, Stream, aten
-from tests.races.threads import threads_of
-from tests.races.trace import HOST
+from laconic.rehearse.machine import CPU, CUDA, Machine, Run, Stream, aten
+from laconic.rehearse.tape import HOST
+from laconic.rehearse.threads import threads_of
 
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"}
 _LIKE = {
     *("aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::rand_like", "aten::randn_like"),
     *("aten::new_zeros", "aten::new_ones", "aten::new_full"),
 }
-_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_DEVICE = torch.Tensor.device.__get__
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _IS_CPU = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 
@@ -328,7 +328,8 @@ def _to(machine: Machine, function: Any, tensor: Tensor, *args: Any, **kwargs: A
             flags.append(value)
         elif value is not None:
             device = value
-    is_late, must_copy = (*flags, *(kwargs.get(name, False) for name in ("non_blocking", "copy")[len(flags) :]))
+    is_late = flags[0] if flags else kwargs.get("non_blocking", False)
+    must_copy = flags[1] if len(flags) > 1 else kwargs.get("copy", False)
     dtype = dtype or tensor.dtype
     goes_to_device = machine.is_on_device(tensor) if device is None else torch.device(device).type == "cuda"
     if device is not None and torch.device(device).type == "meta":

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from laconic import CyclicDataParallel, LocalSteps
 from laconic.cyclic.buffers import ActivationMeta
-from tests.races.engine import WIDTH
-from tests.races.machine import Machine
-from tests.races.modes import accelerator
-from tests.races.world import one_rank
+from laconic.rehearse.machine import Machine
+from laconic.rehearse.modes import accelerator
+from laconic.rehearse.world import one_rank
+from tests.rehearse.engine import WIDTH
 
 _NUM_STAGES, _BATCH = 3, 4
 Batches = Callable[[int], Any]
