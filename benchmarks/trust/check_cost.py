@@ -19,7 +19,7 @@ import laconic
 from benchmarks.launch import launch
 from benchmarks.record import Row
 from benchmarks.trust.bench import Bench
-from laconic.shard.checks import Checks
+from laconic.shard.policies import Checks
 
 _LIMIT = 0.01
 _AUDIT_INTERVAL = 1000

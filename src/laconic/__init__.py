@@ -20,10 +20,9 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports a name when it is first 
     from laconic.ragged.tensor import RaggedTensor
     from laconic.shard.api import fully_shard
     from laconic.shard.audit import audit
-    from laconic.shard.cache import Cache
-    from laconic.shard.checks import Checks, CorruptionError
+    from laconic.shard.checks import CorruptionError
+    from laconic.shard.policies import Cache, Checks, Wire
     from laconic.shard.sharded_module import ShardedModule
-    from laconic.shard.wire import Wire
 
 __version__ = "0.1.0"
 
@@ -59,8 +58,8 @@ __all__ = [
 
 _HOMES = {
     "Block": "laconic.layout.granularity",
-    "Cache": "laconic.shard.cache",
-    "Checks": "laconic.shard.checks",
+    "Cache": "laconic.shard.policies",
+    "Checks": "laconic.shard.policies",
     "Cluster": "laconic.comm.cluster",
     "CorruptionError": "laconic.shard.checks",
     "CyclicDataParallel": "laconic.cyclic.runtime",
@@ -69,7 +68,7 @@ _HOMES = {
     "Membership": "laconic.islands.membership",
     "RaggedTensor": "laconic.ragged.tensor",
     "ShardedModule": "laconic.shard.sharded_module",
-    "Wire": "laconic.shard.wire",
+    "Wire": "laconic.shard.policies",
     "assign_slice": "laconic.partial.updates",
     "audit": "laconic.shard.audit",
     "default_mesh": "laconic.comm.cluster",

@@ -15,8 +15,7 @@ from laconic.plan.engine import EngineOptions
 from laconic.plan.machine import Machine, Reading
 from laconic.plan.model_trace import ModelTrace, ParameterSpec, UnitSpec
 from laconic.plan.program import LaconicStep, LocalStepsProgram, StepWork
-from laconic.shard.cache import Cache
-from laconic.shard.wire import Wire
+from laconic.shard.policies import Cache, Wire
 from tests.plan.traces import cluster, spec, trace
 from tests.reference.step_bytes import step_bytes
 

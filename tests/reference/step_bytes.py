@@ -31,7 +31,7 @@ they are, are few.
 
 from dataclasses import dataclass
 
-from laconic.shard.wire import ZERO_PLUS_PLUS, Wire
+from laconic.shard.policies import ZERO_PLUS_PLUS, Wire
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from laconic.shard.bucket import Bucket, ManagedParameter
 from laconic.shard.cache import CachedShard
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
-from laconic.shard.wire import Wire
+from laconic.shard.policies import Wire
 from tests.reference import gather as reference
 from tests.shard.helpers import Block, Place, account, build, places
 

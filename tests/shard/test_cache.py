@@ -11,9 +11,10 @@ from torch import nn
 
 import laconic
 from laconic.shard import cache as cache_module
-from laconic.shard.cache import Cache, CachedShard, choose_device_shards, free_slab, make_slab
+from laconic.shard.cache import CachedShard, choose_device_shards, free_slab, make_slab
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
+from laconic.shard.policies import Cache
 from laconic.shard.unit import unit_of
 from tests.ranks import run_ranks
 from tests.shard import helpers

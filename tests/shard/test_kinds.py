@@ -13,7 +13,7 @@ from laconic.layout.bucket import BucketLayout
 from laconic.plan.buckets import Shape, Sharding, plan_buckets
 from laconic.plan.model_trace import UnitSpec
 from laconic.shard.kinds import BucketKind, group_by_kind
-from laconic.shard.wire import Wire
+from laconic.shard.policies import Wire
 from tests.plan.traces import spec
 
 MATRIX = BucketLayout.whole_in(0, name="weight", shape=(4, 3), num_shards=2)

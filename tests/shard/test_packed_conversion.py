@@ -18,8 +18,7 @@ from torch.func import functional_call
 from torch.testing._internal.two_tensor import TwoTensor
 
 import laconic
-from laconic.shard.checks import Checks
-from laconic.shard.wire import Wire
+from laconic.shard.policies import Checks, Wire
 from tests.ranks import run_ranks
 from tests.shard import helpers
 from tests.shard.test_conversion import Float8Weight, converting

@@ -21,7 +21,7 @@ from laconic.config.section import (
     Size,
 )
 from laconic.layout.granularity import Block, block_of
-from laconic.shard.wire import Wire
+from laconic.shard.policies import Wire
 
 Strategy = Literal[
     "laconic", "auto", "zero++", "fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp", "deepspeed", "deepspeed-hpz",

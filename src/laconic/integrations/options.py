@@ -11,9 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from laconic.errors import JobError
 from laconic.layout.granularity import Block, Granularity, block_of
-from laconic.shard.cache import Cache
-from laconic.shard.checks import Checks, OnDamage
-from laconic.shard.wire import Wire, WireName
+from laconic.shard.policies import Cache, Checks, OnDamage, Wire, WireName
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 

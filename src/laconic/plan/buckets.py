@@ -22,7 +22,7 @@ from laconic.plan.model_trace import ParameterSpec, UnitSpec
 from laconic.shard.bucket import compute_dtype_of
 from laconic.shard.kinds import BucketKind, group_by_kind
 from laconic.shard.payload import Payload, parts_of_islands, shards_of_nodes
-from laconic.shard.wire import Wire
+from laconic.shard.policies import Wire
 
 _MOST_PARTS = 64
 """The shards of a node shard whose payloads are looked at. More differ in nothing but where tensors happen to end."""

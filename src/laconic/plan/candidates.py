@@ -14,7 +14,7 @@ from laconic.plan.engine import EngineOptions
 from laconic.plan.machine import Machine
 from laconic.plan.peers import PEERS
 from laconic.plan.program import LaconicStep, LocalStepsProgram, Program, StepWork
-from laconic.shard.cache import Cache
+from laconic.shard.policies import Cache
 
 
 def _laconic(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Program:

@@ -16,8 +16,9 @@ from laconic.plan.engine_reduce import BucketState, Reductions
 from laconic.plan.machine import Machine, Transfer
 from laconic.plan.model_trace import ModelTrace
 from laconic.plan.phase import Phase
-from laconic.shard.cache import Cache, choose_device_shards
+from laconic.shard.cache import choose_device_shards
 from laconic.shard.context import PREFETCH
+from laconic.shard.policies import Cache
 
 
 class _State(Enum):

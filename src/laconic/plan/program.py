@@ -18,7 +18,7 @@ from laconic.plan.machine import Machine, Reading, Transfer
 from laconic.plan.model_trace import ModelTrace
 from laconic.plan.optimizer_cost import OptimizerCost, Trained, optimizer_cost
 from laconic.plan.sync_memory import sync_memory
-from laconic.shard.cache import Cache
+from laconic.shard.policies import Cache
 
 
 @dataclass(frozen=True, kw_only=True)

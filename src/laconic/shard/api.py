@@ -24,15 +24,13 @@ from laconic.ragged.dtensor import check_dtensor, uneven_cut
 from laconic.ragged.parts import slice_of_parameter
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import Bucket, ManagedParameter, compute_dtype_of
-from laconic.shard.cache import Cache, Where
-from laconic.shard.checks import Checks
 from laconic.shard.conversion import check_convertible, converts, needs_equal_chunks
 from laconic.shard.description import compare
 from laconic.shard.kinds import BucketKind, group_by_kind
+from laconic.shard.policies import Cache, Checks, Where, Wire, WireName
 from laconic.shard.sharded_module import sharded_class
 from laconic.shard.traps import HOME, Origin
 from laconic.shard.unit import Unit, unit_of
-from laconic.shard.wire import Wire, WireName
 from laconic.shard.wrappers import check_unwrapped
 
 _Modules = TypeVar("_Modules", bound=nn.Module | list[nn.Module])

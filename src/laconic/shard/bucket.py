@@ -32,7 +32,7 @@ from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import FlatBuffer, Ledger
 from laconic.shard.linear import GradientSink, set_sink, write_gradient_in_place
 from laconic.shard.packing import Converted, Packing, agree_on_packing
-from laconic.shard.wire import Wire
+from laconic.shard.policies import Wire
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,53 +10,14 @@ import mmap
 import resource
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from laconic.shard.lanes import Event, Lanes
 from laconic.shard.ledger import Ledger
-
-Where = Literal["none", "host", "device"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cache:
-    """The policy that says where a unit's node shard stays between its uses.
-
-    Raises:
-        ValueError: `where` is unknown, or `device_budget_bytes` is negative or given without `where="host"`.
-    """
-
-    where: Where = "none"
-    """`none` frees the node shard after each use (ZeRO-3). `host` keeps it in pinned host memory (FCDP): 1 / L of the
-    unit per rank, with L local ranks. `device` keeps it in device memory: 1 / L of the unit more (ZeRO++ hpZ)."""
-    device_budget_bytes: int = 0
-    """Bytes per rank, for `host` only: the last units, which backward uses first, stay on the device up to this."""
-
-    def __post_init__(self) -> None:
-        if self.where not in get_args(Where):
-            raise ValueError(f"cache={self.where!r} is not known; use one of {', '.join(map(repr, get_args(Where)))}")
-        if self.device_budget_bytes < 0:
-            raise ValueError(f"device_budget_bytes={self.device_budget_bytes} must not be negative")
-        if self.device_budget_bytes and self.where != "host":
-            raise ValueError(
-                f"device_budget_bytes={self.device_budget_bytes} needs cache='host', because it moves a part of the "
-                f"host cache to the device; got cache={self.where!r}"
-            )
-
-    @classmethod
-    def of(cls, cache: Cache | Where) -> Cache:
-        """The policy that `fully_shard(cache=)` was given, as an object or as a word."""
-        return cache if isinstance(cache, Cache) else cls(where=cache)
-
-    def node_gathers_per_step(self, *, num_micro_batches: int) -> int:
-        """How often a trainable bucket's weights cross the wire per optimizer step (arXiv 2602.06499)."""
-        return 2 * num_micro_batches if self.where == "none" else 1
 
 
 class CachedShard:

@@ -17,12 +17,13 @@ from torch import Tensor
 from laconic import _compat
 from laconic.comm.cluster import Cluster
 from laconic.shard.bucket import Bucket
-from laconic.shard.cache import Cache, CachedShard, choose_device_shards, free_slab, make_slab
+from laconic.shard.cache import CachedShard, choose_device_shards, free_slab, make_slab
 from laconic.shard.difference import Copies
 from laconic.shard.gather import UnitGather
 from laconic.shard.inspection import Inspection
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
+from laconic.shard.policies import Cache
 from laconic.shard.program import Program
 from laconic.shard.reduce import ReductionQueue
 

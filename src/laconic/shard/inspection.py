@@ -38,9 +38,10 @@ from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import start_flags, swap_rows
 from laconic.comm.traffic import Level
 from laconic.shard.bucket import Bucket
-from laconic.shard.checks import Checks, CorruptionError
+from laconic.shard.checks import CorruptionError
 from laconic.shard.checksum import checksum_of, checksums
 from laconic.shard.crossing import Transfer
+from laconic.shard.policies import Checks
 
 _SHOWN = 3
 """The names in a message."""

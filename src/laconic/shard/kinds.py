@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from laconic.layout.bucket import BucketLayout
-from laconic.shard.wire import Wire
+from laconic.shard.policies import Wire
 
 _Parameter = TypeVar("_Parameter")
 

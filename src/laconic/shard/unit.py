@@ -43,8 +43,6 @@ from laconic.comm.progress import UnitProgress
 from laconic.layout.granularity import Blocks, check_matched
 from laconic.shard.bucket import Bucket
 from laconic.shard.buffers import Buffers
-from laconic.shard.cache import Cache
-from laconic.shard.checks import Checks
 from laconic.shard.context import Context
 from laconic.shard.description import compare, describe, parts_of
 from laconic.shard.gather import UnitGather
@@ -52,6 +50,7 @@ from laconic.shard.hooks import OutputGradients, watch_inputs
 from laconic.shard.inspection import UnitChecks
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
+from laconic.shard.policies import Cache, Checks
 from laconic.shard.reduce import BucketGradients, Reduction
 from laconic.shard.replaced import take_loaded_values, take_values_and_warn
 from laconic.shard.traps import Origin, TrapSearch

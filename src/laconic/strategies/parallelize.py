@@ -23,7 +23,7 @@ from laconic.config import Config, JobError, parse_block
 from laconic.hf.layers import layers_to_shard
 from laconic.hf.models import materialize
 from laconic.optim import AdamW8bit
-from laconic.shard.wire import ZERO_PLUS_PLUS
+from laconic.shard.policies import ZERO_PLUS_PLUS
 from laconic.strategies.islands import num_islands, slice_model
 from laconic.strategies.ring import use_rings
 

@@ -1,16 +1,53 @@
-"""The policy that says in how many bits a bucket's crossings travel between nodes."""
+"""The policies of `fully_shard`: frozen objects that check themselves. A job description has them without torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-if TYPE_CHECKING:  # a job description is checked without torch
+if TYPE_CHECKING:
     from laconic.codec import Codec
 
+Where = Literal["none", "host", "device"]
+OnDamage = Literal["raise", "regather"]
 WireWeights = Literal["exact", "bf16", "int8", "int4", "int3"]
 WireGradients = Literal["exact", "bf16", "int8", "int4", "int3", "e2m1", "int2"]
 WireName = Literal["exact", "8bit", "4bit"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cache:
+    """The policy that says where a unit's node shard stays between its uses.
+
+    Raises:
+        ValueError: `where` is unknown, or `device_budget_bytes` is negative or given without `where="host"`.
+    """
+
+    where: Where = "none"
+    """`none` frees the node shard after each use (ZeRO-3). `host` keeps it in pinned host memory (FCDP): 1 / L of the
+    unit per rank, with L local ranks. `device` keeps it in device memory: 1 / L of the unit more (ZeRO++ hpZ)."""
+    device_budget_bytes: int = 0
+    """Bytes per rank, for `host` only: the last units, which backward uses first, stay on the device up to this."""
+
+    def __post_init__(self) -> None:
+        if self.where not in get_args(Where):
+            raise ValueError(f"cache={self.where!r} is not known; use one of {', '.join(map(repr, get_args(Where)))}")
+        if self.device_budget_bytes < 0:
+            raise ValueError(f"device_budget_bytes={self.device_budget_bytes} must not be negative")
+        if self.device_budget_bytes and self.where != "host":
+            raise ValueError(
+                f"device_budget_bytes={self.device_budget_bytes} needs cache='host', because it moves a part of the "
+                f"host cache to the device; got cache={self.where!r}"
+            )
+
+    @classmethod
+    def of(cls, cache: Cache | Where) -> Cache:
+        """The policy that `fully_shard(cache=)` was given, as an object or as a word."""
+        return cache if isinstance(cache, Cache) else cls(where=cache)
+
+    def node_gathers_per_step(self, *, num_micro_batches: int) -> int:
+        """How often a trainable bucket's weights cross the wire per optimizer step (arXiv 2602.06499)."""
+        return 2 * num_micro_batches if self.where == "none" else 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,3 +150,29 @@ _NAMED: dict[str, Wire] = {
 ZERO_PLUS_PLUS = Wire(weights="int8", as_values=True, gradients="int4")
 """The crossings of ZeRO++ (arXiv 2306.10209), for comparisons: qwZ and qgZ, in blocks of 128. DeepSpeed's groups are
 larger, and it codes gradients inside the node, too. So these losses flatter it; the bytes between nodes are its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checks:
+    """The policy that says how often a unit compares checksums between ranks, and what follows from damage.
+
+    Raises:
+        ValueError: `interval` is negative, or `on_damage` is unknown.
+    """
+
+    interval: int = 100
+    """Optimizer steps from one step that is checked to the next; the first step is checked, too. A forward without
+    gradients is a step of its own. 0 for no checksums."""
+    on_damage: OnDamage = "raise"
+    """For a node shard that was damaged while it rested in a cache. `raise` ends training with a `CorruptionError` at
+    the end of the step. `regather` warns, and gathers the unit again before it is used. Other damage always raises."""
+    unnoticed_edits: bool = False
+    """Look in every forward and every backward for weights that have changed without notice, as through
+    `to_local().data` or a raw pointer. For finding mistakes: it takes a pass over the shard and a message each time."""
+
+    def __post_init__(self) -> None:
+        if self.interval < 0:
+            raise ValueError(f"Checks(interval={self.interval}) must be a number of steps, or 0 for no checksums")
+        if self.on_damage not in get_args(OnDamage):
+            words = ", ".join(map(repr, get_args(OnDamage)))
+            raise ValueError(f"Checks(on_damage={self.on_damage!r}) is not known; use one of {words}")
