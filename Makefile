@@ -36,7 +36,7 @@ $(VENV)/.installed: $(VENV)/.trainer
 demo: $(VENV)/.trainer
 	$(BIN)/laconic compare --demo --out runs/demo
 
-# Two workers, a file each: many tests wait for processes and sockets more than they compute. tests/conftest.py orders
+# Two workers, a file each: many tests wait for processes and sockets more than they compute. conftest.py orders
 # the files, the longest first.
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

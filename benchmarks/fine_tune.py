@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from benchmarks.measure import Benchmark, BenchmarkError, Options
-from benchmarks.record import Record, Row, ratio_row
 from laconic.compare.case import STRATEGIES, Case
 from laconic.compare.result import Result
 from laconic.compare.runner import Comparison
 from laconic.compare.table import render
 from laconic.config import load
 from laconic.lab import LabUnavailable
+from tests.support.measure import Benchmark, BenchmarkError, Options
+from tests.support.record import Record, Row, ratio_row
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "fine-tune.png"

@@ -43,11 +43,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from benchmarks.launch import launch
 from benchmarks.llama import Llama, decoder_layers, loss_of
-from benchmarks.measure import Benchmark, Options
-from benchmarks.record import Row, ratio_row
 from laconic.strategies.memory import measured_peak
+from tests.support.launch import launch
+from tests.support.measure import Benchmark, Options
+from tests.support.record import Row, ratio_row
 
 OURS, RINGS, TORCH = "laconic", "FSDP2 with rings", "FSDP2 with torch's collectives"
 STRATEGIES = (OURS, RINGS, TORCH)

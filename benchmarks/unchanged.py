@@ -40,7 +40,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import launch
+from tests.support.launch import launch
 
 RENAMED_KEYS: dict[str, str] = {}
 """Renamed keys of the configuration: old "section.key" -> new "section.key". `JOBS` has the new keys."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import laconic
-from benchmarks.mend.wrong_key import MISTAKES, Mistake, problem_of, timed
+from tests.faults.wrong_key import MISTAKES, Mistake, problem_of, timed
 
 _HEAVY = ("torch", "transformers", "datasets", "numpy")
 _SCRIPT = f"""

@@ -13,7 +13,7 @@ import pytest
 import laconic
 from laconic.checkpoint import CheckpointError
 from laconic.checkpoint.storage import read_metadata
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 INSIDE = Path(laconic.__file__).with_name("made_up.py")
 OUTSIDE = Path("/somewhere/else.py")

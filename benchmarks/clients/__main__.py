@@ -13,7 +13,7 @@ import sys
 
 from benchmarks.clients import base, lines, losses, resume, sft
 from benchmarks.clients.bench import prepare
-from benchmarks.measure import Benchmark
+from tests.support.measure import Benchmark
 
 BENCHMARK = Benchmark(
     name="clients", doc=__doc__, prepare=prepare,

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.clients.bench import TIMEOUT_S, Bench
-from benchmarks.launch import launch
 from benchmarks.llama import Llama, decoder_layers, loss_of
-from benchmarks.record import Row
+from tests.support.launch import launch
+from tests.support.record import Row
 
 LIMIT = 0.32
 TOLERANCE = 1e-5

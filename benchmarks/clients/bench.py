@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 
 from benchmarks.llama import Llama
-from benchmarks.measure import Options
+from tests.support.measure import Options
 
 _LLAMA = Llama(
     hidden=512, intermediate=1408, layers=6, heads=8, kv_heads=4, vocab=258, batch=1, sequence=128,

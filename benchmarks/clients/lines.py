@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from benchmarks.clients.bench import Bench
-from benchmarks.record import Row
+from tests.support.record import Row
 
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMITS = {"trainer.py": 3, "sft_lora.py": 3, "train_gpt.py": 8}

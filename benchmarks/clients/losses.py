@@ -6,8 +6,8 @@ import importlib
 import tempfile
 
 from benchmarks.clients.bench import TIMEOUT_S, Bench
-from benchmarks.launch import launch
-from benchmarks.record import Row
+from tests.support.launch import launch
+from tests.support.record import Row
 
 TOLERANCE = 1e-5
 CLIENTS = {
@@ -72,8 +72,8 @@ def train(job: str, strategy: str, steps: int) -> Log:
     """Train a job on this rank, and return its log."""
     if job.endswith("_jobs"):
         return importlib.import_module(f"benchmarks.clients.{job}").train(strategy, steps)
-    from benchmarks.clients import trainers
     from laconic.integrations import LaconicArguments
+    from tests.support import trainers
 
     with tempfile.TemporaryDirectory() as folder:
         return trainers.run(job, folder, steps, LaconicArguments() if strategy == "laconic" else None)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.clients.bench import TIMEOUT_S, Bench
-from benchmarks.launch import launch
-from benchmarks.record import Row
+from tests.support.launch import launch
+from tests.support.record import Row
 
 STEPS, CUT = 6, 3
 CLIENTS = ("Trainer", "SFT LoRA", "accelerate loop", "Lightning")
@@ -53,8 +53,8 @@ def _trainer(job: str, folder: Path) -> tuple[bool, bool]:
     from peft import PeftModel
     from transformers import LlamaForCausalLM
 
-    from benchmarks.clients import trainers
     from laconic.integrations import LaconicArguments
+    from tests.support import trainers
 
     more = {"save_strategy": "steps", "save_steps": CUT}
     straight = trainers.make(job, str(folder / "run"), STEPS, LaconicArguments(), **more)
@@ -81,8 +81,8 @@ def _trainer(job: str, folder: Path) -> tuple[bool, bool]:
 def _accelerate(folder: Path) -> tuple[bool, bool]:
     from safetensors.torch import load_file
 
-    from benchmarks.clients.accelerate_jobs import Loop
-    from benchmarks.clients.language_model import make_model, make_rows
+    from tests.support.accelerate_jobs import Loop
+    from tests.support.language_model import make_model, make_rows
 
     straight = Loop("laconic")
     straight.run(CUT)
@@ -104,9 +104,9 @@ def _accelerate(folder: Path) -> tuple[bool, bool]:
 def _lightning(folder: Path) -> tuple[bool, bool]:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from benchmarks.clients import lightning_jobs as jobs
-    from benchmarks.clients.language_model import make_rows
     from laconic.integrations.lightning import LaconicStrategy
+    from tests.support import lightning_jobs as jobs
+    from tests.support.language_model import make_rows
 
     def fit(strategy: LaconicStrategy, start: Path | None = None, **settings: Any) -> tuple[Any, Any]:
         trainer = jobs.make_trainer(strategy, STEPS, use_distributed_sampler=False, **settings)

@@ -7,9 +7,9 @@ import json
 import statistics
 
 from benchmarks.clients.bench import TIMEOUT_S, Bench
-from benchmarks.record import Row
 from laconic.compare.runner import explain_failure
 from laconic.lab import Lab, format_rate
+from tests.support.record import Row
 
 RATE_BITS_PER_S = 100e6
 """The rate of the lab's links."""

@@ -20,7 +20,7 @@ import sys
 
 from benchmarks.cyclic import devices, digits, language, schedule, throughput, traces
 from benchmarks.cyclic.bench import prepare
-from benchmarks.measure import Benchmark
+from tests.support.measure import Benchmark
 
 BENCHMARK = Benchmark(
     name="cyclic", doc=__doc__, prepare=prepare,

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.record import Row
 from laconic.cyclic import CyclicDataParallel
 from laconic.cyclic.stages.cut import cut
+from tests.support.record import Row
 
 WORKERS = 4
 RULES = ("dp", "v1", "v2", "lag2")

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.cyclic.accuracy import Setting
 from benchmarks.llama import Llama
-from benchmarks.measure import Options
+from tests.support.measure import Options
 
 _LLAMA = Llama(
     hidden=384, intermediate=1024, layers=8, heads=6, kv_heads=6, vocab=256, batch=4, sequence=128,

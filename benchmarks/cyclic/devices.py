@@ -13,11 +13,11 @@ from torch.nn import functional
 
 from benchmarks.cyclic.bench import TIMEOUT_S, Bench
 from benchmarks.cyclic.sleeping import WIDTH
-from benchmarks.launch import launch
-from benchmarks.record import Row
 from laconic.cyclic import CyclicDataParallel
 from laconic.cyclic.schedule.rule import Rule
 from laconic.cyclic.schedule.schedule import Schedule, StatePlacement
+from tests.support.launch import launch
+from tests.support.record import Row
 
 
 def devices(bench: Bench) -> Row:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from benchmarks.cyclic.accuracy import WORKERS, Batch, Setting, Study, Task, measure_study
 from benchmarks.cyclic.bench import Bench
-from benchmarks.record import Row
+from tests.support.record import Row
 
 
 def language(bench: Bench) -> Row:

@@ -6,10 +6,10 @@ import statistics
 
 from benchmarks.cyclic.bench import TIMEOUT_S, Bench
 from benchmarks.cyclic.sleeping import STAGE_BYTES, Observation, live_over_time, run_sleeping
-from benchmarks.launch import launch
-from benchmarks.record import Row
 from laconic.cyclic.schedule.rule import Rule
 from laconic.cyclic.schedule.schedule import Schedule
+from tests.support.launch import launch
+from tests.support.record import Row
 
 
 def _run_sleeping(bench: Bench, rule: str, num_workers: int, batches: int) -> list[Observation]:

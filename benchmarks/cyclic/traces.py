@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from benchmarks.cyclic.activation_trace import Trace, trace
 from benchmarks.cyclic.bench import Bench
-from benchmarks.record import Row
+from tests.support.record import Row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

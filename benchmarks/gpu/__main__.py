@@ -19,8 +19,8 @@ import torch
 
 from benchmarks.gpu import losses, memory, overlap, step_time
 from benchmarks.gpu.training import FULL, TOY, Bench
-from benchmarks.measure import Benchmark, BenchmarkError, Options
-from benchmarks.record import Record
+from tests.support.measure import Benchmark, BenchmarkError, Options
+from tests.support.record import Record
 
 
 def _prepare(options: Options) -> contextlib.nullcontext[Bench]:

@@ -6,7 +6,7 @@ import torch
 
 import laconic
 from benchmarks.gpu.training import LOCAL, NODES, Bench, Sizes, Training, device_of
-from benchmarks.record import Row
+from tests.support.record import Row
 
 NUM_STEPS = 20
 CACHES = ("none", "host", "device")

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
 from benchmarks.gpu.training import LOCAL, NODES, Bench, Sizes, Training, become_rank_0, device_of
-from benchmarks.record import Row, ratio_row
 from laconic.shard.unit import unit_of
+from tests.support.record import Row, ratio_row
 
 _NUM_STEPS = 3
 """The number of warm steps over which the peak is taken."""

@@ -10,8 +10,8 @@ import laconic
 from benchmarks.gpu.trace import Overlap, StreamLabel, events_of, overlap
 from benchmarks.gpu.training import LOCAL, NODES, Bench, Sizes, Training, become_rank_0, device_of, seconds_per_step
 from benchmarks.llama import Llama
-from benchmarks.record import Row, ratio_row
 from laconic.shard.unit import unit_of
+from tests.support.record import Row, ratio_row
 
 _PROFILED_STEPS = 2
 LABEL_BYTES = (12_347, 12_391)

@@ -18,7 +18,7 @@ from benchmarks.gpu.training import (
     device_of,
     seconds_per_step,
 )
-from benchmarks.record import Row, ratio_row
+from tests.support.record import Row, ratio_row
 
 
 def step_rank(sizes: Sizes, device_type: str) -> dict[str, tuple[list[float], list[float]]]:

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_shard
 
 import laconic
-from benchmarks.launch import launch
 from benchmarks.llama import Llama, decoder_layers, loss_of
+from tests.support.launch import launch
 
 NODES, LOCAL = 2, 2
 TIMEOUT_S = 300.0

@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 
 from benchmarks.layout import engine, padding
-from benchmarks.measure import Benchmark, Options
-from benchmarks.record import Record
 from laconic.compare.table import markdown
+from tests.support.measure import Benchmark, Options
+from tests.support.record import Record
 
 _COLUMNS = ("layer", "ranks", "1 row", "16 rows", "32 rows", "128 rows", "FSDP2", "LCM")
 

@@ -12,10 +12,10 @@ import statistics
 from pathlib import Path
 
 from benchmarks import previous
-from benchmarks.record import Row
 from laconic.compare import Case, Comparison, Result
 from laconic.compare.progress import ConsoleReporter
 from laconic.config import load
+from tests.support.record import Row
 
 _REPOSITORY = Path(__file__).parents[2]
 ADDED_FILE = "src/laconic/shard/linear.py"

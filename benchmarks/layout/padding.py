@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from benchmarks.record import Row
 from laconic.layout import packing, planner
 from laconic.layout.explain import Cause, Explanation, explain
 from laconic.layout.granularity import rows
 from laconic.plan.padding import plan_of
 from laconic.plan.rules import fsdp2_numel, lcm_numel
 from laconic.plan.shapes import DEEPSEEK_V3, GPT_OSS_120B, UnitShapes
+from tests.support.record import Row
 
 LAYERS = {"DeepSeek-V3": DEEPSEEK_V3, "GPT-OSS-120B": GPT_OSS_120B}
 SHOWN = (8, 64, 96, 100, 128, 256, 384, 512, 768, 1000, 1024)

@@ -21,7 +21,7 @@ import sys
 
 from benchmarks.local_steps import losses, partial, seconds, traffic
 from benchmarks.local_steps.bench import prepare
-from benchmarks.measure import Benchmark
+from tests.support.measure import Benchmark
 
 BENCHMARK = Benchmark(
     name="local_steps", doc=__doc__, prepare=prepare,

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import launch
 from benchmarks.local_steps.islands import Answer, Job, Shape, run_jobs, write_jobs
-from benchmarks.measure import Options
 from laconic.compare.runner import explain_failure
 from laconic.lab import Lab
+from tests.support.launch import launch
+from tests.support.measure import Options
 
 NUM_ISLANDS = 4
 _TIMEOUT_S = 3 * 3600.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.local_steps.bench import EVERY, LOSSES, NUM_ISLANDS, OUTER_MOMENTUM, STREAMED, TOP_K, Bench
 from benchmarks.local_steps.islands import Job
-from benchmarks.record import Record, Row
+from tests.support.record import Record, Row
 
 _PICTURE = Path(__file__).parents[2] / "docs" / "local-steps.png"
 Curve = list[tuple[int, float, float]]

@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.llama import Llama
 from benchmarks.local_steps.bench import Bench
-from benchmarks.record import Row
 from laconic.partial.patterns import Kind
 from laconic.partial.updates import partial_updates
+from tests.support.record import Row
 
 Shape = Literal["gpt2", "llama"]
 HIDDEN, LAYERS, HEADS, VOCAB = 2048, 24, 16, 32_000

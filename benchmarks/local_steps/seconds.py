@@ -7,8 +7,8 @@ import statistics
 
 from benchmarks.local_steps.bench import OUTER_MOMENTUM, RATE_BITS_PER_S, SMALL_STEP, STREAMED, Bench
 from benchmarks.local_steps.islands import Answer, Job, Shape
-from benchmarks.record import Row
 from laconic.lab import format_rate
+from tests.support.record import Row
 
 _WIDE = Shape(hidden=384, intermediate=1024, layers=4)
 """The model of the wall-clock row: half the layers of `Shape` and four times its parameters. Large models do not wait

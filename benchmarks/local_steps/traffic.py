@@ -7,8 +7,8 @@ from typing import Any
 
 from benchmarks.local_steps.bench import NUM_ISLANDS, SMALL_STEP, TOP_K, Bench, wire_bytes
 from benchmarks.local_steps.islands import Job
-from benchmarks.record import Row
 from laconic.codec import codec_named
+from tests.support.record import Row
 
 _NUMEL = 2**20
 _RING = 2 * (NUM_ISLANDS - 1) / NUM_ISLANDS

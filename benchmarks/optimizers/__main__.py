@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.measure import Benchmark
 from benchmarks.optimizers import losses, muon, states
 from benchmarks.optimizers.bench import prepare
+from tests.support.measure import Benchmark
 
 BENCHMARK = Benchmark(
     name="optimizers", doc=__doc__, prepare=prepare,

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.launch import launch
 from benchmarks.llama import Llama
-from benchmarks.measure import Options
+from tests.support.launch import launch
+from tests.support.measure import Options
 
 NODES, LOCAL = 2, 2
 LAST_STEPS = 20

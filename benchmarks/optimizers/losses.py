@@ -8,11 +8,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import launch
 from benchmarks.optimizers.bench import LAST_STEPS, LOCAL, NODES, TIMEOUT_S, Bench
 from benchmarks.optimizers.states import NUM_STEPS, measure_adamw8bit
-from benchmarks.record import Row
 from laconic.config import Config, load
+from tests.support.launch import launch
+from tests.support.record import Row
 
 _JOB = Path(__file__).parents[1] / "jobs" / "optimizers.toml"
 SETTINGS: dict[str, dict[str, Any]] = {"muon": {"adjust_lr_fn": "match_rms_adamw"}, "shampoo": {"block_size": 128}}

@@ -16,8 +16,8 @@ import laconic
 from benchmarks.llama import Llama, decoder_layers
 from benchmarks.optimizers.bench import LOCAL, NODES, Bench, sum_over_ranks
 from benchmarks.optimizers.collective_bytes import CollectiveBytes
-from benchmarks.record import Row
 from laconic.optim import Muon, matrices_and_rest
+from tests.support.record import Row
 
 _FLOAT32_BYTES = 4
 

@@ -11,8 +11,8 @@ import laconic
 from benchmarks.llama import Llama
 from benchmarks.optimizers.bench import Bench, sum_over_ranks
 from benchmarks.optimizers.muon import sharded
-from benchmarks.record import Row
 from laconic.optim import AdamW8bit
+from tests.support.record import Row
 
 NUM_STEPS = 3
 

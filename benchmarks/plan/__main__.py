@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.measure import Benchmark
 from benchmarks.plan import counted, fits, memory, paper, scale, seconds
 from benchmarks.plan.bench import Bench, open_bench
-from benchmarks.record import Record
+from tests.support.measure import Benchmark
+from tests.support.record import Record
 
 
 def _details(bench: Bench) -> str:

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import launch
-from benchmarks.measure import Options
 from benchmarks.plan.jobs import Case, Predictions
 from benchmarks.plan.lab import LabRuns
 from benchmarks.plan.ranks import train_all_watched
 from laconic.compare.table import markdown
 from laconic.config import to_dict
 from laconic.plan.cluster_spec import ClusterSpec
+from tests.support.launch import launch
+from tests.support.measure import Options
 
 LAUNCH_S = 1500.0
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.plan.bench import Bench, any_cluster
 from benchmarks.plan.jobs import CYCLIC, ISLANDS, STRATEGIES, VARIANTS, Case, candidate_of, make_case
-from benchmarks.record import Row
 from laconic.plan.prediction import Refusal
+from tests.support.record import Row
 
 SHAPES = ((2, 2), (3, 1), (2, 3))
 """(nodes, ranks of each)."""

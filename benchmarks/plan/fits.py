@@ -22,9 +22,9 @@ from benchmarks.plan.jobs import (
     make_cases,
 )
 from benchmarks.plan.processes import most_resident_bytes
-from benchmarks.record import Row
 from laconic.plan.estimates import MARGIN
 from laconic.plan.prediction import Refusal
+from tests.support.record import Row
 
 NODES, LOCAL = 2, 1
 _STEPS = 4

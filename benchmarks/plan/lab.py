@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import BenchmarkError
 from benchmarks.plan.jobs import Case, Predictions
 from laconic.compare.runner import explain_failure
 from laconic.config import to_dict
@@ -19,6 +18,7 @@ from laconic.plan.cluster_file import load_cluster
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate
 from laconic.plan.prediction import Refusal
+from tests.support.measure import BenchmarkError
 
 _TIMEOUT_S = 900.0
 WARM_STEPS = 2

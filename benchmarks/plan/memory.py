@@ -14,8 +14,8 @@ from benchmarks.plan import fits
 from benchmarks.plan.bench import Bench, any_cluster, columns
 from benchmarks.plan.jobs import CYCLIC, PEERS, STRATEGIES, VARIANTS, Case, make_cases
 from benchmarks.plan.processes import most_resident_bytes
-from benchmarks.record import Row
 from laconic.plan.prediction import Refusal
+from tests.support.record import Row
 
 _NODES, _LOCAL = 2, 2
 _WATCHED_STEP = 2

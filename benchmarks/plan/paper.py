@@ -16,13 +16,13 @@ import dataclasses
 from typing import Any
 
 from benchmarks.plan.bench import Bench, columns
-from benchmarks.record import Row
 from laconic.config import Config, from_dict
 from laconic.plan.candidates import CANDIDATES
 from laconic.plan.cluster_file import cluster_from_dict
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate
 from laconic.plan.prediction import Predictor
+from tests.support.record import Row
 
 _CLOSE = 0.05
 _PAYLOAD_BITS_PER_S = 8 * 8e9 / 6.745

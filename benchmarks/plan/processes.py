@@ -2,7 +2,7 @@
 
     python -m benchmarks.plan.processes JOB.json LIMIT_BYTES     on each rank
 
-As under torchrun, OMP_NUM_THREADS is 1. A fork of the benchmark, as `benchmarks.launch` makes, would have the
+As under torchrun, OMP_NUM_THREADS is 1. A fork of the benchmark, as `tests.support.launch` makes, would have the
 benchmark's memory, too.
 """
 
@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.launch import free_port, torchrun_environment
 from benchmarks.plan.jobs import Case
 from benchmarks.plan.ranks import memory_bytes, train_all_watched
 from laconic.config import to_dict
+from tests.support.launch import free_port, torchrun_environment
 
 _TIMEOUT_S = 120.0
 

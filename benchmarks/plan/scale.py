@@ -15,7 +15,7 @@ import sys
 import time
 
 from benchmarks.plan.bench import Bench
-from benchmarks.record import Row
+from tests.support.record import Row
 
 _MOST_S, _MOST_BYTES = 5.0, 2**30
 JOB = {

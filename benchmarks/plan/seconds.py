@@ -19,8 +19,8 @@ from benchmarks.plan.jobs import (
     make_cases,
 )
 from benchmarks.plan.lab import Run
-from benchmarks.record import Row
 from laconic.lab import format_rate
+from tests.support.record import Row
 
 RATES = (20e6, 50e6, 100e6, 200e6, None)
 _STRATEGIES = ("none", "host", "device", "8bit", "4bit", "zero++", "fsdp2", "fsdp2-hpz", "hsdp", "ddp", "deepspeed")

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.measure import Benchmark
-from benchmarks.record import Record
 from benchmarks.thinner import costs, losses
 from benchmarks.thinner.bench import Bench, open_bench
 from laconic.compare.table import LEGEND, render
+from tests.support.measure import Benchmark
+from tests.support.record import Record
 
 
 def _table(bench: Bench) -> str:

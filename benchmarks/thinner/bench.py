@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from benchmarks.measure import BenchmarkError, Options
 from benchmarks.wire.bench import Bench as WireBench
 from benchmarks.wire.bench import Key, Setup
 from laconic.lab import LabUnavailable
+from tests.support.measure import BenchmarkError, Options
 
 THINNER = Setup(job_file="thinner")
 ACCUMULATED = Setup(job_file="thinner_accumulated")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from benchmarks.record import Row, ratio_row
 from benchmarks.thinner.bench import ACCUMULATED, FAST_BITS_PER_S, SLOW_BITS_PER_S, THINNER, Bench
 from benchmarks.wire.bench import Setup, wire_bytes
 from laconic.compare import STRATEGIES
 from laconic.lab import format_rate
+from tests.support.record import Row, ratio_row
 
 
 def _bytes(bench: Bench, strategy: str, setup: Setup = THINNER) -> float:

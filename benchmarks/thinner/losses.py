@@ -16,10 +16,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import launch
-from benchmarks.record import Row
 from benchmarks.thinner.bench import Bench
 from laconic.config import Config, load
+from tests.support.launch import launch
+from tests.support.record import Row
 
 _JOBS = Path(__file__).parents[1] / "jobs"
 _TIMEOUT_S = 3600.0

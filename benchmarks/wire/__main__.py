@@ -29,13 +29,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Benchmark
-from benchmarks.record import Record
 from benchmarks.wire import memory, picture, seconds, traffic
 from benchmarks.wire.bench import HOME, Bench, open_bench, result_key
 from laconic.compare import STRATEGIES, Result
 from laconic.compare.plot import save_plot
 from laconic.compare.table import LEGEND, render
+from tests.support.measure import Benchmark
+from tests.support.record import Record
 
 _DOCS = Path(__file__).parents[2] / "docs"
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.measure import BenchmarkError, Options
 from laconic.compare import Case, Comparison, ComparisonError, Result
 from laconic.compare.case import Job, config_of
 from laconic.compare.progress import ConsoleReporter
 from laconic.compare.runner import explain_failure
 from laconic.config import Config, load, to_toml
 from laconic.lab import LabUnavailable
-from tests.reference.step_bytes import StepBytes, step_bytes
+from tests.support.measure import BenchmarkError, Options
+from tests.support.step_bytes import StepBytes, step_bytes
 
 _JOBS = Path(__file__).parents[1] / "jobs"
 FLOAT32_BYTES = 4
@@ -180,7 +180,7 @@ def wire_bytes(run: Result) -> float:
 
 
 def formula_bytes(run: Result) -> StepBytes:
-    """Return the predicted bytes of a run in fp32: [Note: Bytes of a step] in tests/reference/step_bytes.py."""
+    """Return the predicted bytes of a run in fp32: [Note: Bytes of a step] in tests/support/step_bytes.py."""
     return step_bytes(
         run.strategy,
         nodes=run.num_nodes,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from benchmarks.record import Row
 from benchmarks.wire.bench import FLOAT32_BYTES, Bench
+from tests.support.record import Row
 
 
 def device_memory(bench: Bench) -> Row:

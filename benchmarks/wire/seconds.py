@@ -6,7 +6,6 @@ import contextlib
 import statistics
 
 from benchmarks import previous
-from benchmarks.record import Row, ratio_row
 from benchmarks.wire.bench import (
     COMPARED,
     FLAT,
@@ -22,6 +21,7 @@ from benchmarks.wire.bench import (
 )
 from laconic.compare import STRATEGIES, Case, Result
 from laconic.lab import format_rate
+from tests.support.record import Row, ratio_row
 
 BEFORE = "4c00c21"
 """The sources that the step time is compared with."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.record import Row
 from benchmarks.wire.bench import COMPARED, LORA_RATE_BITS_PER_S, RATE_BITS_PER_S, Bench, formula_bytes, wire_bytes
 from laconic.compare import Result
+from tests.support.record import Row
 
 
 def wire_full(bench: Bench) -> Row:

@@ -1,6 +1,6 @@
 """Records what laconic unpickles, in the tests and in every process that they start, and refuses warnings of torch.
 
-Python imports this module before anything else where its folder is on PYTHONPATH; tests/conftest.py puts it there.
+Python imports this module before anything else where its folder is on PYTHONPATH; conftest.py puts it there.
 `pickle.loads`, `pickle.load` and `pickle.Unpickler` then look at the stack. If laconic is in it, the stack is appended
 to the file that LACONIC_UNPICKLED names, as a line of JSON. These are no records:
 

@@ -15,7 +15,7 @@ from laconic.compare.case import STRATEGIES
 from laconic.compare.report import render_report
 from laconic.compare.result import Prediction, Result
 from tests.browser.chromium import BrowserError, Chromium, chromium
-from tests.compare.canned import canned_run
+from tests.support.canned import canned_run
 
 _SECTIONS = (("full", 200e6), ("full", None), ("lora", 200e6))
 _CONTRAST = 4.5  # of WCAG 2, level AA

@@ -13,7 +13,7 @@ from laconic import checkpoint
 from laconic.checkpoint import commit, storage
 from laconic.checkpoint.asynchronous import HostMemory
 from tests.checkpoint import background
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 
 def test_a_save_has_the_state_at_the_call_to_the_bit(tmp_path: Path) -> None:

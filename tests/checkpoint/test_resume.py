@@ -10,7 +10,7 @@ import torch
 
 from laconic.checkpoint import CRASH_POINTS
 from tests.checkpoint.job import Crash, Outcome, load_only, save_with_bad_extra_on_rank_1, train
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 ONLY_RANK_0 = {"manifest_written", "old_set_aside", "renamed", "latest_moved", "pruned"}
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.checkpoint import sizes
 from tests.checkpoint.sizes import OPTIMIZERS, Seen
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 
 @pytest.fixture(scope="module")

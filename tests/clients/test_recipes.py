@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from laconic import fully_shard
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 from tests.train.jobs import SMALL_LLAMA
 
 

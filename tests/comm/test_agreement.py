@@ -16,7 +16,7 @@ from laconic import _compat
 from laconic.comm import agreement
 from laconic.comm.agreement import RankGroup
 from laconic.errors import JobError
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 
 class OwnError(ValueError):

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import laconic
-from benchmarks.launch import launch
 from laconic import _compat
 from laconic.comm import cluster as cluster_module
 from laconic.comm.cluster import AXES, default_mesh
-from tests.ranks import free_port, run_ranks
+from tests.support.launch import free_port, launch, run_ranks
 
 
 def job_position() -> tuple[int, ...]:

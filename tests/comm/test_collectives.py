@@ -13,9 +13,9 @@ import laconic
 from laconic import _compat
 from laconic.comm.collectives import Communicator, all_reduce, pass_on, start_flags, swap_rows
 from laconic.comm.traffic import Purpose
-from tests.ranks import run_ranks
 from tests.reference import gather as reference
 from tests.shard.helpers import MESHES
+from tests.support.launch import run_ranks
 
 C = 12
 """Elements per shard."""

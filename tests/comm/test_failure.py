@@ -17,14 +17,13 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from benchmarks.launch import PRELOADED, _context, torchrun_environment
 from laconic.comm import failure
 from laconic.comm.failure import failing_together, first_failure, record_failure, watch_peers, watch_peers_early
 from laconic.comm.launch import start_process_group
 from laconic.comm.ring import Ring
 from laconic.config import to_toml
 from laconic.errors import JobError
-from tests.ranks import free_port, run_ranks
+from tests.support.launch import PRELOADED, _context, free_port, run_ranks, torchrun_environment
 from tests.train.jobs import job
 
 
@@ -104,7 +103,7 @@ def wait_in_vain(rank: int, port: int, folder: str) -> None:
 
 
 def test_ranks_end_if_another_one_dies_before_all_have_met(tmp_path: Path) -> None:
-    _context.set_forkserver_preload([*PRELOADED, "benchmarks.fork_server"])
+    _context.set_forkserver_preload([*PRELOADED, "tests.support.fork_server"])
     port = free_port()
     jobs = [(meet, 0), (meet, 1), (wait_in_vain, 2)]
     processes = [_context.Process(target=job, args=(rank, port, str(tmp_path)), daemon=True) for job, rank in jobs]
@@ -149,7 +148,7 @@ def lose_the_host(rank: int, port: int, folder: str) -> None:
 
 def run_both(job: Any, folder: Path) -> tuple[list[int | None], list[str]]:
     """Run a job on two ranks; return their exit codes and what they have printed."""
-    _context.set_forkserver_preload([*PRELOADED, "benchmarks.fork_server"])
+    _context.set_forkserver_preload([*PRELOADED, "tests.support.fork_server"])
     port = free_port()
     processes = [_context.Process(target=job, args=(rank, port, str(folder)), daemon=True) for rank in range(2)]
     for process in processes:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from laconic.comm.groups import destroy_with, new_group
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 
 class Owner:

@@ -15,13 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.launch import launch
 from laconic.comm import watch
 from laconic.comm.progress import Record, reasons_to_wait
 from laconic.comm.watch import report_waits
 from laconic.optim import Muon, matrices_and_rest
-from tests.ranks import run_ranks
 from tests.shard import helpers
+from tests.support.launch import launch, run_ranks
 
 TIMEOUT_S = 2.0
 WATCH = "laconic-watch"

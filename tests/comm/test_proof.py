@@ -13,14 +13,13 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record as reported
 
-from benchmarks.launch import launch
 from laconic.comm import watch
 from laconic.comm.journal import Awaited, Entries, Journal, Ticket, waits
 from laconic.comm.progress import Record
 from laconic.comm.proof import find_proof
 from laconic.errors import RanksDifferError
-from tests.ranks import run_ranks
 from tests.shard import helpers
+from tests.support.launch import launch, run_ranks
 
 
 def record(ticket: Awaited | None, has_ended: bool = False, **groups: Entries) -> Record:

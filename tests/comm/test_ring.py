@@ -15,9 +15,9 @@ import pytest
 import torch.distributed as dist
 
 import laconic.comm.ring as ring_module
-from benchmarks import launch
 from laconic.comm.entries import decode, encode
 from laconic.comm.ring import _CALL, _LENGTH, _MOST_STRANGERS, Message, Ring, _Place, own_address
+from tests.support import launch
 
 PATIENCE_S = 8.0
 

@@ -1,4 +1,4 @@
-"""Ranks in library use that lose another rank end soon: a sample of the campaign in benchmarks/trust/waits.py."""
+"""Ranks in library use that lose another rank end soon: a sample of the campaign in tests/faults/waits.py."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import torch.distributed as dist
 
 import laconic
-from benchmarks.launch import launch
-from benchmarks.trust.waits import GRACE_S, Loss, lose_one
 from laconic import _compat, checkpoint
 from laconic.comm.cluster import Cluster, make_mesh
+from tests.faults.waits import GRACE_S, Loss, lose_one
+from tests.support.launch import launch
 
 SAMPLE = [
     ("sharded", "kill", 0, 0.05),  # with the store of all ranks

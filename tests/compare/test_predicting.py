@@ -13,8 +13,8 @@ from laconic.compare.result import Prediction, with_predictions
 from laconic.compare.table import render
 from laconic.config import ConfigError, load
 from laconic.plan.cluster_spec import ClusterSpec
-from tests.compare.canned import canned, canned_host
 from tests.plan.traces import cluster
+from tests.support.canned import canned, canned_host
 
 DEMO = Path(__file__).parents[2] / "src" / "laconic" / "compare" / "demo.toml"
 

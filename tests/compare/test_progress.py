@@ -8,7 +8,7 @@ from rich.console import Console
 
 from laconic.compare import Case
 from laconic.compare.progress import ConsoleReporter
-from tests.compare.canned import canned_host
+from tests.support.canned import canned_host
 
 CASE = Case(strategy="host", rate_bits_per_s=200e6, steps=4)
 

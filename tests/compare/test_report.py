@@ -11,7 +11,7 @@ from laconic.compare import STRATEGIES, Result
 from laconic.compare.report import render_report
 from laconic.compare.result import Prediction
 from laconic.compare.svg import Bar, Line, Segment, bars, lines, timelines
-from tests.compare.canned import canned, canned_host, canned_run
+from tests.support.canned import canned, canned_host, canned_run
 
 VOID = ("meta", "link", "br")
 

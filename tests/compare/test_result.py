@@ -10,7 +10,7 @@ import pytest
 
 from laconic.compare import Case, Result
 from laconic.compare.result import Prediction, read_result
-from tests.compare.canned import canned_host
+from tests.support.canned import canned_host
 
 SUMMARY: dict[str, Any] = {
     "num_nodes": 2, "num_local": 3, "loopback_bytes": [900, 60, 62, 60, 62], "num_parameters": 100, "num_trainable": 10,

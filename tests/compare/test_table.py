@@ -9,7 +9,7 @@ import pytest
 from laconic.compare.plot import save_plot
 from laconic.compare.result import Prediction
 from laconic.compare.table import render
-from tests.compare.canned import canned, canned_host
+from tests.support.canned import canned, canned_host
 
 
 def cells(line: str) -> list[str]:

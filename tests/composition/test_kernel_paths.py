@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from tests.composition import kernel_paths
 from tests.composition.kernel_paths import LIMIT, PARTIAL, STRATEGIES, Outcome, Path, faults, job, paths, sort_out
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 SAMPLE = tuple(
     strategy for strategy in STRATEGIES if strategy not in ("cache device", PARTIAL[1], *PARTIAL[2:5], PARTIAL[-1])

@@ -16,7 +16,7 @@ from tests.composition import page
 from tests.composition.job import batch, build, error, num_steps, optimizer_of, run_cell, stage_optimizer, stages_of
 from tests.composition.matrix import CACHES, CODED, CYCLIC, ISLANDS, REFUSALS, STRATEGIES, Cell, cells, refusals_of
 from tests.composition.oracle import expected
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 Result = tuple[str, dict[str, Tensor], int]
 CODED_SHARE = 0.45

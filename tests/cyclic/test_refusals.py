@@ -19,7 +19,7 @@ from laconic.cyclic.placement import VersionError
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.cyclic.schedule.rule import Rule
 from tests.cyclic.toys import OPTIMIZERS, WIDTH, make_batch, make_stages
-from tests.ranks import free_port, run_ranks
+from tests.support.launch import free_port, run_ranks
 
 loss_fn, sgd = nn.functional.cross_entropy, OPTIMIZERS["sgd"]
 

@@ -16,8 +16,8 @@ from laconic.cyclic.schedule.rule import Rule
 from laconic.cyclic.schedule.schedule import StatePlacement
 from tests.cyclic.test_snapshot import together
 from tests.cyclic.toys import OPTIMIZERS, assert_equal, make_batch, make_stages, train, train_oracle
-from tests.ranks import run_ranks
 from tests.reference.cyclic import Oracle
+from tests.support.launch import run_ranks
 
 torch.set_num_threads(1)
 END = 7

@@ -17,7 +17,7 @@ from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.cyclic.schedule.rule import RULES, Rule
 from laconic.cyclic.schedule.schedule import StatePlacement
 from tests.cyclic.toys import OPTIMIZERS, assert_equal, make_oracle, make_stages, train, train_oracle
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 torch.set_num_threads(1)
 STAGGERED = tuple(name for name in RULES if name != "dp")

@@ -17,7 +17,7 @@ from laconic.cyclic.stages.cut import cut
 from laconic.cyclic.stages.devices import restoring_random_states, synchronize
 from laconic.cyclic.stages.partition import partition
 from laconic.cyclic.stages.stage import unstage
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 VOCAB = 61
 COMMON = {

@@ -16,7 +16,7 @@ from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.cyclic.schedule.program import messages_per_step
 from laconic.cyclic.schedule.rule import Rule
 from laconic.cyclic.schedule.schedule import Schedule
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 COUNT = 4
 

@@ -17,8 +17,8 @@ from laconic.cyclic.buffers import HEADER_BYTES, ActivationMeta, ByteLayout
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.cyclic.schedule.rule import Rule
 from laconic.cyclic.schedule.schedule import StatePlacement
-from tests.ranks import run_ranks
 from tests.reference.cyclic import Oracle
+from tests.support.launch import run_ranks
 
 torch.set_num_threads(1)
 Batch = list[tuple[Tensor, Tensor]]

@@ -17,7 +17,7 @@ from laconic.plan.cluster_file import cluster_from_dict
 from tests.docs.blocks import ROOT, Block, blocks
 from tests.docs.commands import check, commands
 from tests.docs.scenes import scene
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 ALL = list(blocks())
 NOT_RUN = 4

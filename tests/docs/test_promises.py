@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from benchmarks.trust.__main__ import CAMPAIGNS
+from tests.faults.__main__ import CAMPAIGNS
 
 ROOT = Path(__file__).parent.parent.parent
 ROWS = [

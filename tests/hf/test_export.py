@@ -17,7 +17,7 @@ from laconic.config import Config, DataConfig, LoraConfig, ModelConfig, to_dict
 from laconic.hf import export, export_cli
 from laconic.hf.models import build_model
 from tests.hf.zoo import LORA, NO_LORA, TINY, spread, tokens, whole
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 
 def train_and_save(run: str, name: str, lora: LoraConfig, tokenizer: str) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from laconic.hf import lora
 from laconic.hf.layers import base_model
 from laconic.hf.models import build_model
 from tests.hf.zoo import LORA, TINY, differing, spread, tokens, whole
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -18,7 +18,7 @@ from laconic.hf.folder import ModelFolderError
 from laconic.hf.layers import layers_to_shard
 from laconic.hf.models import build_model
 from tests.hf.zoo import LORA, NO_LORA, STRATEGIES, TINY, differing, spread, tokens, whole
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 SEED = 5
 

@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 import laconic
-from benchmarks.clients.accelerate_jobs import Loop, train
-from benchmarks.clients.language_model import loss_of, make_model, make_rows
 from laconic.integrations import LaconicArguments
 from laconic.integrations.accelerate import LaconicAccelerator
 from laconic.integrations.options import ArgumentError
-from tests.ranks import run_ranks
+from tests.support.accelerate_jobs import Loop, train
+from tests.support.language_model import loss_of, make_model, make_rows
+from tests.support.launch import run_ranks
 
 
 def weights(loop: Loop) -> dict[str, torch.Tensor]:

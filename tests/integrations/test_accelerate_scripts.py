@@ -1,6 +1,6 @@
 """accelerate's own scripts, unchanged but for the import, with `LaconicAccelerator` on two ranks.
 
-`python -m benchmarks.mend --rows accelerate-scripts` compares them with accelerate's own classes.
+`python -m tests.faults.mend --rows accelerate-scripts` compares them with accelerate's own classes.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.mend.accelerate_checks import CHECKS, Check, Kind, run_checks
-from tests.ranks import run_ranks
+from tests.faults.accelerate_checks import CHECKS, Check, Kind, run_checks
+from tests.support.launch import run_ranks
 
 _TRAINING = {check for check in CHECKS if check.function == "training_check"} | {Check("test_script", "main")}
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from transformers import Trainer, TrainingArguments
 
-from benchmarks.clients import trainers
 from laconic.integrations import LaconicArguments
 from laconic.integrations.options import ArgumentError
 from laconic.integrations.transformers import LaconicMixin
+from tests.support import trainers
 
 
 class BasePlugin:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.launch import launch
+from tests.support.launch import launch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

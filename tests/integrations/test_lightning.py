@@ -17,12 +17,12 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 
 import laconic
-from benchmarks.clients.language_model import loss_of, make_model, make_rows
-from benchmarks.clients.lightning_jobs import LightningModel, loader, make_trainer, records, train
 from laconic.integrations import LaconicArguments
 from laconic.integrations.lightning import LaconicFabricStrategy, LaconicStrategy
 from laconic.integrations.options import ArgumentError
-from tests.ranks import run_ranks
+from tests.support.language_model import loss_of, make_model, make_rows
+from tests.support.launch import run_ranks
+from tests.support.lightning_jobs import LightningModel, loader, make_trainer, records, train
 
 
 def whole(module: nn.Module) -> dict[str, torch.Tensor]:

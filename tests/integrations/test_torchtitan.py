@@ -9,13 +9,13 @@ import torch.distributed.fsdp
 from torch import nn
 
 import laconic
-from benchmarks.clients.language_model import loss_of, make_rows
 from laconic.integrations import LaconicArguments
 from laconic.integrations.options import ArgumentError
 from laconic.integrations.torchtitan import with_laconic
 from tests.integrations import titan_model
 from tests.integrations.titan_model import SETTINGS, ParallelDims, TitanModel, forgets_to_shard, parallelize
-from tests.ranks import run_ranks
+from tests.support.language_model import loss_of, make_rows
+from tests.support.launch import run_ranks
 
 
 def job_train() -> None:

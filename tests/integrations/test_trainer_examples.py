@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 EXAMPLES = {"trainer": "model.safetensors", "sft_lora": "adapter_model.safetensors", "dpo": "adapter_model.safetensors"}
 

@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 from transformers import HfArgumentParser, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import laconic
-from benchmarks.clients import trainers
-from benchmarks.trust.bit_flips import flipping_in_gradients
 from laconic.integrations import LaconicArguments
 from laconic.integrations.options import ArgumentError
 from laconic.integrations.trained_state import FILES, incomplete
 from laconic.integrations.transformers import LaconicTrainer
-from tests.ranks import run_ranks
+from tests.faults.bit_flips import flipping_in_gradients
+from tests.support import trainers
+from tests.support.launch import run_ranks
 
 STEPS = 3
 

@@ -13,10 +13,10 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemReader
 
 import laconic
-from benchmarks.clients import trainers
 from laconic.integrations import LaconicArguments
 from tests.integrations.test_transformers import gap, is_equal, whole
-from tests.ranks import run_ranks
+from tests.support import trainers
+from tests.support.launch import run_ranks
 
 JOBS = ("sft_lora", "dpo_lora", "dpo", "reward")
 

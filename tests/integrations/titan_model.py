@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from benchmarks.clients.language_model import LanguageModel
+from tests.support.language_model import LanguageModel
 
 TRAINING = SimpleNamespace(mixed_precision_param="float32", mixed_precision_reduce="float32", enable_cpu_offload=False)
 PARALLELISM = SimpleNamespace(fsdp_reshard_after_forward="default")

@@ -1,4 +1,4 @@
-"""Small samples of the campaigns of benchmarks/mend: kills of islands at any instant, and signals between syncs."""
+"""Small samples of the campaigns of tests/faults: kills of islands at any instant, and signals between syncs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.mend import kills, sigterm
+from tests.faults import kills_of_islands as kills
+from tests.faults import sigterm
 
 
 @pytest.mark.timeout(240)

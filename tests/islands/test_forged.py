@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from benchmarks.mend import forged
 from laconic import _compat
 from laconic.islands import rendezvous
 from laconic.islands.ledger import Ledger, RunEndedError
 from laconic.islands.saved_state import SavedState
+from tests.faults import forged
 
 ENDED = ["RunEndedError"] * 3
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.islands.local_steps import LocalSteps
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 GOLDEN = Path(__file__).with_name("golden.json")
 ISLANDS, STEPS = 3, 12

@@ -17,9 +17,9 @@ from laconic.islands.holders import Holders
 from laconic.islands.local_steps import LocalSteps
 from laconic.islands.outer_optimizer import OuterFragment
 from tests.partial.models import MlpNet, partial_net
-from tests.ranks import run_ranks
 from tests.reference.local_steps import Islands
 from tests.shard.helpers import inputs, squared_error
+from tests.support.launch import run_ranks
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:

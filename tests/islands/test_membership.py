@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 import laconic
-from benchmarks import launch
-from benchmarks.trust.islanders import EVERY, Island, adamw, equal_rounds, loss, make_model, meeting
 from laconic import LocalSteps, Membership
 from laconic.islands.ledger import Ledger, Outcome, Roster, Verdict
+from tests.faults.islanders import EVERY, Island, adamw, equal_rounds, loss, make_model, meeting
 from tests.reference.membership import ChangingIslands
+from tests.support import launch
 
 
 def assert_equal_rounds(islands: list[Island]) -> dict[int, int]:

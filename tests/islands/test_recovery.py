@@ -21,8 +21,8 @@ import laconic
 from laconic.islands.local_steps import LocalSteps
 from tests.islands.test_local_steps import adamw, assert_equal, batch, make, values
 from tests.partial.models import partial_net
-from tests.ranks import free_port, run_ranks
 from tests.shard.helpers import build, inputs, shard, squared_error
+from tests.support.launch import free_port, run_ranks
 
 
 def train(islands: int, local: int, machines: list[str] | None, upto: int, seed: int = 0) -> tuple[int, Any]:

@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 
 import laconic
-from benchmarks.trust.recovery_damage import HARMS, QUICK_CASES, campaign
 from laconic.islands import state_file, state_folder
 from laconic.islands.local_steps import LocalSteps
+from tests.faults.recovery_damage import HARMS, QUICK_CASES, campaign
 from tests.islands.test_local_steps import adamw, batch, make, values
-from tests.ranks import run_ranks
 from tests.shard.helpers import build, shard, squared_error
+from tests.support.launch import run_ranks
 
 EVERY, STEPS = 2, 8
 
 
 def test_damaged_files_neither_block_a_restart_nor_load(tmp_path: Path) -> None:
-    """A sample of `python -m benchmarks.trust --rows recovery-damage`."""
+    """A sample of `python -m tests.faults --rows recovery-damage`."""
     counts = campaign(tmp_path / "campaign", QUICK_CASES)
     assert {harm: counts[harm] for harm in HARMS} == dict.fromkeys(HARMS, 0)
     assert counts["restored newest"] + counts["restored less"] + counts["nothing"] == QUICK_CASES

@@ -9,7 +9,7 @@ from torch import Tensor
 import laconic
 from laconic.codec import TopK
 from laconic.islands.all_reduce import CompressedAllReduce, IslandGroup
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 NUMEL = 9001
 KEEP = 8

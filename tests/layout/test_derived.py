@@ -18,7 +18,7 @@ from laconic.layout.derived import DerivedLayout
 from laconic.layout.packing import plan_bucket
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 
 @settings(max_examples=100, deadline=None)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.layout.granularity import Block, check_matched, elements, resolve, rows, whole
-from tests.ranks import run_ranks
 from tests.shard.helpers import (
     Net,
     assert_gradients,
@@ -23,6 +22,7 @@ from tests.shard.helpers import (
     shard,
     squared_error,
 )
+from tests.support.launch import run_ranks
 
 
 def parameters(**shapes: tuple[int, ...]) -> list[tuple[str, Tensor]]:

@@ -14,7 +14,7 @@ import laconic
 from laconic.checkpoint import load_checkpoint, save_checkpoint
 from laconic.ragged.tensor import RaggedTensor
 from tests.ragged.test_reductions import SHAPES, Some
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 STEPS = 3
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.optim import family
 from tests.optim.family import MEMBERS, Outcome
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 WORLDS = {4: 2, 1: 1, 6: 3, 2: 2, 3: 1}
 """Ranks, and ranks per node. Each world loads the checkpoint of the world before it in this order."""

@@ -13,9 +13,9 @@ from laconic.comm.cluster import Cluster
 from laconic.optim.shampoo import Shampoo, blocks_of, inverse_root
 from laconic.ragged.tensor import RaggedTensor
 from tests.optim import matrices as helpers
-from tests.ranks import run_ranks
 from tests.reference import shampoo as reference
 from tests.shard.helpers import MESHES
+from tests.support.launch import run_ranks
 
 SETTINGS: list[dict[str, Any]] = [
     {"update_every": 2},

@@ -18,7 +18,7 @@ from laconic.hf.layers import layers_to_shard
 from laconic.partial.updates import partial_updates, unsliced_state_dict
 from laconic.ragged.parts import sliced_parts
 from tests.partial.models import build, lm_loss, tokens
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 adamw = partial(torch.optim.AdamW, lr=1e-2)
 

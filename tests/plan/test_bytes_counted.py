@@ -12,7 +12,7 @@ from laconic.plan.candidates import CANDIDATES
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate
 from laconic.plan.prediction import Predictor
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 from tests.train.jobs import corpus, table, train_all
 
 EVERY = 2

@@ -31,7 +31,7 @@ from laconic.plan.optimizer_cost import OptimizerCost
 from laconic.plan.phase import Phase
 from tests.cyclic.toys import OPTIMIZERS, WIDTH, make_stages, train
 from tests.plan.traces import cluster
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 BATCHES = 4
 ROWS = 4

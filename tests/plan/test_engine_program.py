@@ -17,7 +17,7 @@ from laconic.plan.model_trace import ModelTrace, ParameterSpec, UnitSpec
 from laconic.plan.program import LaconicStep, LocalStepsProgram, StepWork
 from laconic.shard.policies import Cache, Wire
 from tests.plan.traces import cluster, spec, trace
-from tests.reference.step_bytes import step_bytes
+from tests.support.step_bytes import step_bytes
 
 SHAPES = [(2, 2), (3, 1), (2, 3), (1, 4), (5, 1)]
 WIDTH = 480  # rows that all of these numbers of ranks divide

@@ -20,7 +20,7 @@ from laconic.config import ConfigError
 from laconic.plan import measure, measure_cli
 from laconic.plan.cluster_file import load_cluster, parse_cluster, to_toml
 from laconic.plan.measure import Effort, Figure, as_spec
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 SMALL = Effort(products=(8, 16), copies_bytes=(1 << 12, 1 << 16), transfers_bytes=(1 << 10, 1 << 12), repetitions=3)
 LEAST = Effort(products=(16,), copies_bytes=(1 << 12,), transfers_bytes=(1 << 12,), repetitions=2, enough_s=1e-4)

@@ -13,7 +13,7 @@ from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate
 from laconic.plan.peers_fsdp2 import padded_numel
 from laconic.plan.prediction import Predictor, Refusal
-from tests.reference.step_bytes import step_bytes
+from tests.support.step_bytes import step_bytes
 
 HIDDEN, LAYERS, VOCABULARY = 48, 3, 96
 MODEL = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from laconic.lab import Lab
-from tests.reference.step_bytes import StepBytes, step_bytes
+from tests.support.step_bytes import StepBytes, step_bytes
 
 STRATEGIES = ("fsdp2", "fsdp2-gloo", "hsdp", "ddp", "none", "host", "zero++", "8bit", "4bit")
 

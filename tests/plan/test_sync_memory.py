@@ -18,7 +18,7 @@ from laconic.islands.outer_optimizer import outer_sgd
 from laconic.plan.sync_memory import sync_memory
 from laconic.strategies.memory import measured_peak
 from tests.partial.models import partial_net
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 NUMEL = 3 * 2**16
 SETTINGS: list[dict[str, Any]] = [

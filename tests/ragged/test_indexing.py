@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from laconic.layout.bucket import Extent
 from laconic.ragged.tensor import RaggedTensor
-from tests.ranks import run_ranks
 from tests.shard.helpers import build, inputs, moved, ragged, shard, whole
+from tests.support.launch import run_ranks
 
 RANKS = 4
 SHAPE = (6, 3)

@@ -16,8 +16,8 @@ from laconic.checkpoint import load_checkpoint, save_checkpoint
 from laconic.optim import AdamW8bit
 from laconic.ragged.tensor import RaggedTensor
 from tests.ragged.test_state_dict import Mixed, assert_ragged, set_gradients, sharded
-from tests.ranks import run_ranks
 from tests.shard import helpers
+from tests.support.launch import run_ranks
 
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
     "foreach": lambda parameters: AdamW(parameters, lr=1e-2, foreach=True, amsgrad=True),

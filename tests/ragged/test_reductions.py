@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import laconic
 from laconic.ragged.tensor import RaggedTensor
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 SHAPES = {
     "matrix": (5, 3),

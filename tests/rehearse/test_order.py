@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.launch import launch
 from tests.rehearse.campaign import explore
 from tests.rehearse.programs import PROGRAMS
+from tests.support.launch import launch
 
 _ORDERS = (1,)
-"""The seeds of the orders of each program. benchmarks/trust/races.py has thousands."""
+"""The seeds of the orders of each program. tests/faults/races.py has thousands."""
 
 
 def _explore() -> dict[str, Any]:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.shard.gather import GatherState
-from tests.ranks import run_ranks
 from tests.shard import helpers
+from tests.support.launch import run_ranks
 
 # -- setters ----------------------------------------------------------------------------------------------------------
 

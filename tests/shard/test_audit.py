@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic
-from benchmarks.trust.bit_flips import flipping_in_gradients, flipping_in_use
 from laconic import Checks, CorruptionError
-from tests.ranks import run_ranks
+from tests.faults.bit_flips import flipping_in_gradients, flipping_in_use
 from tests.shard import helpers
+from tests.support.launch import run_ranks
 
 
 class Noisy(helpers.Net):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
-from tests.ranks import run_ranks
 from tests.shard import helpers
+from tests.support.launch import run_ranks
 
 
 def assert_mean_gradients(model: nn.Module, plain: nn.Module, batches: list[list[tuple[Tensor, Tensor]]]) -> None:

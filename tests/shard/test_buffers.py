@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 WIDTH = 6
 

@@ -16,8 +16,8 @@ from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
 from laconic.shard.policies import Cache
 from laconic.shard.unit import unit_of
-from tests.ranks import run_ranks
 from tests.shard import helpers
+from tests.support.launch import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
-from benchmarks.trust.bit_flips import Flip, flip_bit, flipping
 from laconic import Checks, CorruptionError, Wire
 from laconic.shard import inspection
-from tests.ranks import run_ranks
+from tests.faults.bit_flips import Flip, flip_bit, flipping
 from tests.shard import helpers
+from tests.support.launch import run_ranks
 
 _ALL = Checks(interval=1, on_damage="regather", unnoticed_edits=True)
 _SETTINGS: list[dict[str, Any]] = [

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import laconic
-from tests.ranks import run_ranks
 from tests.shard import helpers
 from tests.shard.helpers import buckets, build, full_gradients, inputs, oracle_of, shard, squared_error
+from tests.support.launch import run_ranks
 
 
 def set_to_none(model: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import laconic
 import laconic.optim
 from laconic.shard.difference import CopyState
-from tests.ranks import run_ranks
 from tests.shard.helpers import buckets, build, full_parameters, inputs, shard, squared_error, train_step
 from tests.shard.wire_helpers import assert_nodes_agree, crossings_after, states
+from tests.support.launch import run_ranks
 
 
 def job_refusals() -> None:

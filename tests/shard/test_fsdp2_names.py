@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method, sha
 
 import laconic
 from laconic.shard.sharded_module import ShardedModule
-from tests.ranks import run_ranks
 from tests.shard import helpers
+from tests.support.launch import run_ranks
 
 
 def public_methods() -> list[str]:

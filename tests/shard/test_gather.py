@@ -12,8 +12,8 @@ from torch import Tensor
 
 from laconic.shard.gather import GatherState, UnitGather
 from laconic.shard.unit import unit_of
-from tests.ranks import run_ranks
 from tests.shard import helpers
+from tests.support.launch import run_ranks
 
 
 def events_of(model: Any, run: Callable[[], Any]) -> list[str]:

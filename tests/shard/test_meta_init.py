@@ -11,9 +11,9 @@ import transformers
 from torch import nn
 
 import laconic
-from tests.ranks import run_ranks
 from tests.shard import test_models
 from tests.shard.helpers import Net, buckets, full_parameters, inputs, shard, train_step
+from tests.support.launch import run_ranks
 
 
 def reset_all(model: nn.Module) -> None:

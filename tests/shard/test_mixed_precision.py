@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
-from tests.ranks import run_ranks
 from tests.reference.step import Oracle
 from tests.shard import helpers
+from tests.support.launch import run_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -12,9 +12,9 @@ import transformers
 from torch import Tensor, nn
 
 import laconic
-from tests.ranks import run_ranks
 from tests.reference.step import Oracle
 from tests.shard.helpers import Block, build, full_gradients, full_parameters, moved, reduce_bytes
+from tests.support.launch import run_ranks
 
 VOCAB, LENGTH, ROWS = 37, 6, 2
 TEXT = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

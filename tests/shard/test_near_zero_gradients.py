@@ -18,7 +18,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import laconic
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 NUM_STEPS, LR = 4, 1e-3
 EPS = {"AdamW": 1e-8, "AdamW, large eps": 1e-4, "SGD": None}

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard
 
 import laconic
-from tests.ranks import run_ranks
 from tests.shard import helpers
+from tests.support.launch import run_ranks
 
 
 def job_offload(cache: str) -> None:

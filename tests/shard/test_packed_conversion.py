@@ -19,9 +19,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import laconic
 from laconic.shard.policies import Checks, Wire
-from tests.ranks import run_ranks
 from tests.shard import helpers
 from tests.shard.test_conversion import Float8Weight, converting
+from tests.support.launch import run_ranks
 
 
 class RowScaled(Float8Weight):

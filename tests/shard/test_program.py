@@ -15,8 +15,8 @@ from laconic.errors import RanksDifferError
 from laconic.shard.description import compare, describe, first_difference
 from laconic.shard.program import Program
 from laconic.shard.unit import Unit
-from tests.ranks import run_ranks
 from tests.shard import helpers
+from tests.support.launch import run_ranks
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -1,4 +1,4 @@
-"""A share of the random module trees; `python -m benchmarks.parity` tries thousands."""
+"""A share of the random module trees; `python -m tests.faults.parity` tries thousands."""
 
 from __future__ import annotations
 

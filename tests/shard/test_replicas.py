@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import laconic
-from tests.ranks import run_ranks
 from tests.shard import helpers
+from tests.support.launch import run_ranks
 
 
 def job_replicas(names: tuple[str, str], accumulation: int) -> None:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import laconic
-from tests.ranks import run_ranks
 from tests.shard import helpers
+from tests.support.launch import run_ranks
 
 BATCH = torch.zeros(2, 5)
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from laconic.shard.gather import GatherState
 from laconic.shard.unit import unit_of
-from tests.ranks import run_ranks
 from tests.shard import helpers
+from tests.support.launch import run_ranks
 
 
 def job_freeze_while_gathered() -> None:

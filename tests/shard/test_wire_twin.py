@@ -17,10 +17,10 @@ import laconic.optim
 from laconic.codec import CODECS
 from laconic.shard.bucket import Bucket
 from laconic.shard.payload import Payload, shards_of_nodes
-from tests.ranks import run_ranks
 from tests.reference.wire import Twin
 from tests.shard.helpers import buckets, build, full_parameters, inputs, moved, shard, squared_error
 from tests.shard.wire_helpers import Aligned, Toy, computed_weights, crossings_after, cuts_of, runs_of, toy_inputs
+from tests.support.launch import run_ranks
 
 LR = 0.01
 

@@ -21,7 +21,7 @@ from laconic import checkpoint
 from laconic.config import DataConfig
 from laconic.data import arrays, tokens
 from laconic.integrations import trained_state
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 OLD = Path(__file__).parent / "old"
 

@@ -32,8 +32,8 @@ from laconic.strategies.cyclic_metrics import DeviceTimeline, combine
 from laconic.strategies.learning_rates import lr_at
 from laconic.strategies.optimizers import make_stage_optimizer
 from tests.hf.zoo import TINY, differing
-from tests.ranks import run_ranks
 from tests.reference.cyclic import Oracle
+from tests.support.launch import run_ranks
 from tests.train.jobs import job, refusal, train, train_all
 
 CYCLIC: dict[str, Any] = {"kind": "cyclic", "cut_by": "parameters"}

@@ -15,8 +15,8 @@ from laconic.config import Config, JobError
 from laconic.strategies.checks import check_job
 from laconic.strategies.deepspeed_setup import Sizes, import_deepspeed, refuse_on_cpu, zero_3
 from laconic.strategies.deepspeed_state import local_part
-from tests.ranks import run_ranks
 from tests.strategies import peers
+from tests.support.launch import run_ranks
 from tests.train.jobs import job
 
 RANKS = RankInfo(rank=0, world_size=4, local_rank=0, num_local=2, num_nodes=2)

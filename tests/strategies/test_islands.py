@@ -22,7 +22,7 @@ from laconic.islands.recovery import trained_slices
 from laconic.strategies.islands import assign_slices, num_islands
 from laconic.strategies.parallelize import parallelize
 from tests.hf.zoo import TINY, differing
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 from tests.train.jobs import job, refusal, train, train_all
 
 LOCAL: dict[str, Any] = {"mode": "local"}

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from benchmarks.launch import launch
 from laconic.config import Config, ConfigError, from_dict
-from tests.ranks import run_ranks
+from tests.support.launch import launch, run_ranks
 from tests.train.jobs import job, train
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "come_and_go.py"

@@ -17,7 +17,7 @@ from laconic.config import Config, JobError, ShardConfig
 from laconic.strategies import ring
 from laconic.strategies.parallelize import _fsdp2_arguments
 from laconic.strategies.ring import RingReduceScatter, use_rings
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 SIZES = (1, 2, 7, 1001)
 

@@ -13,8 +13,8 @@ from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError
 from laconic.strategies.checks import check_job
 from laconic.strategies.torchft import TorchftStepper, import_torchft
-from tests.ranks import run_ranks
 from tests.strategies import peers
+from tests.support.launch import run_ranks
 from tests.train.jobs import job
 
 RANKS = RankInfo(rank=0, world_size=4, local_rank=0, num_local=2, num_nodes=2)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from laconic.config import ConfigError, ShardConfig, load
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 from tests.train.jobs import job, refusal, train, train_all
 
 FIGURES: dict[str, Any] = {

@@ -21,7 +21,7 @@ from laconic.strategies import parallelize
 from laconic.strategies.learning_rates import lr_at
 from laconic.strategies.loss_scale import LossScale
 from laconic.train import flops
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 from tests.train.jobs import SMALL_LLAMA, job, refusal, train, train_all
 
 FP16 = {"param_dtype": "float16"}

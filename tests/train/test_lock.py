@@ -15,7 +15,7 @@ from laconic.comm.orphans import ending_with_launcher
 from laconic.config import Config, JobError
 from laconic.train import lock
 from laconic.train.cli import main
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 from tests.train.jobs import job, refusal, train
 
 

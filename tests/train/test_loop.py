@@ -21,7 +21,7 @@ from laconic.strategies.optimizers import make_optimizer
 from laconic.train.cli import main
 from laconic.train.loop import Trainer
 from laconic.train.prepare import differences
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 from tests.train.jobs import command, job, refusal, train, train_all
 
 STRATEGIES: list[dict[str, Any]] = [

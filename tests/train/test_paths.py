@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from benchmarks.trust.prepare_fuzz import PATH_KEYS, harm_of, job_with_path, wrong_paths
 from laconic.config import Config, ConfigError, DataConfig, JobError, from_dict
 from laconic.train.loop import key_of
+from tests.faults.prepare_fuzz import PATH_KEYS, harm_of, job_with_path, wrong_paths
 
 
 @pytest.mark.parametrize("key", PATH_KEYS)

@@ -20,7 +20,7 @@ from laconic.train.loggers import JsonlLogger, TensorBoardLogger
 from laconic.train.progress import BarLogger, LineLogger, describe
 from laconic.train.recorder import reduce_records
 from laconic.train.records import Step, StepRecord
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 
 
 def record(step: int, rank: int, *, counted: bool) -> StepRecord:

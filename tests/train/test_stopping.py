@@ -18,7 +18,7 @@ from laconic.config import Config
 from laconic.train import loop, stopping
 from laconic.train.loop import Trainer
 from laconic.train.stopping import StopAtFurthest
-from tests.ranks import run_ranks
+from tests.support.launch import run_ranks
 from tests.train.jobs import job, train
 
 AHEAD, BEHIND = 9, 5

@@ -19,7 +19,7 @@ Pruning removes checkpoints with a readable manifest, and what an interrupted sa
 `.tmp`, `.old` and `.removed`. It keeps folders with a damaged manifest. If such a folder is in the way of a new
 checkpoint of its step, it becomes `step-N.damaged`.
 
-The tests kill a rank at each of `CRASH_POINTS`, the instants between these actions. tests/crash loads every state that
+The tests kill a rank at each of `CRASH_POINTS`, the instants between these actions. tests/faults loads every state that
 a power cut may leave.
 """
 

@@ -5,7 +5,7 @@ A ring in rank order enters and leaves each node once. Over each of its edges go
 share it. So a node sends as much over its wire, and as much over each of the edges between its ranks. A `Transfer` has
 means over the ranks of a node. Algorithm and bytes: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
 clusters of workstations", JPDC 69(2), 2009; NCCL's ring and Gloo's are the same. Reference:
-tests/reference/step_bytes.py.
+tests/support/step_bytes.py.
 
 A part of the buffer passes N - 1 wires and all edges inside N nodes, one after the other. A cluster's latencies are of
 the smallest collective of a level. So a pass waits for N - 1 latencies of the wire, and for one inside each node.

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import laconic
-from benchmarks.launch import launch
 from tests.shard.random_trees.case import Axes, Case
 from tests.shard.random_trees.compare import differences
 from tests.shard.random_trees.play import play_oracle, play_rank
+from tests.support.launch import launch
 
 _CASE_S = 60.0
 _LATER_S = 1.0

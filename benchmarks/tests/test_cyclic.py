@@ -1,0 +1,195 @@
+"""benchmarks.cyclic: counts and comparisons on small jobs, and the command that chooses and records rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from benchmarks.cyclic import accuracy, devices, digits, sleeping, traces
+from benchmarks.cyclic.__main__ import BENCHMARK
+from benchmarks.cyclic.bench import QUICK, Bench
+from laconic.cyclic.schedule.rule import Rule
+from laconic.cyclic.schedule.schedule import Schedule
+from tests.support import record
+from tests.support.launch import run_ranks
+from tests.support.measure import Benchmark
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(**QUICK, out=tmp_path)  # type: ignore[arg-type]
+
+
+def test_sleeping_stages_are_observed_from_outside() -> None:
+    batches, n = 3, 2
+    observations = run_ranks(sleeping.run_sleeping, n, "v2", "replicated", n, batches, 0.02)
+    ops = 2 * n * batches
+    for worker in observations:
+        assert [change for _, change in worker.log.alive].count(1) == ops // 2
+        assert sum(change for _, change in worker.log.alive) == 0
+        assert len(worker.log.sent_bytes) == len(worker.log.received_bytes) == ops  # one moment before each op
+        assert worker.end_s - worker.start_s >= ops * 0.02
+        assert {size for step in worker.log.sent_bytes for size in step} == {sleeping.STAGE_BYTES}
+    alive = [count for _, count in sleeping.live_over_time(observations)]
+    assert alive[-1] == 0
+    assert max(alive) >= n * (n + 1) // 2 - 1
+
+
+def test_live_activations_are_summed_over_workers_in_time() -> None:
+    def worker(*events: tuple[float, int]) -> sleeping.Observation:
+        return sleeping.Observation(start_s=0.0, end_s=1.0, log=sleeping.Log(alive=list(events)), on_time=1.0)
+
+    both = [worker((0.1, 1), (0.3, -1)), worker((0.2, 1), (0.3, 1), (0.4, -1), (0.5, -1))]
+    assert sleeping.live_over_time(both) == [(0.1, 1), (0.2, 2), (0.3, 1), (0.3, 2), (0.4, 1), (0.5, 0)]
+
+
+def test_stages_of_shared_devices_must_agree() -> None:
+    schedule = Schedule(Rule.named("v2", 2), "shared")
+    a, b = (torch.full((2,), value).numpy() for value in (1.0, 2.0))
+    assert [part.tolist() for part in devices.stages_of_devices(schedule, [[a], [a], [b]])] == [[1, 1], [2, 2]]
+    with pytest.raises(AssertionError):
+        devices.stages_of_devices(schedule, [[a], [b], [b]])
+
+
+def test_the_trace_row_holds_models_to_their_claims(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> Any:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)))
+        return model, lambda: model(torch.ones(32, 64)).sum()
+
+    easy = traces.MODELS[0].__class__(name="easy", required=0.4, build=build)
+    monkeypatch.setattr(traces, "MODELS", (easy,))
+    row = traces.traced_bytes(bench)
+    assert row.is_met
+    assert row.required == "easy -40%"
+    monkeypatch.setattr(traces, "MODELS", (easy, dataclasses.replace(easy, name="hard", required=0.6)))
+    assert not traces.traced_bytes(bench).is_met
+
+
+# ------------------------------------------------------------------------------------------------ accuracy
+
+
+_SLOW, _FAST = (accuracy.Setting(lr=lr, momentum=0.5) for lr in (1e-9, 0.05))
+
+
+def study(*, is_loss: bool = True, seeds: int = 2) -> accuracy.Study:
+    """Least squares with a noisy teacher."""
+
+    def task(seed: int) -> accuracy.Task:
+        generator = torch.Generator().manual_seed(seed)
+        teacher = torch.randn(4, 1, generator=generator)
+
+        def batches(steps: int) -> Iterator[accuracy.Batch]:
+            for _ in range(steps):
+                x = torch.randn(accuracy.WORKERS, 8, 4, generator=generator)
+                yield [(part, part @ teacher) for part in x]
+
+        def evaluate(predict: Any) -> tuple[float, float]:
+            x = torch.eye(4)
+            error = float(functional.mse_loss(predict(x), x @ teacher))
+            return error, error
+
+        return accuracy.Task(
+            model=nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 1)),
+            example=torch.zeros(8, 4),
+            loss=functional.mse_loss,
+            optimizer=lambda ps, setting: torch.optim.Adam(ps, lr=0.1, betas=(setting.momentum, 0.9)),
+            batches=batches,
+            evaluate=evaluate,
+        )
+
+    return accuracy.Study(
+        name="toy", measure="error", is_loss=is_loss, settings=(_SLOW, _FAST), seeds=seeds,
+        tuning_seeds=1, steps=20, task=task,
+    )  # fmt: skip
+
+
+def test_every_rule_learns_and_gets_the_setting_that_validates_best() -> None:
+    lines: list[str] = []
+    found = accuracy.outcomes(study(), lines.append)
+    assert [outcome.rule for outcome in found] == list(accuracy.RULES)
+    for outcome in found:
+        assert outcome.setting == _FAST
+        assert len(outcome.results) == 2
+        assert outcome.mean < 0.5 * accuracy.train(study(), outcome.rule, _SLOW, 0)[1]
+    assert len(lines) == len(accuracy.RULES) * 3  # two rates, and the rest of the seeds
+
+
+def test_equal_seeds_repeat_to_the_bit() -> None:
+    assert accuracy.train(study(), "v2", _FAST, 1) == accuracy.train(study(), "v2", _FAST, 1)
+    assert accuracy.train(study(), "v2", _FAST, 1) != accuracy.train(study(), "dp", _FAST, 1)
+
+
+def test_plain_steps_are_those_of_rule_dp() -> None:
+    """A run with plain steps equals a plain run under dp. Under v1 it equals neither a plain run nor a run without."""
+    made = study()
+    first_plain = dataclasses.replace(made, plain_steps=10)
+    assert accuracy.train(first_plain, "dp", _FAST, 0) == accuracy.train(made, "dp", _FAST, 0)
+    results = [accuracy.train(each, rule, _FAST, 0) for each, rule in ((made, "dp"), (made, "v1"), (first_plain, "v1"))]
+    assert len(set(results)) == 3
+
+
+@pytest.mark.parametrize(("is_loss", "better", "worse"), [(True, 0.5, 1.5), (False, 1.5, 0.5)])
+def test_noise_is_the_deviation_between_seeds(is_loss: bool, better: float, worse: float) -> None:
+    def outcome(middle: float, spread: float) -> accuracy.Outcome:
+        return accuracy.Outcome(rule="v2", setting=_FAST, results=(middle - spread, middle, middle + spread))
+
+    plain = outcome(1.0, 0.1)
+    made = study(is_loss=is_loss)
+    assert accuracy.is_within_noise(made, plain, outcome(better, 0.0))
+    assert not accuracy.is_within_noise(made, plain, outcome(worse, 0.1))
+    assert accuracy.is_within_noise(made, plain, outcome(worse, 0.6))
+
+
+def test_the_small_resnet_is_cut_into_stages_that_all_train() -> None:
+    made = digits.study(seeds=1, tuning_seeds=1, epochs=1, settings=())
+    task = made.task(0)
+    (first, *_) = task.batches(made.steps)
+    assert len(first) == accuracy.WORKERS
+    assert all(inputs.shape == (16, 1, 8, 8) and targets.shape == (16,) for inputs, targets in first)
+    validation, test = accuracy.train(dataclasses.replace(made, steps=4), "v2", _FAST, 0)
+    assert 0 <= validation <= 1
+    assert 0 <= test <= 1
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+@pytest.fixture
+def canned() -> Benchmark[Bench]:
+    """The benchmark with rows that take no time."""
+    row = record.Row(key="live", claim="live", required="10", measured="10", is_met=True)
+    return dataclasses.replace(BENCHMARK, rows=dict.fromkeys(BENCHMARK.rows, lambda bench: row))
+
+
+def test_every_row_of_the_claim_can_be_asked_for(
+    canned: Benchmark[Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert canned.main(["--quick"]) == 0
+    assert capsys.readouterr().out.count("| live ") == len(BENCHMARK.rows)
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "RESULTS.md")
+    assert canned.main(["--rows", "live"]) == 0
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert text.startswith("# Results")
+    assert "`python -m benchmarks.cyclic --rows live`" in text
+    with pytest.raises(SystemExit):
+        canned.main(["--rows", "speed"])
+    assert "there is no row 'speed'" in capsys.readouterr().err
+
+
+def test_a_row_that_fails_lets_the_others_go_on(canned: Benchmark[Bench], capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(bench: Bench) -> record.Row:
+        raise RuntimeError("the wire is cut")
+
+    failing = dataclasses.replace(canned, rows={**canned.rows, "bytes": fail})
+    assert failing.main(["--quick"]) == 1
+    out, err = capsys.readouterr()
+    assert out.count("| live ") == len(BENCHMARK.rows) - 1
+    assert "the wire is cut" in err
+    assert "rows that failed: bytes" in err

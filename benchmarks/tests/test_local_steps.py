@@ -1,0 +1,61 @@
+"""benchmarks.local_steps: computations on the results of runs, and its jobs on a tiny model."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.local_steps import losses, seconds
+from benchmarks.local_steps.islands import Answer, Job, Shape, read_jobs, run_jobs, write_jobs
+from tests.support.launch import run_ranks
+
+TINY = Shape(hidden=16, intermediate=32, layers=2, heads=2)
+
+
+def answer(eval_losses: list[float], **rest: Any) -> Answer:
+    fields: dict[str, Any] = {"num_parameters": 1, "step_s": [], "sent_bytes": [], "wire_bytes": None, "reports": []}
+    return Answer(evaluations=[(10 * i, 0.5 * i, loss) for i, loss in enumerate(eval_losses)], **(fields | rest))
+
+
+def test_seconds_to_a_loss_are_those_of_the_first_evaluation_that_is_as_good() -> None:
+    assert seconds.seconds_to(answer([3.0, 2.0, 1.0, 1.5]), 2.0) == (0.5, 10)
+    assert seconds.seconds_to(answer([3.0, 2.5]), 2.0) == (math.inf, 10)
+
+
+def test_excess_is_of_the_means() -> None:
+    assert losses.excess_over([2.0, 4.0], [1.0, 2.0]) == pytest.approx(1.0)
+
+
+def test_curves_are_means_over_seeds() -> None:
+    curves = {"a/0": [(0, 0.0, 1.0), (5, 1.0, 3.0)], "a/1": [(0, 0.0, 2.0), (5, 1.0, 5.0)], "b/0": [(0, 0.0, 9.0)]}
+    assert losses.mean_curve(curves, "a") == {0: 1.5, 5: 4.0}
+
+
+def test_jobs_survive_their_file(tmp_path: Path) -> None:
+    jobs = [Job(name="a", steps=3, shape=TINY), Job(name="b", kind="ddp", steps=4, codec="e3m0", every=2)]
+    write_jobs(jobs, tmp_path / "jobs.json")
+    assert read_jobs(tmp_path / "jobs.json") == jobs
+
+
+def job_pair(folder: str) -> list[Answer]:
+    common: dict[str, Any] = {"steps": 4, "rows": 1, "length": 16, "shape": TINY, "eval_rows": 4, "eval_every": 2}
+    ddp = Job(name="ddp", kind="ddp", warm_steps=2, **common)
+    alike = dataclasses.replace(ddp, name="again")
+    local = Job(name="local", every=2, codec="int8", warm_steps=2, **common)
+    return run_jobs(folder, [ddp, alike, local])
+
+
+def test_jobs_begin_alike_and_report_their_syncs(tmp_path: Path) -> None:
+    ddp, again, local = run_ranks(job_pair, 2, str(tmp_path), local=1)[0]
+    assert [step for step, _, _ in ddp.evaluations] == [0, 2, 4]
+    by_job = [[loss for _, _, loss in found.evaluations] for found in (ddp, again, local)]
+    assert by_job[0] == by_job[1], "nothing depends on what ran before"
+    assert by_job[0][0] == by_job[2][0] != by_job[2][2] != by_job[0][2]
+    assert [sent > 0 for sent in local.sent_bytes] == [False, True, False, True]
+    assert ddp.reports == []
+    assert len(local.reports) == 2
+    assert len(list(tmp_path.glob("warm-*.pt"))) == 1

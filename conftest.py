@@ -1,0 +1,91 @@
+"""Settings for all tests and for the processes that they start."""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+# A shell's background job, and many a CI runner, starts with SIGINT ignored, and children inherit that. Tests send it
+# to their children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# torch asks the resolver for the names of peers, of 127.0.0.1 too. A lost answer costs 5 s by default: with a thousand
+# ranks, minutes of the suite.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
+
+# Two workers of the suite share two cores. More threads would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# All processes record what laconic unpickles; see tests/audit/sitecustomize.py. A benchmark may name the file.
+_AUDIT = Path(__file__).parent / "tests" / "audit"
+_folder = tempfile.TemporaryDirectory(prefix="laconic-unpickled-")
+_UNPICKLED = Path(os.environ.setdefault("LACONIC_UNPICKLED", f"{_folder.name}/stacks"))
+if "PYTEST_XDIST_WORKER" in os.environ:  # or one worker's records would fail the tests of another
+    _UNPICKLED = _UNPICKLED.with_name(f"{_UNPICKLED.name}-{os.environ['PYTEST_XDIST_WORKER']}")
+    os.environ["LACONIC_UNPICKLED"] = str(_UNPICKLED)
+os.environ["PYTHONPATH"] = os.pathsep.join([str(_AUDIT), *filter(None, [os.environ.get("PYTHONPATH")])])
+sys.path.insert(0, str(_AUDIT))
+import sitecustomize  # noqa: E402
+
+sitecustomize.install()
+sys.path.remove(str(_AUDIT))
+
+# A worker takes a whole file, so a long one that begins last is run alone. Files that compute and files that wait take
+# turns here, so that the two workers seldom do the same.
+LONGEST_FIRST = (
+    "strategies/test_islands_checkpoint.py",
+    "islands/test_membership.py",
+    "faults/test_kept.py",
+    "compare/test_run.py",
+    "comm/test_failure.py",
+    "cyclic/test_runtime.py",
+    "islands/test_recovery.py",
+    "composition/test_kernel_paths.py",
+    "shard/test_cleared.py",
+    "train/test_stopping.py",
+    "islands/test_ends.py",
+    "shard/test_models.py",
+    "lab/test_torchrun.py",
+    "train/test_loop.py",
+    "faults/test_jobs.py",
+    "strategies/test_cyclic.py",
+    "strategies/test_membership.py",
+    "plan/test_step_bytes.py",
+    "comm/test_waits.py",
+    "strategies/test_islands.py",
+    "cyclic/test_refusals.py",
+    "integrations/test_transformers.py",
+    "strategies/test_ring.py",
+    "train/test_auto.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest; the others stay in their order."""
+    places = {Path(__file__).parent / "tests" / name: number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+@pytest.fixture(autouse=True)
+def unpickled() -> Iterator[Path]:
+    """Fail a test in which laconic unpickles bytes: nothing that comes over the wire or from a disk may run code."""
+    before = _UNPICKLED.stat().st_size if _UNPICKLED.exists() else 0
+    yield _UNPICKLED
+    if _UNPICKLED.exists() and _UNPICKLED.stat().st_size > before:
+        stack = json.loads(_UNPICKLED.read_bytes()[before:].splitlines()[0])
+        pytest.fail("laconic unpickled bytes:\n" + "\n".join(stack), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def process_group() -> Iterator[None]:
+    """Fail a test that leaves a default process group to the next test of its worker, and destroy the group."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test left torch.distributed's default process group", pytrace=False)

@@ -1,0 +1,299 @@
+"""Single flipped bits in everything that training holds: on the wire, in caches, in use, in gradients and in states.
+
+A flip happens on one rank of 2 nodes x 2 ranks, in one step that is checked or audited. Checksums must see each flip on
+the wire and in a cache, on all ranks. What an audit sees is reported, by place and bit, and so is what nothing sees.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import laconic
+from laconic.comm.collectives import Communicator, Pending
+from laconic.comm.traffic import Level, Purpose
+from laconic.shard.bucket import Bucket
+from laconic.shard.gather import UnitGather
+from laconic.shard.reduce import BucketGradients
+from laconic.shard.unit import units_below
+from tests.faults.bench import Bench, faults_row
+from tests.support.launch import launch
+from tests.support.record import Row
+
+_FIELDS = {
+    "mantissa 0-11": range(12),
+    "mantissa 12-22": range(12, 23),
+    "exponent": range(23, 31),
+    "sign": range(31, 32),
+}
+"""The bits of a float32."""
+_BITS = range(32)
+_VICTIM = 1
+_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flip:
+    """One bit of what arrives at a rank from another one."""
+
+    rank: int
+    purpose: Purpose
+    level: Level
+    bit: int
+    """The bit within a word of four bytes."""
+    seed: int = 0
+    """Chooses the sender and the word."""
+
+
+def flip_bit(tensor: Tensor, *, bit: int, seed: int) -> None:
+    """Flip a bit of some word of four bytes of a contiguous tensor."""
+    memory = tensor.detach().view(-1).view(torch.uint8)
+    word = seed * 7919 % max(1, len(memory) // 4)
+    place = min(4 * word + bit // 8, len(memory) - 1)
+    memory[place] ^= 1 << bit % 8
+
+
+class _Damaging(Pending):
+    """A transfer of which one bit arrives wrong."""
+
+    def __init__(self, pending: Pending, landing: Tensor, flip: Flip) -> None:
+        self._pending, self._landing, self._flip = pending, landing, flip
+
+    def wait(self) -> None:
+        """Wait, and flip the bit."""
+        self._pending.wait()
+        flip_bit(self._landing, bit=self._flip.bit, seed=self._flip.seed)
+
+
+@contextmanager
+def flipping(flip: Flip) -> Iterator[None]:
+    """Damage one transfer to one rank. The transfers are those that laconic sends on Gloo."""
+    exchange, has_flipped = Communicator._exchange, False
+
+    def damaged(self: Communicator, purpose: Purpose, group: Any, landings: Any, messages: Any) -> Pending:
+        nonlocal has_flipped
+        pending = exchange(self, purpose, group, landings, messages)
+        is_meant = dist.get_rank() == flip.rank and (purpose, self.level) == (flip.purpose, flip.level)
+        if has_flipped or not is_meant:
+            return pending
+        has_flipped = True
+        return _Damaging(pending, landings[self._peers[flip.seed % len(self._peers)]], flip)
+
+    with mock.patch.object(Communicator, "_exchange", damaged):
+        yield
+
+
+@contextmanager
+def flipping_in_use(number: int, *, bit: int, seed: int) -> Iterator[None]:
+    """Damage gathered weights on one rank, just after the engine's `number`-th look at them."""
+    finish, count = UnitGather.finish, 0
+
+    def damaged(self: UnitGather) -> None:
+        nonlocal count
+        finish(self)
+        if count == number and dist.get_rank() == _VICTIM:
+            bucket = self._buckets[0]
+            _flip_in_slot(bucket, bucket.allocate_full(), bit=bit, seed=seed)
+        count += 1
+
+    with mock.patch.object(UnitGather, "finish", damaged):
+        yield
+
+
+@contextmanager
+def flipping_in_gradients(number: int, *, bit: int, seed: int) -> Iterator[None]:
+    """Damage the `number`-th bucket of gradients on one rank before they are summed."""
+    take, count = BucketGradients.take_unreduced, 0
+
+    def damaged(self: BucketGradients) -> Tensor:
+        nonlocal count
+        full = take(self)
+        if count == number and dist.get_rank() == _VICTIM:
+            _flip_in_slot(self.bucket, full, bit=bit, seed=seed)
+        count += 1
+        return full
+
+    with mock.patch.object(BucketGradients, "take_unreduced", damaged):
+        yield
+
+
+def _flip_in_slot(bucket: Bucket, full: Tensor, *, bit: int, seed: int) -> None:
+    slot = bucket.layout.slots[seed % len(bucket.layout.slots)]
+    flip_bit(full[slot.offset : slot.offset + slot.numel], bit=bit, seed=seed)
+
+
+class Model(nn.Module):
+    """A small model whose sizes divide nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(17, 29), nn.GELU(), nn.Linear(29, 17)) for _ in range(3))
+        self.head = nn.Linear(17, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shapes: (B, 17) -> (B, 3)."""
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def _loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+@dataclass
+class _Trial:
+    """A sharded model, and steps that a flip disturbs."""
+
+    model: Any
+    batch: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, cache: Any, checks: laconic.Checks | None, *, is_frozen: bool = False) -> _Trial:
+        torch.manual_seed(0)
+        model: Any = Model()
+        if is_frozen:
+            model.blocks.requires_grad_(False)
+        for module in (*model.blocks, model):
+            laconic.fully_shard(module, cache=cache, checks=checks)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        trial = cls(model, (torch.randn(6, 17, generator=generator), torch.randn(6, 3, generator=generator)))
+        trial.step()
+        return trial
+
+    def step(self, between: Callable[[], None] = lambda: None) -> None:
+        """Take a step; `between` runs after forward."""
+        loss = _loss(self.model, self.batch)
+        between()
+        loss.backward()
+
+    def is_seen(self, action: Callable[[], None]) -> bool:
+        """Run `action`; return whether it ended in a CorruptionError. Weights are gathered anew afterwards."""
+        try:
+            action()
+        except laconic.CorruptionError:
+            return True
+        finally:
+            self.model.reset_iter_state()
+            self.model.zero_grad()
+        return False
+
+
+Seen = Counter[tuple[str, int, bool]]
+"""The number of flips by place, bit and whether a rank saw them."""
+_Tries = Iterator[tuple[str, int, bool]]
+
+
+def job(bits: Sequence[int], num_seeds: int) -> Seen:
+    """Try every place, bit and seed on this rank, beside the other ranks."""
+    seen: Seen = Counter()
+    cases = [(bit, seed) for bit in bits for seed in range(num_seeds)]
+    for place, tries in {"wire": _wire, "cache": _cache, "audit": _audit}.items():
+        for name, bit, is_seen in tries(cases):
+            seen[f"{place}: {name}", bit, is_seen] += 1
+    return seen
+
+
+def _wire(cases: Sequence[tuple[int, int]]) -> _Tries:
+    for cache in ("none", "host"):
+        trial = _Trial.of(cache, laconic.Checks(interval=1))
+        for bit, seed in cases:
+            for purpose in ("weights", "gradients"):
+                for level in ("node", "local"):
+                    flip = Flip(rank=_VICTIM, purpose=purpose, level=level, bit=bit, seed=seed)  # type: ignore[arg-type]
+                    trial.model.invalidate()  # weights cross in each step
+                    with flipping(flip):
+                        yield f"{purpose}, {level} level", bit, trial.is_seen(trial.step)
+        yield "no flip", 0, trial.is_seen(trial.step)
+
+
+def _cache(cases: Sequence[tuple[int, int]]) -> _Tries:
+    for kind, is_frozen in (("weights that train", False), ("frozen weights", True)):
+        trial = _Trial.of("host", laconic.Checks(interval=1), is_frozen=is_frozen)
+        for bit, seed in cases:
+            (bucket,) = trial.model.blocks[seed % 3]._laconic_unit.buckets
+
+            def damage(bucket: Bucket = bucket, bit: int = bit, seed: int = seed) -> None:
+                if dist.get_rank() == _VICTIM and bucket.cached is not None:
+                    flip_bit(bucket.cached.buffer(), bit=bit, seed=seed)
+
+            if is_frozen:  # it rests in the cache from step to step
+                damage()
+                yield kind, bit, trial.is_seen(trial.step)
+                damage()  # flip it back
+            else:
+                yield kind, bit, trial.is_seen(functools.partial(trial.step, damage))
+        yield "no flip", 0, trial.is_seen(trial.step)
+
+
+def _audit(cases: Sequence[tuple[int, int]]) -> _Tries:
+    trial = _Trial.of("none", None)
+    optimizer = torch.optim.AdamW(trial.model.parameters())
+    optimizer.step()
+    shards = [bucket.shard for unit in units_below(trial.model) for bucket in unit.buckets]
+    moments = [entry["exp_avg"].to_local() for entry in optimizer.state.values()]
+    resting = {"a rank's own shard": shards, "optimizer states": [each for each in moments if each.numel()]}
+
+    def audit() -> None:
+        laconic.audit(trial.model, trial.batch, _loss)
+
+    for bit, seed in cases:
+        with flipping_in_use(seed, bit=bit, seed=seed):
+            yield "gathered weights in use", bit, trial.is_seen(audit)
+        with flipping_in_gradients(seed, bit=bit, seed=seed):
+            yield "gradients before their sum", bit, trial.is_seen(audit)
+        for name, tensors in resting.items():
+            damaged = tensors[seed % len(tensors)]
+            if dist.get_rank() == _VICTIM:
+                flip_bit(damaged, bit=bit, seed=seed)
+            yield name, bit, trial.is_seen(audit)
+            if dist.get_rank() == _VICTIM:
+                flip_bit(damaged, bit=bit, seed=seed)
+    yield "no flip", 0, trial.is_seen(audit)
+
+
+def row(bench: Bench) -> Row:
+    """Flip bits everywhere."""
+    bits, num_seeds = ((0, 13, 30), 2) if bench.quick else (_BITS, 4)
+    seen, *others = launch(job, bits, num_seeds, num_ranks=4, num_local=2, timeout_s=_TIMEOUT_S)
+    places = dict.fromkeys(place for place, _, _ in seen)
+    checked = [place for place in places if place.startswith(("wire", "cache")) and not place.endswith("no flip")]
+    audited = [place for place in places if place.startswith("audit") and not place.endswith("no flip")]
+    rates = "; ".join(f"{place.removeprefix('audit: ')} {_rate(place, seen)}" for place in audited)
+    return faults_row(
+        key="bit-flips",
+        claim="flipped bits in weights and gradients on the wire, and in the host cache, against checksums",
+        tried=sum(_count(seen, place, _BITS) for place in checked),
+        at_least=1 if bench.quick else 1000,
+        harms={
+            "unseen": sum(_count(seen, place, _BITS, is_seen=False) for place in checked),
+            "seen by some ranks only": sum(other != seen for other in others),
+            "false alarms": sum(
+                _count(seen, place, _BITS, is_seen=True) for place in places if place.endswith("no flip")
+            ),
+        },
+        note=f"2 nodes x 2 ranks, fp32, each bit of a word. Seen by an audit in the step of the flip: {rates}.",
+    )
+
+
+def _count(seen: Seen, place: str, bits: Sequence[int], *, is_seen: bool | None = None) -> int:
+    outcomes = (False, True) if is_seen is None else (is_seen,)
+    return sum(seen[place, bit, outcome] for bit in bits for outcome in outcomes)
+
+
+def _rate(place: str, seen: Seen) -> str:
+    def share(bits: Sequence[int]) -> str:
+        return f"{_count(seen, place, bits, is_seen=True)} of {_count(seen, place, bits)}"
+
+    by_field = ", ".join(f"{name} {share(bits)}" for name, bits in _FIELDS.items())
+    return f"{share(_BITS)} ({by_field})"

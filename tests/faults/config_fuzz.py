@@ -1,0 +1,215 @@
+"""Random configurations and command lines: each makes a job, or is refused with one line.
+
+Hypothesis draws files from the keys of the configuration, with values that fit, almost fit or are absurd, and with keys
+and bytes of its own. A job that is accepted must read back equal from its own TOML.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import tempfile
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import tomli_w
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from laconic.comm.launch import RankInfo
+from laconic.config import Config, ConfigError, JobError, ModelConfig, load, to_toml
+from laconic.strategies.checks import check_job
+from laconic.train.cli import parse
+from tests.faults.bench import Bench, faults_row
+from tests.support.record import Row
+
+HARMS = ("foreign tracebacks", "silent differences")
+NUM_FILES, NUM_BYTES, NUM_COMMANDS = 90_000, 10_000, 1_000
+_RANKS = tuple(
+    RankInfo(rank=0, world_size=nodes * local, local_rank=0, num_local=local, num_nodes=nodes)
+    for nodes, local in ((1, 1), (2, 2), (3, 1))
+)
+
+_MODEL = ModelConfig(config={"model_type": "llama"})
+_INTEGERS, _SHARES = st.integers(1, 8), st.floats(0, 1)
+_NUMBERS = st.one_of(
+    st.integers(-2, 12),
+    st.sampled_from([2**31, 2**63 - 1, 2**63, -(2**63) - 1, 10**400, 1 << 10_000, -1]),
+    st.floats(),
+    st.sampled_from([0.0, 0.5, 1.0, 1e308, 5e-324]),
+)
+_TEXTS = st.one_of(
+    st.text(max_size=8),
+    st.sampled_from(
+        ["", "\0", "a\nb", "x" * 5000, "auto", "host", "4bit", "32 rows", "9" * 500, "1 rows", "0 elements"]
+    ),
+)
+_ANY = st.recursive(
+    st.one_of(st.booleans(), _NUMBERS, _TEXTS),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+def row(bench: Bench) -> Row:
+    """Try all kinds of input."""
+    share = 500 if bench.quick else 1
+    found = [
+        *try_files(NUM_FILES // share),
+        *try_bytes(NUM_BYTES // share),
+        *try_commands(NUM_COMMANDS // share),
+    ]
+    for harm in found:
+        print(harm, flush=True)
+    return faults_row(
+        key="config-fuzz",
+        claim="random configurations and command lines: a job, or one line",
+        tried=(NUM_FILES + NUM_BYTES + NUM_COMMANDS) // share,
+        at_least=100_000,
+        harms={harm: sum(one.startswith(harm) for one in found) for harm in HARMS},
+        note=f"{NUM_FILES:,} tables of random keys and values, {NUM_BYTES:,} mutated files and {NUM_COMMANDS:,} "
+        "command lines, read, validated and checked against three launches.",
+    )
+
+
+def tables() -> st.SearchStrategy[dict[str, Any]]:
+    """Tables of a few keys of each section, most with values of their types, and of unknown keys."""
+    sections = {}
+    for name, cls in get_type_hints(Config).items():
+        keys = {key: st.one_of(*[_values(hint)] * 6, _ANY) for key, hint in get_type_hints(cls).items()}
+        several = st.lists(st.sampled_from(sorted(keys)), max_size=3, unique=True).flatmap(
+            lambda chosen, keys=keys: st.fixed_dictionaries({key: keys[key] for key in chosen})  # type: ignore[misc]
+        )
+        unknown = st.dictionaries(st.text(max_size=6), _ANY, max_size=1)
+        sections[name] = st.one_of(*[several] * 9, st.builds(lambda a, b: a | b, several, unknown), _ANY)
+    return st.lists(st.sampled_from(sorted(sections)), max_size=4, unique=True).flatmap(
+        lambda chosen: st.fixed_dictionaries({name: sections[name] for name in chosen})
+    )
+
+
+def try_files(num: int, *, number: int = 0) -> list[str]:
+    """Read `num` random tables from files; return the harms."""
+
+    def write(table: dict[str, Any], path: Path) -> bool:
+        try:
+            path.write_text(tomli_w.dumps(table), encoding="utf-8")
+        except (ValueError, TypeError, RecursionError):  # TOML cannot say it
+            return False
+        return True
+
+    return _try(tables(), write, num, number)
+
+
+def try_bytes(num: int, *, number: int = 0) -> list[str]:
+    """Read `num` files that random bytes have changed; return the harms."""
+    text = to_toml(Config()).encode()
+    places = st.tuples(st.integers(0, len(text)), st.integers(0, 20), st.binary(max_size=6))
+
+    def write(change: tuple[int, int, bytes], path: Path) -> bool:
+        where, length, new = change
+        path.write_bytes(text[:where] + new + text[where + length :])
+        return True
+
+    return _try(places, write, num, number)
+
+
+def try_commands(num: int, *, number: int = 0) -> list[str]:
+    """Run the parser on `num` random command lines; return the harms."""
+    keys = [f"{section}.{key}" for section, cls in get_type_hints(Config).items() for key in get_type_hints(cls)]
+    names = st.one_of(
+        st.sampled_from(keys), st.text(max_size=6), st.builds("model.config.{}".format, st.text(max_size=5))
+    )
+    words = st.one_of(_TEXTS, _NUMBERS.map(str), st.sampled_from(["true", "false", "[1", '{model_type = "llama"}']))
+    options = st.tuples(names.map("--{}".format), words).flatmap(lambda pair: st.sampled_from([pair, pair[:1]]))
+    lines = st.lists(options, max_size=3).map(lambda pairs: [word for pair in pairs for word in pair])
+    found: list[str] = []
+
+    def use(words: list[str]) -> None:
+        errors = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+                _check(parse(words))
+        except JobError:
+            pass
+        except SystemExit as stopped:
+            if stopped.code not in (0, 2):
+                found.append(f"foreign tracebacks: exit code {stopped.code} of {words!r}")
+        except BaseException as error:
+            found.append(f"foreign tracebacks: {error!r:.200} of {words!r:.200}")
+
+    _each(lines, use, num, number)
+    return found
+
+
+def _try(values: st.SearchStrategy[Any], write: Callable[[Any, Path], bool], num: int, number: int) -> list[str]:
+    found: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.toml"
+        _each(values, lambda value: found.extend(_harms(path) if write(value, path) else ()), num, number)
+    return found
+
+
+def _harms(path: Path) -> Iterator[str]:
+    """The harms of one file."""
+    try:
+        config = load(path)
+    except ConfigError:
+        return
+    except BaseException as error:
+        yield f"foreign tracebacks: {error!r:.200} of {path.read_bytes()!r:.300}"
+        return
+    try:
+        _check(config)
+        path.write_text(to_toml(config), encoding="utf-8")
+        if to_toml(load(path)) != to_toml(config):
+            yield f"silent differences: {path.read_text()!r:.300}"
+    except BaseException as error:
+        yield f"foreign tracebacks: {error!r:.200} of {path.read_bytes()!r:.300}"
+
+
+def _check(config: Config) -> None:
+    """Check a job, with a model, against several launches."""
+    job = dataclasses.replace(config, model=_MODEL)
+    for ranks in _RANKS:
+        with contextlib.suppress(JobError):
+            check_job(job, ranks)
+
+
+def _each(values: st.SearchStrategy[Any], use: Callable[[Any], None], num: int, number: int) -> None:
+    """Call `use` with `num` values, the same for each `number`."""
+
+    @seed(number)
+    @settings(
+        max_examples=num, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    )
+    @given(values)
+    def run(value: Any) -> None:
+        use(value)
+
+    run()
+
+
+def values_of(
+    hint: Any, plain: Mapping[Any, st.SearchStrategy[Any]], tables: st.SearchStrategy[Any]
+) -> st.SearchStrategy[Any]:
+    """Values of a key's type: `plain` has those of bool, str, int and float, and `tables` those of tables."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return st.one_of(*(values_of(part, plain, tables) for part in arguments if part is not types.NoneType))
+    if origin is Literal:
+        return st.sampled_from(arguments)
+    if origin is tuple:
+        return st.lists(values_of(arguments[0], plain, tables), max_size=3)
+    return plain.get(origin or hint, tables)
+
+
+def _values(hint: Any) -> st.SearchStrategy[Any]:
+    """Values of a key's type, also odd ones."""
+    plain: dict[Any, st.SearchStrategy[Any]] = {bool: st.booleans(), str: _TEXTS}
+    plain |= {int: st.one_of(*[_INTEGERS] * 8, _NUMBERS), float: st.one_of(*[_SHARES] * 8, _NUMBERS)}
+    return values_of(
+        hint, plain, st.dictionaries(st.sampled_from(["model_type", "weights", "a.*", ""]), _ANY, max_size=3)
+    )

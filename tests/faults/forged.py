@@ -1,0 +1,460 @@
+"""Forged and damaged messages: in the store of islands, at the ports of the watchers, and at the rendezvous.
+
+A message is an entry of the store that is overwritten again and again while islands read it, bytes that a stranger
+sends to the port at which a rank's watcher listens, bytes that a neighbour sends to it, an entry with the place of a
+watcher, or bytes at the port of `laconic rendezvous`. Islands must end with one line and exit code 2, or go on, within
+30 s; watchers and the rendezvous must go on. Most islands are threads that keep a ledger. Some are `laconic train`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from laconic import Membership
+from laconic.comm.entries import decode
+from laconic.comm.ring import _CALL, _LENGTH, Message, Ring, _Place
+from laconic.errors import JobError
+from laconic.islands.entrance import Entrance
+from laconic.islands.ledger import Ledger, Outcome, RunEndedError
+from tests.faults.bench import Bench, faults_row
+from tests.faults.runs import Run, Strategy
+from tests.faults.victims import Place
+from tests.support.record import Row
+
+LIMIT_S = 30.0
+_GOES_ON_S = 3.0  # after which an island that has not ended has not read the entry
+_MANY_FILES = 1040
+_AT_LEAST = 300
+_TERMS = {"every": 3, "codec": "int4"}
+
+
+def _signed(value: Any) -> bytes:
+    """A forged entry: its checksum matches."""
+    text = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return f"{zlib.crc32(text):08x} ".encode() + text
+
+
+def _flipped(entry: bytes) -> bytes:
+    """An entry with one bit that is not as it was."""
+    return entry[:-1] + bytes([entry[-1] ^ 1]) if entry else b"1"
+
+
+ENTRY_DAMAGE: Mapping[str, Callable[[bytes], bytes]] = {
+    "a flipped bit": _flipped,
+    "half": lambda entry: entry[: len(entry) // 2],
+    "nothing": lambda entry: b"",
+    "no text": lambda entry: b"\xff\xfe\x00\x80",
+    "no JSON": lambda entry: b"{nonsense",
+    "deep brackets": lambda entry: b"[" * 200_000,
+    "deep brackets, signed": lambda entry: _signed(b"[" * 100_000),
+    "other fields": lambda entry: _signed({"members": [[1]], "more": None}),
+    "lists": lambda entry: _signed([["done"], [{"a": 1}]]),
+    "a huge number": lambda entry: _signed(10**40),
+    "true": lambda entry: _signed(True),
+}
+"""What is put in the place of an entry."""
+COUNTER_DAMAGE: Mapping[str, Callable[[bytes], bytes]] = {
+    name: lambda entry, forged=forged: forged  # type: ignore[misc]
+    for name, forged in {
+        "no number": b"garbage", "nothing": b"", "a negative number": b"-5", "a float": b"1e3", "no text": b"\xff\xfe",
+        "deep brackets": b"[" * 100_000, "a huge number": b"9" * 40,
+    }.items()
+}  # fmt: skip
+ENTRIES = ["generation", "terms", "come/{k}", "answer/{k}", "call", "welcome/{k}", "roster/{r}", "verdict/{n}", "ended"]
+COUNTERS = ["come", "beat", "beat/{k}", "done/{n}", "arrivals/{n}", "listening", "ready/{m}"]
+EARLY = {"generation", "terms", "come/{k}", "come", "welcome/{k}"}
+"""The kinds of keys that are read while islands come."""
+
+
+@dataclass(kw_only=True)
+class Findings:
+    """What happened after messages."""
+
+    tried: int = 0
+    tracebacks: int = 0
+    dead: int = 0
+    """Watchers and rendezvous that ended."""
+    late: int = 0
+    """Ends that took longer than LIMIT_S."""
+    otherwise: int = 0
+    """Ends with another exit code than 2, or with other than one line."""
+    ended: int = 0
+    """Forged entries for which all islands in threads ended; they do not read the others, and go on."""
+    longest_s: float = 0.0
+    what: list[str] = field(default_factory=list)
+
+    def add(self, other: Findings) -> None:
+        """Take in what another part has found."""
+        for name in ("tried", "tracebacks", "dead", "late", "otherwise", "ended"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.longest_s = max(self.longest_s, other.longest_s)
+        self.what += other.what
+
+
+# -- islands in threads ------------------------------------------------------------------------------------------------
+
+
+class _Run:
+    """A run of three islands, which are threads that keep ledgers. The third one comes later."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.stop = threading.Event()
+        self.begun = threading.Event()
+        """Set after some rounds."""
+        self.roster = self.round = 0
+        self._policy = Membership(rendezvous="here:1", islands=2, start_timeout_s=LIMIT_S)
+
+    def island(self, waits: bool) -> str:
+        """Be an island until `stop`. Returns the class of its error, or "" if it went on."""
+        try:
+            if waits:
+                self.begun.wait(LIMIT_S)
+            self._live()
+        except Exception as error:
+            return type(error).__name__
+        return ""
+
+    def _live(self) -> None:
+        ledger = Ledger(self.store, "run", "here")
+        entrance = Entrance(ledger, self._policy, _TERMS, 0)
+        found = None
+        while found is None and not self.stop.is_set():
+            found = entrance.wait(0.2)
+        if found is None:
+            return
+        number, roster = found[1], ledger.welcome(found[1])
+        assert roster is not None
+        now, lost = roster.round, set[int]()
+        while not self.stop.is_set():
+            self.roster, self.round = roster.number, now
+            if now == 4:
+                self.begun.set()
+            self._signs(ledger, number, roster.members, now)
+            ledger.arrive(roster, now, number)
+            assert ledger.has_begun(roster, now)
+            is_lost = now % 5 == 0 and now not in lost
+            lost.add(now)
+            outcome = Outcome.LOST if is_lost else Outcome.DONE
+            verdict = ledger.vote(roster, now, outcome, num_ranks=len(roster.members), patience_s=LIMIT_S / 2)
+            if verdict.outcome is not Outcome.DONE:
+                ledger.end(roster)
+                ledger.register(roster, number)
+                ledger.propose(roster, now, is_late=False, patience_s=5.0)
+                following = ledger.next_roster(roster, 5.0)
+                if following is None or number not in following.members:
+                    raise JobError("left behind")
+                roster = following
+                continue
+            now += 1
+            if verdict.newcomers:
+                roster = ledger.enlarge(roster, verdict.newcomers, now, roster.members[0])
+
+    def _signs(self, ledger: Ledger, number: int, members: tuple[int, ...], now: int) -> None:
+        ledger.look_for_end()
+        ledger.beat(number)
+        ledger.beats(members)
+        ledger.note_ready(now)
+        ledger.num_ready(now)
+        ledger.count_listening(0)
+        ledger.answer(number)
+
+    def forge(self, kind: str, damage: Callable[[bytes], bytes]) -> None:
+        """Overwrite the keys of a kind, those of this round and of the next ones, until `stop`."""
+        ledger = Ledger(self.store, "run", "here", 0)  # of the only generation
+        whole = dict[str, bytes]()
+        while not self.stop.is_set():
+            rosters, rounds = range(self.roster, self.roster + 3), range(self.round, self.round + 4)
+            tries = [f"{r}-{n}" for r, n in product(rosters, rounds)]
+            names = {kind.format(k=k, r=r, n=n, m=m) for k, r, n, m in product(range(3), rosters, tries, rounds)}
+            for name in names:
+                store = ledger._run_store if name in ("generation", "ended") else ledger.store
+                if name not in whole and kind in (*ENTRIES,) and store.check([name]):
+                    whole[name] = store.get(name)
+                store.set(name, damage(whole.get(name, b"")))
+            time.sleep(0.002)
+
+
+def try_store(kind: str, damage: Callable[[bytes], bytes]) -> tuple[list[str], float]:
+    """Let islands run while entries of a kind are forged. Returns how each island ended.
+
+    Also returns the seconds from the first end to the last. An island that does not read such an entry goes on; ""
+    stands for it.
+    """
+    run = _Run()
+    with ThreadPoolExecutor(4) as pool:
+        is_early = kind in EARLY
+        if is_early:
+            run.begun.set()  # the third one comes at once
+            forger = pool.submit(run.forge, kind, damage)
+        islands = [pool.submit(run.island, waits) for waits in (False, False, True)]
+        run.begun.wait(LIMIT_S)
+        began = time.monotonic()
+        if not is_early:
+            forger = pool.submit(run.forge, kind, damage)
+        first: float | None = None
+        while not all(island.done() for island in islands):
+            now = time.monotonic()
+            if first is None and any(island.done() for island in islands):
+                first = now
+            if now - began > _GOES_ON_S if first is None else now - first > LIMIT_S:
+                break
+            time.sleep(0.02)
+        took_s = 0.0 if first is None else time.monotonic() - first
+        run.stop.set()
+        forger.result()
+        return [island.result() for island in islands], took_s
+
+
+def _try_stores(quick: bool) -> Findings:
+    cases = [(kind, *each) for kind in ENTRIES for each in ENTRY_DAMAGE.items()]
+    cases += [(kind, *each) for kind in COUNTERS for each in COUNTER_DAMAGE.items()]
+    found = Findings()
+    for kind, name, damage in cases[::10] if quick else cases:
+        ends, took_s = try_store(kind, damage)
+        found.tried += 1
+        found.tracebacks += sum(bool(end) and end not in ("JobError", RunEndedError.__name__) for end in ends)
+        found.late += took_s > LIMIT_S
+        found.longest_s = max(found.longest_s, took_s)
+        found.ended += set(ends) == {RunEndedError.__name__}
+        if took_s > LIMIT_S:
+            found.what.append(f"{kind}, {name}: {ends} after {took_s:.1f} s")
+    return found
+
+
+# -- watchers ----------------------------------------------------------------------------------------------------------
+
+STRANGERS: list[bytes] = [
+    b"GET / HTTP/1.1\r\n\r\n", b"[" * 300_000, b'{"a":' * 100_000 + b"\n", b"\xff" * 3_000_000, b"", b"\n" * 100_000,
+    bytes(_CALL.size), b'{"rank": 3, "token": "wrong"}\n', _LENGTH.pack(0xFFFFFFFF) * 6, os.urandom(1000),
+]  # fmt: skip
+"""What strangers say to a watcher."""
+NEIGHBOURS: list[bytes] = [
+    _LENGTH.pack(0xFFFFFFFF), _LENGTH.pack(0), b"\xff" * 1000, _LENGTH.pack(7) + b"garbage",
+    *(_LENGTH.pack(len(text)) + text for text in map(_signed, ([], {"rank": 0}, 7, "text", b"[" * 100_000))),
+    _LENGTH.pack(200_000) + b"[" * 200_000,
+]  # fmt: skip
+"""What a neighbour says whose process is not what it was."""
+
+
+def _turn(rings: Mapping[int, Ring], condition: Callable[[], bool]) -> tuple[bool, set[int]]:
+    """Let all watchers look, in turn, until a condition holds. Returns whether it does, and who is gone for whom."""
+    deadline, gone = time.monotonic() + LIMIT_S, set[int]()
+    while not condition():
+        if time.monotonic() > deadline:
+            return False, gone
+        for ring in rings.values():
+            gone |= set(ring.poll(0.002)[1])
+    return True, gone
+
+
+def _are_joined(rings: Mapping[int, Ring]) -> bool:
+    return all(sum(link.peer is not None for link in ring._links) == 2 for ring in rings.values())
+
+
+@contextlib.contextmanager
+def _watchers() -> Iterator[tuple[dist.Store, dict[int, Ring]]]:
+    store = dist.HashStore()
+    rings = {rank: Ring(store, rank, 3, 8.0) for rank in range(3)}
+    yield store, rings
+    for ring in rings.values():
+        ring.abandon()
+
+
+def try_watchers(quick: bool = False) -> Findings:
+    """Send what strangers and neighbours say, and damage the places of watchers. They must go on to watch."""
+    found, began = Findings(), time.monotonic()
+    tries: list[tuple[str, bytes]] = [("stranger", data) for data in STRANGERS * (1 if quick else 3)]
+    tries += [("neighbour", data) for data in NEIGHBOURS]
+    tries += [("place", damage(b"x")) for damage in ENTRY_DAMAGE.values()]
+    for kind, data in tries:
+        found.tried += 1
+        try:
+            is_alive = _try_watchers(kind, data)
+        except Exception as error:  # what would have ended the thread
+            found.tracebacks += 1
+            found.what.append(f"{kind}, {data[:12]!r}: {error!r}")
+            is_alive = False
+        found.dead += not is_alive
+    found.longest_s = (time.monotonic() - began) / len(tries)
+    return found
+
+
+def _try_watchers(kind: str, data: bytes) -> bool:
+    """Whether watchers still hear of each other after a message."""
+    with _watchers() as (store, rings), contextlib.ExitStack() as stack:
+        key = "laconic/ring/0"
+        whole = store.get(key)
+        if kind == "place":
+            store.set(key, data)
+            _turn(rings, lambda: rings[0].is_joined and rings[1].is_joined)
+            store.set(key, whole)
+        elif kind == "stranger":
+            place = decode(_Place, whole)
+            connection = stack.enter_context(socket.create_connection((place.host, place.port)))
+            connection.setblocking(False)
+            with contextlib.suppress(OSError):
+                connection.send(data)
+        is_joined, _ = _turn(rings, lambda: _are_joined(rings))
+        heard: list[Message] = []
+        if kind == "neighbour":
+            next(link for link in rings[1]._links if link.peer == 2).send(data)
+            lost, gone = _turn(rings, lambda: sum(len(ring._links) for ring in rings.values()) < 6)
+            return is_joined and lost and gone <= {1, 2}
+        rings[0].send(Message(rank=0, text="fire", has_failed=True))
+        deadline = time.monotonic() + LIMIT_S
+        while not heard and time.monotonic() < deadline:
+            rings[0].poll(0.002)
+            heard += rings[1].poll(0.002)[0]
+        return is_joined and [each.text for each in heard] == ["fire"]
+
+
+def with_many_files() -> int:
+    """Watch in a process that has more than 1,024 files open. Returns the number of messages that did harm."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096 if most == resource.RLIM_INFINITY else min(most, 4096), most))
+    kept = [os.open(os.devnull, os.O_RDONLY) for _ in range(_MANY_FILES)]
+    found = try_watchers(quick=True)
+    print(*found.what, sep="\n")
+    return found.dead + found.tracebacks + (max(kept) < 1024)
+
+
+# -- the rendezvous ----------------------------------------------------------------------------------------------------
+
+
+def try_rendezvous(num: int, folder: Path) -> Findings:
+    """Send damaged requests to `laconic rendezvous`. It must go on to answer."""
+    found, dice, magic = Findings(), random.Random(7), struct.pack("<BI", 0, 0x3C85F7CE)
+    requests = [
+        lambda: dice.randbytes(1000), lambda: b"[" * 100_000, lambda: b"GET / HTTP/1.1\r\n\r\n", lambda: b"",
+        lambda: magic + dice.randbytes(60), lambda: magic + struct.pack("<BQ", 1, 1 << 60), lambda: magic + bytes([99]),
+        lambda: magic + struct.pack("<BQ", 1, 3) + b"abc" + struct.pack("<Q", 1 << 40),
+    ]  # fmt: skip
+    log = folder / "rendezvous.txt"
+    command = [sys.executable, "-m", "laconic.cli", "rendezvous", "--host", "127.0.0.1", "--port", "0"]
+    with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline().split("islands meet at 127.0.0.1:")[1].split(";")[0])
+        began = time.monotonic()
+        open_ = []
+        for index in range(num):
+            connection = socket.create_connection(("127.0.0.1", port))
+            with contextlib.suppress(OSError):
+                connection.sendall(requests[index % len(requests)]())
+            open_.append(connection)
+            found.tried += 1
+        try:
+            store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=LIMIT_S))
+            Ledger(store, "run", "here").come(0)
+        except (dist.DistError, JobError) as error:
+            found.what.append(repr(error))
+            found.dead += 1
+        found.longest_s = time.monotonic() - began
+        found.late += found.longest_s > LIMIT_S
+        for connection in open_:
+            connection.close()
+        server.send_signal(signal.SIGTERM)
+        found.otherwise += server.wait() != 0
+    found.tracebacks += "Traceback" in log.read_text()
+    return found
+
+
+# -- `laconic train` ---------------------------------------------------------------------------------------------------
+
+
+def try_train(kind: str, damage: Callable[[bytes], bytes], folder: Path) -> Findings:
+    """Let two launches of `laconic train` be islands while entries are forged. Both must end with one line and 2."""
+    folder.mkdir(parents=True)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    sync = {"mode": "local", "every": 2, "rendezvous": f"127.0.0.1:{store.port}", "run_id": "run", "islands": 2}
+    job = Strategy(sections={"sync": sync, "train": {"steps": 10**6}}, place=Place(num_ranks=1, num_local=1))
+    runs = []
+    for number in range(2):
+        runs.append(Run(job, folder / str(number)))
+    found, forged = Findings(tried=1), _Run()
+    victims = [run.start() for run in runs]
+    ledger = Ledger(dist.TCPStore("127.0.0.1", store.port, is_master=False), "run", "here", 0)
+    deadline = time.monotonic() + 4 * LIMIT_S
+    while not ledger.store.check(["roster/0", "verdict/0-2"]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    forged.store = dist.TCPStore("127.0.0.1", store.port, is_master=False)  # type: ignore[assignment]
+    forged.round = 2
+    while ledger.store.check([f"verdict/0-{forged.round}"]):
+        forged.round += 1
+    began = time.monotonic()
+    thread = threading.Thread(target=forged.forge, args=(kind, damage), daemon=True)
+    thread.start()
+    for victim in victims:
+        found.late += len(victim.wait(max(0.1, began + LIMIT_S - time.monotonic())))
+        found.longest_s = time.monotonic() - began
+        lines = [line for line in victim.log.read_text().splitlines() if "damaged entry" in line]
+        found.otherwise += [process.exitcode for process in victim.processes] != [2] or len(lines) != 1
+        found.tracebacks += "Traceback" in victim.log.read_text()
+    forged.stop.set()
+    thread.join()
+    if found.otherwise or found.late or found.tracebacks:
+        found.what.append(f"{kind}: see {folder}")
+    return found
+
+
+TRAIN_KINDS = ["verdict/{n}", "done/{n}", "call", "beat", "beat/{k}", "arrivals/{n}", "ended"]
+"""The kinds of keys that islands read while they train."""
+
+
+def _try_trains(bench: Bench) -> Findings:
+    found = Findings()
+    for index, kind in enumerate(TRAIN_KINDS[:1] if bench.quick else [kind for kind in TRAIN_KINDS for _ in range(3)]):
+        table = COUNTER_DAMAGE if kind in COUNTERS else ENTRY_DAMAGE
+        damages = [damage for damage in table.values() if damage(b"")]  # an empty entry is as good as none
+        found.add(try_train(kind, damages[index % len(damages)], bench.out / f"forged-{index}"))
+    return found
+
+
+def row(bench: Bench) -> Row:
+    """Try all of them."""
+    found = _try_stores(bench.quick)
+    num_entries = found.tried
+    found.add(try_watchers(bench.quick))
+    found.add(try_rendezvous(16 if bench.quick else 80, bench.out))
+    found.add(_try_trains(bench))
+    script = "import sys; from tests.faults import forged; sys.exit(forged.with_many_files())"
+    command = [sys.executable, "-c", script]
+    found.dead += subprocess.run(command, check=False).returncode != 0
+    harms = {
+        "tracebacks": found.tracebacks,
+        "dead watchers": found.dead,
+        f"waits above {LIMIT_S:g} s": found.late,
+        "ends without code 2 and one line": found.otherwise,
+    }
+    others = f"; {'; '.join(found.what)}" if found.what else ""
+    return faults_row(
+        key="forged",
+        claim="forged or damaged messages in the store of islands, to watchers and to the rendezvous; islands end with "
+        "code 2 and one line; watchers live, with more than 1,024 open files too",
+        tried=found.tried,
+        at_least=10 if bench.quick else _AT_LEAST,
+        harms=harms,
+        note=f"{found.ended} of {num_entries} forged entries were read, and ended all islands; the slowest end took "
+        f"{found.longest_s:.1f} s{others}",
+    )

@@ -1,0 +1,227 @@
+"""Islands that come and go, each a job of its own on this machine, and the faults that may happen to them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import laconic
+from laconic import LocalSteps, Membership
+from tests.support import launch
+
+EVERY = 3
+_WIDTH, _LAYERS = 11, 3
+_WAIT_S = 90.0
+CHECKPOINT = "checkpoint.pt"
+"""The state that island 0 leaves as it ends, and that later islands begin with."""
+
+
+def make_model() -> nn.Module:
+    """A small model, the same each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """The inner optimizer."""
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def loss(model: nn.Module, number: int, step: int, rank: int = 0) -> Tensor:
+    """The loss of a step of island `number`, on rows that depend on the arguments."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * number + rank)
+    inputs, targets = (torch.randn(4, _WIDTH, generator=generator) for _ in range(2))
+    return (model(inputs) - targets).square().mean()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """The life of an island."""
+
+    policy: Membership
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of LocalSteps."""
+    last: int
+    """The round after which it ends."""
+    step_s: float = 0.0
+    """The least seconds of a step."""
+    tokens: int = 1
+    dies_at: int = 0
+    """The step in which it is killed."""
+    stops_at: int = 0
+    """The step in which it is stopped, until somebody lets it go on."""
+    fails_at: int = 0
+    """The step in which its loss is NaN."""
+
+
+class Round(NamedTuple):
+    """A round as an island saw it."""
+
+    number: int
+    step: int
+    num_islands: int
+    digest: str
+    """Of the outer parameters after the round."""
+    exposed_s: float
+    """The seconds that training waited for the mean."""
+
+
+def live(life: Life, rank: int, size: int, folder: Path, queue: Any) -> None:
+    """Be one rank of an island."""
+    try:
+        queue.put((rank, _live(life, rank, size, folder)))
+    except Exception as error:
+        queue.put((rank, f"{type(error).__name__}: {error}"))
+        raise
+
+
+def _live(life: Life, rank: int, size: int, folder: Path) -> dict[str, Any]:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    local, model = _local_steps(life, size)
+    checkpoint = folder.parent / CHECKPOINT
+    if checkpoint.exists():
+        local.load_state_dict(torch.load(checkpoint))
+    begun, number = local.enter(), local.number
+    (folder / "entered").touch()
+    log = folder / f"rounds-{rank}.jsonl"
+    with log.open("w") as lines:
+        while local.rounds < life.last:
+            step = local.steps + 1
+            if step == life.dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if step == life.stops_at:
+                (folder / "stopped").touch()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            value = loss(model, number, step, rank)
+            (value * float("nan") if step == life.fails_at else value).backward()
+            local.step(tokens=life.tokens)
+            local.zero_grad()
+            for report in local.reports:
+                flat = torch.cat([fragment.flat for fragment in local.fragments])
+                digest = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+                seen = Round(local.rounds, report.step, report.num_islands, digest, report.exposed_s)
+                lines.write(json.dumps(seen) + "\n")
+                lines.flush()
+            time.sleep(life.step_s)
+    slot = local.slot
+    local.leave()
+    with local.outer_parameters():
+        outer = {name: _whole(parameter).tolist() for name, parameter in model.named_parameters()}
+    if size == 1 and number == 0:
+        torch.save(local.state_dict(), checkpoint)
+    return {"number": number, "slot": slot, "begun": begun, "outer": outer}
+
+
+def _local_steps(life: Life, size: int) -> tuple[LocalSteps, nn.Module]:
+    mesh = laconic.init_mesh("cpu", islands=1, nodes=1, local=size)
+    model = make_model()
+    if size > 1:
+        for layer in model:  # type: ignore[attr-defined]
+            laconic.fully_shard(layer, mesh=mesh)
+        laconic.fully_shard(model, mesh=mesh)
+    options = {"every": EVERY, "codec": "fp32", **life.options}
+    return LocalSteps(model, adamw(model), mesh=mesh, run_id="trust", membership=life.policy, **options), model
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, laconic.RaggedTensor) else parameter.detach()
+
+
+class Island:
+    """One island's processes."""
+
+    def __init__(self, life: Life, folder: Path, size: int = 1) -> None:
+        """Start `size` ranks, which leave their files in `folder`."""
+        launch._context.set_forkserver_preload([*launch.PRELOADED, "tests.support.fork_server"])
+        folder.mkdir()
+        self.folder, self.size, self._queue = folder, size, launch._context.Queue()
+        self.processes: list[Any] = [
+            launch._context.Process(target=live, args=(life, rank, size, folder, self._queue), daemon=True)
+            for rank in range(size)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def result(self) -> Any:
+        """The result of rank 0, or the message of its error. Waits for all ranks."""
+        return dict(self._queue.get(timeout=_WAIT_S) for _ in range(self.size))[0]
+
+    def rounds(self) -> list[Round]:
+        """The rounds so far, on rank 0."""
+        path = self.folder / "rounds-0.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [Round(*json.loads(line)) for line in lines]
+
+    def wait_for_round(self, number: int) -> None:
+        """Wait until a round has been applied."""
+        _wait(lambda: any(each.number >= number for each in self.rounds()), f"round {number} in {self.folder}")
+
+    def wait_for(self, name: str) -> None:
+        """Wait for a file of the island: "entered" or "stopped"."""
+        _wait((self.folder / name).exists, f"{self.folder / name}")
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to all ranks."""
+        for process in self.processes:
+            os.kill(process.pid, number)
+
+    def kill(self) -> None:
+        """End all ranks at once."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+
+def _wait(condition: Callable[[], bool], awaited: str) -> None:
+    deadline = time.monotonic() + _WAIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{awaited} did not come within {_WAIT_S:g} s")
+        time.sleep(0.02)
+
+
+@contextmanager
+def meeting(folder: Path) -> Iterator[tuple[str, Callable[..., Island]]]:
+    """Yield the address of a rendezvous, and a function that starts an island. All ends with the block."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    started: list[Island] = []
+
+    def start(size: int = 1, **life: Any) -> Island:
+        started.append(Island(Life(**life), folder / f"island-{len(started)}", size))
+        return started[-1]
+
+    try:
+        yield f"127.0.0.1:{store.port}", start
+    finally:
+        for island in started:
+            island.kill()
+
+
+def equal_rounds(islands: list[Island]) -> tuple[dict[int, int], list[int]]:
+    """Compare the outer parameters of islands after each round, to the bit.
+
+    Returns the number of members in each round, and the rounds in which islands differ.
+    """
+    found: dict[int, set[tuple[str, int]]] = {}
+    for island in islands:
+        for each in island.rounds():
+            found.setdefault(each.number, set()).add((each.digest, each.num_islands))
+    members = {number: next(iter(same))[1] for number, same in found.items()}
+    return members, [number for number, same in found.items() if len(same) > 1]

@@ -1,0 +1,175 @@
+"""Every state of a folder that a loss of power may leave.
+
+[Note: What a power cut may leave]
+POSIX promises little, and file systems differ (Pillai et al., All File Systems Are Not Created Equal, OSDI 2014). So
+this model is weaker than any of them. At the instant of the cut,
+  - a file's contents are durable up to its last fsync. Of what was written later, the disk has all, nothing, a part, or
+    zeros in its place;
+  - a new name, a rename or a removal is durable once the folder that lists the name was synced later. Of the others
+    the disk has any subset, in any order of reaching it. A rename is atomic.
+A sync of a file does not make its name durable, and the sync of a folder not the contents of its files.
+
+A cut may come between any two recorded operations. Where an instant has few legal states, all are built. Where it has
+more than `limit`, these are built: nothing or everything pending has reached the disk; all but one operation, or one
+alone; the first ones, in their order; and random choices, with a fixed seed. Equal states are built once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.faults.recording import ROOT, Entries, Mark, Operation, Recorder, Sync, Write
+
+
+@dataclass(frozen=True)
+class State:
+    """The contents of a folder after a power cut."""
+
+    files: dict[str, bytes]
+    """All files by path."""
+    folders: tuple[str, ...]
+    """The paths of all folders, parents first."""
+    marks: tuple[str, ...]
+    """The points that the program had got to."""
+
+    def write(self, folder: Path) -> None:
+        """Make the state in an empty folder."""
+        for name in self.folders:
+            (folder / name).mkdir()
+        for name, data in self.files.items():
+            (folder / name).write_bytes(data)
+
+    @property
+    def digest(self) -> bytes:
+        """A hash of everything."""
+        hasher = hashlib.sha256(repr((self.folders, self.marks)).encode())
+        for name, data in sorted(self.files.items()):
+            hasher.update(repr((name, len(data))).encode() + data)
+        return hasher.digest()
+
+
+def crash_states(recorder: Recorder, *, limit: int, seed: int = 0) -> Iterator[State]:
+    """Yield the states of [Note: What a power cut may leave], each once."""
+    seen, choice = set(), random.Random(seed)
+    for end, operation in enumerate(recorder.log, start=1):
+        if isinstance(operation, Sync) and end < len(recorder.log):
+            continue  # a sync only removes states: those after it are among those before the next operation
+        for state in _states_at(recorder.log[:end], recorder.folders, limit, choice):
+            if state.digest not in seen:
+                seen.add(state.digest)
+                yield state
+
+
+def sampled_states(recorder: Recorder, count: int, *, seed: int = 0) -> Iterator[State]:
+    """Yield about `count` states: nothing, everything and random parts of the pending operations at some instants."""
+    choice, log = random.Random(seed), recorder.log
+    for number in range(count):
+        instant = _Instant(log[: 1 + number * len(log) // count], recorder.folders)
+        how = [lambda size: 0, lambda size: size - 1, choice.randrange, choice.randrange][number % 4]
+        yield instant.state([how(size) for size in instant.sizes])
+
+
+def undisturbed(recorder: Recorder, text: str) -> list[State]:
+    """The states without a power cut, at each mark `text`."""
+    log = recorder.log
+    ends = [index + 1 for index, operation in enumerate(log) if operation == Mark(text)]
+    return [_Instant(log[:end], recorder.folders).last for end in ends]
+
+
+class _Instant:
+    """All that may be on the disk if power is lost after the last operation of `log`."""
+
+    def __init__(self, log: Sequence[Operation], folders: set[int]) -> None:
+        self._folders = folders
+        synced = {operation.inode: index for index, operation in enumerate(log) if isinstance(operation, Sync)}
+        self._names = [(index, op) for index, op in enumerate(log) if isinstance(op, Entries)]
+        self._pending = [
+            index
+            for index, op in self._names
+            if any(synced.get(folder, -1) < index for folder in {folder for folder, _, _ in op.changes})
+        ]
+        self._contents = _contents(log, synced)
+        self._open = [file for file, variants in self._contents.items() if len(variants) > 1]
+        self._marks = tuple(op.text for op in log if isinstance(op, Mark))
+        self.sizes = [2] * len(self._pending) + [len(self._contents[file]) for file in self._open]
+        """The number of ways in which each pending operation, and each file that is not synced, may be on the disk."""
+
+    @property
+    def last(self) -> State:
+        """The state in which everything has reached the disk."""
+        return self.state([size - 1 for size in self.sizes])
+
+    def state(self, numbers: Sequence[int]) -> State:
+        """The state with a way for each of `sizes`; the last way is that all has reached the disk."""
+        lost = {index for index, number in zip(self._pending, numbers, strict=False) if not number}
+        variant = dict(zip(self._open, numbers[len(self._pending) :], strict=True))
+        tree: dict[int, dict[str, int]] = {}
+        for index, operation in self._names:
+            if index not in lost:
+                for folder, name, inode in operation.changes:
+                    if inode is None:
+                        tree.get(folder, {}).pop(name, None)
+                    else:
+                        tree.setdefault(folder, {})[name] = inode
+        files: dict[str, bytes] = {}
+        made: list[str] = []
+
+        def walk(folder: int, path: str) -> None:
+            for name, inode in sorted(tree.get(folder, {}).items()):
+                if inode in self._folders:
+                    made.append(f"{path}{name}")
+                    walk(inode, f"{path}{name}/")
+                else:
+                    variants = self._contents.get(inode, [b""])
+                    files[f"{path}{name}"] = variants[variant.get(inode, len(variants) - 1)]
+
+        walk(ROOT, "")
+        return State(files, tuple(made), self._marks)
+
+
+def _states_at(log: Sequence[Operation], folders: set[int], limit: int, choice: random.Random) -> Iterator[State]:
+    """The states if power is lost after the last operation of `log`."""
+    instant = _Instant(log, folders)
+    sizes, most = instant.sizes, [size - 1 for size in instant.sizes]
+    if math.prod(sizes) <= limit:
+        yield from map(instant.state, itertools.product(*map(range, sizes)))
+        return
+    yield instant.state([0] * len(sizes))
+    yield instant.last
+    for place, size in enumerate(sizes):
+        for number in range(size):
+            yield instant.state([number if other == place else 0 for other in range(len(sizes))])
+            yield instant.state([number if other == place else most[other] for other in range(len(sizes))])
+        yield instant.state([most[other] if other < place else 0 for other in range(len(sizes))])
+    for _ in range(limit // 2):
+        yield instant.state([choice.randrange(size) for size in sizes])
+
+
+def _contents(log: Sequence[Operation], synced: dict[int, int]) -> dict[int, list[bytes]]:
+    """The possible contents of each file on the disk: the durable ones, and parts and all of later ones."""
+    durable: dict[int, bytes] = {}
+    later: dict[int, list[bytes]] = {}
+    for index, operation in enumerate(log):
+        if isinstance(operation, Write):
+            if synced.get(operation.file, -1) > index:
+                durable[operation.file] = operation.data
+            else:
+                later.setdefault(operation.file, []).append(operation.data)
+    found = {}
+    for file in {*durable, *later}:
+        before, versions = durable.get(file, b""), later.get(file, [])
+        variants = [before]
+        for data in versions:
+            half = len(before) + (len(data) - len(before)) // 2 if data.startswith(before) else len(data) // 2
+            variants += [data[:half], data[:half] + bytes(len(data) - half), data]
+        found[file] = list(dict.fromkeys(variants))
+        # The last version comes last, also if it equals an earlier one.
+        last = versions[-1] if versions else before
+        found[file] = [variant for variant in found[file] if variant != last] + [last]
+    return found

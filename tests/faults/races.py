@@ -1,0 +1,63 @@
+"""Races between streams and threads, waits that nothing needs, and random orders: what CUDA would do, without a GPU.
+
+docs/races.md says how. Every program of tests/rehearse/programs.py runs once; then each of its waits, events and host
+synchronisations is taken out in turn; then it runs in random legal orders.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from tests.faults.bench import Bench, faults_row
+from tests.rehearse.campaign import Findings, explore
+from tests.rehearse.programs import PROGRAMS
+from tests.support.record import Row
+
+_NUM_ORDERS = 2000
+"""The promised number of orders, over all programs."""
+
+
+def races(bench: Bench) -> Row:
+    """Pairs of accesses without an order."""
+    found = _explored(bench)
+    return faults_row(
+        key="races",
+        claim="two accesses to the same bytes, device or host, are ordered in every program",
+        tried=len(PROGRAMS),
+        at_least=len(PROGRAMS),
+        harms={"programs with a race": len(found.races)},
+        note=f"programs: {'; '.join(PROGRAMS)}",
+    )
+
+
+def waits(bench: Bench) -> Row:
+    """Waits, events and synchronisations that are taken out and not missed."""
+    found = _explored(bench)
+    lines = [f"{site} | {program}" for site, program in found.caught.items()]
+    table = bench.out / "waits.txt"
+    table.write_text("\n".join([*lines, *(f"{site} | -" for site in found.unnoticed), ""]))
+    return faults_row(
+        key="stream-waits",
+        claim="each wait, event and host synchronisation of streams, messages and threads, taken out, makes a race",
+        tried=len(found.caught) + len(found.unnoticed),
+        at_least=len(found.caught),
+        harms={"unnoticed": len(found.unnoticed), "passed by no program": len(found.unvisited)},
+        note="; ".join(f"{site.split(' ')[0]} by *{program}*" for site, program in found.caught.items()),
+    )
+
+
+def orders(bench: Bench) -> Row:
+    """Random legal orders, with memory that is reused as a caching allocator does."""
+    found = _explored(bench)
+    return faults_row(
+        key="orders",
+        claim="programs that run in random legal orders of their streams end with the same bits",
+        tried=found.orders,
+        at_least=len(PROGRAMS) if bench.quick else _NUM_ORDERS,
+        harms={"different": len(found.different)},
+    )
+
+
+@functools.cache
+def _explored(bench: Bench) -> Findings:
+    return explore(PROGRAMS, range(1 if bench.quick else -(-_NUM_ORDERS // len(PROGRAMS)) + 10))

@@ -1,0 +1,291 @@
+"""Damaged, exchanged and lost files of the recovery of islands: what a restart then loads, and what it says.
+
+Two islands of two ranks train and keep their last syncs. Then every case starts from these files, does one thing to
+them, and lets new ranks restore. Each rank compares what it has got with what it had when the state was saved.
+
+A fault does harm if the restart fails ("blocks"), if a value is not the one that was saved, or ranks restore different
+syncs ("altered"), if the state is of another run, rank or start ("foreign"), or if less is restored than without the
+fault and no line says so ("silent").
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import shutil
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import laconic
+from tests.faults.bench import Bench, faults_row
+from tests.support.launch import launch
+from tests.support.record import Row
+
+CASES, QUICK_CASES = 600, 16
+HARMS = ("blocks", "altered", "foreign", "silent")
+ISLANDS, LOCAL, SYNCS = 2, 2, (2, 4, 6, 8)
+RUN = "damage"
+_State = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
+"""Outer vectors, and the inner optimizer's state by parameter and key."""
+
+
+def row(bench: Bench) -> Row:
+    """Run the campaign."""
+    cases = QUICK_CASES if bench.quick else CASES
+    counts = campaign(bench.out / "recovery-damage", cases)
+    return faults_row(
+        key="recovery-damage",
+        claim="faults in the recovery files of islands: flipped, cut, zeroed, exchanged, older, lost, of another rank",
+        tried=cases,
+        at_least=300,
+        harms={harm: counts[harm] for harm in HARMS},
+        note=f"two islands of two ranks, two fragments, AdamW; {counts['restored newest']} restarts had all of the "
+        f"newest sync, {counts['restored less']} less, with a line, {counts['nothing']} began anew.",
+    )
+
+
+def campaign(folder: Path, cases: int) -> Counter[str]:
+    """Try `cases` faults; count the harms, and what was restored."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    outcomes = launch(_ranks, str(folder), cases, num_ranks=ISLANDS * LOCAL, num_local=LOCAL, timeout_s=3600)[0]
+    shutil.rmtree(folder, ignore_errors=True)
+    counts = Counter(outcome for _, outcome, _ in outcomes)
+    for case, outcome, detail in outcomes:
+        if outcome in HARMS:
+            print(f"{case}: {outcome}: {detail}")
+    return counts
+
+
+# -- one rank ----------------------------------------------------------------------------------------------------------
+
+
+def _ranks(folder: str, cases: int) -> list[tuple[str, str, str]]:
+    """Train, then restore once for each case; return (case, outcome, detail) of all cases, on every rank."""
+    kept, live = Path(folder, "kept"), Path(folder, "live")
+    truth = _train(kept)
+    outcomes = []
+    for number in range(cases):
+        name = ""
+        if dist.get_rank() == 0:
+            shutil.rmtree(live, ignore_errors=True)
+            shutil.copytree(kept, live)
+            name = spoil(live, random.Random(number))
+        dist.barrier()
+        found = _restore(live, truth)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (name, *found))
+        outcomes.append((f"{number} {gathered[0][0]}", *_verdict([each[1:] for each in gathered])))
+    return outcomes
+
+
+def _start(folder: Path, seed: int) -> tuple[nn.Module, laconic.LocalSteps]:
+    mesh = laconic.init_mesh("cpu", islands=ISLANDS, nodes=1, local=LOCAL)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 6), nn.Linear(6, 3))
+    for layer in model:
+        laconic.fully_shard(layer, mesh=mesh)
+    laconic.fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    machine = folder / f"machine-{dist.get_rank() // LOCAL}"
+    steps = laconic.LocalSteps(
+        model, optimizer, mesh=mesh, every=4, fragments=2, codec="fp32", recovery=machine, run_id=RUN
+    )
+    return model, steps
+
+
+def _train(folder: Path) -> dict[int, _State]:
+    """Train to the last sync; return the state of this rank after every sync, as it should be on the machine."""
+    model, steps = _start(folder, seed=0)
+    truth: dict[int, _State] = {}
+    inner: dict[str, dict[str, Tensor]] = {}
+    for step in range(1, SYNCS[-1] + 1):
+        torch.manual_seed(100 * step + dist.get_rank())
+        model(torch.randn(4, 5)).square().mean().backward()
+        steps.step()
+        steps.zero_grad()
+        for report in steps.reports:  # the fragment's part is new; the first state has all fragments
+            synced = steps.fragments if step == SYNCS[0] else [steps.fragments[report.fragment]]
+            inner |= _inner(steps, [name for fragment in synced for name in fragment.parameters])
+            truth[step] = _outer(steps), dict(inner)
+    steps.finish()
+    dist.barrier()
+    return truth
+
+
+def _outer(steps: laconic.LocalSteps) -> list[Tensor]:
+    return [vector.clone() for fragment in steps.fragments for vector in fragment.vectors()]
+
+
+def _inner(steps: laconic.LocalSteps, names: list[str]) -> dict[str, dict[str, Tensor]]:
+    parameters = {name: p for fragment in steps.fragments for name, p in fragment.parameters.items()}
+    states = {name: steps.optimizer.state.get(parameters[name], {}) for name in names}
+    return {name: {key: _local(value) for key, value in state.items()} for name, state in states.items()}
+
+
+def _local(value: Tensor) -> Tensor:
+    return (value.to_local() if isinstance(value, laconic.RaggedTensor) else value).clone()
+
+
+def _restore(folder: Path, truth: dict[int, _State]) -> tuple[int, bool, bool, list[str], str]:
+    """Restore; return the step, whether values are right, whether there is inner state, the lines, and the error."""
+    with warnings.catch_warnings(record=True) as lines:
+        warnings.simplefilter("always")
+        try:
+            _, steps = _start(folder, seed=1)
+        except Exception as error:
+            return 0, False, False, [], f"{type(error).__name__}: {error}"
+    named = [name for fragment in steps.fragments for name in fragment.parameters]
+    inner = {name: state for name, state in _inner(steps, named).items() if state}
+    is_right = steps.steps in (0, *truth)
+    if steps.steps:
+        outer, kept = truth[steps.steps]
+        is_right = all(map(torch.equal, _outer(steps), outer))
+        is_right &= not inner or (inner.keys() == kept.keys() and all(_same(inner[n], kept[n]) for n in kept))
+    return steps.steps, is_right, bool(inner), [str(line.message) for line in lines], ""
+
+
+def _same(got: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
+    return got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want)
+
+
+def _verdict(found: list[tuple[int, bool, bool, list[str], str]]) -> tuple[str, str]:
+    """Return the outcome of a case, and a detail, from what all ranks have found."""
+    errors = [error for *_, error in found if error]
+    lines = [line for _, _, _, said, _ in found for line in said]
+    steps = [step for step, *_ in found]
+    has_inner = [inner for _, _, inner, _, _ in found]
+    halves = [has_inner[i * LOCAL : (i + 1) * LOCAL] for i in range(ISLANDS)]
+    if errors:
+        return "blocks", errors[0]
+    if not set(steps) <= {0, *SYNCS}:
+        return "foreign", str(steps)
+    if len(set(steps)) > 1 or not all(right for _, right, *_ in found) or any(len(set(half)) > 1 for half in halves):
+        return "altered", f"{steps}, {has_inner}, {lines}"
+    if steps[0] == SYNCS[-1] and all(has_inner):
+        return "restored newest", ""
+    if not lines:
+        return "silent", f"{steps}, {has_inner}"
+    return ("restored less" if steps[0] else "nothing"), ""
+
+
+# -- the faults --------------------------------------------------------------------------------------------------------
+
+
+def spoil(folder: Path, rng: random.Random) -> str:
+    """Do one thing to the files below `folder`; return its name."""
+    files = sorted(path for path in folder.rglob("start-*") if path.is_file())
+    fault = FAULTS[rng.randrange(len(FAULTS))]
+    path = rng.choice(files)
+    fault(path, files, rng)
+    return f"{fault.__name__.removeprefix('_')} of {path.parent.parent.name}/{path.name}"
+
+
+def _flip(path: Path, files: list[Path], rng: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def _truncation(path: Path, files: list[Path], rng: random.Random) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: rng.choice([0, 1, 63, 64, 65, rng.randrange(len(data)), len(data) - 1])])
+
+
+def _growth(path: Path, files: list[Path], rng: random.Random) -> None:
+    path.write_bytes(path.read_bytes() + rng.choice([b"\0", b"\n", path.read_bytes()]))
+
+
+def _zeroing(path: Path, files: list[Path], rng: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    begin = rng.randrange(len(data))
+    end = rng.randrange(begin, len(data)) + 1
+    data[begin:end] = b"\0" * (end - begin)
+    path.write_bytes(data)
+
+
+def _exchange(path: Path, files: list[Path], rng: random.Random) -> None:
+    other = rng.choice([each for each in files if each != path])
+    own, theirs = path.read_bytes(), other.read_bytes()
+    path.write_bytes(theirs)
+    other.write_bytes(own)
+
+
+def _replacement(path: Path, files: list[Path], rng: random.Random) -> None:
+    """An older file, another rank's, or another fragment's in its place."""
+    path.write_bytes(rng.choice([each for each in files if each != path]).read_bytes())
+
+
+def _older(path: Path, files: list[Path], rng: random.Random) -> None:
+    """An older file of the same rank in its place, as after a restored backup."""
+    step = path.name.split("-island")[0]
+    own = [each for each in files if each.parent == path.parent and each.name[len(step) :] == path.name[len(step) :]]
+    path.write_bytes(min(own).read_bytes())
+
+
+def _deletion(path: Path, files: list[Path], rng: random.Random) -> None:
+    path.unlink()
+
+
+def _loss(path: Path, files: list[Path], rng: random.Random) -> None:
+    """All files of one rank, or of one machine, or of one step on one machine."""
+    shard, step = path.name.split("shard-")[1][:1], path.name.split("-island")[0]
+    mine = [each for each in files if each.parent == path.parent]
+    kinds = [
+        [each for each in mine if f"shard-{shard}-" in each.name],
+        mine,
+        [each for each in mine if each.name.startswith(f"{step}-")],
+    ]
+    for each in rng.choice(kinds):
+        each.unlink()
+
+
+def _wandering(path: Path, files: list[Path], rng: random.Random) -> None:
+    """The file lies on another machine, as when nodes have other numbers."""
+    machine = rng.choice([each.parent for each in files if each.parent != path.parent])
+    path.rename(machine / path.name)
+
+
+def _renaming(path: Path, files: list[Path], rng: random.Random) -> None:
+    """A name of another start, step, island or shard."""
+    old, new = rng.choice([("start-1", "start-7"), ("step-8", "step-88"), ("island-0", "island-5"), ("d-0", "d-1")])
+    name = path.name.replace(old, new)
+    path.rename(path.with_name(name if name != path.name else f"start-9{path.name[7:]}"))
+
+
+def _folder(path: Path, files: list[Path], rng: random.Random) -> None:
+    """A folder, or a dangling link, in its place."""
+    path.unlink()
+    if rng.random() < 0.5:
+        path.mkdir()
+    else:
+        path.symlink_to("nowhere")
+
+
+def _other_run(path: Path, files: list[Path], rng: random.Random) -> None:
+    """All states of the machine are another run's: its folder has another name, or has this run's name."""
+    run = path.parent
+    if rng.random() < 0.5:
+        run.rename(run.with_name("run-yesterday"))
+        return
+    for each in run.glob("*.index"):
+        data = each.read_bytes().split(b"\n", 1)[1].replace(b'"damage"', b'"yester"')
+        each.write_bytes(_checksum(data) + b"\n" + data)
+
+
+def _checksum(data: bytes) -> bytes:
+    return hashlib.sha256(data).hexdigest().encode()
+
+
+FAULTS: tuple[Callable[[Path, list[Path], random.Random], None], ...] = (
+    _flip, _flip, _truncation, _growth, _zeroing, _exchange, _replacement, _older, _deletion, _loss, _wandering,
+    _renaming, _folder, _other_run,
+)  # fmt: skip
+"""Flips twice, as they are the commonest."""

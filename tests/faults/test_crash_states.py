@@ -1,0 +1,140 @@
+"""A sample of the states that a power cut may leave of a save: the newest checkpoint, or the one before, loads.
+
+`python -m tests.faults --rows crash-states` loads all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from laconic import files
+from laconic.checkpoint import api, commit
+from laconic.files import remove, sync, write_text
+from laconic.integrations import trained_state
+from tests.faults import crash_states, saves
+from tests.faults.crash_states import HARMS, tally
+from tests.faults.power_loss import crash_states as states_of
+from tests.faults.power_loss import sampled_states
+from tests.faults.recording import Recorder, attached
+
+KINDS = ("one rank", "overwrite", "async", "slices", "cyclic")
+"""The kinds of saves that differ in their files; `crash_states.KINDS` are all."""
+STATES_PER_KIND = 48
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recorder]:
+    return saves.record(list(KINDS), tmp_path_factory.mktemp("recorded"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_state_loads_the_newest_checkpoint_or_the_one_before(kind: str, recorded: dict[str, Recorder]) -> None:
+    found = tally(recorded[kind], sampled_states(recorded[kind], STATES_PER_KIND))
+    assert found.num_states == STATES_PER_KIND
+    assert found.harmed == {harm: [] for harm in HARMS}
+
+
+def _sync_files_only(path: Path) -> None:
+    if path.is_file():
+        sync(path)
+
+
+def _remove_at_once(checkpoints: list[Path]) -> None:
+    for path in checkpoints:
+        (path / commit.MANIFEST).unlink(missing_ok=True)
+        remove(path)
+
+
+MISTAKES: dict[str, tuple[Any, str, Any]] = {
+    "a rank's files are not synced": (api, "sync", lambda path: None),
+    "folders are not synced": (commit, "sync", _sync_files_only),
+    "the folder of the run is not synced": (files, "sync", _sync_files_only),
+    "files are not synced": (commit, "write_text", lambda path, text: write_text(path, text, durable=False)),
+    "a removal has no name": (commit, "_remove", _remove_at_once),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_protocol_is_found(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, name, replacement = MISTAKES[mistake]
+    monkeypatch.setattr(module, name, replacement)
+    recorder = saves.record(["one rank"], tmp_path)["one rank"]
+    monkeypatch.undo()
+    found = tally(recorder, itertools.islice(states_of(recorder, limit=8), 0, None, 3), save_every=1000)
+    assert any(found.harms.values()), found
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_trainers_checkpoint_is_complete_once_it_is_marked(
+    forgets: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every state the folder is refused, or has all that was written; and the latter once the mark is returned."""
+    if forgets:
+        monkeypatch.setattr(trained_state, "sync", lambda path: None)
+    run = tmp_path / "run"
+    run.mkdir()
+    recorder, folder = Recorder(run), run / "checkpoint-3"
+    model = torch.nn.Linear(2, 3)
+    with attached(recorder.announce):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"weights")
+        trained_state.save_trained(folder, 3, model, None)
+        (folder / "trainer_state.json").write_text("{}")
+        trained_state.mark_complete(folder)
+        recorder.announce(mark="marked")
+    written = {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    lost = []
+    for number, state in enumerate(states_of(recorder, limit=4)):
+        found = tmp_path / str(number)
+        found.mkdir()
+        state.write(found)
+        is_complete = not trained_state.incomplete(found / "checkpoint-3")
+        assert not is_complete or written.items() <= state.files.items()
+        if "marked" in state.marks and not is_complete:
+            lost.append(state)
+    assert number > 100
+    assert bool(lost) == forgets
+
+
+def test_the_model_of_a_power_cut(tmp_path: Path) -> None:
+    """A file is written, synced and renamed, and the folder is not synced: by hand, every state."""
+    (tmp_path / "a").write_bytes(b"old!")
+    recorder = Recorder(tmp_path)
+    recorder.announce(synced=(tmp_path / "a").stat().st_ino)
+    recorder.announce(synced=tmp_path.stat().st_ino)
+    start = len(recorder.log)
+    with attached(recorder.announce):
+        (tmp_path / "b").write_bytes(b"new!")
+        files.sync(tmp_path / "b")
+        (tmp_path / "b").replace(tmp_path / "a")
+    assert len(recorder.log) == start + 4, "a name, a write, a sync, a rename"
+    found = {tuple(sorted(state.files.items())) for state in states_of(recorder, limit=1000)}
+    a = ("a", b"old!")
+    assert {
+        (a,),
+        (a, ("b", b"")),
+        (a, ("b", b"ne")),
+        (a, ("b", b"ne\0\0")),
+        (a, ("b", b"new!")),
+        (("a", b"new!"),),
+    } <= found
+    assert not any(("a", content) in state for state in found for content in (b"ne", b"ne\0\0")), "synced before"
+
+
+def test_damage_is_harm() -> None:
+    """The tally tells kinds of harm apart."""
+    expected = {0: "", 1: "one", 2: "two"}
+    loaded = crash_states.stored.Loaded
+    cases = {
+        "": loaded(1, "one"),
+        "not loadable": loaded(0, ""),
+        "loaded differing": loaded(2, "one"),
+        "foreign errors": loaded(0, "", foreign="KeyError: 1"),
+        "false alarms": loaded(1, "one", warned=("damaged",)),
+    }
+    assert {harm: crash_states.harm_of(found, expected, 1)[0] for harm, found in cases.items()} == {h: h for h in cases}
