@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from laconic import files
 from laconic.checkpoint import api, commit
-from laconic.files import remove, sync, write_text
 from laconic.integrations import trained_state
+from laconic.store import files
+from laconic.store.files import remove, sync, write_text
 from tests.faults import crash_states, saves
 from tests.faults.crash_states import HARMS, tally
 from tests.faults.power_loss import crash_states as states_of

@@ -19,9 +19,9 @@ from laconic.checkpoint.commit import CheckpointError, FileRecord, Manifest, rea
 from laconic.checkpoint.fill import Differences, Source, fill
 from laconic.checkpoint.island_slices import IslandSlices
 from laconic.comm.agreement import RankGroup
-from laconic.files import sync, write_text
 from laconic.islands.local_steps import LocalSteps
 from laconic.ragged.joined import joined
+from laconic.store.files import sync, write_text
 
 
 def save_checkpoint(

@@ -37,7 +37,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from laconic.files import make_folder, remove, sync, write_text
+from laconic.store.files import make_folder, remove, sync, write_text
 
 FORMAT = "laconic-checkpoint-2"
 MANIFEST = "manifest.json"

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from laconic.config import JobError
-from laconic.files import replacing, write_text
+from laconic.store.files import replacing, write_text
 
 _FORMAT = 4  # raise it when the files change: runs then ignore files of the old format
 _CHUNK_BYTES = 1 << 24  # one thread hashes a chunk at a time

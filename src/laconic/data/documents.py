@@ -26,8 +26,8 @@ from laconic.data.formats import Encoder, Reading
 from laconic.data.packing import pack
 from laconic.data.probe import check_model
 from laconic.data.sampler import EpochSampler, hashed
-from laconic.files import replacing
 from laconic.hf.chat import Encoded
+from laconic.store.files import replacing
 
 _DOCUMENTS_PER_BATCH = 256
 _SPLITS = ("train", "eval")

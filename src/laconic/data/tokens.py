@@ -15,8 +15,8 @@ from laconic.data.batches import Batch, Batches, Division, TrainingData
 from laconic.data.corpus import Corpus, open_corpus
 from laconic.data.formats import Encoder, find_reading, refuse_binary
 from laconic.data.sampler import Sampler, hashed
-from laconic.files import replacing
 from laconic.hf.tokenizer import Tokenizer
+from laconic.store.files import replacing
 
 _DOCUMENTS_PER_BATCH = 64
 _SPLITS = ("train", "eval")

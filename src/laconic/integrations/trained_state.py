@@ -23,8 +23,8 @@ from laconic.checkpoint.state import persistent_buffers, reshard
 from laconic.comm.agreement import RankGroup
 from laconic.comm.launch import RankInfo
 from laconic.errors import JobError
-from laconic.files import sync, write_text
 from laconic.islands.local_steps import LocalSteps
+from laconic.store.files import sync, write_text
 
 SHARDS = "laconic"
 """The folder, in the trainer's checkpoint, with the sharded tensors."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from laconic.comm.entries import parse as parse_json
-from laconic.files import replacing
+from laconic.store.files import replacing
 
 _FORMAT = "laconic-state-1"
 _DIGEST = 64

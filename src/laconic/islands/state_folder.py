@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from laconic import files
 from laconic.comm.entries import EntryError, typed
 from laconic.islands import state_file
 from laconic.islands.saved_state import SavedState
 from laconic.islands.state_file import DamagedFileError
+from laconic.store import files
 
 _NAME = re.compile(
     r"start-(\d+)-step-\d+-island-(\d+)-shard-(\d+)-of-\d+(?:\.index|-fragment-\d+\.part)(?:\.[0-9a-f]+\.tmp)?"

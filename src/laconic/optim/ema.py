@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from laconic import files
 from laconic.shard.sharded_module import reshard_all
+from laconic.store import files
 
 
 class EMA:

@@ -11,7 +11,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from laconic import files
 from laconic.config import ConfigError, load, to_dict, to_toml
 from laconic.plan.candidates import CANDIDATES, candidate_named
 from laconic.plan.choice import Choice, Entry, choose
@@ -20,6 +19,7 @@ from laconic.plan.estimates import Estimate
 from laconic.plan.prediction import Predictor
 from laconic.plan.timeline_picture import SUFFIXES, draw_timeline
 from laconic.plan.units import format_quantity
+from laconic.store import files
 
 _DESCRIPTION = """\
 Predict the seconds, the bytes and the memory of a step of a training job on a cluster, under laconic's strategies and

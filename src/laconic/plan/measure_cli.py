@@ -11,7 +11,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from laconic import files
 from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster, init_mesh
 from laconic.comm.failure import failing_together
@@ -21,6 +20,7 @@ from laconic.errors import JobError
 from laconic.plan.cluster_file import to_toml
 from laconic.plan.measure import Figure, as_spec, device_name, measure
 from laconic.plan.units import format_quantity, unit_of
+from laconic.store import files
 
 _DESCRIPTION = """\
 Measure what the machines at hand can do, in less than two minutes, and write it down as a cluster file: memory, FLOP/s

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from laconic import files
 from laconic.config import Config, to_dict
+from laconic.store import files
 from laconic.train.records import Step
 
 _WANDB_RUN = "wandb-run-id"

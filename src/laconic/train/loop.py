@@ -18,7 +18,6 @@ from rich.console import Console
 from torch import nn
 
 import laconic.checkpoint
-from laconic import files
 from laconic.checkpoint import AsyncSaver, CheckpointError
 from laconic.comm.agreement import RankGroup
 from laconic.comm.failure import failing_together, set_peer_timeout
@@ -27,6 +26,7 @@ from laconic.comm.orphans import ending_with_launcher
 from laconic.config import Config, JobError, to_dict
 from laconic.data.batches import Batch, Division
 from laconic.hf.tokenizer import load_tokenizer
+from laconic.store import files
 from laconic.strategies.checks import check_job
 from laconic.strategies.cyclic import CyclicStepper
 from laconic.strategies.cyclic_checkpoint import newest_cut

@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from laconic import files
 from laconic.checkpoint import commit
 from laconic.comm.agreement import RankGroup
 from laconic.comm.launch import RankInfo
@@ -23,6 +22,7 @@ from laconic.extras import how_to_install
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer import Tokenizer
 from laconic.hf.tokenizer_files import KEPT, save_tokenizer
+from laconic.store import files
 from laconic.strategies.cyclic import num_workers
 from laconic.strategies.islands import num_islands, num_launches
 from laconic.strategies.parallelize import wire_policy
