@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import record as reported
 from laconic.comm import watch
 from laconic.comm.journal import Awaited, Entries, Journal, Ticket, waits
 from laconic.comm.progress import Record
-from laconic.comm.proof import find_proof
+from laconic.comm.watch import find_proof
 from laconic.errors import RanksDifferError
 from tests.shard import helpers
 from tests.support.launch import launch, run_ranks

@@ -7,10 +7,20 @@ from itertools import product
 
 import pytest
 
-from laconic.cyclic.schedule.messages import Compute, Instruction, Message, Receive, Run, Send, Square, Update
 from laconic.cyclic.schedule.program import largest_burst, messages_per_step, program
 from laconic.cyclic.schedule.rule import RULES, Rule
-from laconic.cyclic.schedule.schedule import STATES, Schedule
+from laconic.cyclic.schedule.schedule import (
+    STATES,
+    Compute,
+    Instruction,
+    Message,
+    Receive,
+    Run,
+    Schedule,
+    Send,
+    Square,
+    Update,
+)
 
 STAGGERED = tuple(name for name in RULES if name != "dp")
 

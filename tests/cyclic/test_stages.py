@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.cyclic.stages.cut import cut
-from laconic.cyclic.stages.devices import restoring_random_states, synchronize
-from laconic.cyclic.stages.partition import partition
-from laconic.cyclic.stages.stage import unstage
+from laconic.cyclic.stages.stage import partition, restoring_random_states, synchronize, unstage
 from tests.support.launch import run_ranks
 
 VOCAB = 61

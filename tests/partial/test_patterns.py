@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from laconic.partial.cuts import Cut, Segment
-from laconic.partial.patterns import LayerPattern, sliced_layer
+from laconic.partial.patterns import Cut, LayerPattern, Segment, sliced_layer
 from laconic.partial.updates import partial_updates
 from laconic.ragged.parts import slice_of_parameters, sliced_parameters
 from tests.partial.models import MLPS, MODELS, Mlp, MlpNet, active_mask, build

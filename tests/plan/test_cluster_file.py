@@ -16,7 +16,7 @@ from laconic.plan.cluster_file import load_cluster, parse_cluster, to_toml
 from laconic.plan.cluster_spec import DEFAULT_HEADER_FACTOR, DTYPES, ClusterSpec
 from laconic.plan.known import device_of, devices, find_device, find_network, networks
 from laconic.plan.units import format_quantity, parse_quantity
-from laconic.train.flops import peak_of
+from laconic.train.meter import peak_of
 
 TABLE = """
 nodes = 2

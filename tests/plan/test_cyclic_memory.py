@@ -19,9 +19,8 @@ from laconic.cyclic.buffers import ByteLayout
 from laconic.cyclic.links import Links
 from laconic.cyclic.placement import Placement
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule.messages import Op
 from laconic.cyclic.schedule.rule import Rule
-from laconic.cyclic.schedule.schedule import Schedule, StatePlacement
+from laconic.cyclic.schedule.schedule import Op, Schedule, StatePlacement
 from laconic.cyclic.stages.stage import trainable
 from laconic.cyclic.worker import Worker
 from laconic.plan.cyclic_memory import DeviceMemory, messages_by_target

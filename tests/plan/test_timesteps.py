@@ -12,9 +12,8 @@ import matplotlib
 import pytest
 
 from laconic import cli
-from laconic.cyclic.schedule.messages import MessageKind
 from laconic.cyclic.schedule.rule import RULES, Rule
-from laconic.cyclic.schedule.schedule import STATES, Schedule
+from laconic.cyclic.schedule.schedule import STATES, MessageKind, Schedule
 from laconic.plan.timesteps import CyclicPlan
 from laconic.plan.timesteps_picture import KIND_COLOURS
 

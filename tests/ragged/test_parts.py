@@ -7,16 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from laconic.ragged.joined import JoinedTensor, joined, whole_parameters
 from laconic.ragged.parts import (
+    JoinedTensor,
     Piece,
     SlicedParameter,
     add_sliced,
+    joined,
     slice_of_parameter,
     slice_of_parameters,
     sliced_of,
     sliced_parameters,
     sliced_parts,
+    whole_parameters,
 )
 from tests.shard.helpers import ragged
 

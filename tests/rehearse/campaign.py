@@ -29,9 +29,9 @@ _OTHERS = {
     ("shard/lanes.py", "record_event"): "every site of a lane passes it",
     ("shard/lanes.py", "running"): "every site of a lane passes it",
     ("shard/lanes.py", "wait_for"): "every site of a lane passes it",
-    ("cyclic/baton.py", "before_op"): "it calls the wait of a baton in links.py",
+    ("cyclic/links.py", "before_op"): "it calls the wait of a baton in links.py",
     ("cyclic/stages/cut.py", "_time_s"): "it measures seconds, before training",
-    ("cyclic/stages/devices.py", "synchronize"): "it measures seconds, before training",
+    ("cyclic/stages/stage.py", "synchronize"): "it measures seconds, before training",
     ("islands/elastic.py", "position"): "an island that comes waits for the state before it trains",
     (
         "islands/elastic.py",

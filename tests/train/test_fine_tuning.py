@@ -20,7 +20,7 @@ from laconic.hf.models import build_model
 from laconic.strategies import parallelize
 from laconic.strategies.learning_rates import lr_at
 from laconic.strategies.loss_scale import LossScale
-from laconic.train import flops
+from laconic.train.meter import flops_per_token, peak_flops
 from tests.support.launch import run_ranks
 from tests.train.jobs import SMALL_LLAMA, job, refusal, train, train_all
 
@@ -165,13 +165,13 @@ def test_flops_per_token(tmp_path: Path) -> None:
     model: Any = build_model(ModelConfig(config=table))
     weights = sum(p.numel() for p in model.parameters()) - 100 * 16
     attention = 12 * 2 * 16 * 32
-    assert flops.flops_per_token(model, 32) == 6 * weights + attention
+    assert flops_per_token(model, 32) == 6 * weights + attention
     model.requires_grad_(False)
-    assert flops.flops_per_token(model, 32) == 4 * weights + attention
+    assert flops_per_token(model, 32) == 4 * weights + attention
     coded = job(tmp_path, model={"config": table}, lora={"enabled": True, "rank": 1, "quantize": "nf4"})
-    adapters = flops.flops_per_token(build_model(coded.model, coded.lora), 32)
+    adapters = flops_per_token(build_model(coded.model, coded.lora), 32)
     trained = sum(p.numel() for p in build_model(coded.model, coded.lora).parameters() if p.requires_grad)
     assert adapters == 4 * weights + 6 * trained + attention
     coded = job(tmp_path, model={"config": table}, lora={**dataclasses.asdict(coded.lora), "quantize_skip": []})
-    assert flops.flops_per_token(build_model(coded.model, coded.lora), 32) == adapters  # the head is coded, too
-    assert flops.peak_flops(torch.device("cpu"), "bfloat16") is None
+    assert flops_per_token(build_model(coded.model, coded.lora), 32) == adapters  # the head is coded, too
+    assert peak_flops(torch.device("cpu"), "bfloat16") is None

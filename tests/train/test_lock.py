@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from laconic.comm.orphans import ending_with_launcher
+from laconic.comm.launch import ending_with_launcher
 from laconic.config import Config, JobError
 from laconic.train import lock
 from laconic.train.cli import main

@@ -20,7 +20,7 @@ from laconic.checkpoint.fill import Differences, Source, fill
 from laconic.checkpoint.island_slices import IslandSlices
 from laconic.comm.agreement import RankGroup
 from laconic.islands.local_steps import LocalSteps
-from laconic.ragged.joined import joined
+from laconic.ragged.parts import joined
 from laconic.store.files import sync, write_text
 
 

@@ -16,7 +16,7 @@ from laconic.checkpoint.commit import CheckpointError, StorageError
 from laconic.checkpoint.keys import Keys, by_parameter
 from laconic.checkpoint.storage import Entry
 from laconic.comm.agreement import RankGroup
-from laconic.ragged.joined import JoinedTensor, joined
+from laconic.ragged.parts import JoinedTensor, joined
 
 _PART = re.compile(r"_(slice\d+|shared)$")
 

@@ -14,7 +14,7 @@ from laconic.checkpoint.keys import ISLANDS, OUTER
 from laconic.checkpoint.parts import OptimizerStates
 from laconic.comm.agreement import RankGroup
 from laconic.islands.local_steps import LocalSteps
-from laconic.ragged.joined import joined
+from laconic.ragged.parts import joined
 
 _IN_FLIGHT = ("mean", "drift", "sent")
 """The tensors of a fragment in flight. The mean is equal on all islands."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from laconic.checkpoint import state
 from laconic.checkpoint.island_slices import IslandSlices
 from laconic.comm.agreement import RankGroup
-from laconic.ragged.joined import joined
+from laconic.ragged.parts import joined
 from laconic.ragged.tensor import RaggedTensor
 
 OptimizerStates = dict[str, dict[str, Any]]

@@ -6,10 +6,19 @@ is exact in fp32, with or without a fused multiply-add. So every device decodes 
 rounded once more in the product, would not do that.) Steps are rounded to the nearest bf16 number, and are never zero
 or denormal, which some devices flush to zero. A block with NaN or infinity gets a step that is NaN or infinite, and
 decodes to NaN.
+
+[Note: Fused coding]
+Coding is a chain of a dozen operations on every element. On a CPU each of them runs over a piece that lies in the
+processor's caches; compiled code was not faster there. On an accelerator each would read and write device memory. So
+torch.compile makes one or two kernels of the chain (Triton's, on CUDA), once for all sizes. A compiled product and sum
+may be rounded once instead of twice, so a value in the middle between two codes may take the other one. Decoded values
+have equal bits all the same: [Note: Codes are whole multiples of a step] in codec/blocked.py. Where no compiler works,
+the chain runs as it is, and a warning says so.
 """
 
 import itertools
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import lru_cache, wraps
@@ -19,7 +28,65 @@ import torch
 from torch import Tensor
 
 from laconic.codec.base import Codec
-from laconic.codec.fused import fused
+
+R = TypeVar("R")
+
+
+class Fused:
+    """A function of tensors, compiled when it is called first."""
+
+    def __init__(self, function: Callable[..., R], *, backend: str = "inductor") -> None:
+        """`backend` is the compiler, a name of `torch.compile`."""
+        self._plain = function
+        self._compiled: Callable[..., R] | None = torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the compiled function, or the function itself if it cannot be compiled here."""
+        if self._compiled is not None:
+            try:
+                return self._compiled(*arguments)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # of any kind, as compilers fail in many ways
+                self._compiled = None
+                reason = str(error).strip().splitlines() or [""]
+                warnings.warn(
+                    "codecs run in many small kernels, which takes longer, because torch.compile failed: "
+                    f"{type(error).__name__}: {reason[0]}; install Triton and a C compiler",
+                    stacklevel=2,
+                )
+        return self._plain(*arguments)
+
+
+def fused(function: Callable[..., R], device: torch.device) -> Callable[..., R]:
+    """Return `function` as few kernels of `device`: [Note: Fused coding]."""
+    return function if device.type == "cpu" else _fused(function)
+
+
+@lru_cache
+def _fused(function: Callable[..., R]) -> Callable[..., R]:
+    return Fused(function)
+
+
+SIZE = 32
+
+
+def rotate(values: Tensor) -> Tensor:
+    """Rotate runs of 32 values by the Hadamard matrix of order 32, divided by the root of 32. It is its own inverse.
+
+    Shapes: values (n,), fp32, n a multiple of 32 -> (n,). Source: SDP4Bit (arXiv 2410.15526, section 3.2).
+    """
+    return (values.view(-1, SIZE) @ _hadamard(values.device)).view(-1)
+
+
+@lru_cache
+def _hadamard(device: torch.device) -> Tensor:
+    """The Hadamard matrix by Sylvester's construction, (32, 32), orthonormal."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < SIZE:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (matrix / SIZE**0.5).to(device)
+
 
 T = TypeVar("T")
 E3M0 = (0, 1, 2, 4, 8, 16, 32, 64)
@@ -57,7 +124,7 @@ class BlockCodec(Codec):
         """Encode values (numel,), fp32. Returns codes (code_bytes(numel),), uint8, and steps (b,), bf16.
 
         Values that are not finite make their block NaN: [Note: Codes are whole multiples of a step]. `fuse` compiles
-        for accelerators: [Note: Fused coding] in codec/fused.py.
+        for accelerators: [Note: Fused coding] in codec/blocked.py.
         """
         numel = values.numel()
         blocks = _filled_up(values, self.num_blocks(numel) * self.block).view(-1, self.block)

@@ -1,4 +1,4 @@
-"""The place of this process among the ranks of the job; how it joins the job and how it exits.
+"""The place of this process among the ranks of the job; how it joins the job, exits, and ends with its launcher.
 
 [Note: Exit without teardown]
 A thread of Gloo releases the tensors of a collective a moment after the collective has finished. If Python has dropped
@@ -6,6 +6,14 @@ them before, the thread needs the interpreter to free them. An interpreter that 
 that aborts the process (pytorch/pytorch#190489). So on a busy machine a run sometimes dies of SIGABRT after all its
 work is done. Destroying the process groups does not help, since every reference to a group keeps its threads alive.
 Therefore a command of laconic exits without the shutdown of the interpreter, after its exit handlers have run.
+
+[Note: Orphans]
+torchrun's agent starts the ranks of a machine, and ends them when the job fails. If the agent itself is killed, its
+ranks would train on, write into the output folder and hold their devices, while the scheduler starts the job anew. So
+a thread of each rank looks at its parent process every half second: the kernel gives an orphan another parent. Linux
+could send a signal instead (PR_SET_PDEATHSIG), but SIGKILL says nothing, and a rank that waits in a collective would
+not answer SIGTERM. The process ends at once, in whatever it does: files appear whole or not at all. Ranks that were
+started without torchrun are no orphans when their parent ends, as under `nohup`.
 """
 
 from __future__ import annotations
@@ -15,6 +23,7 @@ import contextlib
 import datetime
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -171,3 +180,42 @@ class ExitWithoutTeardown:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(self.code)
+
+
+_INTERVAL_S = 0.5
+
+
+@contextlib.contextmanager
+def ending_with_launcher() -> Iterator[None]:
+    """End this process, with one line and exit code 1, within a second after its launcher: [Note: Orphans]."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield
+        return
+    launcher, done = os.getppid(), threading.Event()
+    watcher = threading.Thread(target=_watch, args=(launcher, done), daemon=True)
+    watcher.start()
+    try:
+        yield
+    except Exception:
+        _end_if_orphan(launcher)  # the other orphans have ended, and connections to them failed first
+        raise
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _watch(launcher: int, done: threading.Event) -> None:
+    while not done.wait(_INTERVAL_S):
+        _end_if_orphan(launcher)
+
+
+def _end_if_orphan(launcher: int) -> None:
+    if os.getppid() != launcher:
+        with contextlib.suppress(OSError):  # the terminal may have ended too
+            print(
+                f"rank {os.environ.get('RANK')} ends, because its launcher (torchrun, process {launcher}) has died; "
+                "start the job again with --train.resume auto",
+                file=sys.stderr,
+                flush=True,
+            )
+        os._exit(1)

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from laconic.cyclic.buffers import ByteLayout
 from laconic.cyclic.optimizers import Settings, StageOptimizers
-from laconic.cyclic.schedule.messages import Message, Op
-from laconic.cyclic.schedule.schedule import Schedule
+from laconic.cyclic.schedule.schedule import Message, Op, Schedule
 from laconic.cyclic.stages.stage import trainable
 
 

@@ -15,12 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from laconic.comm.failure import first_failure, record_failure, watch_peers
 from laconic.comm.traffic import Traffic
-from laconic.cyclic.baton import Baton
-from laconic.cyclic.links import Links, PeerLost
-from laconic.cyclic.optimizers import MakeOptimizer, StageOptimizers
+from laconic.cyclic.links import Baton, Links, PeerLost
+from laconic.cyclic.optimizers import LossScale, MakeOptimizer, StageOptimizers
 from laconic.cyclic.placement import Placement
 from laconic.cyclic.report import Report
-from laconic.cyclic.scaling import LossScale
 from laconic.cyclic.schedule.rule import Rule
 from laconic.cyclic.schedule.schedule import Schedule, StatePlacement
 from laconic.cyclic.snapshot import Snapshots
@@ -49,7 +47,7 @@ class CyclicDataParallel:
             tolerates slow links, 0 lets all workers begin at once.
         max_grad_norm: clip gradients by the global norm over all stages. Only the rules "v1", "clip" and "dp" allow it.
         grad_scaler: scale losses with its settings, and skip the update of a batch whose gradient overflowed, under the
-            same rules; see [Note: Two batches late] in scaling.py. The scaler itself never changes: see `loss_scale`.
+            same rules; see [Note: Two batches late] in optimizers.py. The scaler never changes: see `loss_scale`.
 
     Raises:
         ValueError: ranks and stages do not fit; a stage has no trainable parameter, or shares one, or has one that is

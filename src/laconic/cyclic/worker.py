@@ -8,15 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic.cyclic.baton import Baton
-from laconic.cyclic.links import Links
-from laconic.cyclic.optimizers import Settings
+from laconic.cyclic.links import Baton, Links
+from laconic.cyclic.optimizers import KEPT_BATCHES, LossScale, Settings
 from laconic.cyclic.placement import Placement, UsedVersion
 from laconic.cyclic.report import Report
-from laconic.cyclic.scaling import KEPT_BATCHES, LossScale
-from laconic.cyclic.schedule.messages import Compute, Instruction, Key, Message, Op, Receive, Run, Send, Square, Update
 from laconic.cyclic.schedule.program import messages_to, program
-from laconic.cyclic.schedule.schedule import Schedule
+from laconic.cyclic.schedule.schedule import (
+    Compute,
+    Instruction,
+    Key,
+    Message,
+    Op,
+    Receive,
+    Run,
+    Schedule,
+    Send,
+    Square,
+    Update,
+)
 
 LossFn = Callable[[Any, Any], Tensor]
 MicroBatch = tuple[Any, Any]  # inputs and targets

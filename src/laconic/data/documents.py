@@ -20,10 +20,9 @@ import torch
 
 from laconic.config import DataConfig, JobError
 from laconic.data import arrays
-from laconic.data.batches import IGNORED, Batch, Batches, Division, TrainingData
+from laconic.data.batches import IGNORED, Batch, Batches, Division, TrainingData, pack
 from laconic.data.corpus import Corpus
 from laconic.data.formats import Encoder, Reading
-from laconic.data.packing import pack
 from laconic.data.probe import check_model
 from laconic.data.sampler import EpochSampler, hashed
 from laconic.hf.chat import Encoded

@@ -3,9 +3,11 @@
 One process reads the ranks' shards from disk, one output file at a time, so the model may be larger than memory.
 """
 
+from __future__ import annotations
+
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ from torch import Tensor, nn
 
 from laconic.checkpoint import StoredCheckpoint, open_checkpoint
 from laconic.checkpoint.state import persistent_buffers
+from laconic.codec import WEIGHT_CODECS, BlockCodec
 from laconic.config import DataConfig, JobError, LoraConfig, ModelConfig, from_dict
 from laconic.hf import lora
-from laconic.hf.decoded import DecodedCheckpoint
 from laconic.hf.folder_writer import (
     MAX_FILE_BYTES,
     ThisProcess,
@@ -28,7 +30,38 @@ from laconic.hf.folder_writer import (
 )
 from laconic.hf.layers import base_model
 from laconic.hf.models import build_model
-from laconic.hf.tokenizer_files import KEPT, save_tokenizer
+from laconic.hf.tokenizer import KEPT, save_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodedCheckpoint(StoredCheckpoint):
+    """A `StoredCheckpoint` that decodes the weights of `QuantizedLinear`s when they are read, one at a time."""
+
+    codec: BlockCodec
+    coded: dict[str, Tensor]
+    """The tensors, on meta, that are stored as codes and scales."""
+
+    @classmethod
+    def of(cls, stored: StoredCheckpoint, model: nn.Module, weight_format: str) -> DecodedCheckpoint:
+        """Read `stored` for `model`, on meta, whose parameters have the names, shapes and dtypes of decoded weights."""
+        coded: dict[str, Tensor] = {
+            name: parameter for name, parameter in model.named_parameters() if f"{name}_codes" in stored.tensors
+        }
+        tensors = {**stored.tensors, **{name: (tuple(p.shape), p.dtype) for name, p in coded.items()}}
+        return cls(**{**vars(stored), "tensors": tensors}, codec=WEIGHT_CODECS[weight_format], coded=coded)
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """See `StoredCheckpoint.read`."""
+        names = list(names)
+        plain = [name for name in names if name not in self.coded]
+        return {**super().read(plain), **{name: self._decode(name) for name in names if name in self.coded}}
+
+    def _decode(self, name: str) -> Tensor:
+        parameter = self.coded[name]
+        stored = super().read([f"{name}_codes", f"{name}_scales"])
+        scales = stored[f"{name}_scales"].view(torch.bfloat16)
+        decoded = self.codec.dequantize(stored[f"{name}_codes"], scales, parameter.numel())
+        return decoded.view(parameter.shape).to(parameter.dtype)
 
 
 def export(

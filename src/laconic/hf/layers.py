@@ -1,6 +1,7 @@
-"""The layers of a transformers model, with or without peft's adapters: the modules to shard one by one."""
+"""The layers of a transformers model, with or without peft's adapters: the modules to shard one by one; masks."""
 
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -46,3 +47,26 @@ def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
 def has_class(module: nn.Module, name: str) -> bool:
     """True if the module's class, or a base class of it, has this name. Sharding changes the class to one below it."""
     return any(cls.__name__ == name for cls in type(module).__mro__)
+
+
+@contextmanager
+def rows_packed(is_packed: bool) -> Iterator[None]:
+    """Tell transformers whether rows hold several documents, which it otherwise reads out of the elements of positions.
+
+    Without elements it assumes several, and builds a mask of (rows, tokens, tokens) that most jobs do not have.
+    """
+    from transformers import masking_utils
+
+    find = getattr(masking_utils, "find_packed_sequence_indices", None)
+    if find is None or is_packed:  # older releases of transformers build no such mask
+        yield
+        return
+
+    def find_none(*args: Any, **kwargs: Any) -> None:
+        find(*args, **kwargs)  # what it computes takes time
+
+    masking_utils.find_packed_sequence_indices = find_none
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find

@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from laconic.checkpoint.state import persistent_buffers, reshard, strip
 from laconic.codec.linear import QuantizedLinear
 from laconic.hf.folder import ModelFolder, ModelFolderError
-from laconic.ragged.joined import JoinedTensor, joined, whole_parameters
-from laconic.ragged.parts import sliced_parts
+from laconic.ragged.parts import JoinedTensor, joined, sliced_parts, whole_parameters
 
 _MAX_LISTED = 8
 _COMPUTED = re.compile(r"(rotary_emb\.inv_freq|position_ids|masked_bias)$")  # buffers that old folders store

@@ -1,4 +1,4 @@
-"""The layout of a tensor that an optimizer keeps beside a parameter, such as one scale per quantised tile."""
+"""Layouts that follow from a parameter's: of a tensor that an optimizer keeps beside it, and of selected elements."""
 
 import math
 from dataclasses import dataclass
@@ -62,3 +62,32 @@ class DerivedLayout:
 def _granularity_of(elements: int, shape: tuple[int, ...]) -> str:
     rows, rest = divmod(elements, row_block(shape))
     return f"laconic.elements({elements})" if rest or len(shape) < 2 else f"laconic.rows({rows})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectedLayout:
+    """Elements of one tensor, of which shard s holds the run that ends at `stops[s]`. Runs come in order of shards."""
+
+    name: str
+    shape: tuple[int, ...]
+    """The shape of the selection."""
+    stops: tuple[int, ...]
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The selection alone, as slot 0."""
+        return (Slot(name=self.name, shape=self.shape, block=1, offset=0),)
+
+    @property
+    def num_shards(self) -> int:
+        """The number of shards that the elements come from."""
+        return len(self.stops)
+
+    def extent(self, index: int, shard: int) -> Extent | None:
+        """The run that lies in `shard`; None if no element does."""
+        start = self.stops[shard - 1] if shard else 0
+        return Extent(start, self.stops[shard]) if start < self.stops[shard] else None
+
+    def holders(self, index: int) -> range:
+        """See `BucketLayout.holders`."""
+        return range(self.num_shards)

@@ -3,7 +3,7 @@
 Forward and the gradients of inputs are those of the whole model, to the bit. Frozen slices have no gradient, no
 optimizer state and no stored input. That saves at most a third of a layer's FLOPs, and most of its optimizer state.
 Source: Partial Parameter Updates, arXiv 2509.22418. Which tensors are sliced, and where: [Note: Slices of a layer] in
-partial/cuts.py. Reference: tests/reference/partial.py.
+partial/patterns.py. Reference: tests/reference/partial.py.
 
 [Note: Slices are parameters]
 A sliced parameter becomes one parameter for each slice (`weight_slice0`, ...). A matrix that fuses queries, keys and
@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from laconic.partial.cuts import Cut
 from laconic.partial.modules import parts_of, replace_parameters, slice_parameter
-from laconic.partial.patterns import Kind, LayerPattern, find_cuts
+from laconic.partial.patterns import Cut, Kind, LayerPattern, find_cuts
 from laconic.ragged.parts import sliced_parameters, sliced_parts, walk_sliced
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.sharded_module import reshard_all

@@ -1,7 +1,7 @@
 """The bytes of memory that coding and decoding read and write, counted while the codec codes some zeros.
 
 On an accelerator a codec is one or two kernels, which read and write each value and each code once: [Note: Fused
-coding] in codec/fused.py. On a CPU it is a chain of operations over a piece that lies in the processor's caches. Each
+coding] in codec/blocked.py. On a CPU it is a chain of operations over a piece that lies in the processor's caches. Each
 operation still takes about as long as its bytes.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laconic.codec import CODECS, Codec
-from laconic.codec.rotation import rotate
+from laconic.codec.blocked import rotate
 from laconic.plan.op_cost import bytes_of
 
 _SAMPLE = 1 << 14

@@ -7,7 +7,7 @@ devices and counts their bytes, and cyclic_memory.py fills the memory of the ful
 from __future__ import annotations
 
 from laconic.config import Config, ConfigError
-from laconic.cyclic.baton import ops_before_baton
+from laconic.cyclic.links import ops_before_baton
 from laconic.cyclic.schedule.rule import Rule
 from laconic.cyclic.schedule.schedule import Schedule
 from laconic.plan.cyclic_devices import read_steady_state

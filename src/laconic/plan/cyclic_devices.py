@@ -19,9 +19,8 @@ from collections.abc import Iterator
 
 from laconic.comm.traffic import Level, Purpose
 from laconic.cyclic.links import NUMBER_BYTES, PURPOSES
-from laconic.cyclic.schedule.messages import Compute, Instruction, Message, Receive, Send, Update
 from laconic.cyclic.schedule.program import program
-from laconic.cyclic.schedule.schedule import Schedule
+from laconic.cyclic.schedule.schedule import Compute, Instruction, Message, Receive, Schedule, Send, Update
 from laconic.plan.cyclic_stages import Stages
 from laconic.plan.machine import Lane, Machine, Reading
 

@@ -11,8 +11,8 @@ import torch
 from laconic.config import Config, ConfigError
 from laconic.cyclic.buffers import ByteLayout
 from laconic.cyclic.links import NUMBER_BYTES, PURPOSES
-from laconic.cyclic.schedule.messages import Message
-from laconic.cyclic.stages.partition import partition
+from laconic.cyclic.schedule.schedule import Message
+from laconic.cyclic.stages.stage import partition
 from laconic.plan.buckets import Shape, plan_buckets
 from laconic.plan.machine import Machine
 from laconic.plan.model_trace import ModelTrace, ParameterSpec, UnitSpec

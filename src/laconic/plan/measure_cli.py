@@ -14,8 +14,7 @@ from rich.table import Table
 from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster, init_mesh
 from laconic.comm.failure import failing_together
-from laconic.comm.launch import ExitWithoutTeardown, RankInfo, pick_device, process_group
-from laconic.comm.orphans import ending_with_launcher
+from laconic.comm.launch import ExitWithoutTeardown, RankInfo, ending_with_launcher, pick_device, process_group
 from laconic.errors import JobError
 from laconic.plan.cluster_file import to_toml
 from laconic.plan.measure import Figure, as_spec, device_name, measure

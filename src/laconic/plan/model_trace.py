@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic.hf.layers import layers_to_shard
-from laconic.hf.masks import rows_packed
+from laconic.hf.layers import layers_to_shard, rows_packed
 from laconic.plan.equal_layers import Run, list_of_equal, only_three, repeat_middle
 from laconic.plan.phase import LayerInput, Phase
 from laconic.plan.trace_formula import SOURCE, formula_run

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from laconic.cyclic.schedule.messages import Message, MessageKind
 from laconic.cyclic.schedule.program import largest_burst, messages_per_step
 from laconic.cyclic.schedule.rule import Rule
-from laconic.cyclic.schedule.schedule import Schedule
+from laconic.cyclic.schedule.schedule import Message, MessageKind, Schedule
 
 _CELLS_PER_LINE = 24
 

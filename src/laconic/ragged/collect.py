@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from laconic.ragged.dtensor import whole_of
-from laconic.ragged.joined import JoinedTensor
+from laconic.ragged.parts import JoinedTensor
 from laconic.ragged.redistribute import TransferPlan, whole_on
 from laconic.ragged.tensor import RaggedTensor
 

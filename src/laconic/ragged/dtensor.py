@@ -31,7 +31,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from laconic import _compat
 from laconic.comm.cluster import Cluster
-from laconic.ragged.boxed import BoxedTensor
+from laconic.ragged.parts import BoxedTensor
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from laconic.comm.collectives import all_reduce
 from laconic.layout.bucket import Extent
-from laconic.layout.selected import SelectedLayout
+from laconic.layout.derived import SelectedLayout
 from laconic.ragged.dtensor import is_torch_dtensor, whole_of
-from laconic.ragged.remedies import remedy_for
 from laconic.ragged.spec import RaggedSpec
-from laconic.ragged.tensor import RaggedTensor, implements
+from laconic.ragged.tensor import RaggedTensor, implements, remedy_for
 
 aten = torch.ops.aten
 

@@ -11,12 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from laconic.comm.collectives import all_reduce
 from laconic.ragged import indexing as indexing  # registers its handlers
-from laconic.ragged import norms as norms  # likewise
 from laconic.ragged import reductions as reductions  # likewise
 from laconic.ragged.dtensor import all_reduce_outer, is_torch_dtensor, whole_of
-from laconic.ragged.remedies import remedy_for
 from laconic.ragged.spec import RaggedSpec
-from laconic.ragged.tensor import OTHERS, RaggedTensor, implements
+from laconic.ragged.tensor import OTHERS, RaggedTensor, implements, remedy_for
 
 aten = torch.ops.aten
 

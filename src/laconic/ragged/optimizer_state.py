@@ -1,7 +1,7 @@
 """Optimizer state that is loaded in another cut becomes RaggedTensors again.
 
 torch loads optimizer state by replacing tensors. What replaces a RaggedTensor may be the whole tensor, from a full
-state dict, or a DTensor of torch's own: [Note: RaggedTensors are DTensors] in ragged/placement.py. A rank would then
+state dict, or a DTensor of torch's own: [Note: RaggedTensors are DTensors] in ragged/spec.py. A rank would then
 step its own part of the whole tensor only, and the whole would be wrong. So state is cut as its parameter is cut: by a
 hook after `load_state_dict`, before a step, and before laconic writes a checkpoint. torch has no hook that an optimizer
 could get when it is made, so one hook before every optimizer's step gives each optimizer with RaggedTensors its own.

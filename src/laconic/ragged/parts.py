@@ -1,4 +1,4 @@
-"""Parameters that are parts of a named whole.
+"""Parameters that are parts of a named whole, and the whole as torch.distributed.checkpoint (DCP) sees it.
 
 [Note: Parts of a whole]
 A module may hold several parameters in place of one: `weight_slice0`, `weight_slice1`, ... in place of `weight`. Then
@@ -6,12 +6,59 @@ it has a `SlicedParameter` for each such weight, which `partial/` makes. The eng
 loading ask only the functions below about slices, so none of them imports `partial`.
 """
 
-from collections.abc import Iterator, Sequence
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+Box = tuple[tuple[int, ...], Tensor]
+"""The coordinates at which a box begins in the whole tensor, and its elements, a view."""
+
+
+class BoxedTensor(torch.Tensor):
+    """A tensor of which this rank holds axis-aligned boxes. DCP writes them and fills them in place."""
+
+    @abstractmethod  # only mypy enforces it: torch.Tensor has a metaclass of its own
+    def held_boxes(self) -> list[Box]:
+        """The boxes on this rank. An empty tensor has one box, on one rank, so that DCP learns of the tensor."""
+
+    def note_change(self) -> None:
+        """Count a change of the elements: [Note: Versions] in ragged/tensor.py."""
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        self.note_change()  # DCP asks for the boxes before it fills them in place
+        return [_chunk(offset, box) for offset, box in self.held_boxes()]
+
+    def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(offset)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=_chunk(offset, box), properties=TensorProperties.create_from_tensor(box), size=self.size()
+                ),
+            )
+            for offset, box in self.held_boxes()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for offset, box in self.held_boxes():
+            if index.offset is None or tuple(index.offset) == offset:
+                return box
+        raise ValueError(f"this rank does not hold {index} of {self!r}")
+
+
+def _chunk(offset: tuple[int, ...], box: Tensor) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(offset), sizes=box.shape)
+
 
 _ATTRIBUTE = "_laconic_sliced"
 
@@ -120,3 +167,85 @@ def slice_of_parameter(module: nn.Module, name: str) -> int | None:
         if name in sliced.part_names:
             return sliced.slice_of(sliced.part_names.index(name))
     return None
+
+
+class JoinedTensor(BoxedTensor):
+    """The whole of a sliced parameter, or of one of its optimizer states, as DCP sees it.
+
+    It has the shape of the whole and no memory of its own: its boxes are views of the parts. So a checkpoint has the
+    unsliced layout, loads into any number of slices, and needs no gather. Every tensor operation raises
+    NotImplementedError.
+    """
+
+    parts: tuple[Tensor | None, ...]
+    """RaggedTensors or plain tensors, in the order of `SlicedParameter.part_names`; None where DCP neither writes nor
+    fills a part from this rank."""
+    _sliced: SlicedParameter
+
+    def __new__(cls, sliced: SlicedParameter, parts: Sequence[Tensor | None]) -> JoinedTensor:
+        """Join `parts`, at least one of which is not None."""
+        some = next(part for part in parts if part is not None)
+        self = torch.Tensor._make_wrapper_subclass(cls, sliced.shape, dtype=some.dtype, device=some.device)
+        self._sliced, self.parts = sliced, tuple(parts)
+        return self
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"JoinedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, parts={self._sliced.part_names})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # as in ragged/tensor.py
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise NotImplementedError(f"{func} of a JoinedTensor, which is for checkpoints alone; use its parts")
+
+    def join(self, wholes: Sequence[Tensor]) -> Tensor:
+        """Make the whole from the whole values of all parts; see `SlicedParameter.join`."""
+        return self._sliced.join(wholes)
+
+    def held_boxes(self) -> list[Box]:
+        """See `BoxedTensor.held_boxes`; boxes without elements are left out."""
+        dim, boxes = self._sliced.dim, []
+        for index, part in enumerate(self.parts):
+            for offset, box in _boxes(part):
+                for piece in self._sliced.pieces:
+                    low = max(piece.offset, offset[dim])
+                    high = min(piece.offset + piece.length, offset[dim] + box.shape[dim])
+                    if piece.part == index and low < high and box.numel():
+                        start = piece.start + low - piece.offset
+                        place = (*offset[:dim], start, *offset[dim + 1 :])
+                        boxes.append((place, box.narrow(dim, low - offset[dim], high - low)))
+        return boxes
+
+    def note_change(self) -> None:
+        """See `BoxedTensor.note_change`."""
+        for part in self.parts:
+            if isinstance(part, BoxedTensor):
+                part.note_change()
+
+
+def joined(tensors: Mapping[str, Tensor], places: Mapping[str, tuple[str, SlicedParameter, int]]) -> dict[str, Tensor]:
+    """Replace the tensors that are parts by JoinedTensors under the names of the wholes; keep the order.
+
+    Some parts of a whole may be missing. `places` holds the parts by name, as `sliced_parts` returns them.
+    """
+    found: dict[str, list[Tensor | None]] = {}
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name not in places:
+            result[name] = tensor
+            continue
+        whole, sliced, index = places[name]
+        found.setdefault(whole, [None] * len(sliced.part_names))[index] = tensor
+        result[whole] = JoinedTensor(sliced, found[whole])
+    return result
+
+
+def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters that a module itself has, under their unsliced names; sliced parameters as JoinedTensors."""
+    return joined({name: p for name, p in module._parameters.items() if p is not None}, sliced_parts(module))
+
+
+def _boxes(part: Tensor | None) -> list[Box]:
+    if part is None:
+        return []
+    return part.held_boxes() if isinstance(part, BoxedTensor) else [((0,) * part.ndim, part)]

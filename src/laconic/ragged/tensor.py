@@ -17,10 +17,12 @@ checkpoint load fills the boxes in place.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import add
+from types import FrameType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -32,13 +34,53 @@ from torch.distributed.tensor.placement_types import Placement
 from laconic import _compat
 from laconic.comm.traffic import Purpose
 from laconic.layout.bucket import BucketLayout, Extent, Slot, boxes
-from laconic.ragged.boxed import Box, BoxedTensor
 from laconic.ragged.dtensor import is_torch_dtensor, whole_of
 from laconic.ragged.gather import gather_whole
-from laconic.ragged.placement import LocalPart, local_shape_on_meta, placements_of
+from laconic.ragged.parts import Box, BoxedTensor
 from laconic.ragged.redistribute import Redistribution, TransferPlan
-from laconic.ragged.remedies import HISTOGRAM
-from laconic.ragged.spec import RaggedSpec
+from laconic.ragged.spec import LocalPart, RaggedSpec, local_shape_on_meta, placements_of
+
+HISTOGRAM = (
+    "A histogram, a plot or an array of a sharded tensor needs all its elements: use tensor.full_tensor(), which every "
+    "rank must call, or tensor.to_local() for those of this rank"
+)
+_HISTOGRAMS = {"aten::histc", "aten::histogram", "aten::histogramdd", "aten::bincount", "aten::bucketize"}
+_GENERAL = (
+    "Use .to_local() for this rank's elements, .full_tensor() for all of them, or call the sharded module, which "
+    "gathers its parameters"
+)
+
+
+def remedy_for(func: Any) -> str:
+    """What the caller of the aten function `func`, which is not defined on a RaggedTensor, can do instead."""
+    if func._schema.name in _HISTOGRAMS:
+        return HISTOGRAM
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        text = _remedy_in(frame)
+        if text:
+            return text
+        frame = frame.f_back
+    return _GENERAL
+
+
+def _remedy_in(frame: FrameType) -> str:
+    """The remedy of a function that is at work; empty for most functions."""
+    name, holder = frame.f_code.co_name, frame.f_locals.get("self")
+    if frame.f_globals.get("__name__") == "torch.nn.init" and not name.startswith("_"):
+        return (
+            f"nn.init.{name} needs the whole tensor: call it before fully_shard, or fill a plain tensor from one seed "
+            f"on every rank and copy it: whole = torch.empty(p.shape); nn.init.{name}(whole); then p.copy_(whole) "
+            "under torch.no_grad()"
+        )
+    if isinstance(holder, torch.optim.Optimizer):
+        return (
+            f"{type(holder).__name__} needs whole tensors. Optimizers that work element by element, such as AdamW and "
+            "SGD, step sharded parameters as they are; for whole matrices there are laconic.optim.Muon and Shampoo. "
+            "Or let it step plain tensors that p.full_tensor() makes on every rank, and copy them back with p.copy_()"
+        )
+    return ""
+
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """A function of (aten function, positional arguments, keyword arguments)."""
@@ -69,7 +111,7 @@ class RaggedTensor(BoxedTensor, DTensor):
     `copy_` also takes a plain tensor of the global shape. Rows, by `w[2:5]`, `split`, `chunk` or `unbind`, are views.
     Elements by index or mask are read and written on the rank that holds them. Every other operation raises
     NotImplementedError, whose text names the remedy. The handlers are in operations.py, indexing.py, reductions.py and
-    norms.py of this room.
+    reductions.py of this room.
 
     Source: RaggedShard of veScale-FSDP (arXiv 2602.22437).
     """
@@ -135,7 +177,7 @@ class RaggedTensor(BoxedTensor, DTensor):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """RaggedShard for each axis that cuts: [Note: RaggedTensors are DTensors] in ragged/placement.py."""
+        """RaggedShard for each axis that cuts: [Note: RaggedTensors are DTensors] in ragged/spec.py."""
         return placements_of(self.spec, on_meta=self._local_tensor.is_meta)
 
     @property
@@ -157,7 +199,7 @@ class RaggedTensor(BoxedTensor, DTensor):
         """Return this rank's part, flat: a view. An in-place change of it on any rank must happen on every rank.
 
         Its `copy_` also takes a plain tensor of the global shape. On the meta device it has the shape of Shard(0):
-        [Note: RaggedTensors are DTensors] in ragged/placement.py. `grad_placements` are ignored, as there is no
+        [Note: RaggedTensors are DTensors] in ragged/spec.py. `grad_placements` are ignored, as there is no
         autograd.
         """
         if self._local_tensor.is_meta:

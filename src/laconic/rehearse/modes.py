@@ -99,7 +99,7 @@ def accelerator() -> Iterator[Machine]:
             (torch.cuda, "set_device", lambda device: None),
         ):
             patches.enter_context(mock.patch.object(target, name, value))
-        patches.enter_context(mock.patch("laconic.codec.fused._fused", lambda function: function))
+        patches.enter_context(mock.patch("laconic.codec.blocked._fused", lambda function: function))
         patches.enter_context(threads_of(machine))
         patches.enter_context(devices)
         with _Operations(machine):

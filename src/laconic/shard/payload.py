@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from laconic.codec import CODECS, Codec
-from laconic.codec.rotation import SIZE as ROTATED
-from laconic.codec.rotation import rotate
+from laconic.codec.blocked import SIZE as ROTATED
+from laconic.codec.blocked import rotate
 from laconic.layout.bucket import BucketLayout
 from laconic.layout.packing import round_up
 

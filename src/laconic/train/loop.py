@@ -21,8 +21,7 @@ import laconic.checkpoint
 from laconic.checkpoint import AsyncSaver, CheckpointError
 from laconic.comm.agreement import RankGroup
 from laconic.comm.failure import failing_together, set_peer_timeout
-from laconic.comm.launch import RankInfo, pick_device, process_group
-from laconic.comm.orphans import ending_with_launcher
+from laconic.comm.launch import RankInfo, ending_with_launcher, pick_device, process_group
 from laconic.config import Config, JobError, to_dict
 from laconic.data.batches import Batch, Division
 from laconic.hf.tokenizer import load_tokenizer
@@ -39,17 +38,14 @@ from laconic.strategies.simultaneous import Simultaneous
 from laconic.strategies.stepper import NotFiniteError, Stepper
 from laconic.strategies.torchft import TorchftStepper
 from laconic.train import prepare
-from laconic.train.auto import with_strategy
-from laconic.train.flops import flops_per_token, peak_flops
-from laconic.train.lock import OutputLock
+from laconic.train.lock import OutputLock, writing
 from laconic.train.loggers import JsonlLogger, Logger, TensorBoardLogger, WandbLogger
-from laconic.train.meter import StepMeter
+from laconic.train.meter import StepMeter, flops_per_token, peak_flops
+from laconic.train.prepare import with_strategy
 from laconic.train.progress import BarLogger, LineLogger
 from laconic.train.recorder import Recorder, reduce_records
-from laconic.train.records import StepRecord, perplexity
+from laconic.train.records import StepRecord, perplexity, summarise
 from laconic.train.stopping import StopAtFurthest, StopSignals, StopTogether
-from laconic.train.summary import summarise
-from laconic.train.writing import writing
 
 _T = TypeVar("_T")
 _COLLECT_EVERY = 50  # steps between two collections of garbage

@@ -31,8 +31,18 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Literal
 
-from laconic.cyclic.schedule.messages import Compute, Instruction, Message, Op, Receive, Run, Send, Square, Update
-from laconic.cyclic.schedule.schedule import Schedule
+from laconic.cyclic.schedule.schedule import (
+    Compute,
+    Instruction,
+    Message,
+    Op,
+    Receive,
+    Run,
+    Schedule,
+    Send,
+    Square,
+    Update,
+)
 
 _ENDLESS = Run()
 

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from laconic.cyclic.stages.devices import restoring_random_states
-from laconic.cyclic.stages.stage import ModelBlock, Values
+from laconic.cyclic.stages.stage import ModelBlock, Values, restoring_random_states
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

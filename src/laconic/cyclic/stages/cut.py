@@ -13,10 +13,16 @@ from torch import Tensor, nn
 
 from laconic.comm.agreement import RankGroup
 from laconic.cyclic.stages import causal_lm
-from laconic.cyclic.stages.devices import restoring_random_states, synchronize
 from laconic.cyclic.stages.meter import ActivationMeter
-from laconic.cyclic.stages.partition import partition
-from laconic.cyclic.stages.stage import ModelBlock, Stage, Values, refuse_shared
+from laconic.cyclic.stages.stage import (
+    ModelBlock,
+    Stage,
+    Values,
+    partition,
+    refuse_shared,
+    restoring_random_states,
+    synchronize,
+)
 
 Example = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 Criterion = Literal["time", "memory", "parameters"]
