@@ -15,6 +15,8 @@ transfer never ends] in journal.py. If there is one, it writes the verdict into 
 of the group on which it waits, so that the wait ends at once with an error, there and on the group's other ranks. Where
 such an error comes out of a transfer, `waiting_for` raises RanksDifferError with the verdict in its place, or
 PeerFailedError with the first failure. So the exception itself says which rank is elsewhere, wherever it is shown.
+Rank 0 may host the store and may end with its error. So it raises the error only when each rank that the verdict names
+has read the verdict, or has ended, or has not answered for five seconds.
 
 With Gloo the host waits for each transfer, so the thread knows for which. With NCCL the device waits, and the host goes
 on until it needs a value, perhaps several units later. The thread then sees that nothing happens any more, and prints
@@ -143,7 +145,8 @@ _LOOKS = 6  # of the thread, in the time after which it reports
 _MOST_INTERVAL_S = 1.0
 _PROOF_S = 3.0  # after which a rank that waits looks for a proof
 _RARER = 1.25  # the next look for a proof comes after so many times the wait until this one
-_ANSWER_S = 5.0  # for an answer of the store
+_ANSWER_S = 5.0  # for an answer of the store, and for ranks to read a verdict
+_SETTLE_POLL_S = 0.1  # between two looks whether they have
 _MOST_NAMED = 4  # ranks in a line
 
 
@@ -184,6 +187,8 @@ def _raise_diagnosis(error: RuntimeError) -> None:
     if first and not line:
         raise PeerFailedError(f"{first}\n(here a transfer ended with: {error})") from error
     if line:
+        if _watch is not None:
+            _watch.settle()
         raise RanksDifferError(f"{line} (the transfer ended with: {error})") from error
 
 
@@ -243,6 +248,7 @@ class _Watch:
         self._line = ""
         self.verdict = ""
         """A proof that this rank waits in vain."""
+        self._named: list[int] = []  # the ranks in it
         self._proof_s = min(_PROOF_S, after_s)
         self._next_proof_s = self._proof_s
         self._next_look_s = 0.0  # at the other ranks, counted from the last event
@@ -265,6 +271,17 @@ class _Watch:
         with contextlib.suppress(_StoreLost):
             self._take_verdict(None if ticket is None else ticket.awaited())
         return self.verdict
+
+    def settle(self) -> None:
+        """Say that this rank has read the verdict; rank 0 waits until all that it names have."""
+        if not self.verdict:
+            return
+        with contextlib.suppress(_StoreLost):
+            self._board.acknowledge(self._rank)
+            late, deadline = [rank for rank in self._named if rank != self._rank], time.monotonic() + _ANSWER_S
+            while self._rank == 0 and late and time.monotonic() < deadline:
+                time.sleep(_SETTLE_POLL_S)
+                late = [rank for rank in late if not self._board.has_read(rank)]
 
     def end(self, *, last_word: bool = False) -> None:
         """End the thread. With `last_word`, tell the other ranks that this one ends."""
@@ -320,6 +337,7 @@ class _Watch:
             proof = find_proof(self._rank, {self._rank: own, **self._others()})
             if proof is None:
                 return
+            self._named = proof.ranks
             self.verdict = f"ranks {_joined(proof.ranks)} run different programs: {proof.line}"
             self._board.tell(proof.ranks, self.verdict)
         ticket = waits.of_program()
@@ -331,7 +349,7 @@ class _Watch:
         """Take the proof that another rank has told, if it is about the wait of `ticket`."""
         told = None if ticket is None else self._board.verdict()
         if told is not None and ticket is not None and set(told[0]) & {self._rank, *ticket.ranks}:
-            self.verdict = told[1]
+            self._named, self.verdict = told
 
     def _others(self) -> dict[int, Record]:
         """The records of the ranks that have told one."""
@@ -390,6 +408,19 @@ class _Board:
                 flush=True,
             )
             return None
+
+    def acknowledge(self, rank: int) -> None:
+        """Say that `rank` has read the proof."""
+        with self._reaching():
+            self._store.set(f"{_KEY}/read/{rank}", "")
+
+    def has_read(self, rank: int) -> bool:
+        """Return whether `rank` has read the proof, or has ended."""
+        with self._reaching():
+            if self._store.check([f"{_KEY}/read/{rank}"]):
+                return True
+        record = self.read(rank)
+        return record is not None and record.has_ended
 
     def read(self, rank: int) -> Record | None:
         """Read the record of a rank; None if the rank has none, or a damaged one, which a line names."""
