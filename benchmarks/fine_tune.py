@@ -93,7 +93,7 @@ def _others(bench: Bench) -> str:
     found = []
     for name in ("fsdp2", "ddp"):
         result = bench.result(name, RATE_BITS_PER_S)
-        found.append(f"{STRATEGIES[name][0]} {result.step_s:.3f} s, {(result.wire_bytes or 0) / 1e6:.3g} MB a step")
+        found.append(f"{STRATEGIES[name].label} {result.step_s:.3f} s, {(result.wire_bytes or 0) / 1e6:.3g} MB a step")
     own = bench.result("host", RATE_BITS_PER_S)
     return f"At 100 Mbit/s: {'; '.join(found)}; laconic {(own.wire_bytes or 0) / 1e6:.3g} MB a step."
 

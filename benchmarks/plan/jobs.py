@@ -171,21 +171,11 @@ class Predictions:
 
     def of(self, case: Case, cluster: ClusterSpec) -> Estimate | Refusal:
         """Predict a case on a cluster."""
-        config, known = case.config, CANDIDATES[case.candidate]
-        shard = config.shard
-        if known.can_train:
-            names = ("strategy", "cache", "wire", "device_budget_bytes")
-            known = replace(known, keys={name: getattr(shard, name) for name in names})
+        config = case.config
         plain = dataclasses.replace(
-            config, shard=replace(shard, strategy="laconic", cache="host", wire=None, device_budget_bytes=0),
+            config, shard=replace(config.shard, strategy="laconic", cache="host", wire=None, device_budget_bytes=0),
             train=replace(config.train, output="", steps=4), optimizer=type(config.optimizer)(),
         )  # fmt: skip
-        job = replace(config, shard=replace(plain.shard))
-        key = repr(plain)
-        if key not in self._predictors:
-            self._predictors[key] = Predictor(job, cluster, device_type="cpu")
-        predictor = self._predictors[key].on(cluster)
-        predictor.config = job
-        if case.candidate == "budget":
-            known = replace(known, name="host")  # the job says how many bytes
-        return predictor.estimate(known)
+        traced = self._predictors.setdefault(repr(plain), Predictor(config, cluster, device_type="cpu"))
+        predictor = traced.on(cluster).with_job(config, same_model=True)
+        return predictor.estimate(CANDIDATES[case.candidate], is_under=True)

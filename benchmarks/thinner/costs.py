@@ -115,8 +115,8 @@ def memory(bench: Bench) -> Row:
 
 
 def _sizes(bench: Bench, setup: Setup, names: tuple[str, ...] = ("fsdp2", "host", "zero++", "4bit")) -> str:
-    return ", ".join(f"{STRATEGIES[name][0]} {_bytes(bench, name, setup) / 1e6:.3f} MB" for name in names)
+    return ", ".join(f"{STRATEGIES[name].label} {_bytes(bench, name, setup) / 1e6:.3f} MB" for name in names)
 
 
 def _times(times: dict[str, float]) -> str:
-    return ", ".join(f"{STRATEGIES[name][0]} {time:.3f} s" for name, time in times.items())
+    return ", ".join(f"{STRATEGIES[name].label} {time:.3f} s" for name, time in times.items())

@@ -55,7 +55,7 @@ def save(results: Iterable[Result], path: Path) -> None:
 def _draw(axes: Any, level: str, local: int, results: Sequence[Result]) -> None:
     for strategy, style in _LINES.items():
         values = [getattr(in_weights(strategy, nodes, local), level) for nodes in NODES]
-        axes.plot(NODES, values, label=STRATEGIES[strategy][0], **{"linewidth": 1.5, **style})
+        axes.plot(NODES, values, label=STRATEGIES[strategy].label, **{"linewidth": 1.5, **style})
     for result in results:
         moved = result.wire_bytes if level == "node" else result.local_bytes
         if moved is not None and result.num_nodes in NODES:

@@ -44,7 +44,7 @@ def _against_baselines(bench: Bench, setup: Setup, *, key: str, by_fsdp2: float,
     bench.alternate([(name, "full", RATE_BITS_PER_S) for name in COMPARED], setup)
     times = {name: bench.step_s(name, "full", RATE_BITS_PER_S, setup) for name in COMPARED}
     ratios = {name: times["host"] / time for name, time in times.items()}
-    each = ", ".join(f"{STRATEGIES[name][0]} {time:.3f} s" for name, time in times.items())
+    each = ", ".join(f"{STRATEGIES[name].label} {time:.3f} s" for name, time in times.items())
     fsdp2 = bench.result("fsdp2", "full", RATE_BITS_PER_S, setup=setup)
     host_bytes = wire_bytes(bench.result("host", "full", RATE_BITS_PER_S, setup=setup))
     formula, floor_s = host_bytes / wire_bytes(fsdp2), 8 * host_bytes / RATE_BITS_PER_S
@@ -94,7 +94,7 @@ def gpt2(bench: Bench) -> Row:
     runs = {name: bench.result(name, "full", rate, setup=GPT2) for name in COMPARED}
     ratios = {name: runs["host"].step_s / run.step_s for name, run in runs.items()}
     each = "; ".join(
-        f"{STRATEGIES[name][0]} {run.step_s:.2f} s, {wire_bytes(run) / 1e6:.0f} MB on the wire"
+        f"{STRATEGIES[name].label} {run.step_s:.2f} s, {wire_bytes(run) / 1e6:.0f} MB on the wire"
         for name, run in runs.items()
     )
     return _reported(

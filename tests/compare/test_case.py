@@ -9,7 +9,6 @@ import pytest
 
 from laconic.compare import STRATEGIES, Case
 from laconic.compare.case import config_of
-from laconic.compare.colours import COLOURS, DARK
 from laconic.config import Config, ConfigError, ModelConfig, ShardConfig, SyncConfig, from_dict
 
 BASE = Config(model=ModelConfig(config={"model_type": "llama"}))
@@ -87,6 +86,5 @@ def test_islands_need_a_job_with_syncs_and_steps_for_whole_rounds() -> None:
         config_of(LOCAL, Case(strategy="local", steps=8), Path("out"))
 
 
-def test_every_strategy_has_its_colours_and_a_note() -> None:
-    assert set(COLOURS) == set(DARK) == set(STRATEGIES)
-    assert all(each.note.endswith(".") for each in STRATEGIES.values())
+def test_a_strategy_has_other_names_too() -> None:
+    assert Case(strategy="local") == Case(strategy="local-steps")

@@ -40,7 +40,7 @@ def test_all_strategies_that_are_installed_run_by_default(job: Path, monkeypatch
     assert [strategy for _, strategy, _ in cases(str(job))] == [*BASELINES, *zero, *SYNCING]
     assert cli._left_out(cli.parse([str(job)])) == []
     job.write_text(TINY + '[sync]\nmode = "local"\nevery = 2\n')
-    islands = ["local", "local-fp32", "torchft-diloco"]
+    islands = ["local-steps", "local-fp32", "torchft-diloco"]
     assert [name for _, name, _ in cases(str(job), "--steps", "9")] == [*BASELINES, *zero, *SYNCING, *islands]
 
 

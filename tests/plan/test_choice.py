@@ -189,7 +189,7 @@ def test_the_command_ranks_writes_and_draws(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--strategies", "zero"], "'zero' is not known; there are none, host"),
+        (["--strategies", "zero"], "'zero' is not known; there are fsdp2, "),
         (["--allow", "2bit"], "'2bit' is not known"),
         (["--timeline", "step.bmp"], "step.bmp names no kind of picture"),
         (["--out", "/nowhere/best.toml"], "the folder does not exist"),

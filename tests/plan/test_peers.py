@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from laconic import registry
 from laconic.comm.traffic import WIRE_LEVELS
 from laconic.config import Config, from_dict
 from laconic.plan.candidates import CANDIDATES
@@ -13,6 +14,7 @@ from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate
 from laconic.plan.peers_fsdp2 import padded_numel
 from laconic.plan.prediction import Predictor, Refusal
+from laconic.strategies.under import job_under
 from tests.support.step_bytes import step_bytes
 
 HIDDEN, LAYERS, VOCABULARY = 48, 3, 96
@@ -214,12 +216,12 @@ def test_every_byte_is_freed_between_steps(name: str) -> None:
     from laconic.plan.job import work_of
     from laconic.plan.machine import Machine
 
-    config = CANDIDATES[name].job(job(train={"accumulation": 2}))
+    config = job_under(CANDIDATES[name], job(train={"accumulation": 2}))
     for device_type in ("cpu", "cuda"):
         cluster = spec(2, 2)
         machine = Machine(cluster, device_type=device_type)
         work = work_of(config, device_type=device_type)
-        program = CANDIDATES[name].make(machine, config, work, Shape(nodes=2, local=2))
+        program = registry.load(CANDIDATES[name].predict)(machine, config, work, Shape(nodes=2, local=2))
         program.step()
         first = dict(machine.held)
         program.step()

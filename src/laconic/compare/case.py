@@ -1,112 +1,22 @@
 """One run of a comparison: its job, its strategy and its rate, and the training configuration for them."""
 
 import dataclasses
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
-from laconic.config import Config, ConfigError, SyncConfig
+from laconic import registry
+from laconic.config import Config, ConfigError
 from laconic.lab import format_rate
+from laconic.registry import Strategy
+from laconic.strategies.under import job_under
 
 Job = Literal["full", "lora"]
 
 
-class Strategy(NamedTuple):
-    """A way to run the job of a comparison."""
-
-    label: str
-    """Its name for people."""
-    shard: dict[str, Any]
-    """Its keys in the section `[shard]`."""
-    note: str
-    """A line for readers of the report."""
-    has_islands: bool = False
-    """Whether machines sync now and then, by the job's section `[sync]`. The others sync in every step."""
-    sync: Mapping[str, Any] = MappingProxyType({})
-    """Its keys in the section `[sync]`, which take the place of the job's."""
-    package: str | None = None
-    """The package that it needs beside laconic, which is also the name of the extra that installs it."""
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether `package` can be imported."""
-        return self.package is None or importlib.util.find_spec(self.package) is not None
-
-
-STRATEGIES: dict[str, Strategy] = {
-    "fsdp2": Strategy(
-        "FSDP2", {"strategy": "fsdp2"},
-        "PyTorch's FSDP2 (ZeRO-3) with what NCCL gives it: a true ring reduce-scatter, and gathers that run ahead.",
-    ),
-    "fsdp2-gloo": Strategy(
-        "FSDP2 on Gloo's own", {"strategy": "fsdp2-gloo"},
-        "The same FSDP2 with Gloo's own collectives. Gloo runs a reduce-scatter as an all-reduce, which moves "
-        "gradients twice, so four passes cross in place of three. And FSDP2 waits for every gather, as a CPU has no "
-        "streams.",
-    ),
-    "fsdp2-hpz": Strategy(
-        "FSDP2 hpZ", {"strategy": "fsdp2-hpz"},
-        "FSDP2 with an integer for reshard_after_forward: after forward each node keeps a copy of the weights on its "
-        "devices.",
-    ),
-    "hsdp": Strategy("HSDP", {"strategy": "hsdp"}, "FSDP2 inside each node; nodes are replicas, and keep all states."),
-    "ddp": Strategy("DDP", {"strategy": "ddp"}, "PyTorch's DDP: every rank keeps everything."),
-    "deepspeed": Strategy(
-        "DeepSpeed ZeRO-3", {"strategy": "deepspeed"},
-        "DeepSpeed's ZeRO-3, its sizes set for the model as FSDP2's are, and with the same ring reduce-scatter. What "
-        "it has gathered ahead when forward ends, stays for backward, so its last layers cross once less.",
-        package="deepspeed",
-    ),
-    "deepspeed-hpz": Strategy(
-        "DeepSpeed hpZ", {"strategy": "deepspeed-hpz"},
-        "DeepSpeed's ZeRO-3 with zero_hpz_partition_size: after forward each node keeps a copy of the weights on its "
-        "devices.",
-        package="deepspeed",
-    ),
-    "zero++": Strategy(
-        "ZeRO++ on our engine", {"strategy": "zero++"},
-        "ZeRO++'s algorithm on laconic's engine: weights cross in int8 in every forward, gradients in int4 in every "
-        "backward. DeepSpeed's own runs on CUDA only.",
-    ),
-    "none": Strategy("laconic none", {"strategy": "laconic", "cache": "none"}, "laconic without a cache: ZeRO-3."),
-    "host": Strategy(
-        "laconic host", {"strategy": "laconic", "cache": "host"},
-        "laconic: weights cross once, and rest in host memory until backward.",
-    ),
-    "device": Strategy(
-        "laconic device", {"strategy": "laconic", "cache": "device"},
-        "laconic: weights cross once, and stay on the device until backward.",
-    ),
-    "8bit": Strategy(
-        "laconic 8bit", {"strategy": "laconic", "cache": "host", "wire": "8bit"},
-        "laconic host with crossings in 8 bits. It trains with rounded weights and gradients.",
-    ),
-    "4bit": Strategy(
-        "laconic 4bit", {"strategy": "laconic", "cache": "host", "wire": "4bit"},
-        "laconic host with crossings in 4 bits. It trains with rounded weights and gradients.",
-    ),
-    "local": Strategy(
-        "laconic local steps", {"strategy": "laconic", "cache": "host"},
-        "laconic's local steps, as the job's [sync] says. Islands train apart between syncs, so losses differ.",
-        has_islands=True,
-    ),
-    "local-fp32": Strategy(
-        "laconic local fp32", {"strategy": "laconic", "cache": "host"},
-        "laconic's local steps with exchanges in float32, beside torchft's.",
-        has_islands=True, sync={"codec": "fp32", "error_feedback": False},
-    ),
-    "torchft-diloco": Strategy(
-        "torchft DiLoCo", {"strategy": "torchft-diloco"},
-        "torchft's DiLoCo over FSDP2 inside each island: the same steps, fragments and outer optimizer, in float32.",
-        has_islands=True, sync={"codec": "fp32", "error_feedback": False}, package="torchft",
-    ),
-}  # fmt: skip
-
-OWN_STRATEGIES = tuple(name for name, each in STRATEGIES.items() if each.shard["strategy"] == "laconic")
-"""The strategies of laconic. The others are PyTorch's, DeepSpeed's and torchft's."""
+STRATEGIES: Mapping[str, Strategy] = {name: each for name, each in registry.strategies().items() if each.in_compare}
+"""The strategies that a comparison runs, by name: [Note: Registered strategies] in registry.py."""
 
 WATCHED_STEP = 2
 """The step, counted from 1, whose memory is watched. In step 2 optimizer states exist, and caches are full."""
@@ -130,7 +40,7 @@ class Case:
     """
 
     strategy: str
-    """A key of `STRATEGIES`."""
+    """A key of `STRATEGIES`, or another name of one."""
     job: Job = "full"
     """Training of all parameters (`full`), or of adapters on a frozen model (`lora`)."""
     rate_bits_per_s: float | None = None
@@ -147,6 +57,7 @@ class Case:
     """The index of this run among equal runs; 0 for the first."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "strategy", registry.canonical(self.strategy))
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy {self.strategy!r} is not known; there are {', '.join(STRATEGIES)}")
         if self.steps <= self.warmup_steps:
@@ -183,20 +94,14 @@ def config_of(base: Config, case: Case, out: Path) -> Config:
     strategy = STRATEGIES[case.strategy]
     if strategy.has_islands:
         _check_islands(base, case)
-    keys = {"device_budget_bytes": 0, "wire": None, **strategy.shard}
-    if keys.get("cache") == "host":
-        del keys["device_budget_bytes"]  # the host cache keeps the budget of the job; no other strategy may have one
     try:
-        shard = dataclasses.replace(base.shard, **keys)
-        sync = dataclasses.replace(base.sync, **strategy.sync) if strategy.has_islands else SyncConfig()
+        job = job_under(strategy, base)
     except ConfigError as error:
         raise ConfigError(f"{strategy.label} cannot run this job: {error}") from error
     return dataclasses.replace(
-        base,
+        job,
         lora=dataclasses.replace(base.lora, enabled=case.job == "lora"),
         data=dataclasses.replace(base.data, cache=base.data.cache or str(out / "tokens")),
-        shard=shard,
-        sync=sync,
         train=dataclasses.replace(
             base.train,
             steps=case.steps, epochs=None, save_every=0 if case.save else -1, eval_every=0, log_every=case.log_every,

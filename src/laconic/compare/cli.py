@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from laconic.compare.case import OWN_STRATEGIES, STRATEGIES, Case, ComparisonError, Job, config_of
+from laconic import registry
+from laconic.compare.case import STRATEGIES, Case, ComparisonError, Job, config_of
 from laconic.compare.machine import describe_machine, in_words
 from laconic.compare.plot import save_plot
 from laconic.compare.progress import ConsoleReporter
@@ -32,7 +33,7 @@ several rates. Compare seconds per step, wire bytes per step, memory and loss. A
 optimizer. The output folder gets compare.json, compare.png and report.html, a page for any browser."""
 
 _EPILOG = f"""\
-strategies: {", ".join(f"{name} ({label})" for name, (label, *_) in STRATEGIES.items())}
+strategies: {", ".join(f"{name} ({each.label})" for name, each in STRATEGIES.items())}
 
 examples:
   laconic compare --demo
@@ -138,7 +139,7 @@ def make_cases(base: Config, options: argparse.Namespace) -> list[Case]:
             job=job,
             rate_bits_per_s=rate,
             steps=options.steps,
-            save=options.save and strategy in OWN_STRATEGIES,
+            save=options.save and STRATEGIES[strategy].is_own,
         )
         for job in jobs
         for rate in rates
@@ -160,7 +161,7 @@ def _strategies(base: Config, chosen: str | None) -> Sequence[str]:
             for name, each in STRATEGIES.items()
             if each.is_installed and (base.sync.is_local or not each.has_islands)
         ]
-    names = list(dict.fromkeys(name.strip() for name in chosen.split(",")))
+    names = list(dict.fromkeys(registry.canonical(name.strip()) for name in chosen.split(",")))
     for name in names:
         if name in STRATEGIES and not STRATEGIES[name].is_installed:
             raise ConfigError(f"--strategies {name} needs the package {_missing(name)}")

@@ -6,18 +6,16 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from laconic import registry
 from laconic.compare.case import Case, config_of
 from laconic.compare.result import Prediction
 from laconic.config import Config
-from laconic.plan.candidates import CANDIDATES
 from laconic.plan.choice import fitting_cluster
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate
 from laconic.plan.prediction import Predictor
 
 _DEVICE_TYPE = "cpu"  # the lab's ranks have no other
-_PLANNED_AS = {"local": "local-steps", "local-fp32": "local-steps"}
-"""Strategies of a comparison that have another name in a plan."""
 
 
 def predict(
@@ -40,8 +38,8 @@ def predict(
         predictor = predictor.with_job(config, same_model=True)
         if case.rate_bits_per_s is not None:
             predictor = predictor.on(dataclasses.replace(cluster, wire_bits_per_s=case.rate_bits_per_s))
-        candidate = CANDIDATES.get(_PLANNED_AS.get(case.strategy, case.strategy))
-        estimate = None if candidate is None else predictor.estimate(candidate)
+        strategy = registry.named(case.strategy)
+        estimate = predictor.estimate(strategy, is_under=True) if strategy.predict else None
         found.append(_as_prediction(estimate) if isinstance(estimate, Estimate) else None)
     return found
 

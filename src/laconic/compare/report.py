@@ -6,7 +6,6 @@ from importlib.resources import files
 from string import Template
 
 from laconic.compare.case import JOBS, REFERENCE, STRATEGIES, WATCHED_STEP
-from laconic.compare.colours import COLOURS, DARK
 from laconic.compare.result import Prediction, Result
 from laconic.compare.svg import Bar, Line, Segment, bars, lines, timelines
 from laconic.compare.table import megabytes
@@ -42,8 +41,8 @@ def render_report(results: Sequence[Result], *, title: str, machine: str, comman
     page = _Page((files("laconic.compare") / "report.html").read_text(encoding="utf-8"))
     return page.substitute(
         title=escape(title),
-        light=_variables(COLOURS),
-        dark=_variables(DARK),
+        light=_variables(0),
+        dark=_variables(1),
         classes="\n".join(f".{_css(name)} {{ --c: var(--{_css(name)}); }}" for name in STRATEGIES),
         machine=escape(machine),
         command=escape(command),
@@ -186,5 +185,6 @@ def _css(strategy: str) -> str:
     return f"s-{strategy.replace('+', 'p')}"
 
 
-def _variables(colours: dict[str, str]) -> str:
-    return " ".join(f"--{_css(name)}: {colour};" for name, colour in colours.items())
+def _variables(background: int) -> str:
+    """The colours of all strategies on white (0) or on a dark background (1)."""
+    return " ".join(f"--{_css(name)}: {each.colours[background]};" for name, each in STRATEGIES.items())

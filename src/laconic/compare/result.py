@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from laconic import registry
 from laconic.compare.case import STRATEGIES, Case, Job
 
 
@@ -94,8 +95,10 @@ class Result:
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Rebuild a result from the values of `to_dict`, also if they were written as JSON and read again."""
         lists = {field.name: tuple(values.get(field.name, ())) for field in dataclasses.fields(cls) if _is_list(field)}
-        prediction = values.get("prediction")
-        return cls(**{**values, **lists, "prediction": Prediction(**prediction) if prediction else None})
+        prediction, strategy = values.get("prediction"), registry.canonical(values["strategy"])
+        return cls(
+            **{**values, **lists, "strategy": strategy, "prediction": Prediction(**prediction) if prediction else None}
+        )
 
 
 def with_predictions(results: Sequence[Result], predictions: Sequence[Prediction | None]) -> list[Result]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from laconic import registry
 from laconic.config.section import (
     AtLeastTwo,
     Bound,
@@ -23,10 +24,10 @@ from laconic.config.section import (
 from laconic.layout.granularity import Block, block_of
 from laconic.shard.policies import Wire
 
-Strategy = Literal[
-    "laconic", "auto", "zero++", "fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp", "deepspeed", "deepspeed-hpz",
-    "deepspeed-zero++", "torchft-diloco",
-]  # fmt: skip
+if TYPE_CHECKING:
+    StrategyName = str
+else:  # so that messages, help and completion have the names
+    StrategyName = Literal[registry.ways_to_train()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +209,7 @@ class OptimizerConfig(Section):
 class ShardConfig(Section):
     """How the model is sharded over the ranks."""
 
-    strategy: Strategy = "laconic"
+    strategy: StrategyName = "laconic"
     """`laconic`, or a baseline on the very same job. Of PyTorch: `fsdp2` (ZeRO-3), `fsdp2-hpz` (parameters stay
     gathered across nodes between forward and backward), `hsdp` (sharded inside a node, replicated between nodes),
     `ddp`. On CPU the first three reduce along a true ring and gather ahead, as on NCCL; `fsdp2-gloo` is `fsdp2` with
@@ -255,21 +256,15 @@ class ShardConfig(Section):
         self._check("reduce_dtype", self.reduce_dtype != "float16" or self.param_dtype == "float16", message)
         message = f"needs shard.cache = 'host', got {self.cache!r}"
         self._check("device_budget_bytes", not self.device_budget_bytes or self.cache == "host", message)
-        if self.strategy == "ddp":
-            for key in ("param_dtype", "reduce_dtype"):
-                message = "but shard.strategy = 'ddp' has no mixed precision: leave it out and set model.dtype"
-                self._check(key, getattr(self, key) is None, message)
-        if self.strategy == "fsdp2-hpz":
-            message = "but shard.strategy = 'fsdp2-hpz' sets it to the number of ranks per node: leave it out"
-            self._check("reshard_after_forward", self.reshard_after_forward is None, message)
+        known = registry.ways_to_train()
+        self._check("strategy", self.strategy in known, f"must be one of {', '.join(known)}")
+        if problem := registry.named(self.strategy).problem("shard", self):
+            raise ConfigError(problem)
         message = "needs shard.cluster, a cluster file: `laconic plan measure` under torchrun writes it"
         self._check("strategy", self.strategy != "auto" or self.cluster is not None, message)
         message = f"is for shard.strategy = 'auto', got {self.strategy!r}; leave it out"
         self._check("cluster", self.cluster is None or self.strategy == "auto", message)
         self._check_wire()
-        for key in ("check_every", "audit_every"):
-            message = f"is for shard.strategy = 'laconic', got {self.strategy!r}; leave it out"
-            self._check(key, getattr(self, key) == 0 or self.strategy == "laconic", message)
         message = "is for steps that are checked; set shard.check_every too"
         self._check("on_damage", self.on_damage == "raise" or self.check_every > 0, message)
         blocks = self.granularity.values() if isinstance(self.granularity, dict) else [self.granularity]
@@ -279,8 +274,6 @@ class ShardConfig(Section):
 
     def _check_wire(self) -> None:
         policy = self.wire_policy
-        message = "is for shard.strategy = 'laconic'; leave it out"
-        self._check("wire", self.wire in (None, "exact") or self.strategy in ("laconic", "auto"), message)
         message = "sends differences to cached weights, so it needs shard.cache = 'host' or 'device', got 'none'"
         self._check("wire", not policy.sends_differences or self.cache != "none", message)
         message = "cannot feed errors back with shard.param_dtype = 'float16', whose loss scale changes; leave it out"

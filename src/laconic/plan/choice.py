@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from laconic.config import Config, ConfigError
-from laconic.plan.candidates import CANDIDATES
+from laconic.plan.candidates import CANDIDATES, is_asked_for
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate
 from laconic.plan.machine import Lane
@@ -87,9 +87,9 @@ def choose(predictor: Predictor, *, allow: Collection[str] = (), names: Sequence
 
 def _may_win(estimate: Estimate, config: Config, allow: Collection[str]) -> bool:
     candidate = CANDIDATES[estimate.strategy]
-    if not candidate.can_train:
+    if not candidate.saves:
         return False
-    return not estimate.inexact or candidate.name in allow or candidate.is_asked_for(config)
+    return not estimate.inexact or candidate.name in allow or is_asked_for(candidate, config)
 
 
 def _best(estimates: Sequence[Estimate]) -> Estimate | None:
@@ -112,7 +112,7 @@ def _reason(estimate: Estimate, best: Estimate | None, config: Config, allow: Co
     slower = estimate.seconds_per_token / best.seconds_per_token
     if not _may_win(estimate, config, allow):
         speed = f"{slower:.2f}x the time, and" if slower > 1 else f"{1 / slower:.2f}x as fast, but"
-        return f"{speed} {f'inexact: {estimate.inexact}' if estimate.inexact else 'laconic train does not run it'}"
+        return f"{speed} {f'inexact: {estimate.inexact}' if estimate.inexact else 'it is for comparisons'}"
     if slower <= 1:
         virtue = "is simpler" if best.is_peer else "takes less device memory"
         return f"as fast within {_TIE - 1:.0%}, but {best.label} {virtue}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from laconic import registry
 from laconic.config import Config, ModelConfig
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer import load_tokenizer
@@ -53,7 +54,7 @@ def writes_in_place(config: Config) -> bool:
     """Whether a job runs on laconic's engine and reduces gradients in the dtype in which layers compute."""
     shard = config.shard
     param_dtype = shard.param_dtype or config.model.dtype
-    is_ours = shard.strategy in ("laconic", "auto", "zero++") and not config.schedule.is_cyclic
+    is_ours = registry.named(shard.strategy).on_engine and not config.schedule.is_cyclic
     return is_ours and (shard.reduce_dtype or param_dtype) == param_dtype
 
 

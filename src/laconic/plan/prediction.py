@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from laconic import registry
 from laconic.config import Config, ConfigError
 from laconic.errors import JobError
-from laconic.plan.candidates import BUDGET, CANDIDATES, Candidate, candidate_named
+from laconic.plan.candidates import BUDGET, CANDIDATES, candidate_named
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate, first_rank, read_program, shape_of
 from laconic.plan.job import with_shard, work_of
@@ -16,8 +17,10 @@ from laconic.plan.job_trace import trace_job, writes_in_place
 from laconic.plan.machine import Machine
 from laconic.plan.model_trace import ModelTrace
 from laconic.plan.tracing import TraceError
+from laconic.registry import Strategy
 from laconic.strategies.checks import check_job
 from laconic.strategies.cyclic import num_workers
+from laconic.strategies.under import job_under
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,40 +64,40 @@ class Predictor:
         for name in CANDIDATES if names is None else names:
             yield self.estimate(candidate_named(name))
 
-    def estimate(self, candidate: Candidate, *, keeps_spans: bool = False) -> Estimate | Refusal:
-        """Predict one strategy."""
+    def estimate(self, candidate: Strategy, *, is_under: bool = False, keeps_spans: bool = False) -> Estimate | Refusal:
+        """Predict one strategy. `is_under`: the job has its keys already."""
         try:
-            job = self.job(candidate)
+            job = self.config if is_under else self.job(candidate)
             if job.schedule.is_cyclic:
                 self._check_workers(job)
-            if candidate.can_train:
-                check_job(job, first_rank(self.cluster))
+            check_job(job, first_rank(self.cluster), self.device_type)
             return self._estimate(candidate, job, keeps_spans=keeps_spans)
         except TraceError:
             raise
         except (ConfigError, JobError, ValueError) as error:
             return Refusal(strategy=candidate.name, label=candidate.label, reason=str(error))
 
-    def job(self, candidate: Candidate) -> Config:
+    def job(self, candidate: Strategy) -> Config:
         """The job under a strategy.
 
         Raises:
             ConfigError: the strategy cannot run the job.
         """
-        job = candidate.job(self.config)
-        return with_shard(job, device_budget_bytes=self._budget_bytes()) if candidate.name == BUDGET else job
+        job = job_under(candidate, self.config)
+        budget_bytes = self._budget_bytes() if candidate.name == BUDGET else 0
+        return with_shard(job, device_budget_bytes=budget_bytes)
 
-    def _estimate(self, candidate: Candidate, job: Config, *, keeps_spans: bool = False) -> Estimate:
+    def _estimate(self, candidate: Strategy, job: Config, *, keeps_spans: bool = False) -> Estimate:
         islands = (job.sync.islands or self.cluster.nodes) if job.sync.is_local else 1
         shape = shape_of(self.cluster, islands)
         trace = self._trace(job)
         work = work_of(job, device_type=self.device_type, trace=trace)
         machine = Machine(self.cluster, device_type=self.device_type, keeps_spans=keeps_spans)
-        program = candidate.make(machine, job, work, shape)
+        program = registry.load(candidate.predict)(machine, job, work, shape)
         train = job.train
         batches = num_workers(job, first_rank(self.cluster)) or train.accumulation * self.cluster.ranks
         return read_program(
-            program, machine, strategy=candidate.name, label=candidate.label, is_peer=candidate.is_peer,
+            program, machine, strategy=candidate.name, label=candidate.label, is_peer=not candidate.is_own,
             inexact=candidate.inexact or program.inexact,
             tokens=batches * train.micro_batch_size * job.data.sequence_length,
             notes=trace.notes if trace.method == "traced" else (trace.method, *trace.notes),
@@ -119,7 +122,7 @@ class Predictor:
             ConfigError: there is none, or it holds all node shards.
         """
         host = CANDIDATES["host"]
-        without = self._estimate(host, host.job(self.config))
+        without = self._estimate(host, self.job(host))
         spare_bytes = math.floor(without.spare_device_bytes)
         if spare_bytes <= 0 or without.host_bytes == 0:
             raise ConfigError("no device memory is left for node shards")

@@ -1,37 +1,37 @@
 """Refuses jobs whose sections do not fit together, or do not fit the launch, before anything is created."""
 
 import dataclasses
+from collections.abc import Mapping
+from types import SimpleNamespace
 
+from laconic import registry
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError, ShardConfig
 from laconic.cyclic.schedule.rule import RULES, Rule
+from laconic.registry import Strategy
 from laconic.strategies.cyclic import num_workers
-from laconic.strategies.deepspeed_setup import DEEPSPEED, check_deepspeed
 from laconic.strategies.islands import num_islands
-from laconic.strategies.torchft import check_torchft
 
 
-def check_job(config: Config, ranks: RankInfo) -> None:
-    """Refuse a job that cannot run.
+def check_job(config: Config, ranks: RankInfo, device_type: str | None = None) -> None:
+    """Refuse a job that cannot run. Without `device_type`, what depends on the type of the devices is not checked.
 
     Raises:
-        JobError: there is no model; or other sections or the ranks do not allow the optimizer, islands or schedule.
+        JobError: there is no model; or other sections, the ranks or the devices do not allow the strategy, the
+            optimizer, islands or the schedule.
     """
-    name, strategy = config.optimizer.name, config.shard.strategy
     _refuse_if(
         config.model.config is None and config.model.path is None,
         "no model: set model.config (a table with `model_type`, or the path of a config.json) or model.path (a folder)",
     )
+    strategy = registry.named(config.shard.strategy)
+    _check_limits(strategy, {**vars(config), "launch": _launch(ranks, device_type)})
     _refuse_if(
-        name != "adamw" and strategy not in ("laconic", "auto", "ddp"),
-        f"optimizer.name = {name!r} needs whole blocks or matrices, which shard.strategy = {strategy!r} cuts anywhere; "
-        "set shard.strategy to 'laconic' (or 'ddp', which cuts nothing), or optimizer.name to 'adamw'",
+        not strategy.saves and (config.train.save_every != -1 or config.train.resume != "never"),
+        f"shard.strategy = {strategy.name!r} is for comparisons, and its runs write and read no checkpoints; set "
+        "train.save_every = -1 and train.resume = 'never'",
     )
-    if strategy in DEEPSPEED:
-        check_deepspeed(config, ranks)
-    if strategy == "torchft-diloco":
-        check_torchft(config)
-    elif config.sync.is_local:
+    if config.sync.is_local and strategy.is_own:
         _check_islands(config)
     if config.schedule.is_cyclic:
         _check_cyclic(config)
@@ -41,6 +41,17 @@ def check_job(config: Config, ranks: RankInfo) -> None:
         f"shard.audit_every = {config.shard.audit_every} compares ranks that share a model, but each island has one "
         "rank; leave it out",
     )
+
+
+def _launch(ranks: RankInfo, device_type: str | None) -> SimpleNamespace:
+    """The figures of a launch to which `Limit.key` refers."""
+    return SimpleNamespace(ranks_per_node=ranks.num_local, device=device_type)
+
+
+def _check_limits(strategy: Strategy, sections: Mapping[str, object]) -> None:
+    for name, section in sections.items():
+        if problem := strategy.problem(name, section):
+            raise JobError(problem)
 
 
 def check_workers(config: Config, ranks: RankInfo) -> None:
@@ -77,11 +88,6 @@ def _check_islands(config: Config) -> None:
         config.shard.param_dtype == "float16",
         "shard.param_dtype = 'float16' and sync.mode = 'local': islands would skip different steps when gradients "
         "overflow; use shard.param_dtype = 'bfloat16'",
-    )
-    _refuse_if(
-        config.shard.strategy not in ("laconic", "auto"),
-        f"sync.mode = 'local' needs shard.strategy = 'laconic', got {config.shard.strategy!r}, which synchronises all "
-        "ranks in every step; change one of the two",
     )
     _refuse_if(
         sync.slices > 1 and config.lora.enabled,

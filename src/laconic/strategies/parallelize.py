@@ -10,16 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
+from laconic import registry
 from laconic.comm.cluster import make_mesh
 from laconic.comm.launch import RankInfo
-from laconic.config import Config, JobError, parse_block
+from laconic.config import Config, parse_block
 from laconic.hf.layers import layers_to_shard
 from laconic.hf.models import materialize
 from laconic.optim import AdamW8bit
@@ -43,24 +43,48 @@ def parallelize(
     Return the module to call in forward, and the mesh of islands, nodes and local ranks (None for the baselines).
 
     Raises:
-        JobError: this launch has too few ranks for the strategy.
         ValueError: the engine refuses the model or the granularity.
     """
-    strategy = config.shard.strategy
-    on_engine = strategy in ("laconic", "zero++")
-    mesh = laconic.init_mesh(device.type, islands=num_islands(config, ranks)) if on_engine else None
-    if mesh is not None:
-        slice_model(model, config, mesh)
-        _fully_shard(model, laconic.fully_shard, _laconic_arguments(config, mesh))
-    elif strategy != "ddp":
-        _fully_shard(model, fully_shard, _fsdp2_arguments(config, ranks, device))
-        if device.type == "cpu" and strategy != "fsdp2-gloo":
-            use_rings([model, *layers_to_shard(model)])
-    materialize(model, config.model, device)
-    if config.train.compile:
-        compile_layers(model)
-    if strategy != "ddp":
-        return model, mesh
+    return registry.load(registry.named(config.shard.strategy).parallelize)(model, config, ranks, device)
+
+
+def on_engine(
+    model: nn.Module, config: Config, ranks: RankInfo, device: torch.device
+) -> tuple[nn.Module, DeviceMesh | None]:
+    """The engine: see `parallelize`."""
+    mesh = laconic.init_mesh(device.type, islands=num_islands(config, ranks))
+    slice_model(model, config, mesh)
+    _fully_shard(model, laconic.fully_shard, _laconic_arguments(config, mesh))
+    _fill(model, config, device)
+    return model, mesh
+
+
+def fsdp2(model: nn.Module, config: Config, ranks: RankInfo, device: torch.device) -> tuple[nn.Module, None]:
+    """FSDP2 over all ranks: see `parallelize`."""
+    return shard_by_fsdp2(model, config, device, make_mesh(device.type, (ranks.world_size,), ("shard",)))
+
+
+def fsdp2_on_gloo(model: nn.Module, config: Config, ranks: RankInfo, device: torch.device) -> tuple[nn.Module, None]:
+    """The same with the collectives that Gloo gives it: see `parallelize`."""
+    mesh = make_mesh(device.type, (ranks.world_size,), ("shard",))
+    return shard_by_fsdp2(model, config, device, mesh, with_rings=False)
+
+
+def fsdp2_hpz(model: nn.Module, config: Config, ranks: RankInfo, device: torch.device) -> tuple[nn.Module, None]:
+    """FSDP2 that keeps parameters on the ranks of a node after forward: see `parallelize`."""
+    mesh = make_mesh(device.type, (ranks.world_size,), ("shard",))
+    return shard_by_fsdp2(model, config, device, mesh, reshard_after_forward=ranks.num_local)
+
+
+def hsdp(model: nn.Module, config: Config, ranks: RankInfo, device: torch.device) -> tuple[nn.Module, None]:
+    """FSDP2 inside each node, and replicas between nodes: see `parallelize`."""
+    mesh = make_mesh(device.type, (ranks.num_nodes, ranks.num_local), ("replicate", "shard"))
+    return shard_by_fsdp2(model, config, device, mesh)
+
+
+def ddp(model: nn.Module, config: Config, ranks: RankInfo, device: torch.device) -> tuple[nn.Module, None]:
+    """DDP: see `parallelize`."""
+    _fill(model, config, device)
     wrapped = DistributedDataParallel(
         model,
         device_ids=None if device.type == "cpu" else [device],
@@ -68,6 +92,29 @@ def parallelize(
         **{_BUFFER_SYNC: False},  # type: ignore[arg-type]  # the buffers of a model do not change in training
     )
     return wrapped, None
+
+
+def shard_by_fsdp2(
+    model: nn.Module,
+    config: Config,
+    device: torch.device,
+    mesh: DeviceMesh,
+    *,
+    with_rings: bool = True,
+    **arguments: Any,
+) -> tuple[nn.Module, None]:
+    """Apply torch's `fully_shard` over `mesh`, with other `arguments` than the job's, and fill in the weights."""
+    _fully_shard(model, fully_shard, {**_common_arguments(config), "mesh": mesh, **arguments})
+    if device.type == "cpu" and with_rings:
+        use_rings([model, *layers_to_shard(model)])
+    _fill(model, config, device)
+    return model, None
+
+
+def _fill(model: nn.Module, config: Config, device: torch.device) -> None:
+    materialize(model, config.model, device)
+    if config.train.compile:
+        compile_layers(model)
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
@@ -133,28 +180,3 @@ def wire_policy(config: Config) -> laconic.Wire:
     if config.shard.wire == "4bit" and config.optimizer.name in ("muon", "shampoo"):
         return replace(policy, gradients="int8")
     return policy
-
-
-def _fsdp2_arguments(config: Config, ranks: RankInfo, device: torch.device) -> dict[str, Any]:
-    arguments = _common_arguments(config)
-    if config.shard.strategy == "fsdp2-gloo" and device.type != "cpu":
-        raise JobError(
-            f"shard.strategy = 'fsdp2-gloo' keeps Gloo's own collectives, which are for CPU; use 'fsdp2' on "
-            f"{device.type}"
-        )
-    if config.shard.strategy == "torchft-diloco":
-        islands = num_islands(config, ranks)
-        mesh = make_mesh(device.type, (islands, ranks.world_size // islands), ("island", "shard"))
-        return {**arguments, "mesh": mesh["shard"]}
-    if config.shard.strategy == "hsdp":
-        shape = (ranks.num_nodes, ranks.num_local)
-        return {**arguments, "mesh": make_mesh(device.type, shape, ("replicate", "shard"))}
-    arguments["mesh"] = make_mesh(device.type, (dist.get_world_size(),), ("shard",))
-    if config.shard.strategy == "fsdp2-hpz":
-        if ranks.num_local < 2:
-            raise JobError(
-                "shard.strategy = 'fsdp2-hpz' keeps parameters on the ranks of one node, so it needs at least 2 ranks "
-                f"per node, got {ranks.num_local}; use 'fsdp2' or more ranks per node"
-            )
-        arguments["reshard_after_forward"] = ranks.num_local
-    return arguments

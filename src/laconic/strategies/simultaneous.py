@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic.checkpoint
+from laconic import registry
 from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
 from laconic.config import Config
@@ -42,8 +43,7 @@ class Simultaneous(Stepper):
         self.module = model
         self._forward_module, mesh = parallelize(model, config, ranks, device)
         self._engine: Any = model if mesh is not None else None
-        self._syncs_always = config.shard.strategy == "zero++"
-        """Whether every micro-batch reduces its gradients across nodes, as in DeepSpeed's ZeRO-3."""
+        self._syncs_always = registry.named(config.shard.strategy).reduces_always
         self.optimizer = make_optimizer(model, config)
         self.local: LocalSteps | None = None
         """The wrapper of the optimizer that synchronises islands; None without islands."""

@@ -18,6 +18,7 @@ from rich.console import Console
 from torch import nn
 
 import laconic.checkpoint
+from laconic import registry
 from laconic.checkpoint import AsyncSaver, CheckpointError
 from laconic.comm.agreement import RankGroup
 from laconic.comm.failure import failing_together, set_peer_timeout
@@ -29,14 +30,10 @@ from laconic.store import files
 from laconic.strategies.checks import check_job
 from laconic.strategies.cyclic import CyclicStepper
 from laconic.strategies.cyclic_checkpoint import newest_cut
-from laconic.strategies.deepspeed import DeepSpeedStepper
-from laconic.strategies.deepspeed_setup import DEEPSPEED
 from laconic.strategies.islands import num_launches
 from laconic.strategies.memory import measured_peak
 from laconic.strategies.optimizers import set_learning_rates
-from laconic.strategies.simultaneous import Simultaneous
 from laconic.strategies.stepper import NotFiniteError, Stepper
-from laconic.strategies.torchft import TorchftStepper
 from laconic.train import prepare
 from laconic.train.lock import OutputLock, writing
 from laconic.train.loggers import JsonlLogger, Logger, TensorBoardLogger, WandbLogger
@@ -62,8 +59,8 @@ def run(config: Config) -> dict[str, Any]:
             of the job that fails on one rank alone is a JobError there, and peers end as after any failure.
     """
     ranks = RankInfo.from_environment()
-    check_job(config, ranks)
     device = pick_device(config.train.device, ranks)
+    check_job(config, ranks, device.type)
     set_peer_timeout(config.train.peer_timeout_s)
     with (
         _paths_as_job_errors(config),
@@ -174,11 +171,8 @@ class Trainer:
 
     def _make_stepper(self, model: nn.Module) -> Stepper:
         if not self.config.schedule.is_cyclic:
-            if self.config.shard.strategy in DEEPSPEED:
-                return DeepSpeedStepper(model, self.config, self.ranks, self.device)
-            if self.config.shard.strategy == "torchft-diloco":
-                return TorchftStepper(model, self.config, self.ranks, self.device)
-            return Simultaneous(model, self.config, self.ranks, self.device)
+            make = registry.load(registry.named(self.config.shard.strategy).stepper)
+            return make(model, self.config, self.ranks, self.device)
         resumes = self.config.train.resume != "never" and self.ranks.is_main
         saved = self.peers.broadcast(newest_cut(prepare.checkpoints_to_load(self.config)) if resumes else None)
         stepper = CyclicStepper(model, self.config, self.ranks, self.device, saved)

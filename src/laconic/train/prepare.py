@@ -290,6 +290,6 @@ def with_strategy(config: Config, ranks: RankInfo, device_type: str, peers: Rank
 
     planned = peers.on_rank_0(plan, "cannot choose a strategy")
     chosen = from_dict(Config, planned["job"])
-    check_job(chosen, ranks)
+    check_job(chosen, ranks, device_type)
     console.print(planned["said"], markup=False, highlight=False, soft_wrap=True)
     return chosen

@@ -25,6 +25,7 @@ from torch import nn
 
 from laconic.checkpoint.state import named_parameters
 from laconic.comm.agreement import RankGroup
+from laconic.comm.cluster import make_mesh
 from laconic.comm.launch import RankInfo
 from laconic.comm.ring import own_address
 from laconic.config import Config, JobError, SyncConfig
@@ -32,39 +33,10 @@ from laconic.extras import how_to_install
 from laconic.islands.fragments import fragment_of
 from laconic.islands.report import SyncReport
 from laconic.strategies.islands import num_islands
+from laconic.strategies.parallelize import shard_by_fsdp2
 from laconic.strategies.simultaneous import Simultaneous
 
 _LOGGERS = ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors")
-
-
-def check_torchft(config: Config) -> None:
-    """Refuse a job that torchft's DiLoCo cannot run as laconic's local steps do.
-
-    Raises:
-        JobError: with the key and the reason.
-    """
-    sync, train, default = config.sync, config.train, SyncConfig()
-    if not sync.is_local:
-        raise JobError("shard.strategy = 'torchft-diloco' needs sync.mode = 'local': its islands sync now and then")
-    if sync.codec != "fp32":
-        raise JobError(
-            f"sync.codec = {sync.codec!r} and shard.strategy = 'torchft-diloco', which sends float32 (its fp8 needs a "
-            "GPU and Triton); set sync.codec = 'fp32'"
-        )
-    for key in ("overlap", "mixing", "slices", "recovery", "rendezvous"):
-        if getattr(sync, key) != getattr(default, key):
-            raise JobError(
-                f"sync.{key} = {getattr(sync, key)!r} and shard.strategy = 'torchft-diloco', which "
-                f"{_NOT_ALIKE.get(key, 'has nothing like it')}; leave it out"
-            )
-    if train.save_every != -1 or train.resume != "never":
-        raise JobError(
-            "shard.strategy = 'torchft-diloco' is for comparisons, and its runs write and read no checkpoints; set "
-            "train.save_every = -1 and train.resume = 'never'"
-        )
-
-
-_NOT_ALIKE = {"overlap": "sends a fragment earlier, not applies it later, so the steps would differ"}
 
 
 def import_torchft() -> tuple[ModuleType, ModuleType]:
@@ -83,6 +55,15 @@ def import_torchft() -> tuple[ModuleType, ModuleType]:
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
     return found
+
+
+def shard_inside_islands(
+    model: nn.Module, config: Config, ranks: RankInfo, device: torch.device
+) -> tuple[nn.Module, None]:
+    """FSDP2 over the ranks of each island: see `parallelize`."""
+    islands = num_islands(config, ranks)
+    mesh = make_mesh(device.type, (islands, ranks.world_size // islands), ("island", "shard"))
+    return shard_by_fsdp2(model, config, device, mesh["shard"])
 
 
 class TorchftStepper(Simultaneous):

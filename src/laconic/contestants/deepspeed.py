@@ -16,17 +16,16 @@ from laconic.comm.cluster import make_mesh
 from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
 from laconic.config import Config
-from laconic.data.batches import Batch
-from laconic.hf.models import materialize
-from laconic.strategies.deepspeed_setup import (
+from laconic.contestants.deepspeed_setup import (
     Sizes,
     freeing_weights,
     import_deepspeed,
-    refuse_on_cpu,
     start_communication,
     zero_3,
 )
-from laconic.strategies.deepspeed_state import Partitions, local_part
+from laconic.contestants.deepspeed_state import Partitions, local_part
+from laconic.data.batches import Batch
+from laconic.hf.models import materialize
 from laconic.strategies.memory import local_nbytes, state_nbytes
 from laconic.strategies.optimizers import make_optimizer
 from laconic.strategies.stepper import NotFiniteError, Save, Stepper, StepResult
@@ -42,9 +41,8 @@ class DeepSpeedStepper(Stepper):
         """Partition `model`, which is on the meta device. Collective.
 
         Raises:
-            JobError: DeepSpeed is not installed, or cannot run the job on this device.
+            JobError: DeepSpeed is not installed.
         """
-        refuse_on_cpu(config, device)
         deepspeed = import_deepspeed(device)
         start_communication(deepspeed, device)
         self.module = model

@@ -26,8 +26,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from laconic.comm.traffic import Level
+from laconic.config import Config
+from laconic.contestants.deepspeed_fetch import Coordinator, FetchSizes, Parameter
 from laconic.plan.buckets import Shape
-from laconic.plan.deepspeed_fetch import Coordinator, FetchSizes, Parameter
 from laconic.plan.machine import Job, Machine, Transfer
 from laconic.plan.model_trace import ParameterSpec, Segment
 from laconic.plan.optimizer_cost import adamw_cost
@@ -61,6 +62,16 @@ class _Step:
     parameters: tuple[Parameter, ...]
     phase: Phase
     is_backward: bool
+
+
+def deepspeed(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Program:
+    """DeepSpeed under any of its values of shard.strategy: a `Make`."""
+    options = DeepspeedOptions(
+        hpz=config.shard.strategy != "deepspeed",
+        quantizes=config.shard.strategy == "deepspeed-zero++",
+        reshards=config.shard.reshard_after_forward is not False,
+    )
+    return Deepspeed(machine, work, shape, options)
 
 
 class Deepspeed(Program):

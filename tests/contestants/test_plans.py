@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 
+from laconic import registry
+from laconic.contestants.deepspeed_fetch import Coordinator, FetchSizes, Parameter
 from laconic.plan.buckets import Shape
 from laconic.plan.candidates import CANDIDATES
-from laconic.plan.deepspeed_fetch import Coordinator, FetchSizes, Parameter
 from laconic.plan.job import work_of
 from laconic.plan.machine import Machine
 from laconic.plan.prediction import Refusal
+from laconic.strategies.under import job_under
 from tests.plan.test_peers import LAYERS, SHAPES, estimated, job, model_numels, payload, predict, spec
 
 
@@ -88,10 +90,10 @@ def test_resting_memory_is_what_stage_3_allocates() -> None:
 @pytest.mark.parametrize("name", ["deepspeed", "deepspeed-hpz", "deepspeed-zero++", "torchft-diloco"])
 def test_every_byte_is_freed_between_steps(name: str) -> None:
     """What a program holds between two steps does not grow from step to step."""
-    config = CANDIDATES[name].job(job(train={"accumulation": 2}))
+    config = job_under(CANDIDATES[name], job(train={"accumulation": 2}))
     machine = Machine(spec(2, 2), device_type="cuda")
     shape = Shape(nodes=1, local=2, islands=2) if config.sync.is_local else Shape(nodes=2, local=2)
-    program = CANDIDATES[name].make(machine, config, work_of(config, device_type="cuda"), shape)
+    program = registry.load(CANDIDATES[name].predict)(machine, config, work_of(config, device_type="cuda"), shape)
     program.step()
     first = dict(machine.held)
     program.step()

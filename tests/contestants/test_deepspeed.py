@@ -12,10 +12,10 @@ from torch import nn
 
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError
+from laconic.contestants.deepspeed_setup import Sizes, import_deepspeed, zero_3
+from laconic.contestants.deepspeed_state import local_part
 from laconic.strategies.checks import check_job
-from laconic.strategies.deepspeed_setup import Sizes, import_deepspeed, refuse_on_cpu, zero_3
-from laconic.strategies.deepspeed_state import local_part
-from tests.strategies import peers
+from tests.contestants import peers
 from tests.support.launch import run_ranks
 from tests.train.jobs import job
 
@@ -105,8 +105,8 @@ def test_copies_on_a_node_need_several_ranks_on_it(tmp_path: Path) -> None:
 def test_quantised_crossings_are_refused_on_a_cpu_with_the_reason(tmp_path: Path) -> None:
     config = run(tmp_path, "out", "deepspeed-zero++")
     with pytest.raises(JobError, match=r"CUDA kernels.*This op had not been implemented on CPU backend"):
-        refuse_on_cpu(config, CPU)
-    refuse_on_cpu(config, torch.device("cuda"))
+        check_job(config, RANKS, "cpu")
+    check_job(config, RANKS, "cuda")
 
 
 def test_without_deepspeed_the_message_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

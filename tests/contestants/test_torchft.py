@@ -11,9 +11,9 @@ import torch
 
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError
+from laconic.contestants.torchft import TorchftStepper, import_torchft
 from laconic.strategies.checks import check_job
-from laconic.strategies.torchft import TorchftStepper, import_torchft
-from tests.strategies import peers
+from tests.contestants import peers
 from tests.support.launch import run_ranks
 from tests.train.jobs import job
 

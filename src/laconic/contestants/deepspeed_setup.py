@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-3 as a careful user sets it up: its configuration, its communication, and the jobs it cannot run.
+"""DeepSpeed's ZeRO-3 as a careful user sets it up: its configuration and its communication.
 
 [Note: DeepSpeed as a baseline]
 DeepSpeed's defaults are for models of billions of parameters. With `stage3_max_reuse_distance` at its default of 1e9
@@ -14,8 +14,8 @@ follow the model, as FSDP2's do, which gathers, reduces and frees a layer at a t
   is most of the matrices.
 
 On Gloo a gather is a ring and runs ahead, as for FSDP2. Reductions go along laconic's true ring: [Note: The strongest
-baseline] in ring.py. `overlap_comm` needs streams, which a CPU has not, so a reduction ends before backward goes on.
-ZeRO-3 reduces the gradients of every micro-batch, so with accumulation more bytes cross than under FSDP2.
+baseline] in strategies/ring.py. `overlap_comm` needs streams, which a CPU has not, so a reduction ends before backward
+goes on. ZeRO-3 reduces the gradients of every micro-batch, so with accumulation more bytes cross than under FSDP2.
 """
 
 import contextlib
@@ -37,52 +37,6 @@ from laconic.config import Config, JobError
 from laconic.extras import how_to_install
 from laconic.hf.layers import layers_to_shard
 from laconic.strategies.ring import RingReduceScatter
-
-DEEPSPEED = ("deepspeed", "deepspeed-hpz", "deepspeed-zero++")
-"""The values of shard.strategy that DeepSpeed runs."""
-
-
-def check_deepspeed(config: Config, ranks: RankInfo) -> None:
-    """Refuse a job that DeepSpeed cannot run, or would run in another way than the other strategies.
-
-    Raises:
-        JobError: with the key and the reason.
-    """
-    strategy = config.shard.strategy
-    model, shard = config.model, config.shard
-    refusals = {
-        "optimizer.name": config.optimizer.name != "adamw" and "cuts parameters anywhere; use 'adamw'",
-        "model.dtype": model.dtype != "float32"
-        and "keeps master weights and optimizer states in float32; set model.dtype = 'float32' and, for fewer bits in "
-        "forward and backward, shard.param_dtype",
-        "shard.param_dtype": shard.param_dtype == "float16" and "scales the loss by its own rule; use 'bfloat16'",
-        "lora.quantize": config.lora.quantize is not None and "cuts no weights in blocks of few bits; leave it out",
-        "train.compile": config.train.compile and "gathers inside the layers that would be compiled; leave it out",
-    }
-    for key, reason in refusals.items():
-        if reason:
-            section, name = key.split(".")
-            value = getattr(getattr(config, section), name)
-            raise JobError(f"{key} = {value!r} and shard.strategy = {strategy!r}: DeepSpeed {reason}")
-    if strategy != "deepspeed" and ranks.num_local < 2:
-        raise JobError(
-            f"shard.strategy = {strategy!r} keeps parameters on the ranks of one node, so it needs at least 2 ranks "
-            f"per node, got {ranks.num_local}; use 'deepspeed' or more ranks per node"
-        )
-
-
-def refuse_on_cpu(config: Config, device: torch.device) -> None:
-    """Refuse ZeRO++ on a CPU.
-
-    Raises:
-        JobError: the strategy is `deepspeed-zero++`, and the device is a CPU.
-    """
-    if config.shard.strategy == "deepspeed-zero++" and device.type == "cpu":
-        raise JobError(
-            "shard.strategy = 'deepspeed-zero++' quantises weights and gradients with CUDA kernels (DeepSpeed's "
-            "QuantizerBuilder), which DeepSpeed does not have for CPU: 'This op had not been implemented on CPU "
-            "backend'. Use 'deepspeed-hpz', or 'zero++', the same algorithm on laconic's engine"
-        )
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:

@@ -1,0 +1,82 @@
+"""DeepSpeed's forms of ZeRO-3."""
+
+from laconic.registry import Limit, Strategy
+from laconic.strategies.known.pytorch import LIMITS
+
+_PLACE = "{key} = {{value!r}} and shard.strategy = {{strategy!r}}: DeepSpeed {reason}"
+
+
+def _limit(key: str, value: object, reason: str, *, is_only: bool) -> Limit:
+    """Take `value` alone for a key, or every other value."""
+    return Limit(
+        key=key, holds=lambda given: (given == value) is is_only, message=_PLACE.format(key=key, reason=reason)
+    )
+
+
+_ON_ONE_NODE = Limit(
+    key="launch.ranks_per_node",
+    holds=lambda value: value >= 2,
+    message="shard.strategy = {strategy!r} keeps parameters on the ranks of one node, so it needs at least 2 ranks per "
+    "node, got {value}; use 'deepspeed' or more ranks per node",
+)
+_DEEPSPEED = Strategy(
+    name="deepspeed",
+    label="DeepSpeed ZeRO-3",
+    note="DeepSpeed's ZeRO-3, its sizes set for the model as FSDP2's are, and with the same ring reduce-scatter. What "
+    "it has gathered ahead when forward ends, stays for backward, so its last layers cross once less.",
+    source="ZeRO, arXiv 1910.02054; ZeRO-Infinity, arXiv 2104.07857; DeepSpeed 0.19's runtime/zero",
+    maker="DeepSpeed",
+    colours=("#2f7f6f", "#45a896"),
+    shard={"strategy": "deepspeed"},
+    package="deepspeed",
+    limits=(
+        *LIMITS,
+        _limit(
+            "model.dtype",
+            "float32",
+            "keeps master weights and optimizer states in float32; set model.dtype = 'float32' and, for fewer bits in "
+            "forward and backward, shard.param_dtype",
+            is_only=True,
+        ),
+        _limit("shard.param_dtype", "float16", "scales the loss by its own rule; use 'bfloat16'", is_only=False),
+        _limit("lora.quantize", None, "cuts no weights in blocks of few bits; leave it out", is_only=True),
+        _limit("train.compile", False, "gathers inside the layers that would be compiled; leave it out", is_only=True),
+    ),
+    reduces_always=True,
+    stepper="laconic.contestants.deepspeed:DeepSpeedStepper",
+    predict="laconic.contestants.deepspeed_plan:deepspeed",
+)
+_HPZ = _DEEPSPEED.variant(
+    name="deepspeed-hpz",
+    label="DeepSpeed hpZ",
+    note="DeepSpeed's ZeRO-3 with zero_hpz_partition_size: after forward each node keeps a copy of the weights on its "
+    "devices.",
+    source="ZeRO++, arXiv 2306.10209, section 4.2; DeepSpeed 0.19's runtime/zero",
+    colours=("#8cc5b8", "#8cc5b8"),
+    shard={"strategy": "deepspeed-hpz"},
+    limits=(*_DEEPSPEED.limits, _ON_ONE_NODE),
+)
+
+STRATEGIES = (
+    _DEEPSPEED,
+    _HPZ,
+    _HPZ.variant(
+        name="deepspeed-zero++",
+        label="DeepSpeed ZeRO++",
+        note="DeepSpeed's ZeRO-3 with hpZ, weights in 8 bits and gradients in 4. It runs on CUDA only.",
+        source="ZeRO++, arXiv 2306.10209; DeepSpeed 0.19's runtime/zero",
+        shard={"strategy": "deepspeed-zero++"},
+        inexact="weights are gathered in 8 bits and gradients summed in 4, and nothing feeds the error back",
+        limits=(
+            *_HPZ.limits,
+            Limit(
+                key="launch.device",
+                holds=lambda value: value != "cpu",
+                message="shard.strategy = {strategy!r} quantises weights and gradients with CUDA kernels (DeepSpeed's "
+                "QuantizerBuilder), which DeepSpeed does not have for CPU: 'This op had not been implemented on CPU "
+                "backend'. Use 'deepspeed-hpz', or 'zero++', the same algorithm on laconic's engine",
+            ),
+        ),
+        in_compare=False,  # the lab has no CUDA
+    ),
+)

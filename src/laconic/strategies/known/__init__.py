@@ -1,0 +1,1 @@
+"""The strategies of laconic and of PyTorch: [Note: Registered strategies] in laconic/registry.py."""

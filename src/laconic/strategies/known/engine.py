@@ -1,0 +1,161 @@
+"""The strategies on laconic's engine, and shard.strategy = "auto"."""
+
+from laconic.registry import AUTO, Limit, Strategy
+
+_NO_CHECKS = tuple(
+    Limit(
+        key=f"shard.{key}",
+        holds=lambda value: value == 0,
+        message=f"shard.{key} = {{value!r}} is for shard.strategy = 'laconic', got {{strategy!r}}; leave it out",
+    )
+    for key in ("check_every", "audit_every")
+)
+NOT_ON_ENGINE = (
+    Limit(
+        key="shard.wire",
+        holds=lambda value: value in (None, "exact"),
+        message="shard.wire = {value!r} is for shard.strategy = 'laconic'; leave it out",
+    ),
+    *_NO_CHECKS,
+)
+"""The limits of strategies without the engine's crossings and checks."""
+CUTS_ANYWHERE = Limit(
+    key="optimizer.name",
+    holds=lambda value: value == "adamw",
+    message="optimizer.name = {value!r} needs whole blocks or matrices, which shard.strategy = {strategy!r} cuts "
+    "anywhere; set shard.strategy to 'laconic' (or 'ddp', which cuts nothing), or optimizer.name to 'adamw'",
+)
+SYNCS_EVERY_STEP = Limit(
+    key="sync.mode",
+    holds=lambda value: value == "every-step",
+    message="sync.mode = {value!r} needs shard.strategy = 'laconic', got {strategy!r}, which synchronises all ranks in "
+    "every step; change one of the two",
+)
+
+_ROUNDED = "crossings are rounded: losses within 0.13 % of exact crossings, either way (docs/thinner.md)"
+_LOCAL = (
+    "islands see only their own rows between syncs: within 0.2 % of every-step training after a warm-up, up to 20 % "
+    "above it from scratch (docs/local-steps.md)"
+)
+_CYCLIC = "some gradients are one step old, so it wants a smaller learning rate (docs/cyclic.md)"
+
+LACONIC = Strategy(
+    name="laconic",
+    label="laconic",
+    note="laconic's engine, as the keys of [shard] say.",
+    source="FCDP, arXiv 2602.06499",
+    shard={"strategy": "laconic"},
+    on_engine=True,
+    parallelize="laconic.strategies.parallelize:on_engine",
+    predict="laconic.plan.candidates:on_engine",
+    in_compare=False,
+    in_plan=False,
+)
+_HOST = LACONIC.variant(
+    name="host",
+    label="laconic host",
+    note="laconic: weights cross once, and rest in host memory until backward.",
+    colours=("#d95f02", "#d95f02"),
+    shard={"cache": "host"},
+    in_compare=True,
+    in_plan=True,
+)
+_ISLANDS = _HOST.variant(
+    name="local-steps",
+    also=("local",),
+    label="laconic local steps",
+    note="laconic's local steps, as the job's [sync] says. Islands train apart between syncs, so losses differ.",
+    source="DiLoCo, arXiv 2311.08105; Streaming DiLoCo, arXiv 2501.18512",
+    colours=("#c51b7d", "#c51b7d"),
+    inexact=_LOCAL,
+    sync={},
+)
+_CYCLIC_SCHEDULE = LACONIC.variant(
+    name="cyclic",
+    label="laconic cyclic, replicated",
+    note="Workers run one after the other, and each keeps everything.",
+    source="CDP, arXiv 2403.08837",
+    inexact=_CYCLIC,
+    on_engine=False,
+    schedule={"states": "replicated"},
+    stepper="laconic.strategies.cyclic:CyclicStepper",
+    parallelize="",
+    predict="laconic.plan.candidates:cyclic",
+    in_plan=True,
+)
+
+STRATEGIES = (
+    LACONIC,
+    LACONIC.variant(
+        name=AUTO,
+        label="as laconic plan says",
+        note="What laconic plan recommends for the job on the machines of shard.cluster.",
+        shard={"strategy": AUTO},
+        limits=_NO_CHECKS,
+    ),
+    _HOST.variant(
+        name="none",
+        label="laconic none",
+        note="laconic without a cache: ZeRO-3.",
+        source="ZeRO-3, arXiv 1910.02054",
+        colours=("#f2c879", "#f2c879"),
+        shard={"cache": "none"},
+    ),
+    _HOST,
+    _HOST.variant(
+        name="budget",
+        label="laconic host + device",
+        note="laconic host, with as many node shards on the device as it has room for.",
+        source="FCDP, arXiv 2602.06499, section 4",
+        in_compare=False,
+    ),
+    _HOST.variant(
+        name="device",
+        label="laconic device",
+        note="laconic: weights cross once, and stay on the device until backward.",
+        source="hpZ of ZeRO++, arXiv 2306.10209, section 4.2",
+        colours=("#8c3b00", "#b85c1f"),
+        shard={"cache": "device"},
+    ),
+    _HOST.variant(
+        name="8bit",
+        label="laconic 8bit",
+        note="laconic host with crossings in 8 bits. It trains with rounded weights and gradients.",
+        source="SDP4Bit, arXiv 2410.15526, in eight bits",
+        colours=("#b8860b", "#b8860b"),
+        inexact=_ROUNDED,
+        shard={"wire": "8bit"},
+    ),
+    _HOST.variant(
+        name="4bit",
+        label="laconic 4bit",
+        note="laconic host with crossings in 4 bits. It trains with rounded weights and gradients.",
+        source="SDP4Bit, arXiv 2410.15526",
+        colours=("#7a5c00", "#a88418"),
+        inexact=_ROUNDED,
+        shard={"wire": "4bit"},
+    ),
+    _ISLANDS,
+    _ISLANDS.variant(
+        name="local-fp32",
+        also=(),
+        label="laconic local fp32",
+        note="laconic's local steps with exchanges in float32, beside torchft's.",
+        colours=("#8e0152", "#d4569b"),
+        sync={"codec": "fp32", "error_feedback": False},
+        in_plan=False,  # a job's own codec is planned
+    ),
+    _CYCLIC_SCHEDULE,
+    _CYCLIC_SCHEDULE.variant(
+        name="cyclic-sharded",
+        label="laconic cyclic, sharded",
+        note="Workers run one after the other, and each keeps the states of one stage.",
+        schedule={"states": "sharded"},
+    ),
+    _CYCLIC_SCHEDULE.variant(
+        name="cyclic-shared",
+        label="laconic cyclic, shared",
+        note="Workers run one after the other, over devices that each keep one stage.",
+        schedule={"states": "shared"},
+    ),
+)

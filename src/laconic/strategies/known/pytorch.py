@@ -1,0 +1,131 @@
+"""The strategies of PyTorch itself: FSDP2 in its forms, HSDP and DDP."""
+
+from laconic.registry import Limit, Strategy
+from laconic.strategies.known.engine import CUTS_ANYWHERE, NOT_ON_ENGINE, SYNCS_EVERY_STEP
+
+_CODE = "torch's torch/distributed/fsdp/_fully_shard"
+LIMITS = (*NOT_ON_ENGINE, CUTS_ANYWHERE, SYNCS_EVERY_STEP)
+"""The limits of strategies that cut parameters anywhere and sync in every step."""
+
+
+def reduced(strategy: Strategy, source: str) -> Strategy:
+    """A baseline that reduces in every micro-batch, as a user takes it whose device cannot keep whole gradients."""
+    name = f"{strategy.name}-reduced"
+    return strategy.variant(
+        name=name,
+        label=f"{strategy.label}, reduced always",
+        note=f"{strategy.label} without no_sync: a device keeps no whole gradients between micro-batches.",
+        source=f"{source}: without no_sync",
+        shard={"strategy": name},
+        limits=(
+            *strategy.limits,
+            Limit(
+                key="train.accumulation",
+                holds=lambda value: value > 1,
+                message="train.accumulation = {value!r} has one reduction a step anyway; use 'fsdp2' or 'hsdp'",
+            ),
+        ),
+        reduces_always=True,
+        in_compare=False,
+    )
+
+
+FSDP2 = Strategy(
+    name="fsdp2",
+    label="FSDP2",
+    note="PyTorch's FSDP2 (ZeRO-3) with what NCCL gives it: a true ring reduce-scatter, and gathers that run ahead.",
+    source=f"PyTorch FSDP, arXiv 2304.11277; {_CODE}",
+    maker="PyTorch",
+    colours=("#4d4d4d", "#b0b0b0"),
+    shard={"strategy": "fsdp2"},
+    limits=LIMITS,
+    parallelize="laconic.strategies.parallelize:fsdp2",
+    predict="laconic.plan.peers_torch:fsdp2",
+)
+_HSDP = FSDP2.variant(
+    name="hsdp",
+    label="HSDP",
+    note="FSDP2 inside each node; nodes are replicas, and keep all states.",
+    source=f"hybrid sharding, arXiv 2304.11277, section 3.2.2; {_CODE}",
+    colours=("#4a78a8", "#6f9fd0"),
+    shard={"strategy": "hsdp"},
+    parallelize="laconic.strategies.parallelize:hsdp",
+    predict="laconic.plan.peers_torch:hsdp",
+)
+
+STRATEGIES = (
+    FSDP2,
+    FSDP2.variant(
+        name="fsdp2-gloo",
+        label="FSDP2 on Gloo's own",
+        note="The same FSDP2 with Gloo's own collectives. Gloo runs a reduce-scatter as an all-reduce, which moves "
+        "gradients twice, so four passes cross in place of three. And FSDP2 waits for every gather, as a CPU has no "
+        "streams.",
+        colours=("#262626", "#e0e0e0"),
+        shard={"strategy": "fsdp2-gloo"},
+        limits=(
+            *LIMITS,
+            Limit(
+                key="launch.device",
+                holds=lambda value: value in (None, "cpu"),
+                message="shard.strategy = {strategy!r} keeps Gloo's own collectives, which are for CPU; use 'fsdp2' on "
+                "{value}",
+            ),
+        ),
+        parallelize="laconic.strategies.parallelize:fsdp2_on_gloo",
+        predict="laconic.plan.peers_torch:fsdp2_on_gloo",
+    ),
+    FSDP2.variant(
+        name="fsdp2-hpz",
+        label="FSDP2 hpZ",
+        note="FSDP2 with an integer for reshard_after_forward: after forward each node keeps a copy of the weights on "
+        "its devices.",
+        source=f"reshard_after_forward = an integer, as hpZ of arXiv 2306.10209; {_CODE}",
+        colours=("#7f7f7f", "#8a8a8a"),
+        shard={"strategy": "fsdp2-hpz"},
+        limits=(
+            *LIMITS,
+            Limit(
+                key="shard.reshard_after_forward",
+                holds=lambda value: value is None,
+                message="shard.reshard_after_forward = {value!r} but shard.strategy = {strategy!r} sets it to the "
+                "number of ranks per node: leave it out",
+            ),
+            Limit(
+                key="launch.ranks_per_node",
+                holds=lambda value: value >= 2,
+                message="shard.strategy = {strategy!r} keeps parameters on the ranks of one node, so it needs at least "
+                "2 ranks per node, got {value}; use 'fsdp2' or more ranks per node",
+            ),
+        ),
+        parallelize="laconic.strategies.parallelize:fsdp2_hpz",
+        predict="laconic.plan.peers_torch:fsdp2_hpz",
+    ),
+    _HSDP,
+    reduced(FSDP2, "PyTorch FSDP, arXiv 2304.11277, section 3.4"),
+    reduced(_HSDP, "hybrid sharding, arXiv 2304.11277, section 3.2.2"),
+    Strategy(
+        name="ddp",
+        label="DDP",
+        note="PyTorch's DDP: every rank keeps everything.",
+        source="PyTorch Distributed, arXiv 2006.15704",
+        maker="PyTorch",
+        colours=("#a3c1da", "#a3c1da"),
+        shard={"strategy": "ddp"},
+        limits=(
+            *NOT_ON_ENGINE,
+            SYNCS_EVERY_STEP,
+            *(
+                Limit(
+                    key=f"shard.{key}",
+                    holds=lambda value: value is None,
+                    message=f"shard.{key} = {{value!r}} but shard.strategy = {{strategy!r}} has no mixed precision: "
+                    "leave it out and set model.dtype",
+                )
+                for key in ("param_dtype", "reduce_dtype")
+            ),
+        ),
+        parallelize="laconic.strategies.parallelize:ddp",
+        predict="laconic.plan.peers_torch:ddp",
+    ),
+)

@@ -1,0 +1,34 @@
+"""A job under a registered strategy. Nothing here imports torch."""
+
+import dataclasses
+from typing import Any
+
+from laconic.config import Config, ScheduleConfig, ShardConfig, SyncConfig
+from laconic.registry import Strategy
+
+
+def job_under(strategy: Strategy, config: Config) -> Config:
+    """`config` with the keys of `strategy` in its sections, and without keys of [shard] that are for other strategies.
+
+    The budget of the host cache stays, and so do the keys of [sync] and [schedule] that the strategy does not set.
+
+    Raises:
+        ConfigError: the strategy cannot run the job.
+    """
+    if strategy.schedule is not None:
+        schedule = config.schedule if config.schedule.is_cyclic else ScheduleConfig(kind="cyclic")
+        return dataclasses.replace(
+            config, shard=ShardConfig(), sync=SyncConfig(), schedule=dataclasses.replace(schedule, **strategy.schedule)
+        )
+    keys: dict[str, Any] = {"cache": "host", "wire": None, "cluster": None, **strategy.shard}
+    if not strategy.on_engine or keys["cache"] != "host":
+        keys["device_budget_bytes"] = 0
+    if keys["strategy"] != "laconic":
+        keys |= {"check_every": 0, "on_damage": "raise", "audit_every": 0}
+    sync = SyncConfig()
+    if strategy.sync is not None:
+        sync = config.sync if config.sync.is_local else SyncConfig(mode="local")
+        sync = dataclasses.replace(sync, **strategy.sync)
+    train = config.train if strategy.saves else dataclasses.replace(config.train, save_every=-1, resume="never")
+    shard = dataclasses.replace(config.shard, **keys)
+    return dataclasses.replace(config, shard=shard, sync=sync, schedule=ScheduleConfig(), train=train)

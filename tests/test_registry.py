@@ -1,0 +1,91 @@
+"""The registry of strategies: every record is complete, and names code that exists."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from laconic import registry
+from laconic.config import Config, ConfigError, ModelConfig, ShardConfig
+from laconic.config.job import from_dict
+from laconic.registry import Strategy
+from laconic.strategies.under import job_under
+
+EACH = pytest.mark.parametrize("strategy", registry.strategies().values(), ids=lambda each: each.name)
+
+
+@EACH
+def test_a_record_is_complete(strategy: Strategy) -> None:
+    assert strategy.note.endswith(".")
+    assert strategy.source or not strategy.in_plan
+    assert strategy.predict or not strategy.in_plan
+    base = registry.named(strategy.shard["strategy"])
+    assert base.is_way_to_train, "a variant's way to train is registered, too"
+    assert strategy.limits == base.limits or strategy.limits[: len(base.limits)] == base.limits
+
+
+@EACH
+def test_a_record_names_code_that_exists(strategy: Strategy) -> None:
+    paths = (strategy.stepper, strategy.parallelize, strategy.predict)
+    assert all(callable(registry.load(path)) for path in paths if path)
+
+
+@EACH
+def test_a_job_under_a_strategy_has_its_keys(strategy: Strategy) -> None:
+    if strategy.name == registry.AUTO:
+        return
+    job = job_under(strategy, Config(model=ModelConfig(config={"model_type": "llama"})))
+    assert all(getattr(job.shard, key) == value for key, value in strategy.shard.items())
+    assert job.sync.is_local is strategy.has_islands
+    assert job.schedule.is_cyclic is (strategy.schedule is not None)
+
+
+def test_a_new_record_is_a_strategy_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One file in one of the packages is enough; no other list has its name."""
+    (tmp_path / "newcomers" / "known").mkdir(parents=True)
+    for package in ("newcomers", "newcomers/known"):
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "newcomers" / "known" / "one.py").write_text(
+        "from laconic.strategies.known.pytorch import FSDP2\n"
+        "STRATEGIES = (FSDP2.variant(name='new', label='New', shard={'strategy': 'new'}),)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(registry, "SOURCES", ("newcomers.known", *registry.SOURCES))
+    registry.strategies.cache_clear()
+    try:
+        assert "new" in registry.ways_to_train()
+        assert ShardConfig(strategy="new").strategy == "new"
+        assert [name for name in registry.strategies() if name.startswith("new")] == ["new"]
+    finally:
+        monkeypatch.undo()
+        registry.strategies.cache_clear()
+        for name in [name for name in sys.modules if name.startswith("newcomers")]:
+            del sys.modules[name]
+
+
+def test_without_contestants_their_strategies_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an installation of laconic's wheel alone."""
+    monkeypatch.setattr(registry, "SOURCES", ("laconic.no_such_room.known", "laconic.strategies.known"))
+    registry.strategies.cache_clear()
+    try:
+        assert "deepspeed" not in registry.strategies()
+        assert "fsdp2" in registry.ways_to_train()
+        with pytest.raises(ConfigError, match="must be one of laconic, fsdp2"):
+            ShardConfig(strategy="deepspeed")
+    finally:
+        monkeypatch.undo()
+        registry.strategies.cache_clear()
+
+
+def test_an_unknown_value_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r'must be one of "laconic", "fsdp2", .*"ddp", "deepspeed"'):
+        from_dict(Config, {"shard": {"strategy": "zero"}})
+    with pytest.raises(ConfigError, match=r"shard.strategy = 'zero' must be one of laconic, fsdp2"):
+        ShardConfig(strategy="zero")
+
+
+def test_a_strategy_of_a_comparison_has_colours() -> None:
+    with pytest.raises(ValueError, match="has no colours"):
+        Strategy(name="grey", label="Grey", note="No colours.")
