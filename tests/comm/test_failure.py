@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from laconic.comm import failure
 from laconic.comm.failure import failing_together, first_failure, record_failure, watch_peers, watch_peers_early
 from laconic.comm.launch import start_process_group
-from laconic.comm.ring import Ring
+from laconic.comm.ring import PeerRing
 from laconic.config import to_toml
 from laconic.errors import JobError
 from tests.support.launch import PRELOADED, _context, free_port, run_ranks, torchrun_environment
@@ -124,7 +124,7 @@ def die_unfound(rank: int, port: int, folder: str) -> None:
     failure._GRACE_S = 0.1
     store = next(rendezvous("env://"))[0]
     if rank == 1:
-        Ring(store, rank, 2, 60.0)
+        PeerRing(store, rank, 2, 60.0)
         os._exit(9)
     store.wait(["laconic/ring/1"])
     time.sleep(0.3)

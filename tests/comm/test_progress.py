@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from laconic.comm import watch
-from laconic.comm.progress import Record, reasons_to_wait
+from laconic.comm.progress import RankRecord, reasons_to_wait
 from laconic.comm.watch import report_waits
 from laconic.optim import Muon, matrices_and_rest
 from tests.shard import helpers
@@ -153,10 +153,10 @@ class CountingBoard:
     """A board that counts what is written and read."""
 
     def __init__(self) -> None:
-        self.written: list[Record | None] = []
+        self.written: list[RankRecord | None] = []
         self.reads = 0
 
-    def write(self, rank: int, record: Record | None) -> None:
+    def write(self, rank: int, record: RankRecord | None) -> None:
         self.written.append(record)
 
     def read(self, rank: int) -> None:
@@ -205,10 +205,10 @@ def test_it_can_be_turned_off() -> None:
 # -- records -----------------------------------------------------------------------------------------------------------
 
 
-def record(*counts: tuple[str, int, int] | None, **changes: Any) -> Record:
+def record(*counts: tuple[str, int, int] | None, **changes: Any) -> RankRecord:
     fields = {"last": 0, "action": "in forward", "awaited": "weights", "since": time.time(), "has_ended": False}
     numbered = {str(number): count for number, count in enumerate(counts) if count is not None}
-    return Record.decode(Record(counts=numbered, **(fields | changes)).encode().encode())
+    return RankRecord.decode(RankRecord(counts=numbered, **(fields | changes)).encode().encode())
 
 
 def test_records_say_who_is_behind() -> None:

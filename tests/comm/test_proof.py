@@ -15,20 +15,20 @@ from torch.distributed.elastic.multiprocessing.errors import record as reported
 
 from laconic.comm import watch
 from laconic.comm.journal import Awaited, Entries, Journal, Ticket, waits
-from laconic.comm.progress import Record
+from laconic.comm.progress import RankRecord
 from laconic.comm.watch import find_proof
 from laconic.errors import RanksDifferError
 from tests.shard import helpers
 from tests.support.launch import launch, run_ranks
 
 
-def record(ticket: Awaited | None, has_ended: bool = False, **groups: Entries) -> Record:
+def record(ticket: Awaited | None, has_ended: bool = False, **groups: Entries) -> RankRecord:
     """A rank that waits for `ticket`, and has issued `groups`."""
-    told = Record(
+    told = RankRecord(
         counts={"0": ("a", 1, 0)}, last=0, action="in forward", awaited="weights of a", since=time.time(),
         has_ended=has_ended, ticket=ticket, groups=groups,
     )  # fmt: skip
-    return Record.decode(told.encode().encode())
+    return RankRecord.decode(told.encode().encode())
 
 
 def test_ranks_that_wait_for_each_other_are_a_proof() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import laconic.comm.ring as ring_module
 from laconic.comm.entries import decode, encode
-from laconic.comm.ring import _CALL, _LENGTH, _MOST_STRANGERS, Message, Ring, _Place, own_address
+from laconic.comm.ring import _CALL, _LENGTH, _MOST_STRANGERS, PeerMessage, PeerRing, _Place, own_address
 from tests.support import launch
 
 PATIENCE_S = 8.0
@@ -27,8 +27,8 @@ class Circle:
 
     def __init__(self, num_ranks: int) -> None:
         self.store = dist.HashStore()
-        self.rings = {rank: Ring(self.store, rank, num_ranks, PATIENCE_S) for rank in range(num_ranks)}
-        self.heard: dict[int, list[Message]] = {rank: [] for rank in self.rings}
+        self.rings = {rank: PeerRing(self.store, rank, num_ranks, PATIENCE_S) for rank in range(num_ranks)}
+        self.heard: dict[int, list[PeerMessage]] = {rank: [] for rank in self.rings}
         self.gone: dict[int, set[int]] = {rank: set() for rank in self.rings}
 
     def turn_until(self, condition: Callable[[], bool]) -> None:
@@ -114,7 +114,7 @@ def test_a_rank_behind_a_firewall_answers_and_is_not_gone(circle: Circle, monkey
 
 
 def test_messages_reach_neighbours_that_come_later(circle: Circle) -> None:
-    fire, long = (Message(rank=1, text=text, has_failed=True) for text in ("fire", "x" * 300_000))
+    fire, long = (PeerMessage(rank=1, text=text, has_failed=True) for text in ("fire", "x" * 300_000))
     circle.rings[1].send(fire)
     circle.turn_until(lambda: circle.heard == {0: [fire], 1: [], 2: [fire], 3: []})
     circle.join()
@@ -278,9 +278,9 @@ def test_addresses_of_an_earlier_process_group_are_read_again() -> None:
     old = _Place(host="127.0.0.1", port=closed.getsockname()[1], call="00" * 16, answer="00" * 16)
     store.set("laconic/ring/1", encode(old))
     closed.close()
-    first = Ring(store, 0, 2, PATIENCE_S)
+    first = PeerRing(store, 0, 2, PATIENCE_S)
     first.poll(0.01)
-    second = Ring(store, 1, 2, PATIENCE_S)
+    second = PeerRing(store, 1, 2, PATIENCE_S)
     deadline = time.monotonic() + 60
     while not (first.has_neighbours and second.has_neighbours):
         assert time.monotonic() < deadline

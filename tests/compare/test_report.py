@@ -10,7 +10,7 @@ import pytest
 from laconic.compare import STRATEGIES, Result
 from laconic.compare.report import render_report
 from laconic.compare.result import Prediction
-from laconic.compare.svg import Bar, Line, Segment, bars, lines, timelines
+from laconic.compare.svg import Bar, Line, TimelineBar, bars, lines, timelines
 from tests.support.canned import canned, canned_host, canned_run
 
 VOID = ("meta", "link", "br")
@@ -123,8 +123,8 @@ def test_bars_and_marks_share_a_scale() -> None:
 
 def test_a_timeline_is_to_scale_and_names_its_steps() -> None:
     steps = [
-        Segment(seconds=1.0, wait_s=None, is_timed=False, label="one"),
-        Segment(seconds=3.0, wait_s=1.5, is_timed=True, label="two"),
+        TimelineBar(seconds=1.0, wait_s=None, is_timed=False, label="one"),
+        TimelineBar(seconds=3.0, wait_s=1.5, is_timed=True, label="two"),
     ]
     picture = timelines([("a", "s", steps)], title="t")
     first, second = widths(picture, "fill step")

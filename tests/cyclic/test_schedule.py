@@ -15,7 +15,7 @@ from laconic.cyclic.schedule.schedule import (
     Instruction,
     Message,
     Receive,
-    Run,
+    RunFacts,
     Schedule,
     Send,
     Square,
@@ -85,9 +85,9 @@ def messages_of(schedule: Schedule, batches: int) -> list[Message]:
 class Player:
     """Executes the programs of all devices. Messages from one device to another arrive in the order of sending."""
 
-    def __init__(self, schedule: Schedule, batches: int, run: Run) -> None:
+    def __init__(self, schedule: Schedule, batches: int, run: RunFacts) -> None:
         self.schedule, self.batches, self.run = schedule, batches, run
-        last = Run(is_pending=run.is_pending, num_batches=batches)
+        last = RunFacts(is_pending=run.is_pending, num_batches=batches)
         self.todo: list[deque[Instruction]] = []
         for device in range(schedule.num_devices):
             # Until the run ends, a device does not know how many batches it has.
@@ -192,7 +192,7 @@ def test_programs_fit_together(num_stages: int, is_pending: bool) -> None:
     """Ops use the versions of the rule, no device blocks, no message is left, and the drain brings the last version."""
     for schedule in schedules(num_stages):
         for batches in (0, 1, 2, 5):
-            player = Player(schedule, batches, Run(is_pending=is_pending))
+            player = Player(schedule, batches, RunFacts(is_pending=is_pending))
             player.play()
             n = num_stages
             every = [(i, j, forward) for i in range(n) for j in range(n) for forward in (True, False)]

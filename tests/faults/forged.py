@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from laconic import Membership
 from laconic.comm.entries import decode
-from laconic.comm.ring import _CALL, _LENGTH, Message, Ring, _Place
+from laconic.comm.ring import _CALL, _LENGTH, PeerMessage, PeerRing, _Place
 from laconic.errors import JobError
 from laconic.islands.entrance import Entrance
 from laconic.islands.ledger import Ledger, Outcome, RunEndedError
@@ -258,7 +258,7 @@ NEIGHBOURS: list[bytes] = [
 """What a neighbour says whose process is not what it was."""
 
 
-def _turn(rings: Mapping[int, Ring], condition: Callable[[], bool]) -> tuple[bool, set[int]]:
+def _turn(rings: Mapping[int, PeerRing], condition: Callable[[], bool]) -> tuple[bool, set[int]]:
     """Let all watchers look, in turn, until a condition holds. Returns whether it does, and who is gone for whom."""
     deadline, gone = time.monotonic() + LIMIT_S, set[int]()
     while not condition():
@@ -269,14 +269,14 @@ def _turn(rings: Mapping[int, Ring], condition: Callable[[], bool]) -> tuple[boo
     return True, gone
 
 
-def _are_joined(rings: Mapping[int, Ring]) -> bool:
+def _are_joined(rings: Mapping[int, PeerRing]) -> bool:
     return all(sum(link.peer is not None for link in ring._links) == 2 for ring in rings.values())
 
 
 @contextlib.contextmanager
-def _watchers() -> Iterator[tuple[dist.Store, dict[int, Ring]]]:
+def _watchers() -> Iterator[tuple[dist.Store, dict[int, PeerRing]]]:
     store = dist.HashStore()
-    rings = {rank: Ring(store, rank, 3, 8.0) for rank in range(3)}
+    rings = {rank: PeerRing(store, rank, 3, 8.0) for rank in range(3)}
     yield store, rings
     for ring in rings.values():
         ring.abandon()
@@ -317,12 +317,12 @@ def _try_watchers(kind: str, data: bytes) -> bool:
             with contextlib.suppress(OSError):
                 connection.send(data)
         is_joined, _ = _turn(rings, lambda: _are_joined(rings))
-        heard: list[Message] = []
+        heard: list[PeerMessage] = []
         if kind == "neighbour":
             next(link for link in rings[1]._links if link.peer == 2).send(data)
             lost, gone = _turn(rings, lambda: sum(len(ring._links) for ring in rings.values()) < 6)
             return is_joined and lost and gone <= {1, 2}
-        rings[0].send(Message(rank=0, text="fire", has_failed=True))
+        rings[0].send(PeerMessage(rank=0, text="fire", has_failed=True))
         deadline = time.monotonic() + LIMIT_S
         while not heard and time.monotonic() < deadline:
             rings[0].poll(0.002)

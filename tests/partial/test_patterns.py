@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from laconic.partial.patterns import Cut, LayerPattern, Segment, sliced_layer
+from laconic.partial.patterns import Cut, DimRun, LayerPattern, sliced_layer
 from laconic.partial.updates import partial_updates
 from laconic.ragged.parts import slice_of_parameters, sliced_parameters
 from tests.partial.models import MLPS, MODELS, Mlp, MlpNet, active_mask, build
@@ -142,7 +142,7 @@ def test_users_declare_their_own_modules() -> None:
     table = LayerPattern(
         kind="mlp",
         find=lambda module: (
-            [Cut(parameter="weight", dim=1, segments=(Segment(start=0, stop=6, units=3),))]
+            [Cut(parameter="weight", dim=1, segments=(DimRun(start=0, stop=6, units=3),))]
             if isinstance(module, nn.Embedding)
             else []
         ),
@@ -198,11 +198,11 @@ def test_models_that_cannot_be_sliced_are_refused() -> None:
     whole = sliced_layer(nn.ModuleList, kind="mlp", rows=["0.up"], columns=["0.down"])
     with pytest.raises(ValueError, match=r"two patterns slice 0\.up\.weight"):
         partial_updates(nn.ModuleList([Mlp()]), slice_index=0, num_slices=2, include=["mlp"], patterns=[whole, *MLPS])
-    by_experts = Cut(parameter="weight", dim=0, segments=(Segment(start=0, stop=4, units=4),))
+    by_experts = Cut(parameter="weight", dim=0, segments=(DimRun(start=0, stop=4, units=4),))
     stack = LayerPattern(kind="mlp", find=lambda module: [by_experts])
     with pytest.raises(ValueError, match=r"weight of shape \(4, 2, 3\) is cut along dim 0"):
         partial_updates(nn.Conv1d(2, 4, 3, bias=False), slice_index=0, num_slices=2, include=["mlp"], patterns=[stack])
-    bias = Cut(parameter="up.bias", dim=0, segments=(Segment(start=0, stop=6, units=6),))
+    bias = Cut(parameter="up.bias", dim=0, segments=(DimRun(start=0, stop=6, units=6),))
     short = LayerPattern(kind="mlp", find=lambda module: [bias] if isinstance(module, Mlp) else [])
     with pytest.raises(ValueError, match="do not cover dim 0"):
         partial_updates(Mlp(), slice_index=0, num_slices=2, include=["mlp"], patterns=[short])
@@ -217,7 +217,7 @@ def test_parts_and_whole_are_each_other(widths: list[tuple[int, int, bool]], num
     segments, start = [], 0
     for units, width, is_shared in widths:
         count = num_slices * units + (1 if is_shared else 0)
-        segments.append(Segment(start=start, stop=start + count * width, units=count, may_be_shared=is_shared))
+        segments.append(DimRun(start=start, stop=start + count * width, units=count, may_be_shared=is_shared))
         start = segments[-1].stop
     cut = Cut(parameter="weight", dim=1, segments=tuple(segments))
     sliced = cut.apply((2, start, 3), num_slices)

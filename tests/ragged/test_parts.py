@@ -9,8 +9,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from laconic.ragged.parts import (
     JoinedTensor,
-    Piece,
     SlicedParameter,
+    SlicePiece,
     add_sliced,
     joined,
     slice_of_parameter,
@@ -25,11 +25,11 @@ from tests.shard.helpers import ragged
 COLUMNS = [[0, 1, 5], [2, 3, 6], [4]]
 """The columns of the whole in slice 0, in slice 1 and in the shared part."""
 PIECES = (
-    Piece(start=0, length=2, part=0, offset=0),
-    Piece(start=2, length=2, part=1, offset=0),
-    Piece(start=4, length=1, part=2, offset=0),
-    Piece(start=5, length=1, part=0, offset=2),
-    Piece(start=6, length=1, part=1, offset=2),
+    SlicePiece(start=0, length=2, part=0, offset=0),
+    SlicePiece(start=2, length=2, part=1, offset=0),
+    SlicePiece(start=4, length=1, part=2, offset=0),
+    SlicePiece(start=5, length=1, part=0, offset=2),
+    SlicePiece(start=6, length=1, part=1, offset=2),
 )
 WHOLE = torch.arange(21.0).view(3, 7)
 SLICED = SlicedParameter(name="weight", shape=(3, 7), dim=1, num_slices=2, pieces=PIECES)
@@ -56,7 +56,7 @@ def test_parts_are_cut_and_joined() -> None:
 
 
 def test_a_whole_without_shared_columns_has_a_part_for_each_slice_only() -> None:
-    pieces = tuple(Piece(start=index, length=1, part=index, offset=0) for index in range(3))
+    pieces = tuple(SlicePiece(start=index, length=1, part=index, offset=0) for index in range(3))
     assert SlicedParameter(name="b", shape=(3,), dim=0, num_slices=3, pieces=pieces).part_names == (
         "b_slice0",
         "b_slice1",

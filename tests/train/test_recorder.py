@@ -19,7 +19,7 @@ from laconic.strategies.stepper import StepResult
 from laconic.train.loggers import JsonlLogger, TensorBoardLogger
 from laconic.train.progress import BarLogger, LineLogger, describe
 from laconic.train.recorder import reduce_records
-from laconic.train.records import Step, StepRecord
+from laconic.train.records import ClusterStep, StepRecord
 from tests.support.launch import run_ranks
 
 
@@ -44,7 +44,7 @@ def record(step: int, rank: int, *, counted: bool) -> StepRecord:
     )
 
 
-def reduced(counted: bool) -> list[Step]:
+def reduced(counted: bool) -> list[ClusterStep]:
     rank = dist.get_rank()
     ranks = RankInfo(rank=rank, world_size=4, local_rank=rank % 2, num_local=2, num_nodes=2)
     group = dist.group.WORLD
@@ -75,8 +75,8 @@ def test_what_nobody_counts_is_absent() -> None:
     assert step.loss == 2.5
 
 
-def step_at(number: int) -> Step:
-    return Step(
+def step_at(number: int) -> ClusterStep:
+    return ClusterStep(
         step=number,
         tokens=8 * number,
         loss=1.0 / number,

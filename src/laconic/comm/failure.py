@@ -41,7 +41,7 @@ from typing import Any
 import torch.distributed as dist
 
 from laconic.comm.progress import here
-from laconic.comm.ring import HOST, HostConnection, Message, Ring
+from laconic.comm.ring import HOST, HostConnection, PeerMessage, PeerRing
 from laconic.errors import JobError
 
 _PEER_TIMEOUT_S = 60.0
@@ -243,7 +243,7 @@ class _Peers:
         self._is_over = False
         self._lock = threading.Lock()
         # a clone has a connection of its own, so the thread never waits behind a blocking call of the main thread
-        self.ring = Ring(store.clone(), rank, num_ranks, patience_s)  # type: ignore[attr-defined]
+        self.ring = PeerRing(store.clone(), rank, num_ranks, patience_s)  # type: ignore[attr-defined]
         self._thread = threading.Thread(target=self._run, name="laconic-peers", daemon=True)
         self._thread.start()
 
@@ -317,7 +317,7 @@ class _Peers:
         self._is_told.set()
         self.ring.close()
 
-    def _hear(self, messages: list[Message], gone: list[int]) -> bool:
+    def _hear(self, messages: list[PeerMessage], gone: list[int]) -> bool:
         """Take in what the neighbours say. Returns whether anything is new."""
         is_news = False
         with self._lock:
@@ -341,4 +341,4 @@ class _Peers:
         """Tell both neighbours all that this rank knows."""
         if self._first is not None:
             rank, text = self._first
-            self.ring.send(Message(rank=rank, text=text, has_failed=self._has_failed))
+            self.ring.send(PeerMessage(rank=rank, text=text, has_failed=self._has_failed))

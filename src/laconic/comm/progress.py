@@ -68,12 +68,12 @@ class Here:
         self._last = unit, action
         self.events += 1
 
-    def record(self, since: float, *, has_ended: bool = False) -> Record:
+    def record(self, since: float, *, has_ended: bool = False) -> RankRecord:
         """Make a record of this rank. `since` is the time of the last event, in seconds since the epoch."""
         last, action = self._last or (None, None)
         units = [unit for reference in self._units.valuerefs() if (unit := reference()) is not None]
         ticket = waits.of_program()  # before the journals, which then have all that it needs
-        return Record(
+        return RankRecord(
             counts={str(unit.number): (unit.name, unit.forwards, unit.backwards) for unit in units},
             last=None if last is None else last.number,
             action=action,
@@ -90,7 +90,7 @@ here = Here()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class RankRecord:
     """The counters of one rank in the form that the other ranks read."""
 
     counts: dict[str, tuple[str, int, int]]
@@ -111,9 +111,9 @@ class Record:
         return encode(self)
 
     @staticmethod
-    def decode(text: bytes) -> Record:
+    def decode(text: bytes) -> RankRecord:
         """Return the record of `encode`. Raises: EntryError."""
-        return decode(Record, text)
+        return decode(RankRecord, text)
 
     @property
     def idle_s(self) -> int:
@@ -129,7 +129,7 @@ class Record:
         name, forwards, backwards = unit
         return f"{self.action} {forwards if 'forward' in self.action else backwards} of {name}"
 
-    def lacks(self, other: Record) -> str:
+    def lacks(self, other: RankRecord) -> str:
         """The pass, such as "forward 26 of blocks.0", that `other` did last and this rank never entered; else ""."""
         unit, own = other.counts.get(str(other.last)), self.counts.get(str(other.last))
         if other.action is None or unit is None or own is None or own[0] != unit[0]:  # they have made different models
@@ -148,7 +148,7 @@ class Record:
         return f"it was last seen {self.idle_s} s ago {self.step}, and {awaited}"
 
 
-def reasons_to_wait(own: Record, others: Mapping[int, Record]) -> list[str]:
+def reasons_to_wait(own: RankRecord, others: Mapping[int, RankRecord]) -> list[str]:
     """Say for which ranks the rank of `own` waits, and where they are: the ranks that are behind.
 
     If none is behind but a transfer does not come, these are the ranks that have ended or wait for no transfer.

@@ -59,7 +59,7 @@ HOST = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Message:
+class PeerMessage:
     """What a rank tells its neighbours."""
 
     rank: int
@@ -111,7 +111,7 @@ class _Link:
             if hasattr(socket, name):  # not every system has all of them
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
-    def tell(self, message: Message | None) -> None:
+    def tell(self, message: PeerMessage | None) -> None:
         """Send a message; None is the goodbye."""
         text = encode(message).encode()
         self.send(_LENGTH.pack(len(text)) + text)
@@ -146,9 +146,9 @@ class _Link:
         taken, self._arrived = self._arrived[:num_bytes], self._arrived[num_bytes:]
         return taken
 
-    def messages(self) -> list[Message | None]:
+    def messages(self) -> list[PeerMessage | None]:
         """The whole messages that have arrived from a neighbour; None is the goodbye. Raises: EntryError."""
-        found: list[Message | None] = []
+        found: list[PeerMessage | None] = []
         while len(self._arrived) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._arrived)
             if length > _MOST_BYTES:
@@ -157,11 +157,11 @@ class _Link:
                 break
             text = self._arrived[_LENGTH.size : _LENGTH.size + length]
             self._arrived = self._arrived[_LENGTH.size + length :]
-            found.append(decode(Message | None, text))  # type: ignore[arg-type]  # a union is no class
+            found.append(decode(PeerMessage | None, text))  # type: ignore[arg-type]  # a union is no class
         return found
 
 
-class Ring:
+class PeerRing:
     """This rank's two connections. All methods but `wake` are for one thread."""
 
     def __init__(self, store: dist.Store, rank: int, num_ranks: int, patience_s: float) -> None:
@@ -180,7 +180,7 @@ class Ring:
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._links: list[_Link] = []
-        self._said: Message | None = None
+        self._said: PeerMessage | None = None
         self._called: _Place | None = None  # where the next rank was when it was called last
         self.is_joined = False  # to the next rank, which has answered
         self._is_found = False  # by the rank before
@@ -202,7 +202,7 @@ class Ring:
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
 
-    def send(self, message: Message) -> None:
+    def send(self, message: PeerMessage) -> None:
         """Send a message to the neighbours that are connected, and to those that come later."""
         self._said = message
         for link in self._links:
@@ -214,7 +214,7 @@ class Ring:
         """True if a neighbour is connected."""
         return any(link.peer is not None for link in self._links)
 
-    def poll(self, timeout_s: float) -> tuple[list[Message], list[int]]:
+    def poll(self, timeout_s: float) -> tuple[list[PeerMessage], list[int]]:
         """Wait up to `timeout_s` seconds. Return the messages that came, and the neighbours that are gone."""
         if not (self.is_joined and self._is_found):
             timeout_s = min(timeout_s, self._retry_s)
@@ -228,7 +228,7 @@ class Ring:
             self._accept()
         if self._woken in ready:
             self._woken.recv(1 << 10)
-        messages: list[Message] = []
+        messages: list[PeerMessage] = []
         gone: list[int] = []
         for link in [link for link in self._links if link.connection in ready]:
             link.receive()
@@ -269,7 +269,7 @@ class Ring:
         self._links.remove(link)
         link.connection.close()
 
-    def _take(self, link: _Link, messages: list[Message]) -> None:
+    def _take(self, link: _Link, messages: list[PeerMessage]) -> None:
         """Find out who is at the other end, and take the messages of a neighbour."""
         if link.peer is None:
             self._name(link)

@@ -44,7 +44,7 @@ from laconic import _compat
 from laconic.comm.entries import EntryError, decode, encode
 from laconic.comm.failure import PeerFailedError, first_failure_behind
 from laconic.comm.journal import Awaited, Entries, Ticket, waits
-from laconic.comm.progress import Record, here, reasons_to_wait
+from laconic.comm.progress import RankRecord, here, reasons_to_wait
 from laconic.errors import RanksDifferError
 
 REMEDY = (
@@ -62,12 +62,12 @@ class Proof:
     """What each of them waits for."""
 
 
-def find_proof(own_rank: int, records: Mapping[int, Record]) -> Proof | None:
+def find_proof(own_rank: int, records: Mapping[int, RankRecord]) -> Proof | None:
     """Find a proof that this rank's wait never ends. `records` has this rank's and those that others have told."""
     return _differing_names(own_rank, records) or _ended(own_rank, records) or _circle(own_rank, records)
 
 
-def _differing_names(own_rank: int, records: Mapping[int, Record]) -> Proof | None:
+def _differing_names(own_rank: int, records: Mapping[int, RankRecord]) -> Proof | None:
     """Two names under one number of a group."""
     own = records[own_rank]
     for rank, other in records.items():
@@ -91,7 +91,7 @@ def _first_difference(own: Entries, other: Entries) -> tuple[int, str, str] | No
     return None
 
 
-def _ended(own_rank: int, records: Mapping[int, Record]) -> Proof | None:
+def _ended(own_rank: int, records: Mapping[int, RankRecord]) -> Proof | None:
     """A rank that has ended, and for which this one waits."""
     for rank in _awaited(own_rank, records):
         if records[rank].has_ended:
@@ -99,7 +99,7 @@ def _ended(own_rank: int, records: Mapping[int, Record]) -> Proof | None:
     return None
 
 
-def _circle(own_rank: int, records: Mapping[int, Record]) -> Proof | None:
+def _circle(own_rank: int, records: Mapping[int, RankRecord]) -> Proof | None:
     """Ranks that wait for each other in a circle, of which this rank is one."""
     came_from: dict[int, int] = {}
     waiting = [own_rank]
@@ -118,7 +118,7 @@ def _circle(own_rank: int, records: Mapping[int, Record]) -> Proof | None:
     return None
 
 
-def _awaited(rank: int, records: Mapping[int, Record]) -> list[int]:
+def _awaited(rank: int, records: Mapping[int, RankRecord]) -> list[int]:
     """The ranks that have not issued the transfer for which `rank` waits. Ranks without a record may have."""
     ticket = records[rank].ticket
     if ticket is None:
@@ -127,11 +127,11 @@ def _awaited(rank: int, records: Mapping[int, Record]) -> list[int]:
     return [other for other in others if _issued(records[other], ticket.group) < ticket.number]
 
 
-def _issued(record: Record, group: str) -> int:
+def _issued(record: RankRecord, group: str) -> int:
     return record.groups[group].issued if group in record.groups else 0
 
 
-def _reason(rank: int, other: int, records: Mapping[int, Record]) -> str:
+def _reason(rank: int, other: int, records: Mapping[int, RankRecord]) -> str:
     """Say that `rank` waits for `other`, and where both are."""
     own, missing = records[rank], records[other]
     missed = missing.lacks(own)
@@ -330,7 +330,7 @@ class _Watch:
             if self._line and not is_asked:
                 print(f"laconic: {self._line}", file=sys.stderr, flush=True)
 
-    def _prove(self, own: Record) -> None:
+    def _prove(self, own: RankRecord) -> None:
         """Look for a proof that this rank waits in vain. If there is one, tell it, and end the wait."""
         self._take_verdict(own.ticket)
         if not self.verdict:
@@ -351,12 +351,12 @@ class _Watch:
         if told is not None and ticket is not None and set(told[0]) & {self._rank, *ticket.ranks}:
             self._named, self.verdict = told
 
-    def _others(self) -> dict[int, Record]:
+    def _others(self) -> dict[int, RankRecord]:
         """The records of the ranks that have told one."""
         others = {rank: self._board.read(rank) for rank in range(self._num_ranks) if rank != self._rank}
         return {rank: record for rank, record in others.items() if record is not None}
 
-    def _compare(self, own: Record) -> str:
+    def _compare(self, own: RankRecord) -> str:
         """Return the line about the ranks that do not come; empty if none is behind."""
         reasons = reasons_to_wait(own, self._others())
         if not reasons:
@@ -384,7 +384,7 @@ class _Board:
         self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=_ANSWER_S))
 
-    def write(self, rank: int, record: Record | None) -> None:
+    def write(self, rank: int, record: RankRecord | None) -> None:
         """Write the record of a rank; None takes it back."""
         with self._reaching():
             self._store.set(f"{_KEY}/{rank}", "" if record is None else record.encode())
@@ -422,13 +422,13 @@ class _Board:
         record = self.read(rank)
         return record is not None and record.has_ended
 
-    def read(self, rank: int) -> Record | None:
+    def read(self, rank: int) -> RankRecord | None:
         """Read the record of a rank; None if the rank has none, or a damaged one, which a line names."""
         key = f"{_KEY}/{rank}"
         with self._reaching():
             text = self._store.get(key) if self._store.check([key]) else b""
         try:
-            return Record.decode(text) if text else None
+            return RankRecord.decode(text) if text else None
         except EntryError as error:
             print(f"laconic: the entry {key} of the store is damaged ({error})", file=sys.stderr, flush=True)
             return None

@@ -7,7 +7,7 @@ from string import Template
 
 from laconic.compare.case import JOBS, REFERENCE, STRATEGIES, WATCHED_STEP
 from laconic.compare.result import Prediction, Result
-from laconic.compare.svg import Bar, Line, Segment, bars, lines, timelines
+from laconic.compare.svg import Bar, Line, TimelineBar, bars, lines, timelines
 from laconic.compare.table import megabytes
 from laconic.lab import format_rate
 
@@ -157,7 +157,7 @@ def _ratio(value: float | None, reference: float | None, digits: int) -> str:
     return f"{value / reference:.{digits}f}" if value is not None and reference else "–"
 
 
-def _segments(result: Result) -> Iterator[Segment]:
+def _segments(result: Result) -> Iterator[TimelineBar]:
     untimed = len(result.all_step_times_s) - len(result.step_times_s)
     waits = result.all_waits_s or (None,) * len(result.all_step_times_s)
     sent = result.all_wire_bytes or (None,) * len(result.all_step_times_s)
@@ -165,7 +165,7 @@ def _segments(result: Result) -> Iterator[Segment]:
         words = [f"{_label(result)}, step {index + 1}: {seconds:.3f} s"]
         words += [] if wait_s is None else [f"waited {wait_s:.3f} s for the wire"]
         words += [] if nbytes is None else [f"{megabytes(nbytes)} MB on the wire"]
-        yield Segment(seconds=seconds, wait_s=wait_s, is_timed=index >= untimed, label=", ".join(words))
+        yield TimelineBar(seconds=seconds, wait_s=wait_s, is_timed=index >= untimed, label=", ".join(words))
 
 
 def _label(result: Result) -> str:

@@ -34,7 +34,7 @@ class Bar:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class TimelineBar:
     """One step of a timeline."""
 
     seconds: float
@@ -77,7 +77,7 @@ def bars(rows: Sequence[Bar], *, title: str, unit: str) -> str:
     return _picture(len(rows) * _LINE + 2, parts, title=title, description=f"{unit}: {words}")
 
 
-def timelines(rows: Sequence[tuple[str, str, Sequence[Segment]]], *, title: str) -> str:
+def timelines(rows: Sequence[tuple[str, str, Sequence[TimelineBar]]], *, title: str) -> str:
     """Return a row of steps, one after the other in time, for each (name, class of its colour, steps)."""
     longest = max((sum(step.seconds for step in steps) for _, _, steps in rows), default=0.0) or 1.0
     scale = (_WIDTH - _LABEL - 8) / longest

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 KEPT_BATCHES = 4  # scales, settings and norms of this many batches are kept
 
 
-class LossScale:
+class BatchLossScale:
     """The loss scale of every batch, by the rule and the settings of a `torch.amp.GradScaler`."""
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:

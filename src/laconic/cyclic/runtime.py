@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from laconic.comm.failure import first_failure, record_failure, watch_peers
 from laconic.comm.traffic import Traffic
 from laconic.cyclic.links import Baton, Links, PeerLost
-from laconic.cyclic.optimizers import LossScale, MakeOptimizer, StageOptimizers
+from laconic.cyclic.optimizers import BatchLossScale, MakeOptimizer, StageOptimizers
 from laconic.cyclic.placement import Placement
 from laconic.cyclic.report import Report
 from laconic.cyclic.schedule.rule import Rule
@@ -100,7 +100,7 @@ class CyclicDataParallel:
             placement=self._placement,
             baton=Baton(self._links, number % count, count, share),
             max_grad_norm=max_grad_norm,
-            loss_scale=LossScale(grad_scaler) if grad_scaler is not None and is_scaled else None,
+            loss_scale=BatchLossScale(grad_scaler) if grad_scaler is not None and is_scaled else None,
         )
         self._snapshots = Snapshots(self._worker)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.cyclic.links import Baton, Links
-from laconic.cyclic.optimizers import KEPT_BATCHES, LossScale, Settings
+from laconic.cyclic.optimizers import KEPT_BATCHES, BatchLossScale, Settings
 from laconic.cyclic.placement import Placement, UsedVersion
 from laconic.cyclic.report import Report
 from laconic.cyclic.schedule.program import messages_to, program
@@ -20,7 +20,7 @@ from laconic.cyclic.schedule.schedule import (
     Message,
     Op,
     Receive,
-    Run,
+    RunFacts,
     Schedule,
     Send,
     Square,
@@ -57,9 +57,9 @@ class Worker:
     placement: Placement
     baton: Baton
     max_grad_norm: float | None
-    loss_scale: LossScale | None
+    loss_scale: BatchLossScale | None
     report: Report = field(default_factory=Report)
-    run: Run = field(default_factory=Run)
+    run: RunFacts = field(default_factory=RunFacts)
     batch: int = 0
     """The batch of the run that comes next."""
     num_batches: int = 0
@@ -109,7 +109,7 @@ class Worker:
 
     def drain(self) -> None:
         """Exchange and apply the last gradients of the run, without another batch, and begin a new run."""
-        last = Run(is_pending=self.run.is_pending, num_batches=self.batch)
+        last = RunFacts(is_pending=self.run.is_pending, num_batches=self.batch)
         for batch in (self.batch, self.batch + 1):
             self.links.expect(messages_to(self.schedule, self.number, batch, last))
             for instruction in program(self.schedule, self.number, batch, last):
@@ -119,7 +119,7 @@ class Worker:
 
     def begin_run(self, *, is_pending: bool) -> None:
         """Begin a run; `is_pending` says whether a gradient waits to be applied."""
-        self.run, self.batch = Run(is_pending=is_pending), 0
+        self.run, self.batch = RunFacts(is_pending=is_pending), 0
         self.settings.clear()
         self.squares.clear()
         self.placement.begin_run(is_pending=is_pending)

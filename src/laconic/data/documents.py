@@ -22,7 +22,7 @@ from laconic.config import DataConfig, JobError
 from laconic.data import arrays
 from laconic.data.batches import IGNORED, Batch, Batches, Division, TrainingData, pack
 from laconic.data.corpus import Corpus
-from laconic.data.formats import Encoder, Reading
+from laconic.data.formats import CorpusFormat, Encoder
 from laconic.data.probe import check_model
 from laconic.data.sampler import EpochSampler, hashed
 from laconic.hf.chat import Encoded
@@ -180,7 +180,9 @@ def index_path(config: DataConfig, corpus: Corpus, encoder: Encoder, folder: Pat
     return arrays.index_path(folder, (corpus.identity, encoder.identity, settings))
 
 
-def write(index: Path, config: DataConfig, corpus: Corpus, encoder: Encoder, reading: Reading, vocab_size: int) -> None:
+def write(
+    index: Path, config: DataConfig, corpus: Corpus, encoder: Encoder, reading: CorpusFormat, vocab_size: int
+) -> None:
     """Write the documents' tokens and rows.
 
     Raises:

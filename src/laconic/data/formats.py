@@ -25,7 +25,7 @@ _LOSSES: dict[Format, tuple[Loss, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class CorpusFormat:
     """How a corpus is read: the keys of `data` whose defaults depend on the documents."""
 
     format: Format
@@ -35,7 +35,7 @@ class Reading:
     """Whether rows are runs of tokens that begin anywhere in the corpus, instead of whole documents."""
 
 
-def find_reading(config: DataConfig, first: Document | None) -> Reading:
+def find_reading(config: DataConfig, first: Document | None) -> CorpusFormat:
     """Look at the first document of a corpus, None if there is none, and fill in the defaults.
 
     Raises:
@@ -58,7 +58,9 @@ def find_reading(config: DataConfig, first: Document | None) -> Reading:
             )
     if format_ == "text" and config.chat_template is not None:
         raise JobError(f"data.chat_template = {config.chat_template!r} is for messages, and the documents are texts")
-    return Reading(format=format_, loss=config.loss or allowed[0], packing=bool(config.packing), is_stream=is_stream)
+    return CorpusFormat(
+        format=format_, loss=config.loss or allowed[0], packing=bool(config.packing), is_stream=is_stream
+    )
 
 
 def _find_format(config: DataConfig, first: Document | None) -> Format:
@@ -80,7 +82,7 @@ def _find_format(config: DataConfig, first: Document | None) -> Format:
 class Encoder:
     """Turns documents into tokens."""
 
-    def __init__(self, config: DataConfig, reading: Reading, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: DataConfig, reading: CorpusFormat, tokenizer: Tokenizer) -> None:
         """Prepare to encode documents as `reading` says.
 
         Raises:

@@ -25,7 +25,7 @@ from laconic.lab.wire import node_address
 from laconic.lab.worker import EVENTS_FILE, FAILURE_FILE, FOLDER_VARIABLE
 
 if TYPE_CHECKING:
-    from laconic.lab.network import Network
+    from laconic.lab.network import LabNetwork
 
 _PATIENCE_S = 2.0  # from one node's failure to the end of the other nodes, so that each can print its own error
 _TERM_DELAY_S = 1.0  # from the first failure of a rank to the SIGTERM of all ranks
@@ -184,7 +184,7 @@ class _Run:
 class Keeper:
     """The server of one lab: it runs commands on the nodes and sets the rate of the wire, one request at a time."""
 
-    def __init__(self, channel: Channel, folder: Path, network: "Network | None") -> None:
+    def __init__(self, channel: Channel, folder: Path, network: "LabNetwork | None") -> None:
         self.channel = channel
         self.folder = folder
         self._network = network
@@ -244,17 +244,17 @@ def _enter_namespaces(*, isolated: bool) -> None:
         linux.unshare(linux.CLONE_NEWPID)
 
 
-def _make_network(folder: Path, options: dict[str, Any]) -> "Network":
+def _make_network(folder: Path, options: dict[str, Any]) -> "LabNetwork":
     """Make the wire, and give its nodes names: without names torch waits for a name server, and then warns.
 
     Raises: OSError if the kernel refuses, ImportError without pyroute2.
     """
     from pyroute2 import NetlinkError  # only a wire needs it
 
-    from laconic.lab.network import Network
+    from laconic.lab.network import LabNetwork
 
     try:
-        network = Network(options["nodes"])
+        network = LabNetwork(options["nodes"])
         network.set_rate(options["rate_bits_per_s"])
     except NetlinkError as error:
         raise OSError(error.code, f"netlink: {os.strerror(error.code)}") from error

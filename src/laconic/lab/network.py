@@ -15,7 +15,7 @@ _TC_ROOT = 0xFFFFFFFF  # TC_H_ROOT of <linux/pkt_sched.h>: the parent of an inte
 _TBF_HANDLE = 0x10000  # written 1: in the commands of tc
 
 
-class Network:
+class LabNetwork:
     """A switch and its nodes. The calling thread moves between their namespaces, so its process must have no other.
 
     Raises: OSError or pyroute2.NetlinkError if the kernel refuses.

@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 from torch import nn
 
-from laconic.ragged.parts import Piece, SlicedParameter
+from laconic.ragged.parts import SlicedParameter, SlicePiece
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class DimRun:
     """The run [start, stop) of a dim. It consists of `units` units of equal width, and a unit stays in one slice."""
 
     start: int
@@ -42,7 +42,7 @@ class Cut:
     """The tensor's name in the module; dots lead to submodules."""
     dim: int
     """The dim of the tensor that is cut."""
-    segments: tuple[Segment, ...]
+    segments: tuple[DimRun, ...]
     """All of `dim`, in order and without gaps. A tensor that fuses several matrices has a segment for each matrix."""
     is_factor: bool = True
     """True if inputs are multiplied with the tensor; False for a bias, which is added."""
@@ -53,14 +53,14 @@ class Cut:
 
     def apply(self, shape: tuple[int, ...], num_slices: int) -> SlicedParameter:
         """Describe the parts of a tensor of `shape`. The parts of all slices have the same shape."""
-        pieces: list[Piece] = []
+        pieces: list[SlicePiece] = []
         sizes = [0] * (num_slices + 1)  # each part's length so far; the last part is the shared one
         for segment in self.segments:
             parts = [num_slices] if segment.is_shared(num_slices) else range(num_slices)
             length = (segment.stop - segment.start) // len(parts)
             for index, part in enumerate(parts):
                 start = segment.start + index * length
-                pieces.append(Piece(start=start, length=length, part=part, offset=sizes[part]))
+                pieces.append(SlicePiece(start=start, length=length, part=part, offset=sizes[part]))
                 sizes[part] += length
         return SlicedParameter(
             name=self.parameter,
@@ -177,7 +177,7 @@ class _Linear:
         self.is_conv1d = _is_conv1d(layer)
         self.num_outputs, self.num_inputs = layer.weight.shape[:: -1 if self.is_conv1d else 1]
 
-    def cut_outputs(self, segments: Sequence[Segment]) -> list[Cut]:
+    def cut_outputs(self, segments: Sequence[DimRun]) -> list[Cut]:
         """Cut the rows of the weight, and the bias."""
         cuts = [Cut(parameter=f"{self.name}.weight", dim=int(self.is_conv1d), segments=tuple(segments))]
         if self.bias is not None:
@@ -210,8 +210,8 @@ def _is_conv1d(module: object) -> bool:
     return any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)  # does not import transformers
 
 
-def _segment(start: int, width: int, units: int | None = None, *, may_be_shared: bool = False) -> Segment:
-    return Segment(start=start, stop=start + width, units=units or width, may_be_shared=may_be_shared)
+def _segment(start: int, width: int, units: int | None = None, *, may_be_shared: bool = False) -> DimRun:
+    return DimRun(start=start, stop=start + width, units=units or width, may_be_shared=may_be_shared)
 
 
 # -- MLPs --------------------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ _ATTRIBUTE = "_laconic_sliced"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class SlicePiece:
     """A run of `length` indices in the cut dim, from index `start` of the whole and from index `offset` of `part`."""
 
     start: int
@@ -85,7 +85,7 @@ class SlicedParameter:
     shape: tuple[int, ...]
     dim: int
     num_slices: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SlicePiece, ...]
     """All runs, in the order of the whole."""
     is_factor: bool = True
     """True if inputs are multiplied with the parameter; False for a bias, which is added."""

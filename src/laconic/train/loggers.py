@@ -13,7 +13,7 @@ from typing import Any
 
 from laconic.config import Config, to_dict
 from laconic.store import files
-from laconic.train.records import Step
+from laconic.train.records import ClusterStep
 
 _WANDB_RUN = "wandb-run-id"
 _GROUPS = {
@@ -31,7 +31,7 @@ class Logger:
     def tick(self, step: int, loss: float) -> None:
         """Receive this rank's loss right after a step, before the figures of all ranks are known."""
 
-    def step(self, step: Step) -> None:
+    def step(self, step: ClusterStep) -> None:
         """Receive the figures of all ranks for a step."""
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
@@ -100,7 +100,7 @@ class JsonlLogger(Logger):
             (step for step, line in records if step <= after_step and _is_evaluation(json.loads(line))), default=0
         )
 
-    def step(self, step: Step) -> None:
+    def step(self, step: ClusterStep) -> None:
         """See `Logger.step`."""
         self._write(step.to_dict())
 
@@ -156,7 +156,7 @@ def _replace(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
 
 
-def scalars_of(step: Step) -> dict[str, float]:
+def scalars_of(step: ClusterStep) -> dict[str, float]:
     """The figures of a step as flat scalars, by "group/name"."""
     row = step.to_dict()
     scalars = {f"{group}/{key}": row[key] for group, keys in _GROUPS.items() for key in keys if key in row}
@@ -196,7 +196,7 @@ class TensorBoardLogger(Logger):
         if after_step:  # TensorBoard then drops the events from this step on that older files have
             self._add(step=after_step + 1, session_log=SessionLog(status=SessionLog.START))
 
-    def step(self, step: Step) -> None:
+    def step(self, step: ClusterStep) -> None:
         """See `Logger.step`."""
         self._add_scalars(step.step, scalars_of(step))
 
@@ -229,7 +229,7 @@ class WandbLogger(Logger):
         self._run = wandb.init(**settings, config=to_dict(config), id=run_id, resume="allow")
         noted.write_text(f"{self._run.id}\n")
 
-    def step(self, step: Step) -> None:
+    def step(self, step: ClusterStep) -> None:
         """See `Logger.step`."""
         self._run.log(scalars_of(step), step=step.step)
 

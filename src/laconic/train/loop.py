@@ -40,7 +40,7 @@ from laconic.train.loggers import JsonlLogger, Logger, TensorBoardLogger, WandbL
 from laconic.train.meter import StepMeter, flops_per_token, peak_flops
 from laconic.train.prepare import with_strategy
 from laconic.train.progress import BarLogger, LineLogger
-from laconic.train.recorder import Recorder, reduce_records
+from laconic.train.recorder import RunRecorder, reduce_records
 from laconic.train.records import StepRecord, perplexity, summarise
 from laconic.train.stopping import StopAtFurthest, StopSignals, StopTogether
 
@@ -262,13 +262,13 @@ class Trainer:
         """Whether step `done` is the last one, or a multiple of `every`. With 0, only the last step counts."""
         return done == self.config.train.steps or (every > 0 and done % every == 0)
 
-    def _open_recorder(self) -> Recorder:
+    def _open_recorder(self) -> RunRecorder:
         loggers = self._write("the figures of the run", self._open_loggers) or []
         tokens_after = self.batches.tokens_after
         reduce = partial(reduce_records, ranks=self.ranks, group=self.group, tokens_after=tokens_after)
         speed = self._peak_tokens_per_s()
         reduce = partial(reduce, steps_per_sync=self.stepper.steps_per_sync, peak_tokens_per_s=speed)
-        return Recorder(loggers, reduce, partial(self._write, "the figures of the run"))
+        return RunRecorder(loggers, reduce, partial(self._write, "the figures of the run"))
 
     def _open_loggers(self) -> list[Logger]:
         log, train, start = self.config.log, self.config.train, self.start_step

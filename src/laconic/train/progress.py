@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from laconic.train.loggers import Logger
-from laconic.train.records import Step, SyncMetrics
+from laconic.train.records import ClusterStep, SyncMetrics
 
 _SHOWN_WAIT = 0.01  # the share of a step that waiting for data must take to be shown
 
 
-def describe(step: Step, total: int) -> str:
+def describe(step: ClusterStep, total: int) -> str:
     """One line about a step, for a run of `total` steps."""
     width = len(str(total))
     parts = [
@@ -38,7 +38,7 @@ def describe(step: Step, total: int) -> str:
     return " | ".join(parts)
 
 
-def _memory(step: Step) -> str:
+def _memory(step: ClusterStep) -> str:
     """The memory of the fullest rank: on its device, if anything counts that, and resident on its host."""
     on_device = step.allocated_peak_bytes or step.device_peak_bytes
     device = "" if on_device is None else f"device {on_device / 1e9:.2f} GB, "
@@ -65,7 +65,7 @@ class LineLogger(Logger):
         self._console, self._total, self._every = console, total, every
         self._last_sync: SyncMetrics | None = None
 
-    def step(self, step: Step) -> None:
+    def step(self, step: ClusterStep) -> None:
         """See `Logger.step`."""
         if step.syncs:
             self._last_sync = step.syncs[-1]

@@ -18,11 +18,11 @@ from laconic.comm.traffic import WIRE_LEVELS, Level, Purpose, Snapshot
 from laconic.islands.report import SyncReport
 from laconic.strategies.cyclic_metrics import gather_metrics
 from laconic.train.loggers import Logger
-from laconic.train.records import Step, StepRecord, SyncMetrics
+from laconic.train.records import ClusterStep, StepRecord, SyncMetrics
 
 _KINDS: dict[str, tuple[Level, Purpose]] = {
     f"{level}/{purpose}": (level, purpose) for level, purpose in itertools.product(get_args(Level), get_args(Purpose))
-}  # the keys of `Step.traffic_bytes`
+}  # the keys of `ClusterStep.traffic_bytes`
 _Figures = dict[str, float]
 _SYNC_MEANS = [
     item.name
@@ -31,13 +31,13 @@ _SYNC_MEANS = [
 ]
 
 
-class Recorder:
+class RunRecorder:
     """Collects the records of this rank, and keeps the figures of the cluster."""
 
     def __init__(
         self,
         loggers: Sequence[Logger],
-        reduce: Callable[[Sequence[StepRecord]], Sequence[Step]],
+        reduce: Callable[[Sequence[StepRecord]], Sequence[ClusterStep]],
         write: Callable[[Callable[[], None]], object],
     ) -> None:
         """`loggers` is empty except on rank 0.
@@ -45,7 +45,7 @@ class Recorder:
         `reduce` is `reduce_records` with all arguments but the records. `write` calls an action that writes to files,
         on rank 0, and raises its error on all ranks. Collective.
         """
-        self.steps: list[Step] = []  # the figures of all steps that are combined
+        self.steps: list[ClusterStep] = []  # the figures of all steps that are combined
         self.evaluations: list[dict[str, float]] = []
         """The figures of all evaluations so far, each with its step."""
         self._loggers, self._reduce, self._write = loggers, reduce, write
@@ -101,7 +101,7 @@ def reduce_records(
     tokens_after: Callable[[int], int],
     steps_per_sync: int | None = None,
     peak_tokens_per_s: float | None = None,
-) -> list[Step]:
+) -> list[ClusterStep]:
     """Combine the records of the same steps on all ranks. `group` has all ranks and a backend for CPU tensors.
 
     Collective: two small all-reduces, whatever the number of steps, and one more exchange with a cyclic schedule.
@@ -134,7 +134,7 @@ def reduce_records(
     ]
     has_islands = steps_per_sync is not None  # then each has its own gradient norm
     return [
-        Step(
+        ClusterStep(
             step=record.step,
             tokens=tokens_after(record.step),
             loss=total["loss"] / total["num_losses"],
@@ -156,7 +156,7 @@ def reduce_records(
 
 
 def _wire_figures(record: StepRecord, total: _Figures, ranks: RankInfo) -> dict[str, Any]:
-    """The bytes and the waiting of a `Step`, from the sums over ranks; None where nothing is counted."""
+    """The bytes and the waiting of a `ClusterStep`, from the sums over ranks; None where nothing is counted."""
     is_counted, has_interface = record.traffic is not None, total["num_interfaces"] > 0
     traffic_bytes = {kind: int(total[kind]) for kind in _KINDS if total[kind]}
     wire_bytes = sum(size for kind, size in traffic_bytes.items() if _KINDS[kind][0] in WIRE_LEVELS)
@@ -171,7 +171,7 @@ def _wire_figures(record: StepRecord, total: _Figures, ranks: RankInfo) -> dict[
 
 
 def _memory_figures(record: StepRecord, total: _Figures, peak: _Figures, ranks: RankInfo) -> dict[str, Any]:
-    """The memory of a `Step`, from the sums and the maxima over ranks; None where nothing is measured."""
+    """The memory of a `ClusterStep`, from the sums and the maxima over ranks; None where nothing is measured."""
     has_engine = record.memory is not None
     return {
         "device_bytes": int(peak["device_bytes"]) if has_engine else None,

@@ -61,7 +61,7 @@ class SyncMetrics(SyncReport):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class ClusterStep:
     """One optimizer step of the whole cluster."""
 
     step: int
@@ -130,12 +130,12 @@ _LISTS = (
     "step_s", "wait_s", "wire_bytes", "traffic_bytes", "interface_sent_bytes", "interface_received_bytes",
     "loopback_bytes",
 )  # fmt: skip
-"""Attributes of `Step` of which the summary has the values of all steps."""
+"""Attributes of `ClusterStep` of which the summary has the values of all steps."""
 _PEAKS = ("device_peak_bytes", "host_bytes_per_node", "allocated_peak_bytes", "resident_bytes")
-"""The attributes of `Step` whose largest value is in the summary."""
+"""The attributes of `ClusterStep` whose largest value is in the summary."""
 
 
-def summarise(config: Config, ranks: RankInfo, model: nn.Module, steps: Sequence[Step]) -> dict[str, Any]:
+def summarise(config: Config, ranks: RankInfo, model: nn.Module, steps: Sequence[ClusterStep]) -> dict[str, Any]:
     """Describe a run and its steps in plain JSON values."""
     parameters, is_cyclic = list(model.parameters()), config.schedule.is_cyclic
     values = {key: [getattr(step, key) for step in steps] for key in (*_LISTS, *_PEAKS)}

@@ -37,17 +37,17 @@ from laconic.cyclic.schedule.schedule import (
     Message,
     Op,
     Receive,
-    Run,
+    RunFacts,
     Schedule,
     Send,
     Square,
     Update,
 )
 
-_ENDLESS = Run()
+_ENDLESS = RunFacts()
 
 
-def program(schedule: Schedule, device: int, batch: int, run: Run = _ENDLESS) -> list[Instruction]:
+def program(schedule: Schedule, device: int, batch: int, run: RunFacts = _ENDLESS) -> list[Instruction]:
     """The instructions of a device for one batch of a run, in order."""
     compile_ = _ring_of_workers if schedule.has_device_per_worker else _stages_on_devices
     has_norm = schedule.has_norm and run.has_gradient(batch - 2)
@@ -56,7 +56,7 @@ def program(schedule: Schedule, device: int, batch: int, run: Run = _ENDLESS) ->
 
 
 @lru_cache(maxsize=64)
-def messages_to(schedule: Schedule, target: int, batch: int, run: Run = _ENDLESS) -> tuple[Message, ...]:
+def messages_to(schedule: Schedule, target: int, batch: int, run: RunFacts = _ENDLESS) -> tuple[Message, ...]:
     """The messages that other devices send to `target` in one batch, for each sender in the order of its program."""
     others = (source for source in range(schedule.num_devices) if source != target)
     return tuple(m for source in others for m in _sent(schedule, source, batch, run) if m.target == target)
@@ -64,7 +64,7 @@ def messages_to(schedule: Schedule, target: int, batch: int, run: Run = _ENDLESS
 
 def messages_per_step(schedule: Schedule, batches: int) -> list[list[Message]]:
     """The messages between devices in a run that is drained after `batches` batches, by the time step of sending."""
-    run = Run(num_batches=batches)
+    run = RunFacts(num_batches=batches)
     messages = [
         message
         for batch in range(batches + 2)
@@ -92,13 +92,13 @@ def largest_burst(
     return sends, receives
 
 
-def _sent(schedule: Schedule, device: int, batch: int, run: Run) -> Iterator[Message]:
+def _sent(schedule: Schedule, device: int, batch: int, run: RunFacts) -> Iterator[Message]:
     for instruction in program(schedule, device, batch, run):
         if isinstance(instruction, Send):
             yield instruction.message
 
 
-def _ring_of_workers(schedule: Schedule, device: int, batch: int, run: Run) -> Iterator[Instruction]:
+def _ring_of_workers(schedule: Schedule, device: int, batch: int, run: RunFacts) -> Iterator[Instruction]:
     """The program for replicated and sharded states, where worker i runs on device i."""
     computes = run.has_gradient(batch)
     if batch == 0 and computes and schedule.states == "sharded":
@@ -117,7 +117,7 @@ def _ring_of_workers(schedule: Schedule, device: int, batch: int, run: Run) -> I
             yield from sends
 
 
-def _weights(schedule: Schedule, op: Op, version: int, run: Run) -> tuple[list[Receive], list[Send]]:
+def _weights(schedule: Schedule, op: Op, version: int, run: RunFacts) -> tuple[list[Receive], list[Send]]:
     """Receive a version from the previous worker in the stage's ring, and send it to the next worker."""
     receives: list[Receive] = []
     sends: list[Send] = []
@@ -169,7 +169,7 @@ def _first_weights(schedule: Schedule, device: int) -> Iterator[Instruction]:
                 yield Send(_hop(schedule, Op(0, 0, 0, stage, 0, is_forward), -1, device, 0))
 
 
-def _stages_on_devices(schedule: Schedule, device: int, batch: int, run: Run) -> Iterator[Instruction]:
+def _stages_on_devices(schedule: Schedule, device: int, batch: int, run: RunFacts) -> Iterator[Instruction]:
     """The program for shared and single states, where a device runs several workers' micro-batches."""
     last, computes = schedule.num_stages - 1, run.has_gradient(batch)
     for op in schedule.ops(device, batch):

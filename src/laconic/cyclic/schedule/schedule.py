@@ -138,7 +138,7 @@ Instruction = Compute | Receive | Send | Update | Square
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFacts:
     """The facts about a run on which its programs depend."""
 
     is_pending: bool = False
