@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.gpu import losses, memory, overlap, step_time
+from benchmarks.gpu import memory, overlap, training
 from benchmarks.gpu.training import FULL, TOY, Bench
 from tests.support.measure import Benchmark, BenchmarkError, Options
 from tests.support.record import Record
@@ -39,11 +39,11 @@ def save(record: Record, bench: Bench) -> None:
 BENCHMARK = Benchmark(
     name="gpu", doc=__doc__, prepare=_prepare,
     rows={
-        "step-plain": step_time.step_plain, "step-fsdp2": step_time.step_fsdp2,
+        "step-plain": training.step_plain, "step-fsdp2": training.step_fsdp2,
         "memory-host": memory.memory_host, "memory-device": memory.memory_device,
         "memory-fsdp2": memory.memory_fsdp2, "overlap-alone": overlap.overlap_alone,
         "overlap-gloo": overlap.overlap_gloo,
-        **{f"loss-{cache}": partial(losses.loss, cache=cache) for cache in losses.CACHES},
+        **{f"loss-{cache}": partial(training.loss, cache=cache) for cache in training.CACHES},
     },
     save=save,
 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,9 +88,13 @@ def _slab_of(model: nn.Module) -> Tensor | None:
     return next((cached.buffer() for cached in caches if cached is not None and cached.is_in_slab), None)
 
 
+def _peaks(bench: Bench) -> list[dict[str, Any]]:
+    return bench.launch(memory_rank, KINDS, False)
+
+
 def memory_host(bench: Bench) -> Row:
     none, host, device = (_largest(bench, kind) for kind in ("none", "host", "device"))
-    alone = bench.launch(memory_rank, ("none", "host", "device"), True, num_ranks=1, backend=None)[0]
+    alone = bench.launch(memory_rank, ("none", "host", "device"), True, num_ranks=1)[0]
     megabytes = "; ".join(
         f"{name} none {getattr(none, field) / 1e6:.1f}, host {getattr(host, field) / 1e6:.1f}, "
         f"device {getattr(device, field) / 1e6:.1f}"
@@ -115,7 +120,7 @@ def memory_device(bench: Bench) -> Row:
 def memory_fsdp2(bench: Bench) -> Row:
     host = _largest(bench, "host")
     claim = f"{_peak_name(bench)}, cache=host / FSDP2"
-    failures = [peak for peaks in bench.peaks if isinstance(peak := peaks["fsdp2"], str)]
+    failures = [peak for peaks in _peaks(bench) if isinstance(peak := peaks["fsdp2"], str)]
     if failures or bench.device_type == "cpu":
         reason = f"FSDP2 did not run over Gloo on this device: {failures[0]}" if failures else "no allocator on CPU."
         return Row(key="memory-fsdp2", claim=claim, required="<= 1.00x", measured="-", is_met=False, note=reason)
@@ -125,7 +130,7 @@ def memory_fsdp2(bench: Bench) -> Row:
 
 
 def _largest(bench: Bench, kind: str) -> Peak:
-    return max((peaks[kind] for peaks in bench.peaks), key=lambda peak: peak.allocated)
+    return max((peaks[kind] for peaks in _peaks(bench)), key=lambda peak: peak.allocated)
 
 
 def node_shards_bytes(sizes: Sizes) -> float:

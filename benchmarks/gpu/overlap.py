@@ -68,7 +68,7 @@ def _profile(training: Training, steps: int, device: torch.device) -> Overlap:
 
 
 def overlap_alone(bench: Bench) -> Row:
-    measured, seconds = bench.launch(overlap_rank, bench.sizes.step, True, num_ranks=1, backend=None)[0]
+    measured, seconds = bench.launch(overlap_rank, bench.sizes.step, True, num_ranks=1)[0]
     times = ", ".join(f"{kind} {step_s * 1e3:.1f} ms" for kind, step_s in seconds.items())
     return _row(
         "overlap-alone",
@@ -79,7 +79,7 @@ def overlap_alone(bench: Bench) -> Row:
 
 
 def overlap_gloo(bench: Bench) -> Row:
-    by_rank = bench.launch(overlap_rank, bench.sizes.memory, False, num_ranks=NODES * LOCAL, backend="gloo")
+    by_rank = bench.launch(overlap_rank, bench.sizes.memory, False)
     measured, _ = by_rank[0]
     return _row(
         "overlap-gloo",

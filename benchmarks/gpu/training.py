@@ -1,28 +1,31 @@
-"""The sizes of the jobs, and the training that every contestant runs: plain PyTorch, FSDP2 and laconic's caches."""
+"""The training that every contestant runs, plain PyTorch, FSDP2 and laconic's caches: its step times and its losses."""
 
 from __future__ import annotations
 
 import importlib
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_shard
 
 import laconic
 from benchmarks.llama import Llama, decoder_layers, loss_of
 from tests.support.launch import launch
+from tests.support.record import Row, ratio_row
 
 NODES, LOCAL = 2, 2
 TIMEOUT_S = 300.0
 WARMUP_STEPS = 3
+LOSS_STEPS = 20
+CACHES = ("none", "host", "device")
 BLOCKS, STEPS_PER_BLOCK = 9, 4
 """The number of timed blocks of each contestant, and their steps; blocks of all contestants alternate."""
 
@@ -53,42 +56,23 @@ class Bench:
 
     def __init__(self, sizes: Sizes, device_type: str) -> None:
         self.sizes, self.device_type = sizes, device_type
+        self.answers: dict[tuple[Any, ...], list[Any]] = {}
+        """The results by rank of each (function, device type, *arguments) that ran."""
 
-    def launch(self, function: Callable[..., Any], *args: Any, num_ranks: int, backend: str | None) -> list[Any]:
-        """Run `function(sizes, device type, *args)` on ranks of this machine, two per emulated node."""
-        return launch(
-            function, self.sizes, self.device_type, *args, num_ranks=num_ranks, num_local=min(num_ranks, LOCAL),
-            backend=backend, timeout_s=TIMEOUT_S,
-        )  # fmt: skip
+    def launch(
+        self, function: Callable[..., Any], *args: Any, num_ranks: int = NODES * LOCAL, device_type: str = ""
+    ) -> list[Any]:
+        """Run `function(sizes, device type, *args)` once on ranks of this machine, two per emulated node.
 
-    @cached_property
-    def step_times(self) -> dict[str, tuple[list[float], list[float]]]:
-        """The result of `step_time.step_rank`, on one rank."""
-        from benchmarks.gpu.step_time import step_rank
-
-        return self.launch(step_rank, num_ranks=1, backend=None)[0]
-
-    @cached_property
-    def peaks(self) -> list[dict[str, Any]]:
-        """The result of `memory.memory_rank`, by rank: four ranks share the device over Gloo."""
-        from benchmarks.gpu.memory import KINDS, memory_rank
-
-        return self.launch(memory_rank, KINDS, False, num_ranks=NODES * LOCAL, backend="gloo")
-
-    @cached_property
-    def losses_on_cpu(self) -> list[dict[str, list[float]]]:
-        """The result of `losses.loss_rank` on CPU, by rank."""
-        return self._losses("cpu")
-
-    @cached_property
-    def losses_on_device(self) -> list[dict[str, list[float]]]:
-        """The result of `losses.loss_rank` on the device, by rank."""
-        return self.losses_on_cpu if self.device_type == "cpu" else self._losses(self.device_type)
-
-    def _losses(self, device_type: str) -> list[dict[str, list[float]]]:
-        from benchmarks.gpu.losses import loss_rank
-
-        return Bench(self.sizes, device_type).launch(loss_rank, num_ranks=NODES * LOCAL, backend="gloo")
+        Several ranks meet over Gloo; one makes its own process group.
+        """
+        device_type = device_type or self.device_type
+        if (key := (function, device_type, *args)) not in self.answers:
+            self.answers[key] = launch(
+                function, self.sizes, device_type, *args, num_ranks=num_ranks, num_local=min(num_ranks, LOCAL),
+                backend="gloo" if num_ranks > 1 else None, timeout_s=TIMEOUT_S,
+            )  # fmt: skip
+        return self.answers[key]
 
 
 class Training:
@@ -158,3 +142,78 @@ def become_rank_0() -> None:
     """Make this process rank 0 of a cluster without other processes: collectives carry nothing and take no time."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
     dist.init_process_group("fake", rank=0, world_size=NODES * LOCAL)
+
+
+def step_rank(sizes: Sizes, device_type: str) -> dict[str, tuple[list[float], list[float]]]:
+    """Return the seconds per step of every block, and the first losses, by contestant."""
+    mesh = laconic.init_mesh(device_type)
+    device = device_of(device_type)
+    kinds = ("plain", "fsdp2", "none")
+    meshes = {"fsdp2": init_device_mesh(device_type, (1,)), "none": mesh}
+    trainings = {
+        kind: Training(kind, sizes.step.build(device, torch.bfloat16), sizes.step, meshes.get(kind)) for kind in kinds
+    }
+    losses = {kind: trainings[kind].warm_up() for kind in kinds}
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for block in range(BLOCKS):
+        for turn in range(len(kinds)):  # every contestant is first equally often
+            kind = kinds[(block + turn) % len(kinds)]
+            times[kind].append(seconds_per_step(trainings[kind], device))
+    return {kind: (times[kind], losses[kind]) for kind in kinds}
+
+
+def _step_times(bench: Bench) -> dict[str, tuple[list[float], list[float]]]:
+    return bench.launch(step_rank, num_ranks=1)[0]
+
+
+def step_plain(bench: Bench) -> Row:
+    sizes, measured = bench.sizes, _step_times(bench)
+    each = ", ".join(
+        f"{kind} {statistics.median(times) * 1e3:.1f} ms ({min(times) * 1e3:.1f} to {max(times) * 1e3:.1f})"
+        for kind, (times, _) in measured.items()
+    )
+    worst = max(abs(a - b) / abs(b) for a, b in zip(measured["none"][1], measured["plain"][1], strict=True))
+    note = (
+        f"{sizes.step}, bf16, fused AdamW; medians of {BLOCKS} interleaved blocks of {STEPS_PER_BLOCK} "
+        f"steps: {each}. The first {WARMUP_STEPS} losses differ from plain PyTorch's by {worst:.1e} at most."
+    )
+    return _step_row(bench, "plain", "plain PyTorch", 1.03, note)
+
+
+def step_fsdp2(bench: Bench) -> Row:
+    return _step_row(bench, "fsdp2", "FSDP2", 1.0)
+
+
+def _step_row(bench: Bench, kind: str, name: str, limit: float, note: str = "") -> Row:
+    laconic_s, other_s = (statistics.median(_step_times(bench)[each][0]) for each in ("none", kind))
+    claim = f"step time, one rank, laconic / {name}"
+    return ratio_row(key=f"step-{kind}", claim=claim, ratio=laconic_s / other_s, limit=limit, note=note)
+
+
+def loss_rank(sizes: Sizes, device_type: str) -> dict[str, list[float]]:
+    """Return the losses of this rank, step by step, by cache, in fp32 without TF32."""
+    mesh = laconic.init_mesh(device_type)
+    device = device_of(device_type)
+    losses = {}
+    for cache in CACHES:
+        model = sizes.loss.build(torch.device("cpu"), torch.float32).to(device)  # the same weights on both devices
+        training = Training(cache, model, sizes.loss, mesh, learning_rate=1e-3)
+        losses[cache] = [float(training.step()) for _ in range(LOSS_STEPS)]
+    return losses
+
+
+def loss(bench: Bench, cache: str) -> Row:
+    by_device = (bench.launch(loss_rank, device_type=each) for each in (bench.device_type, "cpu"))
+    differences = [
+        abs(on_device - on_cpu) / abs(on_cpu)
+        for device_losses, cpu_losses in zip(*by_device, strict=True)
+        for on_device, on_cpu in zip(device_losses[cache], cpu_losses[cache], strict=True)
+    ]
+    return Row(
+        key=f"loss-{cache}",
+        claim=f"loss on {bench.device_type.upper()} against CPU, cache={cache}, largest relative difference",
+        required="<= 1e-4",
+        measured=f"{max(differences):.1e}",
+        is_met=max(differences) <= 1e-4,
+        note=f"{bench.sizes.loss}, fp32, {LOSS_STEPS} AdamW steps on {NODES} x {LOCAL} ranks",
+    )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import losses, memory, overlap, step_time
+from benchmarks.gpu import memory, overlap, training
 from benchmarks.gpu.__main__ import BENCHMARK
 from benchmarks.gpu.memory import Peak
 from benchmarks.gpu.trace import overlap as overlap_of
@@ -15,17 +15,18 @@ from benchmarks.gpu.training import TOY, Bench
 from tests.support import record
 
 
-def bench(device_type: str = "cuda", **measured: Any) -> Bench:
+def bench(*job: Any, by_rank: list[Any], **more: list[Any]) -> Bench:
     """A bench that has measured already."""
-    made = Bench(TOY, device_type)
-    vars(made).update(measured)  # as cached properties keep their results
+    made = Bench(TOY, "cuda")
+    made.answers[job[0], "cuda", *job[1:]] = by_rank
+    made.answers |= {(job[0], device_type): found for device_type, found in more.items()}
     return made
 
 
 def test_step_times_are_compared_by_their_medians() -> None:
     times = {"plain": ([0.1, 0.2, 0.1], [5.0]), "fsdp2": ([0.125] * 3, [5.0]), "none": ([0.102, 0.3, 0.102], [5.5])}
-    made = bench(step_times=times)
-    plain, fsdp2 = step_time.step_plain(made), step_time.step_fsdp2(made)
+    made = bench(training.step_rank, by_rank=[times])
+    plain, fsdp2 = training.step_plain(made), training.step_fsdp2(made)
     assert (plain.key, plain.measured, plain.is_met) == ("step-plain", "1.020x", True)
     assert "1.0e-01 at most" in plain.note
     assert (fsdp2.key, fsdp2.measured, fsdp2.is_met) == ("step-fsdp2", "0.816x", True)
@@ -39,14 +40,16 @@ def test_memory_is_that_of_the_rank_with_the_highest_peak() -> None:
     shards = memory.node_shards_bytes(TOY)
     small = {kind: peak(1e5) for kind in memory.KINDS}
     large = {"none": peak(1e6), "host": peak(1.01e6), "device": peak(1e6 + shards), "fsdp2": peak(2.02e6)}
-    made = bench(peaks=[small, large])
+    made = bench(memory.memory_rank, memory.KINDS, False, by_rank=[small, large])
     device, fsdp2 = memory.memory_device(made), memory.memory_fsdp2(made)
     assert (device.key, device.measured, device.is_met) == ("memory-device", "1.0000", True)
     assert (fsdp2.key, fsdp2.measured, fsdp2.is_met) == ("memory-fsdp2", "0.500x", True)
 
 
 def test_a_baseline_that_cannot_run_is_a_result() -> None:
-    made = bench(peaks=[{"host": peak(1), "fsdp2": "RuntimeError: not over Gloo"}])
+    made = bench(
+        memory.memory_rank, memory.KINDS, False, by_rank=[{"host": peak(1), "fsdp2": "RuntimeError: not over Gloo"}]
+    )
     row = memory.memory_fsdp2(made)
     assert (row.measured, row.is_met) == ("-", False)
     assert row.note.endswith("RuntimeError: not over Gloo")
@@ -58,16 +61,15 @@ def test_exposed_copies_are_those_beside_no_kernel() -> None:
 
 
 def test_losses_are_compared_over_all_ranks_and_steps() -> None:
-    made = bench(
-        losses_on_cpu=[{"host": [2.0, 1.0]}] * 2, losses_on_device=[{"host": [2.0, 1.0]}, {"host": [2.0, 1.001]}]
-    )
-    row = losses.loss(made, "host")
+    on_device = [{"host": [2.0, 1.0]}, {"host": [2.0, 1.001]}]
+    made = bench(training.loss_rank, by_rank=on_device, cpu=[{"host": [2.0, 1.0]}] * 2)
+    row = training.loss(made, "host")
     assert (row.key, row.measured, row.is_met) == ("loss-host", "1.0e-03", False)
 
 
 def test_rows_are_recorded_as_those_of_every_benchmark(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "RESULTS", tmp_path / "RESULTS.md")
-    row = step_time.step_fsdp2(bench(step_times={"fsdp2": ([0.1], []), "none": ([0.1], [])}))
+    row = training.step_fsdp2(bench(training.step_rank, by_rank=[{"fsdp2": ([0.1], []), "none": ([0.1], [])}]))
     record.Record("gpu", [row], BENCHMARK.rows, ["--rows", row.key]).save(about="a GPU; ")
     text = (tmp_path / "RESULTS.md").read_text()
     assert "\n## gpu\n\n`python -m benchmarks.gpu --rows step-fsdp2`, " in text
