@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from laconic.checkpoint import commit, storage
+from tests.support.jobs import job, train_all
 from tests.support.launch import run_ranks
-from tests.train.jobs import job, train_all
 
 STRATEGIES = ("laconic", "fsdp2", "ddp")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import laconic
-from tests.shard import helpers
+from tests.support import helpers
 from tests.support.launch import run_ranks
 
 

@@ -16,8 +16,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from laconic import fully_shard
+from tests.support.jobs import SMALL_LLAMA
 from tests.support.launch import run_ranks
-from tests.train.jobs import SMALL_LLAMA
 
 
 class Attention(nn.Module):

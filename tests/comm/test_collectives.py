@@ -14,7 +14,7 @@ from laconic import _compat
 from laconic.comm.collectives import Communicator, all_reduce, pass_on, start_flags, swap_rows
 from laconic.comm.traffic import Purpose
 from tests.reference import gather as reference
-from tests.shard.helpers import MESHES
+from tests.support.helpers import MESHES
 from tests.support.launch import run_ranks
 
 C = 12

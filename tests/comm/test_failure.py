@@ -23,8 +23,8 @@ from laconic.comm.launch import start_process_group
 from laconic.comm.ring import PeerRing
 from laconic.config import to_toml
 from laconic.errors import JobError
+from tests.support.jobs import job
 from tests.support.launch import PRELOADED, _context, free_port, run_ranks, torchrun_environment
-from tests.train.jobs import job
 
 
 def job_record() -> tuple[str, str, str]:

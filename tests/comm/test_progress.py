@@ -19,7 +19,7 @@ from laconic.comm import watch
 from laconic.comm.progress import RankRecord, reasons_to_wait
 from laconic.comm.watch import report_waits
 from laconic.optim import Muon, matrices_and_rest
-from tests.shard import helpers
+from tests.support import helpers
 from tests.support.launch import launch, run_ranks
 
 TIMEOUT_S = 2.0

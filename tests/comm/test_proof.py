@@ -18,7 +18,7 @@ from laconic.comm.journal import Awaited, Entries, Journal, Ticket, waits
 from laconic.comm.progress import RankRecord
 from laconic.comm.watch import find_proof
 from laconic.errors import RanksDifferError
-from tests.shard import helpers
+from tests.support import helpers
 from tests.support.launch import launch, run_ranks
 
 

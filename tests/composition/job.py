@@ -20,7 +20,7 @@ import laconic
 from laconic.optim import AdamW8bit, Muon, Shampoo, matrices_and_rest
 from laconic.partial.patterns import sliced_layer
 from tests.composition.matrix import CODED, CYCLIC, ISLANDS, Cell
-from tests.shard.helpers import Block
+from tests.support.helpers import Block
 
 EVERY, MAX_NORM = 2, 0.5
 PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from laconic.config import Config, JobError
-from tests.train import jobs
+from tests.support import jobs
 
 
 def train(*configs: Config) -> list[dict[str, Any] | str]:

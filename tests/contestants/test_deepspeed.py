@@ -16,8 +16,8 @@ from laconic.contestants.deepspeed_setup import Sizes, import_deepspeed, zero_3
 from laconic.contestants.deepspeed_state import local_part
 from laconic.strategies.checks import check_job
 from tests.contestants import peers
+from tests.support.jobs import job
 from tests.support.launch import run_ranks
-from tests.train.jobs import job
 
 RANKS = RankInfo(rank=0, world_size=4, local_rank=0, num_local=2, num_nodes=2)
 CPU = torch.device("cpu")

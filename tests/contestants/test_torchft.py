@@ -14,8 +14,8 @@ from laconic.config import Config, JobError
 from laconic.contestants.torchft import TorchftStepper, import_torchft
 from laconic.strategies.checks import check_job
 from tests.contestants import peers
+from tests.support.jobs import job
 from tests.support.launch import run_ranks
-from tests.train.jobs import job
 
 RANKS = RankInfo(rank=0, world_size=4, local_rank=0, num_local=2, num_nodes=2)
 LOCAL = {"mode": "local", "every": 4, "fragments": 2, "codec": "fp32"}

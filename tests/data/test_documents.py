@@ -16,7 +16,7 @@ from laconic.data.probe import check_model
 from laconic.data.sampler import EpochSampler
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer import ByteTokenizer
-from tests.train.jobs import SMALL_LLAMA
+from tests.support.jobs import SMALL_LLAMA
 
 
 def naive_pack(lengths: list[int], capacity: int) -> list[list[int]]:

@@ -18,8 +18,8 @@ from laconic.hf.models import build_model
 from laconic.hf.tokenizer import ByteTokenizer
 from laconic.strategies.optimizers import make_optimizer
 from tests.reference import fine_tuning as naive
+from tests.support.jobs import SMALL_LLAMA, job, train_all
 from tests.support.launch import run_ranks
-from tests.train.jobs import SMALL_LLAMA, job, train_all
 
 CHAT = Path(__file__).parents[2] / "examples" / "chat.toml"
 CONVERSATIONS: list[Any] = [

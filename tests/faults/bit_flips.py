@@ -9,10 +9,8 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,13 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import laconic
-from laconic.comm.collectives import Communicator, Pending
-from laconic.comm.traffic import Level, Purpose
 from laconic.shard.bucket import Bucket
-from laconic.shard.gather import UnitGather
-from laconic.shard.reduce import BucketGradients
 from laconic.shard.unit import units_below
 from tests.faults.bench import Bench, faults_row
+from tests.support.flips import VICTIM, Flip, flip_bit, flipping, flipping_in_gradients, flipping_in_use
 from tests.support.launch import launch
 from tests.support.record import Row
 
@@ -38,98 +33,7 @@ _FIELDS = {
 }
 """The bits of a float32."""
 _BITS = range(32)
-_VICTIM = 1
 _TIMEOUT_S = 1800.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flip:
-    """One bit of what arrives at a rank from another one."""
-
-    rank: int
-    purpose: Purpose
-    level: Level
-    bit: int
-    """The bit within a word of four bytes."""
-    seed: int = 0
-    """Chooses the sender and the word."""
-
-
-def flip_bit(tensor: Tensor, *, bit: int, seed: int) -> None:
-    """Flip a bit of some word of four bytes of a contiguous tensor."""
-    memory = tensor.detach().view(-1).view(torch.uint8)
-    word = seed * 7919 % max(1, len(memory) // 4)
-    place = min(4 * word + bit // 8, len(memory) - 1)
-    memory[place] ^= 1 << bit % 8
-
-
-class _Damaging(Pending):
-    """A transfer of which one bit arrives wrong."""
-
-    def __init__(self, pending: Pending, landing: Tensor, flip: Flip) -> None:
-        self._pending, self._landing, self._flip = pending, landing, flip
-
-    def wait(self) -> None:
-        """Wait, and flip the bit."""
-        self._pending.wait()
-        flip_bit(self._landing, bit=self._flip.bit, seed=self._flip.seed)
-
-
-@contextmanager
-def flipping(flip: Flip) -> Iterator[None]:
-    """Damage one transfer to one rank. The transfers are those that laconic sends on Gloo."""
-    exchange, has_flipped = Communicator._exchange, False
-
-    def damaged(self: Communicator, purpose: Purpose, group: Any, landings: Any, messages: Any) -> Pending:
-        nonlocal has_flipped
-        pending = exchange(self, purpose, group, landings, messages)
-        is_meant = dist.get_rank() == flip.rank and (purpose, self.level) == (flip.purpose, flip.level)
-        if has_flipped or not is_meant:
-            return pending
-        has_flipped = True
-        return _Damaging(pending, landings[self._peers[flip.seed % len(self._peers)]], flip)
-
-    with mock.patch.object(Communicator, "_exchange", damaged):
-        yield
-
-
-@contextmanager
-def flipping_in_use(number: int, *, bit: int, seed: int) -> Iterator[None]:
-    """Damage gathered weights on one rank, just after the engine's `number`-th look at them."""
-    finish, count = UnitGather.finish, 0
-
-    def damaged(self: UnitGather) -> None:
-        nonlocal count
-        finish(self)
-        if count == number and dist.get_rank() == _VICTIM:
-            bucket = self._buckets[0]
-            _flip_in_slot(bucket, bucket.allocate_full(), bit=bit, seed=seed)
-        count += 1
-
-    with mock.patch.object(UnitGather, "finish", damaged):
-        yield
-
-
-@contextmanager
-def flipping_in_gradients(number: int, *, bit: int, seed: int) -> Iterator[None]:
-    """Damage the `number`-th bucket of gradients on one rank before they are summed."""
-    take, count = BucketGradients.take_unreduced, 0
-
-    def damaged(self: BucketGradients) -> Tensor:
-        nonlocal count
-        full = take(self)
-        if count == number and dist.get_rank() == _VICTIM:
-            _flip_in_slot(self.bucket, full, bit=bit, seed=seed)
-        count += 1
-        return full
-
-    with mock.patch.object(BucketGradients, "take_unreduced", damaged):
-        yield
-
-
-def _flip_in_slot(bucket: Bucket, full: Tensor, *, bit: int, seed: int) -> None:
-    slot = bucket.layout.slots[seed % len(bucket.layout.slots)]
-    flip_bit(full[slot.offset : slot.offset + slot.numel], bit=bit, seed=seed)
 
 
 class Model(nn.Module):
@@ -210,7 +114,7 @@ def _wire(cases: Sequence[tuple[int, int]]) -> _Tries:
         for bit, seed in cases:
             for purpose in ("weights", "gradients"):
                 for level in ("node", "local"):
-                    flip = Flip(rank=_VICTIM, purpose=purpose, level=level, bit=bit, seed=seed)  # type: ignore[arg-type]
+                    flip = Flip(rank=VICTIM, purpose=purpose, level=level, bit=bit, seed=seed)  # type: ignore[arg-type]
                     trial.model.invalidate()  # weights cross in each step
                     with flipping(flip):
                         yield f"{purpose}, {level} level", bit, trial.is_seen(trial.step)
@@ -224,7 +128,7 @@ def _cache(cases: Sequence[tuple[int, int]]) -> _Tries:
             (bucket,) = trial.model.blocks[seed % 3]._laconic_unit.buckets
 
             def damage(bucket: Bucket = bucket, bit: int = bit, seed: int = seed) -> None:
-                if dist.get_rank() == _VICTIM and bucket.cached is not None:
+                if dist.get_rank() == VICTIM and bucket.cached is not None:
                     flip_bit(bucket.cached.buffer(), bit=bit, seed=seed)
 
             if is_frozen:  # it rests in the cache from step to step
@@ -254,10 +158,10 @@ def _audit(cases: Sequence[tuple[int, int]]) -> _Tries:
             yield "gradients before their sum", bit, trial.is_seen(audit)
         for name, tensors in resting.items():
             damaged = tensors[seed % len(tensors)]
-            if dist.get_rank() == _VICTIM:
+            if dist.get_rank() == VICTIM:
                 flip_bit(damaged, bit=bit, seed=seed)
             yield name, bit, trial.is_seen(audit)
-            if dist.get_rank() == _VICTIM:
+            if dist.get_rank() == VICTIM:
                 flip_bit(damaged, bit=bit, seed=seed)
     yield "no flip", 0, trial.is_seen(audit)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults import cluster_fuzz, config_fuzz, disk, job_damage, prepare_fuzz
+from tests.support.jobs import job
 from tests.support.launch import launch
-from tests.train.jobs import job
 
 
 @pytest.mark.parametrize(("kind", "num"), [("tokens", 30), ("rows", 6), ("metrics", 100), ("model", 12)])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.faults.kept import MAX_GROWTH_BYTES, growth_of
-from tests.shard.helpers import Block, Net, build, shard, train_step
+from tests.support.helpers import Block, Net, build, shard, train_step
 from tests.support.launch import run_ranks
 
 SAMPLE = (

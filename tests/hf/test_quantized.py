@@ -17,8 +17,8 @@ from laconic.config import JobError, LoraConfig, ModelConfig, load
 from laconic.hf.export import export
 from laconic.hf.models import build_model, layers_to_shard
 from tests.hf.zoo import TINY, differing, tokens, whole
+from tests.support.jobs import job, train_all
 from tests.support.launch import run_ranks
-from tests.train.jobs import job, train_all
 
 ODD = {**TINY["llama"], "attention_bias": True}  # matrices of 50 x 32: their last block is partial
 BASE = {"enabled": True, "rank": 2}

@@ -24,7 +24,7 @@ from laconic.hf import folder_writer, saving
 from laconic.hf.folder import ModelFolder, ModelFolderError
 from laconic.hf.models import ModelConfig, build_model
 from tests.hf.zoo import LORA, NO_LORA, TINY, differing, spread, tokens, whole
-from tests.shard.helpers import Net, build, shard
+from tests.support.helpers import Net, build, shard
 from tests.support.launch import run_ranks
 
 RANKS = 3

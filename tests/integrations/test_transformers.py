@@ -20,8 +20,8 @@ from laconic.integrations import LaconicArguments
 from laconic.integrations.options import ArgumentError
 from laconic.integrations.trained_state import FILES, incomplete
 from laconic.integrations.transformers import LaconicTrainer
-from tests.faults.bit_flips import flipping_in_gradients
 from tests.support import trainers
+from tests.support.flips import flipping_in_gradients
 from tests.support.launch import run_ranks
 
 STEPS = 3

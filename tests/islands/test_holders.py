@@ -16,10 +16,10 @@ from laconic.islands.fragments import fragment_of
 from laconic.islands.holders import Holders
 from laconic.islands.local_steps import LocalSteps
 from laconic.islands.outer_optimizer import OuterFragment
-from tests.partial.models import MlpNet, partial_net
 from tests.reference.local_steps import Islands
-from tests.shard.helpers import inputs, squared_error
+from tests.support.helpers import inputs, squared_error
 from tests.support.launch import run_ranks
+from tests.support.partial_models import MlpNet, partial_net
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:

@@ -16,10 +16,10 @@ from laconic.codec import CODECS, Codec
 from laconic.errors import JobError
 from laconic.islands.fragments import fragment_of
 from laconic.islands.local_steps import LocalSteps
-from tests.partial.models import partial_net
 from tests.reference.local_steps import Islands
-from tests.shard.helpers import Net, build, shard, squared_error
+from tests.support.helpers import Net, build, shard, squared_error
 from tests.support.launch import run_ranks
+from tests.support.partial_models import partial_net
 
 Job = dict[str, Any]
 

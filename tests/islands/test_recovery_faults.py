@@ -16,7 +16,7 @@ from laconic.islands import state_file, state_folder
 from laconic.islands.local_steps import LocalSteps
 from tests.faults.recovery_damage import HARMS, QUICK_CASES, campaign
 from tests.islands.test_local_steps import adamw, batch, make, values
-from tests.shard.helpers import build, shard, squared_error
+from tests.support.helpers import build, shard, squared_error
 from tests.support.launch import run_ranks
 
 EVERY, STEPS = 2, 8

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.layout.granularity import Block, check_matched, elements, resolve, rows, whole
-from tests.shard.helpers import (
+from tests.support.helpers import (
     Net,
     assert_gradients,
     assert_nothing_gathered,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import laconic
-from tests.shard.helpers import Net, build, full_parameters, moved, shard, train_step
+from tests.support.helpers import Net, build, full_parameters, moved, shard, train_step
 from tests.support.launch import run_ranks
 
 

@@ -21,8 +21,8 @@ from laconic.optim.owners import STAY_WITHIN, Matrix, Owners, assign
 from laconic.ragged.redistribute import moved_elements, whole_on
 from laconic.ragged.tensor import RaggedTensor
 from tests.optim.matrices import cut, cut_specs, optimizer_bytes, random_tensors
-from tests.shard import helpers
-from tests.shard.helpers import MESHES, Place
+from tests.support import helpers
+from tests.support.helpers import MESHES, Place
 from tests.support.launch import run_ranks
 
 SHAPES = [(7, 5), (12, 33), (33, 12), (20, 20), (1, 9), (9, 1), (16, 4), (5, 40), (0, 3), (6, 6), (31, 8)]

@@ -14,7 +14,7 @@ from laconic.optim.shampoo import Shampoo, blocks_of, inverse_root
 from laconic.ragged.tensor import RaggedTensor
 from tests.optim import matrices as helpers
 from tests.reference import shampoo as reference
-from tests.shard.helpers import MESHES
+from tests.support.helpers import MESHES
 from tests.support.launch import run_ranks
 
 SETTINGS: list[dict[str, Any]] = [

@@ -17,8 +17,8 @@ from laconic.checkpoint import CheckpointError, load_checkpoint, open_checkpoint
 from laconic.hf.layers import layers_to_shard
 from laconic.partial.updates import partial_updates, unsliced_state_dict
 from laconic.ragged.parts import sliced_parts
-from tests.partial.models import build, lm_loss, tokens
 from tests.support.launch import run_ranks
+from tests.support.partial_models import build, lm_loss, tokens
 
 adamw = partial(torch.optim.AdamW, lr=1e-2)
 

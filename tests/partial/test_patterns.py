@@ -13,8 +13,8 @@ from torch import nn
 from laconic.partial.patterns import Cut, DimRun, LayerPattern, sliced_layer
 from laconic.partial.updates import partial_updates
 from laconic.ragged.parts import slice_of_parameters, sliced_parameters
-from tests.partial.models import MLPS, MODELS, Mlp, MlpNet, active_mask, build
 from tests.reference.partial import mask_by_hand
+from tests.support.partial_models import MLPS, MODELS, Mlp, MlpNet, active_mask, build
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from laconic.partial.sliced import SlicedTensor
 from laconic.partial.updates import partial_updates
 from laconic.ragged.parts import sliced_parameters
-from tests.partial.models import MLPS, MODELS, Mlp, active_mask, build, lm_loss, tokens, whole_gradients
 from tests.reference.partial import MaskedTraining
+from tests.support.partial_models import MLPS, MODELS, Mlp, active_mask, build, lm_loss, tokens, whole_gradients
 
 
 def partial_mlp(slice_index: int, num_slices: int, **sizes: Any) -> tuple[Mlp, Mlp]:

@@ -20,10 +20,20 @@ from laconic.partial.updates import (
 )
 from laconic.ragged.parts import sliced_parameters
 from laconic.shard.reduce import BucketGradients
-from tests.partial.models import MLPS, MODELS, MlpNet, active_mask, build, lm_loss, partial_net, plain_net, tokens
 from tests.reference.partial import MaskedTraining
-from tests.shard.helpers import inputs, squared_error
+from tests.support.helpers import inputs, squared_error
 from tests.support.launch import run_ranks
+from tests.support.partial_models import (
+    MLPS,
+    MODELS,
+    MlpNet,
+    active_mask,
+    build,
+    lm_loss,
+    partial_net,
+    plain_net,
+    tokens,
+)
 
 adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 sgd = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.1)

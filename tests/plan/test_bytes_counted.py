@@ -12,8 +12,8 @@ from laconic.plan.candidates import CANDIDATES
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate
 from laconic.plan.prediction import Predictor
+from tests.support.jobs import corpus, table, train_all
 from tests.support.launch import run_ranks
-from tests.train.jobs import corpus, table, train_all
 
 EVERY = 2
 """The steps between two syncs of islands."""

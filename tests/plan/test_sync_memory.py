@@ -17,8 +17,8 @@ from laconic.islands.local_steps import LocalSteps
 from laconic.islands.outer_optimizer import outer_sgd
 from laconic.plan.sync_memory import sync_memory
 from laconic.strategies.memory import measured_peak
-from tests.partial.models import partial_net
 from tests.support.launch import run_ranks
+from tests.support.partial_models import partial_net
 
 NUMEL = 3 * 2**16
 SETTINGS: list[dict[str, Any]] = [

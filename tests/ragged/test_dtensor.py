@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import laconic
 from laconic.optim import AdamW8bit, Muon
-from tests.shard.helpers import Block, Net, assert_nothing_gathered, build, full_parameters, squared_error
+from tests.support.helpers import Block, Net, assert_nothing_gathered, build, full_parameters, squared_error
 from tests.support.launch import run_ranks
 
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}

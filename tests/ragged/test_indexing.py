@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from laconic.layout.bucket import Extent
 from laconic.ragged.tensor import RaggedTensor
-from tests.shard.helpers import build, inputs, moved, ragged, shard, whole
+from tests.support.helpers import build, inputs, moved, ragged, shard, whole
 from tests.support.launch import run_ranks
 
 RANKS = 4

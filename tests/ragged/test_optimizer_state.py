@@ -16,7 +16,7 @@ from laconic.checkpoint import load_checkpoint, save_checkpoint
 from laconic.optim import AdamW8bit
 from laconic.ragged.tensor import RaggedTensor
 from tests.ragged.test_state_dict import Mixed, assert_ragged, set_gradients, sharded
-from tests.shard import helpers
+from tests.support import helpers
 from tests.support.launch import run_ranks
 
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {

@@ -22,7 +22,7 @@ import laconic
 from laconic.checkpoint import load_checkpoint, save_checkpoint
 from laconic.comm.collectives import Communicator
 from laconic.ragged.dtensor import whole_of
-from tests.shard.helpers import Block, assert_nothing_gathered, build, full_gradients, full_parameters
+from tests.support.helpers import Block, assert_nothing_gathered, build, full_gradients, full_parameters
 from tests.support.launch import run_ranks
 
 R = Replicate()

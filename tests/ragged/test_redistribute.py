@@ -12,7 +12,7 @@ from laconic.layout.packing import plan_bucket
 from laconic.ragged.redistribute import moved_elements, whole_on
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor, redistribute
-from tests.shard.helpers import MESHES, Place, moved
+from tests.support.helpers import MESHES, Place, moved
 from tests.support.launch import run_ranks
 
 SHAPES = [(7, 5), (11, 3), (), (2, 3, 4), (1,), (13,)]

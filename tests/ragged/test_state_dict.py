@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import laconic
 from laconic.optim import AdamW8bit, Muon, Shampoo, matrices_and_rest
 from laconic.ragged.tensor import RaggedTensor
-from tests.shard.helpers import Net, build, inputs, shard, squared_error, train_step
+from tests.support.helpers import Net, build, inputs, shard, squared_error, train_step
 from tests.support.launch import run_ranks
 
 WORLDS = [(3, 1), (2, 2)]

@@ -21,7 +21,7 @@ import laconic
 from laconic.comm.collectives import Communicator
 from laconic.layout.bucket import Extent
 from laconic.ragged.tensor import RaggedTensor
-from tests.shard.helpers import build, moved, ragged, shard, whole
+from tests.support.helpers import build, moved, ragged, shard, whole
 from tests.support.launch import run_ranks
 
 RANKS = 4

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from laconic.shard.unit import unit_of
-from tests.shard import helpers
+from tests.support import helpers
 from tests.support.launch import run_ranks
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.shard.gather import GatherState
-from tests.shard import helpers
+from tests.support import helpers
 from tests.support.launch import run_ranks
 
 # -- setters ----------------------------------------------------------------------------------------------------------

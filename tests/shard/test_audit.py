@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import laconic
 from laconic import Checks, CorruptionError
-from tests.faults.bit_flips import flipping_in_gradients, flipping_in_use
-from tests.shard import helpers
+from tests.support import helpers
+from tests.support.flips import flipping_in_gradients, flipping_in_use
 from tests.support.launch import run_ranks
 
 

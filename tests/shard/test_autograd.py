@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
-from tests.shard import helpers
+from tests.support import helpers
 from tests.support.launch import run_ranks
 
 

@@ -16,7 +16,7 @@ from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
 from laconic.shard.policies import Cache
 from laconic.shard.unit import unit_of
-from tests.shard import helpers
+from tests.support import helpers
 from tests.support.launch import run_ranks
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import laconic
 from laconic import Checks, CorruptionError, Wire
 from laconic.shard import inspection
-from tests.faults.bit_flips import Flip, flip_bit, flipping
-from tests.shard import helpers
+from tests.support import helpers
+from tests.support.flips import Flip, flip_bit, flipping
 from tests.support.launch import run_ranks
 
 _ALL = Checks(interval=1, on_damage="regather", unnoticed_edits=True)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import laconic
-from tests.shard import helpers
-from tests.shard.helpers import buckets, build, full_gradients, inputs, oracle_of, shard, squared_error
+from tests.support import helpers
+from tests.support.helpers import buckets, build, full_gradients, inputs, oracle_of, shard, squared_error
 from tests.support.launch import run_ranks
 
 

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import laconic
 import laconic.optim
 from laconic.shard.difference import CopyState
-from tests.shard.helpers import buckets, build, full_parameters, inputs, shard, squared_error, train_step
 from tests.shard.wire_helpers import assert_nodes_agree, crossings_after, states
+from tests.support.helpers import buckets, build, full_parameters, inputs, shard, squared_error, train_step
 from tests.support.launch import run_ranks
 
 

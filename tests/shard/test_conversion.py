@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-from tests.shard import helpers
+from tests.support import helpers
 from tests.support.launch import run_ranks
 
 FLOAT8 = torch.float8_e4m3fn

@@ -28,7 +28,7 @@ from laconic.shard import cache as cache_module
 from laconic.shard import lanes, unit
 from laconic.shard.cache import make_slab
 from laconic.shard.unit import unit_of
-from tests.shard import helpers
+from tests.support import helpers
 from tests.support.launch import run_ranks
 
 pytestmark = [

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic
-from tests.shard.helpers import Net, build, inputs, shard, squared_error, train_step
+from tests.support.helpers import Net, build, inputs, shard, squared_error, train_step
 from tests.support.launch import run_ranks
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method, sha
 
 import laconic
 from laconic.shard.sharded_module import ShardedModule
-from tests.shard import helpers
+from tests.support import helpers
 from tests.support.launch import run_ranks
 
 

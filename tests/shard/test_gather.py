@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laconic.shard.gather import GatherState, UnitGather
 from laconic.shard.unit import unit_of
-from tests.shard import helpers
+from tests.support import helpers
 from tests.support.launch import run_ranks
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import laconic
 from tests.shard import test_models
-from tests.shard.helpers import Net, buckets, full_parameters, inputs, shard, train_step
+from tests.support.helpers import Net, buckets, full_parameters, inputs, shard, train_step
 from tests.support.launch import run_ranks
 
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
 from tests.reference.step import Oracle
-from tests.shard import helpers
+from tests.support import helpers
 from tests.support.launch import run_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32

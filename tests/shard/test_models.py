@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import laconic
 from tests.reference.step import Oracle
-from tests.shard.helpers import Block, build, full_gradients, full_parameters, moved, reduce_bytes
+from tests.support.helpers import Block, build, full_gradients, full_parameters, moved, reduce_bytes
 from tests.support.launch import run_ranks
 
 VOCAB, LENGTH, ROWS = 37, 6, 2

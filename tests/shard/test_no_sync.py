@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.shard.helpers import Net, buckets, build, full_gradients, inputs, moved, reduce_bytes, shard, squared_error
+from tests.support.helpers import Net, buckets, build, full_gradients, inputs, moved, reduce_bytes, shard, squared_error
 from tests.support.launch import run_ranks
 
 MICRO_BATCHES = 3

@@ -19,8 +19,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import laconic
 from laconic.shard.policies import Checks, Wire
-from tests.shard import helpers
 from tests.shard.test_conversion import Float8Weight, converting
+from tests.support import helpers
 from tests.support.launch import run_ranks
 
 

@@ -15,7 +15,7 @@ from laconic.errors import RanksDifferError
 from laconic.shard.description import compare, describe, first_difference
 from laconic.shard.program import Program
 from laconic.shard.unit import Unit
-from tests.shard import helpers
+from tests.support import helpers
 from tests.support.launch import run_ranks
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import laconic
-from tests.shard import helpers
+from tests.support import helpers
 from tests.support.launch import run_ranks
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import laconic
-from tests.shard import helpers
+from tests.support import helpers
 from tests.support.launch import run_ranks
 
 BATCH = torch.zeros(2, 5)

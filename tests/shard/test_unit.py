@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from laconic.shard.gather import GatherState
 from laconic.shard.unit import unit_of
-from tests.shard import helpers
+from tests.support import helpers
 from tests.support.launch import run_ranks
 
 

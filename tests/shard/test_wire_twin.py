@@ -18,8 +18,8 @@ from laconic.codec import CODECS
 from laconic.shard.bucket import Bucket
 from laconic.shard.payload import Payload, shards_of_nodes
 from tests.reference.wire import Twin
-from tests.shard.helpers import buckets, build, full_parameters, inputs, moved, shard, squared_error
 from tests.shard.wire_helpers import Aligned, Toy, computed_weights, crossings_after, cuts_of, runs_of, toy_inputs
+from tests.support.helpers import buckets, build, full_parameters, inputs, moved, shard, squared_error
 from tests.support.launch import run_ranks
 
 LR = 0.01

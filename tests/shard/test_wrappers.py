@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import laconic
-from tests.shard import helpers
+from tests.support import helpers
 from tests.support.launch import run_ranks
 
 USE_IT = "cannot wrap a model that laconic.fully_shard has sharded.*se the sharded model as it is"

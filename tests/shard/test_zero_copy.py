@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from laconic.shard import linear
-from tests.shard import helpers
+from tests.support import helpers
 from tests.support.launch import run_ranks
 
 _COPIES = (

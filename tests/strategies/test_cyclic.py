@@ -33,8 +33,8 @@ from laconic.strategies.learning_rates import lr_at
 from laconic.strategies.optimizers import make_stage_optimizer
 from tests.hf.zoo import TINY, differing
 from tests.reference.cyclic import Oracle
+from tests.support.jobs import job, refusal, train, train_all
 from tests.support.launch import run_ranks
-from tests.train.jobs import job, refusal, train, train_all
 
 CYCLIC: dict[str, Any] = {"kind": "cyclic", "cut_by": "parameters"}
 MODEL = {**TINY["llama"], "num_hidden_layers": 3, "vocab_size": 256, "tie_word_embeddings": False}

@@ -22,8 +22,8 @@ from laconic.islands.recovery import trained_slices
 from laconic.strategies.islands import assign_slices, num_islands
 from laconic.strategies.parallelize import parallelize
 from tests.hf.zoo import TINY, differing
+from tests.support.jobs import job, refusal, train, train_all
 from tests.support.launch import run_ranks
-from tests.train.jobs import job, refusal, train, train_all
 
 LOCAL: dict[str, Any] = {"mode": "local"}
 ALONE = {"mode": "local", "every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}

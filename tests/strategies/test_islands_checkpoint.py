@@ -24,8 +24,8 @@ from laconic.hf.models import build_model
 from laconic.ragged.parts import sliced_parts
 from laconic.strategies.simultaneous import Simultaneous
 from laconic.train.loop import Trainer
+from tests.support.jobs import job, table, train
 from tests.support.launch import run_ranks
-from tests.train.jobs import job, table, train
 
 pytestmark = pytest.mark.timeout(300)  # a dozen runs of four ranks, on however few cores
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from laconic.config import Config, ConfigError, from_dict, load, to_toml
 from laconic.strategies.optimizers import make_optimizer, set_learning_rates
+from tests.support.jobs import job, refusal, table, train, train_all
 from tests.support.launch import run_ranks
-from tests.train.jobs import job, refusal, table, train, train_all
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw8bit": {},

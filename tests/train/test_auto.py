@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from laconic.config import ConfigError, ShardConfig, load
+from tests.support.jobs import job, refusal, train, train_all
 from tests.support.launch import run_ranks
-from tests.train.jobs import job, refusal, train, train_all
 
 FIGURES: dict[str, Any] = {
     "device_memory_bytes": "4 GB", "device_memory_bytes_per_s": "10 GB/s", "host_memory_bytes": "32 GB",

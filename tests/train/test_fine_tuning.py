@@ -21,8 +21,8 @@ from laconic.strategies import parallelize
 from laconic.strategies.learning_rates import lr_at
 from laconic.strategies.loss_scale import LossScale
 from laconic.train.meter import flops_per_token, peak_flops
+from tests.support.jobs import SMALL_LLAMA, job, refusal, train, train_all
 from tests.support.launch import run_ranks
-from tests.train.jobs import SMALL_LLAMA, job, refusal, train, train_all
 
 FP16 = {"param_dtype": "float16"}
 ONE_LAYER = {"config": {"model_type": "llama", **SMALL_LLAMA, "num_hidden_layers": 1}}

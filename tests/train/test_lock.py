@@ -15,8 +15,8 @@ from laconic.comm.launch import ending_with_launcher
 from laconic.config import Config, JobError
 from laconic.train import lock
 from laconic.train.cli import main
+from tests.support.jobs import job, refusal, train
 from tests.support.launch import run_ranks
-from tests.train.jobs import job, refusal, train
 
 
 def test_a_second_run_is_told_who_holds_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

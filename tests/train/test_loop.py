@@ -21,8 +21,8 @@ from laconic.strategies.optimizers import make_optimizer
 from laconic.train.cli import main
 from laconic.train.loop import Trainer
 from laconic.train.prepare import differences
+from tests.support.jobs import command, job, refusal, train, train_all
 from tests.support.launch import run_ranks
-from tests.train.jobs import command, job, refusal, train, train_all
 
 STRATEGIES: list[dict[str, Any]] = [
     {"strategy": "ddp"},

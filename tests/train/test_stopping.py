@@ -18,8 +18,8 @@ from laconic.config import Config
 from laconic.train import loop, stopping
 from laconic.train.loop import Trainer
 from laconic.train.stopping import StopAtFurthest
+from tests.support.jobs import job, train
 from tests.support.launch import run_ranks
-from tests.train.jobs import job, train
 
 AHEAD, BEHIND = 9, 5
 """The steps in which the ranks are when the signal comes."""
