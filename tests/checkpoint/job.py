@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from laconic import checkpoint
-from laconic.checkpoint import commit, state
+from laconic import checkpoint, store
+from laconic.checkpoint import state
+from laconic.store import CrashPoint
 from tests.checkpoint.zoo import optimizer_tensors
 
 
 class Crash(NamedTuple):
     """Kills one rank (SIGKILL) at a crash point of the writer while it saves a step."""
 
-    point: str
-    """One of CRASH_POINTS."""
+    point: CrashPoint
     rank: int
     step: int
 
@@ -37,6 +38,8 @@ class Outcome:
     """A hash of this rank's parts of parameters and optimizer state."""
     whole: dict[str, Tensor]
     """The gathered parameters."""
+    reached: frozenset[CrashPoint] = frozenset()
+    """The points that this rank passed in its saves."""
 
 
 def make_model(hidden: int = 13) -> nn.Module:
@@ -84,6 +87,7 @@ def train(
         checkpoint.set_rng_state(loaded["rng"])
     started_from = loaded["step"] if loaded else 0
     losses = []
+    reached: set[CrashPoint] = set()
     for step in range(started_from + 1, steps + 1):
         loss = model(torch.randn(4, 7)).square().mean()
         loss.backward()
@@ -91,10 +95,16 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.item())
         if save_every and step % save_every == 0:
-            commit.on_crash_point = _killer(crash, step)
+            store.folder.on_crash_point = _hook(reached, crash, step)
             extra = {"rng": checkpoint.rng_state()}
             checkpoint.save_checkpoint(folder, step, model=model, optimizer=optimizer, extra=extra)
-    return Outcome(started_from=started_from, losses=losses, digest=digest(model, optimizer), whole=whole(model))
+    return Outcome(
+        started_from=started_from,
+        losses=losses,
+        digest=digest(model, optimizer),
+        whole=whole(model),
+        reached=frozenset(reached),
+    )
 
 
 def load_only(folder: str, strategy: str) -> tuple[Outcome, dict[str, Tensor]]:
@@ -140,12 +150,10 @@ def _full(tensor: Any) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
 
 
-def _killer(crash: Crash | None, step: int) -> Any:
-    if crash is None or crash.step != step or crash.rank != dist.get_rank():
-        return None
-
-    def kill(point: str) -> None:
-        if point == crash.point:
+def _hook(reached: set[CrashPoint], crash: Crash | None, step: int) -> Callable[[CrashPoint], None]:
+    def pass_or_die(point: CrashPoint) -> None:
+        reached.add(point)
+        if crash == Crash(point, dist.get_rank(), step):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return kill
+    return pass_or_die

@@ -12,6 +12,7 @@ import torch
 from laconic import checkpoint
 from laconic.checkpoint import commit, storage
 from laconic.checkpoint.asynchronous import HostMemory
+from laconic.store import CrashPoint, damage
 from tests.checkpoint import background
 from tests.support.launch import run_ranks
 
@@ -29,7 +30,7 @@ def test_a_save_has_the_state_at_the_call_to_the_bit(tmp_path: Path) -> None:
             assert _equal(found[key], value), (step, key)
         for rank in range(3):
             assert (sync / f"rank-0000{rank}.json").read_bytes() == (background_ / f"rank-0000{rank}.json").read_bytes()
-        assert not commit.damage(background_, commit.Manifest.read(background_).files)
+        assert not damage(background_, commit.Manifest.read(background_ / commit.MANIFEST).files)
     assert not _equal(_everything(tmp_path / "async" / "step-2")["model.up.weight"], expected["model.up.weight"])
 
 
@@ -50,12 +51,12 @@ def test_a_failure_is_raised_by_the_next_call_on_every_rank(tmp_path: Path) -> N
     assert found == ["step-4", "step-1"]
 
 
-@pytest.mark.parametrize("point", ["shards_written", "manifest_written", "renamed"])
-def test_a_kill_leaves_a_complete_checkpoint(point: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("point", [CrashPoint.WRITTEN, CrashPoint.LISTED, CrashPoint.COMMITTED])
+def test_a_kill_leaves_a_complete_checkpoint(point: CrashPoint, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"died with exit code|failed"):
         run_ranks(background.die_while_training, 2, str(tmp_path), point)
     step, state = run_ranks(background.load_newest, 1, str(tmp_path))[0]
-    assert step == (4 if point == "renamed" else 2)
+    assert step == (4 if point == CrashPoint.COMMITTED else 2)
     assert torch.equal(state["up.bias.step"], torch.tensor(2.0))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from laconic import checkpoint
+from laconic import checkpoint, store
 from laconic.checkpoint import CheckpointError, commit, storage
 from tests.checkpoint.job import files_of, make_model
 from tests.faults import checkpoint_damage
@@ -190,11 +190,11 @@ def test_the_only_intact_copy_of_a_step_stays_until_another_is_committed(saved: 
             found = checkpoint.load_checkpoint(folder, model=model, optimizer=None, strict=False)
         steps.append(found["tokens"] if found else 0)
 
-    commit.on_crash_point = resume
+    store.folder.on_crash_point = resume
     try:
         checkpoint.save_checkpoint(folder, 2, model=make_model(), optimizer=None, extra={"tokens": 7})
     finally:
-        commit.on_crash_point = None
+        store.folder.on_crash_point = None
     assert set(steps) == {20, 7}
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-2"]
 
@@ -225,7 +225,9 @@ def test_folder_that_the_nodes_do_not_share_is_refused(saved: Path, tmp_path: Pa
     """Rank 0 must see the other ranks' files before it commits a checkpoint."""
     temporary = commit.begin(tmp_path, 3)
     with pytest.raises(CheckpointError, match="file system that all nodes share"):
-        commit.commit(tmp_path, temporary, commit.Manifest.read(saved / "step-1"), keep=2, patience_s=0)
+        commit.commit(
+            tmp_path, temporary, commit.Manifest.read(saved / "step-1" / commit.MANIFEST), keep=2, patience_s=0
+        )
     assert commit.candidates(tmp_path) == []
 
 
@@ -304,9 +306,9 @@ def test_hostile_metadata_runs_nothing(payload: Any, saved: Path, tmp_path: Path
     (folder / ".metadata").write_bytes(pickled)
     with pytest.raises(CheckpointError, match=r"\.metadata (names|holds)"):
         storage.read_metadata(folder)
-    manifest = commit.Manifest.read(folder)
-    files = tuple(commit.describe_file(folder, record.name) for record in manifest.files)
-    commit.Manifest(**{**vars(manifest), "files": files}).write(folder)
+    manifest = commit.Manifest.read(folder / commit.MANIFEST)
+    files = tuple(store.describe(folder, record.name) for record in manifest.files)
+    commit.Manifest(**{**vars(manifest), "files": files}).write(folder / commit.MANIFEST)
     with pytest.raises(CheckpointError):
         _load(folder)
     assert not made.exists()

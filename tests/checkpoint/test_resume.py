@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from laconic.checkpoint import CRASH_POINTS
+from laconic.store import CrashPoint
 from tests.checkpoint.job import Crash, Outcome, load_only, save_with_bad_extra_on_rank_1, train
 from tests.support.launch import run_ranks
-
-ONLY_RANK_0 = {"manifest_written", "old_set_aside", "renamed", "latest_moved", "pruned"}
 
 
 @pytest.fixture(scope="module")
@@ -33,27 +31,37 @@ def test_resumed_run_equals_unbroken_run(strategy: str, tmp_path: Path) -> None:
         assert resumed[rank].digest == whole[rank].digest
 
 
-@pytest.mark.parametrize(
-    ("rank", "point"), [(r, p) for r in (0, 1) for p in CRASH_POINTS if r == 0 or p not in ONLY_RANK_0]
-)
+def overwrite(unbroken: Path, folder: Path, crash: Crash | None) -> list[Outcome]:
+    """Go back to step 4 of a folder with steps 4 and 6, and save 6 again, over the old one."""
+    shutil.copytree(unbroken, folder)
+    return run_ranks(train, 2, str(folder), "laconic", 6, 2, str(folder / "step-4"), crash)
+
+
+@pytest.fixture(scope="module")
+def reached(unbroken: tuple[Path, list[Outcome]], tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
+    """The points that each rank passes when it overwrites a checkpoint."""
+    return overwrite(unbroken[0], tmp_path_factory.mktemp("reached") / "run", None)
+
+
+@pytest.mark.parametrize("point", CrashPoint)
 def test_kill_during_save_resumes_bit_equal(
-    rank: int, point: str, unbroken: tuple[Path, list[Outcome]], tmp_path: Path
+    point: CrashPoint, unbroken: tuple[Path, list[Outcome]], reached: list[Outcome], tmp_path: Path
 ) -> None:
-    """The folder holds steps 4 and 6; a run that went back to 4 dies while it saves 6 again, over the old one."""
-    folder = tmp_path / "run"
-    shutil.copytree(unbroken[0], folder)
-    crash = Crash(rank=rank, step=6, point=point)
-    with pytest.raises(RuntimeError, match=r"died with exit code|failed"):
-        run_ranks(train, 2, str(folder), "laconic", 6, 2, str(folder / "step-4"), crash)
-    resumed = run_ranks(train, 2, str(folder), "laconic", 6)
-    for got, expected in zip(resumed, unbroken[1], strict=True):
-        assert got.started_from in (4, 6)
-        assert got.losses == expected.losses[got.started_from :]
-        assert got.digest == expected.digest
+    """Kill each rank that passes the point. Rank 0 passes all of them."""
+    assert point in reached[0].reached
+    for rank in [rank for rank, outcome in enumerate(reached) if point in outcome.reached]:
+        folder = tmp_path / f"rank-{rank}"
+        with pytest.raises(RuntimeError, match=r"died with exit code|failed"):
+            overwrite(unbroken[0], folder, Crash(rank=rank, step=6, point=point))
+        resumed = run_ranks(train, 2, str(folder), "laconic", 6)
+        for got, expected in zip(resumed, unbroken[1], strict=True):
+            assert got.started_from in (4, 6)
+            assert got.losses == expected.losses[got.started_from :]
+            assert got.digest == expected.digest
 
 
 def test_first_save_killed_starts_anew(tmp_path: Path) -> None:
-    crash = Crash(rank=0, step=2, point="manifest_written")
+    crash = Crash(rank=0, step=2, point=CrashPoint.LISTED)
     with pytest.raises(RuntimeError, match=r"died with exit code|failed"):
         run_ranks(train, 2, str(tmp_path), "laconic", 2, 2, None, crash)
     again = run_ranks(train, 2, str(tmp_path), "laconic", 2)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from laconic import checkpoint
-from laconic.checkpoint import commit
+from laconic import checkpoint, store
+from laconic.store import CrashPoint
 from tests.faults.recording import Recorder, attached, attached_to, served
 from tests.support.launch import launch
 
@@ -75,11 +75,11 @@ def _save(recorder: Recorder, steps: tuple[int, ...]) -> None:
 
 @contextmanager
 def _marking(announce: Callable[..., None]) -> Iterator[None]:
-    commit.on_crash_point = lambda point: announce(mark=COMMITTED) if point == "renamed" else None
+    store.folder.on_crash_point = lambda point: announce(mark=COMMITTED) if point == CrashPoint.COMMITTED else None
     try:
         yield
     finally:
-        commit.on_crash_point = None
+        store.folder.on_crash_point = None
 
 
 def _train(kinds: list[str], address: str, root: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from laconic import store
 from laconic.checkpoint import api, commit
 from laconic.integrations import trained_state
 from laconic.store import files
@@ -52,10 +53,10 @@ def _remove_at_once(checkpoints: list[Path]) -> None:
 
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "a rank's files are not synced": (api, "sync", lambda path: None),
-    "folders are not synced": (commit, "sync", _sync_files_only),
+    "folders are not synced": (store.folder, "sync", _sync_files_only),
     "the folder of the run is not synced": (files, "sync", _sync_files_only),
-    "files are not synced": (commit, "write_text", lambda path, text: write_text(path, text, durable=False)),
-    "a removal has no name": (commit, "_remove", _remove_at_once),
+    "files are not synced": (store.folder, "write_text", lambda path, text: write_text(path, text, durable=False)),
+    "a removal has no name": (store, "remove_folders", _remove_at_once),
 }
 
 

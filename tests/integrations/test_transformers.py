@@ -79,7 +79,8 @@ def train_with_checkpoints(folder: Path) -> dict[str, Any]:
         damaged.write_bytes(bytes(damaged.stat().st_size))
         (folder / "resumed" / f"checkpoint-{STEPS - 1}" / FILES).unlink()
         old = folder / "resumed" / "checkpoint-1" / FILES
-        old.write_text(json.dumps({**json.loads(old.read_text()), "sha256": {}}))
+        sizes = {record["name"]: record["size_bytes"] for record in json.loads(old.read_text())["files"]}
+        old.write_text(json.dumps({"world_size": dist.get_world_size(), "files": sizes}))
     dist.barrier()
     more["load_best_model_at_end"] = False
     more["save_total_limit"] = 2

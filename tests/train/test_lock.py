@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ def every_rank(config: Config, other: Config) -> list[str]:
             messages.append(refusal(config))
         if rank == 1:
             read = arrays.read_index
-            patch.setattr(arrays, "read_index", lambda index: {**read(index), "digest": "another"})
+            own = {"num_documents": 2}
+            patch.setattr(arrays, "read_index", lambda path: replace(i := read(path), summary=i.summary | own))
         messages.append(refusal(other))
     train(config)
     return messages

@@ -2,13 +2,12 @@
 
 from laconic.checkpoint.api import load_checkpoint, load_dcp, save_checkpoint
 from laconic.checkpoint.asynchronous import AsyncSaver
-from laconic.checkpoint.commit import CRASH_POINTS, CheckpointError
+from laconic.checkpoint.commit import CheckpointError
 from laconic.checkpoint.fill import Differences
 from laconic.checkpoint.offline import StoredCheckpoint, open_checkpoint
 from laconic.checkpoint.sidecar import rng_state, set_rng_state
 
 __all__ = [
-    "CRASH_POINTS",
     "AsyncSaver",
     "CheckpointError",
     "Differences",

@@ -15,12 +15,13 @@ from torch import nn
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from laconic.checkpoint import commit, keys, outer_state, parts, sidecar, state, storage
-from laconic.checkpoint.commit import CheckpointError, FileRecord, Manifest, reached
+from laconic.checkpoint.commit import CheckpointError, Manifest
 from laconic.checkpoint.fill import Differences, Source, fill
 from laconic.checkpoint.island_slices import IslandSlices
 from laconic.comm.agreement import RankGroup
 from laconic.islands.local_steps import LocalSteps
 from laconic.ragged.parts import joined
+from laconic.store import CrashPoint, FileRecord, damage, describe, reached
 from laconic.store.files import sync, write_text
 
 
@@ -102,7 +103,7 @@ def load_newest(
 
     def find_damage(candidate: Path, records: Sequence[FileRecord]) -> list[str]:
         share = records[ranks.rank :: ranks.size]
-        return [problem for problems in ranks.gather(commit.damage(candidate, share)) for problem in problems]
+        return [problem for problems in ranks.gather(damage(candidate, share)) for problem in problems]
 
     def load(candidate: Path, manifest: Manifest) -> tuple[Path, dict[str, Any]]:
         own = sidecar.read(candidate, ranks.rank if ranks.rank < manifest.world_size else 0)
@@ -240,21 +241,22 @@ def write(folder: Path, step: int, contents: Contents, *, keep: int, ranks: Rank
     """Write a checkpoint, by [Note: Commit protocol]. Collective; arguments and errors as in `save_checkpoint`."""
     is_unwritable = f"the checkpoint folder {folder} is not writable"
     temporary = Path(ranks.on_rank_0(lambda: str(commit.begin(folder, step)), is_unwritable))
-    reached("begun")
+    reached(CrashPoint.BEGUN)
     storage.save(contents.tree, temporary, aliases=contents.aliases, planner=contents.planner, group=ranks.group)
-    reached("shards_written")
+    reached(CrashPoint.WRITTEN)
 
     def write_own_files() -> list[dict[str, Any]]:
         own = sidecar.name(ranks.rank)
         if isinstance(contents.sidecar, ValueError):
             raise contents.sidecar
         write_text(temporary / own, contents.sidecar)
-        reached("sidecar_written")
+        reached(CrashPoint.WRITTEN)
         names = [own, *sorted(path.name for path in temporary.glob(f"__{ranks.rank}_*"))]
         names += [".metadata"] if ranks.rank == 0 else []
         for name in names:
             sync(temporary / name)
-        return [asdict(commit.describe_file(temporary, name)) for name in names]
+        reached(CrashPoint.SYNCED)
+        return [asdict(describe(temporary, name)) for name in names]
 
     records = ranks.on_all(write_own_files, f"checkpoint {temporary} could not be written")
 

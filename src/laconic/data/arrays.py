@@ -1,37 +1,45 @@
 """Prepared data in memory-mapped files: an index file, and one file of plain numbers for each array.
 
 [Note: One writer per node]
-Local rank 0 of each node prepares the corpus. It writes each file under a temporary name and then renames it. So a
-reader sees a whole file or none, also after a run was killed, or if nodes share the folder. The index file comes last.
-File names have a hash of all that decides the content. The other ranks wait in `RankGroup.agree`, then map the files.
+Local rank 0 of each node prepares the corpus. The index file is the manifest of the arrays ([Note: A store] in
+store/folder.py), and comes last. Each file gets its name when it is whole, also if nodes share the folder. File names
+have a hash of all that decides the content. The other ranks wait in `RankGroup.agree`, then map the files.
 
 [Note: Damaged arrays]
-Wrong tokens train without an error, so nothing here is trusted. The index has the size and the SHA-256 of every array,
-and a SHA-256 of itself. Local rank 0 reads every byte of the arrays at each start: a sample would miss a page of zeros.
-Several threads hash 1.7 GB/s each where the processor has SHA instructions, or as fast as the disk reads. The pages are
-then in memory for training. A damaged array is written again from the corpus. The digest of the index stands for all
-tokens, so nodes compare it before the first step (train/prepare.py).
+Wrong tokens train without an error, so nothing here is trusted. Local rank 0 reads every byte of the arrays at each
+start: a sample would miss a page of zeros. Several threads hash 1.7 GB/s each where the processor has SHA instructions,
+or as fast as the disk reads. The pages are then in memory for training. A damaged array is written again from the
+corpus. The checksum of the index stands for all tokens, so nodes compare it before the first step (train/prepare.py).
 """
 
 import contextlib
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from laconic.config import JobError
-from laconic.store.files import replacing, write_text
+from laconic.store import CrashPoint, DamagedError, FileRecord, Manifest, commit_in_place, describe, difference, reached
+from laconic.store.files import replacing
 
-_FORMAT = 4  # raise it when the files change: runs then ignore files of the old format
+_FORMAT = 4  # raise it when the arrays change: runs then ignore files of the old format
 _CHUNK_BYTES = 1 << 24  # one thread hashes a chunk at a time
-_MAX_THREADS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index(Manifest):
+    """The index file of some arrays. Its `checksum` is equal only for equal arrays, types and summaries."""
+
+    FORMAT = "laconic-tokens-5"
+
+    dtypes: dict[str, str]
+    """The type of each array. The files have the same order."""
+    summary: dict[str, Any]
 
 
 def index_path(folder: Path, identity: Any) -> Path:
@@ -55,7 +63,7 @@ def is_whole(index: Path) -> bool:
     try:
         if not index.exists():
             return False
-        problem = _damage(index)
+        problem = _first_damage(index)
     except OSError as error:
         raise JobError(
             f"the tokenised data {str(index)!r} cannot be read: {error}; mend the folder, or set data.cache to another"
@@ -65,6 +73,14 @@ def is_whole(index: Path) -> bool:
             f"the tokenised data is damaged and is made again from the corpus: {problem}", file=sys.stderr, flush=True
         )
     return not problem
+
+
+def _first_damage(index: Path) -> str:
+    try:
+        files = read_index(index).files
+    except JobError as error:
+        return str(error).partition(";")[0]
+    return next((problem for record in files if (problem := _damage(index, record))), "")
 
 
 @contextlib.contextmanager
@@ -87,40 +103,53 @@ def writing_to(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def write_array(index: Path, name: str, values: np.ndarray) -> None:
-    """Write a small array whole; large ones are written piece by piece to `array_path`."""
-    with replacing(array_path(index, name), durable=False) as path:
-        path.write_bytes(values.tobytes())
+@contextlib.contextmanager
+def array_file(index: Path, name: str) -> Iterator[BinaryIO]:
+    """Open the file of an array for the block, which writes it piece by piece."""
+    with replacing(array_path(index, name)) as path, path.open("wb") as file:
+        yield file
+    reached(CrashPoint.WRITTEN)
 
 
 def write_index(index: Path, dtypes: Mapping[str, np.dtype[Any]], summary: Mapping[str, Any]) -> None:
     """Write the index of arrays that are all written, with their types, and what else `summary` has."""
-    content = {
-        "dtypes": {name: dtype.name for name, dtype in dtypes.items()},
-        "nbytes": {name: array_path(index, name).stat().st_size for name in dtypes},
-        "sha256": {name: _hash_of(array_path(index, name)) for name in dtypes},
-        **summary,
-    }
-    write_text(index, json.dumps({**content, "digest": _digest(content), "name": index.stem}), durable=False)
+    reached(CrashPoint.SYNCED)
+    files = (describe(index.parent, array_path(index, name).name, chunk_bytes=_CHUNK_BYTES) for name in dtypes)
+    names = {name: dtype.name for name, dtype in dtypes.items()}
+    commit_in_place(index, Index(files=tuple(files), dtypes=names, summary=dict(summary)))
 
 
-def read_index(index: Path) -> dict[str, Any]:
-    """The content of an index. Its "digest" is equal only for equal arrays, types and summaries.
+def read_index(index: Path) -> Index:
+    """Read an index.
 
     Raises:
         JobError: the index cannot be read, or is damaged.
     """
     try:
-        content = json.loads(index.read_bytes())
-        name, digest = content.pop("name"), content.pop("digest")
-        if name == index.stem and digest == _digest(content):
-            return {**content, "digest": digest}
-        problem = "its content does not match its digest or its name"
+        data = index.read_bytes()
+        body = json.loads(data)
+        content = Index.parse(data, str(index)) if "format" in body else _of_format_4(index, body)
+        if [record.name for record in content.files] == [array_path(index, name).name for name in content.dtypes]:
+            return content
+        problem = "its arrays are not those of its name"
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
     raise JobError(
         f"the index of tokenised data {str(index)!r} is damaged ({problem}); start again, to have it made anew"
     )
+
+
+def _of_format_4(index: Path, body: dict[str, Any]) -> Index:
+    """Return the index that an earlier release has written."""
+    name, digest = body.pop("name"), body.pop("digest")
+    if name != index.stem or digest != hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest():
+        raise DamagedError("its content does not match its digest or its name")
+    dtypes, nbytes, hashes = (body.pop(key) for key in ("dtypes", "nbytes", "sha256"))
+    files = (
+        FileRecord(name=array_path(index, array).name, size_bytes=nbytes[array], sha256=hashes[array])
+        for array in dtypes
+    )
+    return Index(files=tuple(files), dtypes=dtypes, summary=body)
 
 
 def map_array(index: Path, name: str) -> np.ndarray:
@@ -129,48 +158,19 @@ def map_array(index: Path, name: str) -> np.ndarray:
     Raises:
         JobError: the index is damaged, or the array does not have the size that the index gives.
     """
-    content = read_index(index)
-    dtype, path = content["dtypes"][name], array_path(index, name)
-    if (problem := _wrong_size(path, content["nbytes"][name])) is not None:
+    content, path = read_index(index), array_path(index, name)
+    dtype = content.dtypes[name]
+    record = next(record for record in content.files if record.name == path.name)
+    if problem := _damage(index, replace(record, sha256=None)):  # `is_whole` has read the bytes
         raise JobError(f"{problem}; start again, to have it made anew")
-    if content["nbytes"][name] == 0:  # numpy cannot map an empty file
+    if record.size_bytes == 0:  # numpy cannot map an empty file
         return np.empty(0, dtype)
     return np.memmap(path, dtype=dtype, mode="r")
 
 
-def _damage(index: Path) -> str | None:
-    """The first damage of the files of an index; None if they are whole."""
-    try:
-        content = read_index(index)
-    except JobError as error:
-        return str(error).partition(";")[0]
-    for name, size in content["nbytes"].items():
-        path = array_path(index, name)
-        if (problem := _wrong_size(path, size)) is not None:
-            return problem
-        if _hash_of(path) != content["sha256"][name]:
-            return f"{path} does not have the SHA-256 of its index"
-    return None
-
-
-def _wrong_size(path: Path, size: int) -> str | None:
-    if not path.is_file():
-        return f"{path} is missing"
-    found = path.stat().st_size
-    return None if found == size else f"{path} has {found} bytes, its index says {size}"
-
-
-def _hash_of(path: Path) -> str:
-    """The SHA-256 of the SHA-256 of each chunk of a file; threads share the chunks."""
-    with path.open("rb") as file, ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS)) as threads:
-        starts = range(0, os.fstat(file.fileno()).st_size, _CHUNK_BYTES)
-        hashes = threads.map(partial(_hash_of_chunk, file.fileno()), starts)
-        return hashlib.sha256(b"".join(hashes)).hexdigest()
-
-
-def _hash_of_chunk(descriptor: int, start: int) -> bytes:
-    return hashlib.sha256(os.pread(descriptor, _CHUNK_BYTES, start)).digest()
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+def _damage(index: Path, record: FileRecord) -> str:
+    """The damage of an array; empty if it is whole. Raises: OSError if it cannot be read."""
+    if not (index.parent / record.name).is_file():
+        return f"{index.parent / record.name} is missing"
+    problem = difference(index.parent, record, chunk_bytes=_CHUNK_BYTES)
+    return f"{index.parent}: {problem}" if problem else ""

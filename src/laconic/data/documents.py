@@ -26,7 +26,6 @@ from laconic.data.formats import CorpusFormat, Encoder
 from laconic.data.probe import check_model
 from laconic.data.sampler import EpochSampler, hashed
 from laconic.hf.chat import Encoded
-from laconic.store.files import replacing
 
 _DOCUMENTS_PER_BATCH = 256
 _SPLITS = ("train", "eval")
@@ -192,12 +191,7 @@ def write(
     dtypes = {"tokens": np.min_scalar_type(vocab_size - 1), "counted": np.dtype(bool)}
     counts = {"num_cut": 0, "num_dropped": 0, "num_without_target": 0}
     lengths, num_targets = array("q"), array("q")
-    with (
-        replacing(arrays.array_path(index, "tokens"), durable=False) as new_tokens,
-        replacing(arrays.array_path(index, "counted"), durable=False) as new_counted,
-        new_tokens.open("wb") as tokens_file,
-        new_counted.open("wb") as counted_file,
-    ):
+    with arrays.array_file(index, "tokens") as tokens_file, arrays.array_file(index, "counted") as counted_file:
         for tokens, counted in _encoded(corpus, encoder):
             counted[:1] = False  # see [Note: Documents in a row]
             if len(tokens) > config.sequence_length:
@@ -227,7 +221,8 @@ def write(
         small[f"{split}-documents"] = documents[np.array([n for row in rows for n in row], dtype=np.int64)]
         small[f"{split}-starts"] = np.cumsum([0, *map(len, rows)])
     for name, values in small.items():
-        arrays.write_array(index, name, values.astype(np.int64))
+        with arrays.array_file(index, name) as file:
+            file.write(values.astype(np.int64).data)
         dtypes[name] = np.dtype(np.int64)
     arrays.write_index(index, dtypes, {"is_stream": False, "is_packed": reading.packing, **counts})
 
@@ -240,7 +235,7 @@ def _encoded(corpus: Corpus, encoder: Encoder) -> Iterator[Encoded]:
 
 def open_rows(index: Path, config: DataConfig) -> RowFiles:
     """Map the files of `index`, which `prepare` returned, into memory."""
-    summary = arrays.read_index(index)
+    summary = arrays.read_index(index).summary
     lengths, num_targets = arrays.map_array(index, "lengths"), arrays.map_array(index, "num_targets")
 
     def rows(split: str) -> Rows:

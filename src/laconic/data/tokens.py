@@ -16,7 +16,6 @@ from laconic.data.corpus import Corpus, open_corpus
 from laconic.data.formats import Encoder, find_reading, refuse_binary
 from laconic.data.sampler import Sampler, hashed
 from laconic.hf.tokenizer import Tokenizer
-from laconic.store.files import replacing
 
 _DOCUMENTS_PER_BATCH = 64
 _SPLITS = ("train", "eval")
@@ -124,7 +123,7 @@ def open_data(index: Path, config: DataConfig) -> TrainingData:
     Raises:
         JobError: the corpus is empty, or too short for one sequence.
     """
-    is_stream = arrays.read_index(index)["is_stream"]
+    is_stream = arrays.read_index(index).summary["is_stream"]
     return open_tokens(index, config) if is_stream else documents.open_rows(index, config)
 
 
@@ -134,7 +133,7 @@ def open_tokens(index: Path, config: DataConfig) -> TokenFiles:
     Raises:
         JobError: the corpus is empty, or too short for one sequence.
     """
-    summary = arrays.read_index(index)
+    summary = arrays.read_index(index).summary
     train, evaluation = (arrays.map_array(index, split) for split in _SPLITS)
     length = config.sequence_length
     source = config.path or config.kind
@@ -165,14 +164,8 @@ def rows_at(tokens: np.ndarray, offsets: np.ndarray, length: int) -> np.ndarray:
 
 def _write(index: Path, corpus: Corpus, tokenizer: Tokenizer, config: DataConfig) -> None:
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    train_path, eval_path = (arrays.array_path(index, split) for split in _SPLITS)
     num_documents = num_text_tokens = 0
-    with (
-        replacing(train_path, durable=False) as new_train,
-        replacing(eval_path, durable=False) as new_eval,
-        new_train.open("wb") as train,
-        new_eval.open("wb") as evaluation,
-    ):
+    with arrays.array_file(index, "train") as train, arrays.array_file(index, "eval") as evaluation:
         for tokens in _tokens(corpus, tokenizer, config.text_field):
             file = evaluation if hashed(num_documents) < config.eval_fraction * 2**64 else train
             row = tokens.astype(dtype, copy=False)

@@ -3,14 +3,16 @@
 [Note: Complete checkpoints]
 A trainer writes its checkpoint folder file by file and syncs none, so a kill leaves a folder that looks like a
 checkpoint, and a power cut leaves files of zeros. When all ranks have written theirs, laconic syncs the files and adds
-a list of them, with sizes and hashes. A folder without the list, or with a file that differs from it, is not complete
-and is never resumed from. Hashes of the sharded tensors come from their manifest: [Note: Commit protocol] in
-checkpoint/commit.py. Lists of earlier versions have sizes only.
+their manifest ([Note: A store] in store/folder.py). A folder without the manifest, or with a file that differs from it,
+is not complete and is never resumed from. Hashes of the sharded tensors come from their own manifest. Lists of earlier
+releases have no checksum of themselves, and those of the earliest no hashes, but sizes only.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +20,28 @@ import torch
 from torch import nn
 
 from laconic import checkpoint
-from laconic.checkpoint.commit import MANIFEST, Manifest, describe_file
+from laconic.checkpoint import commit
 from laconic.checkpoint.state import persistent_buffers, reshard
 from laconic.comm.agreement import RankGroup
 from laconic.comm.launch import RankInfo
 from laconic.errors import JobError
 from laconic.islands.local_steps import LocalSteps
-from laconic.store.files import sync, write_text
+from laconic.store import CrashPoint, FileRecord, Manifest, commit_in_place, damage, describe, reached
+from laconic.store.files import sync
 
 SHARDS = "laconic"
 """The folder, in the trainer's checkpoint, with the sharded tensors."""
 FILES = "laconic_files.json"
 """The list of the checkpoint's files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainersFiles(Manifest):
+    """The list of a trainer's files."""
+
+    FORMAT = "laconic-trainer-1"
+
+    world_size: int
 
 
 class TrainedPart(nn.Module):
@@ -99,12 +111,12 @@ def mark_complete(folder: str | Path) -> None:
     failure = f"checkpoint {folder} could not be completed"
 
     def write() -> None:
-        listed = {"world_size": ranks.size, "files": _sizes(folder), "sha256": _hashes(folder)}
-        write_text(folder / FILES, json.dumps(listed, indent=1))
-        sync(folder)
+        files = tuple(_describe_all(folder))
+        commit_in_place(folder / FILES, TrainersFiles(files=files, world_size=ranks.size))
 
     ranks.gather(None)  # all ranks have written
     ranks.on_all(lambda: _sync_all(folder) if RankInfo.from_environment().is_first_on_node else None, failure)
+    reached(CrashPoint.SYNCED)
     ranks.on_rank_0(write, failure)
 
 
@@ -112,11 +124,11 @@ def incomplete(folder: str | Path) -> str:
     """Say why `folder` is no complete checkpoint; empty if it is one. All ranks call it, and read a part each."""
     folder, ranks = Path(folder), RankGroup(error=JobError)
     failure = f"{folder} is not readable"
-    listed: list[Any] | str = ranks.on_rank_0(lambda: _listed(folder), failure)
+    listed: list[dict[str, Any]] | str = ranks.on_rank_0(lambda: _listed(folder), failure)
     if isinstance(listed, str):
         return listed
-    share = listed[ranks.rank :: ranks.size]
-    problems = ranks.on_all(lambda: [damage for entry in share if (damage := _damage(folder, *entry))], failure)
+    share = [FileRecord(**record) for record in listed[ranks.rank :: ranks.size]]
+    problems = ranks.on_all(lambda: damage(folder, share), failure)
     return "; ".join(problem for found in problems for problem in found)
 
 
@@ -135,19 +147,19 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != FILES)
 
 
-def _sizes(folder: Path) -> dict[str, int]:
-    return {str(path.relative_to(folder)): path.stat().st_size for path in _files(folder)}
-
-
-def _hashes(folder: Path) -> dict[str, str]:
-    """The hash of each file. Those of sharded tensors are not computed again."""
-    manifests = folder.glob(f"{SHARDS}/*/{MANIFEST}")
-    hashes = {
+def _describe_all(folder: Path) -> Iterator[FileRecord]:
+    """Describe each file. Hashes of sharded tensors are not computed again."""
+    known = {
         f"{SHARDS}/{path.parent.name}/{record.name}": record.sha256
-        for path in manifests
-        for record in Manifest.read(path.parent).files
+        for path in folder.glob(f"{SHARDS}/*/{commit.MANIFEST}")
+        for record in commit.Manifest.read(path).files
     }
-    return {name: hashes.get(name) or describe_file(folder, name).sha256 for name in _sizes(folder)}
+    for path in _files(folder):
+        name = str(path.relative_to(folder))
+        if name in known:
+            yield FileRecord(name=name, size_bytes=path.stat().st_size, sha256=known[name])
+        else:
+            yield describe(folder, name)
 
 
 def _sync_all(folder: Path) -> None:
@@ -156,25 +168,19 @@ def _sync_all(folder: Path) -> None:
         sync(path)
 
 
-def _listed(folder: Path) -> list[Any] | str:
-    """Return [name, size, hash or None] of each file in the list, or what is wrong with the list."""
+def _listed(folder: Path) -> list[dict[str, Any]] | str:
+    """Return the records of the folder's manifest, or what is wrong with it."""
     try:
-        body = json.loads((folder / FILES).read_text())
-        hashes = body.get("sha256", {})
-        return [[str(name), int(size), hashes.get(name)] for name, size in body["files"].items()]
+        data = (folder / FILES).read_bytes()
+        body = json.loads(data)
+        files = TrainersFiles.parse(data, FILES).files if "format" in body else _of_earlier_release(body)
+        return [asdict(record) for record in files]
     except FileNotFoundError:
         return f"it has no list of its files ({FILES}): writing was cut off, or another trainer wrote it"
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         return f"its list of files ({FILES}) is damaged: {error}"
 
 
-def _damage(folder: Path, name: str, size_bytes: int, sha256: str | None) -> str:
-    """Say how a file differs from the list; empty if it does not."""
-    path = folder / name
-    if not path.is_file():
-        return f"{name} is missing"
-    if path.stat().st_size != size_bytes:
-        return f"{name} has {path.stat().st_size} bytes instead of {size_bytes}"
-    if sha256 is not None and describe_file(folder, name).sha256 != sha256:
-        return f"{name} does not have the contents that were written"
-    return ""
+def _of_earlier_release(body: dict[str, Any]) -> list[FileRecord]:
+    hashes = body.get("sha256", {})
+    return [FileRecord(name=name, size_bytes=size, sha256=hashes.get(name)) for name, size in body["files"].items()]

@@ -20,6 +20,7 @@ from laconic.checkpoint import api, commit, sidecar, state, storage
 from laconic.comm.agreement import RankGroup
 from laconic.config import JobError
 from laconic.cyclic import CyclicDataParallel
+from laconic.store import damage
 from laconic.strategies.stepper import Save
 
 _PENDING = "pending_gradient"
@@ -63,7 +64,7 @@ def newest_cut(checkpoints: Path) -> dict[str, Any] | None:
     for candidate in commit.candidates(checkpoints):
         files = candidate.manifest.files if candidate.manifest else ()
         own = [file for file in files if file.name == sidecar.name(0)]
-        if candidate.manifest and own and not commit.damage(candidate.folder, own):
+        if candidate.manifest and own and not damage(candidate.folder, own):
             extra = sidecar.read(candidate.folder)["extra"]
             schedule = {"schedule": {"cut": extra["schedule"]["cut"]}} if "schedule" in extra else {}
             return {"step": candidate.manifest.step, **schedule}

@@ -184,7 +184,7 @@ def open_corpus(
     assert index is not None
     corpus = peers.agree(lambda: tokens.open_data(index, config.data))
     assert corpus is not None
-    _refuse_unequal(peers.gather(arrays.read_index(index)["digest"]), ranks, folder)
+    _refuse_unequal(peers.gather(arrays.read_index(index).checksum), ranks, folder)
     if config.train.eval_every and not corpus.holds_out:
         raise JobError("train.eval_every is set, but data.eval_fraction = 0 holds nothing out; set one of the two")
     console.print(corpus.describe(), highlight=False)
