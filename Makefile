@@ -46,6 +46,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/python -m tests.support.house
 
 # The site, in build/site. A broken link or an unknown name in the API reference is an error.
 docs: install
