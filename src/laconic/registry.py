@@ -16,7 +16,7 @@ import dataclasses
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
@@ -161,6 +161,16 @@ def named(name: str) -> Strategy:
     return strategies()[canonical(name)]
 
 
+def unknown(name: str, among: Iterable[str]) -> str:
+    """What to say about a name that is not among these."""
+    text = f"strategy {name!r} is not known; there are {', '.join(among)}"
+    if all(_is_there(source) for source in SOURCES):
+        return text
+    return (
+        f"{text}. Those of DeepSpeed and torchft are a distribution of their own: pip install ./contestants in a clone"
+    )
+
+
 def ways_to_train() -> tuple[str, ...]:
     """The values of shard.strategy."""
     return ("laconic", *(name for name, each in strategies().items() if each.is_way_to_train and name != "laconic"))
@@ -175,12 +185,15 @@ def load(path: str) -> Any:
 def _modules() -> list[Any]:
     modules = []
     for source in SOURCES:
-        parent = source.rpartition(".")[0]
-        if importlib.util.find_spec(parent) is not None:
+        if _is_there(source):
             package = importlib.import_module(source)
             names = sorted(found.name for found in pkgutil.iter_modules(package.__path__))
             modules += [importlib.import_module(f"{source}.{name}") for name in names]
     return modules
+
+
+def _is_there(source: str) -> bool:
+    return importlib.util.find_spec(source.rpartition(".")[0]) is not None
 
 
 def _place(maker: str) -> int:

@@ -31,8 +31,8 @@ def test_all_strategies_that_are_installed_run_by_default(job: Path, monkeypatch
     install(monkeypatch)
     assert [strategy for _, strategy, _ in cases(str(job))] == [*BASELINES, "zero++", *SYNCING]
     assert cli._left_out(cli.parse([str(job)])) == [
-        "left out:        strategies that need deepspeed: " + how_to_install("deepspeed"),
-        "left out:        strategies that need torchft: " + how_to_install("torchft"),
+        "left out:        strategies that need deepspeed: " + how_to_install("deepspeed", of_contestants=True),
+        "left out:        strategies that need torchft: " + how_to_install("torchft", of_contestants=True),
     ]
     assert cli._left_out(cli.parse([str(job), "--strategies", "fsdp2"])) == []
     install(monkeypatch, "deepspeed", "torchft")

@@ -111,7 +111,7 @@ def test_quantised_crossings_are_refused_on_a_cpu_with_the_reason(tmp_path: Path
 
 def test_without_deepspeed_the_message_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(JobError, match=r"DS_BUILD_OPS=0 pip install '\.\[deepspeed\]' in a clone"):
+    with pytest.raises(JobError, match=r"DS_BUILD_OPS=0 pip install '\./contestants\[deepspeed\]' in a clone"):
         import_deepspeed(CPU)
 
 

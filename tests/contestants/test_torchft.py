@@ -60,7 +60,7 @@ def test_jobs_that_torchft_would_run_in_another_way_are_refused(
 
 def test_without_torchft_the_message_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchft", None)
-    with pytest.raises(JobError, match=r"pip install '\.\[torchft\]' in a clone"):
+    with pytest.raises(JobError, match=r"pip install '\./contestants\[torchft\]' in a clone"):
         import_torchft()
 
 

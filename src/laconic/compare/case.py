@@ -59,7 +59,7 @@ class Case:
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", registry.canonical(self.strategy))
         if self.strategy not in STRATEGIES:
-            raise ValueError(f"strategy {self.strategy!r} is not known; there are {', '.join(STRATEGIES)}")
+            raise ValueError(registry.unknown(self.strategy, STRATEGIES))
         if self.steps <= self.warmup_steps:
             raise ValueError(
                 f"{self.steps} steps leave nothing to time after {self.warmup_steps} steps of warm-up; take at least "

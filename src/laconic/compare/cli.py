@@ -170,7 +170,7 @@ def _strategies(base: Config, chosen: str | None) -> Sequence[str]:
 
 def _missing(name: str) -> str:
     package = STRATEGIES[name].package or name
-    return f"{package}: {how_to_install(package)}"
+    return f"{package}: {how_to_install(package, of_contestants=True)}"
 
 
 def _left_out(options: argparse.Namespace) -> list[str]:

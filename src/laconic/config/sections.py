@@ -256,8 +256,8 @@ class ShardConfig(Section):
         self._check("reduce_dtype", self.reduce_dtype != "float16" or self.param_dtype == "float16", message)
         message = f"needs shard.cache = 'host', got {self.cache!r}"
         self._check("device_budget_bytes", not self.device_budget_bytes or self.cache == "host", message)
-        known = registry.ways_to_train()
-        self._check("strategy", self.strategy in known, f"must be one of {', '.join(known)}")
+        if self.strategy not in (known := registry.ways_to_train()):
+            raise ConfigError(f"shard.strategy: {registry.unknown(self.strategy, known)}")
         if problem := registry.named(self.strategy).problem("shard", self):
             raise ConfigError(problem)
         message = "needs shard.cluster, a cluster file: `laconic plan measure` under torchrun writes it"

@@ -38,6 +38,8 @@ from laconic.extras import how_to_install
 from laconic.hf.layers import layers_to_shard
 from laconic.strategies.ring import RingReduceScatter
 
+_NO_CUDA = "DS_ACCELERATOR=cpu DS_BUILD_OPS=0"
+
 
 def import_deepspeed(device: torch.device) -> ModuleType:
     """Import DeepSpeed for `device`, quietly.
@@ -53,12 +55,12 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     except ImportError as error:
         raise JobError(
             f"shard.strategy = 'deepspeed' needs DeepSpeed ({error}); on a machine without CUDA: "
-            f"{how_to_install('deepspeed', environment='DS_ACCELERATOR=cpu DS_BUILD_OPS=0')}"
+            f"{how_to_install('deepspeed', environment=_NO_CUDA, of_contestants=True)}"
         ) from error
     if not deepspeed.__version__.startswith("0.19."):
         raise JobError(
             f"shard.strategy = 'deepspeed' is written for DeepSpeed 0.19, and {deepspeed.__version__} is installed; "
-            f"{how_to_install('deepspeed')}"
+            f"{how_to_install('deepspeed', of_contestants=True)}"
         )
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if device.type == "cpu":

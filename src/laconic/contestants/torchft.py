@@ -49,9 +49,8 @@ def import_torchft() -> tuple[ModuleType, ModuleType]:
     try:
         found = importlib.import_module("torchft"), importlib.import_module("torchft.local_sgd")
     except ImportError as error:
-        raise JobError(
-            f"shard.strategy = 'torchft-diloco' needs torchft ({error}): {how_to_install('torchft')}"
-        ) from error
+        advice = how_to_install("torchft", of_contestants=True)
+        raise JobError(f"shard.strategy = 'torchft-diloco' needs torchft ({error}): {advice}") from error
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
     return found

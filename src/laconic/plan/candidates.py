@@ -31,7 +31,7 @@ def candidate_named(name: str) -> Strategy:
     """
     name = registry.canonical(name)
     if name not in CANDIDATES:
-        raise ConfigError(f"strategy {name!r} is not known; there are {', '.join(CANDIDATES)}")
+        raise ConfigError(registry.unknown(name, CANDIDATES))
     return CANDIDATES[name]
 
 
