@@ -51,7 +51,7 @@ def _profile(training: Training, steps: int, device: torch.device) -> Overlap:
     if device.type != "cuda":
         training.step()
         return overlap(SYNTHETIC_TRACE, LABEL_BYTES)
-    lanes = unit_of(training.model).context.lanes  # type: ignore[union-attr]
+    lanes = unit_of(training.model).root.lanes  # type: ignore[union-attr]
     labels = []
     for lane, nbytes in zip((lanes.to_host, lanes.to_device), LABEL_BYTES, strict=True):
         with lane.running():

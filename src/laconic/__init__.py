@@ -4,12 +4,14 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from laconic.shard.overrides import overrides
+from laconic.shard import extension
 
 if TYPE_CHECKING:  # at run time, `__getattr__` imports a name when it is first used
     from laconic.codec.linear import quantize_
     from laconic.comm.cluster import Cluster, default_mesh, init_mesh
     from laconic.cyclic.runtime import CyclicDataParallel
+    from laconic.guard.audit import audit
+    from laconic.guard.inspection import CorruptionError
     from laconic.hf.safetensors_folder import load_safetensors, save_safetensors
     from laconic.islands.local_steps import LocalSteps
     from laconic.islands.membership import Membership
@@ -19,8 +21,6 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports a name when it is first 
     from laconic.partial.updates import assign_slice, partial_updates, unsliced, unsliced_state_dict
     from laconic.ragged.tensor import RaggedTensor
     from laconic.shard.api import fully_shard
-    from laconic.shard.audit import audit
-    from laconic.shard.checks import CorruptionError
     from laconic.shard.policies import Cache, Checks, Wire
     from laconic.shard.sharded_module import ShardedModule
 
@@ -61,7 +61,7 @@ _HOMES = {
     "Cache": "laconic.shard.policies",
     "Checks": "laconic.shard.policies",
     "Cluster": "laconic.comm.cluster",
-    "CorruptionError": "laconic.shard.checks",
+    "CorruptionError": "laconic.guard.inspection",
     "CyclicDataParallel": "laconic.cyclic.runtime",
     "EMA": "laconic.optim.ema",
     "LocalSteps": "laconic.islands.local_steps",
@@ -70,7 +70,7 @@ _HOMES = {
     "ShardedModule": "laconic.shard.sharded_module",
     "Wire": "laconic.shard.policies",
     "assign_slice": "laconic.partial.updates",
-    "audit": "laconic.shard.audit",
+    "audit": "laconic.guard.audit",
     "default_mesh": "laconic.comm.cluster",
     "elements": "laconic.layout.granularity",
     "fully_shard": "laconic.shard.api",
@@ -114,4 +114,12 @@ def _push_to_hub(model: Any, *args: Any, **options: Any) -> Any:
     return import_module("laconic.hf.saving").push_to_hub(model, *args, **options)
 
 
-overrides.update(save_pretrained=_save_pretrained, push_to_hub=_push_to_hub)
+extension.overrides.update(save_pretrained=_save_pretrained, push_to_hub=_push_to_hub)
+
+
+def _guard() -> Any:
+    """The observer of the engine: the engine does not know the room above it that looks for mistakes and damage."""
+    return import_module("laconic.guard.guard").Guard
+
+
+extension.observer_class = _guard

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
 from laconic import Checks, CorruptionError, Wire
-from laconic.shard import inspection
+from laconic.guard import inspection
 from tests.support import helpers
 from tests.support.flips import Flip, flip_bit, flipping
 from tests.support.launch import run_ranks

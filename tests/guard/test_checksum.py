@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from laconic.shard import checksum
-from laconic.shard.checksum import checksum_of, checksums
+from laconic.guard import checksum
+from laconic.guard.checksum import checksum_of, checksums
 from tests.reference.checksum import checksum as oracle
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from laconic.shard.digest import digest_of
+from laconic.guard.checksum import digest_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool])

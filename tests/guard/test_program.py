@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch.distributed as dist
 import laconic
 from laconic.comm.cluster import Cluster
 from laconic.errors import RanksDifferError
-from laconic.shard.description import compare, describe, first_difference
-from laconic.shard.program import Program
+from laconic.guard.description import compare, describe, first_difference
+from laconic.guard.program import Program
 from laconic.shard.unit import Unit
 from tests.support import helpers
 from tests.support.launch import run_ranks
@@ -34,7 +35,7 @@ def described_with(**changes: Any) -> Any:
     mesh = laconic.init_mesh("cpu")
     model = helpers.shard(helpers.build(), mesh=mesh)
     unit = model._laconic_unit
-    fields = {name: value for name, value in vars(unit).items() if name[0] != "_" and name != "progress"}
+    fields = {each.name: getattr(unit, each.name) for each in dataclasses.fields(unit)}
     future = FutureUnit(**fields, **changes)
     future.progress = unit.progress
     return describe([future])
@@ -99,7 +100,7 @@ def test_an_optimizer_never_uses_gradients_of_programs_that_differ() -> None:
 def job_engine() -> None:
     """The names of both passes reach the comparison. Messages that fit would otherwise be mixed without a word."""
     model: Any = helpers.shard(helpers.build())
-    program = model._laconic_unit.context.program
+    program = model._laconic_unit.root.observer._program
     noted: list[str] = []
     program.note = noted.append
     helpers.train_step(model)

@@ -132,7 +132,7 @@ def job_shared_lanes() -> None:
     share_comm_ctx(models)
     for model in models:
         model(torch.ones(1, 3)).sum().backward()
-    contexts = [model._laconic_unit.context for model in models]
+    contexts = [model._laconic_unit.root for model in models]
     assert contexts[0].lanes is contexts[1].lanes
     with pytest.raises(RuntimeError, match="before the first forward"):
         share_comm_ctx([laconic.fully_shard(nn.Linear(3, 3)), models[0]])

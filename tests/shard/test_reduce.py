@@ -216,7 +216,7 @@ def job_products() -> None:
 
     model: Any = laconic.fully_shard(helpers.build(Stack), mesh=laconic.init_mesh("cpu"))
     [bucket] = helpers.buckets(model)
-    model._laconic_unit.lead()
+    assert model._laconic_unit.root
     gradients: Any = bucket._sink
     for shape, index, dtype in (((3, 5), 1, torch.float32), ((2, 3, 5), 1, torch.float32), ((5, 3), 0, torch.float32)):
         assert not gradients.accepts(index, shape, dtype), shape

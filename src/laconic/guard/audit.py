@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import pass_on
+from laconic.guard.checksum import checksum_of
+from laconic.guard.inspection import CorruptionError
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import Bucket
-from laconic.shard.checks import CorruptionError
-from laconic.shard.checksum import checksum_of
 from laconic.shard.sharded_module import ShardedModule, reshard_all
 from laconic.shard.trees import map_tensors, tensors_in
 from laconic.shard.unit import units_below
@@ -92,16 +92,16 @@ def _gradient_checksums(module: ShardedModule, batch: Any, loss_fn: LossFunction
         new = torch.stack([checksum_of(full[slot.offset : slot.offset + slot.numel]) for slot in slots])
         found.setdefault(bucket, []).append(new)
 
-    context = module._laconic_unit.context
+    root = module._laconic_unit.root
     plain = _plain_parameters(module)
     for parameter in plain:
         parameter.grad = None
-    context.probe = keep
+    root.probe = keep
     try:
         loss = loss_fn(module, batch)
         loss.backward()
     finally:
-        context.probe = None
+        root.probe = None
     sums = [checksum_of(loss.detach()).cpu()]
     for bucket in _buckets(module):  # several forwards of a unit count in their order
         parts = found.get(bucket, [torch.zeros(len(bucket.sharded), dtype=torch.int64)])

@@ -1,4 +1,4 @@
-"""A checksum of memory that sees every flipped bit.
+"""Numbers that stand for memory: a checksum that sees every flipped bit, and a digest that tells weights apart.
 
 [Note: What a checksum sees]
 The checksum of a part is the sum of its words of four bytes, as signed numbers x_i, times the odd numbers 2 i + 1,
@@ -9,10 +9,13 @@ than 8 GiB. So any two flipped bits are seen, and so is the exchange of any two 
 in 2^64 times, if it is random. tests/reference/checksum.py says the same in Python's integers.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 _WORD_BYTES = 4
+_DIGEST_WORD_BYTES = 8
 _HOST_CHUNK_WORDS, _DEVICE_CHUNK_WORDS = 1 << 15, 1 << 22
 """The words that are multiplied at once: on a CPU they and their products fit its caches."""
 
@@ -51,3 +54,25 @@ def _words(memory: Tensor) -> Tensor:
         filled[:, :num_bytes] = memory
         memory = filled
     return memory.view(-1).view(torch.int32).view(-1, num_words)
+
+
+def digest_of(tensors: Iterable[Tensor]) -> int | None:
+    """A number that is equal for equal bits, and hardly ever for others; None if a tensor is on the meta device.
+
+    Cost: one pass over the tensors without copies of them, and one wait for their device.
+    """
+    total: Tensor | int = 0
+    for factor, tensor in enumerate(tensors, start=1):
+        if tensor.is_meta:
+            return None
+        total = total + factor * _sum_of_long_words(tensor.detach())
+    return int(total)
+
+
+def _sum_of_long_words(tensor: Tensor) -> Tensor:
+    """The sum of a contiguous tensor's memory as integers of eight bytes, modulo 2^64, and of the bytes left over."""
+    memory = tensor.reshape(-1).view(torch.uint8)
+    if memory.storage_offset() % _DIGEST_WORD_BYTES:  # words must begin at the tensor's first byte on every rank
+        memory = memory.clone()
+    end = len(memory) // _DIGEST_WORD_BYTES * _DIGEST_WORD_BYTES
+    return memory[:end].view(torch.int64).sum() + memory[end:].sum(dtype=torch.int64)

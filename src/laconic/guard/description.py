@@ -31,7 +31,7 @@ from laconic.comm.cluster import Cluster
 from laconic.errors import RanksDifferError
 from laconic.ragged.dtensor import DTensorShard
 from laconic.ragged.spec import RaggedSpec
-from laconic.shard.bucket import Bucket
+from laconic.shard.bucket import Bucket, ManagedParameter
 
 Description = dict[str, dict[str, str]]
 """For each unit or parameter its settings, by name."""
@@ -109,6 +109,21 @@ def compare(
         reasons.append(f"rank {numbers[place]} differs from rank {numbers[base]}: {difference}")
     more = f" (and {len(reasons) - _MOST_SHOWN} more ranks)" if len(reasons) > _MOST_SHOWN else ""
     raise RanksDifferError(f"{'; '.join(reasons[:_MOST_SHOWN])}{more}. {_REMEDY}")
+
+
+def compare_broadcast(module: nn.Module, managed: Sequence[ManagedParameter]) -> None:
+    """Compare the parameters to which `fully_shard` is about to copy the first rank's values. Collective.
+
+    Raises:
+        RanksDifferError: see `compare`.
+    """
+    for cluster in dict.fromkeys(item.cluster for item in managed):
+        described = {
+            item.name: {"shape": str(tuple(item.local.shape)), "dtype": str(item.local.dtype)}
+            for item in managed
+            if item.cluster is cluster
+        }
+        compare(cluster.all_flag_group, f"fully_shard(broadcast=True) of {type(module).__name__}", described)
 
 
 def first_difference(base: Description, other: Description, base_name: str) -> str:

@@ -27,7 +27,7 @@ checksum of each parameter's elements with their version, and compares at each u
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,14 +37,21 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import start_flags, swap_rows
 from laconic.comm.traffic import Level
+from laconic.guard.checksum import checksum_of, checksums, digest_of
 from laconic.shard.bucket import Bucket
-from laconic.shard.checks import CorruptionError
-from laconic.shard.checksum import checksum_of, checksums
 from laconic.shard.crossing import Transfer
+from laconic.shard.gather import UnitGather
 from laconic.shard.policies import Checks
 
 _SHOWN = 3
 """The names in a message."""
+
+
+class CorruptionError(RuntimeError):
+    """Ranks have other bits than they should: weights or gradients were damaged, or changed unnoticed.
+
+    All ranks of the mesh raise it alike. No optimizer has used the damaged values if the error comes out of a backward.
+    """
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -64,15 +71,29 @@ class Record:
 class Inspection:
     """The steps of one root, and what is checked in them: [Note: Checks]."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, policies: Mapping[Bucket, Checks | None]) -> None:
+        """Check the buckets of `policies` between the ranks of a root's cluster."""
         self._cluster = cluster
+        self._policies = {bucket: checks or Checks(interval=0) for bucket, checks in policies.items()}
+        self._looks_at_weights = any(each.interval or each.unnoticed_edits for each in self._policies.values())
         self._step = 0
         self._has_ended = False
         self._records: list[Record] = []
+        self._sent: dict[Transfer, Tensor] = {}
+        """The checksums of what was sent for a sum that has not arrived, (P,)."""
+        self._stored: dict[Bucket, tuple[int, Tensor]] = {}
+        """The number of a crossing, and the checksums of the node shard's parts, (N,), that it left in the cache."""
+        self._known: dict[Bucket, tuple[int, Tensor]] = {}
+        """The number of a crossing, and the checksums of the parameters then: [Note: Edits without notice]."""
 
-    def is_due(self, checks: Checks) -> bool:
-        """True in a step that is checked."""
+    def is_due(self, bucket: Bucket) -> bool:
+        """True in a step in which a bucket is checked."""
+        checks = self._policies[bucket]
         return checks.interval > 0 and self._step % checks.interval == 0
+
+    def heals(self, bucket: Bucket) -> bool:
+        """True in a step that looks for damage in the bucket's cache, and mends it."""
+        return self._policies[bucket].on_damage == "regather" and self.is_due(bucket)
 
     def begin_forward(self) -> None:
         """Begin a forward of the root: it is in the same step until `end_step`."""
@@ -86,6 +107,100 @@ class Inspection:
     def forget(self) -> None:
         """Drop the records of a forward or backward that raised."""
         self._records.clear()
+        self._sent.clear()
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def look_at_gathered(self, gather: UnitGather) -> None:
+        """Look at a unit's full buffers, which compute is about to use. Collective with `unnoticed_edits`.
+
+        Raises:
+            CorruptionError: weights were changed without notice.
+        """
+        if not self._looks_at_weights:
+            return
+        for bucket, crossing in gather.crossings():
+            if self._policies[bucket].unnoticed_edits:
+                self._refuse_unnoticed_edits(bucket, crossing)
+        for bucket in gather.buckets:
+            if self.is_due(bucket):
+                self.note_weights(bucket)
+
+    def note_stored(self, gather: UnitGather) -> None:
+        """Take the checksums of node shards that have just been stored: [Note: Damage in a cache]."""
+        if not self._looks_at_weights:
+            return
+        for bucket, crossing in gather.crossings():
+            checks = self._policies[bucket]
+            is_time = self.is_due(bucket) or (bucket.is_frozen and checks.interval > 0)
+            is_known = self._stored.get(bucket, (None,))[0] == crossing
+            if bucket.valid_cache is not None and not is_known and is_time and checks.on_damage == "regather":
+                parts = bucket.node_shard_of_full().view(bucket.cluster.num_nodes, -1)
+                self._stored[bucket] = crossing, checksums(parts)
+
+    def find_damaged(self, gather: UnitGather) -> list[Bucket]:
+        """The buckets whose cached node shards are damaged on some rank, with a warning. Collective if it is time.
+
+        Raises:
+            CorruptionError: a damaged shard has no other memory than the cache's.
+        """
+        if not self._looks_at_weights:
+            return []
+        stored = {
+            bucket: self._stored[bucket][1]
+            for bucket, crossing in gather.crossings()
+            if self.heals(bucket) and bucket.valid_cache is not None
+            and self._stored.get(bucket, (None,))[0] == crossing
+        }  # fmt: skip
+        damaged = []
+        for cluster in dict.fromkeys(bucket.cluster for bucket in stored):
+            members = [bucket for bucket in stored if bucket.cluster is cluster]
+            flags = torch.tensor([_damage_of(bucket, stored[bucket]) for bucket in members], dtype=torch.uint8)
+            worst = start_flags(cluster, flags).wait().tolist()
+            lost = [_names(each, cluster.shard_index) for each, flag in zip(members, worst, strict=True) if flag > 1]
+            if lost:
+                raise CorruptionError(
+                    f"frozen weights of {lost[0]} were damaged in the cache, where their only copy was; go on from the "
+                    "last checkpoint"
+                )
+            damaged += [bucket for bucket, flag in zip(members, worst, strict=True) if flag]
+        if damaged:
+            names = _joined([f"{bucket.layout.slots[0].name} of {bucket.unit_name}" for bucket in damaged])
+            warnings.warn(
+                f"the cached weights of {names} were damaged on some rank, and are gathered again; if this comes back, "
+                "test the memory of the machines",
+                stacklevel=2,
+            )
+        return damaged
+
+    def different_copies(self, cluster: Cluster, buckets: Sequence[Bucket]) -> list[Bucket]:
+        """Compare the cached node shards of buckets of one cluster between the nodes, bit by bit. Collective."""
+        digests = [digest_of([each.cached.kept()]) for each in buckets if each.cached is not None]
+        by_place: dict[int, list[list[int | None]]] = {}
+        for place, theirs in RankGroup(cluster.flag_group).gather([cluster.local_rank, digests]):
+            by_place.setdefault(place, []).append(theirs)
+        return [
+            each
+            for index, each in enumerate(buckets)
+            if any(len({theirs[index] for theirs in nodes}) > 1 for nodes in by_place.values())
+        ]
+
+    def _refuse_unnoticed_edits(self, bucket: Bucket, crossing: int) -> None:
+        """Compare the parameters with those of the same crossing. Collective over the bucket's ranks."""
+        indices = range(len(bucket.sharded))
+        now = torch.stack([checksum_of(bucket.local_view(bucket.shard, index)) for index in indices])
+        before_crossing, before = self._known.get(bucket, (None, now))
+        self._known[bucket] = crossing, now
+        if before_crossing != crossing:
+            return
+        flags = start_flags(bucket.cluster, (now != before).cpu().to(torch.uint8)).wait().tolist()
+        edited = [bucket.layout.slots[index].name for index in indices if flags[index]]
+        if edited:
+            raise CorruptionError(
+                f"{_joined(edited)} of {bucket.unit_name} changed without notice after it was gathered; ranks would "
+                "compute with the old values: call invalidate() of the sharded module after the change, on every rank, "
+                "or change the parameter itself under torch.no_grad()"
+            )
 
     def note_weights(self, bucket: Bucket) -> None:
         """Take the checksums of a full buffer that compute is about to use."""
@@ -105,11 +220,18 @@ class Inspection:
         by_rank = got.view(cluster.num_local, cluster.num_nodes).T.flatten()  # rank (n, l) owns shard l * N + n
         self._records.append(Record(bucket=bucket, what="weights", sent=own.expand(cluster.size), got=by_rank))
 
-    def note_sum(self, bucket: Bucket, level: Level, sent: Tensor, transfer: Transfer) -> None:
-        """Take the checksums of what came for a sum of gradients, unless only the backend has seen it. It waits.
+    # -- gradients -----------------------------------------------------------------------------------------------------
 
-        `sent`, (P,), has those of what this rank sent to the P ranks of `level`.
-        """
+    def note_sent(self, bucket: Bucket, transfer: Transfer) -> None:
+        """Take the checksums of what this rank sends for a sum of gradients, in a step that is checked."""
+        if self.is_due(bucket):
+            self._sent[transfer] = checksums(transfer.messages)
+
+    def note_sum(self, bucket: Bucket, level: Level, transfer: Transfer) -> None:
+        """Take the checksums of what came for a sum of gradients, unless only the backend has seen it. It waits."""
+        sent = self._sent.pop(transfer, None)
+        if sent is None:
+            return
         came = transfer.received()
         if came is None:
             return
@@ -123,6 +245,8 @@ class Inspection:
 
     def note_replicas(self, bucket: Bucket, shard: Tensor) -> None:
         """Take the checksum of a sum over the islands, (C,), which all of them must have alike."""
+        if not self.is_due(bucket):
+            return
         own = _checksum_of_extents(bucket, bucket.cluster.shard_index, shard).expand(bucket.cluster.num_islands)
         self._records.append(Record(bucket=bucket, what="gradients", sent=own, got=own, across_islands=True))
 
@@ -224,100 +348,12 @@ def _raise_together(cluster: Cluster, damage: list[str], *, across_islands: bool
         )
 
 
-class UnitChecks:
-    """The checks of one unit, under the policy that its call of `fully_shard` was given."""
+def _damage_of(bucket: Bucket, stored: Tensor) -> int:
+    """0 for a cached node shard without damage, 2 if this rank's own shard is damaged and rests there only, else 1.
 
-    def __init__(self, checks: Checks | None, buckets: Sequence[Bucket], inspection: Inspection) -> None:
-        self._checks, self._buckets, self.inspection = checks or Checks(interval=0), buckets, inspection
-        self._known: dict[Bucket, tuple[int, Tensor]] = {}
-        """The number of a crossing, and the checksums of the parameters then: [Note: Edits without notice]."""
-
-    @property
-    def is_due(self) -> bool:
-        """True in a step that is checked."""
-        return self.inspection.is_due(self._checks)
-
-    @property
-    def heals(self) -> bool:
-        """True in a step that looks for damage in caches, and mends it."""
-        return self._checks.on_damage == "regather" and self.is_due
-
-    def look_at_gathered(self, crossings: Sequence[int]) -> None:
-        """Look at the unit's full buffers, which compute is about to use. Collective with `unnoticed_edits`.
-
-        `crossings` has, for each bucket, the number of gathers so far that began with the shards.
-
-        Raises:
-            CorruptionError: weights were changed without notice.
-        """
-        if self._checks.unnoticed_edits:
-            for bucket, crossing in zip(self._buckets, crossings, strict=True):
-                self._refuse_unnoticed_edits(bucket, crossing)
-        if self.is_due:
-            for bucket in self._buckets:
-                self.inspection.note_weights(bucket)
-
-    def note_stored(self) -> None:
-        """Take the checksums of node shards that have just been stored: [Note: Damage in a cache]."""
-        for bucket in self._buckets:
-            cached, is_time = bucket.valid_cache, self.is_due or (bucket.is_frozen and self._checks.interval > 0)
-            if cached is not None and cached.checksums is None and is_time and self._checks.on_damage == "regather":
-                cached.checksums = checksums(bucket.node_shard_of_full().view(bucket.cluster.num_nodes, -1))
-
-    def find_damaged(self) -> list[Bucket]:
-        """The buckets whose cached node shards are damaged on some rank, with a warning. Collective if it is time.
-
-        Raises:
-            CorruptionError: a damaged shard has no other memory than the cache's.
-        """
-        if not self.heals:
-            return []
-        caches = ((bucket, bucket.valid_cache) for bucket in self._buckets)
-        cached = [bucket for bucket, cache in caches if cache is not None and cache.checksums is not None]
-        damaged = []
-        for cluster in dict.fromkeys(bucket.cluster for bucket in cached):
-            members = [bucket for bucket in cached if bucket.cluster is cluster]
-            flags = torch.tensor([_damage_of(bucket) for bucket in members], dtype=torch.uint8)
-            worst = start_flags(cluster, flags).wait().tolist()
-            lost = [_names(each, cluster.shard_index) for each, flag in zip(members, worst, strict=True) if flag > 1]
-            if lost:
-                raise CorruptionError(
-                    f"frozen weights of {lost[0]} were damaged in the cache, where their only copy was; go on from the "
-                    "last checkpoint"
-                )
-            damaged += [bucket for bucket, flag in zip(members, worst, strict=True) if flag]
-        if damaged:
-            names = _joined([f"{bucket.layout.slots[0].name} of {bucket.unit_name}" for bucket in damaged])
-            warnings.warn(
-                f"the cached weights of {names} were damaged on some rank, and are gathered again; if this comes back, "
-                "test the memory of the machines",
-                stacklevel=2,
-            )
-        return damaged
-
-    def _refuse_unnoticed_edits(self, bucket: Bucket, crossing: int) -> None:
-        """Compare the parameters with those of the same crossing. Collective over the bucket's ranks."""
-        indices = range(len(bucket.sharded))
-        now = torch.stack([checksum_of(bucket.local_view(bucket.shard, index)) for index in indices])
-        before_crossing, before = self._known.get(bucket, (None, now))
-        self._known[bucket] = crossing, now
-        if before_crossing != crossing:
-            return
-        flags = start_flags(bucket.cluster, (now != before).cpu().to(torch.uint8)).wait().tolist()
-        edited = [bucket.layout.slots[index].name for index in indices if flags[index]]
-        if edited:
-            raise CorruptionError(
-                f"{_joined(edited)} of {bucket.unit_name} changed without notice after it was gathered; ranks would "
-                "compute with the old values: call invalidate() of the sharded module after the change, on every rank, "
-                "or change the parameter itself under torch.no_grad()"
-            )
-
-
-def _damage_of(bucket: Bucket) -> int:
-    """0 for a cached node shard without damage, 2 if this rank's own shard is damaged and rests there only, else 1."""
-    cached = bucket.valid_cache
-    assert cached is not None
-    assert cached.checksums is not None
-    node_shard = cached.kept().view(bucket.cluster.num_nodes, -1)
-    are_damaged = (checksums(node_shard).cpu() != cached.checksums.cpu()).tolist()
+    `stored` has the checksums that the parts had when they were stored, (N,).
+    """
+    assert bucket.cached is not None
+    node_shard = bucket.cached.kept().view(bucket.cluster.num_nodes, -1)
+    are_damaged = (checksums(node_shard).cpu() != stored.cpu()).tolist()
     return 2 if bucket.is_shard_dropped and are_damaged[bucket.cluster.node_rank] else int(any(are_damaged))

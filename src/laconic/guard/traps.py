@@ -13,54 +13,42 @@ wrapper may still exchange them until then.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from laconic.comm.agreement import RankGroup
 from laconic.errors import RanksDifferError
+from laconic.guard.checksum import digest_of
 from laconic.ragged.tensor import RaggedTensor
-from laconic.shard.bucket import Bucket
+from laconic.shard.bucket import HOME, Bucket
+from laconic.shard.unit import Origin, unit_of, units_below
 
-HOME = "_laconic_home"
-"""The attribute of the parameters that `fully_shard` has replaced: their names."""
+_WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
+"""Modules of torch that train a model data-parallel themselves: they and sharded modules refuse each other."""
 _LOOKED = "_laconic_looked"
 """The attribute of the optimizers whose parameters were looked at."""
 
 
-class Origin:
-    """The parameters that one call of `fully_shard` was told to leave alone."""
-
-    def __init__(self, ignored: Iterable[Tensor]) -> None:
-        self._ignored = [weakref.ref(parameter) for parameter in ignored]
-
-    def ignored(self) -> list[int]:
-        """The identities of the parameters that the call was told to leave alone."""
-        return [id(parameter) for reference in self._ignored if (parameter := reference()) is not None]
-
-
-class TrapSearch:
-    """The search for the mistakes of [Note: Traps] below one root."""
+class Strays:
+    """The trainable parameters below one root that no unit has: [Note: Traps]."""
 
     def __init__(self, modules: Sequence[nn.Module], origins: Sequence[Origin], buckets: Sequence[Bucket]) -> None:
-        """Look for all mistakes. Collective over the mesh.
-
-        Raises:
-            ValueError: ranks gave `fully_shard` different weights.
-        """
+        """Look for them, and warn."""
         self._modules, self._origins, self._buckets = modules, origins, buckets
         self._num_strays = 0
         self._look_for_strays()
-        _refuse_unequal_weights(buckets)
 
     def look_again(self) -> None:
         """Look for parameters that were added since the last look. It takes a microsecond if nothing was added."""
@@ -68,7 +56,7 @@ class TrapSearch:
             self._look_for_strays()
 
     def _look_for_strays(self) -> None:
-        """Warn of trainable parameters that no unit has, if there are more than at the last look."""
+        """Warn if there are more than at the last look."""
         self._registered = _registrations.count
         known = {identity for origin in self._origins for identity in origin.ignored()}
         known |= {id(parameter) for bucket in self._buckets for parameter in bucket.gathered}
@@ -119,13 +107,32 @@ def _look_at_optimizer(optimizer: Optimizer, *_: Any) -> None:
 register_optimizer_step_pre_hook(_look_at_optimizer)
 
 
-def _refuse_unequal_weights(buckets: Sequence[Bucket]) -> None:
-    """Refuse weights that differed between ranks when they were cut, unless they were overwritten since."""
+_first_weights: WeakKeyDictionary[Bucket, tuple[int | None, int]] = WeakKeyDictionary()
+"""The digest of the whole weights that this rank gave, None if they were on the meta device, and their version."""
+
+
+def note_first_weights(bucket: Bucket, whole: Iterable[Tensor]) -> None:
+    """Note the weights that this rank gave `fully_shard`."""
+    _first_weights[bucket] = digest_of(whole), bucket.version
+
+
+def _first_digest(bucket: Bucket) -> int | None:
+    """The digest of the weights that this rank gave; None if there is none, or they have changed since."""
+    digest, version = _first_weights[bucket]
+    return digest if bucket.version == version else None
+
+
+def refuse_unequal_weights(buckets: Sequence[Bucket]) -> None:
+    """Refuse weights that differed between ranks when they were cut, unless they were overwritten since. Collective.
+
+    Raises:
+        RanksDifferError: ranks gave `fully_shard` different weights; on all of them.
+    """
     for cluster in dict.fromkeys(bucket.cluster for bucket in buckets):
         if cluster.all_flag_group is None:  # one rank
             continue
         members = [bucket for bucket in buckets if bucket.cluster is cluster]
-        by_rank = RankGroup(cluster.all_flag_group).gather([bucket.first_digest for bucket in members])
+        by_rank = RankGroup(cluster.all_flag_group).gather([_first_digest(bucket) for bucket in members])
         numbers = dist.get_process_group_ranks(cluster.all_flag_group)
         for bucket, digests in zip(members, zip(*by_rank, strict=True), strict=True):
             if None not in digests and len(set(digests)) > 1:
@@ -136,3 +143,40 @@ def _refuse_unequal_weights(buckets: Sequence[Bucket]) -> None:
                     "mixture of them. Build the model from one seed on all ranks (torch.manual_seed), load a state "
                     "dict, or call fully_shard(..., broadcast=True)"
                 )
+
+
+def check_unwrapped(module: nn.Module) -> None:
+    """Check that nothing in a module that is about to be sharded trains data-parallel already.
+
+    Raises:
+        ValueError: a module is a wrapper of torch's, or FSDP2 has sharded it.
+    """
+    for name, child in module.named_modules():
+        where = f"{name}, a module of {type(module).__name__}," if name else "the module"
+        if isinstance(child, _WRAPPERS):
+            raise ValueError(
+                f"fully_shard shards plain modules, but {where} is wrapped in {type(child).__name__}: take the wrapper "
+                "away, as laconic sums the gradients itself"
+            )
+        if unit_of(child) is None and isinstance(child, FSDPModule):
+            raise ValueError(
+                f"fully_shard shards plain modules, but {where} was sharded by torch's own fully_shard: call one of "
+                "the two on the whole model"
+            )
+
+
+def _refuse_inside_wrapper(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Refuse a sharded module that becomes the child of a wrapper. The constructors of wrappers come here."""
+    if isinstance(parent, _WRAPPERS) and child is not None and _is_sharded(child):
+        raise TypeError(
+            f"{type(parent).__name__} cannot wrap a model that laconic.fully_shard has sharded. Use the sharded model "
+            "as it is: laconic runs it data-parallel and sums the gradients itself"
+        )
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return bool(units_below(module)) or any(isinstance(parameter, RaggedTensor) for parameter in module.parameters())
+
+
+_hook: Any = _refuse_inside_wrapper
+register_module_module_registration_hook(_hook)

@@ -17,7 +17,7 @@ from laconic.plan.machine import Machine, Transfer
 from laconic.plan.model_trace import ModelTrace
 from laconic.plan.phase import Phase
 from laconic.shard.cache import choose_device_shards
-from laconic.shard.context import PREFETCH
+from laconic.shard.gather import PREFETCH
 from laconic.shard.policies import Cache
 
 
@@ -156,7 +156,7 @@ class Engine:
     # -- gather --------------------------------------------------------------------------------------------------------
 
     def _enter(self, unit: _Unit, following: Sequence[_Unit]) -> None:
-        """Gather a unit, and begin the gathers of those that follow: [Note: Prefetching] in shard/context.py."""
+        """Gather a unit, and begin the gathers of those that follow: [Note: Prefetching] in shard/gather.py."""
         self._begin(unit)
         self._start_local(unit)
         for distance, other in enumerate(following):

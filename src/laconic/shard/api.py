@@ -23,15 +23,13 @@ from laconic.layout.planner import plan_unit, warn_if_wasteful
 from laconic.ragged.dtensor import check_dtensor, uneven_cut
 from laconic.ragged.parts import slice_of_parameter
 from laconic.ragged.tensor import RaggedTensor
-from laconic.shard.bucket import Bucket, ManagedParameter, compute_dtype_of
+from laconic.shard import extension
+from laconic.shard.bucket import HOME, Bucket, ManagedParameter, compute_dtype_of
 from laconic.shard.conversion import check_convertible, converts, needs_equal_chunks
-from laconic.shard.description import compare
 from laconic.shard.kinds import BucketKind, group_by_kind
 from laconic.shard.policies import Cache, Checks, Where, Wire, WireName
 from laconic.shard.sharded_module import sharded_class
-from laconic.shard.traps import HOME, Origin
-from laconic.shard.unit import Unit, unit_of
-from laconic.shard.wrappers import check_unwrapped
+from laconic.shard.unit import Origin, Unit, unit_of
 
 _Modules = TypeVar("_Modules", bound=nn.Module | list[nn.Module])
 
@@ -118,13 +116,7 @@ def fully_shard(
     offload = offload_policy or OffloadPolicy()
     _check_parameters(managed, offload)
     if broadcast:
-        for owner in dict.fromkeys(item.cluster for item in managed):
-            described = {
-                item.name: {"shape": str(tuple(item.local.shape)), "dtype": str(item.local.dtype)}
-                for item in managed
-                if item.cluster is owner
-            }
-            compare(owner.all_flag_group, f"fully_shard(broadcast=True) of {type(modules[0]).__name__}", described)
+        extension.observer_class().broadcasting(modules[0], managed)
         for item in managed:
             share_first(item.cluster, item.local)
     coding = _resolve_wire(Wire.of(wire), policy, managed)
@@ -184,7 +176,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             )
         if unit_of(module) is not None:
             raise AssertionError(f"{type(module).__name__} is sharded already; call fully_shard once per module")
-        check_unwrapped(module)
+        extension.observer_class().sharding(module)
 
 
 def _resolve_reshard(

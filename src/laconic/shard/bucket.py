@@ -25,14 +25,17 @@ from laconic.layout.bucket import BucketLayout, Extent
 from laconic.ragged.dtensor import DTensorShard, local_part
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
+from laconic.shard import extension
 from laconic.shard.cache import CachedShard
 from laconic.shard.conversion import Conversion, converts, first_inner, is_patched, plain_elements
-from laconic.shard.digest import digest_of
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import FlatBuffer, Ledger
 from laconic.shard.linear import GradientSink, set_sink, write_gradient_in_place
 from laconic.shard.packing import Converted, Packing, agree_on_packing
 from laconic.shard.policies import Wire
+
+HOME = "_laconic_home"
+"""The attribute of the parameters that `fully_shard` has replaced: their names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +117,7 @@ class Bucket:
             for index, item in enumerate(managed)
         ]
         self.show(self.sharded)
-        self._first_digest = digest_of(item.local for item in managed)
-        self._first_version = self.version
-
-    @property
-    def first_digest(self) -> int | None:
-        """The digest of the whole weights that this rank gave; None if they were on the meta device or have changed."""
-        return self._first_digest if self.version == self._first_version else None
+        extension.observer_class().cut(self, [item.local for item in managed])
 
     def __deepcopy__(self, memo: dict[int, object]) -> Bucket:
         return self  # an asynchronous checkpoint copies tensors with their attributes; copies belong to this bucket

@@ -34,8 +34,6 @@ class CachedShard:
         self._buffer: Tensor | None = None
         self._stored: Event = None
         self.is_in_slab = False
-        self.checksums: Tensor | None = None
-        """Of the node shard's parts, (N,), taken when it was stored; None for most: see shard/inspection.py."""
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +64,7 @@ class CachedShard:
 
     def invalidate(self) -> None:
         """Mark the cache as empty: a new node shard is being gathered."""
-        self._version = self.checksums = None
+        self._version = None
 
     def store(self, node_shard: Tensor, version: int | None, arrived: Event) -> Event:
         """Keep a node shard that is complete at `arrived`. Returns the event after which its memory may be freed.
@@ -102,7 +100,7 @@ class CachedShard:
         """Free device memory. A node shard in the slab stays."""
         if not self.is_in_slab and self._buffer is not None:
             self._buffer = None
-            self._version = self.checksums = None
+            self._version = None
             self._ledger.hold(-self.nbytes)
 
 

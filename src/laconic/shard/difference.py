@@ -35,12 +35,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import Communicator, start_flags
 from laconic.shard.bucket import Bucket
 from laconic.shard.crossing import ExactWeights, Messages, payload_of
-from laconic.shard.digest import digest_of
+from laconic.shard.extension import Observer
 from laconic.shard.payload import Piece
 
 _EDITS_BEFORE_WARNING = 8
@@ -60,10 +59,10 @@ class CopyState(Enum):
 class CodedDifferences:
     """The gather of one bucket as differences: [Note: Differences]."""
 
-    def __init__(self, bucket: Bucket, node: Communicator, copies: Copies, heals: Callable[[], bool]) -> None:
+    def __init__(self, bucket: Bucket, node: Communicator, copies: Copies) -> None:
         codec = bucket.wire.weight_codec
         assert codec is not None
-        self.bucket, self._copies, self.heals = bucket, copies, heals
+        self.bucket, self._copies = bucket, copies
         self.state = CopyState.LOST
         self.number = 0
         """The differences since the last exact crossing."""
@@ -150,8 +149,8 @@ register_optimizer_step_post_hook(_end_step)
 class Copies:
     """The copies of all buckets of one cluster under one root, and what its ranks agree on: [Note: Exact crossings]."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: Cluster, observer: Observer) -> None:
+        self._cluster, self._observer = cluster, observer
         self._members: list[CodedDifferences] = []
         self._decided: dict[CodedDifferences, tuple[int, bool]] = {}  # the version, and whether it is coded
         self._steps = 0  # since the last exact crossing of all
@@ -182,8 +181,10 @@ class Copies:
         """Agree on the next crossing of each bucket. Collective over the cluster."""
         self._warn_of_edits()
         must_be_exact, differing, is_due = self._ask_all_ranks()
-        if (is_due or any(each.heals() for each in self._members)) and not differing:
-            differing = self._compare([each for each in self._members if each not in must_be_exact])
+        is_mistrusted = any(self._observer.mistrusts_copies(each.bucket) for each in self._members)
+        if (is_due or is_mistrusted) and not differing:
+            known = {each.bucket: each for each in self._members if each not in must_be_exact}
+            differing = [known[bucket] for bucket in self._observer.different_copies(self._cluster, list(known))]
         self._note_differences(differing)
         if is_due or differing:
             must_be_exact = set(self._members)
@@ -209,19 +210,6 @@ class Copies:
             if high != 255 - low and each not in must_be_exact
         ]
         return must_be_exact, differing, bool(flags[-1])
-
-    def _compare(self, known: list[CodedDifferences]) -> list[CodedDifferences]:
-        """Compare the copies of the nodes, bit by bit. Returns the buckets whose copies differ. Collective."""
-        digests = [digest_of([each.bucket.cached.kept()]) for each in known if each.bucket.cached is not None]
-        by_rank = RankGroup(self._cluster.flag_group).gather([self._cluster.local_rank, digests])
-        by_place: dict[int, list[list[int | None]]] = {}
-        for place, theirs in by_rank:
-            by_place.setdefault(place, []).append(theirs)
-        return [
-            each
-            for index, each in enumerate(known)
-            if any(len({theirs[index] for theirs in nodes}) > 1 for nodes in by_place.values())
-        ]
 
     def _note_differences(self, differing: list[CodedDifferences]) -> None:
         if not differing:

@@ -5,17 +5,26 @@ A process group matches transfers by their order, so every rank must issue the s
 group. The engine therefore issues them at fixed points of the program and never looks at which transfer has arrived. It
 issues a gather across nodes when that gather begins, and the gather inside the node when the weights are used. Under
 NCCL, where waiting does not block the thread, it issues both at once.
+
+[Note: Prefetching]
+A forward under a root records the order in which its units run. The next forward begins the gathers of the units that
+came after this one last time; backward takes the same order in reverse. The next unit's gather across nodes begins when
+this unit's has arrived, and this unit's gather inside the node runs beside it. A second unit's gather keeps the wire
+busy in between, if its node shard arrives in the cache's own memory, so that it takes no memory early.
 """
 
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto
 
+import torch
+
+from laconic import _compat
 from laconic.comm.collectives import Communicator, Pending
 from laconic.shard.bucket import Bucket
 from laconic.shard.crossing import CodedValues, ExactWeights, WeightCrossing
 from laconic.shard.difference import CodedDifferences, CopiesOf
-from laconic.shard.inspection import UnitChecks
+from laconic.shard.extension import Observer
 from laconic.shard.lanes import Event, Lanes, wait_for
-from laconic.shard.program import Program
 
 
 class GatherState(Enum):
@@ -32,11 +41,11 @@ class GatherState(Enum):
 class BucketGather:
     """The gather of one bucket: from this rank's shard, or from a cached node shard, to the full buffer."""
 
-    def __init__(self, bucket: Bucket, lanes: Lanes, copies_of: CopiesOf, checks: UnitChecks) -> None:
+    def __init__(self, bucket: Bucket, lanes: Lanes, copies_of: CopiesOf) -> None:
         self.bucket, self._lanes = bucket, lanes
         self._node = Communicator(bucket.cluster, "node", bucket)
         self._local = Communicator(bucket.cluster, "local", bucket)
-        self._crossing = _crossing_of(bucket, self._node, copies_of, checks)
+        self._crossing = _crossing_of(bucket, self._node, copies_of)
         self._is_crossing = False
         self._pending: Pending | None = None
         self._version: int | None = None
@@ -146,19 +155,21 @@ class BucketGather:
 class UnitGather:
     """The gather of all buckets of a unit."""
 
-    def __init__(
-        self, buckets: list[Bucket], lanes: Lanes, copies_of: CopiesOf, checks: UnitChecks, program: Program
-    ) -> None:
-        self._buckets, self._checks, self._program = buckets, checks, program
-        self._gathers = [BucketGather(bucket, lanes, copies_of, checks) for bucket in buckets]
+    def __init__(self, buckets: list[Bucket], lanes: Lanes, copies_of: CopiesOf, observer: Observer) -> None:
+        self.buckets, self._observer = buckets, observer
+        self._gathers = [BucketGather(bucket, lanes, copies_of) for bucket in buckets]
         self.is_stream_ordered = all(gather.is_stream_ordered for gather in self._gathers)
         self._events: list[Event] = []
         self.state = GatherState.IDLE
 
+    def crossings(self) -> Iterator[tuple[Bucket, int]]:
+        """The buckets, each with the number of its gathers so far that began with this rank's shard."""
+        return ((gather.bucket, gather.num_crossings) for gather in self._gathers)
+
     @property
     def begins_without_memory(self) -> bool:
         """True if `begin` allocates no memory that would otherwise be free."""
-        caches = [bucket.cached for bucket in self._buckets]
+        caches = [bucket.cached for bucket in self.buckets]
         return not self.is_stream_ordered and all(cached is not None and cached.is_direct for cached in caches)
 
     def begin(self) -> None:
@@ -170,7 +181,7 @@ class UnitGather:
             for gather in self._gathers:
                 gather.start_node()
             if any(gather.needs_others for gather in self._gathers):
-                self._program.note(f"the gather of {self._buckets[0].unit_name}")
+                self._observer.gather_begun(self)
             self.state = GatherState.NODE
             if self.is_stream_ordered:
                 self.start_local()
@@ -187,11 +198,11 @@ class UnitGather:
         """Gather: on return, compute may use the full buffers.
 
         Raises:
-            CorruptionError: weights were changed without notice, or damaged: see shard/inspection.py.
+            Exception: the observer has found damage.
         """
         self.begin()
         self._complete()
-        self._checks.look_at_gathered([gather.num_crossings for gather in self._gathers])
+        self._observer.gathered(self)
 
     def _complete(self) -> None:
         if self.state is GatherState.FULL:
@@ -199,8 +210,8 @@ class UnitGather:
         self.start_local()
         for event in self._events or [gather.finish() for gather in self._gathers]:
             wait_for(event)
-        self._checks.note_stored()
-        for bucket in self._buckets:
+        self._observer.arrived(self)
+        for bucket in self.buckets:
             bucket.decode()
         self._events = []
         self.state = GatherState.FULL
@@ -221,10 +232,10 @@ class UnitGather:
 
     def _drop_damaged(self) -> None:
         """Empty the caches that are damaged, so that the next gather crosses again, with exact weights."""
-        for bucket in self._checks.find_damaged():
+        for bucket in self._observer.before_gather(self):
             assert bucket.cached is not None
             bucket.cached.invalidate()
-            self._gathers[self._buckets.index(bucket)].forget()
+            self._gathers[self.buckets.index(bucket)].forget()
 
     def forget_copies(self) -> None:
         """Let the weights cross exactly next time: [Note: Exact crossings] in shard/difference.py."""
@@ -232,8 +243,81 @@ class UnitGather:
             gather.forget()
 
 
-def _crossing_of(bucket: Bucket, node: Communicator, copies_of: CopiesOf, checks: UnitChecks) -> WeightCrossing:
+def _crossing_of(bucket: Bucket, node: Communicator, copies_of: CopiesOf) -> WeightCrossing:
     """The way in which a bucket's weights cross between nodes."""
     if bucket.wire.sends_differences:
-        return CodedDifferences(bucket, node, copies_of(bucket.cluster), lambda: checks.heals)
+        return CodedDifferences(bucket, node, copies_of(bucket.cluster))
     return ExactWeights(bucket, node) if bucket.wire.weights == "exact" else CodedValues(bucket, node)
+
+
+PREFETCH = 2
+"""The number of units whose gathers across nodes begin early: [Note: Prefetching]."""
+
+
+class Order:
+    """The order in which the units of one root run, and the gathers that begin early by it: [Note: Prefetching]."""
+
+    def __init__(self) -> None:
+        self._is_recording = False
+        self._last_forward: list[UnitGather] = []
+        self._forward: list[UnitGather] = []  # the present forward so far
+        self._left: list[UnitGather] = []  # finished forwards of this step; backward visits them in reverse
+
+    @property
+    def has_run(self) -> bool:
+        """True once a unit has run in a forward of the root."""
+        return bool(self._last_forward or self._forward)
+
+    def begin_forward(self, *, keeps: bool) -> None:
+        """Begin a forward of the root: record its order from now on. With `keeps`, that of earlier forwards stays, too.
+
+        Several forwards may come before one backward. A forward that backward recomputes belongs to the present step.
+        """
+        self._is_recording = True
+        self._forward = []
+        if torch.is_grad_enabled() and not keeps and not _compat.in_backward():
+            self._left = []
+
+    def end_forward(self) -> None:
+        """End a forward of the root: the recorded order serves the next one."""
+        self._is_recording = False
+        self._last_forward, self._forward = self._forward, []
+
+    def enter_forward(self, gather: UnitGather, prefetch: Sequence[UnitGather] | None) -> None:
+        """Begin the gather of a unit whose forward begins, and those of `prefetch`; None takes the recorded order."""
+        gather.begin()
+        following: Sequence[UnitGather] = []
+        if self._is_recording:
+            self._forward.append(gather)
+            position = len(self._forward)
+            if self._last_forward[position - 1 : position] == [gather]:
+                following = _worth_beginning(self._last_forward[position : position + PREFETCH])
+        _begin_all(gather, following if prefetch is None else prefetch)
+
+    def leave_forward(self, gather: UnitGather) -> None:
+        """Record that a unit's forward has ended."""
+        if torch.is_grad_enabled():
+            self._left.append(gather)
+
+    def enter_backward(self, gather: UnitGather, prefetch: Sequence[UnitGather] | None) -> None:
+        """Begin the gather of a unit whose backward begins, and those of `prefetch`; None takes the recorded order."""
+        gather.begin()
+        if prefetch is None:
+            position = next((i for i in reversed(range(len(self._left))) if self._left[i] is gather), 0)
+            prefetch = _worth_beginning(self._left[max(0, position - PREFETCH) : position][::-1])
+            del self._left[position:]
+        _begin_all(gather, prefetch)
+
+    def end_backward(self) -> None:
+        """End a backward that is finished or abandoned."""
+        self._left = []
+
+
+def _begin_all(gather: UnitGather, following: Iterable[UnitGather]) -> None:
+    gather.start_local()
+    for other in following:
+        other.begin()
+
+
+def _worth_beginning(following: list[UnitGather]) -> list[UnitGather]:
+    return [gather for distance, gather in enumerate(following) if distance == 0 or gather.begins_without_memory]

@@ -23,10 +23,9 @@ from laconic._compat import GradientUse
 from laconic.comm.collectives import Communicator, Pending
 from laconic.comm.traffic import Level
 from laconic.shard.bucket import Bucket
-from laconic.shard.checksum import checksums
 from laconic.shard.cleared import WaitingGradient, WaitingSums
 from laconic.shard.crossing import CodedAllReduce, CodedReplicaSum, CodedSum, Transfer
-from laconic.shard.inspection import UnitChecks
+from laconic.shard.extension import Observer
 from laconic.shard.lanes import Event, Lanes, wait_for
 from laconic.shard.ledger import Ledger
 from laconic.shard.linear import is_gradient
@@ -39,10 +38,10 @@ class BucketGradients:
     """The gradients of one bucket, from the first one in a backward to `.grad` of the sharded parameters."""
 
     def __init__(
-        self, bucket: Bucket, lanes: Lanes, ledger: Ledger, begin_backward: Callable[[], None], checks: UnitChecks
+        self, bucket: Bucket, lanes: Lanes, ledger: Ledger, begin_backward: Callable[[], object], observer: Observer
     ) -> None:
         """`begin_backward` is called in a backward before the first gradient is written."""
-        self.bucket, self.lanes, self.ledger, self.checks = bucket, lanes, ledger, checks
+        self.bucket, self.lanes, self.ledger, self.observer = bucket, lanes, ledger, observer
         self._begin_backward = begin_backward
         island, node, self.local = (Communicator(bucket.cluster, level, bucket) for level in LEVELS)
         is_coded = bucket.wire.gradients != "exact"
@@ -156,6 +155,12 @@ class BucketGradients:
         self.is_due = False
         return full
 
+    def show_unreduced(self, probe: Callable[[Bucket, Tensor], None]) -> None:
+        """Give the gradients, (L * N * C,), to `probe` in place of their reduction, and free them."""
+        full = self.take_unreduced()
+        probe(self.bucket, full)
+        self.ledger.hold(-full.nbytes)
+
     def forget_lost(self) -> None:
         """Drop what a codec has lost of earlier gradients."""
         for level in (self.node, self.island):
@@ -260,9 +265,8 @@ class Reduction:
         self._full = full
         self._node_shard: Tensor | None = None
         self._transfer: Transfer | None = None
-        self._sent: Tensor | None = None
-        """The checksums of what was sent, (P,), in a step that is checked."""
         self._level: Level = "local"
+        """The level of `_transfer`."""
         self._shard: Tensor | None = None
         self._replicas: Pending | CodedReplicaSum | None = None
         self._done: Event = None
@@ -343,8 +347,8 @@ class Reduction:
         return self._put_into_grad()
 
     def _put_into_grad(self) -> Stage:
-        if self._replicas is not None and self._shard is not None and self.gradients.checks.is_due:
-            self.gradients.checks.inspection.note_replicas(self.gradients.bucket, self._shard)
+        if self._replicas is not None and self._shard is not None:
+            self.gradients.observer.replicas_summed(self.gradients.bucket, self._shard)
         if self._shard is not None and self._keeps_sum:
             self._drop_cleared()
             self.gradients.accumulate(self._shard)
@@ -368,16 +372,14 @@ class Reduction:
         return total.add_(fresh)
 
     def _start_transfer(self, way: Communicator | CodedSum, whole: Tensor, level: Level) -> None:
-        self._transfer = way.start_reduce_scatter(whole)
+        self._transfer, self._level = way.start_reduce_scatter(whole), level
         self._ledger.hold(self._transfer.nbytes)
-        if self.gradients.checks.is_due and len(whole):
-            self._sent, self._level = checksums(self._transfer.messages), level
+        if len(whole):
+            self.gradients.observer.sum_begun(self.gradients.bucket, level, self._transfer)
 
     def _finish_transfer(self) -> Tensor:
         assert self._transfer is not None
-        if self._sent is not None:
-            self.gradients.checks.inspection.note_sum(self.gradients.bucket, self._level, self._sent, self._transfer)
-            self._sent = None
+        self.gradients.observer.sum_arrived(self.gradients.bucket, self._level, self._transfer)
         total = self._transfer.finish()
         self._ledger.hold(-self._transfer.nbytes)
         self._transfer = None

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from laconic.comm.traffic import Traffic
+from laconic.shard.extension import overrides
 from laconic.shard.ledger import Ledger
-from laconic.shard.overrides import overrides
 from laconic.shard.unit import Unit, units_below
 
 
@@ -211,7 +211,7 @@ class ShardedModule(FSDPModule, nn.Module):
         With False, its last reduction may still be under way when it returns, and `.grad` is complete only after a
         backward that is the last.
         """
-        self._laconic_unit.context.is_last_backward = is_last_backward
+        self._laconic_unit.root.is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set the divisor of this module's summed gradients; modules below keep theirs.
@@ -244,7 +244,7 @@ class ShardedModule(FSDPModule, nn.Module):
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Set an event that the next forward of this root waits for before it gathers. The forward discards it."""
-        self._laconic_unit.context.post_optim_event = event
+        self._laconic_unit.root.post_optim_event = event
 
     def reset_iter_state(self) -> None:
         """Recover after an exception in forward or backward. Gradients of the failed iteration are lost.
@@ -255,8 +255,8 @@ class ShardedModule(FSDPModule, nn.Module):
         unit = self._laconic_unit
         if unit.ledger is not None and not unit.is_root:
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
-        unit.context.end_forward()
-        unit.abandon_iteration()
+        unit.root.order.end_forward()
+        unit.root.abandon_iteration()
 
     # -- settings that laconic fixes -----------------------------------------------------------------------------------
 

@@ -1,5 +1,9 @@
 """A sharded module's life: gathered for its forward and its backward, by hooks on the module.
 
+[Note: Phases]
+A unit rests, or is in its forward, or in its backward: `Phase`. A forward that backward recomputes leaves it in its
+backward. A root has a `Backward` besides, from the first gradient anywhere below it to autograd's last callback.
+
 [Note: When a unit is done with backward]
 A unit may free its weights and reduce its gradients when every operation of its forward has run backward. That is when
 gradients arrive at its inputs: autograd runs the youngest ready node first, so the identity that the unit puts on its
@@ -28,8 +32,10 @@ recomputed forward as the real one. Either way the weights stay until the backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 from weakref import WeakSet
 
@@ -41,20 +47,47 @@ from laconic import _compat
 from laconic.comm.cluster import Cluster
 from laconic.comm.progress import UnitProgress
 from laconic.layout.granularity import Blocks, check_matched
+from laconic.shard import extension
 from laconic.shard.bucket import Bucket
 from laconic.shard.buffers import Buffers
-from laconic.shard.context import Context
-from laconic.shard.description import compare, describe, parts_of
-from laconic.shard.gather import UnitGather
+from laconic.shard.cache import CachedShard, choose_device_shards, free_slab, make_slab
+from laconic.shard.difference import Copies
+from laconic.shard.gather import Order, UnitGather
 from laconic.shard.hooks import OutputGradients, watch_inputs
-from laconic.shard.inspection import UnitChecks
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
 from laconic.shard.policies import Cache, Checks
-from laconic.shard.reduce import BucketGradients, Reduction
-from laconic.shard.replaced import take_loaded_values, take_values_and_warn
-from laconic.shard.traps import Origin, TrapSearch
+from laconic.shard.reduce import BucketGradients, Reduction, ReductionQueue
 from laconic.shard.trees import leaves_of, map_tensors, tensors_in
+
+
+class Phase(Enum):
+    """What a unit is doing: [Note: Phases]."""
+
+    REST = auto()
+    FORWARD = auto()
+    """From the call of its first module until all have returned: [Note: Several modules in one unit]."""
+    BACKWARD = auto()
+    """From the first gradient at its outputs until it is done: [Note: When a unit is done with backward]."""
+
+
+ALLOWED = {
+    Phase.REST: {Phase.REST, Phase.FORWARD, Phase.BACKWARD},
+    Phase.FORWARD: {Phase.REST, Phase.FORWARD, Phase.BACKWARD},  # the last: when the pass is never completed
+    Phase.BACKWARD: {Phase.REST, Phase.FORWARD},  # the last: after a backward that raised, without the root
+}
+"""The phases that may follow each phase."""
+
+
+class Origin:
+    """The parameters that one call of `fully_shard` was told to leave alone."""
+
+    def __init__(self, ignored: Iterable[Tensor]) -> None:
+        self._ignored = [weakref.ref(parameter) for parameter in ignored]
+
+    def ignored(self) -> list[int]:
+        """The identities of the parameters that the call was told to leave alone."""
+        return [id(parameter) for reference in self._ignored if (parameter := reference()) is not None]
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -79,17 +112,12 @@ class Unit:
     reduce_once_per_backward: bool = False
     forward_prefetch: list[Unit] | None = None
     backward_prefetch: list[Unit] | None = None
-    is_in_backward: bool = False
-    """True from the first gradient at its outputs until the unit is done with backward."""
-    gradients: list[BucketGradients] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.progress = UnitProgress(", ".join(type(module).__name__ for module in self.modules))
-        self._root = self
-        self._units: list[Unit] = []  # of the root: all units of its tree, outermost first
-        self._context: Context | None = None
-        self._traps: TrapSearch | None = None  # of the root
-        self._buffers: Buffers | None = None  # likewise
+        self.gradients: list[BucketGradients] = []
+        self._phase = Phase.REST
+        self._root: Root | None = None
         self._lanes: Lanes | None = None
         self._gather: UnitGather | None = None
         self._is_shown = False
@@ -102,68 +130,51 @@ class Unit:
             module.register_forward_hook(self._post_forward)
             module.register_state_dict_pre_hook(lambda *_: self._prepare_state_dict())
             module.register_load_state_dict_pre_hook(lambda *_: self.reshard())
-            module.register_load_state_dict_post_hook(lambda *_: take_loaded_values(self.buckets))
+            module.register_load_state_dict_post_hook(lambda *_: extension.observer_class().loaded(self.buckets))
 
     @property
     def name(self) -> str:
         """The names of the modules in the root; before the root leads, their classes."""
         return self.progress.name
 
-    # -- the units of one root -----------------------------------------------------------------------------------------
+    @property
+    def phase(self) -> Phase:
+        """What the unit is doing: [Note: Phases]."""
+        return self._phase
 
-    def lead(self) -> Context:
-        """Become the root of all units below, also of units that were unsharded by hand before, and share a context.
+    @phase.setter
+    def phase(self, new: Phase) -> None:
+        assert new in ALLOWED[self._phase], f"{self.name} cannot go from {self._phase} to {new}"
+        self._phase = new
+        if new is not Phase.FORWARD:
+            self._entered.clear()
+
+    # -- the root ------------------------------------------------------------------------------------------------------
+
+    def join(self, root: Root) -> None:
+        """Run under `root` from now on.
 
         Raises:
-            RuntimeError: a unit below has run before, outside its root.
-            ValueError: a granularity pattern matches no parameter of any unit, or ranks began with different weights.
-            RanksDifferError: a setting differs between ranks: [Note: One description of everything] in description.py.
+            RuntimeError: the unit has run before, outside this root.
         """
-        self._units = list(dict.fromkeys(unit for module in self.modules for unit in units_below(module)))
-        check_matched(unit.blocks for unit in self._units)
-        context = Context(self.cluster, self._comm_ctx)
-        names = {child: name for module in self.modules for name, child in module.named_modules()}
-        for unit in self._units:
-            if unit._context is not None:
-                if unit._context.has_run:
-                    raise RuntimeError(
-                        f"{unit.name} ran before {self.name or 'the root module'}, which contains it; run the "
-                        "outermost sharded module first, and call fully_shard on all modules before the first forward"
-                    )
-                unit._leave()
-            unit._join(self, context)
-        for unit in self._units:
-            unit.progress.name = ", ".join(filter(None, (names.get(child) for child in unit.modules))) or unit.name
-            for bucket in unit.buckets:
-                bucket.unit_name = unit.name
-        compare(
-            self.cluster.all_flag_group, f"the first forward of {type(self.modules[0]).__name__}",
-            describe(self._units), island=self.cluster.island_rank, parts=parts_of(self._units),
-        )  # fmt: skip
-        with torch.inference_mode(False):  # training could not fill a slab of inference tensors
-            context.place_caches([(unit.cache, unit.buckets) for unit in self._units])
-        self._buffers = Buffers(self._units)
-        origins = [unit.origin for unit in self._units]
-        self._traps = TrapSearch(self.modules, origins, [bucket for unit in self._units for bucket in unit.buckets])
-        return context
-
-    def _join(self, root: Unit, context: Context) -> None:
-        self._root, self._context = root, context
+        if self._root is not None:
+            if self._root.order.has_run:
+                raise RuntimeError(
+                    f"{self.name} ran before {root.top.name or 'the root module'}, which contains it; run the "
+                    "outermost sharded module first, and call fully_shard on all modules before the first forward"
+                )
+            self.reshard()
+            for bucket in self.buckets:
+                bucket.close_account()
+        self._root = root
         # A unit may have another mesh than its root: [Note: Two parallelisms, two meshes] in ragged/dtensor.py.
-        checks = UnitChecks(self.checks, self.buckets, context.inspection)
-        self._gather = UnitGather(self.buckets, context.lanes, context.copies_of, checks, context.program)
+        self._gather = UnitGather(self.buckets, root.lanes, root.copies_of, root.observer)
         self.gradients = [
-            BucketGradients(bucket, context.lanes, context.ledger, self._begin_root_backward, checks)
+            BucketGradients(bucket, root.lanes, root.ledger, root.begin_backward, root.observer)
             for bucket in self.buckets
         ]
         for bucket in self.buckets:
-            take_values_and_warn(bucket)
-            bucket.open_account(context.ledger)
-
-    def _leave(self) -> None:
-        self.reshard()
-        for bucket in self.buckets:
-            bucket.close_account()
+            bucket.open_account(root.ledger)
 
     # torch's share_comm_ctx reads and sets these two names of FSDP2's state
 
@@ -171,90 +182,39 @@ class Unit:
 
     @property
     def _comm_ctx(self) -> Lanes:
-        """The lanes that this unit uses as a root."""
+        """The lanes that this unit uses if it is the outermost one."""
         if self._lanes is None:
             self._lanes = Lanes(self.cluster.device)
         return self._lanes
 
     @_comm_ctx.setter
     def _comm_ctx(self, lanes: Lanes) -> None:
-        if self._context is not None and lanes is not self._context.lanes:
+        if self._root is not None and lanes is not self._root.lanes:
             raise RuntimeError("call share_comm_ctx before the first forward of its modules")
         self._lanes = lanes
 
     @property
-    def context(self) -> Context:
-        """The state that the units of one root share. A unit without a root leads its own units from now on."""
-        return self._context or self.lead()
+    def root(self) -> Root:
+        """The root of this unit. A unit without one leads its own units from now on; see `Root`."""
+        return self._root or Root(self)
+
+    @property
+    def is_root(self) -> bool:
+        """True for the outermost unit."""
+        return self._root is not None and self._root.top is self
 
     @property
     def gather(self) -> UnitGather:
         """The gather of the unit's buckets."""
         if self._gather is None:
-            self.lead()
+            Root(self)
         assert self._gather is not None
         return self._gather
 
     @property
     def ledger(self) -> Ledger | None:
         """The ledger of the root; None before anything has run."""
-        return None if self._context is None else self._context.ledger
-
-    @property
-    def is_root(self) -> bool:
-        """True for the outermost unit."""
-        return self._context is not None and self._root is self
-
-    @property
-    def _all_gradients(self) -> list[BucketGradients]:
-        """The gradients of all units of this root."""
-        return [gradients for unit in self._root._units for gradients in unit.gradients]
-
-    def _finish_backward(self) -> None:
-        """Finish the backward of all units of this root, in an order that is the same on all ranks."""
-        for unit in reversed(self._units):
-            unit._finish_own_backward()
-        self._compare_programs()
-        if self.context.is_last_backward:
-            self.context.reductions.finish()
-        for gradients in self._all_gradients:
-            if gradients.has_partial_sums(across_islands=True) or self.context.reductions.has(gradients):
-                gradients.show_waiting()
-        for unit in self._units:
-            if unit._frees_after_backward:
-                unit.reshard()
-        self.context.end_backward()
-        self._settle_programs()
-        if self.context.probe is None and any(unit.requires_gradient_sync for unit in self._units):
-            self.context.inspection.end_step()
-        if self.context.is_last_backward:
-            self.context.inspection.conclude()
-
-    def _compare_programs(self) -> None:
-        """Begin to compare what ranks have issued: [Note: One program on all ranks] in program.py."""
-        diverges = any(bucket.replicas_diverge for unit in self._units for bucket in unit.buckets)
-        self.context.program.start_comparison(diverges=diverges)
-
-    def _settle_programs(self) -> None:
-        """Finish the comparison now if transfers let the host wait anyway."""
-        if not self.gather.is_stream_ordered:
-            self.context.program.settle()
-
-    def abandon_iteration(self) -> None:
-        """Drop the incomplete gradients of a forward or backward that raised, in all units of this root."""
-        self.context.reductions.abandon()
-        self.context.inspection.forget()
-        self.context.program.forget()
-        for unit in self._units:
-            unit.is_in_backward = False
-            unit._entered.clear()
-            unit._awaited_outputs.clear()
-            unit._awaited_inputs.clear()
-            for gradients in unit.gradients:
-                gradients.discard()
-            unit.reshard()
-            unit.forget_copies()
-        self.context.end_backward()
+        return None if self._root is None else self._root.ledger
 
     # -- gathered or not -----------------------------------------------------------------------------------------------
 
@@ -320,6 +280,7 @@ class Unit:
         with _compat.outside_transforms():
             if begins_pass:
                 self._begin_pass()
+            self.phase = Phase.FORWARD
             self._entered.add(module)
             self.unshard()
         if begins_pass and torch.is_grad_enabled():
@@ -329,21 +290,15 @@ class Unit:
     def _begin_pass(self) -> None:
         """Begin the forward of the unit: [Note: Several modules in one unit]."""
         self.progress.enter_forward()
-        context = self.context
+        root = self.root
         if self.is_root:
             self._refuse_several_roots()
-            if self._traps is not None:
-                self._traps.look_again()
-            if context.is_in_backward and not _compat.in_backward():
-                self.abandon_iteration()
-            context.begin_forward(keep_order=any(unit._awaited_outputs for unit in self._units))
-            if self._buffers is not None:
-                self._buffers.begin_forward(syncs=self.requires_gradient_sync)
+            root.begin_forward()
         self._entered.clear()
         for bucket in self.buckets:
             if bucket.is_shard_dropped and not bucket.is_frozen:
                 bucket.restore_shard()
-        context.enter_forward(self.gather, _gathers(self.forward_prefetch))
+        root.order.enter_forward(self.gather, _gathers(self.forward_prefetch))
 
     def _refuse_several_roots(self) -> None:
         if len(self.modules) > 1:
@@ -361,40 +316,30 @@ class Unit:
         if torch.is_grad_enabled():
             output = self._watch_outputs(output)
         if len(self._entered) == len(self.modules):
-            self._end_pass()
+            self.end_pass()
         if self.is_root:
-            self._end_root_forward()
+            self.root.end_forward()
         return output
 
-    def _end_pass(self) -> None:
+    def end_pass(self) -> None:
         """Free the weights after the forward of the unit, unless they stay for backward."""
-        self._entered.clear()
+        self.phase = Phase.REST
         keeps = self.reshard_after_forward is False or (self.reshard_after_forward is None and self.is_root)
         if not _compat.in_backward() and not (keeps and torch.is_grad_enabled()):
             self.reshard()
         else:
             self.gather.let_host_edit()
-        self.context.leave_forward(self.gather)
+        self.root.order.leave_forward(self.gather)
         self.progress.leave_forward()
-
-    def _end_root_forward(self) -> None:
-        for unit in self._units:
-            if unit._entered:  # some of its modules did not run
-                unit._end_pass()
-        self.context.end_forward()
-        if self._buffers is not None:
-            self._buffers.end_forward()
-        if not torch.is_grad_enabled() and not _compat.in_backward():  # no backward will free what was gathered
-            for unit in self._units:
-                unit.reshard()
-            self._compare_programs()
-            self._settle_programs()
-            self.context.inspection.end_step()
-            self.context.inspection.conclude()
 
     def _is_recomputed(self) -> bool:
         """True in a forward whose graph will be thrown away: [Note: Recomputed forwards]."""
-        return _compat.in_backward() and (self.is_in_backward or len(self._awaited_outputs) > 0)
+        return _compat.in_backward() and (self._phase is Phase.BACKWARD or self.awaits_backward)
+
+    @property
+    def awaits_backward(self) -> bool:
+        """True if the outputs of some forward still wait for their gradients."""
+        return len(self._awaited_outputs) > 0
 
     def _watch_inputs(self, args: Any, kwargs: Any) -> Any:
         watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
@@ -435,82 +380,233 @@ class Unit:
     def begin_backward(self, hook: OutputGradients) -> None:
         """Gather the weights: backward reaches the outputs of one of this unit's forwards."""
         self._awaited_outputs.discard(hook)
-        self._begin_root_backward()
-        if not self.is_in_backward:
-            self.is_in_backward = True
-            self.progress.enter_backward()
-            if self.unshard_in_backward:
-                self.context.enter_backward(self.gather, _gathers(self.backward_prefetch))
-                self.unshard()
-            if not self.context.adds_to_grad:
-                self.context.adds_to_grad = any(each.adds_to_grad() for each in self.gradients)
-            for gradients in self.gradients:
-                gradients.is_due = self.context.adds_to_grad and not gradients.bucket.is_frozen
-
-    def _begin_root_backward(self) -> None:
-        """Begin a backward under this root at its first gradient: of an output or, if none gets one, of a parameter."""
-        if not self.context.is_in_backward:
-            adds_to_grad = any(each.adds_to_grad() for unit in self._root._units for each in unit.gradients)
-            self.context.begin_backward(creates_graph=torch.is_grad_enabled(), adds_to_grad=adds_to_grad)
-            for gradients in self._all_gradients:
-                self.context.reductions.drop(gradients, gradients.take_waiting())
-            _compat.after_this_backward(self._root._finish_backward)
+        backward = self.root.begin_backward()
+        if self._phase is Phase.BACKWARD:
+            return
+        self.phase = Phase.BACKWARD
+        self.progress.enter_backward()
+        if self.unshard_in_backward:
+            self.root.order.enter_backward(self.gather, _gathers(self.backward_prefetch))
+            self.unshard()
+        if not backward.adds_to_grad:
+            backward.adds_to_grad = any(each.adds_to_grad() for each in self.gradients)
+        for gradients in self.gradients:
+            gradients.is_due = backward.adds_to_grad and not gradients.bucket.is_frozen
 
     def reach_inputs(self, node: Any) -> None:
         """End the backward of one of this unit's forwards: [Note: When a unit is done with backward]."""
         self._awaited_inputs.discard(node)
         if not self.reduce_once_per_backward or not self._awaited_inputs:
             self._end_backward()
-        elif self._awaited_outputs:
-            self.is_in_backward = False  # the backward of another forward follows and begins at its outputs
+        elif self.awaits_backward:
+            self.phase = Phase.REST  # the backward of another forward follows and begins at its outputs
 
     @property
     def _frees_after_backward(self) -> bool:
         """True if the weights may go: a graph of gradients still needs them."""
-        return self.reshard_after_backward and not self.context.creates_graph
+        return self.reshard_after_backward and not self.root.creates_graph
 
     def _end_backward(self) -> None:
         """Free the weights and begin to reduce the gradients."""
         if self._frees_after_backward:
             self.reshard()
-        self.is_in_backward = False
+        self.phase = Phase.REST
         # All buckets that are due, with or without gradients here: [Note: Gradients that do not come].
         for gradients in self.gradients:
             if gradients.is_due or gradients.has_gradients:
-                if self.context.probe is not None:
-                    self._show_unreduced(gradients, self.context.probe)
+                if self.root.probe is not None:
+                    gradients.show_unreduced(self.root.probe)
                 else:
                     self._reduce(gradients, gradients.take_full())
         self.progress.leave_backward()
 
-    def _show_unreduced(self, gradients: BucketGradients, probe: Callable[[Bucket, Tensor], None]) -> None:
-        full = gradients.take_unreduced()
-        probe(gradients.bucket, full)
-        gradients.ledger.hold(-full.nbytes)
-
     def _reduce(self, gradients: BucketGradients, full: Tensor | None) -> None:
         across_nodes = self.requires_gradient_sync
         if full is not None or across_nodes:
-            self.context.program.note(f"the reduction of {self.name}{'' if across_nodes else ' inside the node'}")
+            self.root.observer.reducing(self, across_nodes=across_nodes)
         reduction = Reduction(gradients, full, across_nodes=across_nodes, across_islands=self.requires_all_reduce)
-        self.context.reductions.add(reduction)
+        self.root.reductions.add(reduction)
 
-    def _finish_own_backward(self) -> None:
+    def finish_backward(self) -> None:
         """Reduce the gradients that are left and, in a micro-batch that syncs, partial sums of earlier ones."""
-        if self.is_in_backward or any(gradients.has_gradients for gradients in self.gradients):
+        if self._phase is Phase.BACKWARD or any(gradients.has_gradients for gradients in self.gradients):
             self._end_backward()
         self._awaited_inputs.clear()  # of a retained graph; its next backward begins at the outputs
-        if not self.requires_gradient_sync or self.context.probe is not None:
+        if not self.requires_gradient_sync or self.root.probe is not None:
             return
         for gradients in self.gradients:
             has_partial_sums = gradients.has_partial_sums(across_islands=self.requires_all_reduce)
-            if has_partial_sums and not self.context.reductions.is_crossing_nodes(gradients):
+            if has_partial_sums and not self.root.reductions.is_crossing_nodes(gradients):
                 self._reduce(gradients, None)
             cached = gradients.bucket.cached
             is_base = gradients.bucket.wire.sends_differences  # of the next difference
             if cached is not None and not gradients.bucket.is_frozen and not is_base and self._frees_after_backward:
                 self.reshard()  # a gather that has begun may still write into the cache
                 cached.free()  # the optimizer is about to make it stale
+
+    def leave_backward(self) -> None:
+        """Free the weights at the end of a backward of the root."""
+        if self._frees_after_backward:
+            self.reshard()
+
+    def abandon(self) -> None:
+        """Drop the gradients of a forward or backward that raised, and free the weights."""
+        self.phase = Phase.REST
+        self._awaited_outputs.clear()
+        self._awaited_inputs.clear()
+        for gradients in self.gradients:
+            gradients.discard()
+        self.reshard()
+        self.forget_copies()
+
+
+class Root:
+    """The outermost unit and all below it: what they share, and where their forwards and backwards begin and end."""
+
+    def __init__(self, top: Unit) -> None:
+        """Lead all units below `top`, also those that were unsharded by hand before. Collective over the mesh.
+
+        Raises:
+            RuntimeError: a unit below has run before, outside its root.
+            ValueError: a granularity pattern matches no parameter of any unit.
+            Exception: the observer has found a mistake.
+        """
+        self.top, self.cluster = top, top.cluster
+        self.units = list(dict.fromkeys(unit for module in top.modules for unit in units_below(module)))
+        """Outermost first."""
+        check_matched(unit.blocks for unit in self.units)
+        self.lanes, self.ledger = top._comm_ctx, Ledger()
+        self.order = Order()
+        self.reductions = ReductionQueue()
+        self.observer = extension.observer_class()(self)
+        self.backward: Backward | None = None
+        """The backward that runs below this root."""
+        self.creates_graph = False
+        """True if the last backward ran with `create_graph=True`, so that another one may need the same weights."""
+        self.is_last_backward = True
+        """False if the next backward need not wait for its last reduction."""
+        self.post_optim_event: Any = None
+        """An event for which the next forward waits before it gathers."""
+        self.probe: Callable[[Bucket, Tensor], None] | None = None
+        """Takes the gradients of each bucket, (L * N * C,), in place of their reduction: see guard/audit.py."""
+        self._copies: dict[Cluster, Copies] = {}
+        names = {child: name for module in top.modules for name, child in module.named_modules()}
+        for unit in self.units:
+            unit.join(self)
+        for unit in self.units:
+            unit.progress.name = ", ".join(filter(None, (names.get(child) for child in unit.modules))) or unit.name
+            for bucket in unit.buckets:
+                bucket.unit_name = unit.name
+        self.observer.leading()
+        with torch.inference_mode(False):  # training could not fill a slab of inference tensors
+            self._place_caches()
+        self._buffers = Buffers(self.units)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets of all units."""
+        return [bucket for unit in self.units for bucket in unit.buckets]
+
+    @property
+    def gradients(self) -> list[BucketGradients]:
+        """The gradients of all units."""
+        return [gradients for unit in self.units for gradients in unit.gradients]
+
+    def copies_of(self, cluster: Cluster) -> Copies:
+        """The copies of the weights that the nodes of `cluster` have: [Note: Exact crossings] in difference.py."""
+        return self._copies.setdefault(cluster, Copies(cluster, self.observer))
+
+    def _place_caches(self) -> None:
+        """Give cache memory to the buckets that cache, unless there is one node."""
+        hosted: list[list[CachedShard]] = []
+        for unit in self.units:
+            if unit.cache.where != "none":
+                caches = [bucket.add_cache(self.lanes) for bucket in unit.buckets if bucket.cluster.num_nodes > 1]
+                if unit.cache.where == "host":
+                    hosted.append(caches)
+        budget_bytes = max((unit.cache.device_budget_bytes for unit in self.units), default=0)
+        on_device = choose_device_shards([sum(cached.nbytes for cached in each) for each in hosted], budget_bytes)
+        in_slab = [cached for index, each in enumerate(hosted) if index not in on_device for cached in each]
+        if not in_slab:
+            return
+        sizes_bytes = [cached.nbytes for cached in in_slab]
+        device = self.cluster.device
+        slab = make_slab(sum(sizes_bytes), device, num_local=self.cluster.num_local)
+        self.ledger.host_bytes += slab.nbytes
+        if device.type != "cpu":
+            weakref.finalize(self, free_slab, slab, device).atexit = False  # keeps the slab until then
+        for cached, part in zip(in_slab, slab.split(sizes_bytes), strict=True):
+            cached.move_to_slab(part)
+
+    def begin_forward(self) -> None:
+        """Begin a forward. A forward that backward recomputes belongs to the present step."""
+        if self.backward is not None and not _compat.in_backward():
+            self.abandon_iteration()
+        if self.post_optim_event is not None:
+            self.post_optim_event.wait()
+            self.post_optim_event = None
+        self.observer.begin_forward()
+        self.order.begin_forward(keeps=any(unit.awaits_backward for unit in self.units))
+        self._buffers.begin_forward(syncs=self.top.requires_gradient_sync)
+
+    def end_forward(self) -> None:
+        """End a forward, and the step if no backward follows."""
+        for unit in self.units:
+            if unit.phase is Phase.FORWARD:  # some of its modules did not run
+                unit.end_pass()
+        self.order.end_forward()
+        self._buffers.end_forward()
+        if not torch.is_grad_enabled() and not _compat.in_backward():  # no backward will free what was gathered
+            for unit in self.units:
+                unit.reshard()
+            self.observer.all_issued()
+            self.observer.settled(ends_step=True, is_last=True)
+
+    def begin_backward(self) -> Backward:
+        """Begin a backward at its first gradient: of an output or, if none gets one, of a parameter."""
+        if self.backward is None:
+            self.creates_graph = torch.is_grad_enabled()
+            self.backward = Backward(adds_to_grad=any(each.adds_to_grad() for each in self.gradients))
+            for gradients in self.gradients:
+                self.reductions.drop(gradients, gradients.take_waiting())
+            _compat.after_this_backward(self._finish_backward)
+        return self.backward
+
+    def _finish_backward(self) -> None:
+        """Finish the backward of all units, in an order that is the same on all ranks."""
+        for unit in reversed(self.units):
+            unit.finish_backward()
+        self.observer.all_issued()
+        if self.is_last_backward:
+            self.reductions.finish()
+        for gradients in self.gradients:
+            if gradients.has_partial_sums(across_islands=True) or self.reductions.has(gradients):
+                gradients.show_waiting()
+        for unit in self.units:
+            unit.leave_backward()
+        self._end_backward()
+        syncs = self.probe is None and any(unit.requires_gradient_sync for unit in self.units)
+        self.observer.settled(ends_step=syncs, is_last=self.is_last_backward)
+
+    def _end_backward(self) -> None:
+        self.order.end_backward()
+        self.backward = None
+
+    def abandon_iteration(self) -> None:
+        """Drop the incomplete gradients of a forward or backward that raised."""
+        self.reductions.abandon()
+        self.observer.abandoned()
+        for unit in self.units:
+            unit.abandon()
+        self._end_backward()
+
+
+@dataclass(kw_only=True)
+class Backward:
+    """A backward that runs below a root."""
+
+    adds_to_grad: bool
+    """True if it adds to `.grad` of some parameter: [Note: Gradients that do not come] in shard/reduce.py."""
 
 
 def units_below(module: nn.Module) -> list[Unit]:

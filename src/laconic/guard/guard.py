@@ -1,0 +1,147 @@
+"""What the guard does at each event of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from laconic.comm.cluster import Cluster
+from laconic.comm.traffic import Level
+from laconic.guard.description import compare, compare_broadcast, describe, parts_of
+from laconic.guard.inspection import Inspection
+from laconic.guard.program import Program
+from laconic.guard.replaced import take_loaded_values, take_values_and_warn
+from laconic.guard.traps import Strays, check_unwrapped, note_first_weights, refuse_unequal_weights
+from laconic.shard.bucket import Bucket, ManagedParameter
+from laconic.shard.crossing import Transfer
+from laconic.shard.extension import Observer
+from laconic.shard.gather import UnitGather
+from laconic.shard.unit import Root, Unit
+
+
+class Guard(Observer):
+    """Looks for mistakes and damage in the training of one root: see `Observer` for the events."""
+
+    def __init__(self, root: Root) -> None:
+        """See `Observer`."""
+        self._root, self._units, self._buckets = root, root.units, root.buckets
+        self._program = Program(root.cluster)
+        self._inspection = Inspection(
+            root.cluster, {each: unit.checks for unit in self._units for each in unit.buckets}
+        )
+        self._strays: Strays | None = None
+
+    @classmethod
+    def sharding(cls, module: nn.Module) -> None:
+        """See `Observer`.
+
+        Raises:
+            ValueError: see `check_unwrapped`.
+        """
+        check_unwrapped(module)
+
+    @classmethod
+    def broadcasting(cls, module: nn.Module, managed: Sequence[ManagedParameter]) -> None:
+        """See `Observer`.
+
+        Raises:
+            RanksDifferError: ranks give other parameters.
+        """
+        compare_broadcast(module, managed)
+
+    @classmethod
+    def cut(cls, bucket: Bucket, whole: Sequence[Tensor]) -> None:
+        """See `Observer`."""
+        note_first_weights(bucket, whole)
+
+    @classmethod
+    def loaded(cls, buckets: Sequence[Bucket]) -> None:
+        """See `Observer`.
+
+        Raises:
+            RuntimeError: see `take_loaded_values`.
+        """
+        take_loaded_values(buckets)
+
+    def leading(self) -> None:
+        """Look for all mistakes that the first forward can show. Collective over the mesh.
+
+        Raises:
+            RuntimeError: see `take_values_and_warn`.
+            RanksDifferError: a setting differs between ranks, or the weights that they began with.
+        """
+        for bucket in self._buckets:
+            take_values_and_warn(bucket)
+        cluster = self._root.cluster
+        compare(
+            cluster.all_flag_group, f"the first forward of {type(self._root.top.modules[0]).__name__}",
+            describe(self._units), island=cluster.island_rank, parts=parts_of(self._units),
+        )  # fmt: skip
+        self._strays = Strays(self._root.top.modules, [unit.origin for unit in self._units], self._buckets)
+        refuse_unequal_weights(self._buckets)
+
+    def begin_forward(self) -> None:
+        """See `Observer`."""
+        if self._strays is not None:
+            self._strays.look_again()
+        self._program.settle()
+        self._inspection.begin_forward()
+
+    def before_gather(self, gather: UnitGather) -> Sequence[Bucket]:
+        """See `Observer`."""
+        return self._inspection.find_damaged(gather)
+
+    def gather_begun(self, gather: UnitGather) -> None:
+        """See `Observer`."""
+        self._program.note(f"the gather of {gather.buckets[0].unit_name}")
+
+    def arrived(self, gather: UnitGather) -> None:
+        """See `Observer`."""
+        self._inspection.note_stored(gather)
+
+    def gathered(self, gather: UnitGather) -> None:
+        """See `Observer`."""
+        self._inspection.look_at_gathered(gather)
+
+    def mistrusts_copies(self, bucket: Bucket) -> bool:
+        """See `Observer`."""
+        return self._inspection.heals(bucket)
+
+    def different_copies(self, cluster: Cluster, buckets: Sequence[Bucket]) -> list[Bucket]:
+        """See `Observer`."""
+        return self._inspection.different_copies(cluster, buckets)
+
+    def reducing(self, unit: Unit, *, across_nodes: bool) -> None:
+        """See `Observer`."""
+        self._program.note(f"the reduction of {unit.name}{'' if across_nodes else ' inside the node'}")
+
+    def sum_begun(self, bucket: Bucket, level: Level, transfer: Transfer) -> None:
+        """See `Observer`."""
+        self._inspection.note_sent(bucket, transfer)
+
+    def sum_arrived(self, bucket: Bucket, level: Level, transfer: Transfer) -> None:
+        """See `Observer`."""
+        self._inspection.note_sum(bucket, level, transfer)
+
+    def replicas_summed(self, bucket: Bucket, shard: Tensor) -> None:
+        """See `Observer`."""
+        self._inspection.note_replicas(bucket, shard)
+
+    def all_issued(self) -> None:
+        """See `Observer`."""
+        self._program.start_comparison(diverges=any(bucket.replicas_diverge for bucket in self._buckets))
+
+    def settled(self, *, ends_step: bool, is_last: bool) -> None:
+        """See `Observer`."""
+        if not self._root.top.gather.is_stream_ordered:  # transfers let the host wait anyway
+            self._program.settle()
+        if ends_step:
+            self._inspection.end_step()
+        if is_last:
+            self._inspection.conclude()
+
+    def abandoned(self) -> None:
+        """See `Observer`."""
+        self._inspection.forget()
+        self._program.forget()
