@@ -255,4 +255,4 @@ def held_bytes(model: Any) -> int:
     """The bytes that a model holds between steps: its shards, and the node shards that stay on the device."""
     shards = sum(bucket.shard.nbytes for bucket in buckets(model) if not bucket.is_shard_dropped)
     caches = [b.cached for b in buckets(model) if b.cached is not None and not b.cached.is_in_slab]
-    return shards + sum(cached.nbytes for cached in caches if cached._buffer is not None)
+    return shards + sum(cached.nbytes for cached in caches if cached.has_memory)

@@ -29,7 +29,7 @@ from laconic.shard import extension
 from laconic.shard.cache import CachedShard
 from laconic.shard.conversion import Conversion, converts, first_inner, is_patched, plain_elements
 from laconic.shard.lanes import Lanes
-from laconic.shard.ledger import FlatBuffer, Ledger
+from laconic.shard.ledger import FlatBuffer, Held, Ledger
 from laconic.shard.linear import GradientSink, set_sink, write_gradient_in_place
 from laconic.shard.packing import Converted, Packing, agree_on_packing
 from laconic.shard.policies import Wire
@@ -101,6 +101,7 @@ class Bucket:
         """One for each parameter, or none."""
         self._packing: Packing | None = None
         self._joined: list[list[FlatBuffer]] = []
+        self._decoded: list[Held[Conversion]] = []
         self._full: FlatBuffer | None = None
         self.gathered: list[nn.Parameter] = []
         """The gathered parameters, in the order of `sharded`; empty before the first gather."""
@@ -109,6 +110,8 @@ class Bucket:
         self._epoch = 0
         self.is_shard_dropped = False
         """True while the shard has no memory of its own: see `drop_shard`."""
+        self._at_rest: Held[Tensor] | None = None
+        """The shard's memory, if it is counted and has any of its own."""
         self.shard = self._rest(self._cut([item.local for item in managed]))
         """This rank's shard, (C,)."""
         self._device = self.shard.device
@@ -281,8 +284,6 @@ class Bucket:
             )
         shard = self._rest(shard)
         self._drop_full()
-        self.hold_shard(-self.shard.nbytes)
-        self.hold_shard(shard.nbytes)
         self.dtype = shard.dtype
         self._device = shard.device
         self._move_shard(shard.detach(), self.version + 1)
@@ -290,11 +291,14 @@ class Bucket:
     def open_account(self, ledger: Ledger) -> None:
         """Count this bucket's memory in `ledger` from now on."""
         self.ledger = ledger
-        self.hold_shard(self.shard.nbytes)
+        self._rest_in(self.shard)
 
-    def hold_shard(self, nbytes: int) -> None:
-        """Count memory as large as a shard, where shards rest."""
-        self.ledger.hold_at_rest(nbytes, on_host=self.is_offloaded)
+    def _rest_in(self, shard: Tensor) -> None:
+        """Let the shard's memory be that of `shard` from now on."""
+        if self._at_rest is not None:
+            self._at_rest.free()
+        self.shard = shard
+        self._at_rest = None if self.is_shard_dropped else Held(shard, self.ledger, on_host=self.is_offloaded)
 
     @property
     def gathers_own_bits(self) -> bool:
@@ -328,7 +332,7 @@ class Bucket:
             conversion.forget()
 
     def _move_shard(self, shard: Tensor, version: int) -> None:
-        self.shard = shard
+        self._rest_in(shard)
         self._epoch = version - shard._version
         for index, old in enumerate(self.sharded):
             new = nn.Parameter(self._ragged(index), requires_grad=old.requires_grad)
@@ -360,18 +364,16 @@ class Bucket:
         is_other_form = self.compute_dtype != self.dtype or not self.gathers_own_bits
         if self.cached is None or is_other_form or self.is_shard_dropped or self.is_offloaded:
             return False
-        self.ledger.hold(-self.shard.nbytes)
+        self.is_shard_dropped = True
         # `.data` is an alias with its own version counter: a gather into the node shard is no edit.
         self._move_shard(self.own_part(self.cached.buffer()).data, self.version)
-        self.is_shard_dropped = True
         return True
 
     def restore_shard(self) -> None:
         """Give the shard memory of its own again: its parameters are about to train or to move."""
         if self.is_shard_dropped:
-            self._move_shard(self.shard.to(self._device, copy=True), self.version)
-            self.ledger.hold(self.shard.nbytes)
             self.is_shard_dropped = False
+            self._move_shard(self.shard.to(self._device, copy=True), self.version)
 
     def own_part(self, node_shard: Tensor) -> Tensor:
         """This rank's shard within its node shard, (N * C,): [Note: A bucket's order]."""
@@ -438,7 +440,7 @@ class Bucket:
             ]
             if not self.gathered:
                 self.gathered = list(map(self._watched, count(), decoded))
-        self._hold_decoded(1)
+        self._decoded = [Held(conversion, self.ledger) for conversion in self._conversions]
 
     def _gathered_tensors(self, index: int) -> tuple[Tensor, ...]:
         """The converted tensors of parameter `index` from all ranks."""
@@ -460,9 +462,6 @@ class Bucket:
             packing.join(self._full.raw, index, each, buffer.allocate())
         return tuple(buffer.tensor for buffer in self._joined[index])
 
-    def _hold_decoded(self, sign: int) -> None:
-        self.ledger.hold(sign * sum(conversion.buffer_bytes for conversion in self._conversions))
-
     def node_shard_of_full(self) -> Tensor:
         """This rank's node shard within the full buffer, which is allocated: (N * C,), a view."""
         begin = self.cluster.local_rank * self.node_shard_numel
@@ -477,8 +476,9 @@ class Bucket:
             conversion.free()
         for buffer in (buffer for own in self._joined for buffer in own):
             buffer.free()
-        if self.gathered:
-            self._hold_decoded(-1)
+        for held in self._decoded:
+            held.free()
+        self._decoded = []
 
     def _view_of_full(self, index: int) -> Tensor:
         assert self._full is not None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from laconic.shard.lanes import Event, Lanes
-from laconic.shard.ledger import Ledger
+from laconic.shard.ledger import Held, Ledger
 
 
 class CachedShard:
@@ -31,9 +31,9 @@ class CachedShard:
         self.numel, self._dtype, self._device = numel, dtype, device
         self._ledger, self._lanes = ledger, lanes
         self._version: int | None = None
-        self._buffer: Tensor | None = None
+        self._memory: Held[Tensor] | None = None
+        self._slab: Tensor | None = None
         self._stored: Event = None
-        self.is_in_slab = False
 
     @property
     def nbytes(self) -> int:
@@ -47,8 +47,17 @@ class CachedShard:
 
     def move_to_slab(self, slab: Tensor) -> None:
         """Keep the node shard in `slab`, uint8 of shape (nbytes,), from now on."""
-        self._buffer = slab.view(self._dtype)
-        self.is_in_slab = True
+        self._slab = slab.view(self._dtype)
+
+    @property
+    def is_in_slab(self) -> bool:
+        """True if the node shard stays in host memory."""
+        return self._slab is not None
+
+    @property
+    def has_memory(self) -> bool:
+        """True if the node shard has memory now."""
+        return self._slab is not None or self._memory is not None
 
     def holds(self, version: int) -> bool:
         """True if the cache has the node shard of the parameters of `version`."""
@@ -56,11 +65,13 @@ class CachedShard:
 
     def buffer(self) -> Tensor:
         """The cache's memory, (numel,)."""
-        if self._buffer is None:
+        if self._slab is not None:
+            return self._slab
+        if self._memory is None:
             with torch.inference_mode(False):  # it may become a frozen shard, which needs versions
-                self._buffer = torch.empty(self.numel, dtype=self._dtype, device=self._device)
-            self._ledger.hold(self.nbytes)
-        return self._buffer
+                memory = torch.empty(self.numel, dtype=self._dtype, device=self._device)
+            self._memory = Held(memory, self._ledger)
+        return self._memory.memory
 
     def invalidate(self) -> None:
         """Mark the cache as empty: a new node shard is being gathered."""
@@ -98,10 +109,9 @@ class CachedShard:
 
     def free(self) -> None:
         """Free device memory. A node shard in the slab stays."""
-        if not self.is_in_slab and self._buffer is not None:
-            self._buffer = None
-            self._version = None
-            self._ledger.hold(-self.nbytes)
+        if self._memory is not None:
+            self._memory.free()
+            self._memory = self._version = None
 
 
 def choose_device_shards(sizes_bytes: Sequence[int], budget_bytes: int) -> set[int]:

@@ -239,7 +239,7 @@ class Conversion:
         return self._gathered
 
     @property
-    def buffer_bytes(self) -> int:
+    def nbytes(self) -> int:
         """The bytes that the decoded parameter takes besides the gathered elements."""
         return sum(nbytes for _, nbytes in self._buffers)
 

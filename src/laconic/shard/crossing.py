@@ -17,7 +17,7 @@ from laconic.codec import CODECS, Codec
 from laconic.comm.collectives import Communicator, Pending
 from laconic.comm.traffic import Purpose
 from laconic.shard.bucket import Bucket
-from laconic.shard.ledger import Ledger
+from laconic.shard.ledger import Held, Ledger
 from laconic.shard.payload import Part, Payload, Piece, parts_of_islands, shards_of_nodes
 
 
@@ -107,18 +107,18 @@ class Messages:
 
     def __init__(self, bucket: Bucket, way: Communicator, payload: Payload, purpose: Purpose = "weights") -> None:
         self._bucket, self._way, self._payload, self._purpose = bucket, way, payload, purpose
-        self._all: Tensor | None = None
+        self._all: Held[Tensor] | None = None
         self._pending: Pending | None = None
 
     def start(self, values: Callable[[Piece], Tensor]) -> None:
         """Begin to send this rank's part, whose pieces `values` returns, (n,), fp32."""
         self._free()  # an exception may have cut the last crossing short
         device = self._bucket.cluster.device
-        self._all = torch.empty(self._way.size, self._payload.nbytes, dtype=torch.uint8, device=device)
-        self._bucket.ledger.hold(self._all.nbytes)
-        own = self._all[self._way.rank]
+        messages = torch.empty(self._way.size, self._payload.nbytes, dtype=torch.uint8, device=device)
+        self._all = Held(messages, self._bucket.ledger)
+        own = messages[self._way.rank]
         self._payload.encode(self._way.rank, values, own)
-        self._pending = self._way.all_gather(self._all.view(-1), own, self._purpose)
+        self._pending = self._way.all_gather(messages.view(-1), own, self._purpose)
 
     def finish(self, whole: Tensor) -> Iterator[tuple[Tensor, Tensor, Piece]]:
         """Yield the pieces of `whole`, all parts in order, as views (n,), and the values that came for them, fp32."""
@@ -126,22 +126,23 @@ class Messages:
         if self._pending is not None:
             self._pending.wait()
         parts = whole.split(self._payload.numels)
-        for index, (part, message) in enumerate(zip(parts, self._all, strict=True)):
+        for index, (part, message) in enumerate(zip(parts, self._all.memory, strict=True)):
             for piece, values in self._payload.decode(index, message):
                 yield part[piece.values], values, piece
         self._free()
 
     def _free(self) -> None:
         if self._all is not None:
-            self._bucket.ledger.hold(-self._all.nbytes)
+            self._all.free()
         self._all = self._pending = None
 
 
 class Transfer(Protocol):
     """A sum across nodes or islands that has begun."""
 
-    nbytes: int
-    """The bytes that it takes besides its input."""
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes besides its input."""
 
     @property
     def messages(self) -> Tensor:
@@ -171,7 +172,7 @@ class CodedSum:
         self._payload = Payload(
             bucket.layout, parts, codec, plain=bucket.reduce_dtype, device_type=kind, rotates=rotates
         )
-        self._lost: dict[int, Tensor] = {}
+        self._lost: dict[int, Held[Tensor]] = {}
         """With feedback: what the codec has lost of the part for each rank, (n,), fp32."""
 
     @classmethod
@@ -193,7 +194,7 @@ class CodedSum:
     def forget(self) -> None:
         """Drop what the codec has lost so far."""
         for lost in self._lost.values():
-            self._bucket.ledger.hold(-lost.nbytes)
+            lost.free()
         self._lost.clear()
 
     def _encode(self, index: int, part: Tensor, message: Tensor) -> None:
@@ -201,9 +202,8 @@ class CodedSum:
             self._payload.encode(index, lambda piece: part[piece.values].float(), message)
             return
         if index not in self._lost:
-            self._lost[index] = torch.zeros_like(part, dtype=torch.float32)
-            self._bucket.ledger.hold(self._lost[index].nbytes)
-        lost = self._lost[index].add_(part)
+            self._lost[index] = Held(torch.zeros_like(part, dtype=torch.float32), self._bucket.ledger)
+        lost = self._lost[index].memory.add_(part)
         self._payload.encode(index, lambda piece: lost[piece.values], message)
         for piece, values in self._payload.decode(index, message):
             rest = lost[piece.values].sub_(values)
@@ -274,13 +274,13 @@ class CodedReplicaSum:
     """A sum of `CodedAllReduce` on its way."""
 
     def __init__(self, shard: Tensor, transfer: Transfer, messages: Messages, ledger: Ledger) -> None:
-        self._shard, self._transfer, self._messages, self._ledger = shard, transfer, messages, ledger
-        ledger.hold(transfer.nbytes)
+        self._shard, self._messages = shard, messages
+        self._transfer = Held(transfer, ledger)
 
     def send_back(self) -> None:
         """Finish the first trip, and begin to send this island's part of the sum to all."""
-        total = self._transfer.finish()
-        self._ledger.hold(-self._transfer.nbytes)
+        total = self._transfer.memory.finish()
+        self._transfer.free()
         self._messages.start(lambda piece: total[piece.values].float())
 
     def finish(self) -> None:

@@ -2,8 +2,17 @@
 
 import weakref
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
+
+
+class _Memory(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+_M = TypeVar("_M", bound=_Memory)
 
 
 @dataclass(kw_only=True)
@@ -16,30 +25,48 @@ class Ledger:
     host_bytes: int = 0
     """Bytes of this rank's host cache."""
 
-    def hold(self, nbytes: int) -> None:
-        """Add `nbytes` of device memory; a negative number when memory is freed."""
+    def hold(self, nbytes: int, *, on_host: bool = False) -> None:
+        """Add `nbytes` of device memory or, `on_host`, of host memory; a negative number when memory is freed."""
+        if on_host:
+            self.host_bytes += nbytes
+            return
         self.device_bytes += nbytes
         self.device_peak_bytes = max(self.device_peak_bytes, self.device_bytes)
 
-    def hold_at_rest(self, nbytes: int, *, on_host: bool) -> None:
-        """Add `nbytes` where shards rest: in device memory or, `on_host`, in host memory."""
-        if on_host:
-            self.host_bytes += nbytes
-        else:
-            self.hold(nbytes)
-
     def hold_until_freed(self, tensor: Tensor, *, on_host: bool) -> None:
-        """Count the memory of `tensor`, where shards rest, as long as somebody holds the tensor.
+        """Count the memory of `tensor` as long as somebody holds the tensor.
 
         Python keeps what the finalizer calls for as long as the tensor lives: here this ledger, which holds nothing but
         numbers. A finalizer that held a bucket would keep the tensor's own owner, and so the tensor, for ever.
         """
-        self.hold_at_rest(tensor.nbytes, on_host=on_host)
-        weakref.finalize(tensor, self.hold_at_rest, -tensor.nbytes, on_host=on_host).atexit = False
+        self.hold(tensor.nbytes, on_host=on_host)
+        weakref.finalize(tensor, self.hold, -tensor.nbytes, on_host=on_host).atexit = False
 
     def reset_peak(self) -> None:
         """Set the peak to the bytes that are held now."""
         self.device_peak_bytes = self.device_bytes
+
+
+class Held(Generic[_M]):
+    """Memory that the engine holds: the ledger counts it from now on until `free`."""
+
+    def __init__(self, memory: _M, ledger: Ledger, *, on_host: bool = False) -> None:
+        """Take a tensor, or a transfer with memory of its own."""
+        self._memory: _M | None = memory
+        self._nbytes, self._ledger, self._on_host = memory.nbytes, ledger, on_host
+        ledger.hold(self._nbytes, on_host=on_host)
+
+    @property
+    def memory(self) -> _M:
+        """What was taken."""
+        assert self._memory is not None, "this memory was freed"
+        return self._memory
+
+    def free(self) -> None:
+        """Drop the memory."""
+        if self._memory is not None:
+            self._memory = None
+            self._ledger.hold(-self._nbytes, on_host=self._on_host)
 
 
 class FlatBuffer:

@@ -27,7 +27,7 @@ from laconic.shard.cleared import WaitingGradient, WaitingSums
 from laconic.shard.crossing import CodedAllReduce, CodedReplicaSum, CodedSum, Transfer
 from laconic.shard.extension import Observer
 from laconic.shard.lanes import Event, Lanes, wait_for
-from laconic.shard.ledger import Ledger
+from laconic.shard.ledger import Held, Ledger
 from laconic.shard.linear import is_gradient
 from laconic.shard.used import UsedParameters, agree
 
@@ -49,11 +49,11 @@ class BucketGradients:
         self.island: Communicator | CodedAllReduce = (
             CodedAllReduce(bucket, island) if is_coded and island.size > 1 else island
         )
-        self._full: Tensor | None = None
+        self._full: Held[Tensor] | None = None
         self._written: set[int] = set()
-        self.partial: Tensor | None = None
+        self.partial: Held[Tensor] | None = None
         """This node's sums of earlier micro-batches, (N * C,), that have not been sent across nodes."""
-        self.partial_shard: Tensor | None = None
+        self.partial_shard: Held[Tensor] | None = None
         """This island's sums of earlier backwards, (C,), that have not been sent to other islands."""
         self.is_due = False
         """True if gradients of the running backward are to be reduced, whether they come on this rank or not."""
@@ -125,28 +125,28 @@ class BucketGradients:
             torch.mm(left, right, out=view)
             self._written.add(index)
 
-    def _allocate(self) -> Tensor:
+    def _allocate(self) -> Held[Tensor]:
         if self._full is None:
             self._begin_backward()
             device = self.bucket.cluster.device
-            self._full = torch.empty(self.bucket.layout.numel, dtype=self.bucket.reduce_dtype, device=device)
-            self.ledger.hold(self._full.nbytes)
+            full = torch.empty(self.bucket.layout.numel, dtype=self.bucket.reduce_dtype, device=device)
+            self._full = Held(full, self.ledger)
         return self._full
 
     def _view(self, index: int) -> Tensor:
         slot = self.bucket.layout.slots[index]
-        return self._allocate()[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        return self._allocate().memory[slot.offset : slot.offset + slot.numel].view(slot.shape)
 
-    def take_full(self) -> Tensor:
+    def take_full(self) -> Held[Tensor]:
         """Hand over the gradients, (L * N * C,), to be reduced. The caller frees them."""
         self.used.add(self._written)
         return self.take_unreduced()
 
-    def take_unreduced(self) -> Tensor:
+    def take_unreduced(self) -> Held[Tensor]:
         """Hand over the gradients, (L * N * C,). The caller frees them: [Note: Gradients that do not come]."""
         full = self._allocate()
         if not self._written:
-            full.zero_()
+            full.memory.zero_()
         else:
             for index in set(range(len(self.bucket.sharded))) - self._written:
                 self._view(index).zero_()
@@ -158,8 +158,8 @@ class BucketGradients:
     def show_unreduced(self, probe: Callable[[Bucket, Tensor], None]) -> None:
         """Give the gradients, (L * N * C,), to `probe` in place of their reduction, and free them."""
         full = self.take_unreduced()
-        probe(self.bucket, full)
-        self.ledger.hold(-full.nbytes)
+        probe(self.bucket, full.memory)
+        full.free()
 
     def forget_lost(self) -> None:
         """Drop what a codec has lost of earlier gradients."""
@@ -178,9 +178,9 @@ class BucketGradients:
         self.used.remove(cleared)
         for index in cleared:
             if self.partial is not None:
-                self.bucket.part_of_node_shard(self.partial, index).zero_()
+                self.bucket.part_of_node_shard(self.partial.memory, index).zero_()
             if self.partial_shard is not None:
-                self.bucket.local_view(self.partial_shard, index).zero_()
+                self.bucket.local_view(self.partial_shard.memory, index).zero_()
         return cleared
 
     def _trainable(self) -> list[int]:
@@ -198,7 +198,7 @@ class BucketGradients:
         """Drop the gradients of a failed backward, and the partial sums that may include some of them."""
         for buffer in (self._full, self.partial, self.partial_shard):
             if buffer is not None:
-                self.ledger.hold(-buffer.nbytes)
+                buffer.free()
         self._full = self.partial = self.partial_shard = None
         self.is_due = False
         self._written.clear()
@@ -250,7 +250,7 @@ class Reduction:
     """The reduction of one bucket's gradients: a sum inside the node, one across the nodes, one over the replicas."""
 
     def __init__(
-        self, gradients: BucketGradients, full: Tensor | None, *, across_nodes: bool, across_islands: bool
+        self, gradients: BucketGradients, full: Held[Tensor] | None, *, across_nodes: bool, across_islands: bool
     ) -> None:
         """Begin the sum of `full`, (L * N * C,), inside the node; with None, only the partial sums are reduced."""
         self.gradients = gradients
@@ -263,8 +263,8 @@ class Reduction:
         self._keeps_sum = True
         self._ledger, self._lane = gradients.ledger, gradients.lanes.reduce
         self._full = full
-        self._node_shard: Tensor | None = None
-        self._transfer: Transfer | None = None
+        self._node_shard: Held[Tensor] | None = None
+        self._transfer: Held[Transfer] | None = None
         self._level: Level = "local"
         """The level of `_transfer`."""
         self._shard: Tensor | None = None
@@ -274,8 +274,8 @@ class Reduction:
         if full is not None:
             with self._lane.running():
                 if gradients.bucket.divide_before != 1:
-                    full.div_(gradients.bucket.divide_before)
-                self._start_transfer(gradients.local, full, "local")
+                    full.memory.div_(gradients.bucket.divide_before)
+                self._start_transfer(gradients.local, full.memory, "local")
 
     def advance(self) -> None:
         """Finish the sum that is under way, and begin the next one."""
@@ -306,7 +306,7 @@ class Reduction:
             self.gradients.partial = total
         elif total is not None:
             self._node_shard = total
-            self._start_transfer(self.gradients.node, total, "node")
+            self._start_transfer(self.gradients.node, total.memory, "node")
         self._done = self._lane.record_event()
         return Stage.NODE
 
@@ -317,17 +317,19 @@ class Reduction:
         if self._node_shard is not None:
             self._shard = self._finish_transfer()
             self._drop_cleared()
-            self._ledger.hold(-self._node_shard.nbytes)
+            self._node_shard.free()
             self._node_shard = None
         if not self.gradients.has_replicas:
             return self._put_into_grad()
-        self._shard, self.gradients.partial_shard = self._add(self.gradients.partial_shard, self._shard), None
+        total, self.gradients.partial_shard = self._add(self.gradients.partial_shard, self._shard), None
+        self._shard = None
         if not self._across_islands:
-            self.gradients.partial_shard, self._shard = self._shard, None
-        if self._shard is None:
+            self.gradients.partial_shard, total = total, None
+        if total is None:
             self._done = self._lane.record_event()
             return Stage.DONE
-        self._ledger.hold(-self._shard.nbytes)
+        self._shard = total.memory
+        total.free()
         self._replicas = self.gradients.island.start_all_reduce(self._shard)
         return Stage.ISLAND
 
@@ -362,33 +364,33 @@ class Reduction:
             for index in self.cleared:
                 self.gradients.bucket.local_view(self._shard, index).zero_()
 
-    def _add(self, total: Tensor | None, fresh: Tensor | None) -> Tensor | None:
-        """Add fresh sums to the sums of earlier backwards, and count the memory of the result."""
+    def _add(self, total: Held[Tensor] | None, fresh: Tensor | None) -> Held[Tensor] | None:
+        """Add fresh sums to the sums of earlier backwards."""
         if fresh is None:
             return total
         if total is None:
-            self._ledger.hold(fresh.nbytes)
-            return fresh
-        return total.add_(fresh)
+            return Held(fresh, self._ledger)
+        total.memory.add_(fresh)
+        return total
 
     def _start_transfer(self, way: Communicator | CodedSum, whole: Tensor, level: Level) -> None:
-        self._transfer, self._level = way.start_reduce_scatter(whole), level
-        self._ledger.hold(self._transfer.nbytes)
+        transfer: Transfer = way.start_reduce_scatter(whole)
+        self._transfer, self._level = Held(transfer, self._ledger), level
         if len(whole):
-            self.gradients.observer.sum_begun(self.gradients.bucket, level, self._transfer)
+            self.gradients.observer.sum_begun(self.gradients.bucket, level, transfer)
 
     def _finish_transfer(self) -> Tensor:
         assert self._transfer is not None
-        self.gradients.observer.sum_arrived(self.gradients.bucket, self._level, self._transfer)
-        total = self._transfer.finish()
-        self._ledger.hold(-self._transfer.nbytes)
+        self.gradients.observer.sum_arrived(self.gradients.bucket, self._level, self._transfer.memory)
+        total = self._transfer.memory.finish()
+        self._transfer.free()
         self._transfer = None
         return total
 
     def _free_full(self) -> None:
         """Free this micro-batch's gradients ([Note: Who may free a transfer buffer] in shard/lanes.py)."""
         if self._full is not None:
-            self._ledger.hold(-self._full.nbytes)
+            self._full.free()
             self._full = None
 
 

@@ -55,7 +55,7 @@ from laconic.shard.difference import Copies
 from laconic.shard.gather import Order, UnitGather
 from laconic.shard.hooks import OutputGradients, watch_inputs
 from laconic.shard.lanes import Lanes
-from laconic.shard.ledger import Ledger
+from laconic.shard.ledger import Held, Ledger
 from laconic.shard.policies import Cache, Checks
 from laconic.shard.reduce import BucketGradients, Reduction, ReductionQueue
 from laconic.shard.trees import leaves_of, map_tensors, tensors_in
@@ -420,7 +420,7 @@ class Unit:
                     self._reduce(gradients, gradients.take_full())
         self.progress.leave_backward()
 
-    def _reduce(self, gradients: BucketGradients, full: Tensor | None) -> None:
+    def _reduce(self, gradients: BucketGradients, full: Held[Tensor] | None) -> None:
         across_nodes = self.requires_gradient_sync
         if full is not None or across_nodes:
             self.root.observer.reducing(self, across_nodes=across_nodes)
@@ -532,7 +532,7 @@ class Root:
         sizes_bytes = [cached.nbytes for cached in in_slab]
         device = self.cluster.device
         slab = make_slab(sum(sizes_bytes), device, num_local=self.cluster.num_local)
-        self.ledger.host_bytes += slab.nbytes
+        self.ledger.hold(slab.nbytes, on_host=True)
         if device.type != "cpu":
             weakref.finalize(self, free_slab, slab, device).atexit = False  # keeps the slab until then
         for cached, part in zip(in_slab, slab.split(sizes_bytes), strict=True):
