@@ -59,7 +59,7 @@ def job_float8() -> None:
     for name, parameter in wanted_model.named_parameters():
         whole: Any = model.get_parameter(name)
         torch.testing.assert_close(whole.full_tensor(), parameter.full_tensor(), msg=name)  # type: ignore[operator]
-    wire_dtypes = {bucket.wire_dtype for bucket in helpers.buckets(model)}
+    wire_dtypes = {bucket.form.dtype for bucket in helpers.buckets(model)}
     assert wire_dtypes == {torch.float8_e4m3fn, torch.float32}, "weights and biases"
 
 

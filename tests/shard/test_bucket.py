@@ -42,7 +42,7 @@ def bucket_of(module: nn.Module, place: Place, *, compute_dtype: torch.dtype = t
 
 
 def fill_full(bucket: Bucket, shards: list[Tensor]) -> None:
-    bucket.allocate_full().copy_(torch.cat(shards))
+    bucket.full.allocate().copy_(torch.cat(shards))
 
 
 @pytest.mark.parametrize(("num_nodes", "num_local"), [(1, 1), (3, 1), (1, 3), (3, 2), (2, 3)])
@@ -53,9 +53,9 @@ def test_shards_in_order_make_the_bucket_and_gathered_parameters_are_its_views(n
     made = [bucket_of(module, place) for module, place in zip(modules, ranks, strict=True)]
     shards = {(b.cluster.node_rank, b.cluster.local_rank): b.shard for b in made}
     account(made[0])
-    made[0].allocate_full().copy_(reference.gather(shards))
-    made[0].show_gathered()
-    full = made[0].allocate_full()
+    made[0].full.allocate().copy_(reference.gather(shards))
+    made[0].full.show()
+    full = made[0].full.allocate()
     for name, parameter in modules[0].named_parameters():
         assert type(parameter) is nn.Parameter
         assert torch.equal(parameter, want[name])
@@ -63,7 +63,7 @@ def test_shards_in_order_make_the_bucket_and_gathered_parameters_are_its_views(n
     for bucket in made:  # the gather across nodes lands in this rank's node shard, which contains its shard
         account(bucket)
         fill_full(bucket, [b.shard for b in made])
-        node_shard = bucket.node_shard_of_full()
+        node_shard = bucket.full.node_shard()
         assert torch.equal(node_shard, reference.node_shard_of(full, bucket.cluster.local_rank, num_local))
         assert torch.equal(bucket.own_part(node_shard), bucket.shard)
         assert node_shard.numel() == bucket.node_shard_numel
@@ -122,14 +122,14 @@ def test_gathering_into_the_full_buffer_is_no_edit_and_editing_it_is_refused() -
     bucket = bucket_of(module, Place())
     account(bucket)
     fill_full(bucket, [bucket.shard])
-    bucket.show_gathered()
+    bucket.full.show()
     fill_full(bucket, [bucket.shard])
-    bucket.show_sharded()
-    bucket.show_gathered()
+    bucket.full.hide()
+    bucket.full.show()
     with torch.no_grad():
         module.up.weight.mul_(2)
     with pytest.raises(RuntimeError, match=r"up.weight.* edited in place"):
-        bucket.show_sharded()
+        bucket.full.hide()
     assert module.up.weight is bucket.sharded[0]
 
 
@@ -139,12 +139,12 @@ def test_views_survive_freeing_and_come_back() -> None:
     bucket, shards = made[0], [b.shard for b in made]
     ledger = account(bucket)
     fill_full(bucket, shards)
-    bucket.show_gathered()
+    bucket.full.show()
     view = modules[0].up.weight
     full_bytes = 4 * bucket.layout.numel
     assert ledger.device_bytes == bucket.shard.nbytes + full_bytes
-    bucket.free_full()
-    bucket.free_full()
+    bucket.full.free()
+    bucket.full.free()
     assert ledger.device_bytes == bucket.shard.nbytes
     assert view.untyped_storage().nbytes() == 0
     fill_full(bucket, shards)
@@ -156,12 +156,12 @@ def test_on_one_rank_the_shard_is_the_bucket() -> None:
     module = build(Block)
     bucket = bucket_of(module, Place())
     ledger = account(bucket)
-    bucket.allocate_full()
-    bucket.show_gathered()
+    bucket.full.allocate()
+    bucket.full.show()
     assert ledger.device_peak_bytes == bucket.shard.nbytes
     assert module.up.weight.data_ptr() == bucket.shard.data_ptr()
-    bucket.free_full()
-    bucket.show_sharded()
+    bucket.full.free()
+    bucket.full.hide()
     assert torch.equal(module.up.weight.to_local(), build(Block).up.weight.flatten())
 
 
@@ -172,7 +172,7 @@ def test_a_replaced_parameter_is_refused() -> None:
     fill_full(bucket, [bucket.shard])
     module.up.weight = nn.Parameter(torch.zeros(29, 17))
     with pytest.raises(RuntimeError, match=r"up.weight is no longer the one fully_shard made.*param.copy_"):
-        bucket.show_gathered()
+        bucket.full.show()
 
 
 def test_gathered_parameters_follow_requires_grad() -> None:
@@ -181,7 +181,7 @@ def test_gathered_parameters_follow_requires_grad() -> None:
     account(bucket)
     fill_full(bucket, [bucket.shard])
     bucket.sharded[0].requires_grad_(False)
-    bucket.show_gathered()
+    bucket.full.show()
     assert [p.requires_grad for p in module.parameters()] == [False, True, True, True]
     assert not bucket.is_frozen
     for parameter in bucket.sharded:

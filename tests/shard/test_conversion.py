@@ -118,7 +118,7 @@ def job_training(weight_class: type[Float8Weight], options: dict[str, Any], gath
     oracle = Rounded(plain)
     model: Any = helpers.shard(converting(helpers.build(), weight_class), **options)
     optimizers = [torch.optim.Adam(module.parameters(), lr=0.05, foreach=True) for module in (model, plain)]
-    blocks = [bucket for bucket in helpers.buckets(*model.blocks) if bucket.wire_dtype is FLOAT8]
+    blocks = [bucket for bucket in helpers.buckets(*model.blocks) if bucket.form.dtype is FLOAT8]
     assert len(blocks) == 3
     rest = [bucket for bucket in helpers.buckets(model) if bucket not in blocks]
     for seed in range(3):

@@ -118,17 +118,17 @@ def train_as_oracle(model: Any, rounding: Callable[[Tensor], Tensor], *, steps: 
 def job_packed(options: dict[str, Any]) -> None:
     model: Any = helpers.shard(converting(helpers.build(), RowScaled), granularity=laconic.rows(1), **options)
     train_as_oracle(model, rounded_by_rows)
-    packed = [bucket for bucket in helpers.buckets(*model.blocks) if bucket.is_packed]
+    packed = [bucket for bucket in helpers.buckets(*model.blocks) if bucket.form.is_packed]
     assert len(packed) == 3
     for bucket in packed:
-        shard, numel = bucket.packing.shard_nbytes, sum(slot.numel for slot in bucket.layout.slots)
+        shard, numel = bucket.form.packing.shard_nbytes, sum(slot.numel for slot in bucket.layout.slots)
         rows = sum(slot.shape[0] for slot in bucket.layout.slots)
-        assert bucket.wire_dtype is torch.uint8
+        assert bucket.form.dtype is torch.uint8
         assert numel + 4 * rows <= shard * bucket.cluster.size, "codes and scales"
     with helpers.moved(model) as m:
         helpers.squared_error(model, helpers.inputs(0, dist.get_rank())).backward()
     nodes = packed[0].cluster.num_nodes
-    expected = sum((nodes - 1) * bucket.wire_numel * bucket.wire_dtype.itemsize for bucket in helpers.buckets(model))
+    expected = sum((nodes - 1) * bucket.form.numel * bucket.form.dtype.itemsize for bucket in helpers.buckets(model))
     if options.get("cache", "none") != "none":
         assert m.weights == expected, "each shard crosses once, with its scales"
     if options.get("reshard_after_forward", True):
@@ -153,7 +153,7 @@ def test_elements_and_their_scales_are_gathered_together(world: int, local: int,
 def job_chunks(options: dict[str, Any]) -> None:
     model: Any = helpers.shard(converting(helpers.build(), BF16InChunks), **options)
     train_as_oracle(model, rounded_to_bf16)
-    converted = [bucket for bucket in helpers.buckets(*model.blocks) if bucket.wire_dtype is torch.bfloat16]
+    converted = [bucket for bucket in helpers.buckets(*model.blocks) if bucket.form.dtype is torch.bfloat16]
     assert len(converted) == 6, "each has a bucket of its own, cut as FSDP2 cuts"
     for bucket in converted:
         (slot,) = bucket.layout.slots
@@ -265,7 +265,9 @@ def job_patched(before: Callable[..., Any], options: dict[str, Any]) -> None:
         for name, value in helpers.build().state_dict().items():
             model.get_parameter(name).copy_(value)
     train_as_oracle(patch(model, before), rounded_to_bf16)
-    assert sum(bucket.is_packed for bucket in helpers.buckets(*model.blocks)) == 3, "weights in bf16, biases in fp32"
+    assert sum(bucket.form.is_packed for bucket in helpers.buckets(*model.blocks)) == 3, (
+        "weights in bf16, biases in fp32"
+    )
 
 
 @pytest.mark.parametrize(

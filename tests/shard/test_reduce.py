@@ -217,7 +217,7 @@ def job_products() -> None:
     model: Any = laconic.fully_shard(helpers.build(Stack), mesh=laconic.init_mesh("cpu"))
     [bucket] = helpers.buckets(model)
     assert model._laconic_unit.root
-    gradients: Any = bucket._sink
+    gradients: Any = bucket.full._sink
     for shape, index, dtype in (((3, 5), 1, torch.float32), ((2, 3, 5), 1, torch.float32), ((5, 3), 0, torch.float32)):
         assert not gradients.accepts(index, shape, dtype), shape
     assert gradients.accepts(0, (3, 5), torch.float32)

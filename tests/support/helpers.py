@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from laconic.layout.form.packing import plan_bucket
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 import laconic
 from laconic.comm.traffic import Level, Purpose, Snapshot
-from laconic.layout.packing import plan_bucket
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import Bucket
@@ -171,7 +171,7 @@ def gather_bytes(level: Level, which: list[Bucket]) -> int:
     for bucket in which:
         n, loc, c = bucket.cluster.num_nodes, bucket.cluster.num_local, bucket.layout.shard_numel
         piece = {"node": (n - 1) * c, "local": (loc - 1) * n * c}[level]
-        total += piece * bucket.wire_dtype.itemsize
+        total += piece * bucket.form.dtype.itemsize
     return total
 
 
@@ -247,7 +247,7 @@ def assert_nothing_gathered(model: Any) -> None:
             assert unit.gather.state is GatherState.IDLE, unit.name
             assert unit.phase is Phase.REST, unit.name
             for bucket in unit.buckets:
-                assert bucket._full is None or not bucket._full.is_allocated, unit.name
+                assert not bucket.full.is_allocated, unit.name
     assert all(isinstance(p, laconic.RaggedTensor) for p in model.parameters())
 
 

@@ -135,7 +135,7 @@ class Inspection:
             is_time = self.is_due(bucket) or (bucket.is_frozen and checks.interval > 0)
             is_known = self._stored.get(bucket, (None,))[0] == crossing
             if bucket.valid_cache is not None and not is_known and is_time and checks.on_damage == "regather":
-                parts = bucket.node_shard_of_full().view(bucket.cluster.num_nodes, -1)
+                parts = bucket.full.node_shard().view(bucket.cluster.num_nodes, -1)
                 self._stored[bucket] = crossing, checksums(parts)
 
     def find_damaged(self, gather: UnitGather) -> list[Bucket]:
@@ -207,11 +207,11 @@ class Inspection:
         cluster = bucket.cluster
         if cluster.size == 1:
             return
-        full = bucket.allocate_full().view(cluster.size, -1)
+        full = bucket.full.allocate().view(cluster.size, -1)
         if bucket.gathers_own_bits:
             got = checksums(full)
             own = checksum_of(bucket.shard.to(full.device, full.dtype))
-        elif bucket.is_packed:
+        elif bucket.form.is_packed:
             got = checksums(full)
             own = got[cluster.shard_index]
         else:

@@ -59,7 +59,7 @@ class Strays:
         """Warn if there are more than at the last look."""
         self._registered = _registrations.count
         known = {identity for origin in self._origins for identity in origin.ignored()}
-        known |= {id(parameter) for bucket in self._buckets for parameter in bucket.gathered}
+        known |= {id(parameter) for bucket in self._buckets for parameter in bucket.full.parameters}
         strays = [
             name
             for module in self._modules

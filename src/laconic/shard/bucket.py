@@ -91,22 +91,17 @@ class Bucket:
             )
             for i, p in enumerate(managed)
         ]
-        self._conversions = [
-            Conversion(
-                p.name, p.places[0][0], self.cluster.shard_mesh, precision, like=p.parameter, of_class=p.parameter
-            )
-            for p in managed
-            if converts(p.parameter)
-        ]
-        """One for each parameter, or none."""
-        self._packing: Packing | None = None
-        self._joined: list[list[FlatBuffer]] = []
-        self._decoded: list[Held[Conversion]] = []
-        self._full: FlatBuffer | None = None
-        self.gathered: list[nn.Parameter] = []
-        """The gathered parameters, in the order of `sharded`; empty before the first gather."""
-        self._full_version = 0
-        self._sink: GradientSink | None = None
+        self.form = Form(
+            self,
+            [
+                Conversion(
+                    p.name, p.places[0][0], self.cluster.shard_mesh, precision, like=p.parameter, of_class=p.parameter
+                )
+                for p in managed
+                if converts(p.parameter)
+            ],
+        )
+        self.full = FullBuffer(self)
         self._epoch = 0
         self.is_shard_dropped = False
         """True while the shard has no memory of its own: see `drop_shard`."""
@@ -157,72 +152,6 @@ class Bucket:
     def compute_dtype(self) -> torch.dtype:
         """The dtype of gathered parameters."""
         return compute_dtype_of(self.dtype, self._precision)
-
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        """The dtype of the elements that a gather sends. The first use is collective if parameters convert."""
-        return self.packing.dtype if self._conversions else self.compute_dtype
-
-    @property
-    def wire_numel(self) -> int:
-        """The number of elements of a shard as a gather sends it. Collective as `wire_dtype` is."""
-        return self.packing.shard_nbytes if self.is_packed else self.layout.shard_numel
-
-    @property
-    def is_packed(self) -> bool:
-        """True if shards cross as bytes in sections: [Note: Packed conversions]. Collective as `wire_dtype` is."""
-        return bool(self._conversions) and not self.packing.is_elements
-
-    @property
-    def packing(self) -> Packing:
-        """The form in which converting parameters cross. The first use is collective."""
-        if self._packing is None:
-            self._packing = agree_on_packing(self.cluster, self._convert_all(self.shard.to(self.cluster.device)))
-        return self._packing
-
-    def _convert_all(self, shard: Tensor) -> list[Converted]:
-        return [
-            conversion.encode(self.local_view(shard, index), self.compute_dtype)
-            for index, conversion in enumerate(self._conversions)
-        ]
-
-    def find_hooks(self) -> None:
-        """Convert from now on if methods were put on the `_local_tensor` of sharded parameters: [Note: Conversion].
-
-        Raises:
-            RuntimeError: the bucket was gathered without them before.
-            NotImplementedError: its weights cross between nodes in few bits.
-        """
-        present = [is_patched(parameter) for parameter in self.sharded]
-        known = [each.is_patched for each in self._conversions] or [False] * len(present)
-        names = [slot.name for slot, new, old in zip(self.layout.slots, present, known, strict=True) if new and not old]
-        if not names:
-            return
-        which = f"fsdp_pre_all_gather was put on the _local_tensor of {', '.join(names)}"
-        if self.wire.weights != "exact":
-            raise NotImplementedError(
-                f"{which}, but these weights cross as Wire(weights={self.wire.weights!r}); use weights='exact' for the "
-                "unit, as a conversion makes its own bits"
-            )
-        if self._full is not None or self.cached is not None:
-            raise RuntimeError(f"{which} after the first forward; put it there before, behind to_empty() and the like")
-        before: list[Conversion | None] = [*self._conversions] or [None] * len(present)
-        self._conversions = [
-            each if each is not None and not new else self._patched_conversion(index, is_hooked=new)
-            for index, (each, new) in enumerate(zip(before, present, strict=True))
-        ]
-        self._packing = None
-
-    def _patched_conversion(self, index: int, *, is_hooked: bool) -> Conversion:
-        parameter = self.sharded[index]
-        return Conversion(
-            self.layout.slots[index].name,
-            self.places[index][0][0],
-            self.cluster.shard_mesh,
-            self._precision,
-            like=parameter,
-            patched=parameter if is_hooked else None,
-        )
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -283,7 +212,7 @@ class Bucket:
                 "MixedPrecisionPolicy(param_dtype=...)"
             )
         shard = self._rest(shard)
-        self._drop_full()
+        self.full.drop()
         self.dtype = shard.dtype
         self._device = shard.device
         self._move_shard(shard.detach(), self.version + 1)
@@ -303,7 +232,7 @@ class Bucket:
     @property
     def gathers_own_bits(self) -> bool:
         """True if the full buffer has the shards' elements, maybe in another dtype, but not coded or converted."""
-        return self.wire.weights == "exact" and not self._conversions
+        return self.wire.weights == "exact" and not self.form.converts
 
     @property
     def valid_cache(self) -> CachedShard | None:
@@ -312,24 +241,16 @@ class Bucket:
 
     def add_cache(self, lanes: Lanes) -> CachedShard:
         """Cache this bucket's node shard from now on."""
-        self.find_hooks()
+        self.form.find_hooks()
         device = self.cluster.device
-        self.cached = CachedShard(self.node_shard_numel, self.wire_dtype, device, self.ledger, lanes)
+        self.cached = CachedShard(self.node_shard_numel, self.form.dtype, device, self.ledger, lanes)
         return self.cached
 
     def close_account(self) -> None:
         """Free all memory but the shard; another ledger will count it."""
-        self._drop_full()
+        self.full.drop()
         self.restore_shard()
         self.cached = None
-
-    def _drop_full(self) -> None:
-        """Free the full buffer for good: the next gather makes another, with other gathered parameters."""
-        self.free_full()
-        self._full = self._packing = None
-        self._joined = []
-        for conversion in self._conversions:
-            conversion.forget()
 
     def _move_shard(self, shard: Tensor, version: int) -> None:
         self._rest_in(shard)
@@ -348,7 +269,7 @@ class Bucket:
         dtensor = self._specs[index].dtensor
         if dtensor is not None:
             return dtensor.part_of_gradient(gradient)
-        return first_inner(gradient) if self._conversions else gradient
+        return first_inner(gradient) if self.form.converts else gradient
 
     @property
     def is_frozen(self) -> bool:
@@ -377,7 +298,7 @@ class Bucket:
 
     def own_part(self, node_shard: Tensor) -> Tensor:
         """This rank's shard within its node shard, (N * C,): [Note: A bucket's order]."""
-        size = self.wire_numel
+        size = self.form.numel
         return node_shard[self.cluster.node_rank * size : (self.cluster.node_rank + 1) * size]
 
     def part_of_node_shard(self, node_shard: Tensor, index: int) -> Tensor:
@@ -392,86 +313,151 @@ class Bucket:
         first = self.cluster.local_rank * self.cluster.num_nodes
         return range(first, first + self.cluster.num_nodes)
 
-    # -- the full buffer, and the gathered parameters that are views of it ---------------------------------------------
-
     @property
     def node_shard_numel(self) -> int:
-        """The number of elements of a node shard as a gather sends it: N shards. Collective as `wire_dtype` is."""
-        return self.wire_numel * self.cluster.num_nodes
+        """The number of elements of a node shard as a gather sends it: N shards. Collective as `Form.dtype` is."""
+        return self.form.numel * self.cluster.num_nodes
 
-    def allocate_full(self) -> Tensor:
-        """Allocate the full buffer, (L * N * C,), in the wire dtype, unless it is allocated already."""
-        if self._full is None:
-            # An inference tensor has no versions and could not be trained with later.
-            with torch.inference_mode(False), torch.enable_grad():
-                device = self.cluster.device if self.is_offloaded else self._device
-                is_shard = self.cluster.size == 1 and self.shard.device == device
-                if is_shard and self.compute_dtype == self.dtype and not self._conversions:  # the shard is the bucket
-                    self._full = FlatBuffer(self.shard.data, None)
-                else:
-                    numel = self.wire_numel * self.layout.num_shards
-                    self._full = FlatBuffer(torch.empty(numel, dtype=self.wire_dtype, device=device), self.ledger)
-                self.gathered = []
-                if not self._conversions:
-                    views = map(self._view_of_full, range(len(self.sharded)))
-                    self.gathered = list(map(self._gathered_parameter, count(), views))
-        return self._full.allocate()
+    def show(self, parameters: Sequence[nn.Parameter | None]) -> None:
+        """Show `parameters` in the modules; None hides one from `nn.Module._apply`, which must not see it."""
+        for places, parameter in zip(self.places, parameters, strict=True):
+            for module, name in places:
+                module._parameters[name] = parameter
 
-    def write_shard(self, own: Tensor) -> None:
-        """Write this rank's shard as a gather sends it, (C,). Collective if parameters convert themselves."""
-        if not self._conversions:
-            own.copy_(self.shard, non_blocking=True)
+
+class Form:
+    """The form in which one bucket's weights are gathered: in the dtype of forward, or as its parameters convert them.
+
+    If they convert themselves, the first use of most of this is collective: [Note: Conversion] in conversion.py.
+    """
+
+    def __init__(self, bucket: Bucket, conversions: list[Conversion]) -> None:
+        """Take one conversion for each parameter, or none."""
+        self._bucket, self._conversions = bucket, conversions
+        self._packing: Packing | None = None
+        self._joined: list[list[FlatBuffer]] = []
+        self._decoded: list[Held[Conversion]] = []
+
+    @property
+    def converts(self) -> bool:
+        """True if parameters convert themselves."""
+        return bool(self._conversions)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the elements that a gather sends."""
+        return self.packing.dtype if self._conversions else self._bucket.compute_dtype
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of a shard as a gather sends it."""
+        return self.packing.shard_nbytes if self.is_packed else self._bucket.layout.shard_numel
+
+    @property
+    def is_packed(self) -> bool:
+        """True if shards cross as bytes in sections: [Note: Packed conversions]."""
+        return bool(self._conversions) and not self.packing.is_elements
+
+    @property
+    def packing(self) -> Packing:
+        """The form in which converting parameters cross."""
+        if self._packing is None:
+            cluster = self._bucket.cluster
+            self._packing = agree_on_packing(cluster, self._convert_all(self._bucket.shard.to(cluster.device)))
+        return self._packing
+
+    def _convert_all(self, shard: Tensor) -> list[Converted]:
+        return [
+            conversion.encode(self._bucket.local_view(shard, index), self._bucket.compute_dtype)
+            for index, conversion in enumerate(self._conversions)
+        ]
+
+    def find_hooks(self) -> None:
+        """Convert from now on if methods were put on the `_local_tensor` of sharded parameters: [Note: Conversion].
+
+        Raises:
+            RuntimeError: the bucket was gathered without them before.
+            NotImplementedError: its weights cross between nodes in few bits.
+        """
+        present = [is_patched(parameter) for parameter in self._bucket.sharded]
+        known = [each.is_patched for each in self._conversions] or [False] * len(present)
+        names = [
+            slot.name
+            for slot, new, old in zip(self._bucket.layout.slots, present, known, strict=True)
+            if new and not old
+        ]
+        if not names:
             return
-        converted = self._convert_all(self.shard.to(own.device, non_blocking=True))
+        which = f"fsdp_pre_all_gather was put on the _local_tensor of {', '.join(names)}"
+        if self._bucket.wire.weights != "exact":
+            raise NotImplementedError(
+                f"{which}, but these weights cross as Wire(weights={self._bucket.wire.weights!r}); use weights='exact' "
+                "for the unit, as a conversion makes its own bits"
+            )
+        if self._bucket.full.is_made or self._bucket.cached is not None:
+            raise RuntimeError(f"{which} after the first forward; put it there before, behind to_empty() and the like")
+        before: list[Conversion | None] = [*self._conversions] or [None] * len(present)
+        self._conversions = [
+            each if each is not None and not new else self._patched_conversion(index, is_hooked=new)
+            for index, (each, new) in enumerate(zip(before, present, strict=True))
+        ]
+        self._packing = None
+
+    def _patched_conversion(self, index: int, *, is_hooked: bool) -> Conversion:
+        parameter = self._bucket.sharded[index]
+        return Conversion(
+            self._bucket.layout.slots[index].name,
+            self._bucket.places[index][0][0],
+            self._bucket.cluster.shard_mesh,
+            self._bucket._precision,
+            like=parameter,
+            patched=parameter if is_hooked else None,
+        )
+
+    def write(self, own: Tensor) -> None:
+        """Write this rank's shard as a gather sends it, (C,)."""
+        shard = self._bucket.shard
+        if not self._conversions:
+            own.copy_(shard, non_blocking=True)
+            return
+        converted = self._convert_all(shard.to(own.device, non_blocking=True))
         if self.is_packed:
-            self.packing.write(own, self.cluster.shard_index, converted)
+            self.packing.write(own, self._bucket.cluster.shard_index, converted)
             return
         for index, item in enumerate(converted):
-            self.local_view(own, index).copy_(item.tensors[0].reshape(-1)[: item.numel])
+            self._bucket.local_view(own, index).copy_(item.tensors[0].reshape(-1)[: item.numel])
 
-    def decode(self) -> None:
-        """Make the gathered parameters out of a full buffer that is complete: [Note: Conversion]."""
-        if not self._conversions:
-            return
+    def decode(self, full: FullBuffer) -> list[nn.Parameter]:
+        """Make the parameters for forward, the same objects each time, out of a full buffer that is complete."""
         with torch.inference_mode(False):
             decoded = [
-                each.decode(self._gathered_tensors(index), self.compute_dtype)
+                each.decode(self._gathered_tensors(full, index), self._bucket.compute_dtype)
                 for index, each in enumerate(self._conversions)
             ]
-            if not self.gathered:
-                self.gathered = list(map(self._watched, count(), decoded))
-        self._decoded = [Held(conversion, self.ledger) for conversion in self._conversions]
+        self._decoded = [Held(conversion, self._bucket.ledger) for conversion in self._conversions]
+        return decoded
 
-    def _gathered_tensors(self, index: int) -> tuple[Tensor, ...]:
+    def _gathered_tensors(self, full: FullBuffer, index: int) -> tuple[Tensor, ...]:
         """The converted tensors of parameter `index` from all ranks."""
         if not self.is_packed:
-            return (self._view_of_full(index),)
-        assert self._full is not None
-        packing = self.packing
+            return (full.view(index),)
+        packing, raw = self.packing, full.allocate()
         for number in range(len(self._joined), index + 1):
             self._joined.append(
                 [
                     FlatBuffer(
-                        torch.empty(packing.joined_shape(number, each), dtype=dtype, device=self._full.tensor.device),
-                        self.ledger,
+                        torch.empty(packing.joined_shape(number, each), dtype=dtype, device=raw.device),
+                        self._bucket.ledger,
                     )
                     for each, dtype in enumerate(packing.dtypes[number])
                 ]
             )
         for each, buffer in enumerate(self._joined[index]):
-            packing.join(self._full.raw, index, each, buffer.allocate())
+            packing.join(raw, index, each, buffer.allocate())
         return tuple(buffer.tensor for buffer in self._joined[index])
 
-    def node_shard_of_full(self) -> Tensor:
-        """This rank's node shard within the full buffer, which is allocated: (N * C,), a view."""
-        begin = self.cluster.local_rank * self.node_shard_numel
-        return self.allocate_full()[begin : begin + self.node_shard_numel]
-
-    def free_full(self) -> None:
-        """Free the full buffer, and what was decoded from it."""
-        if self._full is None or not self._full.is_allocated:
-            return
-        self._full.free()
+    def free(self) -> None:
+        """Free what was decoded from the full buffer."""
         for conversion in self._conversions:
             conversion.free()
         for buffer in (buffer for own in self._joined for buffer in own):
@@ -480,16 +466,89 @@ class Bucket:
             held.free()
         self._decoded = []
 
-    def _view_of_full(self, index: int) -> Tensor:
-        assert self._full is not None
-        spec = self._specs[index]
-        return spec.assemble(self._full.tensor[spec.slot.offset : spec.slot.offset + spec.slot.numel])
+    def forget(self) -> None:
+        """Forget the decoded parameters: the full buffer that they were made from is gone."""
+        self._packing = None
+        self._joined = []
+        for conversion in self._conversions:
+            conversion.forget()
 
-    def _gathered_parameter(self, index: int, view: Tensor) -> nn.Parameter:
+
+class FullBuffer:
+    """The gathered weights of one bucket, (L * N * C,), and the gathered parameters that are views of them."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._buffer: FlatBuffer | None = None
+        self.parameters: list[nn.Parameter] = []
+        """The gathered parameters, in the order of `Bucket.sharded`; empty before the first gather."""
+        self._version = 0
+        self._sink: GradientSink | None = None
+
+    @property
+    def is_made(self) -> bool:
+        """True if parameters may be views of it."""
+        return self._buffer is not None
+
+    @property
+    def is_allocated(self) -> bool:
+        """True if it has memory now."""
+        return self._buffer is not None and self._buffer.is_allocated
+
+    def allocate(self) -> Tensor:
+        """Allocate its memory in the dtype of the wire, (L * N * C,), unless it is allocated already."""
+        if self._buffer is None:
+            bucket, form = self._bucket, self._bucket.form
+            # An inference tensor has no versions and could not be trained with later.
+            with torch.inference_mode(False), torch.enable_grad():
+                device = bucket.cluster.device if bucket.is_offloaded else bucket.shard.device
+                is_shard = bucket.cluster.size == 1 and bucket.shard.device == device
+                if is_shard and bucket.compute_dtype == bucket.dtype and not form.converts:  # the shard is the bucket
+                    self._buffer = FlatBuffer(bucket.shard.data, None)
+                else:
+                    numel = form.numel * bucket.layout.num_shards
+                    self._buffer = FlatBuffer(torch.empty(numel, dtype=form.dtype, device=device), bucket.ledger)
+                self.parameters = []
+                if not form.converts:
+                    views = map(self.view, range(len(bucket.sharded)))
+                    self.parameters = list(map(self._parameter, count(), views))
+        return self._buffer.allocate()
+
+    def decode(self) -> None:
+        """Make the gathered parameters out of a buffer that is complete, if they convert: [Note: Conversion]."""
+        if self._bucket.form.converts:
+            decoded = self._bucket.form.decode(self)
+            if not self.parameters:
+                self.parameters = list(map(self._watched, count(), decoded))
+
+    def node_shard(self) -> Tensor:
+        """This rank's node shard within the buffer, which is allocated: (N * C,), a view."""
+        begin = self._bucket.cluster.local_rank * self._bucket.node_shard_numel
+        return self.allocate()[begin : begin + self._bucket.node_shard_numel]
+
+    def free(self) -> None:
+        """Free the memory, and what was decoded from it. Views stay."""
+        if self._buffer is not None and self._buffer.is_allocated:
+            self._buffer.free()
+            self._bucket.form.free()
+
+    def drop(self) -> None:
+        """Free the memory for good: the next gather makes another buffer, with other gathered parameters."""
+        self.free()
+        self._buffer = None
+        self._bucket.form.forget()
+
+    def view(self, index: int) -> Tensor:
+        """The elements of parameter `index`, in its shape."""
+        assert self._buffer is not None
+        spec = self._bucket._specs[index]
+        return spec.assemble(self._buffer.tensor[spec.slot.offset : spec.slot.offset + spec.slot.numel])
+
+    def _parameter(self, index: int, view: Tensor) -> nn.Parameter:
         if not view.is_floating_point():  # such as a quantised table: it can never train
             return nn.Parameter(view, requires_grad=False)
         parameter = nn.Parameter(view)
-        if self._sink is not None and self._specs[index].dtensor is None:
+        if self._sink is not None and self._bucket._specs[index].dtensor is None:
             set_sink(parameter, self._sink, index)
         return self._watched(index, parameter)
 
@@ -497,60 +556,56 @@ class Bucket:
         """Send the gradients of a gathered parameter to the sink, if its sharded one trains."""
         if self._sink is not None:
             parameter.register_post_accumulate_grad_hook(partial(_collect, weakref.ref(self._sink), index))
-        parameter.requires_grad_(self.sharded[index].requires_grad)
+        parameter.requires_grad_(self._bucket.sharded[index].requires_grad)
         return parameter
 
-    def set_gradient_sink(self, sink: GradientSink) -> None:
+    def set_sink(self, sink: GradientSink) -> None:
         """Send the gradients of the gathered parameters to `sink`."""
         self._sink = sink
-        for places in self.places:
+        for places in self._bucket.places:
             for module, name in places:
                 if name == "weight":
                     write_gradient_in_place(module)
 
-    def show_gathered(self) -> None:
+    def show(self) -> None:
         """Show the gathered parameters in the modules.
 
         Raises:
             RuntimeError: a module's sharded parameter was replaced; the replacement would be lost now.
         """
-        assert self._full is not None
-        for places, sharded, slot in zip(self.places, self.sharded, self.layout.slots, strict=True):
+        assert self._buffer is not None
+        for places, sharded, slot in zip(
+            self._bucket.places, self._bucket.sharded, self._bucket.layout.slots, strict=True
+        ):
             if any(module._parameters.get(name) is not sharded for module, name in places):
                 raise RuntimeError(
                     f"parameter {slot.name} is no longer the one fully_shard made: it was replaced. Copy into it "
                     "instead (param.copy_(value) under torch.no_grad()), or call load_state_dict of the sharded module"
                 )
         self.follow_requires_grad()
-        self.show(self.gathered)
-        self._full_version = self._full.tensor._version
+        self._bucket.show(self.parameters)
+        self._version = self._buffer.tensor._version
 
     def follow_requires_grad(self) -> None:
         """Freeze and unfreeze gathered parameters as the sharded ones are now."""
-        for sharded, gathered in zip(self.sharded, self.gathered, strict=True):
+        for sharded, gathered in zip(self._bucket.sharded, self.parameters, strict=True):
             if gathered.requires_grad != sharded.requires_grad:
                 gathered.requires_grad_(sharded.requires_grad)
 
-    def show_sharded(self) -> None:
+    def hide(self) -> None:
         """Show the sharded parameters in the modules again.
 
         Raises:
             RuntimeError: a gathered parameter was edited in place; the edit would be lost.
         """
-        self.show(self.sharded)
-        if self._full is not None and self._full.tensor._version != self._full_version:
-            self._full_version = self._full.tensor._version
-            names = ", ".join(slot.name for slot in self.layout.slots)
+        self._bucket.show(self._bucket.sharded)
+        if self._buffer is not None and self._buffer.tensor._version != self._version:
+            self._version = self._buffer.tensor._version
+            names = ", ".join(slot.name for slot in self._bucket.layout.slots)
             raise RuntimeError(
                 f"one of the gathered parameters {names} was edited in place, which does not change the sharded "
                 "parameter that trains. Edit the sharded parameter under torch.no_grad() while the module is resharded"
             )
-
-    def show(self, parameters: Sequence[nn.Parameter | None]) -> None:
-        """Show `parameters` in the modules; None hides one from `nn.Module._apply`, which must not see it."""
-        for places, parameter in zip(self.places, parameters, strict=True):
-            for module, name in places:
-                module._parameters[name] = parameter
 
 
 def compute_dtype_of(dtype: torch.dtype, precision: MixedPrecisionPolicy) -> torch.dtype:

@@ -55,7 +55,7 @@ class ExactWeights:
         """See `WeightCrossing.start`."""
         own = self._bucket.own_part(node_shard)
         if own.data_ptr() != self._bucket.shard.data_ptr():
-            self._bucket.write_shard(own)
+            self._bucket.form.write(own)
         self._pending = self._node.all_gather(node_shard, own)
 
     def finish(self, node_shard: Tensor) -> None:

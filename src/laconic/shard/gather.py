@@ -85,11 +85,11 @@ class BucketGather:
                 f"{', '.join(slot.name for slot in bucket.layout.slots)} are on the meta device; call model.to_empty("
                 "device=...) and initialise them, or load a state dict, before the first forward"
             )
-        bucket.find_hooks()
+        bucket.form.find_hooks()
         self._version = bucket.version
         self._comes_from_cache = cached is not None and cached.holds(self._version)
         direct = cached.buffer() if cached is not None and cached.is_direct else None
-        self._node_shard = bucket.node_shard_of_full() if direct is None else direct
+        self._node_shard = bucket.full.node_shard() if direct is None else direct
         if cached is not None and (self._comes_from_cache or self._crossing.prepare()):
             self._loaded = cached.load_into(self._node_shard)
         if self._comes_from_cache:
@@ -103,7 +103,7 @@ class BucketGather:
 
     def start_local(self) -> None:
         """Wait for the node shard and issue the gather inside the node."""
-        full = self.bucket.allocate_full()
+        full = self.bucket.full.allocate()
         if self._is_crossing:
             self._finish_crossing()
         with self._lanes.gather_local.running(self._loaded, self._arrived):
@@ -147,7 +147,7 @@ class BucketGather:
         self.let_host_edit()
         stored, self._stored = self._stored, None
         wait_for(stored)
-        self.bucket.free_full()
+        self.bucket.full.free()
         if self.bucket.is_frozen and not self.is_stale and self.bucket.drop_shard() and stored is not None:
             stored.synchronize()  # once in a run: from now on the host reads the parameter in the cache
 
@@ -212,7 +212,7 @@ class UnitGather:
             wait_for(event)
         self._observer.arrived(self)
         for bucket in self.buckets:
-            bucket.decode()
+            bucket.full.decode()
         self._events = []
         self.state = GatherState.FULL
 

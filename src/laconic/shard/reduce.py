@@ -59,7 +59,7 @@ class BucketGradients:
         """True if gradients of the running backward are to be reduced, whether they come on this rank or not."""
         self.used = UsedParameters(bucket)
         self.waiting = WaitingSums(bucket)
-        bucket.set_gradient_sink(self)
+        bucket.full.set_sink(self)
 
     @property
     def has_replicas(self) -> bool:
@@ -79,7 +79,7 @@ class BucketGradients:
         """True if the running backward adds to `.grad` of a parameter: [Note: Gradients that do not come]."""
         return any(
             _compat.gradient_use(get_gradient_edge(parameter).node) is GradientUse.ACCUMULATED
-            for parameter in self.bucket.gathered
+            for parameter in self.bucket.full.parameters
             if parameter.requires_grad
         )
 

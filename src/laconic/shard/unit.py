@@ -223,9 +223,9 @@ class Unit:
         self.gather.finish()
         for bucket in self.buckets:
             if self._is_shown:
-                bucket.follow_requires_grad()
+                bucket.full.follow_requires_grad()
             else:
-                bucket.show_gathered()
+                bucket.full.show()
         self._is_shown = True
 
     def reshard(self) -> None:
@@ -236,7 +236,7 @@ class Unit:
             if self._is_shown:
                 self._is_shown = False
                 for bucket in self.buckets:
-                    bucket.show_sharded()
+                    bucket.full.hide()
         finally:
             self._gather.release()
 
