@@ -16,6 +16,7 @@ from laconic.comm.collectives import Communicator, Pending
 from laconic.comm.traffic import Level, Purpose
 from laconic.shard.bucket import Bucket
 from laconic.shard.gather import UnitGather
+from laconic.shard.ledger import Held
 from laconic.shard.reduce import BucketGradients
 
 VICTIM = 1
@@ -82,8 +83,8 @@ def flipping_in_use(number: int, *, bit: int, seed: int) -> Iterator[None]:
         nonlocal count
         finish(self)
         if count == number and dist.get_rank() == VICTIM:
-            bucket = self._buckets[0]
-            _flip_in_slot(bucket, bucket.allocate_full(), bit=bit, seed=seed)
+            bucket = self.buckets[0]
+            _flip_in_slot(bucket, bucket.full.allocate(), bit=bit, seed=seed)
         count += 1
 
     with mock.patch.object(UnitGather, "finish", damaged):
@@ -95,11 +96,11 @@ def flipping_in_gradients(number: int, *, bit: int, seed: int) -> Iterator[None]
     """Damage the `number`-th bucket of gradients on one rank before they are summed."""
     take, count = BucketGradients.take_unreduced, 0
 
-    def damaged(self: BucketGradients) -> Tensor:
+    def damaged(self: BucketGradients) -> Held[Tensor]:
         nonlocal count
         full = take(self)
         if count == number and dist.get_rank() == VICTIM:
-            _flip_in_slot(self.bucket, full, bit=bit, seed=seed)
+            _flip_in_slot(self.bucket, full.memory, bit=bit, seed=seed)
         count += 1
         return full
 

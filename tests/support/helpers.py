@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from laconic.layout.form.packing import plan_bucket
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 import laconic
 from laconic.comm.traffic import Level, Purpose, Snapshot
+from laconic.layout.packing import plan_bucket
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import Bucket
