@@ -10,12 +10,13 @@ fault and no line says so ("silent").
 
 from __future__ import annotations
 
-import hashlib
 import random
 import shutil
+import subprocess
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic
+from laconic.islands.state_folder import MANIFEST, StateFiles
+from laconic.store.files import remove
 from tests.faults.bench import Bench, faults_row
 from tests.support.launch import launch
 from tests.support.record import Row
@@ -76,7 +79,7 @@ def _ranks(folder: str, cases: int) -> list[tuple[str, str, str]]:
         name = ""
         if dist.get_rank() == 0:
             shutil.rmtree(live, ignore_errors=True)
-            shutil.copytree(kept, live)
+            subprocess.run(["cp", "-a", str(kept), str(live)], check=True)  # with hard links
             name = spoil(live, random.Random(number))
         dist.barrier()
         found = _restore(live, truth)
@@ -181,11 +184,11 @@ def _verdict(found: list[tuple[int, bool, bool, list[str], str]]) -> tuple[str, 
 
 def spoil(folder: Path, rng: random.Random) -> str:
     """Do one thing to the files below `folder`; return its name."""
-    files = sorted(path for path in folder.rglob("start-*") if path.is_file())
+    files = sorted(path for path in folder.rglob("start-*/*") if path.is_file())
     fault = FAULTS[rng.randrange(len(FAULTS))]
     path = rng.choice(files)
     fault(path, files, rng)
-    return f"{fault.__name__.removeprefix('_')} of {path.parent.parent.name}/{path.name}"
+    return f"{fault.__name__.removeprefix('_')} of {path.relative_to(folder)}"
 
 
 def _flip(path: Path, files: list[Path], rng: random.Random) -> None:
@@ -225,8 +228,9 @@ def _replacement(path: Path, files: list[Path], rng: random.Random) -> None:
 
 def _older(path: Path, files: list[Path], rng: random.Random) -> None:
     """An older file of the same rank in its place, as after a restored backup."""
-    step = path.name.split("-island")[0]
-    own = [each for each in files if each.parent == path.parent and each.name[len(step) :] == path.name[len(step) :]]
+    place = path.parent.name.partition("-island")[2]
+    near = [each for each in files if each.parent.parent == path.parent.parent and each.name == path.name]
+    own = [each for each in near if each.parent.name.endswith(place)]
     path.write_bytes(min(own).read_bytes())
 
 
@@ -236,33 +240,37 @@ def _deletion(path: Path, files: list[Path], rng: random.Random) -> None:
 
 def _loss(path: Path, files: list[Path], rng: random.Random) -> None:
     """All files of one rank, or of one machine, or of one step on one machine."""
-    shard, step = path.name.split("shard-")[1][:1], path.name.split("-island")[0]
-    mine = [each for each in files if each.parent == path.parent]
+    state = path.parent.name
+    shard, step = state.split("shard-")[1][:1], state.split("-island")[0]
+    mine = list(path.parent.parent.iterdir())
     kinds = [
         [each for each in mine if f"shard-{shard}-" in each.name],
         mine,
         [each for each in mine if each.name.startswith(f"{step}-")],
     ]
     for each in rng.choice(kinds):
-        each.unlink()
+        shutil.rmtree(each)
 
 
 def _wandering(path: Path, files: list[Path], rng: random.Random) -> None:
-    """The file lies on another machine, as when nodes have other numbers."""
-    machine = rng.choice([each.parent for each in files if each.parent != path.parent])
-    path.rename(machine / path.name)
+    """The state lies on another machine, as when nodes have other numbers."""
+    own = path.parent.parent
+    machine = rng.choice([each.parent.parent for each in files if each.parent.parent != own])
+    path.parent.rename(machine / path.parent.name)
 
 
 def _renaming(path: Path, files: list[Path], rng: random.Random) -> None:
     """A name of another start, step, island or shard."""
     old, new = rng.choice([("start-1", "start-7"), ("step-8", "step-88"), ("island-0", "island-5"), ("d-0", "d-1")])
-    name = path.name.replace(old, new)
-    path.rename(path.with_name(name if name != path.name else f"start-9{path.name[7:]}"))
+    state = path.parent
+    name = state.name.replace(old, new)
+    state.rename(state.with_name(name if name != state.name else f"start-9{name[7:]}"))
 
 
 def _folder(path: Path, files: list[Path], rng: random.Random) -> None:
-    """A folder, or a dangling link, in its place."""
-    path.unlink()
+    """A folder, or a dangling link, in its place, or in that of the state."""
+    path = rng.choice([path, path.parent])
+    remove(path)
     if rng.random() < 0.5:
         path.mkdir()
     else:
@@ -271,17 +279,12 @@ def _folder(path: Path, files: list[Path], rng: random.Random) -> None:
 
 def _other_run(path: Path, files: list[Path], rng: random.Random) -> None:
     """All states of the machine are another run's: its folder has another name, or has this run's name."""
-    run = path.parent
+    run = path.parent.parent
     if rng.random() < 0.5:
         run.rename(run.with_name("run-yesterday"))
         return
-    for each in run.glob("*.index"):
-        data = each.read_bytes().split(b"\n", 1)[1].replace(b'"damage"', b'"yester"')
-        each.write_bytes(_checksum(data) + b"\n" + data)
-
-
-def _checksum(data: bytes) -> bytes:
-    return hashlib.sha256(data).hexdigest().encode()
+    for each in run.glob(f"*/{MANIFEST}"):
+        replace(StateFiles.read(each), run="yesterday").write(each)
 
 
 FAULTS: tuple[Callable[[Path, list[Path], random.Random], None], ...] = (

@@ -70,7 +70,7 @@ def test_islands_come_and_go(tmp_path: Path) -> None:
     alone = run_ranks(job, 1, 1, 1, machines[1:2], 4, 2, local=1)
     assert alone[0][0] == 4
     assert_equal(alone[0][1], before[0][1], atol=0, rtol=0)
-    for index, damaged in enumerate(sorted((tmp_path / "machine-1").glob("*/*.*"))):
+    for index, damaged in enumerate(sorted((tmp_path / "machine-1").glob("*/*/*"))):
         damaged.write_bytes(damaged.read_bytes()[:100] if index % 2 else b"no file of torch")
     begun, got = run_ranks(job, 2, 2, 1, machines[:2], 4, 3, local=1)[1]
     assert begun == 4, "an island without a file gets the state of the other"
@@ -148,7 +148,7 @@ def test_a_run_survives_the_loss_of_a_machine(tmp_path: Path) -> None:
             agents.append(subprocess.Popen(command, env=env, start_new_session=True))
             if machine == 0:
                 _wait(lambda: _listens(port), 60)  # this agent holds the store, so it must stay
-        _wait(lambda: any((tmp_path / "machine-1").glob("*/*.index")), 90)
+        _wait(lambda: any((tmp_path / "machine-1").glob("*/start-*/manifest.json")), 90)
         _kill(agents[1])
         assert agents[0].wait(120) == 0
     finally:

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 import laconic
-from laconic.islands import state_file, state_folder
+from laconic import store
 from laconic.islands.local_steps import LocalSteps
+from laconic.store import CrashPoint, FileRecord, tensors
 from tests.faults.recovery_damage import HARMS, QUICK_CASES, campaign
 from tests.islands.test_local_steps import adamw, batch, make, values
 from tests.support.helpers import build, shard, squared_error
@@ -57,21 +58,23 @@ def job_killed(folder: Path, islands: int, local: int, victims: list[int]) -> li
     model, steps = start(folder / "unbroken", islands, local, 0)
     want = go_on(model, steps, STEPS)
     steps.finish()
-    found = []
-    for sync, point in ((sync, point) for sync in (2, 6) for point in state_folder.CRASH_POINTS):
+    found, passed = [], set[str]()
+    for sync, point in ((sync, point) for sync in (2, 6) for point in CrashPoint):
         here, begun = folder / f"{sync}-{point}", [0]
 
-        def kill(reached: str, sync: int = sync, point: str = point, begun: list[int] = begun) -> None:
-            begun[0] += reached == "begun"
-            if dist.get_rank() in victims and begun[0] == sync // EVERY and reached == point:
-                raise Killed
+        def kill(reached: CrashPoint, sync: int = sync, point: CrashPoint = point, begun: list[int] = begun) -> None:
+            begun[0] += reached == CrashPoint.BEGUN
+            if begun[0] == sync // EVERY and reached == point:
+                passed.add(f"{point} of {sync}")
+                if dist.get_rank() in victims:
+                    raise Killed
 
-        state_folder.on_crash_point = kill
+        store.folder.on_crash_point = kill
         model, steps = start(here, islands, local, 0)
         go_on(model, steps, sync + 1)
         with contextlib.suppress(Killed):
             steps.finish()
-        state_folder.on_crash_point = None
+        store.folder.on_crash_point = None
         dist.barrier()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -79,6 +82,8 @@ def job_killed(folder: Path, islands: int, local: int, victims: list[int]) -> li
         lost = sync - steps.steps
         got = go_on(model, steps, STEPS)
         steps.finish()
+        is_whole = point == CrashPoint.COMMITTED or f"{point} of {sync}" not in passed
+        assert lost == (0 if is_whole else EVERY), (point, sync)
         found.append((f"{point} of {sync}", lost, all(torch.equal(got[name], want[name]) for name in want)))
     return found
 
@@ -90,22 +95,21 @@ def test_a_kill_at_any_point_of_a_write_leaves_one_sync_to_all(
     """One rank of an island, or every island, is killed. All go on from one sync, and end with the unbroken bits."""
     by_rank = run_ranks(job_killed, islands * local, tmp_path, islands, local, victims, local=local)
     assert all(found == by_rank[0] for found in by_rank)
+    assert any(lost for _, lost, _ in by_rank[0])
     for name, lost, is_equal in by_rank[0]:
-        is_whole = "index_written" in name or name == "removed of 2"  # nothing to remove yet, so nobody was killed
-        assert lost == (0 if is_whole else EVERY), name
         assert is_equal == (lost == 0 or not name.endswith("of 2")), "before the first sync there is nothing to keep"
 
 
 def job_full(folder: Path) -> tuple[list[str], list[int], list[str]]:
     """The disk of rank 1 is full at the syncs 4 and 6: training goes on, and the state before stays."""
-    real, full = state_file.write, [False]
+    real, full = tensors.write, [False]
 
-    def write(path: Path, values: Any) -> tuple[str, int]:
+    def write(path: Path, values: Any) -> FileRecord:
         if full[0]:
             raise OSError(28, "No space left on device")
         return real(path, values)
 
-    state_file.write = write
+    tensors.write = write
     kept = []
     with warnings.catch_warnings(record=True) as lines:
         warnings.simplefilter("always")
@@ -119,7 +123,7 @@ def job_full(folder: Path) -> tuple[list[str], list[int], list[str]]:
             kept.append(begun)
             dist.barrier()
     said = [str(line.message) for line in lines if "could not be written" in str(line.message)]
-    return said, kept, sorted(path.name for path in folder.rglob("*.index"))
+    return said, kept, sorted(path.name for path in folder.rglob("start-*"))
 
 
 def test_a_full_disk_costs_a_sync_and_not_the_run(tmp_path: Path) -> None:

@@ -6,12 +6,7 @@ import itertools
 import random
 from collections.abc import Iterable
 
-import pytest
-import torch
-
-from laconic.islands import state_file
 from laconic.islands.saved_state import Place, SavedState, Sync, make_plan
-from laconic.islands.state_file import DamagedFileError, parse
 
 
 def state(
@@ -113,29 +108,3 @@ def test_every_plan_is_of_one_sync_and_complete() -> None:
             assert not fetch.has_inner or fetch.state.slices == job[fetch.rank].slices
         with_inner = {(job[f.rank].island, f.state.island) for f in plan.fetches if f.has_inner}
         assert len(with_inner) == len({island for island, _ in with_inner}) == len({origin for _, origin in with_inner})
-
-
-def test_a_state_file_gives_back_every_value_and_refuses_every_change(tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.mktemp("file") / "state"
-    tensors = [
-        torch.arange(7.0), torch.tensor(3), torch.empty(0), torch.arange(6).view(2, 3).T, torch.tensor([True, False]),
-        torch.randn(5).to(torch.bfloat16), torch.arange(4, dtype=torch.uint8),
-    ]  # fmt: skip
-    values = {"a": tensors, "b": {"c": [1, 2.5, None, "x", True]}}
-    digest, size = state_file.write(path, values)
-    data = path.read_bytes()
-    assert size == len(data)
-    got = parse(data, digest)
-    assert got["b"] == values["b"]
-    for value, want in zip(got["a"], tensors, strict=True):
-        assert value.dtype == want.dtype
-        assert torch.equal(value, want)
-    with pytest.raises(DamagedFileError, match="another file"):
-        parse(data, "0" * 64)
-    changed = [data[:i] + bytes([data[i] ^ 1 << i % 8]) + data[i + 1 :] for i in range(len(data))]
-    changed += [data[:i] for i in range(len(data))] + [data + b"\0", data[65:], data + data]
-    for each in changed:
-        with pytest.raises(DamagedFileError):
-            parse(each)
-    with pytest.raises(TypeError, match="type set"):
-        state_file.write(path, {"a": {1}})

@@ -38,9 +38,9 @@ from laconic.comm.agreement import ranks_or_self
 from laconic.comm.cluster import Cluster
 from laconic.islands.outer_optimizer import OuterFragment, flat_local
 from laconic.islands.saved_state import Fetch, Place, Plan, SavedState, Sync, make_plan
-from laconic.islands.state_file import DamagedFileError
 from laconic.islands.state_folder import Found, StateFolder
 from laconic.ragged.tensor import RaggedTensor
+from laconic.store import DamagedError
 
 
 class Recovery:
@@ -216,7 +216,7 @@ class Recovery:
             if self._ranks.rank == fetch.holder:
                 try:
                     read = self._folder.read(fetch.state)
-                except DamagedFileError as error:
+                except DamagedError as error:
                     read = bytearray(sum(fetch.state.sizes))  # all zero; a receiver reports it
                     problem = str(error) if fetch.rank == fetch.holder else problem
                 if fetch.rank == fetch.holder:
@@ -235,25 +235,25 @@ class Recovery:
             try:
                 values = self._folder.parse(data, own.state)
                 self._check(values, has_inner=own.has_inner)
-            except DamagedFileError as error:
+            except DamagedError as error:
                 problem = f"{own.state.name} on the machine of rank {own.holder} is not used: {error}"
         return values, problem
 
     def _check(self, values: list[Any], *, has_inner: bool) -> None:
-        """Refuse values that do not fit, before anything is loaded. Raises: DamagedFileError."""
+        """Refuse values that do not fit, before anything is loaded. Raises: DamagedError."""
         if len(values) != len(self._fragments):
-            raise DamagedFileError(f"it has {len(values)} fragments, and the model has {len(self._fragments)}")
+            raise DamagedError(f"it has {len(values)} fragments, and the model has {len(self._fragments)}")
         for index, (part, fragment) in enumerate(zip(values, self._fragments, strict=True)):
             found = [(each.dtype, each.shape) for each in part["outer"]]
             wanted = [(each.dtype, each.shape) for each in fragment.vectors()]
             lost = part["lost"]
             if found != wanted or (lost is not None and lost.shape != fragment.flat.shape):
-                raise DamagedFileError(f"the vectors of its fragment {index} have other sizes: it is sharded otherwise")
+                raise DamagedError(f"the vectors of its fragment {index} have other sizes: it is sharded otherwise")
             if not has_inner:
                 continue
             for name, state in part["inner"].items():
                 if name not in fragment.parameters:
-                    raise DamagedFileError(f"its fragment {index} has {name}, and the model's has not")
+                    raise DamagedError(f"its fragment {index} has {name}, and the model's has not")
                 _check_inner(self._optimizer, fragment.parameters[name], name, state)
 
     def _load(self, values: list[Any], *, has_inner: bool) -> None:
@@ -320,7 +320,7 @@ def _copy(value: Any) -> Any:
 
 
 def _check_inner(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str, state: Mapping[str, Any]) -> None:
-    """Refuse a state that does not fit the parameter. Raises: DamagedFileError."""
+    """Refuse a state that does not fit the parameter. Raises: DamagedError."""
     init_state = getattr(optimizer, "init_state", None)
     if init_state is None:
         return
@@ -328,7 +328,7 @@ def _check_inner(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str,
     for key, value in state.items():
         held = optimizer.state[parameter].get(key)
         if not isinstance(held, Tensor) or flat_local(held).numel() != value.numel():
-            raise DamagedFileError(f"the state {key!r} of {name} has another size: it is sharded otherwise")
+            raise DamagedError(f"the state {key!r} of {name} has another size: it is sharded otherwise")
 
 
 def _restore_inner(optimizer: torch.optim.Optimizer, parameter: Tensor, state: Mapping[str, Any]) -> None:

@@ -1,49 +1,38 @@
 """The folder of a machine that keeps the states of a run's last syncs.
 
 [Note: The files of a state]
-A run has a folder of its own, so a run never reads the files of another. A state has one file for each fragment, a
-part, and an index file with the checksums of the parts. The index is written last, so a state without it does not
-count. A fragment's part changes only at the fragment's own sync, and later states name the same file. All names begin
-with what the file holds, so that any rank on the machine finds it, whatever its number in the job is. A file that is
-damaged, or not what its name says, is reported and counts as missing.
+A run has a folder of its own, so a run never reads the files of another. A state is a store in it ([Note: A store] in
+store/folder.py), with a file for each fragment, a part. A fragment's part changes only at the fragment's own sync, and
+later states have the same file under one more name (a hard link). The folder's name says what it holds, so that any
+rank on the machine finds it, whatever its number in the job is. A state that is damaged, or not what its name says, is
+reported and counts as missing.
 """
 
+import hashlib
 import os
 import re
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from laconic.comm.entries import EntryError, typed
-from laconic.islands import state_file
+from laconic import store
+from laconic.comm.entries import EntryError
+from laconic.islands import earlier_states
 from laconic.islands.saved_state import SavedState
-from laconic.islands.state_file import DamagedFileError
-from laconic.store import files
+from laconic.store import CrashPoint, DamagedError, FileRecord, reached, tensors
+from laconic.store.files import link_or_copy, make_folder, remove
 
+MANIFEST = "manifest.json"
 _NAME = re.compile(
-    r"start-(\d+)-step-\d+-island-(\d+)-shard-(\d+)-of-\d+(?:\.index|-fragment-\d+\.part)(?:\.[0-9a-f]+\.tmp)?"
+    r"(?P<state>start-(\d+)-step-\d+-island-(\d+)-shard-(\d+)-of-\d+)"
+    r"(?P<rest>\.tmp|\.removed\d*|(?:\.index|-fragment-\d+\.part)(?:\.[0-9a-f]+\.tmp)?|)"
 )
+"""A state, or what an interrupted write or removal has left of it, or a file of an earlier release."""
 _OTHERS = ("run-*", "island-state-*", "slice-*")
-"""The names of other runs' states, and of those of earlier releases."""
-CRASH_POINTS = (
-    "begun",  # nothing of this state is written
-    "removed",  # files that no state needs are gone
-    "part_written",  # one more part is on disk; no index names it
-    "parts_written",  # all parts are on disk
-    "index_written",  # the state counts
-)
-
-on_crash_point: Callable[[str], None] | None = None
-"""A hook for tests, called with each name of CRASH_POINTS when the writer gets there."""
-
-
-def _reached(point: str) -> None:
-    assert point in CRASH_POINTS, point
-    if on_crash_point is not None:
-        on_crash_point(point)
+"""The names of other runs' states, and of those of the earliest releases."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,30 +41,21 @@ class Found:
 
     states: tuple[SavedState, ...]
     problems: tuple[str, ...]
-    """A line for each file that is not used, with its reason."""
+    """A line for each state that is not used, with its reason."""
     last_start: int
     """The highest number of a start in any name; 0 without one."""
 
 
-@dataclass(kw_only=True)
-class _Written:
-    """A state that this rank has written: its index file, and the names of its parts."""
+@dataclass(frozen=True, kw_only=True)
+class StateFiles(store.Manifest):
+    """The manifest of a state. Its files are the parts, by fragment."""
 
-    steps: int
-    index: str
-    parts: tuple[str, ...]
-
-
-@dataclass(kw_only=True)
-class _Index:
-    """The values of an index file."""
+    FORMAT = "laconic-state-2"
 
     run: str
     layout: str
     state: list[Any]
     """As `SavedState.to_json` returns it."""
-    parts: list[tuple[str, str, int]]
-    """The name, the checksum and the size of each part's file."""
 
 
 @dataclass(kw_only=True)
@@ -89,10 +69,10 @@ class StateFolder:
     folder: Path
     run: str
     layout: str
-    _parts: dict[int, tuple[str, str, int]] = field(default_factory=dict)
-    """Name, checksum and size of the newest part of each fragment that this process has written."""
-    _written: list[_Written] = field(default_factory=list)
-    """The states of this process that are on disk, oldest first."""
+    _parts: dict[int, FileRecord] = field(default_factory=dict)
+    """The part of each fragment in the newest state of this process, unless the fragment has changed since."""
+    _written: dict[str, int] = field(default_factory=dict)
+    """The states of this process that are on disk, oldest first: their steps by name."""
 
     @property
     def path(self) -> Path:
@@ -101,7 +81,7 @@ class StateFolder:
 
     def create(self) -> None:
         """Create the folder and write a file into it. Raises: OSError."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         probe = self.path / f".writable-{os.getpid()}"
         probe.write_bytes(b"")
         probe.unlink()
@@ -109,35 +89,27 @@ class StateFolder:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def find(self, num_shards: int) -> Found:
-        """Find the states of the run, of islands of `num_shards` ranks. Reads the index files only."""
+        """Find the states of the run, of islands of `num_shards` ranks. Reads the manifests only."""
         states: list[SavedState] = []
         problems = self._foreign()
-        last_start = 0
-        for path in self._list(self.path):
-            named = _NAME.fullmatch(path.name)
-            if named is None:
-                continue
-            last_start = max(last_start, int(named[1]))
-            if path.suffix != ".index":
-                continue
+        for path in self._manifests():
             try:
-                state = self._read_index(path)[0]
+                state = self._read_manifest(path)[1]
                 if state.num_shards != num_shards:
-                    raise DamagedFileError(
-                        f"it is of islands of {state.num_shards} ranks, and now they have {num_shards}"
-                    )
+                    raise DamagedError(f"it is of islands of {state.num_shards} ranks, and now they have {num_shards}")
                 states.append(state)
-            except (OSError, DamagedFileError) as error:
+            except (OSError, DamagedError) as error:
                 problems.append(f"{_here(path)} is not used: {error}")
-        return Found(states=tuple(states), problems=tuple(problems), last_start=last_start)
+        starts = [int(named[2]) for _, named in self._named()]
+        return Found(states=tuple(states), problems=tuple(problems), last_start=max(starts, default=0))
 
     def newest_slices(self) -> tuple[int, ...] | None:
         """Return the slices that this machine trained at its last sync; None if it has kept no sync."""
         found: list[SavedState] = []
-        for path in self._list(self.path, "*.index"):
+        for path in self._manifests():
             try:
-                found.append(self._read_index(path, any_layout=True)[0])
-            except (OSError, DamagedFileError):
+                found.append(self._read_manifest(path, any_layout=True)[1])
+            except (OSError, DamagedError):
                 continue  # `find` reports it
         return max(found, key=lambda state: (state.sync, -state.island, -state.shard)).slices if found else None
 
@@ -145,39 +117,40 @@ class StateFolder:
         """Return the bytes of a state's files, one after the other, as `parse` takes them.
 
         Raises:
-            DamagedFileError: a file is missing, or is not the one that the index names.
+            DamagedError: a file is missing, or has another size than the manifest says.
         """
-        index = self.path / f"{state.name}.index"
+        path = next((path for path in self._manifests() if self._name_of(path) == state.name), self.path / state.name)
         try:
-            _, parts = self._read_index(index)
-            read = [index.read_bytes(), *((self.path / name).read_bytes() for name, _, _ in parts)]
+            manifest, found = self._read_manifest(path)
+            read = [path.read_bytes(), *((path.parent / record.name).read_bytes() for record in manifest.files)]
         except OSError as error:
-            raise DamagedFileError(
-                f"{_here(Path(error.filename or index))} cannot be read: {error.strerror}"
-            ) from error
-        except DamagedFileError as error:
-            raise DamagedFileError(f"{_here(index)} is not used: {error}") from error
-        for (name, digest, nbytes), data in zip(parts, read[1:], strict=True):
-            if len(data) != nbytes or data[: len(digest)] != digest.encode():
-                raise DamagedFileError(f"{_here(self.path / name)} is not the file that {index.name} names")
-        if tuple(map(len, read)) != state.sizes:
-            raise DamagedFileError(f"{_here(index)} has changed since it was found")
+            raise DamagedError(f"{_here(Path(error.filename or path))} cannot be read: {error.strerror}") from error
+        except DamagedError as error:
+            raise DamagedError(f"{_here(path)} is not used: {error}") from error
+        if found != state:
+            raise DamagedError(f"{_here(path)} has changed since it was found")
+        for record, data in zip(manifest.files, read[1:], strict=True):
+            if len(data) != record.size_bytes:
+                raise DamagedError(f"{_here(path.parent / record.name)} is not the file that {path.name} names")
         return bytearray().join(read)
 
     def parse(self, data: bytearray, state: SavedState) -> list[Any]:
         """Return the values of each fragment, from the bytes of `read` on this machine or another one.
 
         Raises:
-            DamagedFileError: a byte is not as it was written, or it is another state.
+            DamagedError: a byte is not as it was written, or it is another state.
         """
         whole, begin, pieces = memoryview(data), 0, []
         for size in state.sizes:
             pieces.append(whole[begin : begin + size])
             begin += size
-        index = _index_of(pieces[0])
-        if self._state_of(index, len(pieces[0])) != state:
-            raise DamagedFileError("it is another state than was announced")
-        return [state_file.parse(piece, digest) for piece, (_, digest, _) in zip(pieces[1:], index.parts, strict=True)]
+        manifest, is_earlier = _manifest_of(bytes(pieces[0]))
+        if self._state_of(manifest, len(pieces[0])) != state:
+            raise DamagedError("it is another state than was announced")
+        parts = zip(manifest.files, pieces[1:], strict=True)
+        if is_earlier:
+            return [earlier_states.parse(piece, record.sha256) for record, piece in parts]
+        return [_values_of(record, piece) for record, piece in parts]
 
     def _foreign(self) -> list[str]:
         """Name the states of other runs, and files of other programs or releases."""
@@ -197,26 +170,40 @@ class StateFolder:
         except OSError:
             return []
 
-    def _read_index(self, path: Path, *, any_layout: bool = False) -> tuple[SavedState, list[tuple[str, str, int]]]:
-        """Read an index file: the state, and the name, checksum and size of each part."""
-        data = path.read_bytes()
-        index = _index_of(data)
-        state = self._state_of(index, len(data))
-        if path.name != f"{state.name}.index":
-            raise DamagedFileError(f"it holds {state.name}, and not what its name says")
-        if not any_layout and index.layout != self.layout:
-            raise DamagedFileError("it is of another model, optimizer or division into fragments")
-        return state, index.parts
+    def _named(self) -> Iterator[tuple[Path, re.Match[str]]]:
+        """The files and folders of states, with their names' parts."""
+        for path in self._list(self.path):
+            if named := _NAME.fullmatch(path.name):
+                yield path, named
 
-    def _state_of(self, index: "_Index", nbytes: int) -> SavedState:
-        """Return the state that an index file of `nbytes` bytes describes."""
-        if index.run != self.run:
-            raise DamagedFileError(f"it is of the run {index.run!r}, and this is {self.run!r}")
+    def _manifests(self) -> list[Path]:
+        """The manifest of each state, or the index of an earlier release's state, whether it is there or not."""
+        own = {"": MANIFEST, ".index": ""}
+        return [path / own[named["rest"]] for path, named in self._named() if named["rest"] in own]
+
+    def _name_of(self, manifest: Path) -> str:
+        return manifest.stem if manifest.suffix == ".index" else manifest.parent.name
+
+    def _read_manifest(self, path: Path, *, any_layout: bool = False) -> tuple[StateFiles, SavedState]:
+        """Read a manifest, and the state that it describes."""
+        data = path.read_bytes()
+        manifest = _manifest_of(data)[0]
+        state = self._state_of(manifest, len(data))
+        if self._name_of(path) != state.name:
+            raise DamagedError(f"it holds {state.name}, and not what its name says")
+        if not any_layout and manifest.layout != self.layout:
+            raise DamagedError("it is of another model, optimizer or division into fragments")
+        return manifest, state
+
+    def _state_of(self, manifest: StateFiles, nbytes: int) -> SavedState:
+        """Return the state that a manifest of `nbytes` bytes describes."""
+        if manifest.run != self.run:
+            raise DamagedError(f"it is of the run {manifest.run!r}, and this is {self.run!r}")
         try:
-            state = SavedState.from_json(index.state)
+            state = SavedState.from_json(manifest.state)
         except EntryError as error:
-            raise DamagedFileError(f"it is no index file ({error})") from error
-        return replace(state, sizes=(nbytes, *(size for _, _, size in index.parts)))
+            raise DamagedError(f"it is no manifest of a state ({error})") from error
+        return replace(state, sizes=(nbytes, *(record.size_bytes for record in manifest.files)))
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -231,7 +218,7 @@ class StateFolder:
         self._written.clear()
 
     def write(self, state: SavedState, parts: dict[int, Any], keep_from: int) -> None:
-        """Write a state: the `parts` that `missing` has named, then the index. A kill leaves the state or none.
+        """Write a state, with the `parts` that `missing` has named. A kill leaves the state or none.
 
         Before that, remove this rank's states that are older than step `keep_from`, and the states of earlier starts;
         with 0 none.
@@ -239,55 +226,62 @@ class StateFolder:
         Raises:
             OSError: a file cannot be written. Earlier states stay.
         """
-        _reached("begun")
+        temporary = store.begin(self.path / state.name)
+        reached(CrashPoint.BEGUN)
         if keep_from:
             self._remove(state, keep_from)
-            _reached("removed")
+            reached(CrashPoint.PRUNED)
+        try:
+            self._write(temporary, state, parts)
+        except OSError:
+            remove(temporary)
+            raise
+
+    def _write(self, temporary: Path, state: SavedState, parts: dict[int, Any]) -> None:
+        records = dict(self._parts)
+        for record in self._parts.values():
+            link_or_copy(self.path / [*self._written][-1] / record.name, temporary / record.name)
         for index, values in parts.items():
-            name = f"{state.name}-fragment-{index}.part"
-            self._parts[index] = (name, *state_file.write(self.path / name, values))
-            _reached("part_written")
-        files.sync(self.path)
-        _reached("parts_written")
-        named = [self._parts[index] for index in sorted(self._parts)]
-        index_file = f"{state.name}.index"
-        contents = _Index(run=self.run, layout=self.layout, state=state.to_json(), parts=named)
-        state_file.write(self.path / index_file, vars(contents))
-        files.sync(self.path)
-        _reached("index_written")
-        self._written.append(
-            _Written(steps=state.sync.steps, index=index_file, parts=tuple(name for name, _, _ in named))
-        )
+            records[index] = tensors.write(temporary / f"fragment-{index}.safetensors", values)
+            reached(CrashPoint.WRITTEN)
+        reached(CrashPoint.SYNCED)
+        files = tuple(records[index] for index in sorted(records))
+        manifest = StateFiles(files=files, run=self.run, layout=self.layout, state=state.to_json())
+        store.commit(temporary, self.path / state.name, manifest, MANIFEST)
+        self._parts, self._written[state.name] = records, state.sync.steps
 
     def _remove(self, newest: SavedState, keep_from: int) -> None:
-        """Remove this rank's states before step `keep_from`, and all files of earlier starts."""
-        self._written = [state for state in self._written if state.steps >= keep_from]
-        kept = {name for state in self._written for name in (state.index, *state.parts)}
+        """Remove this rank's states before step `keep_from`, and all of earlier starts."""
+        self._written = {name: steps for name, steps in self._written.items() if steps >= keep_from}
         stale = []
-        for path in self._list(self.path):
-            named = _NAME.fullmatch(path.name)
-            if named is None:
-                continue
-            start, island, shard = map(int, named.groups())
+        for path, named in self._named():
+            start, island, shard = (int(named[number]) for number in (2, 3, 4))
             is_own = (start, island, shard) == (newest.sync.start, newest.island, newest.shard)
-            if start < newest.sync.start or (is_own and path.name not in kept):
-                stale.append(path)
-        _unlink(path for path in stale if path.suffix == ".index")  # first, so that no index names a missing part
-        _unlink(path for path in stale if path.suffix != ".index")
+            is_needed = named["state"] in (newest.name, *self._written)
+            if start < newest.sync.start or (is_own and not is_needed):
+                stale.append((path, named["rest"]))
+        store.remove_folders([path for path, rest in stale if not rest])
+        for path, _ in sorted(stale, key=lambda each: each[1] != ".index"):  # or an index would name a missing part
+            remove(path)
 
 
-def _unlink(paths: Iterable[Path]) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)
+def _values_of(record: FileRecord, data: memoryview) -> Any:
+    if hashlib.sha256(data).hexdigest() != record.sha256:
+        raise DamagedError(f"{record.name} does not have the contents that were written")
+    return tensors.parse(data)
+
+
+def _manifest_of(data: bytes) -> tuple[StateFiles, bool]:
+    """Return the manifest of a state, and whether it is of an earlier release. Raises: DamagedError."""
+    if data.startswith(b"{"):
+        return StateFiles.parse(data, "it"), False
+    values = earlier_states.parse(data)
+    try:
+        parts = [FileRecord(name=name, size_bytes=size, sha256=digest) for name, digest, size in values.pop("parts")]
+        return StateFiles(**{**values, "files": tuple(parts)}), True
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedError(f"it is no index of a state ({error})") from error
 
 
 def _here(path: Path) -> str:
     return f"{socket.gethostname()}:{path}"
-
-
-def _index_of(data: bytes | memoryview) -> _Index:
-    """Read the bytes of an index file. Raises: DamagedFileError."""
-    try:
-        return typed(_Index, state_file.parse(data))
-    except EntryError as error:
-        raise DamagedFileError(f"it is no index file ({error})") from error

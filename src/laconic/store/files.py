@@ -48,6 +48,15 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give a durable file one more name; copy it where the file system has no hard links. Raises: OSError."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        sync(target)
+
+
 def make_folder(path: Path) -> None:
     """Create a folder and its parents, unless it exists; it survives a power cut.
 

@@ -17,6 +17,7 @@ folders of other trainers (integrations/trained_state.py) are stores. tests/stor
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -225,8 +226,8 @@ def remove_folders(folders: Sequence[Path]) -> None:
     """Remove stores of one folder; at every instant each is whole, or has a name that says it is being removed."""
     removed = []
     for path in folders:
-        removed.append(free_name(path, "removed"))
-        path.rename(removed[-1])
+        with contextlib.suppress(FileNotFoundError):  # another process has just removed it
+            removed.append(path.rename(free_name(path, "removed")))
     if removed:
         sync(removed[0].parent)
     for path in removed:
