@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import laconic
 from laconic.optim import AdamW8bit, Muon, Shampoo, matrices_and_rest
 from laconic.partial.patterns import sliced_layer
-from tests.composition.matrix import CODED, CYCLIC, ISLANDS, Cell
+from tests.composition.matrix import CACHES, CODED, CYCLIC, ISLANDS, Cell, keys_of
 from tests.support.helpers import Block
 
 EVERY, MAX_NORM = 2, 0.5
@@ -143,15 +144,16 @@ def run_cell(cell: Cell) -> dict[str, Tensor]:
     part = dist.get_rank() // (4 // num_parts(cell))
     model: Any = build(cell, dist.get_rank() // 2, tp)
     _apply_features(cell, model)
-    cache = cell.strategy.removeprefix("cache ") if cell.strategy.startswith("cache") else "host"
     options: dict[str, Any] = {
         "mesh": mesh,
-        "cache": cache,
+        "cache": "host",
         "mp_policy": PRECISION if "mixed precision" in cell.features else None,
-        "wire": _wire(cell),
+        **(keys_of(cell.strategy) if cell.strategy in CACHES else {}),
         "granularity": _TILES if cell.optimizer == "AdamW8bit" else None,
         "checks": laconic.Checks(interval=1, on_damage="regather", unnoticed_edits=True),
     }
+    if cell.strategy in CODED:
+        options["wire"] = _wire(cell, laconic.Wire.of(options.get("wire", "exact")))
     for block in model.blocks:
         laconic.fully_shard(block, **options)
     laconic.fully_shard(model, **options)
@@ -167,12 +169,11 @@ def run_cell(cell: Cell) -> dict[str, Tensor]:
     return values(model)
 
 
-def _wire(cell: Cell) -> laconic.Wire:
-    """Matrix optimizers get gradients in eight bits, as docs/thinner.md advises."""
-    if cell.strategy not in CODED:
-        return laconic.Wire()
-    gradients: Any = "int8" if cell.optimizer in ("Muon", "Shampoo") else "int4"
-    return laconic.Wire(weights="int4" if cell.strategy == "4bit" else "exact", gradients=gradients)
+def _wire(cell: Cell, wire: laconic.Wire) -> laconic.Wire:
+    """The crossings of a coded cell. Matrix optimizers get gradients in eight bits, as docs/thinner.md advises."""
+    if cell.strategy == "4bit replicas":
+        wire = laconic.Wire(gradients="int4")
+    return replace(wire, gradients="int8") if cell.optimizer in ("Muon", "Shampoo") else wire
 
 
 def _mesh(cell: Cell) -> tuple[DeviceMesh, DeviceMesh | None]:

@@ -7,22 +7,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations, product
+from typing import Any
 
-CACHES = ("cache none", "cache host", "cache device", "4bit")
+from laconic import registry
+
+CACHES = tuple(
+    name for name, each in registry.strategies().items() if each.is_own and each.in_compare and not each.has_islands
+)
+"""laconic's registered strategies that sync in every step: each is a row, with its keys of `fully_shard`."""
 ISLANDS = ("replicas", "4bit replicas", "local steps", "partial updates")
-CODED = ("4bit", "4bit replicas")
+CODED = (*(name for name in CACHES if "wire" in registry.named(name).shard), "4bit replicas")
 CYCLIC = ("cyclic", "cyclic, sharded", "local steps around cyclic")
 STRATEGIES = (*CACHES, *ISLANDS, *CYCLIC)
-WELL_TESTED = ("cache host", "cyclic")
+WELL_TESTED = ("host", "cyclic")
 """The strategies that are tested with every optimizer and feature at once, and with every two features."""
 OPTIMIZERS = ("AdamW", "AdamW8bit", "Muon", "Shampoo")
 FEATURES = ("LoRA", "tensor parallel", "checkpointing", "mixed precision", "compile")
 
+
+def keys_of(name: str) -> dict[str, Any]:
+    """The arguments of `fully_shard` that a row of `CACHES` has beside the others."""
+    return {key: value for key, value in registry.named(name).shard.items() if key != "strategy"}
+
+
+def _call(name: str) -> str:
+    arguments = ", ".join(f'{key}="{value}"' for key, value in keys_of(name).items())
+    return f"`fully_shard({arguments})`"
+
+
 MEANING = {
-    "cache none": '`fully_shard(cache="none")`: ZeRO-3',
-    "cache host": '`fully_shard(cache="host")`',
-    "cache device": '`fully_shard(cache="device")`',
-    "4bit": '`fully_shard(cache="host", wire="4bit")`',
+    **{name: _call(name) for name in CACHES},
     "replicas": "islands that sum their gradients in every step: HSDP",
     "4bit replicas": 'the same with `Wire(gradients="int4")`',
     "local steps": "`LocalSteps` around sharded islands",
@@ -128,10 +142,10 @@ def cells() -> list[Cell]:
     for strategy, pair in product(WELL_TESTED, combinations(fast, 2)):
         add(strategy, "AdamW", *pair)
     for optimizer in OPTIMIZERS:
-        add("cache host", optimizer, *(name for name in fast if not refusals_of({optimizer, name})))
-        add("cache host", optimizer, "compile")
+        add("host", optimizer, *(name for name in fast if not refusals_of({optimizer, name})))
+        add("host", optimizer, "compile")
     for name in fast:
-        add("cache host", "AdamW", "compile", name)
+        add("host", "AdamW", "compile", name)
     return list(found)
 
 

@@ -34,7 +34,7 @@ def expected(cell: Cell) -> list[Values]:
     kept = frozenset(cell.features & {"LoRA", "mixed precision"})
     exact = cell.strategy in CACHES or "replicas" in cell.strategy
     cyclic = cell.strategy in ("cyclic", "cyclic, sharded")
-    strategy = "cache none" if exact else "cyclic" if cyclic else cell.strategy
+    strategy = "none" if exact else "cyclic" if cyclic else cell.strategy
     return _expected(Cell(strategy, cell.optimizer, kept), num_parts(cell))
 
 

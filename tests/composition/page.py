@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.composition.jobs import job_table
 from tests.composition.matrix import (
     FEATURES,
     MEANING,
@@ -40,6 +41,15 @@ So a combination works if each two of its parts do. The test has {count} cells: 
 each strategy all features that fit, at once, `compile` excepted. For {well_tested} it has every
 optimizer with every feature, and every two features, too.
 
+## What `laconic train` takes
+
+Every registered strategy ([the list](compare.md#the-strategies)) with values of other sections of the job. Empty: the
+job is taken. A number is a refusal, told before anything is created:
+
+{jobs}
+
+{job_refusals}
+
 ## The rows and columns
 
 {meanings}
@@ -67,7 +77,10 @@ combination, and says so.
 
 def render() -> str:
     """The page."""
+    jobs, job_refusals = job_table()
     return _TEXT.format(
+        jobs=jobs,
+        job_refusals=job_refusals,
         strategies=_table("strategy", STRATEGIES, (*OPTIMIZERS, *FEATURES)),
         features=_table("", (*OPTIMIZERS, *FEATURES), FEATURES),
         refusals="\n".join(

@@ -127,14 +127,14 @@ def strays(cell: Cell, got: dict[str, Tensor], want: dict[str, Tensor]) -> Itera
 def test_the_oracles_differ_by_more_than_the_tolerance() -> None:
     """So that a cell cannot pass as another: without its sync, its rule, its precision or its optimizer."""
     pairs = [
-        (Cell("cache host", "AdamW"), Cell("local steps", "AdamW")),
+        (Cell("host", "AdamW"), Cell("local steps", "AdamW")),
         (Cell("local steps", "AdamW"), Cell("partial updates", "AdamW")),
         (Cell("local steps", "AdamW"), Cell("local steps around cyclic", "AdamW")),
-        (Cell("cache host", "AdamW8bit"), Cell("cache host", "AdamW8bit", frozenset({"tensor parallel"}))),
-        (Cell("cache host", "Muon"), Cell("cache host", "Shampoo")),
-        (Cell("cache host", "Muon"), Cell("local steps", "Muon")),
+        (Cell("host", "AdamW8bit"), Cell("host", "AdamW8bit", frozenset({"tensor parallel"}))),
+        (Cell("host", "Muon"), Cell("host", "Shampoo")),
+        (Cell("host", "Muon"), Cell("local steps", "Muon")),
         (Cell("cyclic", "Muon"), Cell("local steps around cyclic", "Muon")),
-        (Cell("cache host", "AdamW"), Cell("cache host", "AdamW", frozenset({"LoRA"}))),
+        (Cell("host", "AdamW"), Cell("host", "AdamW", frozenset({"LoRA"}))),
     ]
     for one, other in pairs:
         first, second = oracle_on(one, 0), oracle_on(other, 0)

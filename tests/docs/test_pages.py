@@ -7,6 +7,7 @@ import re
 import laconic
 import laconic.integrations
 import laconic.optim
+from tests.docs import strategies
 from tests.docs.blocks import ROOT
 
 
@@ -26,3 +27,8 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_the_first_screen_defines_the_three_words() -> None:
     screen = (ROOT / "docs" / "index.md").read_text(encoding="utf-8").partition("## ")[0]
     assert all(f"| **{word}** |" in screen for word in ("wire", "node", "island"))
+
+
+def test_the_list_of_strategies_is_the_registrys() -> None:
+    page = strategies.PAGE.read_text(encoding="utf-8")
+    assert page == strategies.render(page), "run python -m tests.docs.strategies"

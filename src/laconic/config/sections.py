@@ -210,14 +210,9 @@ class ShardConfig(Section):
     """How the model is sharded over the ranks."""
 
     strategy: StrategyName = "laconic"
-    """`laconic`, or a baseline on the very same job. Of PyTorch: `fsdp2` (ZeRO-3), `fsdp2-hpz` (parameters stay
-    gathered across nodes between forward and backward), `hsdp` (sharded inside a node, replicated between nodes),
-    `ddp`. On CPU the first three reduce along a true ring and gather ahead, as on NCCL; `fsdp2-gloo` is `fsdp2` with
-    Gloo's own collectives, which reduce with twice the bytes. Of DeepSpeed: `deepspeed` (ZeRO-3), `deepspeed-hpz` and,
-    on CUDA only, `deepspeed-zero++`, which need the extra `deepspeed`. `torchft-diloco` syncs islands by torchft in
-    place of laconic's local steps; it needs the extra `torchft` and sync.mode = "local". `zero++` is the algorithm of
-    ZeRO++ on laconic's engine: weights cross in int8 in every forward, gradients in int4 in every backward, and node
-    shards stay on the device in between. `auto` takes what `laconic plan` recommends for this job on the machines of
+    """`laconic`, or another way to train the very same job: PyTorch's own (`fsdp2`, `hsdp`, `ddp` and others),
+    DeepSpeed's, torchft's. docs/compare.md says what each runs and needs. On CPU FSDP2 and HSDP reduce along a true
+    ring and gather ahead, as on NCCL. `auto` takes what `laconic plan` recommends for this job on the machines of
     `cluster`. No key sets sizes, torchrun knows them: what other trainers call dp_shard is nodes x local ranks here."""
     cluster: str | None = None
     """With strategy = "auto": the cluster file, which `laconic plan measure` writes: docs/plan.md."""
