@@ -16,7 +16,7 @@ import laconic
 import laconic.optim
 from laconic.codec import CODECS
 from laconic.shard.bucket import Bucket
-from laconic.shard.payload import Payload, shards_of_nodes
+from laconic.shard.payload import payload_of, shards_of_nodes
 from tests.reference.wire import Twin
 from tests.shard.wire_helpers import Aligned, Toy, computed_weights, crossings_after, cuts_of, runs_of, toy_inputs
 from tests.support.helpers import buckets, build, full_parameters, inputs, moved, shard, squared_error
@@ -145,7 +145,7 @@ def job_aligned() -> None:
     model = shard(build(Aligned), units=[], cache="host", wire=wire)
     (bucket,) = buckets(model)
     parts = shards_of_nodes(bucket.layout, bucket.peers)
-    payload = Payload(bucket.layout, parts, CODECS["int4"], plain=torch.float32, device_type="cpu")
+    payload = payload_of(bucket.layout, parts, CODECS["int4"], plain=torch.float32, device_type="cpu")
     num_runs = sum(start < stop for runs in runs_of(model).values() for start, stop in runs)
     assert sum(map(len, payload._pieces)) < num_runs
     twin = twin_of(model, wire, Aligned)

@@ -1,4 +1,4 @@
-"""Tensors in few bits and back: codecs for messages, and blocks and maps for 8-bit states. Knows nothing but torch."""
+"""Tensors in few bits and back: codecs for messages, blocks and maps for 8-bit states, and sums of coded terms."""
 
 import torch
 

@@ -1,11 +1,6 @@
-"""All-reduce over islands with a codec: encoded values go to the rank that sums them, and the mean goes back to all.
+"""Means over islands with a codec, in the two trips of codec/sums.py; an island's own term is decoded, too.
 
-[Note: The two trips of an all-reduce]
-A vector is cut into as many parts as there are islands. Every island sends part j, encoded, to island j. Island j
-decodes the parts of all islands, its own included, and sums them in fp32 in the order of islands. It divides the sum,
-encodes the mean and sends it to all. Every island, island j included, uses the decoded mean, so all islands have the
-same bits. Encoded values are never summed. A rank sends and receives 2 (I - 1) / I of the encoded vector.
-
+[Note: A sparse mean]
 A sparse codec cannot encode a mean of several vectors as well as each of them. So there, every island sends its whole
 vector to all others, in one trip, and every island sums them in the order of islands (SparseLoCo, arXiv 2508.15706).
 """
@@ -20,8 +15,9 @@ from torch import Tensor
 
 from laconic import _compat
 from laconic.codec import CODECS, Codec
+from laconic.codec.sums import CodedAllReduce, CodedSum, Messages, Payload
 from laconic.comm.cluster import Cluster
-from laconic.comm.traffic import Traffic
+from laconic.comm.traffic import Purpose, Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,23 +49,31 @@ class IslandGroup:
         """The group of a cluster, whose islands stay."""
         return cls(cluster.island_group, cluster.island_rank, cluster.num_islands)
 
-    def exchange(self, outgoing: Sequence[Tensor]) -> list[Tensor]:
-        """Send tensor j to island j, all of one shape for each pair. Returns what islands sent, this island's included.
+    def start_all_to_all(self, landings: Tensor, messages: Tensor) -> None:
+        """Send row i of `messages` to island i, and fill row i of `landings` with what island i sends. Blocks.
+
+        This island's own row of `landings` has no meaning.
 
         Raises: RuntimeError if another rank is lost, or does not answer within the group's timeout.
         """
-        arriving = [each if island == self.rank else torch.empty_like(each) for island, each in enumerate(outgoing)]
-        others = [island for island in range(self.size) if island != self.rank and outgoing[island].numel()]
+        others = [island for island in range(self.size) if island != self.rank and messages[island].numel()]
         if others:
             assert self._group is not None
-            works = [_compat.irecv(arriving[island], self._group, island) for island in others]
-            works += [_compat.isend(outgoing[island], self._group, island) for island in others]
+            works = [_compat.irecv(landings[island], self._group, island) for island in others]
+            works += [_compat.isend(messages[island], self._group, island) for island in others]
             for work in works:
                 work.wait()
-        return arriving
+
+    def all_gather(self, whole: Tensor, piece: Tensor, purpose: Purpose = "outer") -> None:
+        """Fill `whole`, (I n,), with the `piece`, (n,), of every island; its own is there already. Blocks.
+
+        Raises: see `start_all_to_all`.
+        """
+        rows = whole.view(self.size, len(piece))
+        self.start_all_to_all(rows, rows[self.rank].expand_as(rows))
 
     def gather(self, *values: int) -> list[list[int]]:
-        """Return every island's values, in the order of islands. Raises: see `exchange`."""
+        """Return every island's values, in the order of islands. Raises: see `start_all_to_all`."""
         own = torch.tensor(values, dtype=torch.int64)
         if self._group is None:
             return [own.tolist()]
@@ -83,8 +87,7 @@ class CompressedAllReduce:
 
     def __init__(self, islands: IslandGroup, codec: Codec, traffic: Traffic) -> None:
         self._islands, self._traffic = islands, traffic
-        self._num_islands, self._rank = islands.size, islands.rank
-        self._codec = codec if self._num_islands > 1 else CODECS["fp32"]  # one island sends nothing
+        self._codec = codec if islands.size > 1 else CODECS["fp32"]  # one island sends nothing
 
     @torch.no_grad()
     def mean(self, values: Tensor, divisor: Tensor | None = None, weights: Sequence[int] | None = None) -> Mean:
@@ -100,69 +103,69 @@ class CompressedAllReduce:
         Raises: ValueError if the codec cannot encode a value, such as NaN; RuntimeError if a rank is lost.
         """
         began = time.perf_counter()
-        scales = self._scales(weights)
-        if self._codec.is_sparse:
-            return self._sparse_mean(values, divisor, scales, began)
-        numel, part = values.numel(), -(-values.numel() // self._num_islands)
-        codes = self._encode_parts(values, part)
-        sent = self._join(codes, numel)
-        total = self._sum(self._islands.exchange(codes), part, scales)
-        means = self._islands.exchange([self._codec.encode(self._divide(total, divisor))] * self._num_islands)
-        sent_bytes = 2 * (self._num_islands - 1) * self._codec.payload_bytes(part)
-        return self._report(self._join(means, numel), sent, sent_bytes, began)
-
-    def _sparse_mean(
-        self, values: Tensor, divisor: Tensor | None, scales: Sequence[float] | None, began: float
-    ) -> Mean:
-        """The mean in one trip: [Note: The two trips of an all-reduce]."""
-        numel = values.numel()
-        code = self._codec.encode(values)
-        total = self._sum(self._islands.exchange([code] * self._num_islands), numel, scales)
-        counts = torch.full_like(total, self._num_islands) if divisor is None else divisor
-        value = torch.where(counts > 0, total / counts.clamp(min=1), 0.0)
-        sent_bytes = (self._num_islands - 1) * self._codec.payload_bytes(numel)
-        return self._report(value, self._codec.decode(code, numel), sent_bytes, began)
-
-    def _scales(self, weights: Sequence[int] | None) -> list[float] | None:
-        """The factors of the islands' values, 1 on average; None if all are 1."""
-        if weights is None or (len(set(weights)) == 1 and weights[0]):
-            return None
-        mean = sum(weights) / len(weights)
-        return [weight / mean if mean else 0.0 for weight in weights]
-
-    def _encode_parts(self, values: Tensor, part: int) -> list[Tensor]:
-        """Encode one part of the vector for each island, (part,); the last are filled up with zeros."""
-        rows = torch.zeros(self._num_islands, part)
-        rows.view(-1)[: values.numel()] = values
-        return [self._codec.encode(row) for row in rows]
-
-    def _sum(self, codes: Sequence[Tensor], numel: int, scales: Sequence[float] | None) -> Tensor:
-        """Decode (numel,) values of every island and sum them in the order of islands."""
-        total = torch.zeros(numel)
-        for island, code in enumerate(codes):
-            total.add_(self._codec.decode(code, numel), alpha=1.0 if scales is None else scales[island])
-        return total
-
-    def _divide(self, total: Tensor, divisor: Tensor | None) -> Tensor:
-        """Divide the sums of this island's part of the vector, (part,), by the same part of `divisor`, (numel,)."""
-        if divisor is None:
-            return total / self._num_islands
-        own = torch.ones_like(total)
-        part = divisor[self._rank * total.numel() :][: total.numel()]
-        own[: part.numel()] = part
-        return torch.where(own > 0, total / own.clamp(min=1), 0.0)
-
-    def _join(self, codes: Sequence[Tensor], numel: int) -> Tensor:
-        part = -(-numel // self._num_islands)
-        joined = torch.empty(self._num_islands, part)
-        for row, code in zip(joined, codes, strict=True):  # so that no more than one part is there twice
-            row.copy_(self._codec.decode(code, part))
-        return joined.view(-1)[:numel]
-
-    def _report(self, value: Tensor, sent: Tensor, sent_bytes: int, began: float) -> Mean:
+        reduce = self._in_one_trip if self._codec.is_sparse else self._in_two_trips
+        value, sent, sent_bytes = reduce(values, divisor, _scales(weights))
         self._traffic.count("island", "outer", sent_bytes=sent_bytes, received_bytes=sent_bytes)
         took_s = time.perf_counter() - began
-        return Mean(value=value, sent=sent, sent_bytes=sent_bytes, num_islands=self._num_islands, took_s=took_s)
+        return Mean(value=value, sent=sent, sent_bytes=sent_bytes, num_islands=self._islands.size, took_s=took_s)
+
+    def _in_two_trips(
+        self, values: Tensor, divisor: Tensor | None, scales: Sequence[float] | None
+    ) -> tuple[Tensor, Tensor, int]:
+        """The mean, what this island has sent, and the bytes: [Note: The two trips of an all-reduce]."""
+        size, numel = self._islands.size, values.numel()
+        part = -(-numel // size)
+        payload = Payload.of_rows(self._codec, size, part)
+        rows = _padded(values, size * part)
+        terms = CodedSum(self._islands, payload, _no_account, keeps_own=False)
+        total = CodedAllReduce(terms, self._islands, payload, _no_account, "outer").start_all_reduce(rows)
+        sent = torch.empty(size, part)
+        for row, message in enumerate(total.messages):  # so that no more than one part is there twice
+            for piece, decoded in payload.decode(row, message):
+                sent[row, piece.values] = decoded
+        own = None if divisor is None else _padded(divisor[self._islands.rank * part :][:part], part, 1.0)
+        total.send_back(scales, lambda sums: sums / size if own is None else _divided(sums, own))
+        total.finish()
+        return rows[:numel], sent.view(-1)[:numel], 2 * (size - 1) * payload.nbytes
+
+    def _in_one_trip(
+        self, values: Tensor, divisor: Tensor | None, scales: Sequence[float] | None
+    ) -> tuple[Tensor, Tensor, int]:
+        """The same of a sparse codec: [Note: A sparse mean]."""
+        size, numel = self._islands.size, values.numel()
+        payload = Payload.of_rows(self._codec, size, numel)
+        messages = Messages(self._islands, payload, _no_account, "outer")
+        messages.start(lambda piece: values[piece.values], values.device)
+        total, sent = torch.zeros(numel), torch.empty(0)
+        for island, _, decoded in messages.arrived():
+            total.add_(decoded, alpha=1.0 if scales is None else scales[island])
+            sent = decoded if island == self._islands.rank else sent
+        value = _divided(total, torch.full_like(total, size) if divisor is None else divisor)
+        return value, sent, (size - 1) * payload.nbytes
+
+
+def _padded(values: Tensor, numel: int, filling: float = 0.0) -> Tensor:
+    """Copy a vector into one of `numel` elements, whose end has `filling`."""
+    padded = torch.full((numel,), filling)
+    padded[: values.numel()] = values
+    return padded
+
+
+def _divided(sums: Tensor, counts: Tensor) -> Tensor:
+    """Divide sums by counts of the same shape; zero where the count is."""
+    return torch.where(counts > 0, sums / counts.clamp(min=1), 0.0)
+
+
+def _scales(weights: Sequence[int] | None) -> list[float] | None:
+    """The factors of the islands' values, 1 on average; None if all are 1."""
+    if weights is None or (len(set(weights)) == 1 and weights[0]):
+        return None
+    mean = sum(weights) / len(weights)
+    return [weight / mean if mean else 0.0 for weight in weights]
+
+
+def _no_account(nbytes: int) -> None:
+    """Count nothing: what islands sum lies in host memory."""
 
 
 def sum_over_islands(cluster: Cluster, values: Sequence[int]) -> list[int]:

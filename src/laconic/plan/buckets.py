@@ -15,13 +15,14 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from laconic.codec import CODECS, Codec
+from laconic.codec.sums import Payload
 from laconic.layout.bucket import BucketLayout
 from laconic.layout.granularity import Granularity, resolve
 from laconic.layout.planner import plan_unit
 from laconic.plan.model_trace import ParameterSpec, UnitSpec
 from laconic.shard.bucket import compute_dtype_of
 from laconic.shard.kinds import BucketKind, group_by_kind
-from laconic.shard.payload import Payload, parts_of_islands, shards_of_nodes
+from laconic.shard.payload import parts_of_islands, payload_of, shards_of_nodes
 from laconic.shard.policies import Wire
 
 _MOST_PARTS = 64
@@ -153,7 +154,7 @@ class PlannedBucket:
         return sum(sizes) / len(sizes)
 
     def _payload(self, parts: Sequence[object], codec: Codec, plain: torch.dtype, *, rotates: bool) -> Payload:
-        return Payload(self.layout, parts, codec, plain=plain, device_type=self.device_type, rotates=rotates)  # type: ignore[arg-type]
+        return payload_of(self.layout, parts, codec, plain=plain, device_type=self.device_type, rotates=rotates)  # type: ignore[arg-type]
 
 
 def plan_buckets(unit: UnitSpec, shape: Shape, sharding: Sharding) -> tuple[PlannedBucket, ...]:

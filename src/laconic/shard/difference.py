@@ -35,12 +35,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from laconic.codec.sums import Piece
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import Communicator, start_flags
 from laconic.shard.bucket import Bucket
-from laconic.shard.crossing import ExactWeights, Messages, payload_of
+from laconic.shard.crossing import ExactWeights, weight_messages
 from laconic.shard.extension import Observer
-from laconic.shard.payload import Piece
 
 _EDITS_BEFORE_WARNING = 8
 
@@ -60,8 +60,6 @@ class CodedDifferences:
     """The gather of one bucket as differences: [Note: Differences]."""
 
     def __init__(self, bucket: Bucket, node: Communicator, copies: Copies) -> None:
-        codec = bucket.wire.weight_codec
-        assert codec is not None
         self.bucket, self._copies = bucket, copies
         self.state = CopyState.LOST
         self.number = 0
@@ -71,7 +69,7 @@ class CodedDifferences:
         self._version_before_step: int | None = None
         self._trusted_version: int | None = None
         self._exact = ExactWeights(bucket, node)
-        self._messages = Messages(bucket, node, payload_of(bucket, codec))
+        self._messages = weight_messages(bucket, node)
         self._is_coded = False
         copies.add(self)
         _all.add(self)
@@ -108,7 +106,7 @@ class CodedDifferences:
             new = shard[piece.values].to(own.device, torch.float32)
             return new if piece.is_exact else new - own[piece.values]
 
-        self._messages.start(values)
+        self._messages.start(values, own.device)
 
     def finish(self, node_shard: Tensor) -> None:
         """See `WeightCrossing.finish`. Until it has ended, the copy counts as lost."""

@@ -11,16 +11,14 @@ no header.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from laconic.codec import CODECS, Codec
 from laconic.codec.blocked import SIZE as ROTATED
-from laconic.codec.blocked import rotate
+from laconic.codec.sums import Payload, Piece
 from laconic.layout.bucket import BucketLayout
 from laconic.layout.packing import round_up
 
@@ -56,104 +54,59 @@ def parts_of_islands(layout: BucketLayout, shard: int, num_islands: int) -> list
     return [Part(shard, begin, end) for begin, end in itertools.pairwise(begins)]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A run of a part's values, all of matrices or all of vectors, and their codes in the payload."""
+def payload_of(
+    layout: BucketLayout,
+    parts: Sequence[Part],
+    codec: Codec,
+    *,
+    plain: torch.dtype,
+    device_type: str,
+    rotates: bool = False,
+) -> Payload:
+    """Return the payload of parts of a bucket that cross on this rank's way: [Note: Payloads].
 
-    values: slice
-    codes: slice
-    codec: Codec
-    coded_numel: int
-    """The values, with the zeros that fill up the last rotation."""
-    is_rotated: bool
-    is_exact: bool
-    """True for vectors, whose values travel as they are."""
+    Args:
+        layout: the bucket's layout.
+        parts: one part for each rank of the way, in their order.
+        codec: the codec of matrices.
+        plain: the dtype in which vectors travel.
+        device_type: the type of the device that codes.
+        rotates: rotate matrices in runs of 32 first.
+    """
+    exact = CODECS["bf16" if plain is torch.bfloat16 else "fp32"]
+    piece_numel = HOST_PIECE_NUMEL if device_type == "cpu" else DEVICE_PIECE_NUMEL
 
-    @property
-    def numel(self) -> int:
-        """The number of values."""
-        return self.values.stop - self.values.start
-
-
-class Payload:
-    """Encodes and decodes parts of one bucket: [Note: Payloads]."""
-
-    def __init__(
-        self,
-        layout: BucketLayout,
-        parts: Sequence[Part],
-        codec: Codec,
-        *,
-        plain: torch.dtype,
-        device_type: str,
-        rotates: bool = False,
-    ) -> None:
-        """Code the parts of a bucket that cross on this rank's way.
-
-        Args:
-            layout: the bucket's layout.
-            parts: one part for each rank of the way, in their order.
-            codec: the codec of matrices.
-            plain: the dtype in which vectors travel.
-            device_type: the type of the device that codes.
-            rotates: rotate matrices in runs of 32 first.
-        """
-        self._codec, self._plain = codec, CODECS["bf16" if plain is torch.bfloat16 else "fp32"]
-        self._rotates = rotates
-        self._piece_numel = HOST_PIECE_NUMEL if device_type == "cpu" else DEVICE_PIECE_NUMEL
-        self.numels = [part.numel for part in parts]
-        """The elements of each part."""
-        self._pieces = [list(self._pieces_of(layout, part)) for part in parts]
-        self.nbytes = max((pieces[-1].codes.stop for pieces in self._pieces if pieces), default=0)
-        """The bytes of the message for one part."""
-
-    def encode(self, index: int, values: Callable[[Piece], Tensor], payload: Tensor) -> None:
-        """Write the codes of the `index`-th part into `payload`, (nbytes,), uint8.
-
-        `values` returns the values of a piece, (n,), fp32.
-        """
-        for piece in self._pieces[index]:
-            given = values(piece)
-            if piece.is_rotated:
-                filling = piece.coded_numel - piece.numel
-                given = rotate(F.pad(given, (0, filling)) if filling else given)
-            payload[piece.codes] = piece.codec.encode(given, check=False)
-
-    def decode(self, index: int, payload: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-        """Yield the pieces of a part and their values, (n,), fp32, that `encode` has written."""
-        for piece in self._pieces[index]:
-            values = piece.codec.decode(payload[piece.codes], piece.coded_numel)
-            yield piece, (rotate(values)[: piece.numel] if piece.is_rotated else values)
-
-    def _pieces_of(self, layout: BucketLayout, part: Part) -> Iterator[Piece]:
-        """The pieces of one part, in order."""
+    def pieces_of(part: Part) -> Iterator[Piece]:
         begin_byte = 0
-        for first, last, is_exact in self._runs_of(layout, part):
-            codec, is_rotated = (self._plain, False) if is_exact else (self._codec, self._rotates)
-            for begin in range(first, last, self._piece_numel):
-                end = min(begin + self._piece_numel, last)
+        for first, last, is_exact in _runs_of(layout, part, {True: exact.block, False: codec.block}):
+            chosen, is_rotated = (exact, False) if is_exact else (codec, rotates)
+            for begin in range(first, last, piece_numel):
+                end = min(begin + piece_numel, last)
                 coded_numel = round_up(end - begin, ROTATED) if is_rotated else end - begin
-                end_byte = begin_byte + codec.payload_bytes(coded_numel)
+                end_byte = begin_byte + chosen.payload_bytes(coded_numel)
                 codes = slice(begin_byte, end_byte)
-                yield Piece(slice(begin, end), codes, codec, coded_numel, is_rotated, is_exact)
+                yield Piece(slice(begin, end), codes, chosen, coded_numel, is_rotated, is_exact)
                 begin_byte = end_byte
 
-    def _runs_of(self, layout: BucketLayout, part: Part) -> list[tuple[int, int, bool]]:
-        """The runs (begin, end, is_exact) of a part's values that are coded together, in order: [Note: Payloads]."""
-        runs: list[tuple[int, int, bool]] = []
-        for index, slot in enumerate(layout.slots):
-            extent, offset = layout.extent(index, part.shard), layout.offset_in_shard(index, part.shard)
-            if extent is None:
-                continue
-            begin = first = max(offset, part.begin) - part.begin
-            end = min(offset + extent.numel, part.end) - part.begin
-            if begin >= end:
-                continue
-            is_exact = len(slot.shape) < 2
-            if runs and runs[-1][1:] == (first, is_exact) and (first - runs[-1][0]) % self._block(is_exact) == 0:
-                begin, _, _ = runs.pop()
-            runs.append((begin, end, is_exact))
-        return runs
+    return Payload([list(pieces_of(part)) for part in parts], [part.numel for part in parts])
 
-    def _block(self, is_exact: bool) -> int:
-        return (self._plain if is_exact else self._codec).block
+
+def _runs_of(layout: BucketLayout, part: Part, blocks: Mapping[bool, int]) -> list[tuple[int, int, bool]]:
+    """The runs (begin, end, is_exact) of a part's values that are coded together, in order: [Note: Payloads].
+
+    `blocks` has the blocks of the codecs of runs that are exact, and of those that are not.
+    """
+    runs: list[tuple[int, int, bool]] = []
+    for index, slot in enumerate(layout.slots):
+        extent, offset = layout.extent(index, part.shard), layout.offset_in_shard(index, part.shard)
+        if extent is None:
+            continue
+        begin = first = max(offset, part.begin) - part.begin
+        end = min(offset + extent.numel, part.end) - part.begin
+        if begin >= end:
+            continue
+        is_exact = len(slot.shape) < 2
+        if runs and runs[-1][1:] == (first, is_exact) and (first - runs[-1][0]) % blocks[is_exact] == 0:
+            begin, _, _ = runs.pop()
+        runs.append((begin, end, is_exact))
+    return runs

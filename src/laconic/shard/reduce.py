@@ -20,11 +20,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from laconic import _compat
 from laconic._compat import GradientUse
+from laconic.codec.sums import CodedAllReduce, CodedSum, CodedTotal
 from laconic.comm.collectives import Communicator, Pending
 from laconic.comm.traffic import Level
 from laconic.shard.bucket import Bucket
 from laconic.shard.cleared import WaitingGradient, WaitingSums
-from laconic.shard.crossing import CodedAllReduce, CodedReplicaSum, CodedSum, Transfer
+from laconic.shard.crossing import Transfer, sum_across_nodes, sum_over_islands
 from laconic.shard.extension import Observer
 from laconic.shard.lanes import Event, Lanes, wait_for
 from laconic.shard.ledger import Held, Ledger
@@ -45,9 +46,9 @@ class BucketGradients:
         self._begin_backward = begin_backward
         island, node, self.local = (Communicator(bucket.cluster, level, bucket) for level in LEVELS)
         is_coded = bucket.wire.gradients != "exact"
-        self.node: Communicator | CodedSum = CodedSum.across_nodes(bucket, node) if is_coded and node.size > 1 else node
+        self.node: Communicator | CodedSum = sum_across_nodes(bucket, node) if is_coded and node.size > 1 else node
         self.island: Communicator | CodedAllReduce = (
-            CodedAllReduce(bucket, island) if is_coded and island.size > 1 else island
+            sum_over_islands(bucket, island) if is_coded and island.size > 1 else island
         )
         self._full: Held[Tensor] | None = None
         self._written: set[int] = set()
@@ -268,7 +269,7 @@ class Reduction:
         self._level: Level = "local"
         """The level of `_transfer`."""
         self._shard: Tensor | None = None
-        self._replicas: Pending | CodedReplicaSum | None = None
+        self._replicas: Pending | CodedTotal | None = None
         self._done: Event = None
         """The lane's event after which compute may use the sum and free the bucket."""
         if full is not None:
@@ -336,7 +337,7 @@ class Reduction:
     def _finish_islands(self) -> Stage:
         """Finish the sum over the islands."""
         assert self._replicas is not None
-        if isinstance(self._replicas, CodedReplicaSum):
+        if isinstance(self._replicas, CodedTotal):
             self._replicas.send_back()
             return Stage.RETURN
         self._replicas.wait()
@@ -344,7 +345,7 @@ class Reduction:
 
     def _finish_return(self) -> Stage:
         """Finish the way back of a sum over the islands."""
-        assert isinstance(self._replicas, CodedReplicaSum)
+        assert isinstance(self._replicas, CodedTotal)
         self._replicas.finish()
         return self._put_into_grad()
 

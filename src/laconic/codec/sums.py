@@ -1,0 +1,294 @@
+"""Sums over ranks whose terms cross in few bits: in one trip to the rank that sums, or in two, there and back.
+
+[Note: The two trips of an all-reduce]
+A vector is cut into as many parts as there are ranks. Every rank sends part r, encoded, to rank r. Rank r decodes the
+parts of all ranks and sums them in fp32, in the order of ranks. It encodes the sum and sends it to all. Every rank, the
+owner too, uses the decoded sum, so all ranks have the same bits. Encoded values are never summed. A rank sends and
+receives 2 (R - 1) / R of the encoded vector. Where only the owner needs the sum, the first trip is enough.
+
+The owner's own term crosses nothing. It stays exact, or is decoded like the others, so that all ranks' terms have lost
+alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from laconic.codec.base import Codec
+from laconic.codec.blocked import rotate
+from laconic.comm.collectives import Pending
+from laconic.comm.traffic import Purpose
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of a part's values that is coded at once, and its codes in the message."""
+
+    values: slice
+    codes: slice
+    codec: Codec
+    coded_numel: int
+    """The values, with the zeros that fill up the last rotation."""
+    is_rotated: bool = False
+    is_exact: bool = False
+    """True for vectors, whose values travel as they are."""
+
+    @property
+    def numel(self) -> int:
+        """The number of values."""
+        return self.values.stop - self.values.start
+
+
+class Payload:
+    """Encodes and decodes the parts of a vector, one for each rank. All messages are as long as the longest."""
+
+    def __init__(self, pieces: Sequence[Sequence[Piece]], numels: Sequence[int], *, check: bool = False) -> None:
+        """Take the pieces and the number of elements of each part. With `check`, refuse NaN and infinity."""
+        self._pieces, self._check = pieces, check
+        self.numels = list(numels)
+        """The elements of each part."""
+        self.nbytes = max((part[-1].codes.stop for part in pieces if part), default=0)
+        """The bytes of the message for one part."""
+
+    @classmethod
+    def of_rows(cls, codec: Codec, num_rows: int, numel: int) -> Payload:
+        """The payload of parts of `numel` values, each of which is coded at once. It refuses NaN and infinity."""
+        piece = Piece(slice(0, numel), slice(0, codec.payload_bytes(numel)), codec, numel)
+        return cls([[piece]] * num_rows, [numel] * num_rows, check=True)
+
+    def encode(self, index: int, values: Callable[[Piece], Tensor], message: Tensor) -> None:
+        """Write the codes of the `index`-th part into `message`, (nbytes,), uint8.
+
+        `values` returns the values of a piece, (n,), fp32.
+        """
+        for piece in self._pieces[index]:
+            given = values(piece)
+            if piece.is_rotated:
+                filling = piece.coded_numel - piece.numel
+                given = rotate(F.pad(given, (0, filling)) if filling else given)
+            message[piece.codes] = piece.codec.encode(given, check=self._check)
+
+    def decode(self, index: int, message: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+        """Yield the pieces of a part and their values, (n,), fp32, that `encode` has written."""
+        for piece in self._pieces[index]:
+            values = piece.codec.decode(message[piece.codes], piece.coded_numel)
+            yield piece, (rotate(values)[: piece.numel] if piece.is_rotated else values)
+
+
+class Way(Protocol):
+    """The ranks that send to each other, as a `Communicator` has them."""
+
+    rank: int
+    size: int
+
+    def start_all_to_all(self, landings: Tensor, messages: Tensor, /) -> Pending | None:
+        """See `Communicator.start_all_to_all`."""
+
+    def all_gather(self, whole: Tensor, piece: Tensor, purpose: Purpose, /) -> Pending | None:
+        """See `Communicator.all_gather`."""
+
+
+Hold = Callable[[int], None]
+"""Counts bytes of memory that are taken; a negative number when they are freed."""
+
+
+class Messages:
+    """The parts of a vector, each as one message from its rank to all."""
+
+    def __init__(self, way: Way, payload: Payload, hold: Hold, purpose: Purpose = "weights") -> None:
+        self._way, self._payload, self._hold, self._purpose = way, payload, hold, purpose
+        self._all: Tensor | None = None
+        self._pending: Pending | None = None
+
+    def start(self, values: Callable[[Piece], Tensor], device: torch.device) -> Tensor:
+        """Begin to send this rank's part, whose pieces `values` returns, (n,), fp32. Returns its message."""
+        self._free()  # an exception may have cut the last crossing short
+        self._all = torch.empty(self._way.size, self._payload.nbytes, dtype=torch.uint8, device=device)
+        self._hold(self._all.nbytes)
+        own = self._all[self._way.rank]
+        self._payload.encode(self._way.rank, values, own)
+        self._pending = self._way.all_gather(self._all.view(-1), own, self._purpose)
+        return own
+
+    def arrived(self) -> Iterator[tuple[int, Piece, Tensor]]:
+        """Wait. Yield each rank, in order, with the pieces of its part and the values that came for them, (n,), fp32.
+
+        That ends the crossing.
+        """
+        assert self._all is not None
+        if self._pending is not None:
+            self._pending.wait()
+        for index, message in enumerate(self._all):
+            for piece, values in self._payload.decode(index, message):
+                yield index, piece, values
+        self._free()
+
+    def finish(self, whole: Tensor) -> Iterator[tuple[Tensor, Tensor, Piece]]:
+        """Yield the pieces of `whole`, all parts in order, as views (n,), and the values that came for them, fp32."""
+        parts = whole.split(self._payload.numels)
+        for index, piece, values in self.arrived():
+            yield parts[index][piece.values], values, piece
+
+    def _free(self) -> None:
+        if self._all is not None:
+            self._hold(-self._all.nbytes)
+        self._all = self._pending = None
+
+
+class CodedSum:
+    """Sums, of which each rank gets its own part. The others send it their terms in few bits, in one trip.
+
+    Source: the second hop of ZeRO++'s qgZ (arXiv 2306.10209).
+    """
+
+    def __init__(self, way: Way, payload: Payload, hold: Hold, *, keeps_own: bool, feedback: bool = False) -> None:
+        """Sum the parts of `payload` over the ranks of `way`.
+
+        Args:
+            way: the ranks.
+            payload: their parts, in their order.
+            hold: counts the memory of what `feedback` keeps.
+            keeps_own: this rank's own term stays exact, and is not decoded like the others.
+            feedback: add to each term what the codec has lost of the earlier ones.
+        """
+        self._way, self._payload, self._hold = way, payload, hold
+        self._keeps_own, self._feedback = keeps_own, feedback
+        self._lost: dict[int, Tensor] = {}
+        """With feedback: what the codec has lost of the part for each rank, (n,), fp32."""
+
+    def start_reduce_scatter(self, whole: Tensor) -> CodedTransfer:
+        """Begin to sum `whole`, all parts in order, over the ranks. It must not change until the end.
+
+        Raises: ValueError if the payload checks values, and one is NaN or infinite.
+        """
+        parts = whole.split(self._payload.numels)
+        messages = torch.empty(len(parts), self._payload.nbytes, dtype=torch.uint8, device=whole.device)
+        for index, part in enumerate(parts):
+            if index != self._way.rank or not self._keeps_own:
+                self._encode(index, part, messages[index])
+        landing = torch.empty_like(messages)
+        pending = self._way.start_all_to_all(landing, messages)
+        own = parts[self._way.rank]
+        return CodedTransfer(self._payload, self._way.rank, own, landing, messages, pending, self._keeps_own)
+
+    def forget(self) -> None:
+        """Drop what the codec has lost so far."""
+        for lost in self._lost.values():
+            self._hold(-lost.nbytes)
+        self._lost.clear()
+
+    def _encode(self, index: int, part: Tensor, message: Tensor) -> None:
+        if not self._feedback:
+            self._payload.encode(index, lambda piece: part[piece.values].float(), message)
+            return
+        if index not in self._lost:
+            self._lost[index] = torch.zeros_like(part, dtype=torch.float32)
+            self._hold(self._lost[index].nbytes)
+        lost = self._lost[index].add_(part)
+        self._payload.encode(index, lambda piece: lost[piece.values], message)
+        for piece, values in self._payload.decode(index, message):
+            rest = lost[piece.values].sub_(values)
+            rest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # a step that is skipped loses nothing
+
+
+class CodedTransfer:
+    """A sum of `CodedSum` under way."""
+
+    def __init__(
+        self,
+        payload: Payload,
+        rank: int,
+        own: Tensor,
+        landing: Tensor,
+        messages: Tensor,
+        pending: Pending | None,
+        keeps_own: bool,
+    ) -> None:
+        self._payload, self._rank, self._own, self._landing = payload, rank, own, landing
+        self._pending, self._keeps_own = pending, keeps_own
+        self.messages = messages
+        """The parts, (R, n): row r is what this rank sends to rank r. The backend may still read them."""
+        self.nbytes = landing.nbytes + messages.nbytes
+        """The bytes that it takes besides its input."""
+
+    def received(self) -> Sequence[Tensor]:
+        """Wait, and return what each rank has sent, (n,). This rank's own has no meaning."""
+        if self._pending is not None:
+            self._pending.wait()
+        self._pending = None
+        return list(self._landing)
+
+    def finish(self, weights: Sequence[float] | None = None) -> Tensor:
+        """Wait, and return this rank's part of the sum: in fp32, then in the dtype of the input.
+
+        `weights` has one factor for each rank's term. Default: 1 for all.
+        """
+        total = torch.zeros_like(self._own, dtype=torch.float32)
+        for index, message in enumerate(self.received()):
+            weight = 1.0 if weights is None else weights[index]
+            if index == self._rank and self._keeps_own:
+                total.add_(self._own, alpha=weight)
+                continue
+            sent = self.messages[index] if index == self._rank else message
+            for piece, values in self._payload.decode(self._rank, sent):
+                total[piece.values].add_(values, alpha=weight)
+        return total.to(self._own.dtype)
+
+
+class CodedAllReduce:
+    """Sums that all ranks get alike: [Note: The two trips of an all-reduce].
+
+    Source: qgZ of ZeRO++ (arXiv 2306.10209).
+    """
+
+    def __init__(self, terms: CodedSum, way: Way, back: Payload, hold: Hold, purpose: Purpose) -> None:
+        """Take the first trip, and the payload of the second one: the same parts, maybe with another codec."""
+        self._terms, self._way, self._payload, self._hold, self._purpose = terms, way, back, hold, purpose
+
+    def start_all_reduce(self, whole: Tensor) -> CodedTotal:
+        """Begin to sum `whole`, all parts in order, over the ranks, in place. It must not change until the end."""
+        back = Messages(self._way, self._payload, self._hold, self._purpose)
+        return CodedTotal(whole, self._terms.start_reduce_scatter(whole), back, self._hold)
+
+    def forget(self) -> None:
+        """Drop what the codec has lost so far."""
+        self._terms.forget()
+
+
+class CodedTotal:
+    """A sum of `CodedAllReduce` under way."""
+
+    def __init__(self, whole: Tensor, transfer: CodedTransfer, back: Messages, hold: Hold) -> None:
+        self._whole, self._back, self._hold = whole, back, hold
+        self._transfer: CodedTransfer | None = transfer
+        hold(transfer.nbytes)
+
+    @property
+    def messages(self) -> Tensor:
+        """See `CodedTransfer.messages`, until `send_back`."""
+        assert self._transfer is not None
+        return self._transfer.messages
+
+    def send_back(
+        self, weights: Sequence[float] | None = None, divide: Callable[[Tensor], Tensor] = lambda total: total
+    ) -> None:
+        """Finish the first trip, and begin to send this rank's part of the sum, as `divide` returns it, to all.
+
+        `weights`: see `CodedTransfer.finish`.
+        """
+        assert self._transfer is not None
+        total = divide(self._transfer.finish(weights))
+        self._hold(-self._transfer.nbytes)
+        self._transfer = None
+        self._back.start(lambda piece: total[piece.values].float(), total.device)
+
+    def finish(self) -> None:
+        """Finish the second trip. Elements that only fill up the vector keep what they have."""
+        for part, values, _ in self._back.finish(self._whole):
+            part.copy_(values)
