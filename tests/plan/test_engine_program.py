@@ -1,4 +1,4 @@
-"""The programs of laconic's strategies, against closed formulas and figures worked out by hand."""
+"""Rehearsed steps of laconic's strategies, against closed formulas and figures worked out by hand."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from laconic.config import OptimizerConfig, SyncConfig
+from laconic.config import Config, ShardConfig, SyncConfig, TrainConfig
 from laconic.plan.buckets import Shape, Sharding, plan_buckets
-from laconic.plan.engine import EngineOptions
-from laconic.plan.machine import Machine, Reading
+from laconic.plan.job import work_of
+from laconic.plan.local_steps import LocalStepsProgram
+from laconic.plan.machine import KINDS, Machine, Reading
 from laconic.plan.model_trace import ModelTrace, ParameterSpec, UnitSpec
-from laconic.plan.program import LaconicStep, LocalStepsProgram, StepWork
-from laconic.shard.policies import Cache, Wire
-from tests.plan.traces import cluster, spec, trace
+from laconic.plan.program import StepWork
+from laconic.plan.rehearsal import Rehearsals
+from laconic.plan.rehearsed import RehearsedStep
+from tests.plan.traces import cluster, model_of, spec, trace
 from tests.support.step_bytes import step_bytes
 
 SHAPES = [(2, 2), (3, 1), (2, 3), (1, 4), (5, 1)]
@@ -27,15 +28,19 @@ def layers(count: int = 3, **keys: Any) -> list[list[ParameterSpec]]:
     return [[spec("weight", WIDTH, WIDTH, **keys)] for _ in range(count)]
 
 
+def work(model: ModelTrace, config: Config, device: str = "cpu") -> StepWork:
+    rehearsals = Rehearsals(build=lambda _: model_of(model))
+    return work_of(config, device_type=device, trace=replace(model, device_type=device), rehearsals=rehearsals)
+
+
 def run(
-    model: ModelTrace, nodes: int, local: int, *, cache: Any = "host", wire: Wire | None = None, device: str = "cpu",
-    micro_batches: int = 1, budget: int = 0, precision: MixedPrecisionPolicy | None = None, **figures: object,
+    model: ModelTrace, nodes: int, local: int, *, device: str = "cpu", micro_batches: int = 1, cache: Any = "host",
+    budget: int = 0, wire: str | None = None, dtype: str | None = None, **figures: object,
 ) -> tuple[Reading, Machine]:  # fmt: skip
-    sharding = Sharding(wire=wire or Wire(), device_type=device, precision=precision or MixedPrecisionPolicy())
+    shard = ShardConfig(cache=cache, device_budget_bytes=budget, wire=wire, param_dtype=dtype)
+    config = Config(shard=shard, train=TrainConfig(accumulation=micro_batches))
     machine = Machine(cluster(nodes, local, **figures), device_type=device)
-    work = StepWork(trace=model, micro_batches=micro_batches, optimizer=OptimizerConfig(), sharding=sharding)
-    options = EngineOptions(sharding=sharding, cache=Cache(where=cache, device_budget_bytes=budget))
-    program = LaconicStep(machine, work, Shape(nodes=nodes, local=local), options)
+    program = RehearsedStep(machine, config, work(model, config, device), Shape(nodes=nodes, local=local))
     return program.read(machine), machine
 
 
@@ -58,7 +63,7 @@ def test_bytes_are_those_of_the_closed_formulas(strategy: str, nodes: int, local
 @pytest.mark.parametrize("strategy", ["8bit", "4bit"])
 def test_coded_bytes_are_those_of_the_closed_formulas(strategy: str) -> None:
     """The formula counts all parameters as coded, and these have no vector; last blocks of a shard may be short."""
-    reading, _ = run(trace(layers()), 2, 2, wire=Wire.of(strategy))
+    reading, _ = run(trace(layers()), 2, 2, wire=strategy)
     weights = 3 * WIDTH * WIDTH * 4
     formula = step_bytes(strategy, nodes=2, local=2, weights_bytes=weights, gradients_bytes=weights)
     assert moved(reading, "node", 2) == pytest.approx(formula.node, rel=1e-3)
@@ -98,8 +103,7 @@ def test_memory_orders_the_caches(device: str) -> None:
 
 
 def test_mixed_precision_halves_the_crossings_and_not_the_states() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    half, machine = run(trace(layers()), 2, 2, precision=policy)
+    half, machine = run(trace(layers()), 2, 2, dtype="bfloat16")
     full, whole = run(trace(layers()), 2, 2)
     assert 2 * moved(half, "node", 2) == moved(full, "node", 2)
     assert machine.held["parameters"] == whole.held["parameters"]
@@ -131,14 +135,13 @@ def test_a_device_waits_for_copies_to_a_slow_host() -> None:
 
 
 def test_islands_share_bytes_out_over_their_interval() -> None:
-    model = trace(layers())
-    sharding, shape = Sharding(device_type="cpu"), Shape(nodes=1, local=2, islands=3)
-    work = StepWork(trace=model, micro_batches=1, optimizer=OptimizerConfig(), sharding=sharding)
+    model, shape = trace(layers()), Shape(nodes=1, local=2, islands=3)
     numel = 3 * WIDTH * WIDTH // 2
     for every, fragments, codec, nbytes in ((10, 1, "fp32", 4 * numel), (12, 3, "bf16", 2 * numel)):
-        sync = SyncConfig(mode="local", every=every, fragments=fragments, codec=codec)
+        sync = SyncConfig(mode="local", islands=3, every=every, fragments=fragments, codec=codec)
+        config = Config(sync=sync, shard=ShardConfig(cache="none"))
         machine = Machine(cluster(3, 2), device_type="cpu")
-        program = LocalStepsProgram(machine, work, shape, Cache(where="none"), sync)
+        program = LocalStepsProgram(machine, config, work(model, config), shape)
         reading = program.read(machine)
         assert reading.sent_bytes["island", "outer"] == pytest.approx(2 * 2 / 3 * nbytes / every, rel=1e-6)
         assert ("node", "weights") not in reading.sent_bytes
@@ -146,15 +149,32 @@ def test_islands_share_bytes_out_over_their_interval() -> None:
 
 
 def test_overlap_hides_an_exchange() -> None:
-    model = trace(layers(), forward_s=0.1, backward_s=0.1)
-    sharding, shape = Sharding(device_type="cpu"), Shape(nodes=1, local=1, islands=2)
-    work = StepWork(trace=model, micro_batches=1, optimizer=OptimizerConfig(), sharding=sharding)
+    model, shape = trace(layers(), forward_s=0.1, backward_s=0.1), Shape(nodes=1, local=1, islands=2)
     seconds = []
     for overlap in (0, 1, 4):
-        sync = SyncConfig(mode="local", every=5, codec="fp32", overlap=overlap)
+        sync = SyncConfig(mode="local", islands=2, every=5, codec="fp32", overlap=overlap)
+        config = Config(sync=sync, shard=ShardConfig(cache="none"))
         machine = Machine(cluster(2, 1), device_type="cpu")
-        seconds.append(LocalStepsProgram(machine, work, shape, Cache(where="none"), sync).read(machine).seconds)
+        seconds.append(LocalStepsProgram(machine, config, work(model, config), shape).read(machine).seconds)
     assert seconds[0] > seconds[1] >= seconds[2]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "keys", [{"cache": "none"}, {"cache": "host"}, {"cache": "host", "budget": 9}, {"wire": "4bit"}],
+)  # fmt: skip
+def test_a_few_layers_stand_for_all(device: str, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """[Note: A few layers for all] in plan/rehearsed.py, against a rehearsal of all layers."""
+    model = trace(layers(16), forward_s=0.02, backward_s=0.05, saved_bytes=10**6)
+    keys = {**keys, "budget": keys.get("budget", 0) * 2 * WIDTH * WIDTH}
+    few, small = run(model, 2, 2, device=device, **keys)
+    monkeypatch.setattr("laconic.plan.rehearsed._KEPT", 16)
+    whole, machine = run(model, 2, 2, device=device, **keys)
+    assert few.sent_bytes == pytest.approx(whole.sent_bytes)
+    assert few.peak == pytest.approx(whole.peak)
+    assert few.seconds == pytest.approx(whole.seconds, rel=1e-3)
+    assert small.host_bytes == pytest.approx(machine.host_bytes)
+    assert [small.held[kind] for kind in KINDS] == pytest.approx([machine.held[kind] for kind in KINDS])
 
 
 def test_buckets_are_those_of_fully_shard() -> None:

@@ -103,6 +103,9 @@ def test_memory_for_gradients_is_taken_at_the_first_of_them(late: int, last: int
     machine = Machine(cluster(), device_type="cpu")
     machine.hold("parameters", 100)
     with machine.reading() as reading:
-        machine.compute("layer", phase(peak=90), [(40, late), (0, 20), (20, last)])
+        machine.compute("layer", phase(peak=90))
+        for taken_bytes, peak_bytes in ((40, late), (0, 20), (20, last)):
+            machine.hold("gradients", taken_bytes)
+            machine.note_peak(peak_bytes)
     assert reading.peak_bytes == peak
     assert machine.held["gradients"] == 60

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.model_trace import ModelTrace, ParameterSpec, Segment, UnitSpec
@@ -47,6 +48,18 @@ def trace(
         units=tuple(units), segments=tuple(segments), method="traced", micro_batch_size=1, sequence_length=1,
         compute_dtype=None, device_type="cpu", gradients_in_place=True,
     )  # fmt: skip
+
+
+def model_of(trace: ModelTrace) -> nn.Module:
+    """A model with the parameters of a trace, on the meta device."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Module() for _ in trace.units[:-1])
+    for module, unit in zip([*model.layers, model], trace.units, strict=True):
+        for each in unit.parameters:
+            tensor = torch.empty(each.shape, dtype=each.dtype, device="meta")
+            module.register_parameter(each.name, nn.Parameter(tensor, requires_grad=each.is_trained))
+        module.forward = lambda *args, **kwargs: None  # phantoms replace it
+    return model
 
 
 def cluster(nodes: int = 2, local: int = 2, **figures: object) -> ClusterSpec:

@@ -383,6 +383,7 @@ def _kept(make: Callable[..., T]) -> Callable[..., T]:
     def look_up(*arguments: Any) -> T:
         return make(*arguments) if torch.compiler.is_compiling() else cached(*arguments)
 
+    look_up.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
     return look_up
 
 

@@ -33,7 +33,7 @@ from laconic.plan.machine import Job, Machine, Transfer
 from laconic.plan.model_trace import ParameterSpec, Segment
 from laconic.plan.optimizer_cost import adamw_cost
 from laconic.plan.phase import Phase
-from laconic.plan.program import Program, StepWork, Update
+from laconic.plan.program import Program, StepWork, Update, WrittenProgram
 from laconic.plan.rings import Ring
 
 _QWZ_GROUP = 8000
@@ -74,7 +74,7 @@ def deepspeed(machine: Machine, config: Config, work: StepWork, shape: Shape) ->
     return Deepspeed(machine, work, shape, options)
 
 
-class Deepspeed(Program):
+class Deepspeed(WrittenProgram):
     """DeepSpeed's ZeRO-3 on a machine: [Note: DeepSpeed's order of work]."""
 
     def __init__(self, machine: Machine, work: StepWork, shape: Shape, options: DeepspeedOptions) -> None:

@@ -15,7 +15,7 @@ from laconic.config import Config, SyncConfig
 from laconic.plan.buckets import Shape
 from laconic.plan.machine import Machine, Reading, Transfer
 from laconic.plan.peers_fsdp2 import Fsdp2, Fsdp2Options
-from laconic.plan.program import Program, StepWork, add_sync
+from laconic.plan.program import Program, StepWork, WrittenProgram, add_sync
 
 
 def diloco(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Program:
@@ -24,7 +24,7 @@ def diloco(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Pr
     return TorchftDiloco(machine, work, shape, config.sync, reshards=reshards)
 
 
-class TorchftDiloco(Program):
+class TorchftDiloco(WrittenProgram):
     """torchft's DiLoCo on a machine: [Note: torchft's DiLoCo]."""
 
     def __init__(

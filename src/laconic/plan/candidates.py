@@ -8,11 +8,11 @@ from laconic import registry
 from laconic.config import Config, ConfigError
 from laconic.plan.buckets import Shape
 from laconic.plan.cyclic import CyclicProgram
-from laconic.plan.engine import EngineOptions
+from laconic.plan.local_steps import LocalStepsProgram
 from laconic.plan.machine import Machine
-from laconic.plan.program import LaconicStep, LocalStepsProgram, Program, StepWork
+from laconic.plan.program import Program, StepWork
+from laconic.plan.rehearsed import RehearsedStep
 from laconic.registry import Strategy
-from laconic.shard.policies import Cache
 
 Make = Callable[[Machine, Config, StepWork, Shape], Program]
 """What `Strategy.predict` names: it makes a program from an idle machine, the job under the strategy, its work and its
@@ -46,16 +46,7 @@ def is_asked_for(strategy: Strategy, config: Config) -> bool:
 
 def on_engine(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Program:
     """The engine, with islands or without: a `Make`."""
-    cache = Cache(where=config.shard.cache, device_budget_bytes=config.shard.device_budget_bytes)
-    if config.sync.is_local:
-        return LocalStepsProgram(machine, work, shape, cache, config.sync)
-    return LaconicStep(machine, work, shape, EngineOptions(sharding=work.sharding, cache=cache))
-
-
-def zero_plus_plus(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Program:
-    """ZeRO++ on laconic's engine: a `Make`."""
-    options = EngineOptions(sharding=work.sharding, cache=Cache(where="device"), syncs_always=True)
-    return LaconicStep(machine, work, shape, options)
+    return (LocalStepsProgram if config.sync.is_local else RehearsedStep)(machine, config, work, shape)
 
 
 def cyclic(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Program:

@@ -15,11 +15,11 @@ from laconic.plan.cyclic_memory import fullest_device
 from laconic.plan.cyclic_stages import cut_trace
 from laconic.plan.estimates import first_rank
 from laconic.plan.machine import Machine, Reading
-from laconic.plan.program import Program, StepWork
+from laconic.plan.program import StepWork, WrittenProgram
 from laconic.strategies.cyclic import num_workers
 
 
-class CyclicProgram(Program):
+class CyclicProgram(WrittenProgram):
     """`CyclicDataParallel` under `laconic train`: one stage for every worker, one micro-batch each."""
 
     inexact = "some gradients are one step old, so it wants a smaller learning rate (docs/cyclic.md)"

@@ -10,11 +10,14 @@ from laconic.plan.buckets import Sharding
 from laconic.plan.job_trace import trace_job
 from laconic.plan.model_trace import ModelTrace
 from laconic.plan.program import StepWork
+from laconic.plan.rehearsal import Rehearsals
 from laconic.strategies.parallelize import granularity, mixed_precision, wire_policy
 
 
-def work_of(config: Config, *, device_type: str, trace: ModelTrace | None = None) -> StepWork:
-    """What a job has to do in every step. A trace of the same model, batch and precision may be given.
+def work_of(
+    config: Config, *, device_type: str, trace: ModelTrace | None = None, rehearsals: Rehearsals | None = None
+) -> StepWork:
+    """What a job has to do in every step. A trace and rehearsals of the same model and batch may be given.
 
     Raises:
         JobError: the model cannot be built.
@@ -29,6 +32,7 @@ def work_of(config: Config, *, device_type: str, trace: ModelTrace | None = None
         micro_batches=config.train.accumulation,
         optimizer=config.optimizer,
         sharding=sharding,
+        rehearsals=rehearsals or Rehearsals(),
     )
 
 

@@ -29,7 +29,7 @@ def trace_job(config: Config, *, device_type: str | None = None) -> ModelTrace:
         ValueError: the model cannot be divided into sync.slices slices.
         TraceError: the model cannot be traced, and there is no formula for it.
     """
-    model = build_model(_with_vocabulary(config), config.lora)
+    model = build_model(with_vocabulary(config), config.lora)
     sync = config.sync
     if sync.slices > 1:  # slices are equally large, so the first stands for all
         partial_updates(model, slice_index=0, num_slices=sync.slices, include=sync.slice_include)
@@ -58,7 +58,7 @@ def writes_in_place(config: Config) -> bool:
     return is_ours and (shard.reduce_dtype or param_dtype) == param_dtype
 
 
-def _with_vocabulary(config: Config) -> ModelConfig:
+def with_vocabulary(config: Config) -> ModelConfig:
     """The model's section, with the tokenizer's `vocab_size` in its table if that has none, as in training."""
     table = config.model.config
     if not isinstance(table, dict) or "vocab_size" in table:

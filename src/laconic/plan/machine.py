@@ -18,7 +18,7 @@ share cores wait for a core. So compute loses the share of the transfer that the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -73,7 +73,8 @@ class Transfer:
 class Job:
     """Work on a lane that has begun."""
 
-    lane: Lane
+    lane: Lane | None
+    """None for work of the compute stream, for which it never waits itself."""
     end_s: float
     cause: Job | None = None
     """The job that it had to wait for, if any."""
@@ -113,7 +114,7 @@ class Machine:
         self.host_bytes = 0.0
         """The host memory that one rank needs."""
         self._last: dict[Lane, Job | None] = dict.fromkeys(Lane)
-        self._keeps_spans = keeps_spans
+        self.keeps_spans = keeps_spans
         self._reading = Reading()
         self._total = 0.0
         self._peak_total = -1.0
@@ -137,32 +138,26 @@ class Machine:
         finally:
             self.hold(kind, -nbytes)
 
+    def note_peak(self, extra_bytes: float) -> None:
+        """Note that `extra_bytes` of activations and temporaries are alive besides what is held."""
+        if self._total + extra_bytes > self._peak_total:
+            self._note_peak(extra_bytes)
+
     def _note_peak(self, extra_bytes: float) -> None:
-        """Note the fullest moment so far; `extra_bytes` of activations and temporaries are alive besides."""
+        """Note the fullest moment so far."""
         self._peak_total = self._total + extra_bytes
         self._reading.peak = {kind: float(self.held[kind]) for kind in KINDS}
         self._reading.peak["activations"] += extra_bytes
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
-    def compute(self, name: str, phase: Phase, gradients: Sequence[tuple[float, int]] = ()) -> None:
-        """Run a phase of the model.
-
-        Args:
-            name: the name of its unit.
-            phase: the phase.
-            gradients: memory for gradients that is allocated on the way: its bytes, and the most bytes of activations
-                from then to the next.
-        """
+    def compute(self, name: str, phase: Phase, *, ends: bool = True) -> None:
+        """Run a phase of the unit `name`. With `ends=False` the activations that it leaves are held later."""
         seconds = self.seconds(phase)
-        if self._total + phase.peak_bytes > self._peak_total:
-            self._note_peak(phase.peak_bytes)
-        for taken_bytes, peak_bytes in gradients:
-            self.hold("gradients", taken_bytes)
-            if self._total + peak_bytes > self._peak_total:
-                self._note_peak(peak_bytes)
+        self.note_peak(phase.peak_bytes)
         self._work(name, seconds)
-        self.hold("activations", phase.end_bytes)
+        if ends:
+            self.hold("activations", phase.end_bytes)
 
     def seconds(self, phase: Phase) -> float:
         """The seconds of a phase on one device."""
@@ -179,8 +174,8 @@ class Machine:
         begin_s, self.now_s = self.now_s, self.now_s + seconds
         self._note(Lane.COMPUTE, name, begin_s, self.now_s)
 
-    def send(self, transfer: Transfer, *after: Job | None) -> Job | None:
-        """Begin a collective. None if it sends nothing."""
+    def send(self, transfer: Transfer, *after: Job | None, since: float | None = None) -> Job | None:
+        """Begin a collective, now or when its stream has come to it. None if it sends nothing."""
         lane, latency_s, bytes_s, seconds = None, 0.0, 0.0, 0.0
         for level, nbytes in transfer.sent.items():
             if nbytes <= 0:
@@ -195,7 +190,7 @@ class Machine:
             return None
         if not isinstance(transfer.hops, int):
             latency_s = sum(hops * self.cluster.latency_s(level) for level, hops in transfer.hops.items() if hops)
-        job = self._occupy(lane, transfer.name, latency_s + bytes_s, after)
+        job = self._occupy(lane, transfer.name, latency_s + bytes_s, after, since)
         exposed_s = self.exposed_s("local" if lane is Lane.LOCAL else "node", bytes_s=bytes_s, latency_s=latency_s)
         if exposed_s:
             self._work(transfer.name, exposed_s)
@@ -210,17 +205,22 @@ class Machine:
         """The seconds that a rank's compute loses to a transfer in which it sends and receives as much."""
         return (1 - self.cluster.overlap(level)) * bytes_s + (latency_s if self.device_type == "cpu" else 0.0)
 
-    def copy(self, name: str, nbytes: float, *after: Job | None, to_device: bool) -> Job | None:
-        """Begin a copy between host and device. On CPU there is none."""
+    def copy(
+        self, name: str, nbytes: float, *after: Job | None, to_device: bool, since: float | None = None
+    ) -> Job | None:
+        """Begin a copy between host and device, now or when its stream has come to it. On CPU there is none."""
         if self.device_type == "cpu" or not nbytes:
             return None
         lane = Lane.TO_DEVICE if to_device else Lane.TO_HOST
-        return self._occupy(lane, name, nbytes / self.cluster.host_bytes_per_s(to_device=to_device), after)
+        return self._occupy(lane, name, nbytes / self.cluster.host_bytes_per_s(to_device=to_device), after, since)
 
-    def _occupy(self, lane: Lane, name: str, seconds: float, after: tuple[Job | None, ...]) -> Job:
-        causes = [job for job in (self._last[lane], *after) if job is not None and job.end_s > self.now_s]
+    def _occupy(
+        self, lane: Lane, name: str, seconds: float, after: tuple[Job | None, ...], since: float | None = None
+    ) -> Job:
+        ready_s = self.now_s if since is None else since
+        causes = [job for job in (self._last[lane], *after) if job is not None and job.end_s > ready_s]
         cause = max(causes, key=lambda job: job.end_s, default=None)
-        begin_s = self.now_s if cause is None else cause.end_s
+        begin_s = ready_s if cause is None else cause.end_s
         self._note(lane, name, begin_s, begin_s + seconds)
         self._last[lane] = job = Job(lane, begin_s + seconds, cause)
         return job
@@ -236,18 +236,33 @@ class Machine:
             self._wait(each, name)
 
     def _wait(self, job: Job, name: str) -> None:
+        if job.lane is None:
+            return
         self._reading.waits_s[job.lane] += job.end_s - self.now_s  # type: ignore[assignment]
-        if self._keeps_spans:
+        if self.keeps_spans:
             span = Span(lane=job.lane, name=name, begin_s=self.now_s, end_s=job.end_s, is_wait=True)
             self._reading.spans.append(span)
         self.now_s = job.end_s
 
     def _note(self, lane: Lane, name: str, begin_s: float, end_s: float) -> None:
         self._reading.busy_s[lane] += end_s - begin_s  # type: ignore[assignment]
-        if self._keeps_spans and end_s > begin_s:
+        if self.keeps_spans and end_s > begin_s:
             self._reading.spans.append(Span(lane=lane, name=name, begin_s=begin_s, end_s=end_s))
 
     # -- readings ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def peak(self) -> Iterator[dict[Kind, float]]:
+        """Yield a table that has the memory at its fullest in the body, by kind, when the body ends."""
+        outer, self._peak_total = (self._peak_total, self._reading.peak), -1.0
+        self.hold("parameters", 0)
+        found: dict[Kind, float] = {}
+        try:
+            yield found
+        finally:
+            found.update(self._reading.peak)
+            if outer[0] > self._peak_total:
+                self._peak_total, self._reading.peak = outer
 
     @contextmanager
     def reading(self) -> Iterator[Reading]:

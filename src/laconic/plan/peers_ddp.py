@@ -18,7 +18,7 @@ from laconic.plan.buckets import Shape, plan_buckets
 from laconic.plan.machine import Job, Machine
 from laconic.plan.model_trace import ModelTrace, ParameterSpec
 from laconic.plan.optimizer_cost import Trained, optimizer_cost
-from laconic.plan.program import Program, StepWork, Update
+from laconic.plan.program import StepWork, Update, WrittenProgram
 from laconic.plan.rings import Ring
 
 FIRST_BUCKET_BYTES = 2**20
@@ -34,7 +34,7 @@ class _Bucket:
     """The backward phase, as an index among them, in which the last gradient becomes ready."""
 
 
-class Ddp(Program):
+class Ddp(WrittenProgram):
     """DDP on a machine: [Note: DDP's buckets]."""
 
     def __init__(self, machine: Machine, work: StepWork, shape: Shape) -> None:

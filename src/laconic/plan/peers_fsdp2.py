@@ -32,7 +32,7 @@ from laconic.plan.machine import Job, Machine
 from laconic.plan.model_trace import ModelTrace, ParameterSpec
 from laconic.plan.optimizer_cost import adamw_cost
 from laconic.plan.phase import Phase
-from laconic.plan.program import Program, StepWork, Update
+from laconic.plan.program import StepWork, Update, WrittenProgram
 from laconic.plan.rings import Ring
 
 Sharded = Literal["flat", "hpz", "hsdp"]
@@ -122,7 +122,7 @@ def padded_numel(shape: Sequence[int], size: int) -> int:
     return rows
 
 
-class Fsdp2(Program):
+class Fsdp2(WrittenProgram):
     """FSDP2 on a machine: [Note: FSDP2's order of work]."""
 
     def __init__(self, machine: Machine, work: StepWork, shape: Shape, options: Fsdp2Options) -> None:

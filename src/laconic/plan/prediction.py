@@ -16,6 +16,7 @@ from laconic.plan.job import with_shard, work_of
 from laconic.plan.job_trace import trace_job, writes_in_place
 from laconic.plan.machine import Machine
 from laconic.plan.model_trace import ModelTrace
+from laconic.plan.rehearsal import Rehearsals
 from laconic.plan.tracing import TraceError
 from laconic.registry import Strategy
 from laconic.strategies.checks import check_job
@@ -41,18 +42,19 @@ class Predictor:
         device = config.train.device
         self.device_type = device_type or ("cuda" if device == "auto" else device.partition(":")[0])
         self._traces: dict[tuple[bool, str | None, int], ModelTrace] = {}
+        self._rehearsals = Rehearsals()
 
     def on(self, cluster: ClusterSpec) -> Predictor:
         """Predict the same job on another cluster, with the same traces."""
         other = Predictor(self.config, cluster, device_type=self.device_type)
-        other._traces = self._traces
+        other._traces, other._rehearsals = self._traces, self._rehearsals
         return other
 
     def with_job(self, config: Config, *, same_model: bool = False) -> Predictor:
         """Predict another job on the same cluster. `same_model`: its model and batches are those traced already."""
         other = Predictor(config, self.cluster, device_type=self.device_type)
         if same_model:
-            other._traces = self._traces
+            other._traces, other._rehearsals = self._traces, self._rehearsals
         return other
 
     def all(self, names: Iterable[str] | None = None) -> Iterator[Estimate | Refusal]:
@@ -91,7 +93,7 @@ class Predictor:
         islands = (job.sync.islands or self.cluster.nodes) if job.sync.is_local else 1
         shape = shape_of(self.cluster, islands)
         trace = self._trace(job)
-        work = work_of(job, device_type=self.device_type, trace=trace)
+        work = work_of(job, device_type=self.device_type, trace=trace, rehearsals=self._rehearsals)
         machine = Machine(self.cluster, device_type=self.device_type, keeps_spans=keeps_spans)
         program = registry.load(candidate.predict)(machine, job, work, shape)
         train = job.train

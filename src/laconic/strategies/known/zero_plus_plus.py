@@ -18,6 +18,6 @@ STRATEGIES = (
         on_engine=True,
         reduces_always=True,
         parallelize="laconic.strategies.parallelize:on_engine",
-        predict="laconic.plan.candidates:zero_plus_plus",
+        predict="laconic.plan.candidates:on_engine",
     ),
 )

@@ -1,0 +1,178 @@
+"""Phantom layers: the modules of a model with real parameters, whose forwards play traced phases.
+
+[Note: Phantom layers]
+A model's layers compute, allocate and free what a trace has found (model_trace.py), whoever runs them. What is around
+them, the engine and the trainer, runs as it is. So a phantom layer keeps its module and its parameters, and its forward
+records the phases of its unit instead of computing. A chain of autograd functions, without elements, takes the place of
+its graph. Backward runs it in reverse: one function begins each phase, then one for each gradient gives it to its
+parameter, in the order and with the activations of the trace, and the last one ends the phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from laconic.plan.model_trace import ModelTrace, ParameterSpec
+from laconic.plan.phase import Phase
+from laconic.plan.recording import META, Compute, Mark, Peak, Recorder, Rest
+from laconic.shard.linear import sink_of
+
+
+@dataclass
+class _Output:
+    loss: Tensor
+
+
+class Phantom:
+    """The phases of a model's units, played on a recorder: [Note: Phantom layers]."""
+
+    def __init__(self, recorder: Recorder, trace: ModelTrace, model: nn.Module, units: Mapping[int, nn.Module]) -> None:
+        """Let the forwards of `model` and its layers play their phases.
+
+        Args:
+            recorder: takes the phases.
+            trace: the trace of the model, which may have more layers.
+            model: the model, the trace's last unit.
+            units: the layers of `model`, by their numbers in `trace`, in the order of execution.
+
+        Raises:
+            ValueError: the units do not run one after the other, forward and then backward.
+        """
+        self._recorder, self._trace = recorder, trace
+        self._root = len(trace.units) - 1
+        self._modules = {**units, self._root: model}
+        kept = [segment for segment in trace.segments if segment.unit in self._modules]
+        self._forward = [segment for segment in kept if not segment.is_backward]
+        self._backward: dict[int, list[Phase]] = {unit: [] for unit in units}
+        self._root_backward: dict[int | None, list[Phase]] = {}
+        """The phases of the root's backward, by the layer whose backward comes before; None is the begin."""
+        last = None
+        for segment in kept:
+            if segment.is_backward and segment.unit == self._root:
+                self._root_backward.setdefault(last, []).append(segment.phase)
+            elif segment.is_backward:
+                last = segment.unit
+                self._backward[last].append(segment.phase)
+        order = [segment.unit for segment in self._forward if segment.unit != self._root]
+        back = list(dict.fromkeys(s.unit for s in reversed(kept) if s.is_backward and s.unit != self._root))
+        if len(set(order)) != len(order) or [unit for unit in order if unit in back] != back:
+            raise ValueError("the layers of this model do not run one after the other, so no plan can follow them")
+        self._peak: int | None = None
+        self._rest: int | None = None
+        for unit, module in units.items():
+            module.forward = partial(self._run_layer, unit)
+        model.forward = self._run_model
+
+    def _run_model(self, *_: Any, **__: Any) -> Any:
+        hidden = torch.empty(0, device=META)
+        for segment in self._forward:
+            if segment.unit == self._root:
+                self._begin(segment.unit, segment.phase, is_backward=False)
+                continue
+            self.end()
+            hidden = self._chain(hidden, self._root, self._root_backward.get(segment.unit, []))
+            hidden = self._modules[segment.unit](hidden)
+        self.end()
+        hidden = self._chain(hidden, self._root, self._root_backward.get(None, []))
+        return _Output(hidden.sum())
+
+    def _run_layer(self, unit: int, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        for segment in self._forward:
+            if segment.unit == unit:
+                self._begin(unit, segment.phase, is_backward=False)
+        self.end()
+        return self._chain(hidden, unit, self._backward[unit])
+
+    # -- phases --------------------------------------------------------------------------------------------------------
+
+    def _begin(self, unit: int, phase: Phase, *, is_backward: bool) -> None:
+        self.end()
+        if unit != self._root:
+            self._recorder.entries.append(Mark((unit, is_backward)))
+        self._recorder.entries.append(Compute(self._trace.units[unit].name, phase))
+        self._rest = phase.end_bytes
+
+    def _note_peak(self) -> None:
+        """Note the most activations since the last gradient, now that the engine has taken memory for it."""
+        if self._peak is not None:
+            self._recorder.entries.append(Peak(self._peak))
+            self._peak = None
+
+    def end(self) -> None:
+        """End the phase that runs, if one does."""
+        self._note_peak()
+        if self._rest is not None:
+            self._recorder.entries.append(Rest(self._rest))
+            self._rest = None
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def _chain(self, hidden: Tensor, unit: int, phases: Sequence[Phase]) -> Tensor:
+        """Add the functions whose backward plays `phases`, given in its order."""
+        parameters = {spec.name: (spec, self._shown(unit, spec)) for spec in self._trace.units[unit].parameters}
+        for phase in reversed(phases):
+            hidden = _Step.apply(hidden, None, self._end_backward)
+            come = phase.gradient_peaks
+            if not come and phase is phases[-1]:  # a formula does not say when gradients come
+                come = tuple((name, phase.peak_bytes) for name, (spec, _) in parameters.items() if spec.is_trained)
+            for name, peak_bytes in reversed(come):
+                spec, parameter = parameters[name]
+                hidden = _Step.apply(hidden, parameter, partial(self._give, spec, peak_bytes))
+            hidden = _Step.apply(hidden, None, partial(self._begin_backward, unit, phase))
+        return hidden
+
+    def _shown(self, unit: int, spec: ParameterSpec) -> Any:
+        path, _, name = spec.name.rpartition(".")
+        return self._modules[unit].get_submodule(path)._parameters[name]
+
+    def _begin_backward(self, unit: int, phase: Phase, _: None) -> None:
+        self._begin(unit, phase, is_backward=True)
+
+    def _end_backward(self, _: None) -> None:
+        self.end()
+
+    def _give(self, spec: ParameterSpec, peak_bytes: int, parameter: Tensor) -> Tensor | None:
+        """Give a parameter its gradient. The phase's cost and activations have it already."""
+        self._note_peak()
+        self._peak = peak_bytes
+        sink = sink_of(parameter)
+        with self._recorder.silent():
+            if spec.is_written_in_place and sink is not None and sink[0].accepts(sink[1], spec.shape, parameter.dtype):
+                rows, columns = spec.shape
+                dtype = parameter.dtype
+                sink[0].add_product(
+                    sink[1], hidden_tensor(rows, 1, dtype=dtype), hidden_tensor(1, columns, dtype=dtype)
+                )
+                return None
+            return hidden_tensor(*parameter.shape, dtype=parameter.dtype)
+
+
+def _factors(rows: int, columns: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The shapes of two thin matrices whose product has this many rows and columns."""
+    return (rows, 1), (1, columns)
+
+
+class _Step(torch.autograd.Function):
+    """The identity, whose backward calls `action` with a parameter and returns the parameter's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, parameter: Tensor | None, action: Callable[[Any], Tensor | None]) -> Tensor:
+        ctx.parameter, ctx.action = parameter, action
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, ctx.action(ctx.parameter), None
+
+
+def hidden_tensor(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A tensor without elements, whose memory nobody records."""
+    with _disable_current_modes():
+        return torch.empty(*shape, dtype=dtype, device=META)

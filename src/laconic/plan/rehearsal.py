@@ -1,0 +1,270 @@
+"""A step of the trainer, rehearsed on phantom layers: the real engine, optimizer and stepper as one rank of a cluster.
+
+[Note: Rehearsed steps]
+The trainer's own `Simultaneous` shards the model and takes two steps; the second is read. The first fills caches, makes
+the optimizer's states and learns the order of units. Layers are phantoms, and tensors have no elements: [Note: Phantom
+layers], [Note: Tensors without elements]. The clock comes later: a machine plays the record at any cluster's rates.
+
+All ranks are alike but for the payloads of coded crossings, which depend on a rank's place in its node. So where bytes
+are coded, the record has the mean over the places. Messages of many nodes are alike, too: a few of them are coded and
+decoded, and each stands for as many.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from laconic.comm.launch import RankInfo
+from laconic.config import Config
+from laconic.data.batches import Batch
+from laconic.hf.layers import layers_to_shard
+from laconic.hf.models import build_model
+from laconic.layout.bucket import BucketLayout
+from laconic.plan.equal_layers import list_of_equal
+from laconic.plan.job_trace import batch_of, with_vocabulary
+from laconic.plan.machine import Kind
+from laconic.plan.model_trace import ModelTrace
+from laconic.plan.phantom import Phantom, hidden_tensor
+from laconic.plan.recording import Entry, Mark, Recorder, record
+from laconic.shard import crossing
+from laconic.shard import unit as unit_room
+from laconic.shard.payload import Part, Payload, parts_of_islands, shards_of_nodes
+from laconic.shard.unit import units_below
+from laconic.strategies import parallelize, simultaneous
+from laconic.strategies.simultaneous import Simultaneous
+
+STEPS = 2
+_MOST_CODED = 8
+"""The messages of a crossing that are coded; each of more stands for as many."""
+_MOST_PARTS = 64
+"""The parts whose sizes are looked at. More differ in nothing but where tensors happen to end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """The record of one rank's steps, and what a reader must know besides."""
+
+    entries: Sequence[Entry]
+    kinds: Mapping[int, Kind]
+    """What the memories are that outlive the engine's work: by their numbers."""
+    buckets: Sequence[tuple[str, BucketLayout, bool]]
+    """The name of a bucket's unit, its layout, and whether islands sync its parameters."""
+    cached_bytes: Sequence[int]
+    """The bytes of each unit's node shard, the root first, as the engine counts units; 0 without a cache."""
+
+
+def _build(job: Config) -> nn.Module:
+    return build_model(with_vocabulary(job), job.lora)
+
+
+@dataclass
+class Rehearsals:
+    """The rehearsals of one job's model: each strategy and number of ranks runs once, whatever the cluster's rates."""
+
+    build: Callable[[Config], nn.Module] = _build
+    """Builds a job's model on the meta device."""
+    _models: dict[str, nn.Module] = field(default_factory=dict)
+    _done: dict[Any, Rehearsal] = field(default_factory=dict)
+
+    def of(
+        self, job: Config, trace: ModelTrace, *, nodes: int, local: int, islands: int, kept: Sequence[int] | None = None
+    ) -> Rehearsal:
+        """The rehearsal of `job` on this many ranks; `kept` are the layers that stay in the model. Default: all.
+
+        Raises:
+            JobError, ValueError: the trainer refuses the job.
+        """
+        key = (repr(job), trace.device_type, nodes, local, islands, tuple(kept or ()))
+        if key not in self._done:
+            self._done[key] = _rehearse(job, trace, self._model(job, kept), kept, nodes, local, islands)
+        return self._done[key]
+
+    def equal_layers(self, job: Config) -> int:
+        """The number of the model's layers, if all are equal; else 0."""
+        model = self._template(job)
+        layers = layers_to_shard(model)
+        return 0 if list_of_equal(model, layers) is None else len(layers)
+
+    def _template(self, job: Config) -> nn.Module:
+        key = repr((job.model, job.lora, job.data.tokenizer))
+        if key not in self._models:
+            self._models[key] = self.build(job)
+        return self._models[key]
+
+    def _model(self, job: Config, kept: Sequence[int] | None) -> nn.Module:
+        """A copy of the model with the layers `kept`."""
+        template = self._template(job)
+        if kept is None:
+            return copy.deepcopy(template)
+        layers = layers_to_shard(template)
+        container = list_of_equal(template, layers)
+        assert container is not None
+        whole = container._modules
+        try:
+            container._modules = {str(place): layers[index] for place, index in enumerate(kept)}
+            return copy.deepcopy(template)
+        finally:
+            container._modules = whole
+
+
+def _rehearse(
+    job: Config, trace: ModelTrace, model: nn.Module, kept: Sequence[int] | None, nodes: int, local: int, islands: int
+) -> Rehearsal:
+    world_size = nodes * local * islands
+    ranks = RankInfo(rank=0, world_size=world_size, local_rank=0, num_local=local, num_nodes=nodes * islands)
+    recorder = Recorder(trace.device_type)
+    layers = layers_to_shard(model)
+    kinds: dict[int | None, Kind] = {}
+    batch = _batch(job)
+    with record(recorder, world_size=world_size, num_local=local), _trainer_on(recorder, model):
+        stepper = Simultaneous(model, job, ranks, recorder.device)
+        phantom = Phantom(recorder, trace, model, dict(zip(kept or range(len(layers)), layers, strict=True)))
+
+        def begin_update(*_: Any) -> None:
+            recorder.entries.append(Mark("update"))
+            kinds.update(_kinds_of_gradients(recorder, model))
+
+        stepper.optimizer.register_step_pre_hook(begin_update)
+        for step in range(STEPS):
+            recorder.entries.append(Mark(("step", step)))
+            stepper.begin()
+            stepper.step([batch] * job.train.accumulation, is_last=False)
+            phantom.end()
+        recorder.entries.append(Mark("end"))
+        for tensor in (*model.parameters(), *model.buffers()):
+            kinds[recorder.number_of(_local(tensor))] = "parameters"
+        for state in stepper.optimizer.state.values():
+            kinds.update({recorder.number_of(_local(each)): "optimizer" for each in _tensors(state)})
+        units = units_below(model)
+    return Rehearsal(
+        entries=recorder.entries,
+        kinds={number: kind for number, kind in kinds.items() if number is not None},
+        buckets=[(unit.name, bucket.layout, not bucket.is_frozen) for unit in units for bucket in unit.buckets],
+        cached_bytes=[sum(each.cached.nbytes for each in unit.buckets if each.cached is not None) for unit in units],
+    )
+
+
+def _batch(job: Config) -> Batch:
+    """A micro-batch, whose memory is in no plan."""
+    given = batch_of(job)
+    num_items = torch.tensor(1.0) if "num_items_in_batch" in given else None
+    return Batch(
+        input_ids=given["input_ids"], labels=given["labels"], position_ids=given.get("position_ids"),
+        num_items=num_items,
+    )  # fmt: skip
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(each)
+
+
+def _kinds_of_gradients(recorder: Recorder, model: nn.Module) -> dict[int | None, Kind]:
+    return {recorder.number_of(_local(p.grad)): "gradients" for p in model.parameters() if p.grad is not None}
+
+
+# -- what the trainer finds --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _trainer_on(recorder: Recorder, model: nn.Module) -> Iterator[None]:
+    """Let the trainer find weights without elements, host memory of any size, and messages that stand for others."""
+
+    def materialize(model: nn.Module, config: Any, device: torch.device) -> int:
+        model.to_empty(device=device)
+        return 0
+
+    def make_slab(nbytes: int, device: torch.device, *, num_local: int = 1) -> Tensor:
+        return recorder.put_on_host(hidden_tensor(nbytes, dtype=torch.uint8))
+
+    def apart(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, mesh: Any) -> Any:
+        """Islands that take steps on their own; their syncs are no part of a step."""
+        for unit in units_below(model):
+            for bucket in unit.buckets:
+                bucket.replicas_diverge = True
+        step = lambda tokens: optimizer.step()  # noqa: E731
+        return SimpleNamespace(step=step, reports=(), steps=0, schedule=SimpleNamespace(interval=1))
+
+    class Alike(_AlikePayload):
+        recorder_ = recorder
+
+    with ExitStack() as stack:
+        for target, name, value in (
+            (parallelize, "materialize", materialize),
+            (simultaneous, "make_local_steps", apart),
+            (unit_room, "make_slab", make_slab),
+            (crossing, "Payload", Alike),
+            (crossing.Messages, "start", _scaled(recorder, crossing.Messages.start)),
+            (crossing.CodedSum, "start_reduce_scatter", _scaled(recorder, crossing.CodedSum.start_reduce_scatter)),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        yield
+
+
+def _scaled(recorder: Recorder, method: Any) -> Any:
+    """A method that begins a crossing, whose bytes are a mean over the places in a node."""
+
+    def start(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder.factor = self._payload.mean_nbytes / max(1, self._payload.nbytes)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            recorder.factor = 1.0
+
+    return start
+
+
+class _AlikePayload(Payload):
+    """A payload some of whose parts stand for all: [Note: Rehearsed steps]."""
+
+    recorder_: Recorder
+
+    def __init__(self, layout: BucketLayout, parts: Sequence[Part], codec: Any, **keys: Any) -> None:
+        self._stride, self._turn = -(-len(parts) // _MOST_CODED), 0
+        super().__init__(layout, parts[:: self._stride], codec, **keys)
+        self.numels = [part.numel for part in parts]
+        stride = -(-len(parts) // _MOST_PARTS)
+        sizes = [Payload(layout, each[::stride], codec, **keys).nbytes for each in _elsewhere(layout, parts)]
+        self.mean_nbytes = sum(sizes) / len(sizes)
+
+    def _stands_for_others(self) -> bool:
+        self._turn += 1
+        return self._turn % self._stride == 0
+
+    def encode(self, index: int, values: Any, payload: Tensor) -> None:
+        """See `Payload.encode`."""
+        if index == 0 or self._stands_for_others():  # its own part, if that has one sender
+            with self.recorder_.times(1 if index == 0 else self._stride):
+                super().encode(index // self._stride, values, payload)
+
+    def decode(self, index: int, payload: Tensor) -> Iterator[Any]:
+        """See `Payload.decode`."""
+        if self._stands_for_others():
+            with self.recorder_.times(self._stride):
+                yield from super().decode(index // self._stride, payload)
+
+
+def _elsewhere(layout: BucketLayout, parts: Sequence[Part]) -> list[Sequence[Part]]:
+    """The parts of other ranks in the place of `parts`, of at most 64 of them."""
+    if parts[0].numel == layout.shard_numel and len(parts) > 1 and parts[1].shard != parts[0].shard:
+        places = layout.num_shards // len(parts)
+        stride = -(-places // max(1, _MOST_PARTS // len(parts[:_MOST_PARTS])))
+        return [shards_of_nodes(layout, range(i * len(parts), (i + 1) * len(parts))) for i in range(0, places, stride)]
+    stride = -(-layout.num_shards // _MOST_PARTS)
+    return [parts_of_islands(layout, shard, len(parts)) for shard in range(0, layout.num_shards, stride)]

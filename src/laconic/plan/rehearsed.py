@@ -1,0 +1,135 @@
+"""The programs of strategies that are rehearsed: a step of a large model from steps of a few of its equal layers.
+
+[Note: A few layers for all]
+Equal layers add the same seconds, bytes and memory each, once a step has begun and before it ends. So a model of many
+equal layers runs with six of them, and once more with a seventh in the middle: what that adds counts for each layer
+that is left out. Peaks of memory are taken apart, one for each layer's phase, since with more layers memory may be
+fullest at another place. If the last layers' node shards stay on the device, and those of the others on the host, then
+both kinds of layers have a seventh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from laconic.comm.traffic import Level, Purpose
+from laconic.config import Config
+from laconic.plan.buckets import Shape, plan_buckets
+from laconic.plan.machine import KINDS, Machine, Reading
+from laconic.plan.optimizer_cost import Trained, optimizer_cost
+from laconic.plan.playing import Player
+from laconic.plan.program import Program, StepWork
+from laconic.plan.rehearsal import Rehearsal
+from laconic.shard.cache import choose_device_shards
+
+_KEPT = 6
+Figures = dict[tuple[object, ...], float]
+"""All numbers of a reading and of a machine after it, which are linear in the number of layers."""
+
+
+class RehearsedStep(Program):
+    """A strategy of the trainer's `Simultaneous`, rehearsed."""
+
+    def __init__(self, machine: Machine, config: Config, work: StepWork, shape: Shape) -> None:
+        """Rehearse the job under the strategy.
+
+        Raises:
+            JobError, ValueError: the trainer refuses the job.
+        """
+        self._config, self._work, self._shape = config, work, shape
+        layers = 0 if machine.keeps_spans else work.rehearsals.equal_layers(config)
+        self._num_layers = layers if layers > _KEPT + 1 else 0
+        """The number of layers of which a few are kept; 0 if all are."""
+        self.rehearsal = self._rehearse(config, self._ids(_KEPT, 0) if self._num_layers else None)
+
+    def read(self, machine: Machine) -> Reading:
+        """See `Program.read`: [Note: A few layers for all]."""
+        reading = self._read(machine)
+        for key, size in self._moved_bytes().items():
+            reading.sent_bytes[key] = size  # type: ignore[assignment]  # bytes are means
+        return reading
+
+    def _moved_bytes(self) -> dict[tuple[Level, Purpose], float]:
+        """What a rank sends to owners of matrices and back, as a mean over all ranks, which differ in it."""
+        if self._work.optimizer.name not in ("muon", "shampoo"):
+            return {}
+        root = self._work.trace.units[-1]
+        trained = [
+            Trained(layout=bucket.layout, itemsize=bucket.dtype.itemsize, is_hidden=unit is not root)
+            for unit in self._work.trace.units
+            for bucket in plan_buckets(unit, self._shape, self._work.sharding)
+            if not bucket.is_frozen
+        ]
+        cost = optimizer_cost(self._work.optimizer, trained, self._shape)
+        return {(level, "optimizer"): size for level, size in cost.sent_bytes.items()}
+
+    def _read(self, machine: Machine) -> Reading:
+        if not self._num_layers:
+            return Player(machine, self.rehearsal).run()
+        on_device = self._num_on_device()
+        on_host = self._num_layers - on_device
+        few_on_device = min(on_device, max(_KEPT // 2, _KEPT - on_host))
+        few_on_host = min(on_host, _KEPT - few_on_device)
+        base = self._figures(machine, few_on_host, few_on_device)
+        total = dict(base)
+        for more, left in (((1, 0), on_host - few_on_host), ((0, 1), on_device - few_on_device)):
+            if left:
+                plus = self._figures(machine, few_on_host + more[0], few_on_device + more[1])
+                for key, value in base.items():
+                    total[key] += left * (plus.get(key, 0.0) - value)
+        return _reading_of(total, machine)
+
+    def _rehearse(self, config: Config, kept: Sequence[int] | None) -> Rehearsal:
+        nodes, local, islands = self._shape.nodes, self._shape.local, self._shape.islands
+        return self._work.rehearsals.of(
+            config, self._work.trace, nodes=nodes, local=local, islands=islands, kept=kept
+        )  # fmt: skip
+
+    def _num_on_device(self) -> int:
+        """The number of layers whose node shards stay on the device by the budget of a host cache."""
+        budget_bytes = self._config.shard.device_budget_bytes
+        if not budget_bytes:
+            return 0
+        root, layer, *_ = self.rehearsal.cached_bytes
+        chosen = choose_device_shards([root, *[layer] * self._num_layers], budget_bytes)
+        return len(chosen - {0})
+
+    def _ids(self, on_host: int, on_device: int) -> list[int]:
+        """The layers that stay if there are so many of either kind: the first and the last of each."""
+        first = on_host - on_host // 2
+        begin = self._num_layers - on_device
+        last = range(begin - on_host // 2, begin) if not on_device else ()
+        kept = [*range(first), *last] if not on_device else list(range(on_host))
+        return [*kept, *range(begin, self._num_layers)]
+
+    def _figures(self, machine: Machine, on_host: int, on_device: int) -> Figures:
+        config = self._config
+        if on_device:
+            budget_bytes = on_device * self.rehearsal.cached_bytes[1]
+            config = replace(config, shard=replace(config.shard, device_budget_bytes=budget_bytes))
+        player = Player(
+            Machine(machine.cluster, device_type=machine.device_type),
+            self._rehearse(config, self._ids(on_host, on_device)),
+        )
+        reading = player.run()
+        found: Figures = {("seconds",): reading.seconds, ("host",): player.machine.host_bytes}
+        for name in ("sent_bytes", "waits_s", "busy_s"):
+            found |= {(name, key): value for key, value in getattr(reading, name).items()}
+        found |= {("held", kind): player.machine.held[kind] for kind in KINDS}
+        return found | {("peak", at, kind): peak[kind] for at, peak in player.peaks.items() for kind in KINDS}
+
+
+def _reading_of(figures: Figures, machine: Machine) -> Reading:
+    """The reading that has these figures. The machine ends as it would have ended."""
+    reading = Reading(seconds=figures["seconds",])
+    for (name, *keys), value in figures.items():
+        if name in ("sent_bytes", "waits_s", "busy_s"):
+            getattr(reading, name)[keys[0]] = value
+        elif name == "held":
+            machine.hold(keys[0], value)  # type: ignore[arg-type]
+    machine.host_bytes += figures["host",]
+    places = {keys[0] for (name, *keys) in figures if name == "peak"}
+    peaks = [{kind: figures["peak", at, kind] for kind in KINDS} for at in places]
+    reading.peak = max(peaks, key=lambda peak: sum(peak.values()))
+    return reading
