@@ -73,13 +73,13 @@ def explore(programs: Mapping[str, Watched], orders: Iterable[int]) -> Findings:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of settings that are odd on purpose
             machine = program.record()
-        pairs = list(dict.fromkeys(map(str, races(machine.trace))))
+        pairs = list(dict.fromkeys(map(str, races(machine.tape))))
         if pairs:
             found.races[name] = pairs
             continue
-        new = [site for site in machine.trace.sites if site not in caught]
+        new = [site for site in machine.tape.sites if site not in caught]
         sites |= dict.fromkeys(new)
-        caught |= {site: name for site in new if next(races(machine.trace.without({site})), None) is not None}
+        caught |= {site: name for site in new if next(races(machine.tape.without({site})), None) is not None}
         if seeds:
             results = Orders(machine)
             found.different += [f"{name}: memory {m} in the recorded order" for m in results.differs_from_recording]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic import CyclicDataParallel, LocalSteps
+from laconic import CyclicDataParallel, LocalSteps, init_mesh
 from laconic.cyclic.buffers import ActivationMeta
-from laconic.rehearse.machine import Machine
-from laconic.rehearse.modes import accelerator
-from laconic.rehearse.world import one_rank
+from laconic.rehearse import Machine, rehearsal
 from tests.rehearse.engine import WIDTH
 
 _NUM_STAGES, _BATCH = 3, 4
@@ -70,21 +67,21 @@ class Cyclic:
     """Arguments of `CyclicDataParallel`."""
     train: Callable[[CyclicDataParallel, Batches, Any], None] = trained
 
-    def record(self) -> Machine:
-        """Run the program on a machine, which has its trace."""
+    def record(self, *, has_values: bool = True) -> Machine:
+        """Run the program on a machine, which has its tape."""
         torch.manual_seed(0)
         backend = "nccl" if self.device == "cuda" else "gloo"
         shape = {"nodes": self.num_devices, "local": 1, "islands": self.islands}
-        with ExitStack() as contexts:
-            machine = contexts.enter_context(accelerator())
-            rank = one_rank(machine, **shape, rank=self.rank, backend=backend, letters=[self._header()])
-            mesh = contexts.enter_context(rank)
+        with rehearsal(**shape, rank=self.rank, backend=backend, has_values=has_values) as machine:
+            machine.letters.append(self._header())
+            mesh = init_mesh("cuda", **shape)
             stages = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).to(self.device) for _ in range(_NUM_STAGES)]
             make = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
             run = CyclicDataParallel(stages, _loss, make, mesh["node"], **self.options)
             with machine.recording():
                 self.train(run, self._batch, mesh)
-            machine.keep_last_contents()
+            if has_values:
+                machine.keep_last_contents()
             del run, stages
             gc.collect()
         return machine

@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from laconic import Cache, Checks, Wire, fully_shard
+from laconic import Cache, Checks, Wire, fully_shard, init_mesh
 from laconic.optim import AdamW8bit, Muon, Shampoo
-from laconic.rehearse.machine import Machine
-from laconic.rehearse.modes import accelerator
-from laconic.rehearse.world import one_rank
+from laconic.rehearse import Machine, rehearsal
 
 WIDTH = 16
 Body = Callable[[Any, torch.optim.Optimizer], None]
@@ -296,11 +294,12 @@ class Program:
     wrap: Callable[[Any, torch.optim.Optimizer, Any], Any] = lambda model, optimizer, mesh: optimizer
     """Makes what takes the steps, of the sharded model, its optimizer and the mesh."""
 
-    def record(self) -> Machine:
-        """Run the program on a machine, which has its trace."""
+    def record(self, *, has_values: bool = True) -> Machine:
+        """Run the program on a machine, which has its tape."""
         torch.manual_seed(0)
         shape = {"nodes": self.nodes, "local": self.local, "islands": self.islands}
-        with accelerator() as machine, one_rank(machine, backend=self.backend, **shape) as mesh:
+        with rehearsal(backend=self.backend, has_values=has_values, **shape) as machine:
+            mesh = init_mesh("cuda", **shape)
             model = Net(self.width).to("cuda")
             self.prepare(model)
             for block in model.blocks:
@@ -311,7 +310,8 @@ class Program:
             optimizer = self.wrap(model, optimizer, mesh)
             with machine.recording():
                 self.train(model, optimizer)
-            machine.keep_last_contents()
+            if has_values:
+                machine.keep_last_contents()
             del model, optimizer
             gc.collect()
         return machine

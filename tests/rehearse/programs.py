@@ -14,8 +14,8 @@ from tests.rehearse.saves import SAVES
 class Watched(Protocol):
     """A program that runs on a machine of its own."""
 
-    def record(self) -> Machine:
-        """Run the program on a machine, which has its trace."""
+    def record(self, *, has_values: bool = True) -> Machine:
+        """Run the program on a machine, which has its tape."""
         ...
 
 

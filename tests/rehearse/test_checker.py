@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.rehearse.machine import Machine, byte_runs
+from laconic.rehearse import Machine, rehearsal
+from laconic.rehearse.machine import byte_runs
 from laconic.rehearse.modes import accelerator
 from laconic.rehearse.replay import Orders
-from laconic.rehearse.tape import Site, Trace, races
+from laconic.rehearse.tape import Site, Tape, races
 from laconic.rehearse.threads import Thread
-from laconic.rehearse.world import World
 
 Toy = Callable[[Machine, Any, bool], None]
 """A program of (machine, torch's module of the device, whether its accesses have an order)."""
@@ -124,7 +124,7 @@ def host_reads_pinned_memory(machine: Machine, streams: Any, ordered: bool) -> N
 
 def collective(machine: Machine, streams: Any, ordered: bool) -> None:
     x = torch.ones(64, device="cuda")
-    work = World(machine).all_reduce(x, async_op=True)
+    work: Any = dist.all_reduce(x, async_op=True)
     if ordered:
         work.wait()
     x.mul_(2)
@@ -133,7 +133,7 @@ def collective(machine: Machine, streams: Any, ordered: bool) -> None:
 
 def collective_on_the_host(machine: Machine, streams: Any, ordered: bool) -> None:
     x = torch.ones(64)
-    work = World(machine).all_reduce(x, async_op=True)
+    work: Any = dist.all_reduce(x, async_op=True)
     if ordered:
         work.wait()
     x.tolist()
@@ -143,7 +143,7 @@ def collective_on_the_host(machine: Machine, streams: Any, ordered: bool) -> Non
 def message_on_the_host(machine: Machine, streams: Any, ordered: bool) -> None:
     """A buffer goes, and its memory to another tensor, while another rank may still read it."""
     x = torch.ones(64)
-    work = World(machine).isend(x, group_dst=1)
+    work: Any = dist.isend(x, 1)
     if ordered:
         work.wait()
     del x, work
@@ -196,21 +196,19 @@ TOYS: list[Toy] = [
 
 
 def recorded(toy: Toy, *, ordered: bool) -> Machine:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "get_world_size", lambda group=None: 2)
-        with accelerator() as machine:
-            with machine.recording():
-                toy(machine, torch.get_device_module("cuda"), ordered)
-            machine.keep_last_contents()
+    with rehearsal(local=2, has_values=True) as machine:
+        with machine.recording():
+            toy(machine, torch.get_device_module("cuda"), ordered)
+        machine.keep_last_contents()
     return machine
 
 
 @pytest.mark.parametrize("toy", TOYS, ids=lambda toy: toy.__name__)
 def test_each_kind_of_race_is_reported_and_its_ordered_twin_is_not(toy: Toy) -> None:
-    found = list(races(recorded(toy, ordered=False).trace))
+    found = list(races(recorded(toy, ordered=False).tape))
     assert found
     assert all("test_checker.py" in place for race in found for _, _, place in (race.first, race.second))
-    assert list(races(recorded(toy, ordered=True).trace)) == []
+    assert list(races(recorded(toy, ordered=True).tape)) == []
 
 
 @pytest.mark.parametrize(
@@ -227,8 +225,8 @@ def test_random_orders_show_a_race_as_other_bits(toy: Toy) -> None:
 def test_a_wait_that_orders_nothing_goes_unnoticed() -> None:
     needed, redundant = (Site("toy.py", line, "toy", "wait") for line in (1, 2))
 
-    def program() -> Trace:
-        with accelerator() as machine, machine.recording() as trace:
+    def program() -> Tape:
+        with accelerator() as machine, machine.recording() as tape:
             streams = torch.get_device_module("cuda")
             x = torch.zeros(8, device="cuda")
             side = streams.Stream()
@@ -238,13 +236,13 @@ def test_a_wait_that_orders_nothing_goes_unnoticed() -> None:
             for site in (needed, redundant):
                 machine.wait(streams.current_stream().timeline, machine.record(side.timeline, None), site)
                 x.mul_(2)
-        return trace
+        return tape
 
-    trace = program()
-    assert list(races(trace)) == []
-    assert trace.sites == [needed, redundant]
-    assert list(races(trace.without({redundant}))) == []
-    assert len(list(races(trace.without({needed})))) == 1
+    tape = program()
+    assert list(races(tape)) == []
+    assert tape.sites == [needed, redundant]
+    assert list(races(tape.without({redundant}))) == []
+    assert len(list(races(tape.without({needed})))) == 1
 
 
 @pytest.mark.parametrize(

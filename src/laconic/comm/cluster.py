@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from laconic import _compat
 from laconic.comm.agreement import RankGroup
 from laconic.comm.failure import watch_peers
-from laconic.comm.groups import new_group
+from laconic.comm.groups import has_peers, new_group
 from laconic.comm.launch import start_process_group
 from laconic.comm.traffic import IslandLevel, Level, Traffic
 from laconic.comm.watch import waiting_for, watch_progress
@@ -128,7 +128,7 @@ def init_mesh(
 
 def _refuse_other_shapes(what: str, shape: list[Any]) -> None:
     """Raise on all ranks if one of them is about to make groups for another shape. Collective over all ranks."""
-    if dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    if not has_peers():
         return
     by_rank = RankGroup().gather([what, shape])
     for rank, theirs in enumerate(by_rank):

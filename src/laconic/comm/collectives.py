@@ -337,7 +337,7 @@ def start_flags(
         return PendingFlags(None, flags[None])
     num_ranks = group.size()
     level = _count_to_all(cluster, num_ranks, len(flags))
-    arriving = torch.empty(num_ranks, len(flags), dtype=torch.uint8)
+    arriving = flags.new_empty(num_ranks, len(flags))
     ticket = issue(group, purpose)
     work = dist.all_to_all_single(arriving.view(-1), flags.repeat(num_ranks), group=group, async_op=True)
     return PendingFlags(Pending([work], cluster.traffic, level, purpose, ticket), arriving)

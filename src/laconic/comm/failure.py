@@ -40,6 +40,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from laconic.comm.groups import has_peers
 from laconic.comm.progress import here
 from laconic.comm.ring import HOST, HostConnection, PeerMessage, PeerRing
 from laconic.errors import JobError
@@ -73,7 +74,7 @@ def watch_peers() -> None:
     Also let a rank that an exception ends tell the others: it wraps `sys.excepthook`, as torch.distributed does.
     """
     world = dist.group.WORLD
-    if world is None or dist.get_backend(world) == "fake" or not _may_watch(dist.get_world_size()):
+    if world is None or not has_peers(world) or not _may_watch(dist.get_world_size()):
         return
     if _peers is None or not _peers.is_current():
         store = dist.distributed_c10d._get_default_store()

@@ -26,7 +26,15 @@ import torch.distributed as dist
 
 from laconic import _compat
 
+REHEARSED = "rehearsed"
+"""The backend of a process group whose other ranks are not there: laconic.rehearse has it."""
+
 _numbers_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+
+
+def has_peers(group: dist.ProcessGroup | None = None) -> bool:
+    """True if a process group, which exists, has other ranks, and they are there."""
+    return dist.get_world_size(group) > 1 and dist.get_backend(group) not in ("fake", REHEARSED)
 
 
 def new_group(ranks: Sequence[int], timeout: timedelta | None, backend: str | None = None) -> dist.ProcessGroup:

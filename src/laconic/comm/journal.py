@@ -105,6 +105,12 @@ def issue(group: dist.ProcessGroup, kind: str, unit: str = "", *, senders: Seque
     return Ticket(ref(group), journal, journal.count, label, senders)
 
 
+def last_label(group: dist.ProcessGroup) -> Label | None:
+    """The label of the transfer that this rank has issued last on a group; None if it has issued none."""
+    journal = _journals.get(group)
+    return journal.last[-1] if journal is not None else None
+
+
 def journals() -> dict[str, Entries]:
     """The journals of all process groups, by their names."""
     return {journal.name: journal.entries() for journal in list(_journals.values())}

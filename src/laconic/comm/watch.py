@@ -43,6 +43,7 @@ import torch.distributed as dist
 from laconic import _compat
 from laconic.comm.entries import EntryError, decode, encode
 from laconic.comm.failure import PeerFailedError, first_failure_behind
+from laconic.comm.groups import has_peers
 from laconic.comm.journal import Awaited, Entries, Ticket, waits
 from laconic.comm.progress import RankRecord, here, reasons_to_wait
 from laconic.errors import RanksDifferError
@@ -206,7 +207,7 @@ def watch_progress() -> None:
     """Start the thread of [Note: Ranks that do not come] for the default process group, unless it runs already."""
     global _watch
     world = dist.group.WORLD
-    if world is None or dist.get_world_size() == 1 or dist.get_backend(world) == "fake":
+    if world is None or not has_peers(world):
         return
     if threading.current_thread() is not threading.main_thread():  # threads that play ranks share one memory
         return

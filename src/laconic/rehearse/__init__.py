@@ -1,1 +1,71 @@
-"""Programs that run as one rank of a cluster that is not there, and what a run of one shows: docs/races.md."""
+"""Programs that run, unchanged, as one rank of a cluster that is not there, and what a run of one shows.
+
+`run` writes the tape of a program; `rehearsal` is the same for code that wants more than one. Readers of a tape are in
+the files of their names. docs/races.md says what the order of a tape proves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from laconic.rehearse.machine import Machine
+from laconic.rehearse.modes import accelerator
+from laconic.rehearse.tape import Tape
+from laconic.rehearse.world import World, one_rank
+
+__all__ = ["Machine", "Tape", "mark", "rehearsal", "run"]
+
+_machines: list[Machine] = []
+
+
+@contextmanager
+def rehearsal(
+    *,
+    nodes: int = 1,
+    local: int = 1,
+    islands: int = 1,
+    rank: int = 0,
+    backend: str = "nccl",
+    has_values: bool = False,
+) -> Iterator[Machine]:
+    """Let this process be one rank of a cluster with accelerators; yield its machine, which records nothing yet.
+
+    In the body, "cuda" is an accelerator that is not there, and torch.distributed has a process group of all ranks,
+    which is made anew. torchrun's environment is set. `laconic.init_mesh("cuda", ...)` and torch's `init_device_mesh`
+    make meshes. Collectives give each rank what this one has.
+
+    Args:
+        nodes: the number of nodes in one island.
+        local: the number of ranks on a node.
+        islands: the number of islands.
+        rank: this process.
+        backend: of tensors on the accelerator: "nccl", or "gloo", with which waiting blocks the host.
+        has_values: False for tensors that have shapes and places only, of any size:
+            [Note: Data without values] in operations.py. With values, tensors lie in host memory.
+    """
+    with accelerator(has_values=has_values) as machine:
+        world = World(machine=machine, islands=islands, nodes=nodes, local=local, rank=rank, backend=backend)
+        _machines.append(machine)
+        try:
+            with one_rank(world):
+                yield machine
+        finally:
+            _machines.pop()
+
+
+def run(program: Callable[[], Any], **cluster: Any) -> Tape:
+    """Run a program as one rank of a cluster, from beginning to end, and return its tape.
+
+    `cluster` is what `rehearsal` takes. The program gets no arguments: it makes its mesh as it would on the cluster.
+    """
+    with rehearsal(**cluster) as machine, machine.recording() as tape:
+        program()
+    return tape
+
+
+def mark(name: str) -> None:
+    """Give a name to this place in the program, on the tape. Outside of a rehearsal this does nothing."""
+    if _machines:
+        _machines[-1].mark(name)

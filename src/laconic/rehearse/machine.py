@@ -10,7 +10,7 @@ import itertools
 import sys
 import sysconfig
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from laconic.rehearse.tape import HOST, Access, Memory, Record, Site, Step, Trace, Wait
+from laconic.rehearse.tape import HOST, Access, Free, Mark, Memory, Record, Site, Step, Tape, Transfer, Wait
 
 aten: Any = torch.ops.aten
 COMPUTE = 1
@@ -86,9 +86,16 @@ class Stream:
 class Machine:
     """The machine and its recorder. See the docstring of this file."""
 
-    def __init__(self) -> None:
-        self.trace = Trace()
+    def __init__(self, *, has_values: bool = True) -> None:
+        self.tape = Tape()
+        self.has_values = has_values
+        """False if tensors have shapes and places only: [Note: Data without values] in operations.py."""
         self.is_recording = False
+        self.cost_of: Callable[[Any, Any, Any, Any], Any] | None = None
+        """Says what an operation costs, of (function, args, kwargs, result); the tape keeps what it says."""
+        self.letters: list[Tensor] = []
+        """Messages that other ranks send: [Note: Messages of the machine] in world.py."""
+        self._transfer: Transfer | None = None
         self.memory_of: dict[int, Memory] = {}  # by the address of torch's storage
         self._begin_of: dict[
             int, int
@@ -106,12 +113,13 @@ class Machine:
         self._free_blocks: dict[int, list[tuple[Memory, str]]] = {}
 
     @contextmanager
-    def recording(self) -> Iterator[Trace]:
+    def recording(self) -> Iterator[Tape]:
         """Record the body, which begins and ends with an idle device and idle threads."""
-        self.first_contents = {m.id: contents(self.storages[m.id]()) for m in self.memory_of.values()}
+        if self.has_values:
+            self.first_contents = {m.id: contents(self.storages[m.id]()) for m in self.memory_of.values()}
         self.is_recording = True
-        yield self.trace
-        for timeline in range(len(self.trace.timelines)):
+        yield self.tape
+        for timeline in range(len(self.tape.timelines)):
             self.join(timeline)
         self.is_recording = False
 
@@ -124,10 +132,10 @@ class Machine:
 
     def new_timeline(self, name: str, *, is_thread: bool = False) -> int:
         """Add a stream or a thread."""
-        self.trace.timelines.append(name)
-        timeline = len(self.trace.timelines) - 1
+        self.tape.timelines.append(name)
+        timeline = len(self.tape.timelines) - 1
         if is_thread:
-            self.trace.threads.add(timeline)
+            self.tape.threads.add(timeline)
         return timeline
 
     @contextmanager
@@ -153,13 +161,13 @@ class Machine:
         """Record an event on a timeline; return its number."""
         number = next(self._events)
         if self.is_recording:
-            self.trace.entries.append(Record(timeline, number, site))
+            self.tape.entries.append(Record(timeline, number, site))
         return number
 
     def wait(self, timeline: int, event: int, site: Site | None) -> None:
         """Let a timeline wait for an event."""
         if self.is_recording:
-            self.trace.entries.append(Wait(timeline, event, site))
+            self.tape.entries.append(Wait(timeline, event, site))
 
     def join(self, timeline: int) -> None:
         """Let the present thread wait for a timeline."""
@@ -167,8 +175,8 @@ class Machine:
 
     def synchronize(self) -> None:
         """Let the present thread wait for all streams."""
-        for timeline in range(len(self.trace.timelines)):
-            if timeline not in self.trace.threads:
+        for timeline in range(len(self.tape.timelines)):
+            if timeline not in self.tape.threads:
                 self.join(timeline)
 
     def site(self, call: str, event: Event | None = None) -> Site | None:
@@ -195,6 +203,15 @@ class Machine:
         found = self.memory_of.get(storage._cdata)
         return found or self._register(storage, is_device=False)
 
+    def knows(self, tensor: Tensor) -> bool:
+        """False for tensors on meta that the program itself has made."""
+        return not tensor.is_meta or (not self.has_values and tensor.untyped_storage()._cdata in self.memory_of)
+
+    def address(self, tensor: Tensor) -> int:
+        """A number for the place of a tensor without values: equal for equal places."""
+        part = self._begin_of.get(tensor.untyped_storage()._cdata, 0)
+        return (self.memory(tensor).id << 48) + part + int(tensor.storage_offset()) * tensor.itemsize
+
     def is_on_device(self, tensor: Tensor) -> bool:
         """True for tensors of the accelerator."""
         found = self.memory_of.get(tensor.untyped_storage()._cdata)
@@ -216,11 +233,11 @@ class Machine:
         self._register(storage, is_device=is_device, is_new=True).is_pinned = is_pinned
         return True
 
-    def cut(self, storage: Any, part: Any) -> None:
-        """Note that a storage is a part of another one's memory."""
+    def cut(self, storage: Any, part: Any, begin: int) -> None:
+        """Note that a storage is a part of another one's memory, and at which byte it begins."""
         if storage._cdata in self.memory_of:
             self.memory_of[part._cdata] = self.memory_of[storage._cdata]
-            self._begin_of[part._cdata] = part.data_ptr() - storage.data_ptr()
+            self._begin_of[part._cdata] = begin
             weakref.finalize(part, self._forget_part, part._cdata).atexit = False
 
     def _forget_part(self, address: int) -> None:
@@ -230,30 +247,34 @@ class Machine:
     def _register(self, storage: Any, *, is_device: bool, is_new: bool = False) -> Memory:
         timeline = self.current.timeline if is_device else self.thread
         memory = Memory(next(self._numbers), storage.nbytes(), is_device, timeline, self._place())
-        self.memory_of[storage._cdata] = self.trace.memories[memory.id] = memory
+        self.memory_of[storage._cdata] = self.tape.memories[memory.id] = memory
         self.storages[memory.id] = weakref.ref(storage)
         weakref.finalize(storage, self._free, storage._cdata, memory).atexit = False
         if self.is_recording:
             for freed, place in self._free_blocks.pop(timeline, []) if is_new else []:
                 self._touch_all(freed, "next allocation after the free", place, is_reuse=True)
-            if not is_new and memory.nbytes:
+            if not is_new and memory.nbytes and self.has_values:
                 self.first_contents[memory.id] = contents(storage)
-            self._touch_all(memory, "allocation" if is_new else "first sight")
+            self._touch_all(memory, "allocation" if is_new else "first sight", allocates=memory.id if is_new else None)
             if is_new:
-                self.trace.allocated.add(memory.id)
+                self.tape.allocated.add(memory.id)
         return memory
 
     def _free(self, address: int, memory: Memory) -> None:
         if self.memory_of.get(address) is memory:
             del self.memory_of[address]
-        if self.is_recording and not memory.is_freed and not memory.is_pinned:
-            self._free_blocks.setdefault(memory.timeline, []).append((memory, self._place()))
+        if self.is_recording and not memory.is_freed:
+            self.tape.entries.append(Free(memory.id, memory.timeline))
+            if not memory.is_pinned:
+                self._free_blocks.setdefault(memory.timeline, []).append((memory, self._place()))
         memory.is_freed = True
 
-    def _touch_all(self, memory: Memory, name: str, place: str = "", *, is_reuse: bool = False) -> None:
+    def _touch_all(
+        self, memory: Memory, name: str, place: str = "", *, is_reuse: bool = False, allocates: int | None = None
+    ) -> None:
         accesses = [Access(memory.id, 0, memory.nbytes, is_write=True)] if memory.nbytes else []
-        step = Step(memory.timeline, self.thread, name, place or self._place(), accesses, is_reuse=is_reuse)
-        self.trace.entries.append(step)
+        step = Step(memory.timeline, self.thread, name, place or self._place(), accesses, None, is_reuse, allocates)
+        self.tape.entries.append(step)
 
     def before_resize(self, storage: Any) -> Memory:
         """Free the memory of a storage that is about to have another size. Returns what it was."""
@@ -285,24 +306,48 @@ class Machine:
 
     def _host_memory_at(self, pointer: int) -> Memory:
         alive = ((memory, self.storages[memory.id]()) for memory in self.memory_of.values())
-        return next(
-            m for m, storage in alive if storage is not None and storage.nbytes() and storage.data_ptr() == pointer
-        )
+        return next(m for m, each in alive if each is not None and each.nbytes() and _begin(m, each) == pointer)
 
     # -- accesses ------------------------------------------------------------------------------------------------------
 
-    def add_step(self, name: str, touched: Sequence[tuple[Tensor, bool]], run: Run | None) -> int:
+    def mark(self, name: str) -> None:
+        """Give a name to this place in the program."""
+        if self.is_recording:
+            self.tape.entries.append(Mark(name, self.thread))
+
+    def transfer(
+        self, transfer: Transfer, outputs: Sequence[Tensor], inputs: Sequence[Tensor], body: Callable[[], Any]
+    ) -> None:
+        """Run a transfer on the current stream. What it does to the data is `body`, if there are values."""
+        before, self._transfer = self._transfer, transfer
+        try:
+            if self.has_values or self._are_real([*outputs, *inputs]):
+                body()
+            elif self.is_recording:
+                touched = [*((each, True) for each in outputs), *((each, False) for each in inputs)]
+                self.add_step(transfer.op, touched, None)
+        finally:
+            self._transfer = before
+
+    def _are_real(self, tensors: Sequence[Tensor]) -> bool:
+        with torch._C.DisableTorchFunction():
+            return not any(tensor.is_meta for tensor in tensors)
+
+    def add_step(self, name: str, touched: Sequence[tuple[Tensor, bool]], run: Run | None, cost: Any = None) -> int:
         """Write down an operation that touches these tensors, and whether it writes them. Returns its timeline."""
         is_on_device = any(self.is_on_device(tensor) for tensor, _ in touched)
         timeline = self.current.timeline if is_on_device else self.thread
         accesses = [each for tensor, is_write in touched for each in self._accesses(tensor, is_write)]
-        self.trace.entries.append(Step(timeline, self.thread, name, self._place(), accesses, run))
+        step = Step(timeline, self.thread, name, self._place(), accesses, run, transfer=self._transfer, cost=cost)
+        self.tape.entries.append(step)
         return timeline
 
     def note_read(self, tensor: Tensor, name: str) -> int:
         """Write down that somebody reads memory, which torch does not show to a mode. Returns the timeline."""
+        if not self.is_recording:
+            return self.thread
         run = Run(aten.clone.default, (self.reference(tensor),), {}, [], None, gives_value=True)
-        return self.add_step(name, [(tensor, False)], run) if self.is_recording else self.thread
+        return self.add_step(name, [(tensor, False)], run if self.has_values else None)
 
     def read_by_host(self, tensor: Tensor, name: str) -> None:
         """Write down that the present thread reads a tensor's memory. It waits for the device, if that has it."""
@@ -378,6 +423,10 @@ def byte_runs(tensor: Tensor) -> list[tuple[int, int]]:
     elif dims:
         run = 1 + sum(stride * (size - 1) for stride, size in dims) + run - 1
     return [((first + start) * width, (first + start + run) * width) for start in starts]
+
+
+def _begin(memory: Memory, storage: Any) -> int:
+    return memory.id << 48 if storage.device.type == "meta" else storage.data_ptr()
 
 
 def _product(numbers: Iterable[int]) -> int:

@@ -6,10 +6,8 @@ The function mode moves to host memory whatever asks for device "cuda", and lets
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,23 +20,24 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from laconic.rehearse.machine import CPU, CUDA, Machine, Run, Stream, aten
+from laconic.rehearse.operations import Inputs, Kind, inputs_of, kind_of, run, stands_for, value_without
 from laconic.rehearse.tape import HOST
 from laconic.rehearse.threads import threads_of
+from laconic.rehearse.world import COLLECTIVES
 
-_EMPTY = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"}
-_LIKE = {
-    *("aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::rand_like", "aten::randn_like"),
-    *("aten::new_zeros", "aten::new_ones", "aten::new_full"),
-}
 _DEVICE = torch.Tensor.device.__get__
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _IS_CPU = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 @contextmanager
-def accelerator() -> Iterator[Machine]:
-    """Yield a machine. In the body it is what torch finds as its accelerator."""
-    machine = Machine()
+def accelerator(*, has_values: bool = True) -> Iterator[Machine]:
+    """Yield a machine. In the body it is what torch finds as its accelerator.
+
+    Without values, tensors have shapes and places only: [Note: Data without values] in operations.py.
+    """
+    machine = Machine(has_values=has_values)
     streams = SimpleNamespace(
         Stream=lambda device=None, priority=0: Stream(machine),
         current_stream=lambda device=None: machine.current,
@@ -63,9 +62,12 @@ def accelerator() -> Iterator[Machine]:
         return storage
 
     def part_of(storage: Any, index: Any) -> Any:
-        part = real_part(storage, index)
-        if isinstance(index, slice):
-            machine.cut(storage, part)
+        if not isinstance(index, slice):
+            return real_part(storage, index)
+        begin, end, _ = index.indices(storage.nbytes())
+        is_meta = storage.device.type == "meta"
+        part = torch.UntypedStorage(end - begin, device="meta") if is_meta else real_part(storage, index)
+        machine.cut(storage, part, begin)
         return part
 
     def save(values: Any, *args: Any, **kwargs: Any) -> None:
@@ -102,7 +104,7 @@ def accelerator() -> Iterator[Machine]:
         patches.enter_context(mock.patch("laconic.codec.blocked._fused", lambda function: function))
         patches.enter_context(threads_of(machine))
         patches.enter_context(devices)
-        with _Operations(machine):
+        with _Operations(machine, devices):
             yield machine
     machine.is_recording = False
     machine.memory_of.clear()
@@ -111,82 +113,72 @@ def accelerator() -> Iterator[Machine]:
 # -- every operation ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kind:
-    """What the schema of an operation says of it."""
-
-    name: str
-    writes: tuple[bool, ...]
-    """By the position of the argument: whether the operation writes it."""
-    writes_by_name: dict[str, bool]
-    is_view: bool
-    """True if it touches no memory, and its results are views of its arguments."""
-    is_empty: bool
-    """True if its result is memory that it does not write."""
-    reads_values: bool
-    is_random: bool
-    gives_value: bool
-    needs_host: bool
-
-
-@functools.cache
-def _kind(function: Any) -> _Kind:
-    schema, tags = function._schema, function.tags
-    by_name = {each.name: each.alias_info is not None and each.alias_info.is_write for each in schema.arguments}
-    gives_value = torch.Tag.data_dependent_output in tags
-    aliases = [each.alias_info is not None for each in schema.returns]
-    return _Kind(
-        name=schema.name,
-        writes=tuple(by_name.values()),
-        writes_by_name=by_name,
-        is_view=bool(aliases) and all(aliases) and not any(by_name.values()) and not gives_value,
-        is_empty=schema.name in _EMPTY,
-        reads_values=schema.name not in _EMPTY | _LIKE,
-        is_random=torch.Tag.nondeterministic_seeded in tags,
-        gives_value=gives_value,
-        needs_host=gives_value or torch.Tag.dynamic_output_shape in tags,
-    )
-
-
 class _Operations(TorchDispatchMode):
     """Runs every operation at once, and gives it to the recorder."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, devices: _Devices) -> None:
         super().__init__()
-        self._machine = machine
+        self._machine, self._devices = machine, devices
 
     def __torch_dispatch__(
         self, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation and write down what it touches."""
         machine, kwargs = self._machine, kwargs or {}
-        if any(issubclass(each, DTensor) for each in types):
+        own = next((each for each in types if issubclass(each, DTensor)), None)
+        if own is not None and machine.has_values:
             return NotImplemented  # its own operations on plain tensors follow
+        if own is not None:  # they ask where tensors lie
+            with self, self._devices:
+                return own.__torch_dispatch__(function, types, args, kwargs)
+        if function.namespace in COLLECTIVES:
+            with self, self._devices:
+                return COLLECTIVES[function.namespace](function, *args, **kwargs)
+        if machine.has_values:
+            return self._run(function, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            return self._run(function, args, kwargs)
+
+    def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        machine = self._machine
         device = kwargs.get("device")
         if device is not None and device.type == "cuda":  # a ragged tensor asks for its own device
             with _placing(machine, (True, False)):
-                return self.__torch_dispatch__(function, types, args, {**kwargs, "device": CPU})
-        kind = _kind(function)
-        inputs = _inputs(kind, args, kwargs)
+                return self._run(function, args, {**kwargs, "device": CPU})
+        kind = kind_of(function)
+        given = inputs_of(kind, args, kwargs)
+        inputs = [pair for pair in given if machine.knows(pair[0])]
+        if (device is not None and device.type == "meta") or (device is None and given and not inputs):
+            return function(*args, **kwargs)  # tensors on meta that the program itself has made
         for tensor, _ in inputs:
             if function is aten.lift_fresh.default:  # one of Python's numbers, in `torch.tensor`
                 machine.adopt(tensor)
             machine.memory(tensor)
         if kind.is_view:
-            return function(*args, **kwargs)
-        if not machine.is_recording:
             result = function(*args, **kwargs)
-            self._take_new(inputs, result)
+            if function is aten.lift_fresh.default and not machine.has_values and any(machine.placing or ()):
+                result = torch.empty_like(result, device="meta")
+                machine.adopt(result)
             return result
-        state = generator_of(kwargs).get_state() if kind.is_random else None
-        result = function(*args, **kwargs)
+        state = generator_of(kwargs).get_state() if kind.is_random and machine.has_values else None
+        result = function(*args, **kwargs) if machine.has_values else run(machine, kind, function, args, kwargs, inputs)
         fresh = self._take_new(inputs, result)
+        if not machine.has_values:
+            self._note_values(kind, args, inputs, fresh)
+        if not machine.is_recording:
+            return result
         is_view = not fresh and not any(is_write for _, is_write in inputs)
         if (is_view and not kind.needs_host) or kind.is_empty:
             return result
         touched = inputs if kind.reads_values else [pair for pair in inputs if pair[1]]
         touched = [*touched, *((tensor, True) for _, tensor in fresh)]
         by_value, waits = self._host_side(kind, function, args, kwargs, touched)
+        cost = None if machine.cost_of is None else machine.cost_of(function, args, kwargs, result)
+        if not machine.has_values:
+            timeline = machine.add_step(kind.name, touched, None, cost)
+            if waits:
+                machine.join(timeline)
+            return result
         if by_value:
             machine.add_step(kind.name, [(tensor, False) for tensor in by_value], None)
             touched = [pair for pair in touched if machine.is_on_device(pair[0])]
@@ -194,7 +186,7 @@ class _Operations(TorchDispatchMode):
         def reference(tensor: Tensor) -> Any:
             return value_of(tensor) if any(tensor is each for each in by_value) else machine.reference(tensor)
 
-        run = Run(
+        step = Run(
             function,
             replace_tensors(args, reference),
             dict(zip(kwargs, replace_tensors([*kwargs.values()], reference), strict=True)),
@@ -202,13 +194,21 @@ class _Operations(TorchDispatchMode):
             state,
             gives_value=kind.gives_value,
         )
-        timeline = machine.add_step(kind.name, touched, run)
+        timeline = machine.add_step(kind.name, touched, step, cost)
         if waits:
             machine.join(timeline)
         return result
 
+    def _note_values(
+        self, kind: Kind, args: Sequence[Any], inputs: Inputs, fresh: Sequence[tuple[int, Tensor]]
+    ) -> None:
+        """Note what the results without values stand for."""
+        value = stands_for(self._machine, kind, args, inputs)
+        for tensor in (*(each for each, is_write in inputs if is_write), *(each for _, each in fresh)):
+            self._machine.memory(tensor).stands_for = value
+
     def _host_side(
-        self, kind: _Kind, function: Any, args: Any, kwargs: Any, touched: Sequence[tuple[Tensor, bool]]
+        self, kind: Kind, function: Any, args: Any, kwargs: Any, touched: Sequence[tuple[Tensor, bool]]
     ) -> tuple[list[Tensor], bool]:
         """The numbers in host memory that torch reads when it issues an operation, and whether it waits for its end."""
         machine = self._machine
@@ -220,27 +220,17 @@ class _Operations(TorchDispatchMode):
         is_late = _is_non_blocking(function, args, kwargs) and all(machine.memory(each).is_pinned for each in on_host)
         return [], bool(on_host) and not is_late
 
-    def _take_new(self, inputs: Sequence[tuple[Tensor, bool]], result: Any) -> list[tuple[int, Tensor]]:
+    def _take_new(self, inputs: Inputs, result: Any) -> list[tuple[int, Tensor]]:
         """Register the new memory of an operation's results; return the results that have some, with their numbers."""
+        machine = self._machine
+        is_device = any(machine.is_on_device(tensor) for tensor, _ in inputs)
         results = [result] if isinstance(result, Tensor) else pytree.tree_leaves(result)
-        is_device = any(self._machine.is_on_device(tensor) for tensor, _ in inputs)
+        tensors = [pair for pair in enumerate(results) if isinstance(pair[1], Tensor)]
         return [
             (index, each)
-            for index, each in enumerate(results)
-            if isinstance(each, Tensor) and each.device.type != "meta" and self._machine.take(each, is_device=is_device)
+            for index, each in tensors
+            if not (machine.has_values and each.is_meta) and machine.take(each, is_device=is_device)
         ]
-
-
-def _inputs(kind: _Kind, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Tensor, bool]]:
-    """The tensors that an operation gets, and whether it writes them."""
-    found: list[tuple[Tensor, bool]] = []
-    given = [*zip(args, kind.writes, strict=False), *((value, kind.writes_by_name[k]) for k, value in kwargs.items())]
-    for value, is_write in given:
-        if isinstance(value, Tensor):
-            found.append((value, is_write))
-        elif isinstance(value, (list, tuple)):
-            found += [(each, is_write) for each in value if isinstance(each, Tensor)]
-    return [pair for pair in found if pair[0].device.type != "meta"]
 
 
 def replace_tensors(values: Sequence[Any], replacement: Callable[[Any], Any], kind: type = Tensor) -> list[Any]:
@@ -287,7 +277,7 @@ class _Devices(TorchFunctionMode):
         if special is None and not kwargs:  # most calls
             return function(*args)
         kwargs = dict(kwargs or {})
-        if special is not None and not isinstance(args[0], DTensor) and args[0].device.type != "meta":
+        if special is not None and not isinstance(args[0], DTensor) and self._machine.knows(args[0]):
             return special(self._machine, function, *args, **kwargs)
         device, is_pinned = kwargs.get("device"), kwargs.pop("pin_memory", False)
         if (device is None or torch.device(device).type == "meta") and not is_pinned:
@@ -351,20 +341,21 @@ def _pin(machine: Machine, function: Any, tensor: Tensor, *rest: Any) -> Tensor:
 def _read(machine: Machine, function: Any, tensor: Tensor, **kwargs: Any) -> Any:
     """Read memory, which torch does past its dispatcher."""
     machine.read_by_host(tensor, function.__name__)
-    return function(tensor, **kwargs)
+    return function(tensor if machine.has_values or not tensor.is_meta else value_without(machine, tensor), **kwargs)
 
 
 def _address(machine: Machine, function: Any, tensor: Tensor) -> int:
     """A background thread takes the address of host memory to read it."""
     if machine.thread != HOST and not machine.is_on_device(tensor):
         machine.read_by_host(tensor, "data_ptr")
-    return function(tensor)
+    return machine.address(tensor) if tensor.is_meta else function(tensor)
 
 
 _Special = Callable[..., Any]
 _SPECIAL: dict[Any, _Special] = {
     _DEVICE: _device_of,
     _IS_CUDA: lambda machine, function, tensor, *rest: machine.is_on_device(tensor),
+    _IS_META: lambda machine, function, tensor, *rest: False,
     _IS_CPU: lambda machine, function, tensor, *rest: not machine.is_on_device(tensor),
     torch.Tensor.to: _to,
     torch.Tensor.cpu: lambda machine, function, tensor: _to(machine, torch.Tensor.to, tensor, CPU),

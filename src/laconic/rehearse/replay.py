@@ -24,25 +24,25 @@ from torch.utils import _pytree as pytree
 
 from laconic.rehearse.machine import Machine, Reference, Run
 from laconic.rehearse.modes import generator_of, replace_tensors
-from laconic.rehearse.tape import Record, Step, Trace
+from laconic.rehearse.tape import Record, Step, Tape, Wait
 
 _ALIGNMENT = 512
 _Values = dict[int, Any]
 
 
 class _Arena:
-    """Addresses for all memories of a trace, as a caching allocator for each stream would give them."""
+    """Addresses for all memories of a tape, as a caching allocator for each stream would give them."""
 
-    def __init__(self, trace: Trace, *, reuses: bool) -> None:
+    def __init__(self, tape: Tape, *, reuses: bool) -> None:
         self.end = 0
         self.address: dict[int, int] = {}
         self._free: dict[int, list[tuple[int, int]]] = {}  # by timeline: (size, address), in the order of frees
-        for memory in trace.memories.values():  # those that were there before come first
-            if memory.id not in trace.allocated or not memory.nbytes:
+        for memory in tape.memories.values():  # those that were there before come first
+            if memory.id not in tape.allocated or not memory.nbytes:
                 self._put_at_end(memory.id, memory.nbytes)
-        for entry in trace.entries:
+        for entry in tape.entries:
             if isinstance(entry, Step) and entry.accesses:
-                memory = trace.memories[entry.accesses[0].memory]
+                memory = tape.memories[entry.accesses[0].memory]
                 if entry.name == "allocation":
                     self._allocate(memory.id, memory.nbytes, entry.timeline)
                 elif entry.is_reuse and memory.is_device and reuses:
@@ -67,22 +67,22 @@ class _Arena:
 
 
 class _Plan:
-    """The operations of a trace, and which of them each comes after: [Note: Orders]."""
+    """The operations of a tape, and which of them each comes after: [Note: Orders]."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, tape: Tape) -> None:
         self.runs: list[Run] = []
-        self.queues: dict[int, list[int]] = {timeline: [] for timeline in range(len(trace.timelines))}
+        self.queues: dict[int, list[int]] = {timeline: [] for timeline in range(len(tape.timelines))}
         self.followers: list[list[int]] = []
         self.num_before: list[int] = []
-        after: list[set[int]] = [set() for _ in trace.timelines]
+        after: list[set[int]] = [set() for _ in tape.timelines]
         at_event: dict[int, set[int]] = {}
-        for entry in trace.entries:
+        for entry in tape.entries:
             own = after[entry.timeline]
             if isinstance(entry, Record):
                 at_event[entry.event] = set(own)
-            elif not isinstance(entry, Step):
+            elif isinstance(entry, Wait):
                 own |= at_event.get(entry.event, set())
-            elif entry.run is not None:
+            elif isinstance(entry, Step) and entry.run is not None:
                 number = len(self.runs)
                 before = own | after[entry.thread]
                 for each in before:
@@ -98,8 +98,8 @@ class Replay:
     """A program that runs again and again."""
 
     def __init__(self, machine: Machine, plan: _Plan, *, reuses: bool = True) -> None:
-        self.trace, self._plan = machine.trace, plan
-        arena = _Arena(machine.trace, reuses=reuses)
+        self.tape, self._plan = machine.tape, plan
+        arena = _Arena(machine.tape, reuses=reuses)
         self._memory = torch.empty(arena.end, dtype=torch.uint8)
         self._memory_as: dict[torch.dtype, Tensor] = {}
         self._address = arena.address
@@ -111,7 +111,7 @@ class Replay:
 
     def _bytes(self, memory: int) -> Tensor:
         begin = self._address[memory]
-        return self._memory[begin : begin + self.trace.memories[memory].nbytes]
+        return self._memory[begin : begin + self.tape.memories[memory].nbytes]
 
     def _view(self, place: Reference) -> Tensor:
         memory, offset, size, stride, dtype = place
@@ -173,7 +173,7 @@ class Orders:
     """The results that every order of a program must have: [Note: Bits that mean something]."""
 
     def __init__(self, machine: Machine) -> None:
-        plan = _Plan(machine.trace)
+        plan = _Plan(machine.tape)
         plain = Replay(machine, plan, reuses=False)
         runs = []
         for garbage in (0x55, 0xAA):

@@ -50,6 +50,9 @@ class Memory:
     place: str
     is_pinned: bool = False
     is_freed: bool = False
+    stands_for: Any = 0
+    """Without values: the number, or the tensor, that the program reads. [Note: Data without values] in operations.py.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,25 @@ class Access:
     begin: int
     end: int
     is_write: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """What crosses to or from other ranks at once."""
+
+    op: str
+    """"gather", "reduce-scatter", "all-reduce", "broadcast", "all-to-all", "send" or "receive"."""
+    group: str
+    size: int
+    """The number of ranks in the group."""
+    level: str
+    """The farthest level between two ranks of the group: see `laconic.comm.traffic.Level`."""
+    purpose: str
+    """Why, and for which unit, if it is laconic's own: as it says to its journal."""
+    unit: str
+    sent_bytes: int
+    """What leaves this rank, if the group moves it as a ring does."""
+    received_bytes: int
 
 
 @dataclass(slots=True)
@@ -76,6 +98,12 @@ class Step:
     """What the executor needs to run it again; None for allocations and frees."""
     is_reuse: bool = False
     """True for the next allocation after a free."""
+    allocates: int | None = None
+    """The memory that this step allocates."""
+    transfer: Transfer | None = None
+    """The transfer of which this step is a part."""
+    cost: Any = None
+    """What `Machine.cost_of` says of the operation."""
 
 
 @dataclass(slots=True)
@@ -96,11 +124,30 @@ class Wait:
     site: Site | None
 
 
+@dataclass(slots=True)
+class Free:
+    """A memory is free for the next allocation on the timeline that allocated it."""
+
+    memory: int
+    timeline: int
+
+
+@dataclass(slots=True)
+class Mark:
+    """A place in the program to which it has given a name."""
+
+    name: str
+    timeline: int
+
+
+Entry = Step | Record | Wait | Free | Mark
+
+
 @dataclass
-class Trace:
+class Tape:
     """Everything in the order in which the host has issued it."""
 
-    entries: list[Step | Record | Wait] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
     memories: dict[int, Memory] = field(default_factory=dict)
     allocated: set[int] = field(default_factory=set)
     """The memories that were allocated while the program ran."""
@@ -111,18 +158,18 @@ class Trace:
     @property
     def sites(self) -> list[Site]:
         """The sites that this program has passed, in order."""
-        found = dict.fromkeys(e.site for e in self.entries if not isinstance(e, Step) and e.site is not None)
+        found = dict.fromkeys(e.site for e in self.entries if isinstance(e, Record | Wait) and e.site is not None)
         return list(found)
 
-    def without(self, sites: Collection[Site]) -> Trace:
+    def without(self, sites: Collection[Site]) -> Tape:
         """The same program without the effect of some sites."""
         lost = {e.event for e in self.entries if isinstance(e, Record) and e.site in sites}
         entries = [
             e
             for e in self.entries
-            if isinstance(e, Step) or not (e.site in sites or (isinstance(e, Wait) and e.event in lost))
+            if not isinstance(e, Record | Wait) or not (e.site in sites or (isinstance(e, Wait) and e.event in lost))
         ]
-        return Trace(entries, self.memories, self.allocated, self.timelines, self.threads)
+        return Tape(entries, self.memories, self.allocated, self.timelines, self.threads)
 
 
 @dataclass(frozen=True)
@@ -143,20 +190,20 @@ class Race:
 Clock = list[int]
 
 
-def races(trace: Trace) -> Iterator[Race]:
+def races(tape: Tape) -> Iterator[Race]:
     """Yield the races of a program, by vector clocks: [Note: Timelines]."""
-    clocks = [[0] * len(trace.timelines) for _ in trace.timelines]
+    clocks = [[0] * len(tape.timelines) for _ in tape.timelines]
     events: dict[int, Clock] = {}
     # for each memory, the accesses that a later one may race with: begin, end, is_write, timeline, time, step
     history: dict[int, list[tuple[int, int, bool, int, int, Step]]] = {}
-    for entry in trace.entries:
+    for entry in tape.entries:
         clock = clocks[entry.timeline]
         if isinstance(entry, Record):
             events[entry.event] = list(clock)
         elif isinstance(entry, Wait):
             _join(clock, events.get(entry.event, []))  # the device was idle before the recording
-        else:
-            ordered = trace.threads if entry.is_reuse else ()
+        elif isinstance(entry, Step):
+            ordered = tape.threads if entry.is_reuse else ()
             if entry.timeline != entry.thread:
                 _join(clock, clocks[entry.thread])
             clock[entry.timeline] += 1
@@ -167,9 +214,9 @@ def races(trace: Trace) -> Iterator[Race]:
                     overlaps = begin < access.end and access.begin < end
                     is_racing = overlaps and (is_write or access.is_write) and clock[timeline] < time
                     if is_racing and timeline not in ordered:
-                        names = trace.timelines
+                        names = tape.timelines
                         yield Race(
-                            trace.memories[access.memory],
+                            tape.memories[access.memory],
                             (names[timeline], step.name, step.place),
                             (names[entry.timeline], entry.name, entry.place),
                         )
