@@ -16,6 +16,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -23,6 +24,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from laconic.codec import Codec
+from laconic.codec.sums import CodedSum, Messages, Payload
 from laconic.comm.launch import RankInfo
 from laconic.config import Config
 from laconic.data.batches import Batch
@@ -37,7 +40,7 @@ from laconic.plan.phantom import Phantom, hidden_tensor
 from laconic.plan.recording import Entry, Mark, Recorder, record
 from laconic.shard import crossing
 from laconic.shard import unit as unit_room
-from laconic.shard.payload import Part, Payload, parts_of_islands, shards_of_nodes
+from laconic.shard.payload import Part, parts_of_islands, payload_of, shards_of_nodes
 from laconic.shard.unit import units_below
 from laconic.strategies import parallelize, simultaneous
 from laconic.strategies.simultaneous import Simultaneous
@@ -201,17 +204,14 @@ def _trainer_on(recorder: Recorder, model: nn.Module) -> Iterator[None]:
         step = lambda tokens: optimizer.step()  # noqa: E731
         return SimpleNamespace(step=step, reports=(), steps=0, schedule=SimpleNamespace(interval=1))
 
-    class Alike(_AlikePayload):
-        recorder_ = recorder
-
     with ExitStack() as stack:
         for target, name, value in (
             (parallelize, "materialize", materialize),
             (simultaneous, "make_local_steps", apart),
             (unit_room, "make_slab", make_slab),
-            (crossing, "Payload", Alike),
-            (crossing.Messages, "start", _scaled(recorder, crossing.Messages.start)),
-            (crossing.CodedSum, "start_reduce_scatter", _scaled(recorder, crossing.CodedSum.start_reduce_scatter)),
+            (crossing, "payload_of", partial(_AlikePayload, recorder)),
+            (Messages, "start", _scaled(recorder, Messages.start)),
+            (CodedSum, "start_reduce_scatter", _scaled(recorder, CodedSum.start_reduce_scatter)),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         yield
@@ -233,14 +233,15 @@ def _scaled(recorder: Recorder, method: Any) -> Any:
 class _AlikePayload(Payload):
     """A payload some of whose parts stand for all: [Note: Rehearsed steps]."""
 
-    recorder_: Recorder
-
-    def __init__(self, layout: BucketLayout, parts: Sequence[Part], codec: Any, **keys: Any) -> None:
+    def __init__(
+        self, recorder: Recorder, layout: BucketLayout, parts: Sequence[Part], codec: Codec, **keys: Any
+    ) -> None:
+        self._recorder = recorder
         self._stride, self._turn = -(-len(parts) // _MOST_CODED), 0
-        super().__init__(layout, parts[:: self._stride], codec, **keys)
-        self.numels = [part.numel for part in parts]
+        coded = payload_of(layout, parts[:: self._stride], codec, **keys)
+        super().__init__(coded._pieces, [part.numel for part in parts])
         stride = -(-len(parts) // _MOST_PARTS)
-        sizes = [Payload(layout, each[::stride], codec, **keys).nbytes for each in _elsewhere(layout, parts)]
+        sizes = [payload_of(layout, each[::stride], codec, **keys).nbytes for each in _elsewhere(layout, parts)]
         self.mean_nbytes = sum(sizes) / len(sizes)
 
     def _stands_for_others(self) -> bool:
@@ -250,13 +251,13 @@ class _AlikePayload(Payload):
     def encode(self, index: int, values: Any, payload: Tensor) -> None:
         """See `Payload.encode`."""
         if index == 0 or self._stands_for_others():  # its own part, if that has one sender
-            with self.recorder_.times(1 if index == 0 else self._stride):
+            with self._recorder.times(1 if index == 0 else self._stride):
                 super().encode(index // self._stride, values, payload)
 
     def decode(self, index: int, payload: Tensor) -> Iterator[Any]:
         """See `Payload.decode`."""
         if self._stands_for_others():
-            with self.recorder_.times(self._stride):
+            with self._recorder.times(self._stride):
                 yield from super().decode(index // self._stride, payload)
 
 
