@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from laconic import store
 from laconic.checkpoint import api, commit
-from laconic.integrations import trained_state
 from laconic.store import files
 from laconic.store.files import remove, sync, write_text
 from tests.faults import crash_states, saves
@@ -68,38 +66,6 @@ def test_a_mistake_in_the_protocol_is_found(mistake: str, tmp_path: Path, monkey
     monkeypatch.undo()
     found = tally(recorder, itertools.islice(states_of(recorder, limit=8), 0, None, 3), save_every=1000)
     assert any(found.harms.values()), found
-
-
-@pytest.mark.parametrize("forgets", [False, True])
-def test_a_trainers_checkpoint_is_complete_once_it_is_marked(
-    forgets: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In every state the folder is refused, or has all that was written; and the latter once the mark is returned."""
-    if forgets:
-        monkeypatch.setattr(trained_state, "sync", lambda path: None)
-    run = tmp_path / "run"
-    run.mkdir()
-    recorder, folder = Recorder(run), run / "checkpoint-3"
-    model = torch.nn.Linear(2, 3)
-    with attached(recorder.announce):
-        folder.mkdir()
-        (folder / "model.safetensors").write_bytes(b"weights")
-        trained_state.save_trained(folder, 3, model, None)
-        (folder / "trainer_state.json").write_text("{}")
-        trained_state.mark_complete(folder)
-        recorder.announce(mark="marked")
-    written = {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    lost = []
-    for number, state in enumerate(states_of(recorder, limit=4)):
-        found = tmp_path / str(number)
-        found.mkdir()
-        state.write(found)
-        is_complete = not trained_state.incomplete(found / "checkpoint-3")
-        assert not is_complete or written.items() <= state.files.items()
-        if "marked" in state.marks and not is_complete:
-            lost.append(state)
-    assert number > 100
-    assert bool(lost) == forgets
 
 
 def test_the_model_of_a_power_cut(tmp_path: Path) -> None:

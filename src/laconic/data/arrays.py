@@ -25,7 +25,7 @@ import numpy as np
 
 from laconic.config import JobError
 from laconic.store import CrashPoint, DamagedError, FileRecord, Manifest, commit_in_place, describe, difference, reached
-from laconic.store.files import replacing
+from laconic.store.files import make_folder, replacing, sync
 
 _FORMAT = 4  # raise it when the arrays change: runs then ignore files of the old format
 _CHUNK_BYTES = 1 << 24  # one thread hashes a chunk at a time
@@ -91,7 +91,7 @@ def writing_to(folder: Path) -> Iterator[None]:
         JobError: the folder cannot be created or written, for example because the disk is full.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     except OSError as error:
         raise JobError(f"cannot create the folder for tokenised data {str(folder)!r}: {error}") from error
     try:
@@ -113,6 +113,7 @@ def array_file(index: Path, name: str) -> Iterator[BinaryIO]:
 
 def write_index(index: Path, dtypes: Mapping[str, np.dtype[Any]], summary: Mapping[str, Any]) -> None:
     """Write the index of arrays that are all written, with their types, and what else `summary` has."""
+    sync(index.parent)
     reached(CrashPoint.SYNCED)
     files = (describe(index.parent, array_path(index, name).name, chunk_bytes=_CHUNK_BYTES) for name in dtypes)
     names = {name: dtype.name for name, dtype in dtypes.items()}
