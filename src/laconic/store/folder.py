@@ -52,6 +52,8 @@ class CrashPoint(StrEnum):
     """The store has its name."""
     NAMED = "named"
     """The file for people and scripts names the store."""
+    REMOVED = "removed"
+    """Older stores are called NAME.removed, and still have their files."""
     PRUNED = "pruned"
     """Older stores are removed."""
 
@@ -230,6 +232,7 @@ def remove_folders(folders: Sequence[Path]) -> None:
             removed.append(path.rename(free_name(path, "removed")))
     if removed:
         sync(removed[0].parent)
+        reached(CrashPoint.REMOVED)
     for path in removed:
         remove(path)
 
