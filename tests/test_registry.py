@@ -89,3 +89,11 @@ def test_an_unknown_value_is_refused_with_those_there_are() -> None:
 def test_a_strategy_of_a_comparison_has_colours() -> None:
     with pytest.raises(ValueError, match="has no colours"):
         Strategy(name="grey", label="Grey", note="No colours.")
+
+
+def test_strategies_are_listed_by_maker_and_islands_last() -> None:
+    names = list(registry.strategies())
+    for earlier, later in (("fsdp2", "ddp"), ("ddp", "deepspeed"), ("deepspeed", "none"), ("4bit", "local-steps")):
+        assert names.index(earlier) < names.index(later)
+    assert names[0] == "fsdp2"
+    assert names.index("local-fp32") < names.index("torchft-diloco") < names.index("cyclic")

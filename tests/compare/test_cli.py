@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from laconic.compare import cli
+from laconic.compare import STRATEGIES, cli
 from laconic.config import ConfigError, load
 from laconic.extras import how_to_install
 from tests.compare.conftest import TINY
@@ -18,8 +18,12 @@ def cases(*argv: str) -> list[tuple[str, str, float | None]]:
     return [(case.job, case.strategy, case.rate_bits_per_s) for case in made]
 
 
-SYNCING = ["none", "host", "device", "8bit", "4bit"]
-BASELINES = ["fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp"]
+def made_by(maker: str) -> list[str]:
+    """The strategies of a maker that sync in every step."""
+    return [name for name, each in STRATEGIES.items() if each.maker == maker and not each.has_islands]
+
+
+SYNCING, BASELINES = made_by("laconic"), made_by("PyTorch")
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
