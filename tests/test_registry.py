@@ -10,6 +10,7 @@ import pytest
 from laconic import registry
 from laconic.config import Config, ConfigError, ModelConfig, ShardConfig
 from laconic.config.job import from_dict
+from laconic.policy import to_keys
 from laconic.registry import Strategy
 from laconic.strategies.under import job_under
 
@@ -37,7 +38,8 @@ def test_a_job_under_a_strategy_has_its_keys(strategy: Strategy) -> None:
     if strategy.name == registry.AUTO:
         return
     job = job_under(strategy, Config(model=ModelConfig(config={"model_type": "llama"})))
-    assert all(getattr(job.shard, key) == value for key, value in strategy.shard.items())
+    keys = to_keys(job.shard)
+    assert all(keys[key] == value for key, value in strategy.shard.items())
     assert job.sync.is_local is strategy.has_islands
     assert job.schedule.is_cyclic is (strategy.schedule is not None)
 

@@ -173,7 +173,7 @@ class Predictions:
         """Predict a case on a cluster."""
         config = case.config
         plain = dataclasses.replace(
-            config, shard=replace(config.shard, strategy="laconic", cache="host", wire=None, device_budget_bytes=0),
+            config, shard=config.shard.with_keys(strategy="laconic", cache="host", wire=None, device_budget_bytes=0),
             train=replace(config.train, output="", steps=4), optimizer=type(config.optimizer)(),
         )  # fmt: skip
         traced = self._predictors.setdefault(repr(plain), Predictor(config, cluster, device_type="cpu"))

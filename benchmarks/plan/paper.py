@@ -82,7 +82,7 @@ def row(bench: Bench) -> Row:
         found = _first(adapters, names)
         lines.append((f"30B LoRA, 2 nodes, {'ZeRO-3' if names is _ZERO_3 else 'ZeRO++, FCDP-Sched'}: GiB", found.label,
                       found.wire_bytes * in_gib, said))  # fmt: skip
-    fp32 = dataclasses.replace(lora, shard=dataclasses.replace(lora.shard, reduce_dtype="float32"))
+    fp32 = dataclasses.replace(lora, shard=lora.shard.with_keys(reduce_dtype="float32"))
     host = _first(Predictor(fp32, cluster(2)), ("host",))
     across = host.ranks_per_node * sum(
         size for (level, purpose), size in host.sent_bytes.items()

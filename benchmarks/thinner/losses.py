@@ -195,7 +195,7 @@ def job_of(
         base,
         model=dataclasses.replace(base.model, init_seed=seed),
         data=dataclasses.replace(base.data, cache=str(bench.out / "tokens"), seed=seed),
-        shard=dataclasses.replace(base.shard, **keys),
+        shard=base.shard.with_keys(**keys),
         optimizer=dataclasses.replace(base.optimizer, **(optimizer or {}), **decays),
         train=dataclasses.replace(
             base.train, steps=steps, micro_batch_size=rows, eval_every=steps, eval_batches=eval_batches, resume=resume,

@@ -123,11 +123,11 @@ class Strategy:
         """Whether `package` can be imported."""
         return self.package is None or importlib.util.find_spec(self.package) is not None
 
-    def problem(self, section: str, values: object) -> str | None:
-        """The first limit on keys of `section` that `values`, which has them as attributes, does not keep, in words."""
+    def problem(self, section: str, values: Mapping[str, Any]) -> str | None:
+        """The first limit on keys of `section` that `values` do not keep, in words."""
         for limit in self.limits:
             where, _, key = limit.key.partition(".")
-            if where == section and not limit.holds(value := getattr(values, key)):
+            if where == section and not limit.holds(value := values[key]):
                 return limit.message.format(value=value, strategy=self.name)
         return None
 

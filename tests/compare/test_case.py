@@ -21,7 +21,7 @@ def test_a_case_changes_the_strategy_and_nothing_of_the_mathematics(strategy: st
     config = config_of(base, Case(strategy=strategy, steps=7), Path("out"))
     keys = STRATEGIES[strategy].shard
     assert config.shard.strategy == keys["strategy"]
-    assert "cache" not in keys or config.shard.cache == keys["cache"]
+    assert "cache" not in keys or config.shard.policy.cache.where == keys["cache"]
     assert (config.model, config.optimizer) == (BASE.model, BASE.optimizer)
     assert config.data.seed == BASE.data.seed
     assert config.train.steps == 7
@@ -48,9 +48,9 @@ def test_a_run_that_saves_ends_with_its_only_checkpoint() -> None:
 
 
 def test_a_budget_stays_with_the_cache_that_has_one() -> None:
-    base = Config(model=BASE.model, shard=ShardConfig(cache="host", device_budget_bytes=10))
-    assert config_of(base, Case(strategy="host"), Path("out")).shard.device_budget_bytes == 10
-    assert config_of(base, Case(strategy="device"), Path("out")).shard.device_budget_bytes == 0
+    base = Config(model=BASE.model, shard=ShardConfig.of_keys({"device_budget_bytes": 10}))
+    assert config_of(base, Case(strategy="host"), Path("out")).shard.policy.cache.device_budget_bytes == 10
+    assert config_of(base, Case(strategy="device"), Path("out")).shard.policy.cache.device_budget_bytes == 0
 
 
 def test_a_strategy_that_cannot_run_the_job_is_named() -> None:

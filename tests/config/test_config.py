@@ -57,7 +57,10 @@ def test_a_wrong_file_is_refused_by_name(table: dict[str, Any], parts: list[str]
         ({"optimizer": {"lr": 0.0}}, "positive"),
         ({"optimizer": {"betas": [0.9, 1.0]}}, "[0, 1)"),
         ({"shard": {"device_budget_bytes": 1, "cache": "none"}}, "needs shard.cache = 'host'"),
-        ({"shard": {"wire": "4bit", "cache": "none"}}, "so it needs shard.cache = 'host' or 'device', got 'none'"),
+        (
+            {"shard": {"wire": "4bit", "cache": "none"}},
+            "shard.cache = 'none' keeps none; use shard.cache = 'host'",
+        ),
         ({"shard": {"wire": "5bit"}}, "shard.wire: wire='5bit' is not known"),
         ({"shard": {"wire": {"weights": "int5"}}}, "shard.wire: Wire(weights='int5') is not known"),
         ({"shard": {"wire": {"bits": 4}}}, "unexpected keyword argument 'bits'"),

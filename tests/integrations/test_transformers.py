@@ -388,9 +388,9 @@ def test_arguments_are_command_line_options() -> None:
         granularity="32 rows",
         wire="8bit",
     )
-    assert options.blocks() == laconic.rows(32)
-    assert LaconicArguments(granularity={"*.weight": "whole"}).blocks() == {"*.weight": laconic.whole()}
-    assert LaconicArguments().mixed_precision(torch.bfloat16).reduce_dtype == torch.float32
+    assert options.policy.granularity == laconic.rows(32)
+    assert LaconicArguments(granularity={"*.weight": "whole"}).policy.granularity == {"*.weight": laconic.whole()}
+    assert LaconicArguments().policy.precision.mp_policy(autocast=torch.bfloat16).reduce_dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -400,11 +400,11 @@ def test_arguments_are_command_line_options() -> None:
         ({"param_dtype": "int8"}, "param_dtype='int8' is not known"),
         ({"device_budget_bytes": 5, "cache": "none"}, "needs cache='host'"),
         ({"wire": "5bit"}, "wire='5bit' is not known"),
-        ({"wire": "4bit", "cache": "none"}, "sends differences to cached weights; use cache='host' or 'device'"),
+        ({"wire": "4bit", "cache": "none"}, "but cache='none' keeps none; use cache='host' or 'device'"),
         ({"local_steps": -1}, "local_steps=-1 must be an integer of at least 0"),
         ({"islands": 2}, "needs local_steps"),
         ({"check_every": 1.5}, "check_every=1.5 must be an integer"),
-        ({"on_damage": "regather"}, "needs check_every"),
+        ({"on_damage": "regather"}, "set check_every too"),
         ({"units": "LlamaDecoderLayer"}, "must be a list of class names"),
         ({"granularity": "32 columns"}, "'32 columns' is not a block"),
     ],

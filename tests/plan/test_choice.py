@@ -101,7 +101,7 @@ def test_inexact_strategies_win_where_they_are_asked_for(predictor: Predictor) -
     assert allowed.recommended is not None
     assert allowed.recommended.strategy == "4bit"
     assert allowed.job is not None
-    assert allowed.job.shard.wire == "4bit"
+    assert allowed.job.shard.policy.wire.word == "4bit"
     islands = dataclasses.replace(predictor.config, sync=SyncConfig(mode="local", every=50))
     asked = Predictor(islands, predictor.cluster)
     asked._traces = predictor._traces
@@ -176,7 +176,7 @@ def test_the_command_ranks_writes_and_draws(
     assert "take laconic host" in printed
     assert "laconic none: 1.4" in printed
     assert "1.50x the bytes" in printed
-    assert load(best).shard.cache == "host"
+    assert load(best).shard.policy.cache.where == "host"
     text = picture.read_text()
     ElementTree.fromstring(text)
     assert cli.main(["plan", files[0], "--cluster", files[1], "--strategies", "none,host", "--json"]) == 0

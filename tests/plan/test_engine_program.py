@@ -37,7 +37,7 @@ def run(
     model: ModelTrace, nodes: int, local: int, *, device: str = "cpu", micro_batches: int = 1, cache: Any = "host",
     budget: int = 0, wire: str | None = None, dtype: str | None = None, **figures: object,
 ) -> tuple[Reading, Machine]:  # fmt: skip
-    shard = ShardConfig(cache=cache, device_budget_bytes=budget, wire=wire, param_dtype=dtype)
+    shard = ShardConfig.of_keys({"cache": cache, "device_budget_bytes": budget, "wire": wire, "param_dtype": dtype})
     config = Config(shard=shard, train=TrainConfig(accumulation=micro_batches))
     machine = Machine(cluster(nodes, local, **figures), device_type=device)
     program = RehearsedStep(machine, config, work(model, config, device), Shape(nodes=nodes, local=local))
@@ -139,7 +139,7 @@ def test_islands_share_bytes_out_over_their_interval() -> None:
     numel = 3 * WIDTH * WIDTH // 2
     for every, fragments, codec, nbytes in ((10, 1, "fp32", 4 * numel), (12, 3, "bf16", 2 * numel)):
         sync = SyncConfig(mode="local", islands=3, every=every, fragments=fragments, codec=codec)
-        config = Config(sync=sync, shard=ShardConfig(cache="none"))
+        config = Config(sync=sync, shard=ShardConfig.of_keys({"cache": "none"}))
         machine = Machine(cluster(3, 2), device_type="cpu")
         program = LocalStepsProgram(machine, config, work(model, config), shape)
         reading = program.read(machine)
@@ -153,7 +153,7 @@ def test_overlap_hides_an_exchange() -> None:
     seconds = []
     for overlap in (0, 1, 4):
         sync = SyncConfig(mode="local", islands=2, every=5, codec="fp32", overlap=overlap)
-        config = Config(sync=sync, shard=ShardConfig(cache="none"))
+        config = Config(sync=sync, shard=ShardConfig.of_keys({"cache": "none"}))
         machine = Machine(cluster(2, 1), device_type="cpu")
         seconds.append(LocalStepsProgram(machine, config, work(model, config), shape).read(machine).seconds)
     assert seconds[0] > seconds[1] >= seconds[2]

@@ -21,7 +21,7 @@ def plan_among_groups() -> tuple[int, bool, float]:
     mesh = laconic.init_mesh("cpu")
     before, model = Cluster.of(mesh), trace([[spec("weight", 64, 64)] for _ in range(2)])
     if dist.get_rank() == 0:
-        config = Config(shard=ShardConfig(wire="4bit"))
+        config = Config(shard=ShardConfig.of_keys({"wire": "4bit"}))
         rehearsals = Rehearsals(build=lambda _: model_of(model))
         work = work_of(config, device_type="cpu", trace=model, rehearsals=rehearsals)
         for nodes in (3, 5, 3):

@@ -87,7 +87,7 @@ room.layers_to_shard = lambda model: [getattr(model, "module", model)[0], getatt
 measured = {}
 for strategy in strategies:
     keys = {"none": {"cache": "none"}, "host": {}, "8bit": {"wire": "8bit"}, "4bit": {"wire": "4bit"}}
-    shard = ShardConfig(**keys[strategy]) if strategy in keys else ShardConfig(strategy=strategy)
+    shard = ShardConfig.of_keys(keys[strategy]) if strategy in keys else ShardConfig(strategy=strategy)
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3)))
     forward, _ = room.parallelize(model, Config(shard=shard), ranks, torch.device("cpu"))

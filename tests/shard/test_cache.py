@@ -27,10 +27,13 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"where": "disk"}, "cache='disk' is not known; use one of 'none', 'host', 'device'"),
-        ({"where": "host", "device_budget_bytes": -1}, "device_budget_bytes=-1 must not be negative"),
-        ({"where": "device", "device_budget_bytes": 5}, "device_budget_bytes=5 needs cache='host'.*got cache='device'"),
-        ({"device_budget_bytes": 5}, "device_budget_bytes=5 needs cache='host'.*got cache='none'"),
+        ({"where": "disk"}, r"Cache\(where='disk'\) is not known; use one of 'none', 'host', 'device'"),
+        ({"where": "host", "device_budget_bytes": -1}, r"Cache\(device_budget_bytes=-1\) must not be negative"),
+        (
+            {"where": "device", "device_budget_bytes": 5},
+            r"budget_bytes=5\) needs where='host'.*got Cache\(where='device'\)",
+        ),
+        ({"device_budget_bytes": 5}, r"Cache\(device_budget_bytes=5\) needs where='host'.*got Cache\(where='none'\)"),
     ],
 )
 def test_invalid_policies_are_refused(options: dict[str, Any], message: str) -> None:

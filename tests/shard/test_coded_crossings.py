@@ -55,10 +55,13 @@ def test_what_cannot_be_is_refused_and_what_does_nothing_says_so() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"weights": "int5"}, r"Wire\(weights='int5'\) is not known; use one of exact, bf16, int8, int4, int3"),
+        (
+            {"weights": "int5"},
+            r"Wire\(weights='int5'\) is not known; use one of 'exact', 'bf16', 'int8', 'int4', 'int3'",
+        ),
         ({"gradients": "int1"}, r"Wire\(gradients='int1'\) is not known"),
         ({"weights": "int4", "as_values": True}, "values need 8 bits or more; use 'int8'"),
-        ({"exact_every": 0, "weights": "int4"}, r"exact_every=0\) must be positive"),
+        ({"exact_every": 0, "weights": "int4"}, r"exact_every=0\) must be at least 1"),
         ({"feedback": True}, "needs gradients other than 'exact'"),
     ],
 )

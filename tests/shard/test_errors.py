@@ -83,7 +83,7 @@ def job_bad_calls() -> None:
     assert one.blocks[0].up.weight is one.blocks[1].up.weight
 
     layer = nn.Linear(3, 4)
-    refused("cache='disk' is not known", lambda: laconic.fully_shard(layer, mesh=mesh, cache="disk"))  # type: ignore[arg-type]
+    refused(r"Cache\(where='disk'\) is not known", lambda: laconic.fully_shard(layer, mesh=mesh, cache="disk"))  # type: ignore[arg-type]
     wrong = dist.get_world_size() + 1
     refused(
         f"reshard_after_forward as an int, it should be a factor of {wrong - 1}, not {wrong}",

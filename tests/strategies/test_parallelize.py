@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 import laconic
-from laconic.config import Config
 from laconic.config.sections import OptimizerConfig, ShardConfig
-from laconic.strategies.parallelize import wire_policy
+from laconic.strategies.parallelize import shard_policy
 
 
 @pytest.mark.parametrize(
@@ -24,5 +23,5 @@ from laconic.strategies.parallelize import wire_policy
     ],
 )
 def test_matrix_optimizers_get_gradients_in_eight_bits(optimizer: Any, wire: Any, expected: dict[str, Any]) -> None:
-    config = Config(optimizer=OptimizerConfig(name=optimizer), shard=ShardConfig(wire=wire))
-    assert wire_policy(config) == laconic.Wire(**expected)
+    shard = ShardConfig.of_keys({"wire": wire})
+    assert shard_policy(shard, OptimizerConfig(name=optimizer)).wire == laconic.Wire(**expected)

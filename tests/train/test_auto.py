@@ -36,7 +36,7 @@ def test_several_ranks_train_as_if_the_job_had_named_the_strategy(tmp_path: Path
     assert chosen.shard.cluster is None
     named = job(
         tmp_path,
-        shard={"strategy": chosen.shard.strategy, "cache": chosen.shard.cache},
+        shard={"strategy": chosen.shard.strategy, "cache": chosen.shard.policy.cache.where},
         train={"steps": 2, "output": str(tmp_path / "named")},
     )
     assert run_ranks(train_all, 4, [named], local=2)[0][0]["losses"] == first[0]["losses"] == second[0]["losses"]

@@ -11,7 +11,6 @@ from laconic.config.sections import (
     ScheduleConfig,
     ShardConfig,
     TrainConfig,
-    parse_block,
 )
 from laconic.config.sync import SyncConfig
 from laconic.errors import JobError
@@ -32,7 +31,6 @@ __all__ = [
     "all_keys",
     "from_dict",
     "load",
-    "parse_block",
     "parse_toml",
     "to_dict",
     "to_toml",

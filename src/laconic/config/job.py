@@ -14,8 +14,9 @@ import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
 from laconic.config import sections
-from laconic.config.section import ConfigError, refuse_absurd, shown
+from laconic.config.section import ConfigError, Section, refuse_absurd
 from laconic.config.sync import SyncConfig
+from laconic.policy import keys_of, shown, to_keys
 
 _T = TypeVar("_T")
 
@@ -85,32 +86,33 @@ def from_dict(cls: type[_T], table: Mapping[str, Any], prefix: str = "") -> _T:
     Raises:
         ConfigError: a key is unknown, or a value has the wrong type or makes no sense.
     """
-    hints = get_type_hints(cls)
+    is_section = issubclass(cls, Section)
+    hints = {name: key.hint for name, key in keys_of(cls).items()} if is_section else get_type_hints(cls)
     values = {}
     for key, value in table.items():
         refuse_absurd(key, "a key")
         name = f"{prefix}{key}"
         if key not in hints:
             raise ConfigError(_unknown_key(list(hints), key, prefix))
-        if not dataclasses.is_dataclass(hints[key]):
+        if is_section:
             refuse_absurd(value, name)
             values[key] = _convert(hints[key], value, name)
         elif isinstance(value, Mapping):
             values[key] = from_dict(hints[key], value, f"{name}.")
         else:
             raise ConfigError(f"`{name}` is a section ([{name}]), got {shown(value)} ({_type_name(value)})")
-    return cls(**values)
+    return cls.of_keys(values) if issubclass(cls, Section) else cls(**values)
 
 
 def all_keys() -> list[str]:
     """Every `section.key` of the configuration."""
-    return [f"{section}.{key}" for section, cls in get_type_hints(Config).items() for key in get_type_hints(cls)]
+    return [f"{section}.{key}" for section, cls in get_type_hints(Config).items() for key in keys_of(cls)]
 
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A `Config` or a section as plain JSON values, the inverse of `from_dict`. Keys that are not set are left out."""
     table: dict[str, Any] = {}
-    for key, value in vars(config).items():
+    for key, value in (to_keys(config) if isinstance(config, Section) else vars(config)).items():
         if dataclasses.is_dataclass(value):
             table[key] = to_dict(value)
         elif value is not None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, Literal, Self
 
 from laconic.errors import JobError
+from laconic.policy import Bound, Policy, PolicyError, from_keys, keys_of, shown, to_keys, with_keys
 
-_MOST_SHOWN = 200  # characters of a value in a message
 _MOST_NESTED = 100  # lists and tables within each other; the largest configurations of models have about five
 
 
@@ -18,23 +17,6 @@ class ConfigError(JobError):
     """The configuration is wrong; the message names the key and says what it should be."""
 
 
-class Bound(NamedTuple):
-    """A bound on the values of a key, as part of the field's annotation. None (not set) is always accepted."""
-
-    holds: Callable[[Any], bool]
-    """Whether a value is within the bound."""
-    text: str
-    """The end of the sentence "section.key = value must ..."."""
-
-
-Count = Annotated[int, Bound(lambda value: value >= 1, "be at least 1")]
-Size = Annotated[int, Bound(lambda value: value >= 0, "not be negative")]
-Positive = Annotated[float, Bound(lambda value: 0 < value < math.inf, "be a positive number")]
-NonNegative = Annotated[float, Bound(lambda value: value >= 0, "not be negative")]
-Share = Annotated[float, Bound(lambda value: 0 <= value <= 1, "lie in [0, 1]")]
-ProperShare = Annotated[float, Bound(lambda value: 0 <= value < 1, "lie in [0, 1)")]
-Switch = Annotated[bool | float, Bound(lambda value: 0 <= value <= 1, "be true, false or in [0, 1]")]
-AtLeastTwo = Annotated[int, Bound(lambda value: value >= 2, "be at least 2")]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"],  # with float16, so that its refusal can say why
     Bound(
@@ -43,11 +25,10 @@ Dtype = Annotated[
         "shard.param_dtype = 'float16'",
     ),
 ]
-ComputeDtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Section:
+class Section(Policy):
     """A section of the configuration. Its name is the class's, in lower case and without `Config`.
 
     A field's annotation states which values a key accepts, for example `Count` for an integer of at least 1. These
@@ -58,39 +39,58 @@ class Section:
     """
 
     def __post_init__(self) -> None:
-        for key, hint in get_type_hints(type(self), include_extras=True).items():
-            value = getattr(self, key)
-            refuse_absurd(value, self._path(key))
-            values = value if isinstance(value, tuple) else (value,)
-            for bound in _bounds(hint):
-                self._check(key, all(item is None or bound.holds(item) for item in values), f"must {bound.text}")
-        self._check_keys()
+        for name, value in to_keys(self).items():
+            refuse_absurd(value, f"{self.prefix()}{name}")
+        with self._in_own_words():
+            super().__post_init__()
+
+    @classmethod
+    def prefix(cls) -> str:
+        """What stands before a key in a message: the section's name and a dot."""
+        return f"{cls.__name__.removesuffix('Config').lower()}."
+
+    @classmethod
+    def of_keys(cls, values: Mapping[str, Any]) -> Self:
+        """The section with these values of its keys, and defaults for the others.
+
+        Raises:
+            ConfigError: see `Section`.
+        """
+        with cls._in_own_words():
+            return from_keys(cls, values)
+
+    def with_keys(self, **values: Any) -> Self:
+        """The section with other values of some keys.
+
+        Raises:
+            ConfigError: see `Section`.
+        """
+        with self._in_own_words():
+            return with_keys(self, **values)
+
+    @classmethod
+    @contextmanager
+    def _in_own_words(cls) -> Iterator[None]:
+        """Let a policy's refusal name keys of this section."""
+        try:
+            yield
+        except PolicyError as error:
+            raise ConfigError(error.told(cls.prefix(), " = ")) from None
 
     def pick(self, *keys: str) -> dict[str, Any]:
         """The values of `keys` as keyword arguments, for a function whose parameters have the same names."""
         return {key: getattr(self, key) for key in keys}
 
-    def _check_keys(self) -> None:
-        """Refuse values that make no sense together; a section without such values keeps this method."""
-
-    def _check(self, key: str, condition: bool, message: str) -> None:
-        if not condition:
-            value = getattr(self, key)
-            plain = list(value) if isinstance(value, tuple) else value
-            raise ConfigError(f"{self._path(key)} = {shown(plain)} {message}")
-
-    def _check_only_with(self, switch: str, *choices: str, keys: Iterable[str]) -> None:
+    def _check_only_with(self, switch: str, *choices: str, keys: Collection[str]) -> None:
         """Refuse `keys` that are not at their defaults, unless the key `switch` has one of the values `choices`."""
         if getattr(self, switch) in choices:
             return
-        path, wanted = self._path(switch), " or ".join(map(repr, choices))
+        path, wanted = f"{self.prefix()}{switch}", " or ".join(map(repr, choices))
         message = f"is for {path} = {wanted}, got {getattr(self, switch)!r}; leave it out, or change {path}"
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for key in keys:
-            self._check(key, getattr(self, key) == defaults[key], message)
-
-    def _path(self, key: str) -> str:
-        return f"{type(self).__name__.removesuffix('Config').lower()}.{key}"
+        values = to_keys(self)
+        for name, key in keys_of(type(self)).items():
+            if name in keys:
+                self._check(name, values[name] == key.default, message)
 
 
 def refuse_absurd(value: Any, name: str) -> None:
@@ -126,16 +126,3 @@ def _refuse_absurd_leaf(value: Any, name: str) -> None:
             is_text = False
         if not is_text:
             raise ConfigError(f"{name} = {shown(value)} has a NUL or is not UTF-8; take these characters out")
-
-
-def shown(value: Any) -> str:
-    """A value for a message: its `repr`, or the beginning of a long one."""
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
-
-
-def _bounds(hint: Any) -> Iterator[Bound]:
-    """The bounds in an annotation, and in the types of a tuple's items and of a union's alternatives."""
-    yield from getattr(hint, "__metadata__", ())
-    for part in get_args(hint):
-        yield from _bounds(part)

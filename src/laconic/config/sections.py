@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from laconic import registry
-from laconic.config.section import (
+from laconic.config.section import ConfigError, Dtype, Section
+from laconic.policy import (
     AtLeastTwo,
     Bound,
-    ComputeDtype,
-    ConfigError,
     Count,
-    Dtype,
     NonNegative,
     Positive,
     ProperShare,
-    Section,
     Share,
     Size,
+    keys_of,
+    option,
+    to_keys,
 )
-from laconic.layout.granularity import Block, block_of
-from laconic.shard.policies import Wire
-
-if TYPE_CHECKING:
-    StrategyName = str
-else:  # so that messages, help and completion have the names
-    StrategyName = Literal[registry.ways_to_train()]
+from laconic.shard.policies import Cache, Checks, ShardPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,94 +202,31 @@ class OptimizerConfig(Section):
 class ShardConfig(Section):
     """How the model is sharded over the ranks."""
 
-    strategy: StrategyName = "laconic"
+    strategy: str = option("laconic", hint=Literal[registry.ways_to_train()])  # messages and help have the names
     """`laconic`, or another way to train the very same job: PyTorch's own (`fsdp2`, `hsdp`, `ddp` and others),
     DeepSpeed's, torchft's. docs/compare.md says what each runs and needs. On CPU FSDP2 and HSDP reduce along a true
     ring and gather ahead, as on NCCL. `auto` takes what `laconic plan` recommends for this job on the machines of
     `cluster`. No key sets sizes, torchrun knows them: what other trainers call dp_shard is nodes x local ranks here."""
     cluster: str | None = None
     """With strategy = "auto": the cluster file, which `laconic plan measure` writes: docs/plan.md."""
-    cache: Literal["none", "host", "device"] = "host"
-    """Where `laconic` keeps a node shard (the part of a unit that a rank holds after the gather across nodes) between
-    its uses: nowhere, in host memory, or on the device."""
-    wire: dict[str, Any] | str | None = None
-    """The bits in which weights and gradients cross between nodes: "exact", "8bit" or "4bit", which need a cache. Or a
-    table with the fields of `laconic.Wire`, such as { weights = "exact", gradients = "int4" }. With Muon and Shampoo
-    "4bit" sends gradients in eight bits. Default: exact."""
-    device_budget_bytes: Size = 0
-    """With cache = "host": the last layers' node shards stay on the device until they fill this many bytes per rank."""
-    param_dtype: ComputeDtype | None = None
-    """The type of parameters in forward, in backward and on the wire; default: model.dtype. With float16 the loss is
-    scaled: see optimizer.loss_scale."""
-    reduce_dtype: ComputeDtype | None = None
-    """The type of gradients when they are reduced; default: param_dtype, on every release of torch."""
-    reshard_after_forward: bool | None = None
-    """Free gathered parameters after forward and gather them again in backward; default: yes, the root too."""
-    check_every: Size = 0
-    """With strategy = "laconic": steps between two that compare checksums of weights and gradients that cross, and of
-    cached weights, on all ranks; 0: never. 100 costs less than 1 % of a step."""
-    on_damage: Literal["raise", "regather"] = "raise"
-    """With check_every: for damage in cached weights, end the run, or warn and gather them again. Other damage ends the
-    run before the optimizer's step."""
+    policy: ShardPolicy = ShardPolicy(cache=Cache(where="host"))
     audit_every: Size = 0
     """With strategy = "laconic": steps between two in which each rank repeats its neighbour's first micro-batch, and
     both compare their gradients to the bit; 0: never. It takes two more forwards and backwards in such a step."""
-    granularity: dict[str, Any] | str | None = None
-    """The blocks that `laconic` never cuts: "32 rows", "256 elements" or "whole" for every parameter. Or a table from
-    patterns of a parameter's name in its layer, such as "self_attn.*", to blocks: the first pattern that matches
-    counts, and cuts of other parameters fall between rows. Default: as the optimizer needs, 32 rows for `adamw8bit`."""
 
     def _check_keys(self) -> None:
-        message = f"needs shard.param_dtype = 'float16', got {self.param_dtype!r}: the loss is scaled only then"
-        self._check("reduce_dtype", self.reduce_dtype != "float16" or self.param_dtype == "float16", message)
-        message = f"needs shard.cache = 'host', got {self.cache!r}"
-        self._check("device_budget_bytes", not self.device_budget_bytes or self.cache == "host", message)
+        precision = self.policy.precision
+        message = "needs {param_dtype='float16'}, got {param_dtype=}: the loss is scaled only then"
+        self._check("reduce_dtype", precision.reduce_dtype != "float16" or precision.param_dtype == "float16", message)
         if self.strategy not in (known := registry.ways_to_train()):
             raise ConfigError(f"shard.strategy: {registry.unknown(self.strategy, known)}")
-        if problem := registry.named(self.strategy).problem("shard", self):
+        if problem := registry.named(self.strategy).problem("shard", to_keys(self)):
             raise ConfigError(problem)
+        self._check_only_with("strategy", "laconic", keys=(*keys_of(Checks), "audit_every"))
         message = "needs shard.cluster, a cluster file: `laconic plan measure` under torchrun writes it"
         self._check("strategy", self.strategy != "auto" or self.cluster is not None, message)
         message = f"is for shard.strategy = 'auto', got {self.strategy!r}; leave it out"
         self._check("cluster", self.cluster is None or self.strategy == "auto", message)
-        self._check_wire()
-        message = "is for steps that are checked; set shard.check_every too"
-        self._check("on_damage", self.on_damage == "raise" or self.check_every > 0, message)
-        blocks = self.granularity.values() if isinstance(self.granularity, dict) else [self.granularity]
-        for text in blocks:
-            if text is not None:
-                parse_block(text)
-
-    def _check_wire(self) -> None:
-        policy = self.wire_policy
-        message = "sends differences to cached weights, so it needs shard.cache = 'host' or 'device', got 'none'"
-        self._check("wire", not policy.sends_differences or self.cache != "none", message)
-        message = "cannot feed errors back with shard.param_dtype = 'float16', whose loss scale changes; leave it out"
-        self._check("wire", not policy.feedback or self.param_dtype != "float16", message)
-
-    @property
-    def wire_policy(self) -> Wire:
-        """The policy that `wire` describes.
-
-        Raises:
-            ConfigError: it describes none.
-        """
-        try:
-            return Wire(**self.wire) if isinstance(self.wire, dict) else Wire.of(self.wire or "exact")  # type: ignore[arg-type]
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"shard.wire: {error}") from None
-
-
-def parse_block(text: Any) -> Block:
-    """The block that "32 rows", "256 elements" or "whole" describes.
-
-    Raises:
-        ConfigError: `text` is none of these.
-    """
-    try:
-        return block_of(text)
-    except ValueError as error:
-        raise ConfigError(f"shard.granularity: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,8 +251,7 @@ class ScheduleConfig(Section):
     """Lag of a worker behind the previous one, in 1/N of a batch: 1 keeps activations flat, less suits a slow wire."""
 
     def _check_keys(self) -> None:
-        keys = [field.name for field in dataclasses.fields(self) if field.name != "kind"]
-        self._check_only_with("kind", "cyclic", keys=keys)
+        self._check_only_with("kind", "cyclic", keys=keys_of(ScheduleConfig).keys() - {"kind"})
 
     @property
     def is_cyclic(self) -> bool:

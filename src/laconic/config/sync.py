@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from laconic.config.section import ConfigError, Count, Positive, ProperShare, Section, Switch
+from laconic.config.section import ConfigError, Section
 from laconic.islands.fragments import SyncSchedule
 from laconic.islands.membership import Membership
+from laconic.policy import Count, Positive, ProperShare, Switch, keys_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,7 @@ class SyncConfig(Section):
     """With `rendezvous`: the longest that islands wait for one of them at a sync, before they go on without it."""
 
     def _check_keys(self) -> None:
-        keys = [field.name for field in dataclasses.fields(self) if field.name != "mode"]
-        self._check_only_with("mode", "local", keys=keys)
+        self._check_only_with("mode", "local", keys=keys_of(SyncConfig).keys() - {"mode"})
         try:
             SyncSchedule(every=self.every, fragments=self.fragments, overlap=self.overlap)
         except ValueError as error:

@@ -142,7 +142,7 @@ class DeepSpeedStepper(Stepper):
 @torch.no_grad()
 def _round(model: nn.Module, config: Config) -> None:
     """Give parameters the dtype in which they are gathered; `Partitions` has the trainable ones in float32."""
-    if config.shard.param_dtype == "bfloat16":
+    if config.shard.policy.precision.param_dtype == "bfloat16":
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
 

@@ -69,7 +69,7 @@ def deepspeed(machine: Machine, config: Config, work: StepWork, shape: Shape) ->
     options = DeepspeedOptions(
         hpz=config.shard.strategy != "deepspeed",
         quantizes=config.shard.strategy == "deepspeed-zero++",
-        reshards=config.shard.reshard_after_forward is not False,
+        reshards=config.shard.policy.reshard_after_forward is not False,
     )
     return Deepspeed(machine, work, shape, options)
 

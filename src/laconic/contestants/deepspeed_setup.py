@@ -131,10 +131,10 @@ class Sizes:
 
 def zero_3(config: Config, ranks: RankInfo, sizes: Sizes) -> dict[str, Any]:
     """DeepSpeed's configuration for a job: [Note: DeepSpeed as a baseline]."""
-    shard, strategy = config.shard, config.shard.strategy
-    reshards = shard.reshard_after_forward is not False
-    compute = shard.param_dtype or config.model.dtype
-    reduce = shard.reduce_dtype or compute
+    policy, strategy = config.shard.policy, config.shard.strategy
+    reshards = policy.reshard_after_forward is not False
+    compute = policy.precision.param_dtype or config.model.dtype
+    reduce = policy.precision.reduce_dtype or compute
     zero: dict[str, Any] = {
         "stage": 3,
         "overlap_comm": True,

@@ -20,7 +20,7 @@ from laconic.plan.program import Program, StepWork, WrittenProgram, add_sync
 
 def diloco(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Program:
     """Torchft's DiLoCo: a `Make`."""
-    reshards = config.shard.reshard_after_forward is not False
+    reshards = config.shard.policy.reshard_after_forward is not False
     return TorchftDiloco(machine, work, shape, config.sync, reshards=reshards)
 
 

@@ -108,7 +108,7 @@ class LaconicAccelerator(Accelerator):
             module,
             self.arguments,
             mesh=mesh,
-            mp_policy=self.arguments.mixed_precision(dtype),
+            mp_policy=self.arguments.policy.precision.mp_policy(autocast=dtype),
             broadcast_buffers=self.ddp_handler is None or self.ddp_handler.broadcast_buffers,
         )
         if dtype is not None and self.arguments.param_dtype == "float32" and self.native_amp:  # as accelerate with DDP

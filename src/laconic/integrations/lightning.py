@@ -108,7 +108,7 @@ class LaconicStrategy(ModelParallelStrategy):
         """
         module = self.lightning_module
         assert module is not None
-        policy = self.arguments.mixed_precision(_MIXED.get(self.precision_plugin.precision))
+        policy = self.arguments.policy.precision.mp_policy(autocast=_MIXED.get(self.precision_plugin.precision))
         for part, layers in _parts(module, self.arguments.units):
             shard_model(part, self.arguments, mesh=self.device_mesh, mp_policy=policy, layers=layers)
         _materialize_distributed_module(module, self.root_device)
@@ -186,7 +186,7 @@ class LaconicFabricStrategy(FabricModelParallelStrategy):
         self._device_mesh = make_mesh(self.arguments, self.root_device.type)
 
     def _shard(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        policy = self.arguments.mixed_precision(_MIXED.get(self.precision.precision))
+        policy = self.arguments.policy.precision.mp_policy(autocast=_MIXED.get(self.precision.precision))
         return shard_model(module, self.arguments, mesh=mesh, mp_policy=policy)
 
     @property

@@ -51,7 +51,7 @@ def shard_model(
         return model
     refuse_quantised(model)
     mesh = mesh if mesh is not None else make_mesh(arguments)
-    device = device_of(mesh)
+    device, policy = device_of(mesh), arguments.policy
     if arguments.broadcast_buffers is not None:
         broadcast_buffers = arguments.broadcast_buffers
     for module in [*(find_units(model, arguments.units) if layers is None else layers), model]:
@@ -59,14 +59,10 @@ def shard_model(
         laconic.fully_shard(
             module,
             mesh=mesh,
-            cache=arguments.cache_policy(),
-            wire=arguments.wire_policy(),
-            reshard_after_forward=arguments.reshard_after_forward is not False,
-            mp_policy=mp_policy or arguments.mixed_precision(),
-            granularity=arguments.blocks(),
+            mp_policy=mp_policy or policy.precision.mp_policy(),
             broadcast=arguments.broadcast,
             broadcast_buffers=broadcast_buffers,
-            checks=arguments.checks(),
+            **policy.arguments(),
         )
     return model
 

@@ -67,13 +67,9 @@ def with_laconic(
 
     @functools.wraps(parallelize_fn)
     def parallelize(model: nn.Module, **settings: Any) -> nn.Module:
-        shard = functools.partial(
-            laconic.fully_shard,
-            cache=chosen.cache_policy(),
-            wire=chosen.wire_policy(),
-            granularity=chosen.blocks(),
-            checks=chosen.checks(),
-        )
+        policies = chosen.policy.arguments()
+        del policies["reshard_after_forward"]  # torchtitan's own call says it
+        shard = functools.partial(laconic.fully_shard, **policies)
         with _in_place_of_fsdp2(shard, {"torchtitan", parallelize_fn.__module__.partition(".")[0]}):
             parallel = parallelize_fn(model, **settings)
         if not any(isinstance(module, laconic.ShardedModule) for module in parallel.modules()):

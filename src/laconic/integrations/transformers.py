@@ -142,7 +142,7 @@ class LaconicMixin(_Base):
         """Shard the trained model, and return it as the loop calls it: with autocast, and compiled if asked."""
         arguments = self.laconic_arguments
         dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        policy = arguments.mixed_precision(dtypes.get(self.accelerator.mixed_precision))
+        policy = arguments.policy.precision.mp_policy(autocast=dtypes.get(self.accelerator.mixed_precision))
         broadcasts = self.args.ddp_broadcast_buffers is not False
         shard_model(model, arguments, mesh=self.laconic_mesh, mp_policy=policy, broadcast_buffers=broadcasts)
         # transformers then lets all ranks generate equally many tokens.

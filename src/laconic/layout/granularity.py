@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from laconic.layout.bucket import row_block
 
@@ -33,6 +33,11 @@ class Block:
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ValueError(f"a block of {self.count} {self.unit} cuts nothing; it needs at least 1")
+
+    def __str__(self) -> str:
+        if self.unit == "whole":
+            return self.unit
+        return f"{self.count} {self.unit if self.count > 1 else self.unit.removesuffix('s')}"
 
     def numel(self, shape: Sequence[int]) -> int:
         """The elements per block of a tensor of this shape; at least 1."""
@@ -82,6 +87,24 @@ Granularity: TypeAlias = Callable[[str, "Tensor"], int | Block] | Block | Mappin
 - A mapping from patterns (as in `fnmatch`, such as "*.weight") to blocks. The first pattern that matches a parameter's
   name within its unit decides; a parameter that matches no pattern gets one row.
 - A function of the parameter's name within its unit and the parameter. It returns a block or the elements per block."""
+
+
+def granularity_of(given: Any) -> Granularity | None:
+    """Return what `fully_shard(granularity=)` takes, from a text such as "32 rows", or a mapping to texts or blocks.
+
+    Raises:
+        ValueError: a text is no block.
+    """
+    if isinstance(given, Mapping):
+        return {pattern: each if isinstance(each, Block) else block_of(each) for pattern, each in given.items()}
+    return given if given is None or isinstance(given, Block) or callable(given) else block_of(given)
+
+
+def granularity_text(granularity: Granularity | None) -> Any:
+    """The inverse of `granularity_of`. A function stays as it is."""
+    if isinstance(granularity, Mapping):
+        return {pattern: str(block) for pattern, block in granularity.items()}
+    return str(granularity) if isinstance(granularity, Block) else granularity
 
 
 @dataclass(frozen=True, kw_only=True)

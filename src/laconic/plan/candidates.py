@@ -13,6 +13,7 @@ from laconic.plan.machine import Machine
 from laconic.plan.program import Program, StepWork
 from laconic.plan.rehearsed import RehearsedStep
 from laconic.registry import Strategy
+from laconic.shard.policies import Wire
 
 Make = Callable[[Machine, Config, StepWork, Shape], Program]
 """What `Strategy.predict` names: it makes a program from an idle machine, the job under the strategy, its work and its
@@ -41,7 +42,7 @@ def is_asked_for(strategy: Strategy, config: Config) -> bool:
         has_sync = strategy.has_islands and config.sync.is_local
         return has_sync or (strategy.schedule is not None and config.schedule.is_cyclic)
     wire = strategy.shard.get("wire")
-    return wire is not None and config.shard.wire == wire
+    return wire is not None and config.shard.policy.wire == Wire.of(wire)
 
 
 def on_engine(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Program:

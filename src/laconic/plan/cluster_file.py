@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 import tomli_w
 
 from laconic.config import ConfigError, parse_toml
-from laconic.config.section import refuse_absurd, shown
+from laconic.config.section import refuse_absurd
 from laconic.plan.cluster_spec import DTYPES, ClusterSpec, refuse_missing
 from laconic.plan.known import Device, Network, find_device, find_network
 from laconic.plan.units import Unit, expected, format_quantity, parse_quantity, unit_of
+from laconic.policy import shown
 
 _T = TypeVar("_T")
 _Links = tuple[int, Network]

@@ -15,7 +15,8 @@ from typing import Annotated
 import torch
 
 from laconic.comm.traffic import Level
-from laconic.config.section import Bound, ConfigError, Count, Section
+from laconic.config.section import ConfigError, Section
+from laconic.policy import Bound, Count
 
 DTYPES = ("float32", "tfloat32", "bfloat16", "float16", "float8")
 """The types of numbers whose products have a rate. `float32` is without tensor cores; `tfloat32` with them."""
@@ -143,8 +144,10 @@ class ClusterSpec(Section):
             raise ConfigError(_missing(key))
         return value
 
-    def _path(self, key: str) -> str:
-        return key
+    @classmethod
+    def prefix(cls) -> str:
+        """Nothing: the file has no sections."""
+        return ""
 
     def _check_keys(self) -> None:
         self._check("device_flops_per_s", bool(self.device_flops_per_s), f"must have a rate of {' or '.join(DTYPES)}")

@@ -11,7 +11,7 @@ from laconic.plan.job_trace import trace_job
 from laconic.plan.model_trace import ModelTrace
 from laconic.plan.program import StepWork
 from laconic.plan.rehearsal import Rehearsals
-from laconic.strategies.parallelize import granularity, mixed_precision, wire_policy
+from laconic.strategies.parallelize import mixed_precision, shard_policy
 
 
 def work_of(
@@ -23,8 +23,9 @@ def work_of(
         JobError: the model cannot be built.
         TraceError: the model cannot be traced, and there is no formula for it.
     """
+    policy = shard_policy(config.shard, config.optimizer)
     sharding = Sharding(
-        precision=mixed_precision(config), granularity=granularity(config), wire=wire_policy(config),
+        precision=mixed_precision(config.shard, config.model), granularity=policy.granularity, wire=policy.wire,
         device_type=device_type,
     )  # fmt: skip
     return StepWork(
@@ -42,4 +43,4 @@ def with_shard(config: Config, **keys: Any) -> Config:
     Raises:
         ConfigError: the keys contradict each other.
     """
-    return dataclasses.replace(config, shard=dataclasses.replace(config.shard, **keys))
+    return dataclasses.replace(config, shard=config.shard.with_keys(**keys))

@@ -34,13 +34,13 @@ def trace_job(config: Config, *, device_type: str | None = None) -> ModelTrace:
     if sync.slices > 1:  # slices are equally large, so the first stands for all
         partial_updates(model, slice_index=0, num_slices=sync.slices, include=sync.slice_include)
     device_type = device_type or ("cuda" if config.train.device == "auto" else torch.device(config.train.device).type)
-    shard = config.shard
+    precision = config.shard.policy.precision
     trace = trace_model(
         model,
         micro_batch_size=config.train.micro_batch_size,
         sequence_length=config.data.sequence_length,
         arguments=batch_of(config),
-        compute_dtype=getattr(torch, shard.param_dtype) if shard.param_dtype else None,
+        compute_dtype=getattr(torch, precision.param_dtype) if precision.param_dtype else None,
         device_type=device_type,
         gradients_in_place=writes_in_place(config),
     )
@@ -52,10 +52,10 @@ def trace_job(config: Config, *, device_type: str | None = None) -> ModelTrace:
 
 def writes_in_place(config: Config) -> bool:
     """Whether a job runs on laconic's engine and reduces gradients in the dtype in which layers compute."""
-    shard = config.shard
-    param_dtype = shard.param_dtype or config.model.dtype
+    shard, precision = config.shard, config.shard.policy.precision
+    param_dtype = precision.param_dtype or config.model.dtype
     is_ours = registry.named(shard.strategy).on_engine and not config.schedule.is_cyclic
-    return is_ours and (shard.reduce_dtype or param_dtype) == param_dtype
+    return is_ours and (precision.reduce_dtype or param_dtype) == param_dtype
 
 
 def with_vocabulary(config: Config) -> ModelConfig:

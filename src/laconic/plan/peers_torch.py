@@ -41,7 +41,7 @@ def _fsdp2(
 ) -> Program:
     options = Fsdp2Options(
         sharded=sharded,
-        reshards=config.shard.reshard_after_forward is not False,
+        reshards=config.shard.policy.reshard_after_forward is not False,
         is_gloo=is_gloo,
         syncs_always=registry.named(config.shard.strategy).reduces_always,
     )

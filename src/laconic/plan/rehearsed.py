@@ -88,7 +88,7 @@ class RehearsedStep(Program):
 
     def _num_on_device(self) -> int:
         """The number of layers whose node shards stay on the device by the budget of a host cache."""
-        budget_bytes = self._config.shard.device_budget_bytes
+        budget_bytes = self._config.shard.policy.cache.device_budget_bytes
         if not budget_bytes:
             return 0
         root, layer, *_ = self.rehearsal.cached_bytes
@@ -107,7 +107,7 @@ class RehearsedStep(Program):
         config = self._config
         if on_device:
             budget_bytes = on_device * self.rehearsal.cached_bytes[1]
-            config = replace(config, shard=replace(config.shard, device_budget_bytes=budget_bytes))
+            config = replace(config, shard=config.shard.with_keys(device_budget_bytes=budget_bytes))
         player = Player(
             Machine(machine.cluster, device_type=machine.device_type),
             self._rehearse(config, self._ids(on_host, on_device)),

@@ -27,7 +27,7 @@ from laconic.shard import extension
 from laconic.shard.bucket import HOME, Bucket, ManagedParameter, compute_dtype_of
 from laconic.shard.conversion import check_convertible, converts, needs_equal_chunks
 from laconic.shard.kinds import BucketKind, group_by_kind
-from laconic.shard.policies import Cache, Checks, Where, Wire, WireName
+from laconic.shard.policies import Cache, Checks, ShardPolicy, Where, Wire, WireName
 from laconic.shard.sharded_module import sharded_class
 from laconic.shard.unit import Origin, Unit, unit_of
 
@@ -313,12 +313,7 @@ def _resolve_wire(wire: Wire, cache: Cache, managed: list[ManagedParameter]) -> 
                 stacklevel=3,
             )
         return wire
-    if wire.sends_differences and cache.where == "none":
-        raise ValueError(
-            f"Wire(weights={wire.weights!r}) sends differences to the copies that a cache keeps, but cache='none' "
-            "keeps none; use cache='host' or 'device', or Wire(weights='int8', as_values=True, ...), or weights='exact'"
-        )
-    return wire
+    return ShardPolicy(cache=cache, wire=wire).wire
 
 
 def _kind_of(item: ManagedParameter, *, precision: MixedPrecisionPolicy) -> BucketKind:

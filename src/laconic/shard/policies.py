@@ -2,43 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from laconic.layout.granularity import granularity_of, granularity_text
+from laconic.policy import Count, Policy, Size, keys_of, option
 
 if TYPE_CHECKING:
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     from laconic.codec import Codec
 
 Where = Literal["none", "host", "device"]
 OnDamage = Literal["raise", "regather"]
+DtypeName = Literal["float32", "bfloat16", "float16"]
 WireWeights = Literal["exact", "bf16", "int8", "int4", "int3"]
 WireGradients = Literal["exact", "bf16", "int8", "int4", "int3", "e2m1", "int2"]
 WireName = Literal["exact", "8bit", "4bit"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cache:
+@dataclass(frozen=True, kw_only=True)
+class Cache(Policy):
     """The policy that says where a unit's node shard stays between its uses.
 
     Raises:
         ValueError: `where` is unknown, or `device_budget_bytes` is negative or given without `where="host"`.
     """
 
-    where: Where = "none"
-    """`none` frees the node shard after each use (ZeRO-3). `host` keeps it in pinned host memory (FCDP): 1 / L of the
-    unit per rank, with L local ranks. `device` keeps it in device memory: 1 / L of the unit more (ZeRO++ hpZ)."""
-    device_budget_bytes: int = 0
+    where: Where = option("none", key="cache")
+    """Where a node shard (the part of a unit that a rank holds after the gather across nodes) stays between its uses.
+    `none` frees it after each use (ZeRO-3). `host` keeps it in pinned host memory, so that weights cross the network
+    once (FCDP): 1 / L of the unit per rank, with L local ranks. `device` keeps it in device memory: 1 / L of the unit
+    more (ZeRO++ hpZ)."""
+    device_budget_bytes: Size = 0
     """Bytes per rank, for `host` only: the last units, which backward uses first, stay on the device up to this."""
 
-    def __post_init__(self) -> None:
-        if self.where not in get_args(Where):
-            raise ValueError(f"cache={self.where!r} is not known; use one of {', '.join(map(repr, get_args(Where)))}")
-        if self.device_budget_bytes < 0:
-            raise ValueError(f"device_budget_bytes={self.device_budget_bytes} must not be negative")
-        if self.device_budget_bytes and self.where != "host":
-            raise ValueError(
-                f"device_budget_bytes={self.device_budget_bytes} needs cache='host', because it moves a part of the "
-                f"host cache to the device; got cache={self.where!r}"
-            )
+    def _check_keys(self) -> None:
+        message = "needs {cache='host'}, because it moves a part of the host cache to the device; got {cache=}"
+        self._check("device_budget_bytes", not self.device_budget_bytes or self.where == "host", message)
 
     @classmethod
     def of(cls, cache: Cache | Where) -> Cache:
@@ -50,8 +54,8 @@ class Cache:
         return 2 * num_micro_batches if self.where == "none" else 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wire:
+@dataclass(frozen=True, kw_only=True)
+class Wire(Policy):
     """The bits in which weights and gradients cross between nodes. Inside a node everything stays exact.
 
     Gradients also cross between islands that are replicas, which sum them in every step (HSDP). Weights do not.
@@ -77,37 +81,51 @@ class Wire:
     feedback: bool = False
     """Add what the codec lost of a gradient to the next one. It takes N - 1 fp32 shards of device memory with N nodes,
     and less than one more with replicas."""
-    exact_every: int = 1000
+    exact_every: Count = 1000
     """Optimizer steps from one exact crossing of the weights to the next."""
+    word: WireName | None = field(default=None, init=False, compare=False, repr=False)
+    """The word that stood for the policy. What it means may depend on the optimizer: see `for_optimizer`."""
 
-    def __post_init__(self) -> None:
-        for name, value, kind in (("weights", self.weights, WireWeights), ("gradients", self.gradients, WireGradients)):
-            if value not in get_args(kind):
-                raise ValueError(f"Wire({name}={value!r}) is not known; use one of {', '.join(get_args(kind))}")
-        if self.exact_every < 1:
-            raise ValueError(f"Wire(exact_every={self.exact_every}) must be positive")
-        if self.as_values and self.weights not in ("bf16", "int8"):
-            raise ValueError(
-                f"Wire(weights={self.weights!r}, as_values=True): values need 8 bits or more; use 'int8' or 'bf16', or "
-                "send differences, with as_values=False and a cache"
-            )
-        if self.feedback and self.gradients == "exact":
-            raise ValueError("Wire(feedback=True) needs gradients other than 'exact', which lose nothing")
+    def _check_keys(self) -> None:
+        values = (
+            "values need 8 bits or more; use 'int8' or 'bf16', or send differences, with as_values=False and a cache"
+        )
+        self._check("weights", not self.as_values or self.weights in ("bf16", "int8"), f"with as_values=True: {values}")
+        message = "needs gradients other than 'exact', which lose nothing"
+        self._check("feedback", not self.feedback or self.gradients != "exact", message)
 
     @classmethod
-    def of(cls, wire: Wire | WireName) -> Wire:
-        """The policy that `fully_shard(wire=)` was given, as an object or as a word.
+    def of(cls, wire: Wire | WireName | Mapping[str, Any] | None) -> Wire:
+        """The policy that `fully_shard(wire=)` or a file was given: an object, a word, or a table of its fields.
 
         Raises:
-            ValueError: the word is unknown.
+            ValueError: the word is unknown, or see `Wire`.
+            TypeError: the table has a key that is no field.
         """
         if isinstance(wire, Wire):
             return wire
-        if wire not in get_args(WireName):
-            raise ValueError(
-                f"wire={wire!r} is not known; use one of {', '.join(get_args(WireName))}, or a laconic.Wire"
-            )
-        return _NAMED[wire]
+        if isinstance(wire, Mapping):
+            return cls(**wire)
+        if wire is not None and wire not in _NAMED:
+            raise ValueError(f"wire={wire!r} is not known; use one of {', '.join(_NAMED)}, or a laconic.Wire")
+        found = cls(**_NAMED[wire or "exact"])
+        object.__setattr__(found, "word", wire)
+        return found
+
+    def plain(self) -> str | dict[str, Any] | None:
+        """The policy as a file says it: its word, or a table of what is not as by default; None for exact crossings."""
+        if self.word is not None or self.is_exact:
+            return self.word
+        return {name: value for name, key in keys_of(Wire).items() if (value := getattr(self, name)) != key.default}
+
+    def for_optimizer(self, name: str) -> Wire:
+        """The policy under an optimizer of this name.
+
+        Muon and Shampoo enlarge small directions of a gradient, and what a codec has lost with them. So for them the
+        word "4bit" sends gradients in eight bits; a policy that was given as an object or a table is followed as it is.
+        """
+        is_changed = self.word == "4bit" and name in ("muon", "shampoo")
+        return dataclasses.replace(self, gradients="int8") if is_changed else self
 
     @property
     def is_exact(self) -> bool:
@@ -141,10 +159,10 @@ def _codec(name: str) -> Codec | None:
     return CODECS.get(name)
 
 
-_NAMED: dict[str, Wire] = {
-    "exact": Wire(),
-    "8bit": Wire(weights="int8", gradients="int8"),
-    "4bit": Wire(weights="int4", gradients="int4"),
+_NAMED: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "8bit": {"weights": "int8", "gradients": "int8"},
+    "4bit": {"weights": "int4", "gradients": "int4"},
 }
 
 ZERO_PLUS_PLUS = Wire(weights="int8", as_values=True, gradients="int4")
@@ -152,27 +170,100 @@ ZERO_PLUS_PLUS = Wire(weights="int8", as_values=True, gradients="int4")
 larger, and it codes gradients inside the node, too. So these losses flatter it; the bytes between nodes are its own."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Checks:
+@dataclass(frozen=True, kw_only=True)
+class Checks(Policy):
     """The policy that says how often a unit compares checksums between ranks, and what follows from damage.
 
     Raises:
-        ValueError: `interval` is negative, or `on_damage` is unknown.
+        ValueError: `interval` is negative, or `on_damage` is unknown or given without an interval.
     """
 
-    interval: int = 100
-    """Optimizer steps from one step that is checked to the next; the first step is checked, too. A forward without
-    gradients is a step of its own. 0 for no checksums."""
+    interval: Size = option(100, key="check_every")
+    """Optimizer steps from one step that compares checksums of weights and gradients that cross, and of cached weights,
+    on all ranks, to the next; the first step is checked, too. A forward without gradients is a step of its own. 0: no
+    checksums. 100 costs less than 1 % of a step."""
     on_damage: OnDamage = "raise"
     """For a node shard that was damaged while it rested in a cache. `raise` ends training with a `CorruptionError` at
-    the end of the step. `regather` warns, and gathers the unit again before it is used. Other damage always raises."""
+    the end of the step, before the optimizer's. `regather` warns, and gathers the unit again before it is used. Other
+    damage always raises."""
     unnoticed_edits: bool = False
     """Look in every forward and every backward for weights that have changed without notice, as through
     `to_local().data` or a raw pointer. For finding mistakes: it takes a pass over the shard and a message each time."""
 
-    def __post_init__(self) -> None:
-        if self.interval < 0:
-            raise ValueError(f"Checks(interval={self.interval}) must be a number of steps, or 0 for no checksums")
-        if self.on_damage not in get_args(OnDamage):
-            words = ", ".join(map(repr, get_args(OnDamage)))
-            raise ValueError(f"Checks(on_damage={self.on_damage!r}) is not known; use one of {words}")
+    def _check_keys(self) -> None:
+        message = "is for steps that are checked; set {check_every} too"
+        self._check("on_damage", self.on_damage == "raise" or self.interval > 0, message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision(Policy):
+    """The names of the types that torch's `MixedPrecisionPolicy` takes, for a file or an option."""
+
+    param_dtype: DtypeName | None = None
+    """The type of parameters in forward, in backward and on the wire. Default: that of the trainer's own mixed
+    precision, or else the model's own."""
+    reduce_dtype: DtypeName | None = None
+    """The type of gradients when they are reduced. Default: float32 with a trainer's own mixed precision, or else
+    param_dtype, on every release of torch."""
+
+    def mp_policy(
+        self, *, autocast: torch.dtype | None = None, model_dtype: torch.dtype | None = None
+    ) -> MixedPrecisionPolicy:
+        """The policy that `fully_shard` takes.
+
+        Args:
+            autocast: the type of a trainer's own mixed precision (`bf16=True`, `precision="bf16-mixed"`). It is
+                `param_dtype` where that is not given; gradients are then reduced in float32.
+            model_dtype: the type of the model's parameters, in which gradients are reduced if nothing else says.
+        """
+        import torch
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        param_dtype = getattr(torch, self.param_dtype) if self.param_dtype else autocast
+        reduce_dtype = getattr(torch, self.reduce_dtype) if self.reduce_dtype else None
+        if reduce_dtype is None:
+            reduce_dtype = torch.float32 if autocast is not None else param_dtype or model_dtype
+        return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPolicy(Policy):
+    """How a whole model is sharded. Job descriptions, trainers' options and the planner contain it: [Note: Keys].
+
+    Raises:
+        ValueError: policies do not go together.
+    """
+
+    cache: Cache = option(Cache(), of=Cache.of)
+    wire: Wire = option(Wire(), of=Wire.of, plain=Wire.plain, hint=dict[str, Any] | str | None)
+    """The bits in which weights and gradients cross between nodes: "exact", "8bit" or "4bit", which need a cache. Or a
+    table with the fields of `laconic.Wire`, such as { weights = "exact", gradients = "int4" }. With Muon and Shampoo
+    "4bit" sends gradients in eight bits. Default: exact."""
+    precision: Precision = Precision()
+    reshard_after_forward: bool | None = None
+    """Free gathered parameters after forward and gather them again in backward. Default: yes, the root too."""
+    checks: Checks = Checks(interval=0)
+    granularity: Any = option(None, of=granularity_of, plain=granularity_text, hint=dict[str, Any] | str | None)
+    """The blocks that are never cut: "32 rows", "256 elements" or "whole" for every parameter. Or a table from patterns
+    of a parameter's name in its layer, such as "self_attn.*", to blocks: the first pattern that matches counts, and
+    cuts of other parameters fall between rows. Python also takes what `fully_shard` takes. Default: as the optimizer
+    needs, 32 rows for `adamw8bit`; else one row."""
+
+    def _check_keys(self) -> None:
+        message = (
+            "sends differences to the copies that a cache keeps, but {cache='none'} keeps none; use {cache='host'} or "
+            "'device', or Wire(weights='int8', as_values=True, ...), or weights='exact'"
+        )
+        self._check("wire", not self.wire.sends_differences or self.cache.where != "none", message)
+        message = "cannot feed errors back with {param_dtype='float16'}, whose loss scale changes; leave it out"
+        self._check("wire", not self.wire.feedback or self.precision.param_dtype != "float16", message)
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `laconic.fully_shard` that it decides, without `mp_policy`, for every unit and the root."""
+        return {
+            "cache": self.cache,
+            "wire": self.wire,
+            "checks": self.checks,
+            "granularity": self.granularity,
+            "reshard_after_forward": self.reshard_after_forward is not False,
+        }

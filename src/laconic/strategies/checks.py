@@ -1,14 +1,10 @@
 """Refuses jobs whose sections do not fit together, or do not fit the launch, before anything is created."""
 
-import dataclasses
-from collections.abc import Mapping
-from types import SimpleNamespace
-
 from laconic import registry
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError, ShardConfig
 from laconic.cyclic.schedule.rule import RULES, Rule
-from laconic.registry import Strategy
+from laconic.policy import keys_of, to_keys
 from laconic.strategies.cyclic import num_workers
 from laconic.strategies.islands import num_islands
 
@@ -25,7 +21,10 @@ def check_job(config: Config, ranks: RankInfo, device_type: str | None = None) -
         "no model: set model.config (a table with `model_type`, or the path of a config.json) or model.path (a folder)",
     )
     strategy = registry.named(config.shard.strategy)
-    _check_limits(strategy, {**vars(config), "launch": _launch(ranks, device_type)})
+    launch = {"ranks_per_node": ranks.num_local, "device": device_type}
+    for section, values in {**{name: to_keys(each) for name, each in vars(config).items()}, "launch": launch}.items():
+        if problem := strategy.problem(section, values):
+            raise JobError(problem)
     _refuse_if(
         not strategy.saves and (config.train.save_every != -1 or config.train.resume != "never"),
         f"shard.strategy = {strategy.name!r} is for comparisons, and its runs write and read no checkpoints; set "
@@ -41,17 +40,6 @@ def check_job(config: Config, ranks: RankInfo, device_type: str | None = None) -
         f"shard.audit_every = {config.shard.audit_every} compares ranks that share a model, but each island has one "
         "rank; leave it out",
     )
-
-
-def _launch(ranks: RankInfo, device_type: str | None) -> SimpleNamespace:
-    """The figures of a launch to which `Limit.key` refers."""
-    return SimpleNamespace(ranks_per_node=ranks.num_local, device=device_type)
-
-
-def _check_limits(strategy: Strategy, sections: Mapping[str, object]) -> None:
-    for name, section in sections.items():
-        if problem := strategy.problem(name, section):
-            raise JobError(problem)
 
 
 def check_workers(config: Config, ranks: RankInfo) -> None:
@@ -85,7 +73,7 @@ def check_workers(config: Config, ranks: RankInfo) -> None:
 def _check_islands(config: Config) -> None:
     sync = config.sync
     _refuse_if(
-        config.shard.param_dtype == "float16",
+        config.shard.policy.precision.param_dtype == "float16",
         "shard.param_dtype = 'float16' and sync.mode = 'local': islands would skip different steps when gradients "
         "overflow; use shard.param_dtype = 'bfloat16'",
     )
@@ -122,11 +110,10 @@ def _check_cyclic(config: Config) -> None:
         f"lora.quantize = {config.lora.quantize!r} and schedule.kind = 'cyclic', which sends whole stages in the dtype "
         "of their parameters; leave one of the two out",
     )
-    for field in dataclasses.fields(ShardConfig):
-        value = getattr(config.shard, field.name)
+    for name, value in to_keys(config.shard).items():
         _refuse_if(
-            value != field.default,
-            f"shard.{field.name} = {value!r} and schedule.kind = 'cyclic', which takes the place of sharding; leave "
+            value != keys_of(ShardConfig)[name].default,
+            f"shard.{name} = {value!r} and schedule.kind = 'cyclic', which takes the place of sharding; leave "
             "shard.* out, and set schedule.states = 'sharded' to keep parameters with one worker each",
         )
     _refuse_if(

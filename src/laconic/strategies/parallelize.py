@@ -19,11 +19,11 @@ import laconic
 from laconic import registry
 from laconic.comm.cluster import make_mesh
 from laconic.comm.launch import RankInfo
-from laconic.config import Config, parse_block
+from laconic.config import Config, ModelConfig, OptimizerConfig, ShardConfig
 from laconic.hf.layers import layers_to_shard
 from laconic.hf.models import materialize
 from laconic.optim import AdamW8bit
-from laconic.shard.policies import ZERO_PLUS_PLUS
+from laconic.shard.policies import ZERO_PLUS_PLUS, Cache, ShardPolicy
 from laconic.strategies.islands import num_islands, slice_model
 from laconic.strategies.ring import use_rings
 
@@ -54,7 +54,9 @@ def on_engine(
     """The engine: see `parallelize`."""
     mesh = laconic.init_mesh(device.type, islands=num_islands(config, ranks))
     slice_model(model, config, mesh)
-    _fully_shard(model, laconic.fully_shard, _laconic_arguments(config, mesh))
+    policies = shard_policy(config.shard, config.optimizer).arguments()
+    precision = mixed_precision(config.shard, config.model)
+    _fully_shard(model, laconic.fully_shard, {**policies, "mesh": mesh, "mp_policy": precision})
     _fill(model, config, device)
     return model, mesh
 
@@ -104,7 +106,9 @@ def shard_by_fsdp2(
     **arguments: Any,
 ) -> tuple[nn.Module, None]:
     """Apply torch's `fully_shard` over `mesh`, with other `arguments` than the job's, and fill in the weights."""
-    _fully_shard(model, fully_shard, {**_common_arguments(config), "mesh": mesh, **arguments})
+    reshards = config.shard.policy.reshard_after_forward is not False  # the root too, as in ZeRO-3
+    common = {"mp_policy": mixed_precision(config.shard, config.model), "reshard_after_forward": reshards}
+    _fully_shard(model, fully_shard, {**common, "mesh": mesh, **arguments})
     if device.type == "cpu" and with_rings:
         use_rings([model, *layers_to_shard(model)])
     _fill(model, config, device)
@@ -123,60 +127,21 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
         layer.compile(backend=backend)
 
 
-def granularity(config: Config) -> Any:
-    """The `granularity` of `fully_shard`: the job's blocks, or else the blocks that its optimizer needs."""
-    given = config.shard.granularity
-    if given is None:
-        return AdamW8bit.granularity if config.optimizer.name == "adamw8bit" else None
-    if isinstance(given, str):
-        return parse_block(given)
-    return {pattern: parse_block(text) for pattern, text in given.items()}
+def shard_policy(shard: ShardConfig, optimizer: OptimizerConfig) -> ShardPolicy:
+    """The policy of a job, as its strategy and its optimizer need it."""
+    policy = shard.policy
+    if policy.granularity is None and optimizer.name == "adamw8bit":
+        policy = replace(policy, granularity=AdamW8bit.granularity)
+    if shard.strategy == "zero++":
+        return replace(policy, wire=ZERO_PLUS_PLUS, cache=Cache(where="device"))
+    return replace(policy, wire=policy.wire.for_optimizer(optimizer.name))
 
 
-def mixed_precision(config: Config) -> MixedPrecisionPolicy:
+def mixed_precision(shard: ShardConfig, model: ModelConfig) -> MixedPrecisionPolicy:
     """The policy of the job. It always sets `reduce_dtype`, whose default depends on the release of torch."""
-    shard = config.shard
-    reduce_dtype = shard.reduce_dtype or shard.param_dtype or config.model.dtype
-    return MixedPrecisionPolicy(
-        param_dtype=getattr(torch, shard.param_dtype) if shard.param_dtype else None,
-        reduce_dtype=getattr(torch, reduce_dtype),
-    )
+    return shard.policy.precision.mp_policy(model_dtype=getattr(torch, model.dtype))
 
 
 def _fully_shard(model: nn.Module, shard: Any, arguments: dict[str, Any]) -> None:
     for module in [*layers_to_shard(model), model]:
         shard(module, **arguments)
-
-
-def _common_arguments(config: Config) -> dict[str, Any]:
-    """The arguments of both `fully_shard`. Unless the job says otherwise, the root reshards too, as in ZeRO-3."""
-    reshard = config.shard.reshard_after_forward
-    return {"mp_policy": mixed_precision(config), "reshard_after_forward": True if reshard is None else reshard}
-
-
-def _laconic_arguments(config: Config, mesh: DeviceMesh) -> dict[str, Any]:
-    arguments = {
-        **_common_arguments(config),
-        "mesh": mesh,
-        "granularity": granularity(config),
-        "wire": wire_policy(config),
-        "checks": laconic.Checks(interval=config.shard.check_every, on_damage=config.shard.on_damage),
-    }
-    if config.shard.strategy == "zero++":
-        return {**arguments, "cache": "device"}
-    cache = laconic.Cache(where=config.shard.cache, device_budget_bytes=config.shard.device_budget_bytes)
-    return {**arguments, "cache": cache}
-
-
-def wire_policy(config: Config) -> laconic.Wire:
-    """The policy of crossings between nodes.
-
-    Muon and Shampoo enlarge small directions of a gradient, and what a codec has lost with them. So for them the word
-    "4bit" sends gradients in eight bits; a table in `shard.wire` is followed as it is.
-    """
-    if config.shard.strategy == "zero++":
-        return ZERO_PLUS_PLUS
-    policy = config.shard.wire_policy
-    if config.shard.wire == "4bit" and config.optimizer.name in ("muon", "shampoo"):
-        return replace(policy, gradients="int8")
-    return policy

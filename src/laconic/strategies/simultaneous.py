@@ -61,7 +61,7 @@ class Simultaneous(Stepper):
         self._max_grad_norm = config.optimizer.max_grad_norm or math.inf  # an infinite limit only measures
         self._audit_every, self._num_steps = config.shard.audit_every, 0
         self._loss_scale: LossScale | None = None
-        if config.shard.param_dtype == "float16":
+        if config.shard.policy.precision.param_dtype == "float16":
             settings = config.optimizer
             self._loss_scale = LossScale(scale=settings.loss_scale, growth_steps=settings.loss_scale_growth_steps)
 

@@ -4,7 +4,9 @@ import dataclasses
 from typing import Any
 
 from laconic.config import Config, ScheduleConfig, ShardConfig, SyncConfig
+from laconic.policy import keys_of, to_keys
 from laconic.registry import Strategy
+from laconic.shard.policies import Checks
 
 
 def job_under(strategy: Strategy, config: Config) -> Config:
@@ -24,11 +26,11 @@ def job_under(strategy: Strategy, config: Config) -> Config:
     if not strategy.on_engine or keys["cache"] != "host":
         keys["device_budget_bytes"] = 0
     if keys["strategy"] != "laconic":
-        keys |= {"check_every": 0, "on_damage": "raise", "audit_every": 0}
+        keys |= {key: to_keys(ShardConfig())[key] for key in (*keys_of(Checks), "audit_every")}
     sync = SyncConfig()
     if strategy.sync is not None:
         sync = config.sync if config.sync.is_local else SyncConfig(mode="local")
         sync = dataclasses.replace(sync, **strategy.sync)
     train = config.train if strategy.saves else dataclasses.replace(config.train, save_every=-1, resume="never")
-    shard = dataclasses.replace(config.shard, **keys)
+    shard = config.shard.with_keys(**keys)
     return dataclasses.replace(config, shard=shard, sync=sync, schedule=ScheduleConfig(), train=train)

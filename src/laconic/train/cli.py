@@ -14,9 +14,17 @@ from dataclasses import replace
 from typing import Any, get_type_hints
 
 import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
 
 from laconic.config import Config, ConfigError, JobError, ModelConfig, load, parse_toml
+from laconic.config.section import Section
+from laconic.policy import keys_of, to_keys
 
 _USAGE = """Trains the model that CONFIG.toml describes; options override it. On 8 devices of one machine:
   torchrun --nproc-per-node 8 -m laconic.train CONFIG.toml --train.steps 100
@@ -180,7 +188,21 @@ def _registry() -> ConstructorRegistry:
     specs = {bool: boolean, get_type_hints(ModelConfig)["config"]: table}
     registry = ConstructorRegistry()
     registry.primitive_rule(lambda info: specs.get(info.type))
+    registry.struct_rule(_section)
     return registry
+
+
+def _section(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """Tell tyro the keys of a section: [Note: Keys] in policy.py."""
+    cls: Any = info.type
+    if not (isinstance(cls, type) and issubclass(cls, Section)):
+        return None
+    values = to_keys(info.default if isinstance(info.default, cls) else cls())
+    fields = [
+        StructFieldSpec(name=name, type=key.hint, default=values[name], helptext=key.documentation)
+        for name, key in keys_of(cls).items()
+    ]
+    return StructConstructorSpec(instantiate=lambda **given: cls.of_keys(given), fields=tuple(fields))
 
 
 def _boolean(words: list[str]) -> bool:

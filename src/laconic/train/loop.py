@@ -288,7 +288,9 @@ class Trainer:
     def _peak_tokens_per_s(self) -> float | None:
         """The tokens per second at which the model would use all FLOP/s of all devices; None if it is unknown."""
         config = self.config
-        peak = config.log.peak_flops or peak_flops(self.device, config.shard.param_dtype or config.model.dtype)
+        peak = config.log.peak_flops or peak_flops(
+            self.device, config.shard.policy.precision.param_dtype or config.model.dtype
+        )
         needed = flops_per_token(self.stepper.module, config.data.sequence_length)
         return None if peak is None or needed is None else self.ranks.world_size * num_launches(config) * peak / needed
 

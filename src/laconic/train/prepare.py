@@ -32,7 +32,7 @@ from laconic.store import files
 from laconic.strategies.checks import check_job
 from laconic.strategies.cyclic import num_workers
 from laconic.strategies.islands import num_islands, num_launches
-from laconic.strategies.parallelize import wire_policy
+from laconic.strategies.parallelize import shard_policy
 from laconic.strategies.stepper import Stepper
 
 CHECKPOINTS = "checkpoints"
@@ -142,7 +142,7 @@ def show_configuration(config: Config, ranks: RankInfo, device_type: str, consol
         launch += (
             f", {num_islands(config, ranks)} islands that sync every {config.sync.every} steps in {config.sync.codec}"
         )
-    crossings = wire_policy(config)
+    crossings = shard_policy(config.shard, config.optimizer).wire
     if not crossings.is_exact:
         launch += f", weights cross in {crossings.weights} and gradients in {crossings.gradients}"
     console.print(
@@ -222,7 +222,9 @@ def resume(stepper: Stepper, config: Config, peers: RankGroup, console: Console)
     if extra is None:
         console.print("nothing to resume: starting from step 0")
         return 0
-    if changed := differences(extra["config"], to_dict(config)):
+    defaults = to_dict(Config())  # of keys that an older release did not have
+    saved = {section: {**defaults.get(section, {}), **keys} for section, keys in extra["config"].items()}
+    if changed := differences(saved, to_dict(config)):
         console.print(f"resuming with a changed configuration: {'; '.join(changed)}", markup=False)
     console.print(f"resuming after step {extra['step']}", highlight=False)
     if "islands" in extra:

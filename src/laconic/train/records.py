@@ -143,7 +143,7 @@ def summarise(config: Config, ranks: RankInfo, model: nn.Module, steps: Sequence
         "strategy": "cyclic" if is_cyclic else config.shard.strategy,
         "islands": num_islands(config, ranks),
         "slices": config.sync.slices,
-        "cache": None if is_cyclic or config.shard.strategy != "laconic" else config.shard.cache,
+        "cache": None if is_cyclic or config.shard.strategy != "laconic" else config.shard.policy.cache.where,
         "lora": config.lora.enabled,
         "num_nodes": ranks.num_nodes,
         "num_local": ranks.num_local,

@@ -2,23 +2,14 @@
 
 from laconic.registry import AUTO, Limit, Strategy
 
-_NO_CHECKS = tuple(
-    Limit(
-        key=f"shard.{key}",
-        holds=lambda value: value == 0,
-        message=f"shard.{key} = {{value!r}} is for shard.strategy = 'laconic', got {{strategy!r}}; leave it out",
-    )
-    for key in ("check_every", "audit_every")
-)
 NOT_ON_ENGINE = (
     Limit(
         key="shard.wire",
         holds=lambda value: value in (None, "exact"),
         message="shard.wire = {value!r} is for shard.strategy = 'laconic'; leave it out",
     ),
-    *_NO_CHECKS,
 )
-"""The limits of strategies without the engine's crossings and checks."""
+"""The limits of strategies without the engine's crossings."""
 CUTS_ANYWHERE = Limit(
     key="optimizer.name",
     holds=lambda value: value == "adamw",
@@ -91,7 +82,6 @@ STRATEGIES = (
         label="as laconic plan says",
         note="What laconic plan recommends for the job on the machines of shard.cluster.",
         shard={"strategy": AUTO},
-        limits=_NO_CHECKS,
     ),
     _HOST.variant(
         name="none",
