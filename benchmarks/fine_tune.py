@@ -59,45 +59,6 @@ class Bench:
         return next(each for each in self.results if (each.strategy, each.rate_bits_per_s) == (strategy, rate))
 
 
-def against_unshaped(bench: Bench) -> Row:
-    """Compare laconic's step on the slow wire with its step on an unshaped one."""
-    slow, free = bench.result("host", RATE_BITS_PER_S), bench.result("host", None)
-    return ratio_row(
-        key="unshaped",
-        claim="LoRA on conversations, 2 nodes x 1 rank at 100 Mbit/s, seconds a step against an unshaped wire",
-        ratio=slow.step_s / free.step_s,
-        limit=1.15,
-        note=f"{slow.step_s:.3f} s against {free.step_s:.3f} s, medians of {slow.steps} steps. {_others(bench)}",
-    )
-
-
-def losses(bench: Bench) -> Row:
-    """Compare the losses of all runs."""
-    first = bench.results[0]
-    worst = max(
-        abs(one - other) / abs(other)
-        for result in bench.results
-        for one, other in zip(result.losses, first.losses, strict=True)
-    )
-    return Row(
-        key="losses",
-        claim="LoRA on conversations, losses of laconic, FSDP2 and DDP",
-        required="equal within 1e-4 relative, fp32",
-        measured=f"within {worst:.1e}",
-        is_met=worst <= 1e-4,
-        note=f"the loss falls from {first.losses[0]:.3f} to {first.loss:.3f} in {first.steps} steps.",
-    )
-
-
-def _others(bench: Bench) -> str:
-    found = []
-    for name in ("fsdp2", "ddp"):
-        result = bench.result(name, RATE_BITS_PER_S)
-        found.append(f"{STRATEGIES[name].label} {result.step_s:.3f} s, {(result.wire_bytes or 0) / 1e6:.3g} MB a step")
-    own = bench.result("host", RATE_BITS_PER_S)
-    return f"At 100 Mbit/s: {'; '.join(found)}; laconic {(own.wire_bytes or 0) / 1e6:.3g} MB a step."
-
-
 def draw(bench: Bench, path: Path) -> None:
     """Draw the loss of every run against the seconds since its first step."""
     from matplotlib.figure import Figure
@@ -138,9 +99,47 @@ def _prepare(options: Options) -> Iterator[Bench]:
         raise BenchmarkError(str(error)) from error
 
 
-BENCHMARK = Benchmark(
-    name="fine_tune", doc=__doc__, prepare=_prepare, rows={"unshaped": against_unshaped, "losses": losses}, save=_save
-)
+BENCHMARK = Benchmark(name="fine_tune", prepare=_prepare, save=_save)
+
+
+@BENCHMARK.row("unshaped")
+def against_unshaped(bench: Bench) -> Row:
+    """Compare laconic's step on the slow wire with its step on an unshaped one."""
+    slow, free = bench.result("host", RATE_BITS_PER_S), bench.result("host", None)
+    return ratio_row(
+        claim="LoRA on conversations, 2 nodes x 1 rank at 100 Mbit/s, seconds a step against an unshaped wire",
+        ratio=slow.step_s / free.step_s,
+        limit=1.15,
+        note=f"{slow.step_s:.3f} s against {free.step_s:.3f} s, medians of {slow.steps} steps. {_others(bench)}",
+    )
+
+
+@BENCHMARK.row("losses")
+def losses(bench: Bench) -> Row:
+    """Compare the losses of all runs."""
+    first = bench.results[0]
+    worst = max(
+        abs(one - other) / abs(other)
+        for result in bench.results
+        for one, other in zip(result.losses, first.losses, strict=True)
+    )
+    return Row(
+        claim="LoRA on conversations, losses of laconic, FSDP2 and DDP",
+        required="equal within 1e-4 relative, fp32",
+        measured=f"within {worst:.1e}",
+        is_met=worst <= 1e-4,
+        note=f"the loss falls from {first.losses[0]:.3f} to {first.loss:.3f} in {first.steps} steps.",
+    )
+
+
+def _others(bench: Bench) -> str:
+    found = []
+    for name in ("fsdp2", "ddp"):
+        result = bench.result(name, RATE_BITS_PER_S)
+        found.append(f"{STRATEGIES[name].label} {result.step_s:.3f} s, {(result.wire_bytes or 0) / 1e6:.3g} MB a step")
+    own = bench.result("host", RATE_BITS_PER_S)
+    return f"At 100 Mbit/s: {'; '.join(found)}; laconic {(own.wire_bytes or 0) / 1e6:.3g} MB a step."
+
 
 if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+    sys.exit(BENCHMARK.main(doc=__doc__))

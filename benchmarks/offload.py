@@ -28,7 +28,6 @@ allocator, the smaller of its two figures counts.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import statistics
 import sys
@@ -74,6 +73,15 @@ class Bench:
         """Run `job(strategy, llama, *args)` on all ranks; return their results."""
         sizes = {"num_ranks": _NODES * _LOCAL, "num_local": _LOCAL}
         return launch(job, strategy, self.llama, *args, **sizes, timeout_s=_TIMEOUT_S)
+
+
+def _prepare(options: Options) -> Bench:
+    if options.quick:
+        return Bench(llama=_TINY_LLAMA, steps=2, repeats=1)
+    return Bench(llama=_LLAMA, steps=12, repeats=5)
+
+
+BENCHMARK = Benchmark(name="offload", prepare=_prepare)
 
 
 def sharded(strategy: str, shape: Llama) -> nn.Module:
@@ -175,6 +183,7 @@ def _device_tracker(model: nn.Module) -> Any:
     return DeviceTracker(model)
 
 
+@BENCHMARK.row("device-memory")
 def device_memory(bench: Bench) -> Row:
     """Compare the peaks of the rank that needs most."""
     by_rank = {name: bench.launch(measure_memory, name) for name in STRATEGIES}
@@ -183,7 +192,6 @@ def device_memory(bench: Bench) -> Row:
     by_allocator, by_books = allocated[OURS] / min(allocated[RINGS], allocated[TORCH]), booked[OURS] / booked[TORCH]
     each = [", ".join(f"{name} {peak / 1e6:.2f} MB" for name, peak in peaks.items()) for peaks in (allocated, booked)]
     return Row(
-        key="device-memory",
         claim='peak device memory, CPUOffloadPolicy and cache="host", against FSDP2 with CPUOffloadPolicy',
         required="<= 1.0x",
         measured=f"{by_allocator:.3f}x with activations, {by_books:.3f}x without",
@@ -199,6 +207,7 @@ def device_memory(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("step-time")
 def step_time(bench: Bench) -> Row:
     """Time both in turn."""
     times: dict[str, list[float]] = {OURS: [], RINGS: []}
@@ -211,7 +220,6 @@ def step_time(bench: Bench) -> Row:
     medians = {name: statistics.median(found) for name, found in times.items()}
     each = "; ".join(f"{name} {', '.join(f'{seconds:.3f}' for seconds in found)} s" for name, found in times.items())
     return ratio_row(
-        key="step-time",
         claim='step time on an unshaped wire, CPUOffloadPolicy and cache="host", against FSDP2 with CPUOffloadPolicy',
         ratio=medians[OURS] / medians[RINGS],
         limit=0.8,
@@ -224,18 +232,5 @@ def step_time(bench: Bench) -> Row:
     )
 
 
-def _prepare(options: Options) -> contextlib.nullcontext[Bench]:
-    if options.quick:
-        return contextlib.nullcontext(Bench(llama=_TINY_LLAMA, steps=2, repeats=1))
-    return contextlib.nullcontext(Bench(llama=_LLAMA, steps=12, repeats=5))
-
-
-BENCHMARK = Benchmark(
-    name="offload",
-    doc=__doc__,
-    prepare=_prepare,
-    rows={"device-memory": device_memory, "step-time": step_time},
-)
-
 if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+    sys.exit(BENCHMARK.main(doc=__doc__))

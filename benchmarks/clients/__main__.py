@@ -11,17 +11,8 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.clients import base, lines, losses, resume, sft
-from benchmarks.clients.bench import prepare
-from tests.support.measure import Benchmark
-
-BENCHMARK = Benchmark(
-    name="clients", doc=__doc__, prepare=prepare,
-    rows={
-        "lines": lines.lines, "losses": losses.losses, "resume": resume.resume, "base": base.base,
-        "sft-lab": sft.sft_lab,
-    },
-)  # fmt: skip
+from benchmarks.clients import lines, losses, resume, base, sft  # isort: skip  # noqa: F401  rows, in order
+from benchmarks.clients.bench import BENCHMARK
 
 if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+    sys.exit(BENCHMARK.main(doc=__doc__))

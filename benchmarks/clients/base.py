@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.clients.bench import TIMEOUT_S, Bench
+from benchmarks.clients.bench import BENCHMARK, TIMEOUT_S, Bench
 from benchmarks.llama import Llama, decoder_layers, loss_of
 from tests.support.launch import launch
 from tests.support.record import Row
@@ -30,6 +30,7 @@ _REAL = {
 """The sizes of models that people fine-tune, for their shares of embeddings."""
 
 
+@BENCHMARK.row("base")
 def base(bench: Bench) -> Row:
     ranks = {"num_ranks": _NODES * _LOCAL, "num_local": _LOCAL, "timeout_s": TIMEOUT_S}
     plain, nf4 = (launch(resting_bytes, bench.llama, coded, **ranks) for coded in (False, True))
@@ -44,7 +45,6 @@ def base(bench: Bench) -> Row:
     shares = [f"{name} {real_ratio(sizes, None):.3f}x, with the output layer {real_ratio(sizes, ()):.3f}x"
               for name, sizes in _REAL.items()]  # fmt: skip
     return Row(
-        key="base",
         claim=(
             "frozen base in NF4 on 2 x 2: bytes on the device (cache=none) / on the host (cache=host) against bf16; "
             "losses against the same quantised base unsharded"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from pathlib import Path
 
 from benchmarks.llama import Llama
-from tests.support.measure import Options
+from tests.support.measure import Benchmark, Options
 
 _LLAMA = Llama(
     hidden=512, intermediate=1408, layers=6, heads=8, kv_heads=4, vocab=258, batch=1, sequence=128,
@@ -34,10 +33,10 @@ class Bench:
     out: Path
 
 
-def prepare(options: Options) -> contextlib.nullcontext[Bench]:
-    """Choose the sizes."""
+def _prepare(options: Options) -> Bench:
     if options.quick:
-        bench = Bench(llama=_TINY_LLAMA, lab_steps=2, pairs=1, steps=4, worlds=(2,), out=options.out)
-    else:
-        bench = Bench(llama=_LLAMA, lab_steps=8, pairs=7, steps=30, worlds=(2, 4), out=options.out)
-    return contextlib.nullcontext(bench)
+        return Bench(llama=_TINY_LLAMA, lab_steps=2, pairs=1, steps=4, worlds=(2,), out=options.out)
+    return Bench(llama=_LLAMA, lab_steps=8, pairs=7, steps=30, worlds=(2, 4), out=options.out)
+
+
+BENCHMARK = Benchmark(name="clients", prepare=_prepare)

@@ -6,7 +6,7 @@ import difflib
 import re
 from pathlib import Path
 
-from benchmarks.clients.bench import Bench
+from benchmarks.clients.bench import BENCHMARK, Bench
 from tests.support.record import Row
 
 _EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -14,11 +14,11 @@ LIMITS = {"trainer.py": 3, "sft_lora.py": 3, "train_gpt.py": 8}
 _MARK = re.compile(r"# (was: .*|new)$")
 
 
+@BENCHMARK.row("lines")
 def lines(bench: Bench) -> Row:
     counts = {"train_gpt.py": changed("train_gpt_ddp.py", "train_gpt.py")}
     counts |= {name: marked(name) for name in ("trainer.py", "sft_lora.py")}
     return Row(
-        key="lines",
         claim="lines changed in a Trainer script / an SFTTrainer + peft script / a DDP loop",
         required=" / ".join(f"<= {limit}" for limit in LIMITS.values()),
         measured=" / ".join(str(counts[name]) for name in LIMITS),

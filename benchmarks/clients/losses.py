@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import tempfile
 
-from benchmarks.clients.bench import TIMEOUT_S, Bench
+from benchmarks.clients.bench import BENCHMARK, TIMEOUT_S, Bench
 from tests.support.launch import launch
 from tests.support.record import Row
 
@@ -25,6 +25,7 @@ CLIENTS = {
 Log = dict[str, list[float]]
 
 
+@BENCHMARK.row("losses")
 def losses(bench: Bench) -> Row:
     gaps, first, last = {}, {}, {}
     for client, job in CLIENTS.items():
@@ -40,7 +41,6 @@ def losses(bench: Bench) -> Row:
         for client in CLIENTS
     )
     return Row(
-        key="losses",
         claim=(
             f"losses and gradient norms against DDP, {bench.steps} steps, "
             f"{' and '.join(map(str, bench.worlds))} ranks, fp32, largest difference"

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.clients.bench import TIMEOUT_S, Bench
+from benchmarks.clients.bench import BENCHMARK, TIMEOUT_S, Bench
 from tests.support.launch import launch
 from tests.support.record import Row
 
@@ -18,6 +18,7 @@ STEPS, CUT = 6, 3
 CLIENTS = ("Trainer", "SFT LoRA", "accelerate loop", "Lightning")
 
 
+@BENCHMARK.row("resume")
 def resume(bench: Bench) -> Row:
     outcomes = {}
     for client in CLIENTS:
@@ -28,7 +29,6 @@ def resume(bench: Bench) -> Row:
             print(f"{client}, {world} ranks: resumed equal, reloaded equal: {outcomes[client, world]}", flush=True)
     failed = [f"{client} on {world} ranks" for (client, world), flags in outcomes.items() if not all(flags)]
     return Row(
-        key="resume",
         claim="save, resume, reload in plain transformers / peft / torch",
         required="equal to the bit / outputs equal",
         measured=f"not equal: {', '.join(failed)}" if failed else "equal to the bit / equal to the bit",

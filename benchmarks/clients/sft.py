@@ -6,7 +6,7 @@ import dataclasses
 import json
 import statistics
 
-from benchmarks.clients.bench import TIMEOUT_S, Bench
+from benchmarks.clients.bench import BENCHMARK, TIMEOUT_S, Bench
 from laconic.compare.runner import explain_failure
 from laconic.lab import Lab, format_rate
 from tests.support.record import Row
@@ -18,6 +18,7 @@ LIMIT = 1.15
 _NODES, _LOCAL = 2, 2
 
 
+@BENCHMARK.row("sft-lab")
 def sft_lab(bench: Bench) -> Row:
     pairs = [(_run(bench, "laconic", RATE_BITS_PER_S), _run(bench, "laconic", None)) for _ in range(bench.pairs)]
     ratios = sorted(shaped["step_s"] / unshaped["step_s"] for shaped, unshaped in pairs)
@@ -31,7 +32,6 @@ def sft_lab(bench: Bench) -> Row:
         for name, (shaped, unshaped) in {**peers, "laconic, last pair,": pairs[-1]}.items()
     )
     return Row(
-        key="sft-lab",
         claim=(
             f"LoRA by SFTTrainer on {_NODES} x {_LOCAL} at {format_rate(RATE_BITS_PER_S)}, seconds a step against the "
             "same on an unshaped wire; FSDP2 through accelerate beside it"

@@ -169,7 +169,7 @@ def is_within_noise(study: Study, plain: Outcome, other: Outcome) -> bool:
     return worse <= max(plain.deviation, other.deviation)
 
 
-def measure_study(study: Study, key: str, claim: str, tried: str = "") -> Row:
+def measure_study(study: Study, claim: str, tried: str = "") -> Row:
     """Train the study, and return its row."""
     found = outcomes(study, lambda line: print(line, flush=True))
     plain, *others = found
@@ -185,7 +185,6 @@ def measure_study(study: Study, key: str, claim: str, tried: str = "") -> Row:
 
     first = f", the first {study.plain_steps} under rule dp" if study.plain_steps else ""
     return Row(
-        key=key,
         claim=f"{claim}, tuned, {study.seeds} seeds, rules against dp",
         required="within seed noise of dp",
         measured=", ".join(map(described, found)) + ("" if study.is_loss else " %"),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cyclic.accuracy import Setting
 from benchmarks.llama import Llama
-from tests.support.measure import Options
+from tests.support.measure import Benchmark
 
 _LLAMA = Llama(
     hidden=384, intermediate=1024, layers=8, heads=6, kv_heads=6, vocab=256, batch=4, sequence=128,
@@ -69,7 +68,7 @@ QUICK = {
     },
 }  # fmt: skip
 
-
-def prepare(options: Options) -> contextlib.nullcontext[Bench]:
-    """Choose the sizes."""
-    return contextlib.nullcontext(Bench(**(QUICK if options.quick else FULL), out=options.out))  # type: ignore[arg-type]
+BENCHMARK = Benchmark(
+    name="cyclic",
+    prepare=lambda options: Bench(**(QUICK if options.quick else FULL), out=options.out),  # type: ignore[arg-type]
+)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
-from benchmarks.cyclic.bench import TIMEOUT_S, Bench
+from benchmarks.cyclic.bench import BENCHMARK, TIMEOUT_S, Bench
 from benchmarks.cyclic.sleeping import WIDTH
 from laconic.cyclic import CyclicDataParallel
 from laconic.cyclic.schedule.rule import Rule
@@ -20,6 +20,7 @@ from tests.support.launch import launch
 from tests.support.record import Row
 
 
+@BENCHMARK.row("devices")
 def devices(bench: Bench) -> Row:
     n, batches, rule = 4, 5, "v2"
     schedule = Schedule(Rule.named(rule, n), "shared")
@@ -36,7 +37,6 @@ def devices(bench: Bench) -> Row:
         if not all(np.array_equal(a, b) for a, b in zip(parameters, alone, strict=True))
     ]
     return Row(
-        key="devices",
         claim=f"devices for model and data parallelism, N = {n}",
         required=f"{n * (n + 1) // 2} against {n * n}, same result to the bit",
         measured=f"{schedule.num_devices} against {n * n}, {'equal' if not differing else 'different'} bits",

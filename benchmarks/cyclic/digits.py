@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.cyclic.accuracy import WORKERS, Batch, Setting, Study, Task, measure_study
-from benchmarks.cyclic.bench import Bench
+from benchmarks.cyclic.bench import BENCHMARK, Bench
 from tests.support.record import Row
 
 
+@BENCHMARK.row("digits")
 def digits(bench: Bench) -> Row:
-    return measure_study(study(**bench.digits), "digits", "accuracy on scikit-learn's digits, a small ResNet")
+    return measure_study(study(**bench.digits), "accuracy on scikit-learn's digits, a small ResNet")
 
 
 class Residual(nn.Module):

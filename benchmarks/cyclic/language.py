@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.cyclic.accuracy import WORKERS, Batch, Setting, Study, Task, measure_study
-from benchmarks.cyclic.bench import Bench
+from benchmarks.cyclic.bench import BENCHMARK, Bench
 from tests.support.record import Row
 
 
+@BENCHMARK.row("language")
 def language(bench: Bench) -> Row:
     return measure_study(
         study(**bench.language, folder=bench.out / "tokens"),
-        "language",
         "eval loss on the trainer's corpus, a small Llama",
         tried=(
             "500 steps, all under the rule: dp 2.2264 ± 0.0182, v1 2.5328 ± 0.0408, v2 2.3576 ± 0.1042, lag2 "

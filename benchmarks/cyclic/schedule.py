@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from benchmarks.cyclic.bench import TIMEOUT_S, Bench
+from benchmarks.cyclic.bench import BENCHMARK, TIMEOUT_S, Bench
 from benchmarks.cyclic.sleeping import STAGE_BYTES, Observation, live_over_time, run_sleeping
 from laconic.cyclic.schedule.rule import Rule
 from laconic.cyclic.schedule.schedule import Schedule
@@ -17,6 +17,7 @@ def _run_sleeping(bench: Bench, rule: str, num_workers: int, batches: int) -> li
     return launch(run_sleeping, *args, num_ranks=num_workers, timeout_s=TIMEOUT_S)
 
 
+@BENCHMARK.row("live")
 def live(bench: Bench) -> Row:
     measured, notes, is_met = [], [], True
     for n in bench.num_workers:
@@ -29,7 +30,6 @@ def live(bench: Bench) -> Row:
         measured.append(f"N={n}: {max(cyclic)} against {max(plain)}")
         notes.append(f"N={n}: ideal {ideal}, at most {ideal + n // 2}")
     return Row(
-        key="live",
         claim=(
             "live stage activations summed over workers, "
             f"N = {', '.join(map(str, bench.num_workers))}, at most, against dp"
@@ -45,6 +45,7 @@ def live(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("messages")
 def messages(bench: Bench) -> Row:
     n, by_rule, most, largest, burst = 4, [], 0, 0.0, 0.0
     for rule in ("v1", "v2", "lag2", "clip"):
@@ -59,7 +60,6 @@ def messages(bench: Bench) -> Row:
         most = max(most, sends, receives)
         by_rule.append(f"{rule} {sends} + {receives}")
     return Row(
-        key="messages",
         claim=f"messages per worker per time step, N = {n}, sends + receives / largest burst, against DP's all-reduce",
         required="<= 2 + 2 / P/N against P",
         measured=f"{', '.join(by_rule)} / {burst:.3f} P, in messages of {largest:.3f} P",
@@ -74,6 +74,7 @@ def messages(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("wall-clock")
 def wall_clock(bench: Bench) -> Row:
     n, ratios, on_time = 4, {}, {}
     ideal_s = Schedule(Rule.named("v2", n)).num_steps(bench.wall_batches) * bench.op_s
@@ -84,7 +85,6 @@ def wall_clock(bench: Bench) -> Row:
         on_time[rule] = statistics.mean(worker.on_time for worker in workers)
     measured = ", ".join(f"{rule} {ratio:.3f}x" for rule, ratio in ratios.items())
     return Row(
-        key="wall-clock",
         claim="wall-clock against the ideal 2N-step schedule, unshaped",
         required="<= 1.10x",
         measured=measured,

@@ -8,7 +8,7 @@ import json
 import statistics
 from collections.abc import Collection
 
-from benchmarks.cyclic.bench import TIMEOUT_S, Bench
+from benchmarks.cyclic.bench import BENCHMARK, TIMEOUT_S, Bench
 from laconic.compare.runner import explain_failure
 from laconic.lab import Lab, format_rate
 from tests.support.record import Row
@@ -19,6 +19,7 @@ EXPOSED = 1.1
 """The factor by which this wire must slow down DDP's step; otherwise the wire decides nothing, and the row fails."""
 
 
+@BENCHMARK.row("throughput")
 def throughput(bench: Bench) -> Row:
     unshaped_s = _alternate(bench, ["ddp"], None)["ddp"]
     times = _alternate(bench, ["ddp", "fsdp2", "lag2/replicated", "v2/replicated"], RATE_BITS_PER_S)
@@ -28,7 +29,6 @@ def throughput(bench: Bench) -> Row:
         times,
         baseline="ddp",
         states="replicated",
-        key="throughput",
         claim="throughput in the lab where DP's all-reduce is exposed, against DDP",
         note=(
             f" DDP unshaped {unshaped_s:.3f} s: the wire shows by {exposed - 1:.0%} (required: {EXPOSED - 1:.0%}). "
@@ -39,6 +39,7 @@ def throughput(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("sharded")
 def sharded(bench: Bench) -> Row:
     times = _alternate(bench, ["fsdp2", "lag2/sharded", "v2/sharded"], RATE_BITS_PER_S)
     return _row(
@@ -46,7 +47,6 @@ def sharded(bench: Bench) -> Row:
         times,
         baseline="fsdp2",
         states="sharded",
-        key="sharded",
         claim="throughput in the lab, sharded states, against FSDP2 with a true ring",
         note=" FSDP2 gathers ahead of use and waits for its reductions, as torch does on CPU.",
         is_valid=True,
@@ -59,7 +59,6 @@ def _row(
     *,
     baseline: str,
     states: str,
-    key: str,
     claim: str,
     note: str,
     is_valid: bool,
@@ -68,7 +67,6 @@ def _row(
     baseline_s, lag2_s, v2_s = times[baseline], times[f"lag2/{states}"], times[f"v2/{states}"]
     seconds = ", ".join(f"{strategy} {step_s:.3f} s" for strategy, step_s in times.items())
     return Row(
-        key=key,
         claim=claim,
         required=">= 1.0x",
         measured=f"lag2 {baseline_s / lag2_s:.3f}x, v2 {baseline_s / v2_s:.3f}x",

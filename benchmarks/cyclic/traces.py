@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.cyclic.activation_trace import Trace, trace
-from benchmarks.cyclic.bench import Bench
+from benchmarks.cyclic.bench import BENCHMARK, Bench
 from tests.support.record import Row
 
 
@@ -71,6 +71,7 @@ MODELS = (
 """The models of the row, with images of 224 x 224 and a sequence of 1024 tokens."""
 
 
+@BENCHMARK.row("bytes")
 def traced_bytes(bench: Bench) -> Row:
     measured, notes, is_met = [], [], True
     for model in MODELS:
@@ -83,7 +84,6 @@ def traced_bytes(bench: Bench) -> Row:
             f"{1 - found.mean_bytes / found.peak_bytes:.1%}"
         )
     return Row(
-        key="bytes",
         claim="total peak of bytes saved for backward, N = 8 / 32, against all at once",
         required="; ".join(
             f"{model.name} {'reported' if model.required is None else f'-{model.required:.0%}'}" for model in MODELS

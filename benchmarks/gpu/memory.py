@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
-from benchmarks.gpu.training import LOCAL, NODES, Bench, Sizes, Training, become_rank_0, device_of
+from benchmarks.gpu.training import BENCHMARK, LOCAL, NODES, Bench, Sizes, Training, become_rank_0, device_of
 from laconic.shard.unit import unit_of
 from tests.support.record import Row, ratio_row
 
@@ -92,6 +92,7 @@ def _peaks(bench: Bench) -> list[dict[str, Any]]:
     return bench.launch(memory_rank, KINDS, False)
 
 
+@BENCHMARK.row("memory-host")
 def memory_host(bench: Bench) -> Row:
     none, host, device = (_largest(bench, kind) for kind in ("none", "host", "device"))
     alone = bench.launch(memory_rank, ("none", "host", "device"), True, num_ranks=1)[0]
@@ -111,22 +112,24 @@ def memory_host(bench: Bench) -> Row:
     return _ratio_row(bench, "host", "none", host.allocated / none.allocated, 0.02, note)
 
 
+@BENCHMARK.row("memory-device")
 def memory_device(bench: Bench) -> Row:
     none, device = _largest(bench, "none"), _largest(bench, "device")
     expected = none.allocated + node_shards_bytes(bench.sizes)
     return _ratio_row(bench, "device", "(none + W / L)", device.allocated / expected, 0.05)
 
 
+@BENCHMARK.row("memory-fsdp2")
 def memory_fsdp2(bench: Bench) -> Row:
     host = _largest(bench, "host")
     claim = f"{_peak_name(bench)}, cache=host / FSDP2"
     failures = [peak for peaks in _peaks(bench) if isinstance(peak := peaks["fsdp2"], str)]
     if failures or bench.device_type == "cpu":
         reason = f"FSDP2 did not run over Gloo on this device: {failures[0]}" if failures else "no allocator on CPU."
-        return Row(key="memory-fsdp2", claim=claim, required="<= 1.00x", measured="-", is_met=False, note=reason)
+        return Row(claim=claim, required="<= 1.00x", measured="-", is_met=False, note=reason)
     fsdp2 = _largest(bench, "fsdp2")
     ratio, note = host.allocated / fsdp2.allocated, f"FSDP2 {fsdp2.allocated / 1e6:.1f} MB"
-    return ratio_row(key="memory-fsdp2", claim=claim, ratio=ratio, limit=1.0, note=note)
+    return ratio_row(claim=claim, ratio=ratio, limit=1.0, note=note)
 
 
 def _largest(bench: Bench, kind: str) -> Peak:
@@ -146,7 +149,6 @@ def _peak_name(bench: Bench) -> str:
 
 def _ratio_row(bench: Bench, kind: str, expected: str, ratio: float, tolerance: float, note: str = "") -> Row:
     return Row(
-        key=f"memory-{kind}",
         claim=f"{_peak_name(bench)}, cache={kind} / {expected}",
         required=f"1 within {tolerance:.0%}",
         measured=f"{ratio:.4f}",

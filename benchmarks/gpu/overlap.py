@@ -8,7 +8,17 @@ import torch
 
 import laconic
 from benchmarks.gpu.trace import Overlap, StreamLabel, events_of, overlap
-from benchmarks.gpu.training import LOCAL, NODES, Bench, Sizes, Training, become_rank_0, device_of, seconds_per_step
+from benchmarks.gpu.training import (
+    BENCHMARK,
+    LOCAL,
+    NODES,
+    Bench,
+    Sizes,
+    Training,
+    become_rank_0,
+    device_of,
+    seconds_per_step,
+)
 from benchmarks.llama import Llama
 from laconic.shard.unit import unit_of
 from tests.support.record import Row, ratio_row
@@ -67,22 +77,22 @@ def _profile(training: Training, steps: int, device: torch.device) -> Overlap:
     return overlap(events_of(profile), LABEL_BYTES)
 
 
+@BENCHMARK.row("overlap-alone")
 def overlap_alone(bench: Bench) -> Row:
     measured, seconds = bench.launch(overlap_rank, bench.sizes.step, True, num_ranks=1)[0]
     times = ", ".join(f"{kind} {step_s * 1e3:.1f} ms" for kind, step_s in seconds.items())
     return _row(
-        "overlap-alone",
         "one rank of 2 x 2, transfers between ranks free",
         measured,
         f"{bench.sizes.step}, bf16; {measured}. Steps without the profiler: {times}.",
     )
 
 
+@BENCHMARK.row("overlap-gloo")
 def overlap_gloo(bench: Bench) -> Row:
     by_rank = bench.launch(overlap_rank, bench.sizes.memory, False)
     measured, _ = by_rank[0]
     return _row(
-        "overlap-gloo",
         "2 x 2 ranks on one GPU over Gloo",
         measured,
         f"{bench.sizes.memory}, bf16; rank 0: {measured}. Gloo carries every collective through host memory, and four "
@@ -90,6 +100,6 @@ def overlap_gloo(bench: Bench) -> Row:
     )
 
 
-def _row(key: str, circumstances: str, measured: Overlap, note: str) -> Row:
+def _row(circumstances: str, measured: Overlap, note: str) -> Row:
     claim = f"host copies exposed, against the time of all copies: {circumstances}"
-    return ratio_row(key=key, claim=claim, ratio=measured.exposed_fraction, limit=0.1, note=note)
+    return ratio_row(claim=claim, ratio=measured.exposed_fraction, limit=0.1, note=note)

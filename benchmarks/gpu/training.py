@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch.distributed.fsdp import fully_shard as fsdp2_shard
 import laconic
 from benchmarks.llama import Llama, decoder_layers, loss_of
 from tests.support.launch import launch
-from tests.support.record import Row, ratio_row
+from tests.support.measure import Benchmark, BenchmarkError, Options
+from tests.support.record import Record, Row, ratio_row
 
 NODES, LOCAL = 2, 2
 TIMEOUT_S = 300.0
@@ -73,6 +75,21 @@ class Bench:
                 backend="gloo" if num_ranks > 1 else None, timeout_s=TIMEOUT_S,
             )  # fmt: skip
         return self.answers[key]
+
+
+def _prepare(options: Options) -> Bench:
+    has_gpu = torch.cuda.is_available()
+    if not (has_gpu or options.quick):
+        raise BenchmarkError("torch finds no CUDA device here; --quick tries the rows at toy size on CPU")
+    return Bench(TOY if options.quick else FULL, "cuda" if has_gpu else "cpu")
+
+
+def _save(record: Record, bench: Bench) -> None:
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    record.save(about=f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, NCCL {nccl}; ")
+
+
+BENCHMARK = Benchmark(name="gpu", prepare=_prepare, save=_save)
 
 
 class Training:
@@ -166,6 +183,7 @@ def _step_times(bench: Bench) -> dict[str, tuple[list[float], list[float]]]:
     return bench.launch(step_rank, num_ranks=1)[0]
 
 
+@BENCHMARK.row("step-plain")
 def step_plain(bench: Bench) -> Row:
     sizes, measured = bench.sizes, _step_times(bench)
     each = ", ".join(
@@ -180,6 +198,7 @@ def step_plain(bench: Bench) -> Row:
     return _step_row(bench, "plain", "plain PyTorch", 1.03, note)
 
 
+@BENCHMARK.row("step-fsdp2")
 def step_fsdp2(bench: Bench) -> Row:
     return _step_row(bench, "fsdp2", "FSDP2", 1.0)
 
@@ -187,7 +206,7 @@ def step_fsdp2(bench: Bench) -> Row:
 def _step_row(bench: Bench, kind: str, name: str, limit: float, note: str = "") -> Row:
     laconic_s, other_s = (statistics.median(_step_times(bench)[each][0]) for each in ("none", kind))
     claim = f"step time, one rank, laconic / {name}"
-    return ratio_row(key=f"step-{kind}", claim=claim, ratio=laconic_s / other_s, limit=limit, note=note)
+    return ratio_row(claim=claim, ratio=laconic_s / other_s, limit=limit, note=note)
 
 
 def loss_rank(sizes: Sizes, device_type: str) -> dict[str, list[float]]:
@@ -210,10 +229,13 @@ def loss(bench: Bench, cache: str) -> Row:
         for on_device, on_cpu in zip(device_losses[cache], cpu_losses[cache], strict=True)
     ]
     return Row(
-        key=f"loss-{cache}",
         claim=f"loss on {bench.device_type.upper()} against CPU, cache={cache}, largest relative difference",
         required="<= 1e-4",
         measured=f"{max(differences):.1e}",
         is_met=max(differences) <= 1e-4,
         note=f"{bench.sizes.loss}, fp32, {LOSS_STEPS} AdamW steps on {NODES} x {LOCAL} ranks",
     )
+
+
+for _cache in CACHES:
+    BENCHMARK.row(f"loss-{_cache}")(partial(loss, cache=_cache))

@@ -19,20 +19,10 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.local_steps import losses, partial, seconds, traffic
-from benchmarks.local_steps.bench import prepare
-from tests.support.measure import Benchmark
+from benchmarks.local_steps import losses, traffic, seconds, partial  # isort: skip  # noqa: F401  rows, in order
+from benchmarks.local_steps.bench import BENCHMARK
 
-BENCHMARK = Benchmark(
-    name="local_steps", doc=__doc__, prepare=prepare,
-    rows={
-        "loss-codecs": losses.loss_codecs, "loss-slices": losses.loss_slices, "loss-top-k": losses.loss_top_k,
-        "bytes": traffic.bytes_per_token, "bytes-top-k": traffic.bytes_of_top_k,
-        "peak": traffic.peak, "wall-clock": seconds.wall_clock, "flops": partial.flops,
-        "memory": partial.memory, "overlap": seconds.overlap,
-    },
-    save=losses.save,
-)  # fmt: skip
+BENCHMARK.save = losses.save
 
 if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+    sys.exit(BENCHMARK.main(doc=__doc__))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -14,7 +13,7 @@ from benchmarks.local_steps.islands import Answer, Job, Shape, run_jobs, write_j
 from laconic.compare.runner import explain_failure
 from laconic.lab import Lab
 from tests.support.launch import launch
-from tests.support.measure import Options
+from tests.support.measure import Benchmark
 
 NUM_ISLANDS = 4
 _TIMEOUT_S = 3 * 3600.0
@@ -110,9 +109,7 @@ class Bench:
         return {job.name: answer for job, answer in zip(jobs, found, strict=True)}
 
 
-def prepare(options: Options) -> contextlib.nullcontext[Bench]:
-    """Choose the sizes."""
-    return contextlib.nullcontext(Bench(options.out, quick=options.quick))
+BENCHMARK = Benchmark(name="local_steps", prepare=lambda options: Bench(options.out, quick=options.quick))
 
 
 def wire_bytes(answer: Answer) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from benchmarks.local_steps.bench import EVERY, LOSSES, NUM_ISLANDS, OUTER_MOMENTUM, STREAMED, TOP_K, Bench
+from benchmarks.local_steps.bench import BENCHMARK, EVERY, LOSSES, NUM_ISLANDS, OUTER_MOMENTUM, STREAMED, TOP_K, Bench
 from benchmarks.local_steps.islands import Job
 from tests.support.record import Record, Row
 
@@ -14,11 +14,11 @@ Curve = list[tuple[int, float, float]]
 """(step, seconds of training, eval loss) of every evaluation."""
 
 
+@BENCHMARK.row("loss-codecs")
 def loss_codecs(bench: Bench) -> Row:
     names = ["diloco int4", "streamed int4"]
     excess = {name: excess_over(bench.losses(name), bench.losses("ddp")) for name in names}
     return Row(
-        key="loss-codecs",
         claim="eval loss at equal tokens against every-step data parallel: DiLoCo / streaming + overlap, int4",
         required="within 1 % / within 1 %",
         measured=" / ".join(f"{excess[name]:+.2%}" for name in names),
@@ -28,10 +28,10 @@ def loss_codecs(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("loss-slices")
 def loss_slices(bench: Bench) -> Row:
     excess = [excess_over(bench.losses(f"slices {n}"), bench.losses("streamed int4")) for n in (2, 4)]
     return Row(
-        key="loss-slices",
         claim="eval loss at equal tokens, partial updates of 2 / 4 slices, against streaming DiLoCo",
         required="within 0.5 % / within 1 %",
         measured=" / ".join(f"{value:+.2%}" for value in excess),
@@ -48,10 +48,10 @@ def loss_slices(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("loss-top-k")
 def loss_top_k(bench: Bench) -> Row:
     excess = excess_over(bench.losses("top64"), bench.losses("ddp"))
     return Row(
-        key="loss-top-k",
         claim=f"eval loss at equal tokens, top-k in two bits every {TOP_K['every']} steps, against every-step DDP",
         required="within 0.5 %",
         measured=f"{excess:+.2%}",

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.llama import Llama
-from benchmarks.local_steps.bench import Bench
+from benchmarks.local_steps.bench import BENCHMARK, Bench
 from laconic.partial.patterns import Kind
 from laconic.partial.updates import partial_updates
 from tests.support.record import Row
@@ -121,10 +121,10 @@ def _model(shape: Shape, sequence: int) -> Any:
     return llama.build(torch.device("meta"), torch.float32)
 
 
+@BENCHMARK.row("flops")
 def flops(bench: Bench) -> Row:
     mlp, both = _savings("flops")
     return Row(
-        key="flops",
         claim="training FLOPs (torch's flop counter), slices=4, MLP / MLP + attention, 1.3B-like shapes",
         required="-14 % / -20 % or better",
         measured=f"{mlp:+.2%} / {both:+.2%}",
@@ -133,10 +133,10 @@ def flops(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("memory")
 def memory(bench: Bench) -> Row:
     found, larger = _savings("peak_bytes"), _savings("peak_bytes", batch=2)
     return Row(
-        key="memory",
         claim="peak of weights + gradients + optimizer + saved activations, same",
         required="-20 % / -40 % or better",
         measured=" / ".join(f"{value:+.1%}" for value in found),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
-from benchmarks.local_steps.bench import OUTER_MOMENTUM, RATE_BITS_PER_S, SMALL_STEP, STREAMED, Bench
+from benchmarks.local_steps.bench import BENCHMARK, OUTER_MOMENTUM, RATE_BITS_PER_S, SMALL_STEP, STREAMED, Bench
 from benchmarks.local_steps.islands import Answer, Job, Shape
 from laconic.lab import format_rate
 from tests.support.record import Row
@@ -17,6 +17,7 @@ _WIDE_LR = 5e-4
 """The learning rate that was best for data parallel among 2e-3, 1e-3 and 5e-4."""
 
 
+@BENCHMARK.row("wall-clock")
 def wall_clock(bench: Bench) -> Row:
     steps = 30 if bench.quick else 150
     common = {
@@ -38,7 +39,6 @@ def wall_clock(bench: Bench) -> Row:
     each = "; ".join(f"{name} {seconds:.1f} s, {step} steps" for name, (seconds, step) in reached.items())
     ddp_s, diloco_s, laconic_s = (reached[job.name][0] for job in jobs)
     return Row(
-        key="wall-clock",
         claim=(
             f"wall-clock to a fixed loss in the lab at {format_rate(RATE_BITS_PER_S)}, "
             "against DDP / an equivalent DiLoCo"
@@ -70,6 +70,7 @@ def seconds_to(answer: Answer, loss: float) -> tuple[float, int]:
     return math.inf, answer.evaluations[-1][0]
 
 
+@BENCHMARK.row("overlap")
 def overlap(bench: Bench) -> Row:
     synced = {"every": 100, "fragments": 4, "overlap": 10}
     # One period, in which each fragment is sent and applied. It ends before the last step: an exchange that begins
@@ -91,7 +92,6 @@ def overlap(bench: Bench) -> Row:
     exposed_s = statistics.mean(report["exposed_s"] for report in reports)
     ratio = means["synced"] / means["never"]
     return Row(
-        key="overlap",
         claim="seconds per step with overlap, at a rate where a sync takes <= overlap steps, against no sync",
         required="within 3 %",
         measured=f"{ratio - 1:+.2%}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks.local_steps.bench import NUM_ISLANDS, SMALL_STEP, TOP_K, Bench, wire_bytes
+from benchmarks.local_steps.bench import BENCHMARK, NUM_ISLANDS, SMALL_STEP, TOP_K, Bench, wire_bytes
 from benchmarks.local_steps.islands import Job
 from laconic.codec import codec_named
 from tests.support.record import Row
@@ -15,12 +15,12 @@ _RING = 2 * (NUM_ISLANDS - 1) / NUM_ISLANDS
 """The share of a vector that a rank sends in DDP's ring; also, of the encoded vector, in the two trips of a mean."""
 
 
+@BENCHMARK.row("bytes")
 def bytes_per_token(bench: Bench) -> Row:
     every = 100
     ddp, sent, counted = _bytes_of_a_step(bench, {"every": every, "codec": "int4"})
     arithmetic = every * 4 * _NUMEL / codec_named("int4").payload_bytes(_NUMEL)
     return Row(
-        key="bytes",
         claim=f"wire bytes per token against every-step DDP, every={every}, int4",
         required="<= 1/400",
         measured=f"1/{ddp / sent:.0f}",
@@ -33,13 +33,13 @@ def bytes_per_token(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("bytes-top-k")
 def bytes_of_top_k(bench: Bench) -> Row:
     every = TOP_K["every"]
     ddp, sent, counted = _bytes_of_a_step(bench, TOP_K)
     payload = codec_named(TOP_K["codec"]).payload_bytes(_NUMEL)
     arithmetic = every * _RING * 4 * _NUMEL / ((NUM_ISLANDS - 1) * payload)
     return Row(
-        key="bytes-top-k",
         claim=f"wire bytes per token against every-step DDP, every={every}, top-k in two bits",
         required="<= 1/2,000",
         measured=f"1/{ddp / sent:,.0f}",
@@ -72,6 +72,7 @@ def _bytes_of_a_step(bench: Bench, options: dict[str, Any]) -> tuple[float, floa
     return ddp, statistics.mean(wire_bytes(found["local"])), statistics.mean(found["local"].sent_bytes)
 
 
+@BENCHMARK.row("peak")
 def peak(bench: Bench) -> Row:
     common = {"shape": bench.shape, "warmup_steps": 5, "codec": "int4", "every": 40, "steps": 80, **SMALL_STEP}
     jobs = [Job(name="diloco", **common), Job(name="streamed", fragments=8, **common)]  # type: ignore[arg-type]
@@ -79,7 +80,6 @@ def peak(bench: Bench) -> Row:
     largest = {name: max(wire_bytes(answer)) for name, answer in found.items()}
     streamed, diloco = largest["streamed"], largest["diloco"]
     return Row(
-        key="peak",
         claim="peak wire rate of streaming against DiLoCo, 8 fragments",
         required="<= 1/6",
         measured=f"1/{diloco / streamed:.2f}",

@@ -14,17 +14,8 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.optimizers import losses, muon, states
-from benchmarks.optimizers.bench import prepare
-from tests.support.measure import Benchmark
-
-BENCHMARK = Benchmark(
-    name="optimizers", doc=__doc__, prepare=prepare,
-    rows={
-        "muon-bytes": muon.muon_bytes, "adamw8bit-state": states.adamw8bit_state,
-        "adamw8bit-loss": losses.adamw8bit_loss, "ranks": losses.ranks,
-    },
-)  # fmt: skip
+from benchmarks.optimizers import muon, states, losses  # isort: skip  # noqa: F401  rows, in order
+from benchmarks.optimizers.bench import BENCHMARK
 
 if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+    sys.exit(BENCHMARK.main(doc=__doc__))

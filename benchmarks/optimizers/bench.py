@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.llama import Llama
 from tests.support.launch import launch
-from tests.support.measure import Options
+from tests.support.measure import Benchmark, Options
 
 NODES, LOCAL = 2, 2
 LAST_STEPS = 20
@@ -38,17 +37,18 @@ class Bench:
         return launch(function, self.mix, *args, num_ranks=NODES * LOCAL, num_local=LOCAL, timeout_s=TIMEOUT_S)[0]
 
 
-def prepare(options: Options) -> contextlib.nullcontext[Bench]:
-    """Choose the sizes."""
+def _prepare(options: Options) -> Bench:
     quick = options.quick
-    bench = Bench(
+    return Bench(
         mix=TINY_MIX if quick else MIX,
         loss_steps=LAST_STEPS if quick else 300,
         loss_seeds=1 if quick else 6,
         rank_steps=4 if quick else 40,
         out=options.out,
     )
-    return contextlib.nullcontext(bench)
+
+
+BENCHMARK = Benchmark(name="optimizers", prepare=_prepare)
 
 
 def sum_over_ranks(value: float) -> float:

@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.optimizers.bench import LAST_STEPS, LOCAL, NODES, TIMEOUT_S, Bench
+from benchmarks.optimizers.bench import BENCHMARK, LAST_STEPS, LOCAL, NODES, TIMEOUT_S, Bench
 from benchmarks.optimizers.states import NUM_STEPS, measure_adamw8bit
 from laconic.config import Config, load
 from tests.support.launch import launch
@@ -22,6 +22,7 @@ RANKS_TOLERANCE = 1e-3
 differ in the last bit of fp32. Muon and AdamW8bit round to fewer bits, and all optimizers divide by small numbers."""
 
 
+@BENCHMARK.row("adamw8bit-loss")
 def adamw8bit_loss(bench: Bench) -> Row:
     steps = bench.loss_steps
     pairs = []
@@ -31,7 +32,6 @@ def adamw8bit_loss(bench: Bench) -> Row:
     adamw8bit, adamw = (statistics.mean(losses) for losses in zip(*pairs, strict=True))
     difference = adamw8bit / adamw - 1
     return Row(
-        key="adamw8bit-loss",
         claim=f"loss after {steps} steps of the trainer, AdamW8bit against AdamW",
         required="within 0.5 %",
         measured=f"{difference:+.3%}",
@@ -44,6 +44,7 @@ def adamw8bit_loss(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("ranks")
 def ranks(bench: Bench) -> Row:
     worst, each = 0.0, []
     for name in ("muon", "shampoo", "adamw8bit"):
@@ -53,7 +54,6 @@ def ranks(bench: Bench) -> Row:
         each.append(f"{name} {difference:.1e}, {one[0]:.3f} to {one[-1]:.3f}")
     is_equal = bool(bench.on_ranks(measure_adamw8bit, NUM_STEPS)["is_equal"])
     return Row(
-        key="ranks",
         claim=f"loss of each of {bench.rank_steps} steps on 4 ranks against 1 rank: Muon, Shampoo, AdamW8bit / "
         "AdamW8bit given equal gradients",
         required=f"within {RANKS_TOLERANCE:.1%} / equal bits",

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import laconic
 from benchmarks.llama import Llama, decoder_layers
-from benchmarks.optimizers.bench import LOCAL, NODES, Bench, sum_over_ranks
+from benchmarks.optimizers.bench import BENCHMARK, LOCAL, NODES, Bench, sum_over_ranks
 from benchmarks.optimizers.collective_bytes import CollectiveBytes
 from laconic.optim import Muon, matrices_and_rest
 from tests.support.record import Row
@@ -22,11 +22,11 @@ from tests.support.record import Row
 _FLOAT32_BYTES = 4
 
 
+@BENCHMARK.row("muon-bytes")
 def muon_bytes(bench: Bench) -> Row:
     measured = bench.on_ranks(measure_muon)
     ratio = measured["rows"] / measured["fsdp2"]
     return Row(
-        key="muon-bytes",
         claim="Muon's extra wire + local bytes per step, in multiples of matrix bytes / against torch.optim.Muon on "
         "FSDP2 / with whole-matrix blocks",
         required="<= 2.0 / <= 0.5x / 0",

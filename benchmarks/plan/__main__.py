@@ -27,7 +27,7 @@ def _save(record: Record, bench: Bench) -> None:
 
 
 BENCHMARK = Benchmark(
-    name="plan", doc=__doc__, prepare=open_bench,
+    name="plan", prepare=open_bench,
     rows={
         "bytes-counted": counted.row, "bytes-interface": seconds.interface, "memory": memory.row,
         "seconds": seconds.seconds, "best": seconds.best,
@@ -37,4 +37,4 @@ BENCHMARK = Benchmark(
 )  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+    sys.exit(BENCHMARK.main(doc=__doc__))

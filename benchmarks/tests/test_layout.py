@@ -8,25 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.layout import __main__ as layout
-from benchmarks.layout import padding
+from benchmarks import layout
+from benchmarks.layout import Bench
 from tests.support import record
 from tests.support.record import Record, Row
 
 
 @pytest.fixture(scope="module")
-def plans() -> padding.Plans:
-    return padding.Plans(quick=True)
+def bench() -> Bench:
+    return Bench(Path(), quick=True)
 
 
-@pytest.mark.parametrize("row", [padding.padding_1, padding.padding_16, padding.padding_coarse])
-def test_every_padding_row_is_met_at_the_quick_sizes(row: Callable[[padding.Plans], Row], plans: padding.Plans) -> None:
-    found = row(plans)
+@pytest.mark.parametrize("row", [layout.padding_1, layout.padding_16, layout.padding_coarse])
+def test_every_padding_row_is_met_at_the_quick_sizes(row: Callable[[Bench], Row], bench: Bench) -> None:
+    found = row(bench)
     assert found.is_met, found.measured
 
 
-def test_a_case_is_compared_with_one_bucket_and_with_the_better_rule(plans: padding.Plans) -> None:
-    case = plans.get("GPT-OSS-120B", 1024, 16)
+def test_a_case_is_compared_with_one_bucket_and_with_the_better_rule(bench: Bench) -> None:
+    case = bench.get("GPT-OSS-120B", 1024, 16)
     assert case.num_buckets == 2
     assert 100 * case.planned == pytest.approx(1.95, abs=0.01)
     assert 100 * case.one_bucket == pytest.approx(87.98, abs=0.01)
@@ -34,12 +34,12 @@ def test_a_case_is_compared_with_one_bucket_and_with_the_better_rule(plans: padd
     assert case.plan_s > 0
 
 
-def test_a_row_that_fails_says_so(plans: padding.Plans) -> None:
-    assert not padding.padding_row(plans, num_rows=16, limit=0.001).is_met
+def test_a_row_that_fails_says_so(bench: Bench) -> None:
+    assert not layout.padding_row(bench, num_rows=16, limit=0.001).is_met
 
 
-def test_planning_time_counts_every_case(plans: padding.Plans) -> None:
-    found = padding.planning_time(plans)
+def test_planning_time_counts_every_case(bench: Bench) -> None:
+    found = layout.planning_time(bench)
     assert f"all {2 * 4 * 6 + 4} plans" in found.note
 
 

@@ -13,30 +13,8 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.thinner import costs, losses
-from benchmarks.thinner.bench import Bench, open_bench
-from laconic.compare.table import LEGEND, render
-from tests.support.measure import Benchmark
-from tests.support.record import Record
-
-
-def _table(bench: Bench) -> str:
-    return render(list(bench.results.values()))
-
-
-def _save(record: Record, bench: Bench) -> None:
-    record.save(more=["The runs of the latest command:", _table(bench), LEGEND])
-
-
-BENCHMARK = Benchmark(
-    name="thinner", doc=__doc__, prepare=open_bench,
-    rows={
-        "bytes": costs.wire_bytes_row, "accumulated": costs.accumulated, "seconds": costs.seconds,
-        "against-hsdp": costs.against_hsdp, "unshaped": costs.unshaped, "memory": costs.memory,
-        "paired": losses.paired, "stretch": losses.stretch, "optimizers": losses.optimizers, "scratch": losses.scratch,
-    },
-    save=_save, details=_table,
-)  # fmt: skip
+from benchmarks.thinner import costs, losses  # isort: skip  # noqa: F401  they register the rows, in this order
+from benchmarks.thinner.bench import BENCHMARK
 
 if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+    sys.exit(BENCHMARK.main(doc=__doc__))

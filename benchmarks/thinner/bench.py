@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from benchmarks.wire.bench import Bench as WireBench
-from benchmarks.wire.bench import Key, Setup
-from laconic.lab import LabUnavailable
-from tests.support.measure import BenchmarkError, Options
+from benchmarks.wire.bench import Key, Setup, opened
+from laconic.compare.table import LEGEND, render
+from tests.support.measure import Benchmark
+from tests.support.record import Record
 
 THINNER = Setup(job_file="thinner")
 ACCUMULATED = Setup(job_file="thinner_accumulated")
@@ -28,13 +25,17 @@ class Bench(WireBench):
         return 8 if key.rate_bits_per_s == SLOW_BITS_PER_S else 12
 
 
-@contextmanager
-def open_bench(options: Options) -> Iterator[Bench]:
-    """Open the lab. Raises: BenchmarkError if this machine cannot make one."""
-    options.out.mkdir(parents=True, exist_ok=True)
-    with contextlib.closing(Bench(options.out.absolute(), quick=options.quick)) as bench:
-        try:
-            bench.comparison(THINNER)
-        except LabUnavailable as error:
-            raise BenchmarkError(str(error)) from None
-        yield bench
+def _table(bench: Bench) -> str:
+    return render(list(bench.results.values()))
+
+
+def _save(record: Record, bench: Bench) -> None:
+    record.save(more=["The runs of the latest command:", _table(bench), LEGEND])
+
+
+BENCHMARK = Benchmark(
+    name="thinner",
+    prepare=lambda options: opened(Bench(options.out, quick=options.quick), THINNER),
+    save=_save,
+    details=_table,
+)

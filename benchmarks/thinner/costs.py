@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.thinner.bench import ACCUMULATED, FAST_BITS_PER_S, SLOW_BITS_PER_S, THINNER, Bench
+from benchmarks.thinner.bench import ACCUMULATED, BENCHMARK, FAST_BITS_PER_S, SLOW_BITS_PER_S, THINNER, Bench
 from benchmarks.wire.bench import Setup, wire_bytes
 from laconic.compare import STRATEGIES
 from laconic.lab import format_rate
@@ -13,6 +13,7 @@ def _bytes(bench: Bench, strategy: str, setup: Setup = THINNER) -> float:
     return wire_bytes(bench.result(strategy, setup=setup))
 
 
+@BENCHMARK.row("bytes")
 def wire_bytes_row(bench: Bench) -> Row:
     """Bytes at the interface against FSDP2, exact crossings and ZeRO++, and for each parameter."""
     coded = bench.result("4bit", setup=THINNER)
@@ -21,7 +22,6 @@ def wire_bytes_row(bench: Bench) -> Row:
     ratios = {name: wire_bytes(coded) / _bytes(bench, name) for name in ("fsdp2", "host", "zero++")}
     limits = {"fsdp2": 0.06, "host": 0.135, "zero++": 0.72}
     return Row(
-        key="bytes",
         claim="wire bytes, full training, 4bit: B a parameter, against FSDP2's ring / laconic exact / ZeRO++",
         required="<= 1.07 (N-1)/N B; <= 0.06x / <= 0.135x / <= 0.72x",
         measured=f"{per_parameter / across:.3f} (N-1)/N B; " + " / ".join(f"{each:.4f}x" for each in ratios.values()),
@@ -33,11 +33,11 @@ def wire_bytes_row(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("accumulated")
 def accumulated(bench: Bench) -> Row:
     """Bytes of a step with four micro-batches, against ZeRO++, which crosses in each of them."""
     ratio = _bytes(bench, "4bit", ACCUMULATED) / _bytes(bench, "zero++", ACCUMULATED)
     return ratio_row(
-        key="accumulated",
         claim="wire bytes with 4 micro-batches a step, 4bit against ZeRO++",
         ratio=ratio,
         limit=0.18,
@@ -45,6 +45,7 @@ def accumulated(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("seconds")
 def seconds(bench: Bench) -> Row:
     """Seconds a step against FSDP2's ring at two rates."""
     ratios = []
@@ -55,7 +56,6 @@ def seconds(bench: Bench) -> Row:
         ratios.append(times["4bit"] / times["fsdp2"])
         notes.append(f"{format_rate(rate)}: {_times(times)}")
     return Row(
-        key="seconds",
         claim="seconds a step at 200 / 50 Mbit/s, 10.8 M parameters, 4bit against FSDP2's ring",
         required="<= 0.15x / <= 0.09x",
         measured=" / ".join(f"{ratio:.3f}x" for ratio in ratios),
@@ -64,6 +64,7 @@ def seconds(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("against-hsdp")
 def against_hsdp(bench: Bench) -> Row:
     """Seconds a step at the slow rate against HSDP and ZeRO++'s algorithm."""
     names = ("hsdp", "zero++", "4bit")
@@ -71,7 +72,6 @@ def against_hsdp(bench: Bench) -> Row:
     times = {name: bench.step_s(name, "full", SLOW_BITS_PER_S, THINNER) for name in names}
     by_hsdp, by_zero = times["4bit"] / times["hsdp"], times["4bit"] / times["zero++"]
     return Row(
-        key="against-hsdp",
         claim="seconds a step at 50 Mbit/s, 4bit against HSDP / ZeRO++'s algorithm",
         required="<= 0.2x / <= 0.85x",
         measured=f"{by_hsdp:.3f}x / {by_zero:.3f}x",
@@ -80,13 +80,13 @@ def against_hsdp(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("unshaped")
 def unshaped(bench: Bench) -> Row:
     """Seconds a step on an unshaped wire against exact crossings: what coding costs."""
     names = ("host", "4bit")
     bench.alternate([(name, "full", None) for name in names], THINNER)
     times = {name: bench.step_s(name, "full", None, THINNER) for name in names}
     return ratio_row(
-        key="unshaped",
         claim="seconds a step on an unshaped wire, 4bit against exact (CPU)",
         ratio=times["4bit"] / times["host"],
         limit=1.10,
@@ -94,6 +94,7 @@ def unshaped(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("memory")
 def memory(bench: Bench) -> Row:
     """The device's peak and the host's bytes against exact crossings."""
     exact, coded = (bench.result(name, setup=THINNER) for name in ("host", "4bit"))
@@ -102,7 +103,6 @@ def memory(bench: Bench) -> Row:
     ratio = peaks[0] / peaks[1]
     is_equal = coded.host_bytes_per_node <= exact.host_bytes_per_node * 1.001
     return Row(
-        key="memory",
         claim="device peak against exact / host bytes against exact",
         required="<= 1.02x / equal",
         measured=f"{ratio:.3f}x / {coded.host_bytes_per_node / exact.host_bytes_per_node:.4f}x",

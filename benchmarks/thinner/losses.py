@@ -16,7 +16,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.thinner.bench import Bench
+from benchmarks.thinner.bench import BENCHMARK, Bench
 from laconic.config import Config, load
 from tests.support.launch import launch
 from tests.support.record import Row
@@ -55,6 +55,7 @@ class Runs:
         return f"{self.job}-{self.optimizer.get('name', 'adamw')}"
 
 
+@BENCHMARK.row("paired")
 def paired(bench: Bench) -> Row:
     """The eval loss of four bits against exact crossings and against ZeRO++."""
     runs = Runs(job="thinner_losses", first_steps=240, more_steps=120, seeds=3, eval_batches=64)
@@ -66,7 +67,6 @@ def paired(bench: Bench) -> Row:
     apart = [one - other for one, other in zip(coded, zero, strict=True)]
     error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else 0.0
     return Row(
-        key="paired",
         claim="eval loss, paired continuation, 10.8 M parameters, 4bit against exact / against ZeRO++",
         required="<= 0.1 % / not above",
         measured=f"{mean:+.3%} / {mean - zero_mean:+.3%} +- {error:.3%}",
@@ -80,6 +80,7 @@ def paired(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("stretch")
 def stretch(bench: Bench) -> Row:
     """The eval losses of three and two bits: experimental."""
     runs = Runs(job="thinner_losses", first_steps=240, more_steps=120, seeds=2)
@@ -87,7 +88,6 @@ def stretch(bench: Bench) -> Row:
     losses = paired_losses(bench, runs, ("exact", *names), has_floor=False)
     each = "; ".join(f"{name}: {percents(excess(losses[name], losses['exact']))}" for name in names)
     return Row(
-        key="stretch",
         claim="eval loss, paired: int3 weights / int4 gradients; int4 weights / int2 gradients with feedback",
         required="measured, experimental",
         measured=each,
@@ -96,6 +96,7 @@ def stretch(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("optimizers")
 def optimizers(bench: Bench) -> Row:
     """AdamW8bit, Muon and Shampoo with weights in four bits and gradients in eight."""
     found = {}
@@ -114,7 +115,6 @@ def optimizers(bench: Bench) -> Row:
         found[name] = [excess(losses[wire], losses["exact"]) for wire in ("8-bit gradients", "4bit")]
     means = {name: statistics.mean(eight) for name, (eight, _) in found.items()}
     return Row(
-        key="optimizers",
         claim="eval loss, paired, AdamW8bit / Muon / Shampoo, int4 weights and int8 gradients against exact",
         required="<= 0.2 %",
         measured=" / ".join(f"{mean:+.3%}" for mean in means.values()),
@@ -125,6 +125,7 @@ def optimizers(bench: Bench) -> Row:
     )  # fmt: skip
 
 
+@BENCHMARK.row("scratch")
 def scratch(bench: Bench) -> Row:
     """Runs from scratch, which scatter by seed."""
     steps, seeds = (20, 2) if bench.quick else (400, 5)
@@ -137,7 +138,6 @@ def scratch(bench: Bench) -> Row:
     differences = excess(losses["4bit"], losses["exact"])
     mean, error = statistics.mean(differences), statistics.stdev(differences) / seeds**0.5
     return Row(
-        key="scratch",
         claim=f"eval loss from scratch, {seeds} seeds, 4bit against exact",
         required="<= 0.3 %, or within a standard error that is below 0.3 %",
         measured=f"{mean:+.3%} +- {error:.3%}",

@@ -29,12 +29,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.wire import memory, picture, seconds, traffic
-from benchmarks.wire.bench import HOME, Bench, open_bench, result_key
+from benchmarks.wire import traffic, seconds, memory  # isort: skip  # noqa: F401  they register the rows, in this order
+from benchmarks.wire import picture
+from benchmarks.wire.bench import BENCHMARK, HOME, Bench, result_key
 from laconic.compare import STRATEGIES, Result
 from laconic.compare.plot import save_plot
 from laconic.compare.table import LEGEND, render
-from tests.support.measure import Benchmark
 from tests.support.record import Record
 
 _DOCS = Path(__file__).parents[2] / "docs"
@@ -103,19 +103,8 @@ def _of_whole_sets(results: list[Result]) -> list[Result]:
     return [result for key, result in first.items() if key[:2] in whole]
 
 
-BENCHMARK = Benchmark(
-    name="wire", doc=__doc__, prepare=open_bench,
-    rows={
-        "wire-full": traffic.wire_full, "wire-lora": traffic.wire_lora, "counted": traffic.counted,
-        "levels": traffic.levels, "time-2x2": seconds.time_2x2, "time-4x1": seconds.time_4x1,
-        "clusters": seconds.clusters, "gpt2": seconds.gpt2, "time-lora": seconds.time_lora,
-        "lora-rate": seconds.lora_rate, "overlap": seconds.overlap, "unshaped": seconds.unshaped,
-        "before": seconds.before, "device-memory": memory.device_memory, "host-memory": memory.host_memory,
-        "losses": traffic.losses,
-    },
-    save=lambda record, bench: save(record, sorted_results(bench)),
-    details=lambda bench: f"{tables(sorted_results(bench))}\n\n{LEGEND}",
-)  # fmt: skip
+BENCHMARK.save = lambda record, bench: save(record, sorted_results(bench))
+BENCHMARK.details = lambda bench: f"{tables(sorted_results(bench))}\n\n{LEGEND}"
 
 if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+    sys.exit(BENCHMARK.main(doc=__doc__))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from laconic.compare import Case, Comparison, ComparisonError, Result
 from laconic.compare.case import Job, config_of
@@ -18,7 +18,7 @@ from laconic.compare.progress import ConsoleReporter
 from laconic.compare.runner import explain_failure
 from laconic.config import Config, load, to_toml
 from laconic.lab import LabUnavailable
-from tests.support.measure import BenchmarkError, Options
+from tests.support.measure import Benchmark, BenchmarkError
 from tests.support.step_bytes import StepBytes, step_bytes
 
 _JOBS = Path(__file__).parents[1] / "jobs"
@@ -51,6 +51,9 @@ CLUSTERS = tuple(Setup(nodes, local) for local in (1, 2) for nodes in (2, 4, 8))
 GPT2 = Setup(job_file="gpt2")
 COMPARED = ("fsdp2", "hsdp", "ddp", "host")
 """The strategies of a comparison, the strongest baseline first."""
+
+
+B = TypeVar("B", bound="Bench")
 
 
 class Key(NamedTuple):
@@ -150,15 +153,17 @@ class Bench:
 
 
 @contextmanager
-def open_bench(options: Options) -> Iterator[Bench]:
-    """Open the lab. Raises: BenchmarkError if this machine cannot make one."""
-    options.out.mkdir(parents=True, exist_ok=True)
-    with contextlib.closing(Bench(options.out.absolute(), quick=options.quick)) as bench:
+def opened(bench: B, setup: Setup = HOME) -> Iterator[B]:
+    """Open the lab of a setup. Raises: BenchmarkError if this machine cannot make one."""
+    with contextlib.closing(bench):
         try:
-            bench.comparison()
+            bench.comparison(setup)
         except LabUnavailable as error:
             raise BenchmarkError(str(error)) from None
         yield bench
+
+
+BENCHMARK = Benchmark(name="wire", prepare=lambda options: opened(Bench(options.out, quick=options.quick)))
 
 
 def _shrink(base: Config) -> Config:

@@ -1,13 +1,14 @@
-"""Rows about the memory of full training."""
+"""Rows about the memory and the losses of full training."""
 
 from __future__ import annotations
 
 import math
 
-from benchmarks.wire.bench import FLOAT32_BYTES, Bench
+from benchmarks.wire.bench import BENCHMARK, FLOAT32_BYTES, Bench
 from tests.support.record import Row
 
 
+@BENCHMARK.row("device-memory")
 def device_memory(bench: Bench) -> Row:
     host, none, device = (bench.result(name) for name in ("host", "none", "device"))
     # Gathers that run ahead take memory, so FSDP2 may have less without them.
@@ -17,7 +18,6 @@ def device_memory(bench: Bench) -> Row:
     # The transfers in flight at the peak vary a little from step to step.
     is_no_more = all(peaks[0] <= 1.005 * peaks[1] for peaks in (by_torch, by_engine))
     return Row(
-        key="device-memory",
         claim="peak device bytes, cache=host",
         required="= cache=none, <= FSDP2",
         measured=f"{by_torch[0] / by_torch[1]:.3f}x none, {by_torch[0] / by_torch[3]:.3f}x FSDP2",
@@ -33,15 +33,28 @@ def device_memory(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("host-memory")
 def host_memory(bench: Bench) -> Row:
     run = bench.result("host")
     weights_bytes = run.num_parameters * FLOAT32_BYTES
     excess = run.host_bytes_per_node / weights_bytes - 1
     return Row(
-        key="host-memory",
         claim="host bytes per node",
         required="one copy of the weights in the compute dtype + <= 1 %",
         measured=f"one copy {excess:+.3%}",
         is_met=0 <= excess <= 0.01,
         note=f"{run.host_bytes_per_node / 1e6:.3f} MB for {weights_bytes / 1e6:.3f} MB of weights.",
+    )
+
+
+@BENCHMARK.row("losses")
+def losses(bench: Bench) -> Row:
+    host, fsdp2 = bench.result("host").losses, bench.result("fsdp2").losses
+    worst = max(abs(a / b - 1) for a, b in zip(host, fsdp2, strict=True))
+    return Row(
+        claim=f"losses over {bench.loss_steps} steps",
+        required="equal to FSDP2's within 1e-4 relative, fp32",
+        measured=f"within {worst:.1e}",
+        is_met=worst <= 1e-4,
+        note=f"the loss falls from {fsdp2[0]:.3f} to {fsdp2[-1]:.3f}.",
     )

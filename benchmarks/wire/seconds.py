@@ -7,6 +7,7 @@ import statistics
 
 from benchmarks import previous
 from benchmarks.wire.bench import (
+    BENCHMARK,
     COMPARED,
     FLAT,
     GPT2,
@@ -27,20 +28,22 @@ BEFORE = "4c00c21"
 """The sources that the step time is compared with."""
 
 
+@BENCHMARK.row("time-2x2")
 def time_2x2(bench: Bench) -> Row:
     why = "The required ratios were set against a ring whose gathers do not run ahead; this one fills the wire."
-    return _against_baselines(bench, HOME, key="time-2x2", by_fsdp2=0.43, by_hsdp=0.72, why=why)
+    return _against_baselines(bench, HOME, by_fsdp2=0.43, by_hsdp=0.72, why=why)
 
 
+@BENCHMARK.row("time-4x1")
 def time_4x1(bench: Bench) -> Row:
     why = (
         "More peers send to a node at once than on 2 x 2, and each link waits for the slowest: one peer after the "
         "other, in rounds, is not built."
     )
-    return _against_baselines(bench, FLAT, key="time-4x1", by_fsdp2=0.68, by_hsdp=0.92, why=why)
+    return _against_baselines(bench, FLAT, by_fsdp2=0.68, by_hsdp=0.92, why=why)
 
 
-def _against_baselines(bench: Bench, setup: Setup, *, key: str, by_fsdp2: float, by_hsdp: float, why: str) -> Row:
+def _against_baselines(bench: Bench, setup: Setup, *, by_fsdp2: float, by_hsdp: float, why: str) -> Row:
     bench.alternate([(name, "full", RATE_BITS_PER_S) for name in COMPARED], setup)
     times = {name: bench.step_s(name, "full", RATE_BITS_PER_S, setup) for name in COMPARED}
     ratios = {name: times["host"] / time for name, time in times.items()}
@@ -49,7 +52,6 @@ def _against_baselines(bench: Bench, setup: Setup, *, key: str, by_fsdp2: float,
     host_bytes = wire_bytes(bench.result("host", "full", RATE_BITS_PER_S, setup=setup))
     formula, floor_s = host_bytes / wire_bytes(fsdp2), 8 * host_bytes / RATE_BITS_PER_S
     return Row(
-        key=key,
         claim=f"step time, full training on {setup} at {format_rate(RATE_BITS_PER_S)}, against FSDP2's ring / HSDP",
         required=f"<= {by_fsdp2:.2f}x / <= {by_hsdp:.2f}x",
         measured=f"{ratios['fsdp2']:.3f}x / {ratios['hsdp']:.3f}x",
@@ -64,6 +66,7 @@ def _against_baselines(bench: Bench, setup: Setup, *, key: str, by_fsdp2: float,
     )
 
 
+@BENCHMARK.row("clusters")
 def clusters(bench: Bench) -> Row:
     each, ratios = [], []
     for setup in bench.clusters:
@@ -78,7 +81,6 @@ def clusters(bench: Bench) -> Row:
         )
     worst = {name: max(of_setup[name] for of_setup in ratios) for name in ("fsdp2", "hsdp")}
     return _reported(
-        key="clusters",
         what="step time on 2, 4 and 8 nodes of 1 and 2 ranks at 200mbit",
         ratios=worst,
         suffix=" at worst",
@@ -89,6 +91,7 @@ def clusters(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("gpt2")
 def gpt2(bench: Bench) -> Row:
     rate = 1e9
     runs = {name: bench.result(name, "full", rate, setup=GPT2) for name in COMPARED}
@@ -98,7 +101,6 @@ def gpt2(bench: Bench) -> Row:
         for name, run in runs.items()
     )
     return _reported(
-        key="gpt2",
         what=f"step time, GPT-2 small on {GPT2} at {format_rate(rate)}",
         ratios=ratios,
         note=(
@@ -108,10 +110,9 @@ def gpt2(bench: Bench) -> Row:
     )
 
 
-def _reported(*, key: str, what: str, ratios: dict[str, float], suffix: str = "", note: str) -> Row:
+def _reported(*, what: str, ratios: dict[str, float], suffix: str = "", note: str) -> Row:
     """Return the row of two ratios, of which only the one to FSDP2 has a limit."""
     return Row(
-        key=key,
         claim=f"{what}, against FSDP2 with a true ring / HSDP",
         required="reported; <= 1x FSDP2",
         measured=f"{ratios['fsdp2']:.3f}x / {ratios['hsdp']:.3f}x{suffix}",
@@ -126,10 +127,10 @@ def wire_fraction(run: Result) -> float:
     return wire_bytes(run) * 8 / run.rate_bits_per_s / run.step_s
 
 
+@BENCHMARK.row("time-lora")
 def time_lora(bench: Bench) -> Row:
     fsdp2, host = (bench.result(name, "lora", SLOWEST_RATE_BITS_PER_S) for name in ("fsdp2", "host"))
     return Row(
-        key="time-lora",
         claim="step time, LoRA, at the slowest rate of the sweep",
         required="<= 1/50 of FSDP2",
         measured=f"1/{fsdp2.step_s / host.step_s:.0f} at {format_rate(SLOWEST_RATE_BITS_PER_S)}",
@@ -138,14 +139,16 @@ def time_lora(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("lora-rate")
 def lora_rate(bench: Bench) -> Row:
     bench.alternate([("host", "lora", None), ("host", "lora", LORA_RATE_BITS_PER_S)])
     shaped, unshaped = bench.step_s("host", "lora", LORA_RATE_BITS_PER_S), bench.step_s("host", "lora")
     note = f"{shaped:.3f} s against {unshaped:.3f} s, medians of {bench.repeats} alternating runs each."
     claim = "step time, LoRA, at 100 Mbit/s, against its own step on an unshaped wire"
-    return ratio_row(key="lora-rate", claim=claim, ratio=shaped / unshaped, limit=1.15, note=note)
+    return ratio_row(claim=claim, ratio=shaped / unshaped, limit=1.15, note=note)
 
 
+@BENCHMARK.row("overlap")
 def overlap(bench: Bench) -> Row:
     alone = bench.compute_alone()
     ratios, each = {}, []
@@ -158,7 +161,6 @@ def overlap(bench: Bench) -> Row:
             f"{format_rate(rate)}: {run.step_s:.3f} s, wire {forward_s:.3f} + {backward_s:.3f} s, {ratios[rate]:.3f}x"
         )
     return Row(
-        key="overlap",
         claim="step time against the sum over forward and backward of max(compute alone, wire bytes / rate)",
         required="<= 1.15x",
         measured=", ".join(f"{ratio:.3f}x at {format_rate(rate)}" for rate, ratio in ratios.items()),
@@ -177,6 +179,7 @@ def _bytes_by_phase(run: Result) -> tuple[float, float]:
     return in_forward, wire_bytes(run) - in_forward
 
 
+@BENCHMARK.row("unshaped")
 def unshaped(bench: Bench) -> Row:
     own = ("host", "none", "device")
     names = ("fsdp2", *own, "fsdp2-gloo", "hsdp", "ddp")
@@ -185,7 +188,6 @@ def unshaped(bench: Bench) -> Row:
     ratios = {name: times[name] / times["fsdp2"] for name in names}
     each = "; ".join(f"{name} {time:.3f} s" for name, time in times.items())
     return Row(
-        key="unshaped",
         claim="step time on an unshaped wire, full training, every strategy, against FSDP2 with a true ring",
         required="<= 0.85x",
         measured=", ".join(f"{name} {ratios[name]:.3f}x" for name in own),
@@ -198,6 +200,7 @@ def unshaped(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("before")
 def before(bench: Bench) -> Row:
     """Time this tree and an earlier one in pairs, each first in turn, as the machine's speed drifts."""
     comparison, pairs = bench.comparison(), []
@@ -213,7 +216,6 @@ def before(bench: Bench) -> Row:
                     times[tree] = comparison.run(case).step_s
             pairs.append((times["now"], times["then"]))
     return ratio_row(
-        key="before",
         claim=f"step time on an unshaped wire, full training, cache=host, against {BEFORE}",
         ratio=statistics.median(now / then for now, then in pairs),
         limit=1.0,

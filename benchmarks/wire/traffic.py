@@ -1,18 +1,26 @@
-"""Rows about the bytes of each level, and about the losses that those bytes buy."""
+"""Rows about the bytes of each level."""
 
 from __future__ import annotations
 
-from benchmarks.wire.bench import COMPARED, LORA_RATE_BITS_PER_S, RATE_BITS_PER_S, Bench, formula_bytes, wire_bytes
+from benchmarks.wire.bench import (
+    BENCHMARK,
+    COMPARED,
+    LORA_RATE_BITS_PER_S,
+    RATE_BITS_PER_S,
+    Bench,
+    formula_bytes,
+    wire_bytes,
+)
 from laconic.compare import Result
 from tests.support.record import Row
 
 
+@BENCHMARK.row("wire-full")
 def wire_full(bench: Bench) -> Row:
     host, fsdp2, hsdp, gloo = (bench.result(name) for name in ("host", "fsdp2", "hsdp", "fsdp2-gloo"))
     by_ring, by_hsdp, by_gloo = (wire_bytes(host) / wire_bytes(run) for run in (fsdp2, hsdp, gloo))
     formula = formula_bytes(host).node / formula_bytes(fsdp2).node
     return Row(
-        key="wire-full",
         claim="wire bytes per step, full training, fp32, cache=host, against FSDP2 with a true ring / HSDP",
         required=f"{formula:.3f}x / 1.000x, within 1 %",
         measured=f"{by_ring:.3f}x / {by_hsdp:.3f}x",
@@ -26,12 +34,12 @@ def wire_full(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("wire-lora")
 def wire_lora(bench: Bench) -> Row:
     host, fsdp2 = (bench.result(name, "lora", LORA_RATE_BITS_PER_S) for name in ("host", "fsdp2"))
     ratio = wire_bytes(host) / wire_bytes(fsdp2)
     trainable = host.num_trainable / host.num_parameters
     return Row(
-        key="wire-lora",
         claim="wire bytes per step, LoRA with <= 1 % trainable, from step 2 on, against FSDP2",
         required="<= 1 %",
         measured=f"{ratio:.2%}",
@@ -40,6 +48,7 @@ def wire_lora(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("counted")
 def counted(bench: Bench) -> Row:
     runs = [bench.result(name) for name in ("none", "host", "device")]
     lora = bench.result("host", "lora", LORA_RATE_BITS_PER_S)
@@ -51,7 +60,6 @@ def counted(bench: Bench) -> Row:
     by_count = max(abs(_count_error(run)) for run in runs)
     by_formula = max(abs(node_error(run)) for run in runs)
     return Row(
-        key="counted",
         claim="counted bytes against the interface counters, and against the formula",
         required="within 2 %",
         measured=f"{by_count:.2%} and {by_formula:.2%} at worst, full training",
@@ -64,6 +72,7 @@ def counted(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("levels")
 def levels(bench: Bench) -> Row:
     runs = [
         bench.result(name, rate_bits_per_s=RATE_BITS_PER_S, setup=setup)
@@ -73,7 +82,6 @@ def levels(bench: Bench) -> Row:
     by_node = max(runs, key=lambda run: abs(node_error(run)))
     by_local = max((run for run in runs if run.num_local > 1), key=lambda run: abs(_local_error(run)))
     return Row(
-        key="levels",
         claim="bytes of each level by the formula against the interfaces, every strategy and cluster: wire / in nodes",
         required="within 2 %",
         measured=f"{node_error(by_node):+.2%} / {_local_error(by_local):+.2%} at worst",
@@ -103,16 +111,3 @@ def _count_error(run: Result) -> float:
     """The difference of laconic's count from the interface's count, as a fraction of the interface's count."""
     assert run.counted_bytes is not None  # laconic's strategies count
     return run.counted_bytes / wire_bytes(run) - 1
-
-
-def losses(bench: Bench) -> Row:
-    host, fsdp2 = bench.result("host").losses, bench.result("fsdp2").losses
-    worst = max(abs(a / b - 1) for a, b in zip(host, fsdp2, strict=True))
-    return Row(
-        key="losses",
-        claim=f"losses over {bench.loss_steps} steps",
-        required="equal to FSDP2's within 1e-4 relative, fp32",
-        measured=f"within {worst:.1e}",
-        is_met=worst <= 1e-4,
-        note=f"the loss falls from {fsdp2[0]:.3f} to {fsdp2[-1]:.3f}.",
-    )

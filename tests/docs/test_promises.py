@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.faults.__main__ import CAMPAIGNS
+from tests.faults.__main__ import BENCHMARK
 
 ROOT = Path(__file__).parent.parent.parent
+CAMPAIGNS = BENCHMARK.rows.keys() - BENCHMARK.sections.keys()
+"""The campaigns of faults; `mend` and `parity` have sections of their own."""
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for line in (ROOT / "docs/promises.md").read_text().splitlines()
@@ -22,6 +24,6 @@ def test_each_promise_names_what_proves_it() -> None:
         assert files or rows, promise
         for file in files:
             assert "def test_" in (ROOT / file).read_text(), f"{promise}: {file}"
-        assert set(rows) <= CAMPAIGNS.keys(), promise
+        assert set(rows) <= CAMPAIGNS, promise
         named.update(rows)
-    assert named == CAMPAIGNS.keys() - {"crash-states-elsewhere"}, "a campaign proves no promise"
+    assert named == CAMPAIGNS - {"crash-states-elsewhere"}, "a campaign proves no promise"

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.faults.accelerate_checks import CHECKS, Check, Kind, run_checks
-from tests.faults.bench import Bench
+from tests.faults.bench import Bench, campaign_row
 from tests.support.launch import launch
 from tests.support.record import Row
 
 _SAMPLE = ("test_dataloader_break", "test_gradient_accumulation", "test_trigger")
 
 
+@campaign_row("accelerate-scripts", section="mend")
 def row(bench: Bench) -> Row:
     """Checks that pass with accelerate's own `Accelerator` and fail with ours."""
     checks = [check for check in CHECKS if check.function in _SAMPLE] if bench.quick else list(CHECKS)
@@ -22,7 +23,6 @@ def row(bench: Bench) -> Row:
     left = passed["ddp"] - ours
     named = f" ({', '.join(check.name for check in checks if check in lost | left)})" if lost or left else ""
     return Row(
-        key="accelerate-scripts",
         claim="accelerate's test_sync and test_script with our Accelerator on 2 ranks",
         required="every check that passes with its own",
         measured=f"of {len(checks)} checks pass: its own on DDP {len(passed['ddp'])}, its own on FSDP2 "

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.measure import Options
+from tests.support.measure import Benchmark
 from tests.support.record import Row
 
 
@@ -21,17 +19,17 @@ class Bench:
     """Whether to try a small fixed sample only."""
 
 
-def open_bench(options: Options) -> AbstractContextManager[Bench]:
-    """Make the folder for the files of the campaigns."""
-    options.out.mkdir(parents=True, exist_ok=True)
-    return contextlib.nullcontext(Bench(out=options.out.absolute(), quick=options.quick))
+BENCHMARK: Benchmark[Bench] = Benchmark(
+    name="trust", module="tests.faults", prepare=lambda options: Bench(out=options.out, quick=options.quick)
+)
+campaign_row = BENCHMARK.row
+"""Registers the function below it as a campaign; its section in RESULTS.md is `trust` if none is given."""
 
 
-def faults_row(*, key: str, claim: str, tried: int, at_least: int, harms: dict[str, int], note: str = "") -> Row:
+def faults_row(*, claim: str, tried: int, at_least: int, harms: dict[str, int], note: str = "") -> Row:
     """Return the row of a campaign.
 
     Args:
-        key: the name for `--rows`.
         claim: the faults that the campaign tries, and the promise.
         tried: the number of faults that it tried.
         at_least: the number of faults that the promise asks for.
@@ -40,7 +38,6 @@ def faults_row(*, key: str, claim: str, tried: int, at_least: int, harms: dict[s
     """
     found = ", ".join(f"{count} {harm}" for harm, count in harms.items())
     return Row(
-        key=key,
         claim=claim,
         required=f">= {at_least:,} tried; {', '.join(f'0 {harm}' for harm in harms)}",
         measured=f"{tried:,} tried; {found}",

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import laconic
 from laconic.shard.bucket import Bucket
 from laconic.shard.unit import units_below
-from tests.faults.bench import Bench, faults_row
+from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.support.flips import VICTIM, Flip, flip_bit, flipping, flipping_in_gradients, flipping_in_use
 from tests.support.launch import launch
 from tests.support.record import Row
@@ -166,6 +166,7 @@ def _audit(cases: Sequence[tuple[int, int]]) -> _Tries:
     yield "no flip", 0, trial.is_seen(audit)
 
 
+@campaign_row("bit-flips")
 def row(bench: Bench) -> Row:
     """Flip bits everywhere."""
     bits, num_seeds = ((0, 13, 30), 2) if bench.quick else (_BITS, 4)
@@ -175,7 +176,6 @@ def row(bench: Bench) -> Row:
     audited = [place for place in places if place.startswith("audit") and not place.endswith("no flip")]
     rates = "; ".join(f"{place.removeprefix('audit: ')} {_rate(place, seen)}" for place in audited)
     return faults_row(
-        key="bit-flips",
         claim="flipped bits in weights and gradients on the wire, and in the host cache, against checksums",
         tried=sum(_count(seen, place, _BITS) for place in checked),
         at_least=1 if bench.quick else 1000,

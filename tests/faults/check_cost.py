@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.shard.policies import Checks
-from tests.faults.bench import Bench
+from tests.faults.bench import Bench, campaign_row
 from tests.support.launch import launch
 from tests.support.record import Row
 
@@ -82,6 +82,7 @@ def job(pairs: int, width: int, num_blocks: int, rows: int) -> list[tuple[float,
     return found[1:]  # the first pair allocates
 
 
+@campaign_row("check-cost")
 def row(bench: Bench) -> Row:
     """Measure the surplus of checked steps and of audits."""
     size = (4, 64, 2, 32) if bench.quick else (12, 512, 6, 512)
@@ -92,7 +93,6 @@ def row(bench: Bench) -> Row:
     interval = Checks().interval
     shares = surplus / interval / plain, audit / _AUDIT_INTERVAL / plain
     return Row(
-        key="check-cost",
         claim=f"seconds that checksums every {interval} steps / audits every {_AUDIT_INTERVAL} steps add to a step",
         required=f"<= {_LIMIT:.0%} / <= {_LIMIT:.0%}",
         measured=f"{shares[0]:.3%} / {shares[1]:.3%}",

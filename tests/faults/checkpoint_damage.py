@@ -11,7 +11,7 @@ from pathlib import Path
 
 from laconic.checkpoint import commit
 from tests.faults import saves, stored
-from tests.faults.bench import Bench, faults_row
+from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.support.record import Row
 
 NUM_MUTATIONS = 4000
@@ -103,6 +103,7 @@ def tally(folder: Path, count: int, *, seed: int = 0) -> tuple[Counter[str], lis
     return kinds, harmed
 
 
+@campaign_row("checkpoint-damage")
 def row(bench: Bench) -> Row:
     """Count the mutations of the files of checkpoints that do harm."""
     root, count = bench.out / "checkpoint-damage", 40 if bench.quick else NUM_MUTATIONS
@@ -117,7 +118,6 @@ def row(bench: Bench) -> Row:
         print(example, flush=True)
     counts = ", ".join(f"{kind} {number:,}" for kind, number in sorted(kinds.items()))
     return faults_row(
-        key="checkpoint-damage",
         claim="damage to any file of a checkpoint: a warning, and the checkpoint before",
         tried=kinds.total(),
         at_least=2000,

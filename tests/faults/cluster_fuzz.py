@@ -9,7 +9,7 @@ import tomllib
 from laconic.config import ConfigError
 from laconic.plan.cluster_file import cluster_from_dict, parse_cluster
 from laconic.plan.cluster_spec import ClusterSpec
-from tests.faults.bench import Bench, faults_row
+from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.support.record import Row
 
 _NUM, _QUICK = 20_000, 500
@@ -68,6 +68,7 @@ def _harm_of(given: str | dict[str, object]) -> str:
     return "" if all(math.isfinite(value) and value > 0 for value in plain) else f"silent: {spec}"
 
 
+@campaign_row("cluster-fuzz")
 def row(bench: Bench) -> Row:
     """Read damaged cluster files."""
     num = _QUICK if bench.quick else _NUM
@@ -80,7 +81,6 @@ def row(bench: Bench) -> Row:
         "refusals without one line": "no single",
     }
     return faults_row(
-        key="cluster-fuzz",
         claim="damaged cluster files: read, or refused with one line",
         tried=num,
         at_least=2_000,

@@ -23,7 +23,7 @@ from laconic.comm.launch import RankInfo
 from laconic.config import Config, ConfigError, JobError, ModelConfig, load, to_toml
 from laconic.strategies.checks import check_job
 from laconic.train.cli import parse
-from tests.faults.bench import Bench, faults_row
+from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.support.record import Row
 
 HARMS = ("foreign tracebacks", "silent differences")
@@ -54,6 +54,7 @@ _ANY = st.recursive(
 )
 
 
+@campaign_row("config-fuzz")
 def row(bench: Bench) -> Row:
     """Try all kinds of input."""
     share = 500 if bench.quick else 1
@@ -65,7 +66,6 @@ def row(bench: Bench) -> Row:
     for harm in found:
         print(harm, flush=True)
     return faults_row(
-        key="config-fuzz",
         claim="random configurations and command lines: a job, or one line",
         tried=(NUM_FILES + NUM_BYTES + NUM_COMMANDS) // share,
         at_least=100_000,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from laconic import checkpoint
 from tests.faults import saves, stored
-from tests.faults.bench import Bench, faults_row
+from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.faults.power_loss import State, crash_states, sampled_states, undisturbed
 from tests.faults.recording import Recorder
 from tests.support.record import Row
@@ -101,6 +101,7 @@ def tallies(folder: Path, *, quick: bool) -> Iterator[tuple[str, Tally]]:
         yield kind, tally(recorder, states)
 
 
+@campaign_row("crash-states")
 def row(bench: Bench) -> Row:
     """Count the states of all kinds of saves that do harm."""
     by_kind = {}
@@ -112,7 +113,6 @@ def row(bench: Bench) -> Row:
                 print(f"  {harm}: {example}", flush=True)
     counts = ", ".join(f"{kind} {found.num_states:,}" for kind, found in by_kind.items())
     return faults_row(
-        key="crash-states",
         claim="states that a power cut may leave of a save; not loadable, or loaded differing",
         tried=sum(found.num_states for found in by_kind.values()),
         at_least=1,

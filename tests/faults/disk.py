@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from laconic.config import Config, from_dict, to_toml
-from tests.faults.bench import Bench, faults_row
+from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.support.launch import free_port, launch
 from tests.support.record import Row
 
@@ -154,6 +154,7 @@ SAMPLE = ("full: checkpoint", "read-only: tokens")
 # -- the campaign ------------------------------------------------------------------------------------------------------
 
 
+@campaign_row("disk")
 def row(bench: Bench) -> Row:
     """Try all situations, each in a process of its own."""
     chosen = [situation for situation in SITUATIONS if not bench.quick or situation.name in SAMPLE]
@@ -165,7 +166,6 @@ def row(bench: Bench) -> Row:
         print(situation.name, harms, flush=True)
         found += harms
     return faults_row(
-        key="disk",
         claim="full, read-only, forbidden folders: one line and exit code 2 on each rank, nothing lost, "
         "and the run goes on",
         tried=len(chosen),

@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.faults import saves
-from tests.faults.bench import Bench
+from tests.faults.bench import Bench, campaign_row
 from tests.faults.crash_states import LIMIT, on_disk
 from tests.faults.power_loss import State, crash_states, sampled_states
 from tests.faults.recording import Recorder, attached
@@ -177,6 +177,7 @@ def trainer_run(root: Path) -> tuple[Recorder, list[str], Load]:
     return recorder, expected, load
 
 
+@campaign_row("crash-states-elsewhere")
 def row(bench: Bench) -> Row:
     """Count the outcomes of other writers. It promises nothing of laconic."""
     found = {}
@@ -193,7 +194,6 @@ def row(bench: Bench) -> Row:
         texts.append(f"{writer}: {parts} of {counts.total():,}")
         print(texts[-1], flush=True)
     return Row(
-        key="crash-states-elsewhere",
         claim="the same power cuts with other writers",
         required="none: for comparison",
         measured="; ".join(texts),

@@ -37,7 +37,7 @@ from laconic.comm.ring import _CALL, _LENGTH, PeerMessage, PeerRing, _Place
 from laconic.errors import JobError
 from laconic.islands.entrance import Entrance
 from laconic.islands.ledger import Ledger, Outcome, RunEndedError
-from tests.faults.bench import Bench, faults_row
+from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.faults.runs import Run, Strategy
 from tests.faults.victims import Place
 from tests.support.record import Row
@@ -431,6 +431,7 @@ def _try_trains(bench: Bench) -> Findings:
     return found
 
 
+@campaign_row("forged", section="mend")
 def row(bench: Bench) -> Row:
     """Try all of them."""
     found = _try_stores(bench.quick)
@@ -449,7 +450,6 @@ def row(bench: Bench) -> Row:
     }
     others = f"; {'; '.join(found.what)}" if found.what else ""
     return faults_row(
-        key="forged",
         claim="forged or damaged messages in the store of islands, to watchers and to the rendezvous; islands end with "
         "code 2 and one line; watchers live, with more than 1,024 open files too",
         tried=found.tried,

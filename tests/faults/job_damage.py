@@ -27,7 +27,7 @@ from laconic.hf.models import build_model
 from laconic.hf.tokenizer import ByteTokenizer
 from laconic.plan.shapes import units_of
 from laconic.train.loggers import JsonlLogger
-from tests.faults.bench import Bench, faults_row
+from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.support.record import Row
 
 HARMS = ("silent", "foreign errors", "restarts blocked")
@@ -35,6 +35,7 @@ NUM_EACH = 400
 _PAGE = 4096
 
 
+@campaign_row("job-damage")
 def row(bench: Bench) -> Row:
     """Try all kinds of files."""
     num_each = 8 if bench.quick else NUM_EACH
@@ -42,7 +43,6 @@ def row(bench: Bench) -> Row:
     for harm in found:
         print(harm, flush=True)
     return faults_row(
-        key="job-damage",
         claim="mutations of token files, metrics and model folders, each followed by a restart",
         tried=num_each * len(KINDS),
         at_least=1000,

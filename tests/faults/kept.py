@@ -32,7 +32,7 @@ import laconic
 from laconic.checkpoint.asynchronous import AsyncSaver
 from laconic.optim import AdamW8bit, Muon, Shampoo, matrices_and_rest
 from laconic.partial.patterns import sliced_layer
-from tests.faults.bench import Bench
+from tests.faults.bench import Bench, campaign_row
 from tests.support.launch import launch
 from tests.support.record import Row
 
@@ -338,6 +338,7 @@ def growth_of(strategy: str, rounds: int = ROUNDS, warm_up: int = WARM_UP) -> di
     return {kind: max(growth.get(kind, 0) for growth in by_rank) for growth in by_rank for kind in growth}
 
 
+@campaign_row("kept", section="mend")
 def row(bench: Bench) -> Row:
     """Build, train and drop models under every strategy, and report what has grown."""
     rounds = 5 if bench.quick else ROUNDS
@@ -348,7 +349,6 @@ def row(bench: Bench) -> Row:
         grown += [f"{strategy}: {count} {kind}" for kind, count in growth.items()]
         print(f"{strategy}: {growth or 'nothing'}, {largest:,} B at most", flush=True)
     return Row(
-        key="kept",
         claim=f"build, train, drop: growth after {rounds} rounds of {len(ENDINGS)} endings, every strategy",
         required=f"0 objects, threads, descriptors, groups; <= {MAX_GROWTH_BYTES / 1e6:g} MB",
         measured=f"{len(grown)} in {len(STRATEGIES)} strategies; {largest / 1e6:.2f} MB at most",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from tests.composition.kernel_paths import LIMIT, STRATEGIES, Outcome, faults, job, paths, sort_out
-from tests.faults.bench import Bench
+from tests.faults.bench import Bench, campaign_row
 from tests.support.launch import launch
 from tests.support.record import Row
 
@@ -17,6 +17,7 @@ _MESHES = ((2, 1), (2, 2), (1, 3))
 _TIMEOUT_S = 1500.0
 
 
+@campaign_row("kernel-paths", section="mend")
 def row(bench: Bench) -> Row:
     """Try all paths under all strategies on each mesh; a quick run takes one mesh."""
     runnable, reasons, wrong = sort_out(paths())
@@ -31,7 +32,6 @@ def row(bench: Bench) -> Row:
     largest = max(each.difference for each in compared)
     elsewhere = sorted({path.implementation for path in reasons})
     return Row(
-        key="kernel-paths",
         claim="default kernel paths x strategies against unsharded, relative difference of gradients in fp32",
         required=f"every cell <= {LIMIT:.0e}",
         measured=f"{len(compared)} cells, the largest difference {largest:.1e}; {len(wrong)} faults",

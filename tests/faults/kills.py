@@ -21,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.faults.bench import Bench, faults_row
+from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.faults.runs import LIMIT_S, PEER_TIMEOUT_S, STEPS, STRATEGIES, EndState, Run, difference
 from tests.faults.victims import Place, Victim
 from tests.support.record import Row
@@ -194,6 +194,7 @@ def _attack(run: Run, after_s: float, chance: random.Random, where: str, tally: 
     return True
 
 
+@campaign_row("kills")
 def row(bench: Bench) -> Row:
     """Kill runs of every strategy at random instants."""
     folder = bench.out / "kills"
@@ -206,7 +207,6 @@ def row(bench: Bench) -> Row:
         print(problem, file=sys.stderr, flush=True)
     phases = ", ".join(f"{count} at step {step}" for step, count in sorted(tally.by_step.items()))
     return faults_row(
-        key="kills",
         claim="kills of ranks, nodes and whole runs at random instants, all strategies",
         tried=tally.kills,
         at_least=500,

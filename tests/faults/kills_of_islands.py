@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.faults.bench import Bench, faults_row
+from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.faults.runs import STRATEGIES, Run, Strategy
 from tests.faults.victims import Place, Victim
 from tests.support.record import Row
@@ -183,6 +183,7 @@ def campaign(folder: Path, num: int, seed: int = 0) -> list[Kill]:
     return kills
 
 
+@campaign_row("kills-of-islands", section="mend")
 def row(bench: Bench) -> Row:
     """Kill ranks of islands at random instants."""
     kills = campaign(bench.out / "island-kills", _QUICK_KILLS if bench.quick else KILLS)
@@ -193,7 +194,6 @@ def row(bench: Bench) -> Row:
     ends = sorted(kill.ended_s for kill in met)
     by_host = sum(kill.rank_0_hosts for kill in kills)
     return faults_row(
-        key="kills",
         claim="kills of islands at random instants",
         tried=len(kills),
         at_least=300,

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from laconic.lab import Lab, LabUnavailable, RunResult
-from tests.faults.bench import Bench, faults_row
+from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.faults.kills import Tally
 from tests.faults.runs import LIMIT_S, PEER_TIMEOUT_S, STRATEGIES, Run
 from tests.support.measure import BenchmarkError
@@ -24,6 +24,7 @@ NUM_SHORT, NUM_LONG = 4, 2
 _START_S = 60.0  # the time for all processes to start
 
 
+@campaign_row("links")
 def row(bench: Bench) -> Row:
     """Cut links in the lab."""
     tally = Tally()
@@ -40,7 +41,6 @@ def row(bench: Bench) -> Row:
         "restarts that failed": len(tally.failed),
     }  # fmt: skip
     return faults_row(
-        key="links",
         claim="links of a node that are cut and come back, in the lab",
         tried=tally.kills,
         at_least=len(NAMES) * (NUM_SHORT + NUM_LONG),

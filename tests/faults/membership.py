@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from laconic import Membership
-from tests.faults.bench import Bench, faults_row
+from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.faults.islanders import EVERY, Island, equal_rounds, meeting
 from tests.support.record import Row
 
@@ -122,10 +122,9 @@ def _measured(folder: Path, quick: bool) -> tuple[Counts, Counts]:
     return deaths, arrivals
 
 
-def _row(key: str, claim: str, counts: Counts, note: str) -> Row:
+def _row(claim: str, counts: Counts, note: str) -> Row:
     waits = sorted(counts.waits_s)
     return faults_row(
-        key=key,
         claim=claim,
         tried=counts.tried,
         at_least=_CHANGES,
@@ -140,14 +139,16 @@ def _row(key: str, claim: str, counts: Counts, note: str) -> Row:
     )
 
 
+@campaign_row("island-dies")
 def dies(bench: Bench) -> Row:
     """Measure the deaths."""
     deaths, _ = _measured(bench.out, bench.quick)
     note = "Killed two times of three, else stopped for good; islands of one rank, and of two, streamed in int4."
-    return _row("island-dies", "one of four islands dies or is stuck, and the others train on", deaths, note)
+    return _row("one of four islands dies or is stuck, and the others train on", deaths, note)
 
 
+@campaign_row("island-comes")
 def comes(bench: Bench) -> Row:
     """Measure the arrivals."""
     _, arrivals = _measured(bench.out, bench.quick)
-    return _row("island-comes", "a fourth island comes while three train on", arrivals, "After each of those deaths.")
+    return _row("a fourth island comes while three train on", arrivals, "After each of those deaths.")

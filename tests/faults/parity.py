@@ -1,11 +1,9 @@
 """Whether a sharded model does what the unsharded one does, and holds no more than FSDP2's users expect.
 
-    python -m tests.faults.parity                        all rows, with 2,000 trees, recorded in RESULTS.md
-    python -m tests.faults.parity --rows groups,forwards some rows, recorded too
-    python -m tests.faults.parity --quick                all rows, with 60 trees, printed only
-
-tests/shard/random_trees draws the trees and has the oracle. It needs hypothesis, which the `dev` extra brings. A tree
-that fails is shrunk and printed.
+tests/shard/random_trees draws the trees, has the oracle, and says how close sums in another order must come. The trees
+nest units with checks, caches and precisions of their own. They have tied, frozen, scalar, empty and unused parameters,
+buffers and several dtypes. Weights are edited between the steps, with notice and without. A tree that fails is shrunk
+and printed. It needs hypothesis, which the `dev` extra brings.
 """
 
 from __future__ import annotations
@@ -17,63 +15,75 @@ import time
 import torch.distributed as dist
 from torch import nn
 
+from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.shard.random_trees.explore import Findings, explore
 from tests.shard.random_trees.pool import Pool
 from tests.shard.test_autograd import job_several_forwards
 from tests.support.launch import launch
-from tests.support.measure import Benchmark, Options
 from tests.support.record import Row
 
-_WORLDS = (1, 2, 4)
 _NUM_TREES = 2000
-_BATCH = 100
-"""The trees of one seed."""
 _CALLS = 30
 _TIMEOUT_S = 120.0
 
 
-class Bench:
-    """The findings of all trees, and the row that sums them up."""
+@campaign_row("trees", section="parity")
+def trees(bench: Bench) -> Row:
+    """Random module trees on even numbers of ranks."""
+    findings, num_trees, account = _try_trees(bench, (1, 2, 4), quick=60, batch=100, first_seed=0)
+    return faults_row(
+        claim="random module trees, forward / backward / autograd.grad / step against the unsharded model",
+        tried=num_trees,
+        at_least=60 if bench.quick else _NUM_TREES,
+        harms={"differ": findings.kinds.get("differs", 0), "foreign tracebacks": findings.kinds.get("foreign", 0)},
+        note=account,
+    )
 
-    def __init__(self, num_trees: int) -> None:
-        self.num_trees = num_trees
-        self.findings = Findings()
-        self.report = ""
 
-    def trees(self) -> Row:
-        """Try the trees, as many on each number of ranks."""
-        began, by_world = time.monotonic(), {}
-        with contextlib.ExitStack() as stack:
-            pools = {world: stack.enter_context(Pool(world)) for world in _WORLDS}
-            for world, pool in pools.items():
-                found = self._try(pool)
-                by_world[world] = found.num_valid
-            seconds = time.monotonic() - began
-            self.report = self.findings.report(pools)
-        kinds = {kind: self.findings.kinds.get(kind, 0) for kind in ("differs", "foreign", "refused", "invalid")}
-        refusals = "; ".join(each for each in self.findings.failures if each.startswith("refused"))
-        parts = ", ".join(f"{number} on {world}" for world, number in by_world.items())
-        return Row(
-            key="trees",
-            claim="random module trees, forward / backward / autograd.grad / step against the unsharded model",
-            required=f">= {self.num_trees:,} trees, 0 differ, 0 foreign tracebacks",
-            measured=f"{sum(by_world.values()):,} trees, {kinds['differs']} differ, {kinds['foreign']} foreign "
-            f"tracebacks, {kinds['refused']} refused",
-            is_met=sum(by_world.values()) >= self.num_trees and not kinds["differs"] and not kinds["foreign"],
-            note=f"{parts} ranks, in {seconds:.0f} s; torch itself could not run {kinds['invalid']} more"
-            + (f". Refusals: {refusals}." if refusals else "."),
-        )
+@campaign_row("module-trees")
+def module_trees(bench: Bench) -> Row:
+    """Random module trees on odd numbers of ranks and on islands, too."""
+    findings, num_trees, account = _try_trees(bench, (2, 3, 4), quick=30, batch=50, first_seed=170_000)
+    return faults_row(
+        claim="random module trees: values and gradients of fully_shard against the unsharded model's",
+        tried=num_trees,
+        at_least=30 if bench.quick else _NUM_TREES,
+        harms={
+            "silent differences": findings.kinds.get("differs", 0),
+            "foreign tracebacks": findings.kinds.get("foreign", 0),
+        },
+        note=account,
+    )
 
-    def _try(self, pool: Pool) -> Findings:
-        """Try a world's share of the trees."""
-        share, found = -(-self.num_trees // len(_WORLDS)), Findings()
-        first_seed = 1000 * pool.world
-        while found.num_valid < share:
-            explore(pool, min(_BATCH, share - found.num_valid), first_seed, found)
-            first_seed += 1
-            print(f"  {pool.world} ranks: {found.kinds}", file=sys.stderr, flush=True)
-        self.findings.merge(found)
-        return found
+
+def _try_trees(
+    bench: Bench, worlds: tuple[int, ...], *, quick: int, batch: int, first_seed: int
+) -> tuple[Findings, int, str]:
+    """Try trees, as many on each number of ranks; return the findings, the number of trees, and an account of them.
+
+    A seed draws `batch` trees. Trees that torch itself cannot run do not count.
+    """
+    began, by_world, findings = time.monotonic(), {}, Findings()
+    share = -(-(quick if bench.quick else _NUM_TREES) // len(worlds))
+    with contextlib.ExitStack() as stack:
+        pools = {world: stack.enter_context(Pool(world)) for world in worlds}
+        for world, pool in pools.items():
+            found, seed = Findings(), first_seed + 1000 * world
+            while found.num_valid < share:
+                explore(pool, min(batch, share - found.num_valid), seed, found)
+                seed += 1
+                print(f"  {world} ranks: {found.kinds}", file=sys.stderr, flush=True)
+            by_world[world] = found.num_valid
+            findings.merge(found)
+        seconds = time.monotonic() - began
+        print(findings.report(pools), file=sys.stderr, flush=True)
+    parts = ", ".join(f"{number} on {world}" for world, number in by_world.items())
+    refusals = "; ".join(each for each in findings.failures if each.startswith("refused"))
+    account = (
+        f"{parts} ranks, in {seconds:.0f} s; {findings.kinds.get('refused', 0)} refused by name"
+        f"{f' ({refusals})' if refusals else ''}; torch itself could not run {findings.kinds.get('invalid', 0)} more."
+    )
+    return findings, sum(by_world.values()), account
 
 
 def count_groups() -> tuple[int, int, int, int]:
@@ -96,12 +106,12 @@ def count_groups() -> tuple[int, int, int, int]:
     return before, after_one, after_all, count() - after_all
 
 
+@campaign_row("groups", section="parity")
 def groups(bench: Bench) -> Row:
     """Count process groups."""
     counts = set(launch(count_groups, num_ranks=4, num_local=2, timeout_s=_TIMEOUT_S))
     before, one, many, of_fsdp2 = max(counts)
     return Row(
-        key="groups",
         claim=f"process groups after {_CALLS} calls of fully_shard without mesh=, against 1 call",
         required="equal",
         measured=f"{many} against {one}",
@@ -113,6 +123,7 @@ def groups(bench: Bench) -> Row:
     )
 
 
+@campaign_row("forwards", section="parity")
 def forwards(bench: Bench) -> Row:
     """Compare peaks of several forwards before one backward with those of as many, each with its own backward."""
 
@@ -123,7 +134,6 @@ def forwards(bench: Bench) -> Row:
     two, three = (peak(number, "together") / peak(number, "one by one") for number in (2, 3))
     single, summed, once = peak(1, "one by one"), peak(2, "one by one"), peak(3, "reduced once")
     return Row(
-        key="forwards",
         claim="peak memory, two and three forwards before one backward, against one at a time",
         required="+ activations only",
         measured=f"{two:.3f}x and {three:.3f}x without activations",
@@ -137,20 +147,3 @@ def forwards(bench: Bench) -> Row:
             f"{once / summed:.2f}x: fewer bytes cross the wire, and gradients stay whole until the end."
         ),
     )
-
-
-def _prepare(options: Options) -> contextlib.nullcontext[Bench]:
-    return contextlib.nullcontext(Bench(60 if options.quick else _NUM_TREES))
-
-
-BENCHMARK = Benchmark(
-    name="parity",
-    module="tests.faults.parity",
-    doc=__doc__,
-    prepare=_prepare,
-    rows={"trees": lambda bench: bench.trees(), "groups": groups, "forwards": forwards},
-    details=lambda bench: bench.report,
-)
-
-if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.faults.bench import Bench, faults_row
+from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.support.record import Row
 
 TESTS = (
@@ -20,6 +20,7 @@ _QUICK = ("tests/comm/test_agreement.py", "tests/checkpoint/test_resume.py")
 _SHOWN = 5  # stacks
 
 
+@campaign_row("pickles")
 def row(bench: Bench) -> Row:
     """Run the tests of all strategies, and count the records."""
     file = bench.out / "unpickled"
@@ -38,7 +39,6 @@ def row(bench: Bench) -> Row:
         print("\n".join(stack), flush=True)
     # tests/test_unpickling.py shows that the record sees what it must see; it is not among these tests
     return faults_row(
-        key="pickles",
         claim="bytes from the wire or a disk that laconic unpickled, in the tests of all strategies",
         tried=int(found[1]) if found else 0,
         at_least=len(_QUICK) if bench.quick else 1000,

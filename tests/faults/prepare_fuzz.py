@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from laconic.config import Config, JobError, from_dict
-from tests.faults.bench import Bench, faults_row
+from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.faults.config_fuzz import values_of
 from tests.support.launch import launch
 from tests.support.record import Row
@@ -78,6 +78,7 @@ def job_with_path(key: str, path: Path, folder: Path) -> dict[str, Any]:
     return table
 
 
+@campaign_row("prepare-fuzz")
 def row(bench: Bench) -> Row:
     """Try jobs, in processes of their own."""
     num_jobs = NUM_PER_PROCESS if bench.quick else NUM_JOBS
@@ -91,7 +92,6 @@ def row(bench: Bench) -> Row:
         found += harms
         num_trained += trained
     return faults_row(
-        key="prepare-fuzz",
         claim="random jobs whose configuration is accepted: two steps and a checkpoint, or one line",
         tried=num_jobs,
         at_least=1_000,

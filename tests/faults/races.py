@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 
-from tests.faults.bench import Bench, faults_row
+from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.rehearse.campaign import Findings, explore
 from tests.rehearse.programs import PROGRAMS
 from tests.support.record import Row
@@ -17,11 +17,11 @@ _NUM_ORDERS = 2000
 """The promised number of orders, over all programs."""
 
 
+@campaign_row("races")
 def races(bench: Bench) -> Row:
     """Pairs of accesses without an order."""
     found = _explored(bench)
     return faults_row(
-        key="races",
         claim="two accesses to the same bytes, device or host, are ordered in every program",
         tried=len(PROGRAMS),
         at_least=len(PROGRAMS),
@@ -30,6 +30,7 @@ def races(bench: Bench) -> Row:
     )
 
 
+@campaign_row("stream-waits")
 def waits(bench: Bench) -> Row:
     """Waits, events and synchronisations that are taken out and not missed."""
     found = _explored(bench)
@@ -37,7 +38,6 @@ def waits(bench: Bench) -> Row:
     table = bench.out / "waits.txt"
     table.write_text("\n".join([*lines, *(f"{site} | -" for site in found.unnoticed), ""]))
     return faults_row(
-        key="stream-waits",
         claim="each wait, event and host synchronisation of streams, messages and threads, taken out, makes a race",
         tried=len(found.caught) + len(found.unnoticed),
         at_least=len(found.caught),
@@ -46,11 +46,11 @@ def waits(bench: Bench) -> Row:
     )
 
 
+@campaign_row("orders")
 def orders(bench: Bench) -> Row:
     """Random legal orders, with memory that is reused as a caching allocator does."""
     found = _explored(bench)
     return faults_row(
-        key="orders",
         claim="programs that run in random legal orders of their streams end with the same bits",
         tried=found.orders,
         at_least=len(PROGRAMS) if bench.quick else _NUM_ORDERS,

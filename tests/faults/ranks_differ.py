@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from tests.faults.bench import Bench
+from tests.faults.bench import Bench, campaign_row
 from tests.faults.differing import kinds, run_kind
 from tests.support.launch import launch
 from tests.support.record import Row
@@ -51,6 +51,7 @@ def try_kind(name: str) -> Outcome:
     return Outcome(name=name, wall_s=wall_s, fault="; ".join(missing), told=told)
 
 
+@campaign_row("ranks-differ", section="mend")
 def row(bench: Bench) -> Row:
     """Try all kinds."""
     names = [name for name in kinds() if not bench.quick or name in QUICK]
@@ -62,7 +63,6 @@ def row(bench: Bench) -> Row:
     good, longest = len(outcomes) - len(faulty), max(outcome.wall_s for outcome in outcomes)
     least = len(QUICK) if bench.quick else 30
     return Row(
-        key="ranks-differ",
         claim="ranks that differ in settings, in what they call, or that miss",
         required=f">= {least} kinds; all of them end on all ranks within {MOST_S:g} s with an exception that names "
         "rank, unit and difference",

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import laconic
 from laconic.islands.state_folder import MANIFEST, StateFiles
 from laconic.store.files import remove
-from tests.faults.bench import Bench, faults_row
+from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.support.launch import launch
 from tests.support.record import Row
 
@@ -39,12 +39,12 @@ _State = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
 """Outer vectors, and the inner optimizer's state by parameter and key."""
 
 
+@campaign_row("recovery-damage")
 def row(bench: Bench) -> Row:
     """Run the campaign."""
     cases = QUICK_CASES if bench.quick else CASES
     counts = campaign(bench.out / "recovery-damage", cases)
     return faults_row(
-        key="recovery-damage",
         claim="faults in the recovery files of islands: flipped, cut, zeroed, exchanged, older, lost, of another rank",
         tried=cases,
         at_least=300,

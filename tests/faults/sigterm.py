@@ -23,7 +23,7 @@ from typing import Any
 
 from laconic.config import Config, load
 from laconic.train.loop import Trainer, run
-from tests.faults.bench import Bench, faults_row
+from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.faults.runs import Run, Strategy
 from tests.faults.victims import Place
 from tests.support.launch import launch
@@ -155,11 +155,11 @@ def _config(sync: Mapping[str, Any], folder: Path) -> Config:
     return replace(config, train=train)
 
 
+@campaign_row("sigterm", section="mend")
 def row(bench: Bench) -> Row:
     """Stop runs of islands by signals."""
     counts = campaign(bench.out / "sigterm", _QUICK_RUNS if bench.quick else _RUNS)
     return faults_row(
-        key="sigterm",
         claim="SIGTERM under islands at `every=100`",
         tried=counts.tried,
         at_least=_RUNS,

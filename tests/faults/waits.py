@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults import waiters
-from tests.faults.bench import Bench, faults_row
+from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.support import launch
 from tests.support.record import Row
 
@@ -113,6 +113,7 @@ def lose_one(chosen: tuple[str, str, int, float], cause_s: float | None = None) 
     raise RuntimeError(f"no port stayed free in {_MOST_STARTS} starts")
 
 
+@campaign_row("waits")
 def row(bench: Bench) -> Row:
     """Lose ranks of all strategies in all ways."""
     dice, chosen = random.Random(17), []
@@ -127,7 +128,6 @@ def row(bench: Bench) -> Row:
             print(loss, loss.printed, flush=True)
     longest = max(loss.wall_s for loss in losses)
     return faults_row(
-        key="waits",
         claim="ranks in library use that lose another rank (SIGKILL, SIGSTOP, an endless loop), all strategies",
         tried=len(losses),
         at_least=_KILLS,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.faults.bench import Bench
+from tests.faults.bench import Bench, campaign_row
 from tests.support.record import Row
 
 _LIMIT_S = 1.0
@@ -62,6 +62,7 @@ MISTAKES: Sequence[Mistake] = (
 """One mistake of each kind."""
 
 
+@campaign_row("wrong-key", section="mend")
 def row(bench: Bench) -> Row:
     """Time every mistake."""
     runs = 3 if bench.quick else _RUNS
@@ -73,7 +74,6 @@ def row(bench: Bench) -> Row:
         found[mistake.name] = wall, processor
     worst = max(found, key=lambda name: found[name])
     return Row(
-        key="wrong-key",
         claim="time to the error of a wrong key, and of ten other mistakes in a job or an option",
         required=f"<= {_LIMIT_S:.1f} s each",
         measured=f"wrong key: {found['wrong key'][0]:.2f} s; the slowest, {worst}: {found[worst][0]:.2f} s",

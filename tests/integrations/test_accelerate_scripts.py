@@ -1,6 +1,6 @@
 """accelerate's own scripts, unchanged but for the import, with `LaconicAccelerator` on two ranks.
 
-`python -m tests.faults.mend --rows accelerate-scripts` compares them with accelerate's own classes.
+`python -m tests.faults --rows accelerate-scripts` compares them with accelerate's own classes.
 """
 
 from __future__ import annotations

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -26,11 +27,11 @@ class Options(argparse.Namespace):
     """The options of a benchmark's command."""
 
     rows: list[str]
-    """The keys of the rows to measure, in the order of the table."""
+    """The keys of the rows to measure."""
     quick: bool
     """Whether to measure small jobs, and to record nothing."""
     out: Path
-    """The folder for the files of the runs."""
+    """The folder for the files of the runs; it exists."""
 
 
 def _save_rows(record: Record, bench: object) -> None:
@@ -41,60 +42,85 @@ def _no_details(bench: object) -> str:
     return ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Benchmark(Generic[B]):
-    """A table of claims, and the command that measures them."""
+    """A table of claims, and the command that measures them. The functions that measure rows register with `row`."""
 
     name: str
     """The title of its section in RESULTS.md, and the name of its JSON file."""
-    doc: str | None
-    """The description that `--help` shows."""
-    rows: Mapping[str, Callable[[B], Row]]
-    """The function that measures each row, by key, in the order of the table."""
-    prepare: Callable[[Options], AbstractContextManager[B]]
-    """The function that opens the state that all rows share. It may raise a BenchmarkError."""
-    save: Callable[[Record, B], None] = _save_rows
-    """The function that writes the record, and further measurements if the benchmark has any."""
+    prepare: Callable[[Options], B | AbstractContextManager[B]]
+    """The function that makes the state that all rows share. It may raise a BenchmarkError."""
     module: str = ""
     """The module that `python -m` runs. Default: that of the name below `benchmarks`."""
+    save: Callable[[Record, B], None] = _save_rows
+    """The function that writes the record, and further measurements if the benchmark has any."""
     details: Callable[[B], str] = _no_details
     """The function that returns text to print below the table."""
+    rows: dict[str, Callable[[B], Row]] = field(default_factory=dict)
+    """The function that measures each row, by key, in the order of the table."""
+    sections: dict[str, str] = field(default_factory=dict)
+    """The section of each row that is not in the section `name`."""
 
-    def main(self, arguments: Sequence[str] | None = None) -> int:
+    def __post_init__(self) -> None:
+        self.module = self.module or f"benchmarks.{self.name}"
+
+    def row(self, key: str, *, section: str = "") -> Callable[[Callable[[B], Row]], Callable[[B], Row]]:
+        """Register the function below as the one that measures the row `key`."""
+        if key in self.rows:
+            raise ValueError(f"{self.module} has two rows {key!r}")
+
+        def register(measure: Callable[[B], Row]) -> Callable[[B], Row]:
+            def keyed(bench: B) -> Row:
+                return dataclasses.replace(measure(bench), key=key)
+
+            self.rows[key] = keyed
+            if section:
+                self.sections[key] = section
+            return keyed
+
+        return register
+
+    def main(self, arguments: Sequence[str] | None = None, *, doc: str | None = None) -> int:
         """Measure the rows that the command line names; return 1 if one of them failed.
 
         Every row that is measured is recorded at once, because a later row may fail. A row that fails shows its
-        traceback, and the other rows go on.
+        traceback, and the other rows go on. `doc` is the description for `--help`.
         """
         arguments = sys.argv[1:] if arguments is None else list(arguments)
-        options = self._parse(arguments)
-        rows, failed = [], []
+        options = self._parse(arguments, doc)
+        rows: dict[str, Row] = {}
+        failed = []
         with contextlib.ExitStack() as stack:
-            options.out = options.out or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            options.out = (options.out or Path(stack.enter_context(tempfile.TemporaryDirectory()))).absolute()
+            options.out.mkdir(parents=True, exist_ok=True)
             try:
-                bench = stack.enter_context(self.prepare(options))
+                prepared = self.prepare(options)
+                is_open = isinstance(prepared, AbstractContextManager)
+                bench: B = stack.enter_context(prepared) if is_open else prepared  # type: ignore[assignment,arg-type]
             except BenchmarkError as error:
-                print(f"{self.module or f'benchmarks.{self.name}'}: {error}", file=sys.stderr)
+                print(f"{self.module}: {error}", file=sys.stderr)
                 return 1
             for key in options.rows:
                 print(f"{key} ...", file=sys.stderr, flush=True)
                 try:
-                    rows.append(self.rows[key](bench))
+                    rows[key] = self.rows[key](bench)
                 except Exception:  # of any kind: a row that fails must not cost the rows after it
                     traceback.print_exc()
                     failed.append(key)
                     continue
                 if not options.quick:
-                    self.save(Record(self.name, rows, self.rows, arguments, module=self.module), bench)
-            print(f"\n{rows_table(rows)}\n\n{self.details(bench)}".rstrip())
+                    section = self.sections.get(key, self.name)
+                    of_section = [row for other, row in rows.items() if self.sections.get(other, self.name) == section]
+                    self.save(Record(section, of_section, self.rows, arguments, module=self.module), bench)
+            print(f"\n{rows_table(list(rows.values()))}\n\n{self.details(bench)}".rstrip())
         if failed:
-            print(f"{self.module or f'benchmarks.{self.name}'}: rows that failed: {', '.join(failed)}", file=sys.stderr)
+            print(f"{self.module}: rows that failed: {', '.join(failed)}", file=sys.stderr)
         return 1 if failed else 0
 
-    def _parse(self, arguments: Sequence[str]) -> Options:
+    def _parse(self, arguments: Sequence[str], doc: str | None) -> Options:
         parser = argparse.ArgumentParser(
-            prog=f"python -m {self.module or f'benchmarks.{self.name}'}",
-            description=self.doc,
+            prog=f"python -m {self.module}",
+            description=doc,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             epilog=f"rows: {', '.join(self.rows)}",
         )

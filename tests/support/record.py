@@ -27,8 +27,8 @@ Every figure the documentation quotes, with the command that measures it. Runnin
 class Row:
     """One claim beside a measurement."""
 
-    key: str
-    """The name for `--rows`."""
+    key: str = ""
+    """The name for `--rows`, which `Benchmark.row` writes."""
     claim: str
     """The measured quantity."""
     required: str
@@ -46,10 +46,10 @@ class Row:
     """The command that measured the row."""
 
 
-def ratio_row(*, key: str, claim: str, ratio: float, limit: float, note: str = "") -> Row:
+def ratio_row(*, claim: str, ratio: float, limit: float, note: str = "") -> Row:
     """Return the row of a ratio that must not exceed a limit."""
     required, measured = f"<= {limit:.2f}x", f"{ratio:.3f}x"
-    return Row(key=key, claim=claim, required=required, measured=measured, is_met=ratio <= limit, note=note)
+    return Row(claim=claim, required=required, measured=measured, is_met=ratio <= limit, note=note)
 
 
 def rows_table(rows: Sequence[Row]) -> str:

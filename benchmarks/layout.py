@@ -1,20 +1,47 @@
-"""Rows about padding and the time of planning: arithmetic without ranks."""
+"""How much ragged layouts pad, and how much time and memory they save: every row of the claim.
+
+    python -m benchmarks.layout                              all rows, recorded in RESULTS.md
+    python -m benchmarks.layout --rows padding-1,padding-16  some rows, recorded too
+    python -m benchmarks.layout --quick                      few group sizes and a tiny job, printed only
+
+Padding and planning time are arithmetic and take some minutes for all 1017 group sizes. Step time and memory are
+measured in the lab on a quiet machine.
+
+[Note: The previous engine]
+The previous engine did not compute gradients in their buckets. The row `step-time` compares the times of both engines:
+both source trees run in the same lab, in turn. The previous tree is the parent of the commit that added `ADDED_FILE`.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from benchmarks import previous
+from laconic.compare import Case, Comparison, Result
+from laconic.compare.progress import ConsoleReporter
+from laconic.compare.table import markdown
+from laconic.config import load
 from laconic.layout import packing, planner
 from laconic.layout.explain import Cause, Explanation, explain
 from laconic.layout.granularity import rows
 from laconic.plan.padding import plan_of
 from laconic.plan.rules import fsdp2_numel, lcm_numel
 from laconic.plan.shapes import DEEPSEEK_V3, GPT_OSS_120B, UnitShapes
-from tests.support.record import Row
+from tests.support.measure import Benchmark
+from tests.support.record import Record, Row
 
+_REPOSITORY = Path(__file__).parents[1]
+ADDED_FILE = "src/laconic/shard/linear.py"
+_NODES, _LOCAL = 2, 2
+_STEPS, _REPEATS = 12, 3
+_MEMORY_STRATEGIES = ("fsdp2", "host", "none")
+_COLUMNS = ("layer", "ranks", "1 row", "16 rows", "32 rows", "128 rows", "FSDP2", "LCM")
 LAYERS = {"DeepSeek-V3": DEEPSEEK_V3, "GPT-OSS-120B": GPT_OSS_120B}
 SHOWN = (8, 64, 96, 100, 128, 256, 384, 512, 768, 1000, 1024)
 """The group sizes in the table of RESULTS.md."""
@@ -44,10 +71,11 @@ class Padding:
 
 
 @dataclass
-class Plans:
+class Bench:
     """The padding of all cases; each case is planned once."""
 
-    quick: bool = False
+    out: Path
+    quick: bool
     cases: dict[tuple[str, int, int], Padding] = field(default_factory=dict)
 
     @property
@@ -98,20 +126,27 @@ def plan_time_s(layer: UnitShapes, num_ranks: int, num_rows: int) -> float:
     return time.thread_time() - begin
 
 
-# ------------------------------------------------------------------------------------------------ the rows
+BENCHMARK = Benchmark(
+    name="layout",
+    prepare=lambda options: Bench(options.out, options.quick),
+    save=lambda record, bench: save(record, table(bench)),
+    details=lambda bench: _render(table(bench)),
+)
 
 
-def padding_1(plans: Plans) -> Row:
-    return padding_row(plans, num_rows=1, limit=0.02)
+@BENCHMARK.row("padding-1")
+def padding_1(bench: Bench) -> Row:
+    return padding_row(bench, num_rows=1, limit=0.02)
 
 
-def padding_16(plans: Plans) -> Row:
-    return padding_row(plans, num_rows=16, limit=0.05)
+@BENCHMARK.row("padding-16")
+def padding_16(bench: Bench) -> Row:
+    return padding_row(bench, num_rows=16, limit=0.05)
 
 
-def padding_row(plans: Plans, *, num_rows: int, limit: float) -> Row:
+def padding_row(bench: Bench, *, num_rows: int, limit: float) -> Row:
     """Return the row of blocks of `num_rows` rows, which may pad by `limit` at most."""
-    by_layer = plans.all(num_rows)
+    by_layer = bench.all(num_rows)
     cases = [case for layer_cases in by_layer.values() for case in layer_cases]
     worst = max(cases, key=lambda case: case.planned)
     furthest = max(cases, key=lambda case: case.planned - case.other_rules)
@@ -119,7 +154,6 @@ def padding_row(plans: Plans, *, num_rows: int, limit: float) -> Row:
     each = "; ".join(f"{layer}: {_extremes(layer_cases)}" for layer, layer_cases in by_layer.items())
     sizes = sorted({case.num_ranks for case in cases})
     return Row(
-        key=f"padding-{num_rows}",
         claim=(
             f"padding, DeepSeek-V3 and GPT-OSS-120B layers, blocks of {num_rows} row{'s' * (num_rows > 1)}, "
             f"{len(sizes)} group sizes from {sizes[0]} to {sizes[-1]}"
@@ -152,10 +186,11 @@ def _buckets(cases: list[Padding]) -> str:
     )
 
 
-def padding_coarse(plans: Plans) -> Row:
+@BENCHMARK.row("padding-coarse")
+def padding_coarse(bench: Bench) -> Row:
     parts, notes, unexplained, above = [], [], 0, 0
     for num_rows in (32, 128):
-        by_layer = plans.all(num_rows)
+        by_layer = bench.all(num_rows)
         cases = [case for layer_cases in by_layer.values() for case in layer_cases]
         above += sum(case.planned > case.one_bucket for case in cases)
         cliffs = [case for case in cases if case.planned > 0.05]
@@ -172,7 +207,6 @@ def padding_coarse(plans: Plans) -> Row:
         counts = ", ".join(f"{causes.count(cause)} by {cause.value}" for cause in Cause if cause in causes)
         notes.append(f"{num_rows} rows: {len(cliffs)} of {len(cases)} plans pad more than 5 %, forced {counts or '-'}")
     return Row(
-        key="padding-coarse",
         claim="the same, blocks of 32 and 128 rows",
         required="reported, never above the single-bucket plan, each cliff explained",
         measured=f"{', '.join(parts)}; {above} plans above one bucket; {unexplained} cliffs unexplained",
@@ -187,23 +221,23 @@ def _main_cause(case: Padding) -> Cause | None:
     return worst.cause if worst.cause is not Cause.ALIGNMENT else None
 
 
-def planning_time(plans: Plans) -> Row:
+@BENCHMARK.row("planning-time")
+def planning_time(bench: Bench) -> Row:
     timed = {
-        (layer, size, num_rows): plans.get(layer, size, num_rows).plan_s
+        (layer, size, num_rows): bench.get(layer, size, num_rows).plan_s
         for layer in LAYERS
         for num_rows in (1, 16, 32, 128)
-        for size in plans.sizes
+        for size in bench.sizes
     }
     for num_rows in (1, 16, 32, 128):
         timed["DeepSeek-V3", _MANY_RANKS, num_rows] = plan_time_s(DEEPSEEK_V3, _MANY_RANKS, num_rows)
-    slowest = sorted(timed, key=lambda key: -timed[key])[: 1 if plans.quick else _REMEASURED]
+    slowest = sorted(timed, key=lambda key: -timed[key])[: 1 if bench.quick else _REMEASURED]
     for key in slowest:
         layer, size, num_rows = key
         timed[key] = statistics.median(plan_time_s(LAYERS[layer], size, num_rows) for _ in range(3))
     (layer, size, num_rows), worst_s = max(timed.items(), key=lambda item: item[1])
     many_s = max(timed["DeepSeek-V3", _MANY_RANKS, num_rows] for num_rows in (1, 16, 32, 128))
     return Row(
-        key="planning-time",
         claim="planning time with the partition search, every case above, and 782 tensors on 16,384 ranks",
         required="<= 0.3 s each",
         measured=f"{worst_s:.3f} s at worst; 16,384 ranks: {many_s:.3f} s",
@@ -216,12 +250,81 @@ def planning_time(plans: Plans) -> Row:
     )
 
 
-def table(plans: Plans) -> list[list[str]]:
+@BENCHMARK.row("step-time")
+def step_time(bench: Bench) -> Row:
+    """Time full training with AdamW on an unshaped wire: this engine, FSDP2, and the previous engine."""
+    repeats = 1 if bench.quick else _REPEATS
+    times: dict[str, list[float]] = {"fsdp2": [], "now": [], "before": []}
+    revision = previous.parent_of_added(ADDED_FILE)
+    with previous.source_at(revision, bench.out) as source, _comparison("wire.toml", bench.out / "step-time") as lab:
+        for repeat in range(repeats):
+            times["fsdp2"].append(_run(lab, "fsdp2", repeat).step_s)
+            times["now"].append(_run(lab, "host", repeat).step_s)
+            with previous.running(source):
+                times["before"].append(_run(lab, "host", repeat + repeats).step_s)
+    fsdp2, now, before = (statistics.median(times[name]) for name in ("fsdp2", "now", "before"))
+    return Row(
+        claim="step time on an unshaped wire, full training with AdamW, against FSDP2 / against the engine before",
+        required="<= 0.75x / <= 1.00x",
+        measured=f"{now / fsdp2:.3f}x / {now / before:.3f}x",
+        is_met=now / fsdp2 <= 0.75 and now / before <= 1,
+        note=(
+            f"jobs/wire.toml, cache=host: {now:.3f} s, FSDP2 {fsdp2:.3f} s, before {before:.3f} s; medians of "
+            f"{repeats} alternating runs each: now {_list(times['now'])}, before {_list(times['before'])}."
+        ),
+    )
+
+
+@BENCHMARK.row("reserved")
+def reserved(bench: Bench) -> Row:
+    """Compare the peak memory of full training with FSDP2's, on a dense model and on one with fused experts."""
+    ratios, each = {}, []
+    for job in ("experts.toml", "wire.toml"):
+        with _comparison(job, bench.out / f"reserved-{job.removesuffix('.toml')}") as lab:
+            peaks = {name: _peak(lab.run(Case(strategy=name, steps=3))) for name in _MEMORY_STRATEGIES}
+        ratios[job] = {name: peaks[name] / peaks["fsdp2"] for name in ("host", "none")}
+        each.append(
+            f"{job}: host {peaks['host'] / 1e6:.1f}, none {peaks['none'] / 1e6:.1f}, "
+            f"FSDP2 {peaks['fsdp2'] / 1e6:.1f} MB"
+        )
+    mix = ratios["experts.toml"]
+    return Row(
+        claim="reserved memory against FSDP2, on a unit mix like GPT-OSS's",
+        required="<= 0.88x",
+        measured=f"host {mix['host']:.3f}x, none {mix['none']:.3f}x",
+        is_met=max(mix.values()) <= 0.88,
+        note=(
+            "fused experts whose number the ranks do not divide; the most that torch's allocator held on a rank in a "
+            f"step; {'; '.join(each)} (the dense model: host {ratios['wire.toml']['host']:.3f}x, none "
+            f"{ratios['wire.toml']['none']:.3f}x)."
+        ),
+    )
+
+
+def _comparison(job: str, out: Path) -> Comparison:
+    return Comparison(
+        load(_REPOSITORY / "benchmarks" / "jobs" / job), out, nodes=_NODES, local=_LOCAL, reporter=ConsoleReporter()
+    )
+
+
+def _run(lab: Comparison, strategy: str, repeat: int) -> Result:
+    return lab.run(Case(strategy=strategy, steps=_STEPS, measure_memory=False, log_every=100, repeat=repeat))
+
+
+def _peak(result: Result) -> float:
+    return result.allocated_peak_bytes or math.nan
+
+
+def _list(values: list[float]) -> str:
+    return ", ".join(f"{value:.3f}" for value in values) + " s"
+
+
+def table(bench: Bench) -> list[list[str]]:
     """Return the padding at the shown group sizes that were planned: layer, ranks, four block heights, other rules."""
     lines = []
     for layer, shapes in LAYERS.items():
         for size in SHOWN:
-            found = [plans.cases.get((layer, size, num_rows)) for num_rows in (1, 16, 32, 128)]
+            found = [bench.cases.get((layer, size, num_rows)) for num_rows in (1, 16, 32, 128)]
             if not any(found):
                 continue
             others = [rule(shapes.shapes, size) / shapes.numel - 1 for rule in (fsdp2_numel, lcm_numel)]
@@ -234,3 +337,19 @@ def _cell(case: Padding | None) -> str:
         return "-"
     buckets = f" ({case.num_buckets})" if case.num_buckets > 1 else ""
     return f"{case.planned:.2%}{buckets}"
+
+
+def save(record: Record, table: list[list[str]]) -> None:
+    """Write the rows, and the table of some group sizes; a table with gaps does not replace the recorded one."""
+    is_whole = bool(table) and all("-" not in line for line in table)
+    table = table if is_whole else record.known.get("table", [])
+    caption = "Padding of a layer at some group sizes; (n): in n buckets."
+    record.save(more=[caption, _render(table)] if table else [], table=table)
+
+
+def _render(table: list[list[str]]) -> str:
+    return markdown(_COLUMNS, table, num_text_columns=1)
+
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.main(doc=__doc__))
