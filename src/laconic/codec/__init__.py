@@ -1,4 +1,4 @@
-"""Tensors in few bits and back: codecs for messages, blocks and maps for 8-bit states, and sums of coded terms."""
+"""Tensors in other forms and back: codecs for messages, maps for 8-bit states, coded sums, parameters that convert."""
 
 import torch
 

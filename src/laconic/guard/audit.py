@@ -26,8 +26,8 @@ from laconic.guard.checksum import checksum_of
 from laconic.guard.inspection import CorruptionError
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import Bucket
+from laconic.shard.hooks import map_tensors, tensors_in
 from laconic.shard.sharded_module import ShardedModule, reshard_all
-from laconic.shard.trees import map_tensors, tensors_in
 from laconic.shard.unit import units_below
 
 LossFunction = Callable[[Any, Any], Tensor]

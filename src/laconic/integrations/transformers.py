@@ -39,7 +39,7 @@ from laconic.integrations.trained_state import (
     save_trained,
 )
 from laconic.islands.local_steps import LocalSteps
-from laconic.shard.trees import map_tensors
+from laconic.shard.hooks import map_tensors
 
 __all__ = ["LaconicArguments", "LaconicMixin", "LaconicTrainer", "laconic_trainer"]
 

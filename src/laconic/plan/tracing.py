@@ -19,9 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from laconic.plan.fake_kernels import CudaChoices
 from laconic.plan.phase import LayerInput, Phase
 from laconic.plan.recorder import Recorder
-from laconic.shard.hooks import OutputGradients, watch_inputs
+from laconic.shard.hooks import OutputGradients, map_tensors, tensors_in, watch_inputs
 from laconic.shard.linear import LinearInPlace, is_gradient, set_sink
-from laconic.shard.trees import map_tensors, tensors_in
 
 _FOR_THE_LOSS = {"labels", "num_items_in_batch"}
 """The arguments of a model that no layer needs, though some models hand all of theirs on."""

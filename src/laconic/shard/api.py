@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
 
 from laconic import _compat
+from laconic.codec.conversion import check_convertible, converts, needs_equal_chunks
 from laconic.comm.cluster import Cluster, default_mesh
 from laconic.comm.collectives import share_first
 from laconic.layout.bucket import row_block
@@ -25,7 +26,6 @@ from laconic.ragged.parts import slice_of_parameter
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard import extension
 from laconic.shard.bucket import HOME, Bucket, ManagedParameter, compute_dtype_of
-from laconic.shard.conversion import check_convertible, converts, needs_equal_chunks
 from laconic.shard.kinds import BucketKind, group_by_kind
 from laconic.shard.policies import Cache, Checks, ShardPolicy, Where, Wire, WireName
 from laconic.shard.sharded_module import sharded_class
@@ -97,7 +97,7 @@ def fully_shard(
             wire, granularity or integer is not valid.
         AssertionError: a module is sharded already.
         NotImplementedError: a parameter is not contiguous; or it converts itself before the gather and is a DTensor or
-            wraps several tensors ([Note: Conversion] in shard/conversion.py); or `dp_mesh_dims` names no axis to cut
+            wraps several tensors ([Note: Conversion] in codec/conversion.py); or `dp_mesh_dims` names no axis to cut
             over.
     """
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from laconic.codec.conversion import Conversion, converts, first_inner, is_patched, plain_elements
+from laconic.codec.packing import Converted, Packing, agree_on_packing
 from laconic.comm.cluster import Cluster
 from laconic.layout.bucket import BucketLayout, Extent
 from laconic.ragged.dtensor import DTensorShard, local_part
@@ -27,11 +29,9 @@ from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard import extension
 from laconic.shard.cache import CachedShard
-from laconic.shard.conversion import Conversion, converts, first_inner, is_patched, plain_elements
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import FlatBuffer, Held, Ledger
 from laconic.shard.linear import GradientSink, set_sink, write_gradient_in_place
-from laconic.shard.packing import Converted, Packing, agree_on_packing
 from laconic.shard.policies import Wire
 
 HOME = "_laconic_home"
@@ -328,7 +328,7 @@ class Bucket:
 class Form:
     """The form in which one bucket's weights are gathered: in the dtype of forward, or as its parameters convert them.
 
-    If they convert themselves, the first use of most of this is collective: [Note: Conversion] in conversion.py.
+    If they convert themselves, the first use of most of this is collective: [Note: Conversion] in codec/conversion.py.
     """
 
     def __init__(self, bucket: Bucket, conversions: list[Conversion]) -> None:

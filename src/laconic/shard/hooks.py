@@ -1,12 +1,18 @@
-"""Autograd's reports to a unit: backward has reached the outputs of one of its forwards, or the inputs."""
+"""The tensors in a module's arguments and outputs, and autograd's reports that backward has reached them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from laconic import _compat
 
 
 class Watching(Protocol):
@@ -89,3 +95,93 @@ class _InputGradients(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, unit: None, *tangents: Tensor) -> Any:
         return tangents
+
+
+class Awaited:
+    """The hooks on outputs and inputs that backward has yet to run for one unit.
+
+    They die with their graph, also if a forward is never run backward.
+    """
+
+    def __init__(self, unit: Watching) -> None:
+        self._unit = unit
+        self.outputs: WeakSet[OutputGradients] = WeakSet()
+        self.inputs: WeakSet[Any] = WeakSet()
+
+    def clear(self) -> None:
+        """Await nothing any more."""
+        self.outputs.clear()
+        self.inputs.clear()
+
+    def watch_inputs(self, args: Any, kwargs: Any) -> Any:
+        """Return the arguments of a forward as it shall use them."""
+        watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if not watched:
+            return args, kwargs
+        identities = dict(zip(map(id, watched), watch_inputs(self._unit, watched), strict=True))
+        return map_tensors(lambda tensor: identities.get(id(tensor), tensor), (args, kwargs))
+
+    def watch_outputs(self, output: Any, *, name: str, trains: bool) -> Any:
+        """Return the output of a forward as others shall use it. `trains` says whether the unit's parameters do.
+
+        Raises:
+            ValueError: the output may hide tensors. Without a hook on them, backward would find the weights freed.
+        """
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        hook = OutputGradients(self._unit)
+        if tensors:
+            self.outputs.add(hook)
+            for tensor in tensors:
+                tensor.register_hook(hook)
+        if _compat.in_transform():  # there, an output may need an outer graph's gradient without saying so
+            return map_tensors(lambda tensor: tensor if tensor.requires_grad else hook.follow(tensor), output)
+        if not tensors and (self.inputs or trains):
+            for leaf in leaves_of(output):
+                if not isinstance(leaf, Tensor | str | bytes | int | float | complex | bool | None):
+                    raise ValueError(
+                        f"{name} returns a {type(leaf).__name__}, in which its tensors cannot be found, and nothing "
+                        "else that needs a gradient; return tensors, or lists, tuples, dicts or dataclasses of them, "
+                        "or register the type with torch.utils._pytree.register_pytree_node"
+                    )
+        return output
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return a copy of `tree` in which `function(tensor)` stands for each tensor. Equal dataclasses are not copied."""
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return function(leaf)
+        if not _is_dataclass(leaf):
+            return leaf
+        old = _values(leaf)
+        new = {name: map_tensors(function, value) for name, value in old.items()}
+        if all(left is right for left, right in zip(tensors_in(old), tensors_in(new), strict=True)):
+            return leaf
+        changed = copy.copy(leaf)
+        for name, value in new.items():
+            object.__setattr__(changed, name, value)  # also if the class is frozen
+        return changed
+
+    return tree_map(visit, tree)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors of `tree`, in the order in which `map_tensors` visits them."""
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """Return the leaves of `tree`: everything but containers and dataclasses."""
+    leaves = []
+    for leaf in tree_leaves(tree):
+        leaves += leaves_of(_values(leaf)) if _is_dataclass(leaf) else [leaf]
+    return leaves
+
+
+def _is_dataclass(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)
+
+
+def _values(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}

@@ -27,7 +27,7 @@ class BucketKind:
     place: Hashable = None
     """The ranks and the device that hold the parameters."""
     converted: type | None = None
-    """The class of parameters that convert themselves before they are gathered: [Note: Conversion] in conversion.py."""
+    """The class of parameters that convert themselves: [Note: Conversion] in codec/conversion.py."""
     chunk: Hashable = None
     """The name of a parameter whose conversion needs FSDP2's equal chunks; it has a bucket of its own."""
     cut: Hashable = None

@@ -8,7 +8,7 @@ of HSDP: the sum of a shard over the islands follows, unless `LocalSteps` trains
 A parameter without a gradient on this rank adds zero, because other ranks may have a gradient for it (a router may send
 tokens to an expert on one rank only). All ranks must reduce the same buckets: those of every unit whose outputs got
 gradients, in a backward that adds to `.grad` of some parameter (`autograd.grad` does not). Afterwards the ranks agree
-on the parameters that none of them has used: [Note: Agreement on used parameters] in shard/used.py.
+on the parameters that none of them has used: [Note: Agreement on used parameters] in shard/grad.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,13 +24,12 @@ from laconic.codec.sums import CodedAllReduce, CodedSum, CodedTotal
 from laconic.comm.collectives import Communicator, Pending
 from laconic.comm.traffic import Level
 from laconic.shard.bucket import Bucket
-from laconic.shard.cleared import WaitingGradient, WaitingSums
 from laconic.shard.crossing import Transfer, sum_across_nodes, sum_over_islands
 from laconic.shard.extension import Observer
+from laconic.shard.grad import UsedParameters, WaitingGradient, WaitingSums, agree
 from laconic.shard.lanes import Event, Lanes, wait_for
 from laconic.shard.ledger import Held, Ledger
 from laconic.shard.linear import is_gradient
-from laconic.shard.used import UsedParameters, agree
 
 LEVELS: tuple[Level, ...] = ("island", "node", "local")
 
@@ -169,7 +168,7 @@ class BucketGradients:
                 level.forget()
 
     def show_waiting(self) -> None:
-        """Let `.grad` stand for sums that wait until the next backward: [Note: Cleared gradients] in cleared.py."""
+        """Let `.grad` stand for sums that wait until the next backward: [Note: Cleared gradients] in grad.py."""
         for index in self._trainable():
             self.waiting.show(index)
 

@@ -37,7 +37,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -53,12 +52,11 @@ from laconic.shard.buffers import Buffers
 from laconic.shard.cache import CachedShard, choose_device_shards, free_slab, make_slab
 from laconic.shard.difference import Copies
 from laconic.shard.gather import Order, UnitGather
-from laconic.shard.hooks import OutputGradients, watch_inputs
+from laconic.shard.hooks import Awaited, OutputGradients, map_tensors
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Held, Ledger
 from laconic.shard.policies import Cache, Checks
 from laconic.shard.reduce import BucketGradients, Reduction, ReductionQueue
-from laconic.shard.trees import leaves_of, map_tensors, tensors_in
 
 
 class Phase(Enum):
@@ -122,9 +120,7 @@ class Unit:
         self._gather: UnitGather | None = None
         self._is_shown = False
         self._entered: set[nn.Module] = set()  # the modules called in the present pass
-        # Hooks that backward has yet to run. They die with their graph, also if the forward is never run backward.
-        self._awaited_outputs: WeakSet[OutputGradients] = WeakSet()
-        self._awaited_inputs: WeakSet[Any] = WeakSet()
+        self.awaited = Awaited(self)
         for module in self.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
@@ -284,7 +280,7 @@ class Unit:
             self._entered.add(module)
             self.unshard()
         if begins_pass and torch.is_grad_enabled():
-            args, kwargs = self._watch_inputs(args, kwargs)
+            args, kwargs = self.awaited.watch_inputs(args, kwargs)
         return args, kwargs
 
     def _begin_pass(self) -> None:
@@ -314,7 +310,8 @@ class Unit:
         if self._is_recomputed():
             return output
         if torch.is_grad_enabled():
-            output = self._watch_outputs(output)
+            trains = any(not bucket.is_frozen for bucket in self.buckets)
+            output = self.awaited.watch_outputs(output, name=self.name, trains=trains)
         if len(self._entered) == len(self.modules):
             self.end_pass()
         if self.is_root:
@@ -334,52 +331,17 @@ class Unit:
 
     def _is_recomputed(self) -> bool:
         """True in a forward whose graph will be thrown away: [Note: Recomputed forwards]."""
-        return _compat.in_backward() and (self._phase is Phase.BACKWARD or self.awaits_backward)
-
-    @property
-    def awaits_backward(self) -> bool:
-        """True if the outputs of some forward still wait for their gradients."""
-        return len(self._awaited_outputs) > 0
-
-    def _watch_inputs(self, args: Any, kwargs: Any) -> Any:
-        watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        if not watched:
-            return args, kwargs
-        identities = dict(zip(map(id, watched), watch_inputs(self, watched), strict=True))
-        return map_tensors(lambda tensor: identities.get(id(tensor), tensor), (args, kwargs))
-
-    def _watch_outputs(self, output: Any) -> Any:
-        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        hook = OutputGradients(self)
-        if tensors:
-            self._awaited_outputs.add(hook)
-            for tensor in tensors:
-                tensor.register_hook(hook)
-        if _compat.in_transform():  # there, an output may need an outer graph's gradient without saying so
-            return map_tensors(lambda tensor: tensor if tensor.requires_grad else hook.follow(tensor), output)
-        if not tensors and (self._awaited_inputs or any(not bucket.is_frozen for bucket in self.buckets)):
-            self._refuse_hidden_tensors(output)
-        return output
-
-    def _refuse_hidden_tensors(self, output: Any) -> None:
-        """Refuse outputs that may hide tensors: without a hook on them, backward would find the weights freed."""
-        for leaf in leaves_of(output):
-            if not isinstance(leaf, Tensor | str | bytes | int | float | complex | bool | None):
-                raise ValueError(
-                    f"{self.name} returns a {type(leaf).__name__}, in which its tensors cannot be found, and nothing "
-                    "else that needs a gradient; return tensors, or lists, tuples, dicts or dataclasses of them, or "
-                    "register the type with torch.utils._pytree.register_pytree_node"
-                )
+        return _compat.in_backward() and (self._phase is Phase.BACKWARD or len(self.awaited.outputs) > 0)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def await_inputs(self, node: Any) -> None:
         """Expect `node`, on the inputs of a forward, to report the end of that forward's backward."""
-        self._awaited_inputs.add(node)
+        self.awaited.inputs.add(node)
 
     def begin_backward(self, hook: OutputGradients) -> None:
         """Gather the weights: backward reaches the outputs of one of this unit's forwards."""
-        self._awaited_outputs.discard(hook)
+        self.awaited.outputs.discard(hook)
         backward = self.root.begin_backward()
         if self._phase is Phase.BACKWARD:
             return
@@ -395,10 +357,10 @@ class Unit:
 
     def reach_inputs(self, node: Any) -> None:
         """End the backward of one of this unit's forwards: [Note: When a unit is done with backward]."""
-        self._awaited_inputs.discard(node)
-        if not self.reduce_once_per_backward or not self._awaited_inputs:
+        self.awaited.inputs.discard(node)
+        if not self.reduce_once_per_backward or not self.awaited.inputs:
             self._end_backward()
-        elif self.awaits_backward:
+        elif self.awaited.outputs:
             self.phase = Phase.REST  # the backward of another forward follows and begins at its outputs
 
     @property
@@ -431,7 +393,7 @@ class Unit:
         """Reduce the gradients that are left and, in a micro-batch that syncs, partial sums of earlier ones."""
         if self._phase is Phase.BACKWARD or any(gradients.has_gradients for gradients in self.gradients):
             self._end_backward()
-        self._awaited_inputs.clear()  # of a retained graph; its next backward begins at the outputs
+        self.awaited.inputs.clear()  # of a retained graph; its next backward begins at the outputs
         if not self.requires_gradient_sync or self.root.probe is not None:
             return
         for gradients in self.gradients:
@@ -452,8 +414,7 @@ class Unit:
     def abandon(self) -> None:
         """Drop the gradients of a forward or backward that raised, and free the weights."""
         self.phase = Phase.REST
-        self._awaited_outputs.clear()
-        self._awaited_inputs.clear()
+        self.awaited.clear()
         for gradients in self.gradients:
             gradients.discard()
         self.reshard()
@@ -546,7 +507,7 @@ class Root:
             self.post_optim_event.wait()
             self.post_optim_event = None
         self.observer.begin_forward()
-        self.order.begin_forward(keeps=any(unit.awaits_backward for unit in self.units))
+        self.order.begin_forward(keeps=any(unit.awaited.outputs for unit in self.units))
         self._buffers.begin_forward(syncs=self.top.requires_gradient_sync)
 
     def end_forward(self) -> None:

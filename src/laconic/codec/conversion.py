@@ -4,7 +4,7 @@
 FSDP2 asks the tensor of a sharded parameter for two methods. `fsdp_pre_all_gather` returns the tensors to gather, such
 as one in float8, and metadata, such as its scale. `fsdp_post_all_gather` makes the parameter that forward uses out of
 the gathered tensors and the metadata. laconic calls both alike. It converts before the first level of a gather, so the
-network, the node and the cache carry the converted elements. How they cross is in shard/packing.py.
+network, the node and the cache carry the converted elements. How they cross is in codec/packing.py.
 
 A rank holds a run of the parameter's elements. If these are whole rows, the first method gets them as rows, as under
 FSDP2, else flat; `granularity=laconic.rows(1)` keeps rows whole for a method that needs them. A rank may hold more rows
@@ -33,13 +33,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from laconic.ragged.dtensor import is_torch_dtensor
-from laconic.shard.packing import Converted, chunk_shape
+from laconic.codec.packing import Converted, chunk_shape
 
 
 def converts(parameter: Tensor) -> bool:
     """True if a parameter converts itself before FSDP2's gather."""
-    held = parameter._local_tensor if is_torch_dtensor(parameter) else parameter
+    held = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     return hasattr(held, "fsdp_pre_all_gather")
 
 
@@ -51,7 +50,7 @@ def check_convertible(parameter: Tensor, name: str) -> None:
     """
     if not converts(parameter):
         return
-    if is_torch_dtensor(parameter):
+    if isinstance(parameter, DTensor):
         raise NotImplementedError(
             f"{name} converts itself before the gather (fsdp_pre_all_gather) and is cut by another parallelism as "
             "well; laconic does one or the other. Turn the conversion off (torchao: enable_fsdp_float8_all_gather="
