@@ -51,14 +51,13 @@ class BucketGradients:
         )
         self._full: Held[Tensor] | None = None
         self._written: set[int] = set()
-        self.partial: Held[Tensor] | None = None
-        """This node's sums of earlier micro-batches, (N * C,), that have not been sent across nodes."""
-        self.partial_shard: Held[Tensor] | None = None
-        """This island's sums of earlier backwards, (C,), that have not been sent to other islands."""
+        self.waiting: dict[Level, Held[Tensor]] = {}
+        """Sums of earlier backwards, by the level that they have yet to cross: a node's, (N * C,), wait to be summed
+        across the nodes ("node"), and an island's, (C,), over the islands ("island")."""
         self.is_due = False
         """True if gradients of the running backward are to be reduced, whether they come on this rank or not."""
         self.used = UsedParameters(bucket)
-        self.waiting = WaitingSums(bucket)
+        self._shown = WaitingSums(bucket)
         bucket.full.set_sink(self)
 
     @property
@@ -68,7 +67,7 @@ class BucketGradients:
 
     def has_partial_sums(self, *, across_islands: bool) -> bool:
         """True if sums of earlier backwards wait to be sent on: across nodes or, with `across_islands`, to islands."""
-        return self.partial is not None or (across_islands and self.partial_shard is not None)
+        return "node" in self.waiting or (across_islands and "island" in self.waiting)
 
     @property
     def has_gradients(self) -> bool:
@@ -170,17 +169,17 @@ class BucketGradients:
     def show_waiting(self) -> None:
         """Let `.grad` stand for sums that wait until the next backward: [Note: Cleared gradients] in grad.py."""
         for index in self._trainable():
-            self.waiting.show(index)
+            self._shown.show(index)
 
     def take_waiting(self) -> set[int]:
         """End `show_waiting`: drop the sums of the parameters that were cleared meanwhile, and return these."""
-        cleared = self.waiting.take()
+        cleared = self._shown.take()
         self.used.remove(cleared)
         for index in cleared:
-            if self.partial is not None:
-                self.bucket.part_of_node_shard(self.partial.memory, index).zero_()
-            if self.partial_shard is not None:
-                self.bucket.local_view(self.partial_shard.memory, index).zero_()
+            if "node" in self.waiting:
+                self.bucket.part_of_node_shard(self.waiting["node"].memory, index).zero_()
+            if "island" in self.waiting:
+                self.bucket.local_view(self.waiting["island"].memory, index).zero_()
         return cleared
 
     def _trainable(self) -> list[int]:
@@ -196,14 +195,15 @@ class BucketGradients:
 
     def discard(self) -> None:
         """Drop the gradients of a failed backward, and the partial sums that may include some of them."""
-        for buffer in (self._full, self.partial, self.partial_shard):
+        for buffer in (self._full, *self.waiting.values()):
             if buffer is not None:
                 buffer.free()
-        self._full = self.partial = self.partial_shard = None
+        self._full = None
+        self.waiting.clear()
         self.is_due = False
         self._written.clear()
         self.used.forget()
-        self.waiting.take()
+        self._shown.take()
 
     def accumulate(self, shard: Tensor) -> None:
         """Divide a finished sum over all ranks, (C,), and add it to `.grad` of the sharded parameters."""
@@ -252,7 +252,7 @@ class Reduction:
     def __init__(
         self, gradients: BucketGradients, full: Held[Tensor] | None, *, across_nodes: bool, across_islands: bool
     ) -> None:
-        """Begin the sum of `full`, (L * N * C,), inside the node; with None, only the partial sums are reduced."""
+        """Reduce `full`, (L * N * C,); with None, only the sums that wait."""
         self.gradients = gradients
         self.stage = Stage.LOCAL
         self.changed_grad = False
@@ -271,11 +271,14 @@ class Reduction:
         self._replicas: Pending | CodedTotal | None = None
         self._done: Event = None
         """The lane's event after which compute may use the sum and free the bucket."""
-        if full is not None:
+
+    def begin(self) -> None:
+        """Begin the sum inside the node."""
+        if self._full is not None:
             with self._lane.running():
-                if gradients.bucket.divide_before != 1:
-                    full.memory.div_(gradients.bucket.divide_before)
-                self._start_transfer(gradients.local, full.memory, "local")
+                if self.gradients.bucket.divide_before != 1:
+                    self._full.memory.div_(self.gradients.bucket.divide_before)
+                self._start_transfer(self.gradients.local, self._full.memory, "local")
 
     def advance(self) -> None:
         """Finish the sum that is under way, and begin the next one."""
@@ -301,12 +304,9 @@ class Reduction:
     def _finish_local(self) -> Stage:
         """Finish the sum inside the node and, at the end of an optimizer step, begin the sum across nodes."""
         fresh = None if self._transfer is None else self._finish_transfer()
-        total, self.gradients.partial = self._add(self.gradients.partial, fresh), None
-        if not self._across_nodes:
-            self.gradients.partial = total
-        elif total is not None:
-            self._node_shard = total
-            self._start_transfer(self.gradients.node, total.memory, "node")
+        self._node_shard = self._with_waiting("node", fresh, goes_on=self._across_nodes)
+        if self._node_shard is not None:
+            self._start_transfer(self.gradients.node, self._node_shard.memory, "node")
         self._done = self._lane.record_event()
         return Stage.NODE
 
@@ -321,10 +321,8 @@ class Reduction:
             self._node_shard = None
         if not self.gradients.has_replicas:
             return self._put_into_grad()
-        total, self.gradients.partial_shard = self._add(self.gradients.partial_shard, self._shard), None
+        total = self._with_waiting("island", self._shard, goes_on=self._across_islands)
         self._shard = None
-        if not self._across_islands:
-            self.gradients.partial_shard, total = total, None
         if total is None:
             self._done = self._lane.record_event()
             return Stage.DONE
@@ -364,14 +362,17 @@ class Reduction:
             for index in self.cleared:
                 self.gradients.bucket.local_view(self._shard, index).zero_()
 
-    def _add(self, total: Held[Tensor] | None, fresh: Tensor | None) -> Held[Tensor] | None:
-        """Add fresh sums to the sums of earlier backwards."""
-        if fresh is None:
+    def _with_waiting(self, level: Level, fresh: Tensor | None, *, goes_on: bool) -> Held[Tensor] | None:
+        """Add the sums that wait to cross `level` to fresh ones. Returns the total, or None if it waits, too."""
+        total = self.gradients.waiting.pop(level, None)
+        if total is not None and fresh is not None:
+            total.memory.add_(fresh)
+        elif fresh is not None:
+            total = Held(fresh, self._ledger)
+        if goes_on or total is None:
             return total
-        if total is None:
-            return Held(fresh, self._ledger)
-        total.memory.add_(fresh)
-        return total
+        self.gradients.waiting[level] = total
+        return None
 
     def _start_transfer(self, way: Communicator | CodedSum, whole: Tensor, level: Level) -> None:
         transfer: Transfer = way.start_reduce_scatter(whole)
@@ -420,7 +421,8 @@ class ReductionQueue:
         return any(each.gradients is gradients and each.stage is Stage.NODE for each in self._in_flight)
 
     def add(self, reduction: Reduction) -> None:
-        """Move the reductions in flight one level on. Then finish this one's sum inside the node, and send that on."""
+        """Begin a reduction, move those in flight one level on, finish its sum inside the node, and send that on."""
+        reduction.begin()
         self._advance()
         reduction.advance()
         self._in_flight.append(reduction)
