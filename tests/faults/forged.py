@@ -3,7 +3,7 @@
 A message is an entry of the store that is overwritten again and again while islands read it, bytes that a stranger
 sends to the port at which a rank's watcher listens, bytes that a neighbour sends to it, an entry with the place of a
 watcher, or bytes at the port of `laconic rendezvous`. Islands must end with one line and exit code 2, or go on, within
-30 s; watchers and the rendezvous must go on. Most islands are threads that keep a ledger. Some are `laconic train`.
+30 s; watchers and the rendezvous must go on. Most islands are threads that keep agreements. Some are `laconic train`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from laconic import Membership
 from laconic.comm.entries import decode
 from laconic.comm.ring import _CALL, _LENGTH, PeerMessage, PeerRing, _Place
 from laconic.errors import JobError
+from laconic.islands.agreements import Agreements, Outcome, RunEndedError
 from laconic.islands.entrance import Entrance
-from laconic.islands.ledger import Ledger, Outcome, RunEndedError
 from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.faults.runs import Run, Strategy
 from tests.faults.victims import Place
@@ -116,7 +116,7 @@ class Findings:
 
 
 class _Run:
-    """A run of three islands, which are threads that keep ledgers. The third one comes later."""
+    """A run of three islands, which are threads that keep agreements. The third one comes later."""
 
     def __init__(self) -> None:
         self.store = dist.HashStore()
@@ -137,59 +137,59 @@ class _Run:
         return ""
 
     def _live(self) -> None:
-        ledger = Ledger(self.store, "run", "here")
-        entrance = Entrance(ledger, self._policy, _TERMS, 0)
+        agreements = Agreements(self.store, "run", "here")
+        entrance = Entrance(agreements, self._policy, _TERMS, 0)
         found = None
         while found is None and not self.stop.is_set():
             found = entrance.wait(0.2)
         if found is None:
             return
-        number, roster = found[1], ledger.welcome(found[1])
+        number, roster = found[1], agreements.welcome(found[1])
         assert roster is not None
         now, lost = roster.round, set[int]()
         while not self.stop.is_set():
             self.roster, self.round = roster.number, now
             if now == 4:
                 self.begun.set()
-            self._signs(ledger, number, roster.members, now)
-            ledger.arrive(roster, now, number)
-            assert ledger.has_begun(roster, now)
+            self._signs(agreements, number, roster.members, now)
+            agreements.arrive(roster, now, number)
+            assert agreements.has_begun(roster, now)
             is_lost = now % 5 == 0 and now not in lost
             lost.add(now)
             outcome = Outcome.LOST if is_lost else Outcome.DONE
-            verdict = ledger.vote(roster, now, outcome, num_ranks=len(roster.members), patience_s=LIMIT_S / 2)
+            verdict = agreements.vote(roster, now, outcome, num_ranks=len(roster.members), patience_s=LIMIT_S / 2)
             if verdict.outcome is not Outcome.DONE:
-                ledger.end(roster)
-                ledger.register(roster, number)
-                ledger.propose(roster, now, is_late=False, patience_s=5.0)
-                following = ledger.next_roster(roster, 5.0)
+                agreements.end(roster)
+                agreements.register(roster, number)
+                agreements.propose(roster, now, is_late=False, patience_s=5.0)
+                following = agreements.next_roster(roster, 5.0)
                 if following is None or number not in following.members:
                     raise JobError("left behind")
                 roster = following
                 continue
             now += 1
             if verdict.newcomers:
-                roster = ledger.enlarge(roster, verdict.newcomers, now, roster.members[0])
+                roster = agreements.enlarge(roster, verdict.newcomers, now, roster.members[0])
 
-    def _signs(self, ledger: Ledger, number: int, members: tuple[int, ...], now: int) -> None:
-        ledger.look_for_end()
-        ledger.beat(number)
-        ledger.beats(members)
-        ledger.note_ready(now)
-        ledger.num_ready(now)
-        ledger.count_listening(0)
-        ledger.answer(number)
+    def _signs(self, agreements: Agreements, number: int, members: tuple[int, ...], now: int) -> None:
+        agreements.look_for_end()
+        agreements.beat(number)
+        agreements.beats(members)
+        agreements.note_ready(now)
+        agreements.num_ready(now)
+        agreements.count_listening(0)
+        agreements.answer(number)
 
     def forge(self, kind: str, damage: Callable[[bytes], bytes]) -> None:
         """Overwrite the keys of a kind, those of this round and of the next ones, until `stop`."""
-        ledger = Ledger(self.store, "run", "here", 0)  # of the only generation
+        agreements = Agreements(self.store, "run", "here", 0)  # of the only generation
         whole = dict[str, bytes]()
         while not self.stop.is_set():
             rosters, rounds = range(self.roster, self.roster + 3), range(self.round, self.round + 4)
             tries = [f"{r}-{n}" for r, n in product(rosters, rounds)]
             names = {kind.format(k=k, r=r, n=n, m=m) for k, r, n, m in product(range(3), rosters, tries, rounds)}
             for name in names:
-                store = ledger._run_store if name in ("generation", "ended") else ledger.store
+                store = agreements._run_store if name in ("generation", "ended") else agreements.store
                 if name not in whole and kind in (*ENTRIES,) and store.check([name]):
                     whole[name] = store.get(name)
                 store.set(name, damage(whole.get(name, b"")))
@@ -366,7 +366,7 @@ def try_rendezvous(num: int, folder: Path) -> Findings:
             found.tried += 1
         try:
             store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=LIMIT_S))
-            Ledger(store, "run", "here").come(0)
+            Agreements(store, "run", "here").come(0)
         except (dist.DistError, JobError) as error:
             found.what.append(repr(error))
             found.dead += 1
@@ -394,13 +394,13 @@ def try_train(kind: str, damage: Callable[[bytes], bytes], folder: Path) -> Find
         runs.append(Run(job, folder / str(number)))
     found, forged = Findings(tried=1), _Run()
     victims = [run.start() for run in runs]
-    ledger = Ledger(dist.TCPStore("127.0.0.1", store.port, is_master=False), "run", "here", 0)
+    agreements = Agreements(dist.TCPStore("127.0.0.1", store.port, is_master=False), "run", "here", 0)
     deadline = time.monotonic() + 4 * LIMIT_S
-    while not ledger.store.check(["roster/0", "verdict/0-2"]) and time.monotonic() < deadline:
+    while not agreements.store.check(["roster/0", "verdict/0-2"]) and time.monotonic() < deadline:
         time.sleep(0.05)
     forged.store = dist.TCPStore("127.0.0.1", store.port, is_master=False)  # type: ignore[assignment]
     forged.round = 2
-    while ledger.store.check([f"verdict/0-{forged.round}"]):
+    while agreements.store.check([f"verdict/0-{forged.round}"]):
         forged.round += 1
     began = time.monotonic()
     thread = threading.Thread(target=forged.forge, args=(kind, damage), daemon=True)

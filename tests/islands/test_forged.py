@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from laconic import _compat
-from laconic.islands import rendezvous
-from laconic.islands.ledger import Ledger, RunEndedError
+from laconic.islands import membership
+from laconic.islands.agreements import Agreements, RunEndedError
 from laconic.islands.saved_state import SavedState
 from tests.faults import forged
 
@@ -53,26 +53,26 @@ def test_entries_that_few_read_end_islands_or_nobody(kind: str) -> None:
 )  # fmt: skip
 def test_a_roster_that_contradicts_itself_is_refused(fields: dict[str, object]) -> None:
     store = dist.HashStore()
-    ledger = Ledger(store, "test", "here")
+    agreements = Agreements(store, "test", "here")
     for _ in range(2):
-        ledger.come(rounds=0)
+        agreements.come(rounds=0)
     plain = {"number": 0, "members": [0, 1], "slots": [0, 1], "num_seen": 2, "round": 1, "newcomers": [1], "lead": 0}
-    ledger.store.set("roster/0", forged._signed(plain))
-    assert ledger.roster(0).members == (0, 1)
-    ledger.store.set("roster/0", forged._signed(plain | fields))
+    agreements.store.set("roster/0", forged._signed(plain))
+    assert agreements.roster(0).members == (0, 1)
+    agreements.store.set("roster/0", forged._signed(plain | fields))
     with pytest.raises(RunEndedError, match="has a damaged entry, roster/0: "):
-        ledger.roster(0)
+        agreements.roster(0)
     with pytest.raises(RunEndedError, match="roster/0"):
-        Ledger(store, "test", "here")
+        Agreements(store, "test", "here")
 
 
 def test_islands_are_not_founded_on_a_forged_number_of_rounds() -> None:
-    ledger = Ledger(dist.HashStore(), "test", "here")
+    agreements = Agreements(dist.HashStore(), "test", "here")
     for _ in range(2):
-        ledger.come(rounds=0)
-    ledger.store.set("come/1", forged._signed(-1))
+        agreements.come(rounds=0)
+    agreements.store.set("come/1", forged._signed(-1))
     with pytest.raises(RunEndedError, match="come/1: -1 is negative"):
-        ledger.found(2)
+        agreements.found(2)
 
 
 def test_watchers_live() -> None:
@@ -90,17 +90,17 @@ def test_the_rendezvous_lives(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "it listens on 127.0.0.1"), ("", "all addresses")])
 def test_the_rendezvous_says_where_it_listens(host: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous.threading.Event, "wait", lambda *_: True)
-    monkeypatch.setattr(rendezvous.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(membership.threading.Event, "wait", lambda *_: True)
+    monkeypatch.setattr(membership.signal, "signal", lambda *_: None)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        assert rendezvous.main(["--host", host, "--port", "0"]) == 0
+        assert membership.main(["--host", host, "--port", "0"]) == 0
     assert shown in printed.getvalue()
     assert printed.getvalue().count("\n") == 1
 
 
 def test_a_rendezvous_on_one_address_is_not_on_others() -> None:
-    listener = rendezvous._listen("127.0.0.1", 0)
+    listener = membership._listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     assert store.port == port

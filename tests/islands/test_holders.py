@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.islands.fragments import fragment_of
-from laconic.islands.holders import Holders
 from laconic.islands.local_steps import LocalSteps
-from laconic.islands.outer_optimizer import OuterFragment
+from laconic.islands.outer_optimizer import Holders, OuterFragment
 from tests.reference.local_steps import Islands
 from tests.support.helpers import inputs, squared_error
 from tests.support.launch import run_ranks

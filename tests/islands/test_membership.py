@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import laconic
 from laconic import LocalSteps, Membership
-from laconic.islands.ledger import Ledger, Outcome, Roster, Verdict
+from laconic.islands.agreements import Agreements, Outcome, Roster, Verdict
 from tests.faults.islanders import EVERY, Island, adamw, equal_rounds, loss, make_model, meeting
 from tests.reference.membership import ChangingIslands
 from tests.support import launch
@@ -131,6 +131,8 @@ def refused(address: str) -> list[str]:
         local.step()
     assert local.enter() == local.enter() == 0
     local.leave()
+    with pytest.raises(RuntimeError, match="has not entered"):
+        local.step()  # it is outside again
     return messages
 
 
@@ -160,7 +162,8 @@ def vote_all(store: dist.Store, outcomes: Sequence[Outcome], patience_s: float, 
 
     def vote(outcome: Outcome, delay_s: float) -> Verdict:
         time.sleep(delay_s)
-        return Ledger(store, "test", "here").vote(roster, 1, outcome, num_ranks=len(outcomes), patience_s=patience_s)
+        agreements = Agreements(store, "test", "here")
+        return agreements.vote(roster, 1, outcome, num_ranks=len(outcomes), patience_s=patience_s)
 
     with ThreadPoolExecutor(len(outcomes)) as pool:
         return set(pool.map(vote, outcomes, [dice.random() * 0.02 for _ in outcomes]))
@@ -180,21 +183,21 @@ def test_there_is_one_verdict_on_each_try() -> None:
 
 def test_the_first_proposal_of_a_roster_counts() -> None:
     store = dist.HashStore()
-    ledgers = [Ledger(store, "test", "here") for _ in range(4)]
-    for _ in ledgers:
-        ledgers[0].come(rounds=7)
-    ledgers[0].found(4)
-    roster = ledgers[1].roster(0)
+    agreements = [Agreements(store, "test", "here") for _ in range(4)]
+    for _ in agreements:
+        agreements[0].come(rounds=7)
+    agreements[0].found(4)
+    roster = agreements[1].roster(0)
     assert (roster.members, roster.round, roster.lead) == ((0, 1, 2, 3), 8, 0)
-    ledgers[3].leave(3)
+    agreements[3].leave(3)
     for number in (0, 2):
-        ledgers[number].register(roster, number)
-    for each in ledgers:
+        agreements[number].register(roster, number)
+    for each in agreements:
         each.propose(roster, 8, is_late=False, patience_s=0.05)
-    following = ledgers[1].next_roster(roster, 0.0)
+    following = agreements[1].next_roster(roster, 0.0)
     assert following is not None
     assert following.members == following.slots == (0, 2)
-    assert ledgers[0].come(rounds=0) == 4
-    larger = ledgers[2].enlarge(following, ledgers[2]._queued(following), 9, lead=2)
+    assert agreements[0].come(rounds=0) == 4
+    larger = agreements[2].enlarge(following, agreements[2]._queued(following), 9, lead=2)
     assert (larger.members, larger.slots, larger.newcomers) == ((0, 2, 4), (0, 2, 1), (4,))
-    assert ledgers[3].welcome(4) == larger
+    assert agreements[3].welcome(4) == larger

@@ -32,7 +32,7 @@ _OTHERS = {
     ("cyclic/links.py", "before_op"): "it calls the wait of a baton in links.py",
     ("cyclic/stages/cut.py", "_time_s"): "it measures seconds, before training",
     ("cyclic/stages/stage.py", "synchronize"): "it measures seconds, before training",
-    ("islands/elastic.py", "position"): "an island that comes waits for the state before it trains",
+    ("islands/entrance.py", "position"): "an island that comes waits for the state before it trains",
     (
         "islands/elastic.py",
         "_waiting",

@@ -30,8 +30,8 @@ from laconic.comm.launch import RankInfo
 from laconic.comm.ring import own_address
 from laconic.config import Config, JobError, SyncConfig
 from laconic.extras import how_to_install
+from laconic.islands.exchange import SyncReport
 from laconic.islands.fragments import fragment_of
-from laconic.islands.report import SyncReport
 from laconic.strategies.islands import num_islands
 from laconic.strategies.parallelize import shard_by_fsdp2
 from laconic.strategies.simultaneous import Simultaneous

@@ -3,8 +3,8 @@
 [Note: Islands that come and go]
 Each island is a job of its own: its ranks have a process group of their own, so the end of an island ends no rank of
 another. Islands meet in a store that none of them hosts, where they agree on their members and on every sync:
-[Note: One verdict] in ledger.py. Values go straight from island to island, over a Gloo group for each roster and each
-place in an island, as in torchft (github.com/meta-pytorch/torchft). torch's groups cannot lose a member, so a new
+[Note: One verdict] in agreements.py. Values go straight from island to island, over a Gloo group for each roster and
+each place in an island, as in torchft (github.com/meta-pytorch/torchft). torch's groups cannot lose a member, so a new
 roster makes a new group.
 
 An island that dies closes its connections, and the others' try of the round fails at once; one that is stuck or cut off
@@ -27,13 +27,15 @@ end of the run, whichever comes first. A thread that is left behind ends when Gl
 
 import atexit
 import contextlib
+import hashlib
+import json
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from concurrent.futures import wait
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
@@ -48,13 +50,13 @@ from laconic.comm.agreement import ranks_or_self
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import all_reduce
 from laconic.errors import JobError
+from laconic.islands.agreements import BEAT_S, NO_ROSTER, SILENCE_S, Agreements, Outcome, Roster, RunEndedError, Verdict
 from laconic.islands.all_reduce import CompressedAllReduce, IslandGroup, Mean
-from laconic.islands.entrance import Entrance
-from laconic.islands.exchange import Contribution, Exchange, diverged
+from laconic.islands.entrance import Entrance, Listening, checksums, in_thread, pair, tell
+from laconic.islands.exchange import Beginning, Contribution, Exchange, Presence, diverged
 from laconic.islands.fragments import Position
-from laconic.islands.ledger import BEAT_S, NO_ROSTER, SILENCE_S, Ledger, Outcome, Roster, RunEndedError, Verdict
 from laconic.islands.membership import Membership
-from laconic.islands.told_state import checksums, listen, pair, tell
+from laconic.islands.outer_optimizer import OuterFragment
 
 _T = TypeVar("_T")
 
@@ -65,17 +67,6 @@ _MOST_TRIES = 8  # of a round, whose members are the same
 _HEAR_S = 5.0  # between two messages of an island's ranks, while they wait to enter
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """The state with which an island enters."""
-
-    position: Position
-    is_news: bool
-    """False if this island has had the state already, such as after a restart of all islands from checkpoints."""
-    means: tuple[Mean, ...] = ()
-    """The means of the rounds since the state was told, in order; the caller applies them."""
-
-
 class ElasticExchange(Exchange):
     """Means over islands that come and go: [Note: Islands that come and go]. Collective over the ranks of an island.
 
@@ -84,18 +75,31 @@ class ElasticExchange(Exchange):
         run: the name of the run. Only islands of the same run meet.
         cluster: this island.
         codec: the format of values on the wire.
-        terms: what must be equal on all islands, as JSON.
+        fragments: the outer state.
+        terms: what else must be equal on all islands, as JSON.
 
     Raises:
         JobError: the rendezvous does not answer.
     """
 
-    def __init__(self, policy: Membership, run: str, cluster: Cluster, codec: Codec, terms: dict[str, Any]) -> None:
-        self._policy, self._run, self._cluster, self._codec = policy, run, cluster, codec
-        self._terms = {**terms, "codec": codec.name, "quorum": policy.quorum, "ranks of an island": cluster.size}
+    comes_and_goes = True
+
+    def __init__(
+        self,
+        policy: Membership,
+        run: str,
+        cluster: Cluster,
+        codec: Codec,
+        fragments: Sequence[OuterFragment],
+        terms: dict[str, Any],
+    ) -> None:
+        super().__init__(cluster, codec, fragments)
+        self._policy, self._run = policy, run
+        own = {"codec": codec.name, "quorum": policy.quorum, "ranks of an island": cluster.size}
+        self._terms = {**terms, **_described(fragments), **own}
         self._ranks = ranks_or_self(cluster.flag_group)
         self._shard = self._ranks.rank
-        self._ledger = self._open()
+        self._agreements = self._open()
         self._roster = NO_ROSTER
         self._group: tuple[int, IslandGroup] | None = None
         self._gloo: dist.ProcessGroup | None = None
@@ -117,99 +121,109 @@ class ElasticExchange(Exchange):
         return 0.95 * self._policy.timeout_s - self._register_s
 
     @property
-    def is_entered(self) -> bool:
-        """Whether this island is a member."""
-        return self._number >= 0
-
-    @property
     def members(self) -> tuple[int, ...]:
         """The members of the present roster, by the numbers that islands get as they come."""
         return self._roster.members
 
     @property
     def number(self) -> int:
-        """This island's number; -1 before it has entered."""
+        """See `Exchange.number`."""
         return self._number
 
     @property
     def slot(self) -> int:
-        """This island's slot, which no other member has; -1 before it has entered."""
-        return self._roster.slots[self.members.index(self._number)] if self.is_entered else -1
+        """See `Exchange.slot`."""
+        return -1 if self.presence is Presence.OUTSIDE else self._roster.slots[self.members.index(self._number)]
 
     # -- coming and going: [Note: Coming] ------------------------------------------------------------------------------
 
-    def enter(self, position: Position, vectors: Sequence[Tensor], sizes: Sequence[int]) -> Entry:
-        """Enter the run; wait for the founding islands or for the end of a round, and for the state.
+    def enter(self, position: Position) -> Beginning:
+        """See `Exchange.enter`. Waits for the founding islands or for the end of a round, and for the state.
 
-        `vectors` are filled with the outer state, unless this island founds the run and its state is the newest.
-        `sizes` has the elements of each fragment on this rank. Blocks for `start_timeout_s` at most.
+        Blocks for `start_timeout_s` at most.
 
         Raises:
             JobError: too few islands have come, the others have other settings, the island that tells the state has
                 died, or the store has a damaged entry.
         """
+        for fragment in self._fragments:
+            fragment.create_state()
         generation, number = self._wait_outside(position.rounds)
-        self._ledger = self._open(generation)
-        roster = self._ledger.welcome(number)
+        self._agreements = self._open(generation)
+        roster = self._agreements.welcome(number)
         assert roster is not None
         self._number, self._roster, self._round = number, roster, roster.round
+        self._go(Presence.COMING)
         if self._ranks.rank == 0:
             self._watcher = _Watcher(self._open(generation), self._policy, number, roster)
             weakref.finalize(self, self._watcher.stop).atexit = False
         _entered.add(self)
         _leave_at_exit()
         if roster.lead == number:
-            self.tell(roster.newcomers, position, vectors)
-            return Entry(position=position, is_news=False)
+            self._tell(roster.newcomers, position)
+            beginning = Beginning(position=position, is_news=False)
+        else:
+            beginning = self._take_over(roster, position)
+        self._go(Presence.TRAINING)
+        return beginning
+
+    def _take_over(self, roster: Roster, position: Position) -> Beginning:
+        """Get the state that the lead of a roster tells, and the means of the rounds since."""
+        vectors = self._vectors()
         before = checksums(vectors)
-        state = _Listening(self._open(generation), self._link_to(number), vectors, self._policy.start_timeout_s)
-        means = () if roster.number == 0 else self._listen(state, roster.lead, sizes)
+        link = self._link_to(self._number)
+        state = Listening(self._open(self._agreements.generation), link, vectors, self._policy.start_timeout_s)
+        means = () if roster.number == 0 else self._listen(state, roster.lead)
         self._wait_for(lambda: self._has_come(state), (roster.lead,))
         told = state.position
         is_known = self._on_all_ranks(not means and told == position and before == checksums(vectors))
-        return Entry(position=told, is_news=not is_known, means=means)
+        return Beginning(position=told, is_news=not is_known, means=means)
+
+    def _vectors(self) -> list[Tensor]:
+        return [vector for fragment in self._fragments for vector in fragment.vectors()]
 
     def _wait_outside(self, rounds: int) -> list[int]:
         """Wait until this island is a member. Returns its generation and its number."""
-        entrance = Entrance(self._ledger, self._policy, self._terms, rounds)
+        entrance = Entrance(self._agreements, self._policy, self._terms, rounds)
         while True:  # the ranks hear from each other now and then, as their groups have timeouts
             found = self._ranks.on_rank_0(lambda: entrance.wait(_HEAR_S), "this island cannot enter")
             if found is not None:
                 return found
 
-    def _listen(self, state: "_Listening", lead: int, sizes: Sequence[int]) -> tuple[Mean, ...]:
+    def _listen(self, state: Listening, lead: int) -> tuple[Mean, ...]:
         """Take part in rounds without a weight until the state has arrived, and return their means."""
         means: list[Mean] = []
         if self._watcher is not None:
-            self._ledger.count_listening(1)
+            self._agreements.count_listening(1)
         while not means or not self._on_all_ranks(self._has_come(state)):
             if means and lead not in self.members:
                 raise JobError(f"island {lead} died while it told this one the state; start this island again")
             others = [number for number in self.members if number != self._number]
             self._wait_for(self._has_begun, others)  # they may be far away, and a try has a timeout
-            fragment = self._round % len(sizes)
-            means.append(self.mean(Contribution(fragment=fragment, step=0, values=torch.zeros(sizes[fragment]))))
+            fragment = self._round % len(self._fragments)
+            nothing = torch.zeros_like(self._fragments[fragment].flat)
+            means.append(self.mean(Contribution(fragment=fragment, step=0, values=nothing)))
         if self._watcher is not None:
-            self._ledger.count_listening(-1)
+            self._agreements.count_listening(-1)
             self._watcher.watch(self._round)
         return tuple(means)
 
-    def _has_come(self, state: "_Listening") -> bool:
+    def _has_come(self, state: Listening) -> bool:
         """Whether the state has arrived. Raises: JobError if it never will."""
-        if not state.has_arrived and self._ledger.is_untold(self._link_to(self._number)):
+        if not state.has_arrived and self._agreements.is_untold(self._link_to(self._number)):
             raise JobError("the island that tells this one the state cannot reach it; start this island again")
         return state.has_arrived
 
     def _has_begun(self) -> bool:
         """Whether another island has begun the next round."""
-        return self._ledger.has_begun(self._roster, self._round) or self._ledger.is_over(self._roster)
+        return self._agreements.has_begun(self._roster, self._round) or self._agreements.is_over(self._roster)
 
     def _wait_for(self, condition: Callable[[], bool], others: Sequence[int]) -> None:
         """Wait for what other islands do, while any of them gives a sign of life. Raises: JobError."""
         beats, heard_at = [-1], time.monotonic()
         while not condition():
-            self._ledger.look_for_end()
-            now = self._ledger.beats(others)
+            self._agreements.look_for_end()
+            now = self._agreements.beats(others)
             if now != beats:
                 beats, heard_at = now, time.monotonic()
             if time.monotonic() - heard_at > SILENCE_S:
@@ -220,33 +234,37 @@ class ElasticExchange(Exchange):
     def _on_all_ranks(self, flag: bool) -> bool:
         return all(self._ranks.gather(flag))
 
-    def tell(self, newcomers: Sequence[int], position: Position, vectors: Sequence[Tensor]) -> None:
+    def keep(self, mean: Mean, position: Position, fragment: int, *, is_whole: bool) -> None:
+        """See `Exchange.keep`: the newcomers of the round hear the state."""
+        self._tell(mean.newcomers, position)
+
+    def _tell(self, newcomers: Sequence[int], position: Position) -> None:
         """Tell newcomers the state, in a thread, while this island trains on. Copies the vectors first."""
         if not newcomers:
             return
-        copies = [vector.clone() for vector in vectors]
+        copies = [vector.clone() for vector in self._vectors()]
         for number in newcomers:
             link = self._link_to(number)
-            arguments = (self._open(self._ledger.generation), link, position, copies)
+            arguments = (self._open(self._agreements.generation), link, position, copies)
             self._tellers[link] = threading.Thread(
                 target=self._tell_one, args=arguments, name="laconic-tells", daemon=True
             )
             self._tellers[link].start()
 
-    def _tell_one(self, ledger: Ledger, link: str, position: Position, vectors: Sequence[Tensor]) -> None:
+    def _tell_one(self, agreements: Agreements, link: str, position: Position, vectors: Sequence[Tensor]) -> None:
         try:
-            tell(pair(ledger.store, link, 0, self._policy.start_timeout_s), position, vectors)
+            tell(pair(agreements.store, link, 0, self._policy.start_timeout_s), position, vectors)
         except RuntimeError:  # the newcomer has died; nothing depends on it
             with contextlib.suppress(JobError):
-                ledger.note_untold(link)
+                agreements.note_untold(link)
 
     def _link_to(self, number: int) -> str:
         """The key of the connection over which a newcomer's rank at this place receives the state."""
         return f"tell/{number}/{self._shard}"
 
     def leave(self) -> None:
-        """Go in order: the others do not wait for this island. Nothing may be in flight."""
-        if not self.is_entered:
+        """See `Exchange.leave`."""
+        if self.presence is Presence.OUTSIDE:
             return
         try:
             self._finish_telling()
@@ -254,20 +272,21 @@ class ElasticExchange(Exchange):
             if self._watcher is not None:
                 self._watcher.end()
             number, self._number = self._number, -1
+            self._go(Presence.OUTSIDE)
         if self._watcher is not None:
-            self._ledger.leave(number)
+            self._agreements.leave(number)
 
     def _finish_telling(self) -> None:
         deadline = time.monotonic() + self._policy.timeout_s
         for link, teller in self._tellers.items():
-            while teller.is_alive() and time.monotonic() < deadline and not self._ledger.is_untold(link):
-                self._ledger.look_for_end()
+            while teller.is_alive() and time.monotonic() < deadline and not self._agreements.is_untold(link):
+                self._agreements.look_for_end()
                 teller.join(_WATCH_S)
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
     def begins(self, *, is_ready: bool) -> bool:
-        """Whether a sync begins after this step. Collective over the ranks of the island if there is a quorum.
+        """See `Exchange.begins`. Collective over the ranks of the island if there is a quorum.
 
         Cost: with a quorum, a sum of one number over the ranks of the island in every step.
         """
@@ -309,7 +328,7 @@ class ElasticExchange(Exchange):
         assert mean is not None
         self._round += 1
         if verdict.newcomers:
-            self._set_roster(self._ledger.enlarge(roster, verdict.newcomers, self._round, self._lead))
+            self._set_roster(self._agreements.enlarge(roster, verdict.newcomers, self._round, self._lead))
         if not own.is_sound:
             raise diverged(own, "this island; the others go on without it")
         return replace(mean, newcomers=verdict.newcomers if self._number == self._lead else ())
@@ -317,8 +336,8 @@ class ElasticExchange(Exchange):
     def _try(self, roster: Roster, own: Contribution) -> tuple[Mean | None, Outcome, RuntimeError | None]:
         """Try the round once, among the members of a roster."""
         if self._watcher is not None:
-            self._ledger.arrive(roster, self._round, self._number)
-        if self._ledger.is_over(roster):
+            self._agreements.arrive(roster, self._round, self._number)
+        if self._agreements.is_over(roster):
             return None, Outcome.LOST, None
         try:
             islands = self._connect(roster)
@@ -341,10 +360,10 @@ class ElasticExchange(Exchange):
             RuntimeError: the roster has failed, so the others do not come; or `action` raised it.
             RunEndedError: an island has ended the run.
         """
-        result = _in_thread(action, "laconic-try")
+        result = in_thread(action, "laconic-try")
         while not wait([result], _WATCH_S).done:
-            self._ledger.look_for_end()
-            if self._ledger.is_over(roster):
+            self._agreements.look_for_end()
+            if self._agreements.is_over(roster):
                 raise RuntimeError(f"the islands have given roster {roster.number} up")
         return result.result()
 
@@ -354,7 +373,7 @@ class ElasticExchange(Exchange):
             self._disconnect()
             rank, size = roster.members.index(self._number), len(roster.members)
             if size > 1:
-                connection = self._open(self._ledger.generation).store  # its own: Gloo's waits would block the ledger's
+                connection = self._open(self._agreements.generation).store  # its own: Gloo's waits would block others
                 store = dist.PrefixStore(f"group/{roster.number}/{self._shard}", connection)
                 self._gloo = self._waiting(roster, lambda: _compat.gloo_group(store, rank, size, self._patience_s))
             self._group = roster.number, IslandGroup(self._gloo, rank, size)
@@ -368,16 +387,16 @@ class ElasticExchange(Exchange):
 
     def _vote(self, roster: Roster, outcome: Outcome) -> Verdict:
         num_ranks = len(roster.members) * self._ranks.size
-        return self._ledger.vote(roster, self._round, outcome, num_ranks=num_ranks, patience_s=self._patience_s)
+        return self._agreements.vote(roster, self._round, outcome, num_ranks=num_ranks, patience_s=self._patience_s)
 
     def _reform(self, roster: Roster, *, is_late: bool) -> None:
         """Go on with the islands that live, after a try has failed."""
         self._disconnect()
-        self._ledger.end(roster)
+        self._agreements.end(roster)
         if self._watcher is not None:
-            self._ledger.register(roster, self._number)
-            self._ledger.propose(roster, self._round, is_late=is_late, patience_s=self._register_s)
-        following = self._ledger.next_roster(roster, 2 * self._register_s)
+            self._agreements.register(roster, self._number)
+            self._agreements.propose(roster, self._round, is_late=is_late, patience_s=self._register_s)
+        following = self._agreements.next_roster(roster, 2 * self._register_s)
         if following is None or self._number not in following.members:
             raise JobError(
                 f"the other islands have gone on without this one (island {self._number}), which did not answer within "
@@ -408,8 +427,8 @@ class ElasticExchange(Exchange):
 
     # -- the ranks of this island --------------------------------------------------------------------------------------
 
-    def _open(self, generation: int | None = None) -> Ledger:
-        """A ledger with a connection of its own to the rendezvous. Default: of the newest generation."""
+    def _open(self, generation: int | None = None) -> Agreements:
+        """Agreements with a connection of its own to the rendezvous. Default: of the newest generation."""
         policy = self._policy
         patience = timedelta(seconds=min(policy.timeout_s, _CONNECT_S))
         try:
@@ -419,43 +438,14 @@ class ElasticExchange(Exchange):
                 f"no rendezvous answers at {policy.rendezvous} ({str(error).splitlines()[0]}); start `laconic "
                 f"rendezvous --port {policy.port}` on a machine that all islands reach"
             ) from error
-        return Ledger(store, self._run, policy.rendezvous, generation)
-
-
-class _Listening:
-    """The state that another island tells this rank, in a thread."""
-
-    def __init__(self, ledger: Ledger, link: str, vectors: Sequence[Tensor], patience_s: float) -> None:
-        def run() -> Position:
-            try:
-                return listen(pair(ledger.store, link, 1, patience_s), vectors)
-            except (JobError, RuntimeError):
-                ledger.note_untold(link)
-                raise
-
-        self._position = _in_thread(run, "laconic-listens")
-
-    @property
-    def has_arrived(self) -> bool:
-        return self._position.done()
-
-    @property
-    def position(self) -> Position:
-        """The position of the island that told the state. Raises: JobError if it has died."""
-        try:
-            return self._position.result()
-        except RuntimeError as error:
-            raise JobError(
-                f"the state of the other islands did not arrive ({error}): the island that told it has died; start "
-                "this island again"
-            ) from error
+        return Agreements(store, self._run, policy.rendezvous, generation)
 
 
 class _Watcher:
     """A thread of an island's first rank, which answers for it while the rank computes."""
 
-    def __init__(self, ledger: Ledger, policy: Membership, number: int, roster: Roster) -> None:
-        self._ledger, self._policy, self._number = ledger, policy, number
+    def __init__(self, agreements: Agreements, policy: Membership, number: int, roster: Roster) -> None:
+        self._agreements, self._policy, self._number = agreements, policy, number
         self.roster = roster
         """The present roster."""
         self.round = roster.round
@@ -494,13 +484,13 @@ class _Watcher:
         beaten_at = 0.0
         try:
             while not self._over.wait(_WATCH_S):
-                self._ledger.look_for_end()
+                self._agreements.look_for_end()
                 if time.monotonic() - beaten_at >= BEAT_S:
-                    self._ledger.beat(self._number)
+                    self._agreements.beat(self._number)
                     beaten_at = time.monotonic()
                 roster = self.roster
-                if self._ledger.is_over(roster):
-                    self._ledger.register(roster, self._number)
+                if self._agreements.is_over(roster):
+                    self._agreements.register(roster, self._number)
                 if self._policy.quorum is not None:
                     self._look_at(self.round, roster)
         except RunEndedError as error:
@@ -511,35 +501,28 @@ class _Watcher:
     def _look_at(self, round_index: int, roster: Roster) -> None:
         """Find out whether enough islands are ready for a round."""
         if self._is_ready and self._noted < round_index:
-            self._ledger.note_ready(round_index)
+            self._agreements.note_ready(round_index)
             self._noted = round_index
         assert self._policy.quorum is not None
-        num_training = self._num_living(roster) - self._ledger.count_listening(0)
-        if self._ledger.num_ready(round_index) >= max(1, min(self._policy.quorum, num_training)):
+        num_training = self._num_living(roster) - self._agreements.count_listening(0)
+        if self._agreements.num_ready(round_index) >= max(1, min(self._policy.quorum, num_training)):
             self._begun = round_index
 
     def _num_living(self, roster: Roster) -> int:
         """The number of members that have given a sign of life within the timeout."""
         now, living = time.monotonic(), 0
-        for number, beats in zip(roster.members, self._ledger.beats(roster.members), strict=True):
+        for number, beats in zip(roster.members, self._agreements.beats(roster.members), strict=True):
             if self._heard.get(number, (-1, 0.0))[0] != beats:
                 self._heard[number] = beats, now
             living += now - self._heard[number][1] < self._policy.timeout_s
         return living
 
 
-def _in_thread(action: Callable[[], _T], name: str) -> "Future[_T]":
-    """Run an action in a daemon thread, which may be left behind, and return its result to come."""
-    result: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(action())
-        except Exception as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return result
+def _described(fragments: Sequence[OuterFragment]) -> dict[str, Any]:
+    """What fragments have alike on all islands."""
+    shapes = [[[name, list(each.shape)] for name, each in fragment.parameters.items()] for fragment in fragments]
+    digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
+    return {"outer optimizer": type(fragments[0].optimizer).__qualname__, "parameters (digest)": digest}
 
 
 _entered: weakref.WeakSet[ElasticExchange] = weakref.WeakSet()

@@ -1,4 +1,16 @@
-"""The sync of one fragment among islands that stay, in the background thread.
+"""What an island asks of the others, and how islands that stay answer it.
+
+[Note: An island's life]
+An island is outside until it takes part, is coming until it has the outer state of a sync that all shards agree on, and
+then trains. `LocalSteps` knows this much. There are two ways in for an island that comes, or comes back:
+
+| | through a rendezvous: elastic.py | with a restart of all islands: recovery.py |
+|---|---|---|
+| who is in | the roster that the store has | the ranks of the job |
+| who has died | who does not register after a failed sync | who is not in the job that torchelastic starts |
+| which sync counts | the one on which the store has a verdict | the newest of which every shard is on a machine |
+| where its state lies | in the memory of each island | in a folder of each machine |
+| how a newcomer gets it | one island tells it, in a thread | from the machine that has it; one island tells all |
 
 [Note: Agreed before anything is sent]
 NaN in one island's pseudo-gradient would become NaN on all islands, or end one rank while the others wait for it. So
@@ -11,14 +23,19 @@ many tokens its pseudo-gradient comes from, beside the flag of the note above, a
 islands tell the same number, the mean is the plain one, to the bit. Slices are averaged by the number of their holders.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
+import torch.distributed as dist
 from torch import Tensor
 
 from laconic.codec import Codec
 from laconic.comm.cluster import Cluster
 from laconic.errors import JobError
 from laconic.islands.all_reduce import CompressedAllReduce, IslandGroup, Mean
+from laconic.islands.fragments import Position
+from laconic.islands.outer_optimizer import OuterFragment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +55,65 @@ class Contribution:
     """The number of islands that train each coordinate, (numel,); None if all islands train all."""
 
 
-class Exchange:
-    """Means over islands that stay until the job ends."""
+class Presence(Enum):
+    """Where an island is in its life: [Note: An island's life]."""
 
-    def __init__(self, cluster: Cluster, codec: Codec) -> None:
+    OUTSIDE = "outside"
+    COMING = "coming"
+    TRAINING = "training"
+
+
+_MAY_FOLLOW = {
+    Presence.OUTSIDE: (Presence.COMING,),
+    Presence.COMING: (Presence.TRAINING, Presence.OUTSIDE),
+    Presence.TRAINING: (Presence.OUTSIDE,),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """The state with which an island begins to train. The outer state is in its fragments already."""
+
+    position: Position
+    is_news: bool = True
+    """False if this island has had the state already, such as after a restart of all islands from checkpoints."""
+    means: tuple[Mean, ...] = ()
+    """The means of the rounds since the position, in order; the caller applies them."""
+
+
+class Exchange:
+    """What `LocalSteps` asks of the other islands. Here they stay until the job ends: [Note: An island's life]."""
+
+    comes_and_goes = False
+    """True if islands come and go while the others train."""
+
+    def __init__(self, cluster: Cluster, codec: Codec, fragments: Sequence[OuterFragment]) -> None:
+        """Take this rank's place, the format of values on the wire, and the outer state."""
+        self._cluster, self._codec, self._fragments = cluster, codec, fragments
+        self.presence = Presence.OUTSIDE
         self._islands = IslandGroup.of(cluster)
-        self._all_reduce = CompressedAllReduce(self._islands, codec, cluster.traffic)
+
+    @property
+    def number(self) -> int:
+        """This island's number; -1 outside."""
+        return self._cluster.island_rank
+
+    @property
+    def slot(self) -> int:
+        """This island's slot, which no other island has; -1 outside."""
+        return self._cluster.island_rank
+
+    def enter(self, position: Position) -> Beginning:
+        """Begin to train, with the same outer state as the others. Collective over the ranks of the island.
+
+        `position` is that of this island's state.
+        """
+        self._go(Presence.COMING)
+        if self._cluster.island_group is not None:
+            for fragment in self._fragments:
+                dist.broadcast(fragment.flat, group=self._cluster.island_group, group_src=0)
+        self._go(Presence.TRAINING)
+        return Beginning(position=position)
 
     def begins(self, *, is_ready: bool) -> bool:
         """Whether a sync begins after this step. `is_ready`: this island has taken all steps up to the next sync."""
@@ -59,7 +129,29 @@ class Exchange:
         if bad:
             raise diverged(own, f"island {', '.join(bad)} (of 0 to {len(told) - 1}), so islands have sent nothing")
         weights = None if own.divisor is not None else [tokens for _, tokens in told]
-        return self._all_reduce.mean(own.values, own.divisor, weights)
+        return CompressedAllReduce(self._islands, self._codec, self._cluster.traffic).mean(
+            own.values, own.divisor, weights
+        )
+
+    def settle(self) -> bool:
+        """Wait until nobody reads the outer state. Returns whether this rank has kept every state so far."""
+        return True
+
+    def keep(self, mean: Mean, position: Position, fragment: int, *, is_whole: bool) -> None:
+        """Keep the state after a sync of `fragment` for islands that come later.
+
+        `is_whole`: all ranks of the island have kept the state before.
+        """
+
+    def forget(self) -> None:
+        """Note that a checkpoint is about to change the outer state."""
+
+    def leave(self) -> None:
+        """Go in order: the others do not wait for this island. Nothing may be in flight."""
+
+    def _go(self, to: Presence) -> None:
+        assert to in _MAY_FOLLOW[self.presence], f"an island that is {self.presence.value} cannot be {to.value} next"
+        self.presence = to
 
 
 def diverged(own: Contribution, where: str) -> JobError:
@@ -68,3 +160,27 @@ def diverged(own: Contribution, where: str) -> JobError:
         f"training has diverged: the pseudo-gradient of fragment {own.fragment} after step {own.step} is NaN, infinite "
         f"or too large on {where}. Lower the (inner) learning rate, clip gradients, or go on from an earlier checkpoint"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncReport:
+    """One fragment's sync on this island."""
+
+    step: int
+    """The inner step after which the mean was applied."""
+    fragment: int
+    drift_norm: float
+    """The norm of this island's pseudo-gradient."""
+    mean_norm: float
+    """The norm of the mean of all islands' pseudo-gradients."""
+    cosine: float
+    """The cosine between this pseudo-gradient and the mean: 1 if all islands agree, 1 / sqrt(I) if unrelated."""
+    codec_error: float
+    """The relative error |decoded - own| / |own| of the pseudo-gradient that this island sent."""
+    sent_bytes: int
+    num_islands: int
+    """The number of islands whose pseudo-gradients the mean has."""
+    hidden_s: float
+    """The seconds of the all-reduce that ran behind inner steps."""
+    exposed_s: float
+    """The seconds that training waited for the all-reduce."""

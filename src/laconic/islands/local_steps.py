@@ -11,15 +11,14 @@ quorum.
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -27,15 +26,12 @@ from laconic.codec import Codec, codec_named
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import all_reduce
 from laconic.islands.all_reduce import Mean
-from laconic.islands.elastic import ElasticExchange, Entry
-from laconic.islands.exchange import Contribution, Exchange
+from laconic.islands.elastic import ElasticExchange
+from laconic.islands.exchange import Beginning, Contribution, Exchange, Presence, SyncReport
 from laconic.islands.fragments import FragmentPattern, Position, SyncSchedule, fragment_of
-from laconic.islands.holders import Holders
 from laconic.islands.membership import Membership
-from laconic.islands.outer_optimizer import MakeOuter, OuterFragment, nesterov
-from laconic.islands.recovery import Recovery
-from laconic.islands.report import SyncReport
-from laconic.islands.terms import refuse_beside_membership, terms_of
+from laconic.islands.outer_optimizer import Holders, MakeOuter, OuterFragment, nesterov
+from laconic.islands.recovery import RecoveringExchange
 from laconic.ragged.parts import walk_sliced
 from laconic.shard.unit import unit_of
 
@@ -81,8 +77,8 @@ class LocalSteps:
         mesh: a mesh with an island axis: `laconic.init_mesh(device, islands=...)`.
         every: inner steps between two syncs of a parameter.
         outer: makes the outer optimizer of a fragment from a list of parameter groups, one for each number of islands
-            that train them: [Note: Outer parameter groups] in islands/holders.py. `outer_sgd` returns such functions;
-            `functools.partial(torch.optim.SGD, lr=1.0)` is one, too. Default: SGD, lr 0.7, Nesterov momentum 0.9.
+            that train them: [Note: Outer parameter groups] in islands/outer_optimizer.py. `outer_sgd` returns such
+            functions; `functools.partial(torch.optim.SGD, lr=1.0)` is one, too. Default: SGD, lr 0.7, Nesterov 0.9.
         fragments: the number of parts of the model that sync in turn.
         pattern: how layers are assigned to fragments; see `fragment_of`.
         overlap: inner steps between sending a fragment and applying its mean.
@@ -164,18 +160,17 @@ class LocalSteps:
             own = {name: parameter for name, parameter in synced.items() if assigned[name] == index}
             self.fragments.append(OuterFragment(own, outer, holders))
         self._residuals = [torch.zeros_like(fragment.flat) for fragment in self.fragments] if error_feedback else []
-        self._exchange: Exchange | ElasticExchange = Exchange(self.cluster, codec_named(codec))
-        if membership is not None:
-            refuse_beside_membership(self.cluster, holders, synced, recovery is not None)
-            terms = terms_of(self.schedule, mixing, self.fragments)
-            run = _run_name(run_id, "membership=")
-            self._exchange = ElasticExchange(membership, run, self.cluster, codec_named(codec), terms)
         holders.check(may_join=recovery is not None)
-        self._recovery: Recovery | None = None
-        if recovery is not None:
+        of = self.cluster, codec_named(codec), self.fragments
+        self._exchange: Exchange = Exchange(*of)
+        if membership is not None:
+            _refuse_beside_membership(self.cluster, holders, synced, recovery is not None)
+            terms, run = {**asdict(self.schedule), "mixing": mixing}, _run_name(run_id, "membership=")
+            self._exchange = ElasticExchange(membership, run, *of, terms)
+        elif recovery is not None:
             slices = sorted({holders.order(name) for name, p in synced.items() if p.requires_grad} - {-1})
             run, residuals = _run_name(run_id, "recovery="), self._residuals if error_feedback else None
-            self._recovery = Recovery(recovery, run, self.cluster, self.fragments, residuals, optimizer, slices)
+            self._exchange = RecoveringExchange(recovery, run, *of, self.schedule, residuals, optimizer, slices)
         units = filter(None, map(unit_of, model.modules()))
         buckets = [bucket for unit in units for bucket in unit.buckets if bucket.cluster is self.cluster]
         for bucket in buckets:
@@ -186,17 +181,8 @@ class LocalSteps:
                 "whose bits are those of its codec=; leave wire= out",
                 stacklevel=2,
             )
-        self._begin()
-
-    def _begin(self) -> None:
-        """Start all islands from the newest saved state, or from island 0's parameters."""
-        if self._recovery is not None:
-            self._go_to(self.schedule.position(self._recovery.restore()))
-        with torch.no_grad():
-            for fragment in self.fragments:
-                if self.steps == 0 and self.cluster.island_group is not None:
-                    dist.broadcast(fragment.flat, group=self.cluster.island_group, group_src=0)
-                fragment.write_inner(fragment.flat)
+        if not self._exchange.comes_and_goes:
+            self._take_over(self._exchange.enter(self._position))
 
     def _settle(self) -> None:
         """Complete updates of the inner optimizer that are still under way, if it is of a kind that has such."""
@@ -213,7 +199,6 @@ class LocalSteps:
     def _position(self) -> Position:
         return Position(steps=self.steps, rounds=self.rounds, since=self._since)
 
-    @torch.no_grad()
     def enter(self) -> int:
         """Enter the islands of `membership`, and take over their state. Returns the step after which training goes on.
 
@@ -223,29 +208,23 @@ class LocalSteps:
         Raises:
             JobError: see `ElasticExchange.enter`.
         """
-        exchange = self._exchange
-        if isinstance(exchange, ElasticExchange) and not exchange.is_entered:
+        if self._exchange.presence is Presence.OUTSIDE:
             self.finish()
-            for fragment in self.fragments:
-                fragment.create_state()
-            sizes = [fragment.flat.numel() for fragment in self.fragments]
-            self._take_over(exchange.enter(self._position, self._outer_state(), sizes))
+            self._take_over(self._exchange.enter(self._position))
         return self.steps
 
-    def _take_over(self, entry: Entry) -> None:
-        """Go on from the state that another island has told, and from the means since: [Note: Coming] in elastic.py."""
-        told, missed = entry.position, len(entry.means)
-        for number, mean in enumerate(entry.means, told.rounds + 1):
+    @torch.no_grad()
+    def _take_over(self, beginning: Beginning) -> None:
+        """Go on from the state that the islands share, and from the means since: [Note: Coming] in elastic.py."""
+        told, missed = beginning.position, len(beginning.means)
+        for number, mean in enumerate(beginning.means, told.rounds + 1):
             with torch.enable_grad():
                 self.fragments[number % len(self.fragments)].step(mean.value)
-        if entry.is_news:
+        if beginning.is_news:
             for fragment in self.fragments:
                 fragment.write_inner(fragment.flat)
         steps = told.steps + missed * self.schedule.interval
         self._go_to(Position(steps=steps, rounds=told.rounds + missed, since=told.since))
-
-    def _outer_state(self) -> list[Tensor]:
-        return [vector for fragment in self.fragments for vector in fragment.vectors()]
 
     @property
     def slot(self) -> int:
@@ -253,18 +232,16 @@ class LocalSteps:
 
         With `membership` it may exceed the number of islands with which training starts; -1 before `enter`.
         """
-        exchange = self._exchange
-        return exchange.slot if isinstance(exchange, ElasticExchange) else self.cluster.island_rank
+        return self._exchange.slot
 
     @property
     def number(self) -> int:
         """This island's number: the islands of `membership` are counted as they come, without it by their place."""
-        exchange = self._exchange
-        return exchange.number if isinstance(exchange, ElasticExchange) else self.cluster.island_rank
+        return self._exchange.number
 
     def leave(self) -> None:
         """Leave the islands of `membership` in order: the others do not wait for this one. Call it at the end."""
-        if isinstance(self._exchange, ElasticExchange):
+        if self._exchange.comes_and_goes:
             self.finish()
             self._exchange.leave()
 
@@ -285,7 +262,7 @@ class LocalSteps:
     @torch.no_grad()
     def advance(self, *, tokens: int = 1) -> None:
         """Count an inner step that other code took or skipped, such as a gradient scaler, and sync if it is due."""
-        if isinstance(self._exchange, ElasticExchange) and not self._exchange.is_entered:
+        if self._exchange.presence is Presence.OUTSIDE:
             raise RuntimeError(
                 "this island has not entered: call LocalSteps.enter() before the first forward, after loading a "
                 "checkpoint, and go on from the step that it returns"
@@ -309,8 +286,7 @@ class LocalSteps:
         """Apply the fragment in flight, if there is one. Call it at the end of training."""
         self._settle()
         self._apply()
-        if self._recovery is not None:
-            self._recovery.wait()
+        self._exchange.settle()
 
     @contextmanager
     def outer_parameters(self) -> Iterator[None]:
@@ -359,28 +335,24 @@ class LocalSteps:
         began = time.perf_counter()
         mean = sent.result.result()
         exposed_s = time.perf_counter() - began
-        is_written = self._recovery is None or self._recovery.wait()  # the thread reads what changes below
+        is_kept = self._exchange.settle()  # a thread may read what changes below
         if self.error_feedback:
             self._residuals[sent.fragment] = sent.message - mean.sent
         fragment = self.fragments[sent.fragment]
         with torch.enable_grad():
             fragment.step(mean.value)
         fragment.write_inner(fragment.flat, keep=self.mixing)
-        if isinstance(self._exchange, ElasticExchange):
-            self._exchange.tell(mean.newcomers, self._position, self._outer_state())
         own, error = sent.message, sent.message - mean.sent
         products = [
             own @ own,
             mean.value @ mean.value,
             own @ mean.value,
             error @ error,
-            torch.tensor(float(is_written)),
+            torch.tensor(float(is_kept)),
         ]
         sums = all_reduce(self.cluster, torch.stack(products).to(self.cluster.device))  # over the shards of the island
-        *squares, num_written = sums.tolist()
-        if self._recovery is not None:
-            self._recovery.confirm(is_whole=num_written == self.cluster.size)
-            self._recovery.save(self.steps, sent.fragment)
+        *squares, num_kept = sums.tolist()
+        self._exchange.keep(mean, self._position, sent.fragment, is_whole=num_kept == self.cluster.size)
         self.reports.append(self._report(sent, mean, exposed_s, squares))
 
     def _report(self, sent: _InFlight, mean: Mean, exposed_s: float, squares: list[float]) -> SyncReport:
@@ -407,10 +379,9 @@ class LocalSteps:
         torch.distributed.checkpoint. `tokens` has, for each fragment, the tokens of this island that its next
         pseudo-gradient comes from. Save the inner parameters and the inner optimizer of each island yourself.
         """
-        if self._recovery is not None:
-            self._recovery.wait()  # the caller may write into the views
+        self._exchange.settle()  # the caller may write into the views
         state: dict[str, Any] = {"steps": self.steps, "tokens": list(self._tokens)}
-        if isinstance(self._exchange, ElasticExchange):
+        if self._exchange.comes_and_goes:
             state |= {"rounds": self.rounds, "since": self._since}
         for index, fragment in enumerate(self.fragments):
             state |= _named("outer", fragment, fragment.flat)
@@ -433,8 +404,7 @@ class LocalSteps:
         missing = [name for fragment in self.fragments for name in fragment.parameters if f"outer.{name}" not in state]
         if missing:
             raise ValueError(f"the state has no outer parameters for {', '.join(missing[:8])}; it is another model's")
-        if self._recovery is not None:
-            self._recovery.forget()
+        self._exchange.forget()
         position = self.schedule.position(int(state["steps"]))
         counts = {key: int(state[key]) for key in ("rounds", "since") if key in state}
         self._go_to(replace(position, **counts))
@@ -462,6 +432,25 @@ def _run_name(given: str | None, whose: str) -> str:
             "torchrun with --rdzv-id=NAME, or give LocalSteps(run_id=...), a name that no other run has"
         )
     return name
+
+
+def _refuse_beside_membership(cluster: Cluster, holders: Holders, names: Iterable[str], recovers: bool) -> None:
+    """Refuse settings that do not go with `membership=`. Raises: ValueError."""
+    if cluster.num_islands > 1:
+        raise ValueError(
+            f"membership= and a mesh of {cluster.num_islands} islands: with membership each island is a job of its "
+            "own; start one torchrun for each, and leave islands= out of init_mesh"
+        )
+    if recovers:
+        raise ValueError(
+            "recovery= and membership=: an island that comes back gets the state from the others, so recovery= has "
+            "nothing to restore; leave it out, and save checkpoints against the loss of all islands"
+        )
+    if any(holders.order(name) >= 0 for name in names):
+        raise ValueError(
+            "membership= and partial_updates: a slice whose islands have gone would never change again; leave one of "
+            "them out"
+        )
 
 
 def _refuse_frozen_slices(model: nn.Module) -> None:

@@ -34,8 +34,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.codec import Codec
 from laconic.comm.agreement import ranks_or_self
 from laconic.comm.cluster import Cluster
+from laconic.islands.all_reduce import Mean
+from laconic.islands.exchange import Beginning, Exchange, Presence
+from laconic.islands.fragments import Position, SyncSchedule
 from laconic.islands.outer_optimizer import OuterFragment, flat_local
 from laconic.islands.saved_state import Fetch, Place, Plan, SavedState, Sync, make_plan
 from laconic.islands.state_folder import Found, StateFolder
@@ -43,14 +47,18 @@ from laconic.ragged.tensor import RaggedTensor
 from laconic.store import DamagedError
 
 
-class Recovery:
-    """One rank's states of the last syncs, in a folder of its machine. A folder in memory, such as /dev/shm, is best.
+class RecoveringExchange(Exchange):
+    """Means over islands that stay, and one rank's states of the last syncs, in a folder of its machine.
+
+    A folder in memory, such as /dev/shm, is best.
 
     Args:
         folder: the folder. Every run has a folder of its own in it.
         run: the name of the run. Only states of the same run are restored.
         cluster: the islands.
+        codec: the format of values on the wire.
         fragments: the fragments of the model.
+        schedule: when they sync.
         residuals: what encoding has lost so far of each fragment, each (numel,); None without error feedback.
         optimizer: the inner optimizer.
         slices: the slices that this island trains, in ascending order.
@@ -64,12 +72,15 @@ class Recovery:
         folder: str | Path,
         run: str,
         cluster: Cluster,
+        codec: Codec,
         fragments: Sequence[OuterFragment],
+        schedule: SyncSchedule,
         residuals: Sequence[Tensor] | None,
         optimizer: torch.optim.Optimizer,
         slices: Sequence[int],
     ) -> None:
-        self._cluster, self._fragments, self._optimizer = cluster, fragments, optimizer
+        super().__init__(cluster, codec, fragments)
+        self._schedule, self._optimizer = schedule, optimizer
         self._residuals, self._slices = residuals, tuple(slices)
         self._ranks = ranks_or_self(cluster.all_flag_group)
         self._folder = StateFolder(folder=Path(folder), run=run, layout=_layout(fragments, optimizer))
@@ -91,8 +102,8 @@ class Recovery:
 
     # -- writing: [Note: Two phases] -----------------------------------------------------------------------------------
 
-    def wait(self) -> bool:
-        """Wait for the write under way. Return whether this rank has written every state so far.
+    def settle(self) -> bool:
+        """See `Exchange.settle`: wait for the write under way.
 
         If a state could not be written, training goes on, and a warning says so.
         """
@@ -108,20 +119,15 @@ class Recovery:
                 )
         return not self._last_problem
 
-    def confirm(self, *, is_whole: bool) -> None:
-        """Note whether all ranks of the island have written the state before this sync."""
-        if is_whole:
-            self._whole = self._written
-
-    def save(self, steps: int, synced: int) -> None:
-        """Begin to write the state after inner step `steps`, in which the fragment `synced` changed.
-
-        Call `wait` before the fragment changes.
+    def keep(self, mean: Mean, position: Position, fragment: int, *, is_whole: bool) -> None:
+        """See `Exchange.keep`: begin to write the state. Call `settle` before the fragment changes.
 
         Cost: a copy of the inner optimizer's state of the fragment, in host memory, until it is written.
         Raises: ValueError if the optimizer's state has a value of another kind than tensors, numbers and strings.
         """
-        self._sync = replace(self._sync, steps=steps)
+        if is_whole:
+            self._whole = self._written
+        self._sync = replace(self._sync, steps=position.steps)
         cluster = self._cluster
         state = SavedState(
             sync=self._sync,
@@ -130,15 +136,15 @@ class Recovery:
             num_shards=cluster.size,
             slices=self._slices,
         )
-        parts = {index: self._part(index) for index in self._folder.missing(synced, len(self._fragments))}
-        self._writing = steps, self._thread.submit(self._folder.write, state, parts, self._whole)
+        parts = {index: self._part(index) for index in self._folder.missing(fragment, len(self._fragments))}
+        self._writing = position.steps, self._thread.submit(self._folder.write, state, parts, self._whole)
 
     def forget(self) -> None:
-        """Note that a checkpoint is about to change all fragments. Waits for the write under way.
+        """See `Exchange.forget`. Waits for the write under way.
 
         The next steps count as a new start, because they may take the steps that are on disk once more.
         """
-        self.wait()
+        self.settle()
         self._folder.forget()
         self._sync = replace(self._sync, start=self._sync.start + 1)
         self._written = self._whole = 0
@@ -157,7 +163,16 @@ class Recovery:
 
     # -- restoring: [Note: Re-forming] ---------------------------------------------------------------------------------
 
-    def restore(self) -> int:
+    def enter(self, position: Position) -> Beginning:
+        """See `Exchange.enter`: go on from the newest sync that counts or, without one, as islands that stay do."""
+        steps = self._restore()
+        if not steps:
+            return super().enter(position)
+        self._go(Presence.COMING)
+        self._go(Presence.TRAINING)
+        return Beginning(position=self._schedule.position(steps))
+
+    def _restore(self) -> int:
         """Restore the newest sync that counts. Returns its step, or 0 without one. Collective over all ranks.
 
         Files that are not used are named in warnings on the first rank, one line each.

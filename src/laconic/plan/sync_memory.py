@@ -17,8 +17,7 @@ from laconic.codec import CODECS
 from laconic.comm.traffic import Traffic
 from laconic.config import SyncConfig
 from laconic.islands.all_reduce import CompressedAllReduce, IslandGroup
-from laconic.islands.holders import Holders
-from laconic.islands.outer_optimizer import OuterFragment, outer_sgd
+from laconic.islands.outer_optimizer import Holders, OuterFragment, outer_sgd
 from laconic.plan.recorder import Recorder
 
 _ELEMENTS = 1 << 18

@@ -16,10 +16,9 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError, SyncConfig
-from laconic.islands.holders import check_slices
 from laconic.islands.local_steps import LocalSteps
 from laconic.islands.membership import Membership
-from laconic.islands.outer_optimizer import outer_sgd
+from laconic.islands.outer_optimizer import check_slices, outer_sgd
 from laconic.islands.recovery import trained_slices
 from laconic.partial.updates import partial_updates
 from laconic.store.files import write_text

@@ -25,8 +25,8 @@ from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
 from laconic.config import Config
 from laconic.data.batches import Batch
+from laconic.islands.exchange import SyncReport
 from laconic.islands.local_steps import LocalSteps
-from laconic.islands.report import SyncReport
 from laconic.shard.ledger import Ledger
 from laconic.strategies.islands import make_local_steps, num_islands, num_launches
 from laconic.strategies.loss_scale import LossScale

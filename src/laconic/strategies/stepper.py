@@ -16,7 +16,7 @@ from torch import Tensor
 
 from laconic.comm.traffic import Snapshot
 from laconic.data.batches import Batch
-from laconic.islands.report import SyncReport
+from laconic.islands.exchange import SyncReport
 from laconic.shard.ledger import Ledger
 from laconic.strategies.cyclic_metrics import DeviceTimeline
 

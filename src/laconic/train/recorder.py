@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import WIRE_LEVELS, Level, Purpose, Snapshot
-from laconic.islands.report import SyncReport
+from laconic.islands.exchange import SyncReport
 from laconic.strategies.cyclic_metrics import gather_metrics
 from laconic.train.loggers import Logger
 from laconic.train.records import ClusterStep, StepRecord, SyncMetrics

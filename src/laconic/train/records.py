@@ -14,7 +14,7 @@ from torch import nn
 from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
 from laconic.config import Config, to_dict
-from laconic.islands.report import SyncReport
+from laconic.islands.exchange import SyncReport
 from laconic.lab.counters import InterfaceBytes
 from laconic.shard.ledger import Ledger
 from laconic.strategies.cyclic_metrics import CyclicMetrics

@@ -110,8 +110,81 @@ class RunEndedError(JobError):
     """An island has ended the run for all: [Note: A damaged entry]."""
 
 
-class Ledger:
-    """The agreements of one run. Each thread needs a ledger of its own, on a connection of its own.
+class TypedStore:
+    """The entries that islands share, each read by its type: [Note: A damaged entry].
+
+    All methods raise JobError if the store does not answer, and RunEndedError if the entry is damaged.
+    """
+
+    def __init__(self, store: dist.Store, run_store: dist.Store, where: str) -> None:
+        """Take the store, that of the whole run, and their address."""
+        self.store, self._run_store, self._where = store, run_store, where
+
+    def get(self, kind: type[_T], key: str) -> _T | None:
+        """The value of an entry; None if there is none."""
+        with self.reaching(key):
+            return decode(kind, self.store.get(key)) if self.store.check([key]) else None
+
+    def set(self, key: str, value: Any) -> None:
+        """Write an entry."""
+        with self.reaching(key):
+            self.store.set(key, encode(value))
+
+    def agree(self, kind: type[_T], key: str, proposed: _T) -> _T:
+        """Write an entry unless there is one, and return the value of the one that is there."""
+        with self.reaching(key):
+            return decode(kind, self.store.compare_set(key, "", encode(proposed)))
+
+    def note(self, key: str) -> None:
+        """Write an entry without a value."""
+        with self.reaching(key):
+            self.store.set(key, "")
+
+    def has(self, key: str) -> bool:
+        """True if there is an entry."""
+        with self.reaching(key):
+            return bool(self.store.check([key]))
+
+    def count(self, key: str) -> int:
+        """The value of a counter; 0 if there is none."""
+        with self.reaching(key):
+            return counter(self.store.get(key)) if self.store.check([key]) else 0
+
+    def add(self, key: str, change: int = 1) -> int:
+        """Add to a counter, and return it."""
+        self.count(key)  # the store closes the connection of an island that adds to what is no number
+        with self.reaching(key):
+            try:
+                return self.store.add(key, change)
+            except ValueError as error:  # of a store in memory, if the entry has changed since
+                raise EntryError(str(error)) from error
+
+    def damaged(self, key: str, problem: object) -> NoReturn:
+        """End the run for all islands, because of a damaged entry."""
+        reason = (
+            f"the rendezvous at {self._where} has a damaged entry, {key}: {problem}; somebody else writes there, or "
+            "its memory is bad: all islands of this run end here. Start the rendezvous again, and then the islands"
+        )
+        with contextlib.suppress(dist.DistError):
+            self._run_store.compare_set("ended", "", encode(reason))
+        raise RunEndedError(reason)
+
+    @contextlib.contextmanager
+    def reaching(self, key: str) -> Iterator[None]:
+        """Turn errors of the store, and of the entry, into those of the class."""
+        try:
+            yield
+        except EntryError as error:
+            self.damaged(key, error)
+        except dist.DistError as error:
+            raise JobError(
+                f"the rendezvous at {self._where} does not answer any more ({str(error)[:200]}), so islands cannot "
+                "agree on anything; see whether `laconic rendezvous` still runs there, and start the islands again"
+            ) from error
+
+
+class Agreements:
+    """The agreements of one run. Each thread needs agreements of its own, on a connection of its own.
 
     All methods raise JobError if the store does not answer, and RunEndedError if they find a damaged entry. Those that
     wait raise RunEndedError also if another island has found one.
@@ -121,22 +194,23 @@ class Ledger:
         """Open a generation (default: the newest) of the run `run` in the store at the address `where`."""
         self._where = where
         self._run_store = dist.PrefixStore(f"laconic/{run}", store)
+        self._run = TypedStore(self._run_store, self._run_store, where)
         self._looked_at = 0.0
-        self.generation = self.newest_generation() if generation is None else generation
+        self._open(self.newest_generation() if generation is None else generation)
 
-    @property
-    def store(self) -> dist.Store:
+    def _open(self, generation: int) -> None:
+        self.generation = generation
+        self.store = dist.PrefixStore(str(generation), self._run_store)
         """The keys of this generation."""
-        return dist.PrefixStore(str(self.generation), self._run_store)
+        self._entries = TypedStore(self.store, self._run_store, self._where)
 
     def newest_generation(self) -> int:
         """The newest generation in the store; 0 before any has begun."""
-        with self._reaching():
-            self._look_for_end()
-            newest = self._read(int, "generation", self._run_store) or 0
-            if newest < 0:
-                raise EntryError(f"generation: {newest} is negative")
-            return newest
+        self.look_for_end()
+        newest = self._run.get(int, "generation") or 0
+        if newest < 0:
+            self._run.damaged("generation", f"{newest} is negative")
+        return newest
 
     # -- coming --------------------------------------------------------------------------------------------------------
 
@@ -145,8 +219,7 @@ class Ledger:
 
         Raises: JobError that names the first difference.
         """
-        with self._reaching():
-            first = self._agreed(dict[str, Any], "terms", terms)
+        first = self._entries.agree(dict[str, Any], "terms", terms)
         for key, value in terms.items():
             if first.get(key) != value:
                 raise JobError(
@@ -157,16 +230,14 @@ class Ledger:
 
     def come(self, rounds: int) -> int:
         """Queue up with a state after `rounds` rounds. Returns this island's number, which is new."""
-        with self._reaching():
-            number = self._add("come", 1) - 1
-            self.store.set(f"come/{number}", encode(rounds))
+        number = self._entries.add("come") - 1
+        self._entries.set(f"come/{number}", rounds)
         self.answer(number)
         return number
 
     def answer(self, number: int) -> None:
         """Answer the last call for an island that waits: [Note: Roll call]."""
-        with self._reaching():
-            self.store.set(f"answer/{number}", encode(self._read(str, "call") or ""))
+        self._entries.set(f"answer/{number}", self._entries.get(str, "call") or "")
 
     def found(self, islands: int) -> None:
         """Write the first roster, of the first `islands` islands. The one with the most rounds has the lead."""
@@ -181,63 +252,56 @@ class Ledger:
     def _rounds_of(self, number: int) -> int:
         """The rounds of the state with which an island has come. Waits for it."""
         key = f"come/{number}"
-        with self._reaching():
-            self._until(lambda: self.store.check([key]), SILENCE_S)
-            rounds = self._read(int, key)
-            if rounds is None or rounds < 0:
-                raise EntryError(f"{key}: {'it is missing' if rounds is None else f'{rounds} is negative'}")
-            return rounds
+        self._until(lambda: self._entries.has(key), SILENCE_S)
+        rounds = self._entries.get(int, key)
+        if rounds is None or rounds < 0:
+            self._entries.damaged(key, "it is missing" if rounds is None else f"{rounds} is negative")
+        return rounds
 
     def num_come(self) -> int:
         """The number of islands that have come so far."""
-        with self._reaching():
-            return self._count("come")
+        return self._entries.count("come")
 
     def welcome(self, number: int) -> Roster | None:
         """The roster that an island has entered; None if it has to wait."""
         key = f"welcome/{number}"
-        with self._reaching():
-            entered = self._read(int, key)
-            if entered is None:
-                return None
-            roster = self.roster(entered)
-            if number not in roster.members:
-                raise EntryError(f"{key}: roster {entered} does not have island {number}")
-            return roster
+        entered = self._entries.get(int, key)
+        if entered is None:
+            return None
+        roster = self.roster(entered)
+        if number not in roster.members:
+            self._entries.damaged(key, f"roster {entered} does not have island {number}")
+        return roster
 
     def beat(self, number: int) -> None:
         """Give a sign of life of an island: [Note: A run that has ended]."""
-        with self._reaching():
-            self._add("beat", 1)
-            self._add(f"beat/{number}", 1)
+        self._entries.add("beat")
+        self._entries.add(f"beat/{number}")
 
     def beats(self, numbers: Sequence[int]) -> list[int]:
         """The signs of life that islands have given so far."""
-        with self._reaching():
-            return [self._count(f"beat/{number}") for number in numbers]
+        return [self._entries.count(f"beat/{number}") for number in numbers]
 
     def has_ended(self) -> bool:
         """True if all islands have gone in order, or none gives a sign of life: [Note: A run that has ended]."""
-        with self._reaching():
-            newest = 0
-            while self.store.check([f"roster/{newest + 1}"]):
-                newest += 1
-            if self.store.check([f"roster/{newest}"]) and all(map(self.has_left, self.roster(newest).members)):
-                return True
-            before = self.num_beats()
-            return not self._until(lambda: self.num_beats() != before, SILENCE_S)
+        newest = 0
+        while self._entries.has(f"roster/{newest + 1}"):
+            newest += 1
+        if self._entries.has(f"roster/{newest}") and all(map(self.has_left, self.roster(newest).members)):
+            return True
+        before = self.num_beats()
+        return not self._until(lambda: self.num_beats() != before, SILENCE_S)
 
     def num_beats(self) -> int:
         """The signs of life that all islands have given so far."""
-        with self._reaching():
-            return self._count("beat")
+        return self._entries.count("beat")
 
     def begin_generation(self) -> None:
         """Leave a generation that has ended. All islands that do so at once begin the same one."""
-        with self._reaching():
-            old = encode(self.generation) if self._run_store.check(["generation"]) else ""
+        with self._run.reaching("generation"):
+            old = encode(self.generation) if self._run.has("generation") else ""
             self._run_store.compare_set("generation", old, encode(self.generation + 1))
-            self.generation = self.newest_generation()
+        self._open(self.newest_generation())
 
     # -- rounds: [Note: One verdict] -----------------------------------------------------------------------------------
 
@@ -247,33 +311,32 @@ class Ledger:
         `num_ranks` is the number of ranks of all members. Waits `patience_s` seconds for the others.
         """
         of = f"{roster.number}-{round_index}"
-        with self._reaching():
-            if outcome is not Outcome.DONE:
-                return self._decide(of, Verdict(outcome=outcome))
-            num_done = self._add(f"done/{of}", 1)
-            if num_done > num_ranks:
-                raise EntryError(f"done/{of}: {num_done} votes of {num_ranks} ranks")
-            if num_done == num_ranks:
-                verdict = self._decide(of, Verdict(outcome=Outcome.DONE, newcomers=self._queued(roster)))
-                self.store.set("call", encode(of))
-                return verdict
-            self._until(lambda: self.store.check([f"verdict/{of}"]), patience_s)
-            return self._decide(of, Verdict(outcome=Outcome.LATE))
+        if outcome is not Outcome.DONE:
+            return self._decide(of, Verdict(outcome=outcome))
+        num_done = self._entries.add(f"done/{of}")
+        if num_done > num_ranks:
+            self._entries.damaged(f"done/{of}", f"{num_done} votes of {num_ranks} ranks")
+        if num_done == num_ranks:
+            verdict = self._decide(of, Verdict(outcome=Outcome.DONE, newcomers=self._queued(roster)))
+            self._entries.set("call", of)
+            return verdict
+        self._until(lambda: self._entries.has(f"verdict/{of}"), patience_s)
+        return self._decide(of, Verdict(outcome=Outcome.LATE))
 
     def _decide(self, of: str, proposed: Verdict) -> Verdict:
-        return self._agreed(Verdict, f"verdict/{of}", proposed)
+        return self._entries.agree(Verdict, f"verdict/{of}", proposed)
 
     def _queued(self, roster: Roster) -> tuple[int, ...]:
         """The islands that wait, and have answered the last call."""
-        call = self._read(str, "call") or ""
-        come = range(roster.num_seen, self._count("come"))
+        call = self._entries.get(str, "call") or ""
+        come = range(roster.num_seen, self._entries.count("come"))
         if len(come) > _MOST_WAITING:
-            raise EntryError(f"come: {len(come)} islands wait at once")
-        answers = {number: self._read(str, f"answer/{number}") for number in come}
+            self._entries.damaged("come", f"{len(come)} islands wait at once")
+        answers = {number: self._entries.get(str, f"answer/{number}") for number in come}
         return tuple(number for number in come if answers[number] == call and not self._is_seen(number))
 
     def _is_seen(self, number: int) -> bool:
-        return bool(self.store.check([f"welcome/{number}"])) or self.has_left(number)
+        return self._entries.has(f"welcome/{number}") or self.has_left(number)
 
     def enlarge(self, roster: Roster, newcomers: tuple[int, ...], round_index: int, lead: int) -> Roster:
         """Write the roster that begins as newcomers enter, unless another rank has, and return it."""
@@ -297,40 +360,33 @@ class Ledger:
 
     def leave(self, number: int) -> None:
         """Note that an island goes in order. The others do not wait for it."""
-        with self._reaching():
-            self.store.set(f"left/{number}", "")
+        self._entries.note(f"left/{number}")
 
     def has_left(self, number: int) -> bool:
         """True if an island has gone in order."""
-        with self._reaching():
-            return bool(self.store.check([f"left/{number}"]))
+        return self._entries.has(f"left/{number}")
 
     def arrive(self, roster: Roster, round_index: int, number: int) -> None:
         """Note that an island begins a try."""
-        with self._reaching():
-            self.store.set(f"arrived/{roster.number}-{round_index}/{number}", "")
-            self._add(f"arrivals/{roster.number}-{round_index}", 1)
+        self._entries.note(f"arrived/{roster.number}-{round_index}/{number}")
+        self._entries.add(f"arrivals/{roster.number}-{round_index}")
 
     def has_begun(self, roster: Roster, round_index: int) -> bool:
         """True if an island has begun a try."""
-        with self._reaching():
-            self._look_for_end()
-            return self._count(f"arrivals/{roster.number}-{round_index}") > 0
+        self.look_for_end()
+        return self._entries.count(f"arrivals/{roster.number}-{round_index}") > 0
 
     def end(self, roster: Roster) -> None:
         """Note that a roster has failed, so that living islands register."""
-        with self._reaching():
-            self.store.set(f"over/{roster.number}", "")
+        self._entries.note(f"over/{roster.number}")
 
     def is_over(self, roster: Roster) -> bool:
         """True if a roster has failed."""
-        with self._reaching():
-            return bool(self.store.check([f"over/{roster.number}"]))
+        return self._entries.has(f"over/{roster.number}")
 
     def register(self, roster: Roster, number: int) -> None:
         """Note that an island lives after a roster has failed."""
-        with self._reaching():
-            self.store.set(f"lives/{roster.number}/{number}", "")
+        self._entries.note(f"lives/{roster.number}/{number}")
 
     def propose(self, roster: Roster, round_index: int, *, is_late: bool, patience_s: float) -> None:
         """Wait until the living members have registered, and write them as the next roster, unless another has.
@@ -340,169 +396,100 @@ class Ledger:
 
         def unheard() -> list[int]:
             keys = {number: f"lives/{roster.number}/{number}" for number in roster.members}
-            return [number for number, key in keys.items() if not self.store.check([key]) and not self.has_left(number)]
+            return [number for number, key in keys.items() if not self._entries.has(key) and not self.has_left(number)]
 
-        with self._reaching():
-            self._until(lambda: self.has_next(roster) or not unheard(), patience_s)
-            of = f"{roster.number}-{round_index}"
-            living = tuple(
-                number
-                for number in roster.members
-                if self.store.check([f"lives/{roster.number}/{number}"])
-                and not self.has_left(number)
-                and (not is_late or self.store.check([f"arrived/{of}/{number}"]))
+        self._until(lambda: self.has_next(roster) or not unheard(), patience_s)
+        of = f"{roster.number}-{round_index}"
+        living = tuple(
+            number
+            for number in roster.members
+            if self._entries.has(f"lives/{roster.number}/{number}")
+            and not self.has_left(number)
+            and (not is_late or self._entries.has(f"arrived/{of}/{number}"))
+        )
+        slots = tuple(slot for number, slot in zip(roster.members, roster.slots, strict=True) if number in living)
+        self.write(
+            replace(
+                roster,
+                number=roster.number + 1,
+                members=living,
+                slots=slots,
+                round=round_index,
+                newcomers=(),
+                lead=-1,
             )
-            slots = tuple(slot for number, slot in zip(roster.members, roster.slots, strict=True) if number in living)
-            self.write(
-                replace(
-                    roster,
-                    number=roster.number + 1,
-                    members=living,
-                    slots=slots,
-                    round=round_index,
-                    newcomers=(),
-                    lead=-1,
-                )
-            )
+        )
 
     def has_next(self, roster: Roster) -> bool:
         """True if the roster after `roster` has been written."""
-        with self._reaching():
-            return bool(self.store.check([f"roster/{roster.number + 1}"]))
+        return self._entries.has(f"roster/{roster.number + 1}")
 
     def next_roster(self, roster: Roster, patience_s: float) -> Roster | None:
         """Wait for the roster after `roster`; None if there is none in time."""
-        with self._reaching():
-            return self.roster(roster.number + 1) if self._until(lambda: self.has_next(roster), patience_s) else None
+        return self.roster(roster.number + 1) if self._until(lambda: self.has_next(roster), patience_s) else None
 
     # -- rosters -------------------------------------------------------------------------------------------------------
 
     def write(self, roster: Roster) -> Roster:
         """Write a roster, unless one of its number is there, and tell newcomers. Returns the one that is there."""
-        with self._reaching():
-            self.store.compare_set(f"roster/{roster.number}", "", encode(roster))
-            agreed = self.roster(roster.number)
-            told = agreed.members if agreed.number == 0 else agreed.newcomers
-            for number in told:
-                self.store.set(f"welcome/{number}", encode(agreed.number))
+        self._entries.agree(Roster, f"roster/{roster.number}", roster)
+        agreed = self.roster(roster.number)
+        told = agreed.members if agreed.number == 0 else agreed.newcomers
+        for number in told:
+            self._entries.set(f"welcome/{number}", agreed.number)
         return agreed
 
     def roster(self, number: int) -> Roster:
         """Read a roster that has been written."""
         key = f"roster/{number}"
-        with self._reaching():
-            found = self._read(Roster, key)
-            if found is None or found.number != number:
-                raise EntryError(f"{key}: it is {'missing' if found is None else f'that of number {found.number}'}")
-            come = self._count("come")
-            if found.num_seen > come or any(member >= come for member in found.members):
-                raise EntryError(f"{key}: it has islands that have not come")
-            return found
+        found = self._entries.get(Roster, key)
+        if found is None or found.number != number:
+            self._entries.damaged(key, f"it is {'missing' if found is None else f'that of number {found.number}'}")
+        come = self._entries.count("come")
+        if found.num_seen > come or any(member >= come for member in found.members):
+            self._entries.damaged(key, "it has islands that have not come")
+        return found
 
     # -- the state that newcomers are told -----------------------------------------------------------------------------
 
     def note_untold(self, link: str) -> None:
         """Note that the state does not cross a connection, for its other end, which Gloo may let wait for hours."""
-        with self._reaching():
-            self.store.set(f"untold/{link}", "")
+        self._entries.note(f"untold/{link}")
 
     def is_untold(self, link: str) -> bool:
         """True if the state does not cross a connection."""
-        with self._reaching():
-            return bool(self.store.check([f"untold/{link}"]))
+        return self._entries.has(f"untold/{link}")
 
     # -- quorum --------------------------------------------------------------------------------------------------------
 
     def count_listening(self, change: int) -> int:
         """Add to the number of members that wait for the state, and return the number."""
-        with self._reaching():
-            return self._add("listening", change) if change else self._count("listening")
+        return self._entries.add("listening", change) if change else self._entries.count("listening")
 
     def note_ready(self, round_index: int) -> None:
         """Note that one more island has taken all steps up to a round."""
-        with self._reaching():
-            self._add(f"ready/{round_index}", 1)
+        self._entries.add(f"ready/{round_index}")
 
     def num_ready(self, round_index: int) -> int:
         """The number of islands that have taken all steps up to a round."""
-        with self._reaching():
-            return self._count(f"ready/{round_index}")
+        return self._entries.count(f"ready/{round_index}")
 
-    # -- a run that was ended: [Note: A damaged entry] -----------------------------------------------------------------
+    # -- waiting -------------------------------------------------------------------------------------------------------
 
     def look_for_end(self) -> None:
         """Raise RunEndedError if an island has ended the run. Looks at the store twice a second at most."""
-        with self._reaching():
-            self._look_for_end()
-
-    def _look_for_end(self) -> None:
         if time.monotonic() - self._looked_at >= _LOOK_S:
             self._looked_at = time.monotonic()
-            reason = self._read(str, "ended", self._run_store)
+            reason = self._run.get(str, "ended")
             if reason is not None:
                 raise RunEndedError(reason)
-
-    def _end(self, problem: EntryError) -> NoReturn:
-        """End the run for all islands, because of a damaged entry."""
-        reason = (
-            f"the rendezvous at {self._where} has a damaged entry, {problem}; somebody else writes there, or its "
-            "memory is bad: all islands of this run end here. Start the rendezvous again, and then the islands"
-        )
-        with contextlib.suppress(dist.DistError):
-            self._run_store.compare_set("ended", "", encode(reason))
-        raise RunEndedError(reason) from problem
-
-    # -- the store -----------------------------------------------------------------------------------------------------
-
-    def _read(self, kind: type[_T], key: str, store: dist.Store | None = None) -> _T | None:
-        """The value of an entry; None if there is none. Raises: EntryError, which names the key."""
-        store = self.store if store is None else store
-        return self._decode(kind, key, store.get(key)) if store.check([key]) else None
-
-    def _agreed(self, kind: type[_T], key: str, proposed: _T) -> _T:
-        """Write an entry unless there is one, and return the value of the one that is there."""
-        return self._decode(kind, key, self.store.compare_set(key, "", encode(proposed)))
-
-    @staticmethod
-    def _decode(kind: type[_T], key: str, entry: bytes) -> _T:
-        try:
-            return decode(kind, entry)
-        except EntryError as error:
-            raise EntryError(f"{key}: {error}") from error
-
-    def _count(self, key: str) -> int:
-        """The value of a counter; 0 if there is none."""
-        try:
-            return counter(self.store.get(key)) if self.store.check([key]) else 0
-        except EntryError as error:
-            raise EntryError(f"{key}: {error}") from error
-
-    def _add(self, key: str, change: int) -> int:
-        """Add to a counter, and return it."""
-        self._count(key)  # the store closes the connection of an island that adds to what is no number
-        try:
-            return self.store.add(key, change)
-        except ValueError as error:  # of a store in memory, if the entry has changed since
-            raise EntryError(f"{key}: {error}") from error
 
     def _until(self, condition: Callable[[], bool], patience_s: float) -> bool:
         """Wait until the condition holds. Returns whether it does."""
         deadline = time.monotonic() + patience_s
         while not condition():
-            self._look_for_end()
+            self.look_for_end()
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_S)
         return True
-
-    @contextlib.contextmanager
-    def _reaching(self) -> Iterator[None]:
-        try:
-            yield
-        except EntryError as error:
-            self._end(error)
-        except dist.DistError as error:
-            raise JobError(
-                f"the rendezvous at {self._where} does not answer any more ({str(error)[:200]}), so islands cannot "
-                "agree on anything; see whether `laconic rendezvous` still runs there, and start the islands again"
-            ) from error
