@@ -24,6 +24,13 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "host, adapters": ("host", {"lora": {"enabled": True, "rank": 2, "targets": ["q_proj"]}}),
     "4bit, two micro-batches": ("4bit", {"shard": {"wire": "4bit"}, "train": {"accumulation": 2}}),
     "zero++": ("zero++", {"shard": {"strategy": "zero++"}}),
+    "none, weights stay until backward": ("none", {"shard": {"cache": "none", "reshard_after_forward": False}}),
+    "host, checked": ("host", {"shard": {"check_every": 1}}),
+    "4bit, checked": ("4bit", {"shard": {"wire": "4bit", "check_every": 1}}),
+    "device, recomputed, three micro-batches": (
+        "device",
+        {"shard": {"cache": "device"}, "train": {"accumulation": 3}, "model": {"activation_checkpointing": True}},
+    ),
     "muon": ("host", {"optimizer": {"name": "muon", "lr": 0.01}}),
     "islands": ("local-steps", ISLANDS),
     "slices": ("local-steps", {"sync": {**ISLANDS["sync"], "slices": 2}}),

@@ -2,12 +2,12 @@
 
 [Note: Tensors without elements]
 The program's tensors lie on torch's meta device: they have shapes, dtypes, storages and autograd, but no elements. A
-mode of torch's functions lets them say that they lie on the rank's device or in its host memory. So the program takes
-the same paths as there, at a few microseconds an operation. What the host reads of such a tensor is 1. Tensors that the
-program makes without naming a device are small messages of the host, and stay as they are. A mode of torch's operators
-sees every operation: the bytes that it reads and writes, the memory that it allocates, and, by weak references, when
-that memory is freed. Streams and events keep no order here; they are only written down. Collectives do nothing, but are
-written down with the bytes that `laconic.comm.traffic` counts for them.
+mode of torch's functions lets them say that they lie on the rank's device. So the program takes the same paths as
+there, at a few microseconds an operation. The host reads 1 from such a tensor, and finds no two that differ. Tensors
+that the program makes without naming a device are small messages of the host, and stay as they are. A mode of torch's
+operators sees every operation: the bytes that it reads and writes, the memory that it allocates, and, by weak
+references, when that memory is freed. Streams and events keep no order here; they are only written down. Collectives do
+nothing, but are written down with the bytes that `laconic.comm.traffic` counts for them.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Recorder:
         """The mean of a message's bytes over the ranks of a node, in multiples of this rank's."""
         self.is_silent = False
         """True while operations belong to a phase of the model, which has their cost already."""
-        self._times = 1
+        self._times = 1.0
         """The number of operations that each one stands for."""
         self._streams = itertools.count(1)
         self._numbers = itertools.count()
@@ -230,7 +230,7 @@ class Recorder:
             self.is_silent = before
 
     @contextmanager
-    def times(self, count: int) -> Iterator[None]:
+    def times(self, count: float) -> Iterator[None]:
         """Let each operation of the body stand for `count` operations."""
         before, self._times = self._times, count
         try:
@@ -407,6 +407,11 @@ def _is_meta(tensor: Tensor) -> bool:
         return tensor.is_meta
 
 
+def _is_bare(recorder: Recorder, tensor: Tensor) -> bool:
+    """Whether a tensor is on the meta device for the program, too: it was there before."""
+    return recorder.number_of(tensor) is None
+
+
 def _to(recorder: Recorder, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """`Tensor.to`, whose device is where the tensor lies already."""
     flags = []
@@ -429,16 +434,29 @@ def _one(recorder: Recorder, func: Any, tensor: Tensor) -> float:
     return 1.0
 
 
+def _zeros(recorder: Recorder, func: Any, tensor: Tensor) -> Any:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype).tolist()
+
+
+def _places(recorder: Recorder, func: Any, tensor: Tensor) -> Tensor:
+    """The places of true elements: the first one in a table of numbers, and none where rows are compared."""
+    return torch.zeros((int(tensor.ndim < 2), tensor.ndim), dtype=torch.int64)
+
+
+def _device_of(recorder: Recorder, func: Any, tensor: Tensor, *rest: Any) -> torch.device:
+    return META if _is_bare(recorder, tensor) else recorder.device
+
+
 def _address(recorder: Recorder, func: Any, tensor: Tensor) -> int:
     """A number that is equal for tensors that begin at one place."""
     return (tensor.untyped_storage()._cdata << 40) + tensor.storage_offset() * tensor.itemsize
 
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.device.__get__: lambda recorder, func, tensor, *rest: recorder.device,
+    torch.Tensor.device.__get__: _device_of,
     torch.Tensor.is_cuda.__get__: lambda recorder, *rest: recorder.device.type == "cuda",  # type: ignore[attr-defined]
     torch.Tensor.is_cpu.__get__: lambda recorder, *rest: recorder.device.type == "cpu",  # type: ignore[attr-defined]
-    torch.Tensor.is_meta.__get__: lambda *rest: False,  # type: ignore[attr-defined]
+    torch.Tensor.is_meta.__get__: lambda recorder, func, tensor, *rest: _is_bare(recorder, tensor),  # type: ignore[attr-defined]
     torch.Tensor.to: _to,
     torch.Tensor.cpu: _same,
     torch.Tensor.cuda: _same,
@@ -449,7 +467,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__int__: lambda *rest: 1,
     torch.Tensor.__bool__: lambda *rest: True,
     torch.equal: lambda *rest: True,
-    torch.Tensor.nonzero: lambda recorder, func, tensor: torch.zeros(1, max(1, tensor.ndim), dtype=torch.int64),
+    torch.Tensor.nonzero: _places,
+    torch.Tensor.tolist: _zeros,
     torch.Tensor.data_ptr: _address,
 }
 
@@ -549,7 +568,7 @@ def _collective(recorder: Recorder, name: str) -> Callable[..., Any]:
         tensors = [each for each in args if isinstance(each, Tensor)]
         has_elements = bool(tensors) and not _is_meta(tensors[0])
         if has_elements and name == "all_to_all_single":
-            tensors[0].copy_(tensors[1])
+            tensors[0].zero_() if _is_meta(tensors[1]) else tensors[0].copy_(tensors[1])
         is_message = name in ("isend", "irecv")
         on_stream = recorder.device.type != "cpu" and not has_elements
         return recorder.collective(waits=not (async_op or is_message or on_stream))

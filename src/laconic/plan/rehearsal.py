@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.codec import Codec
-from laconic.codec.sums import CodedSum, Messages, Payload
+from laconic.codec.sums import CodedSum, Messages, Payload, Piece
 from laconic.comm.launch import RankInfo
 from laconic.config import Config
 from laconic.data.batches import Batch
@@ -46,8 +46,8 @@ from laconic.strategies import parallelize, simultaneous
 from laconic.strategies.simultaneous import Simultaneous
 
 STEPS = 2
-_MOST_CODED = 8
-"""The messages of a crossing that are coded; each of more stands for as many."""
+_MOST_CODED = 4
+"""The messages of a crossing that are coded, and the pieces of a message; each stands for as many as are left out."""
 _MOST_PARTS = 64
 """The parts whose sizes are looked at. More differ in nothing but where tensors happen to end."""
 
@@ -75,7 +75,8 @@ class Rehearsals:
 
     build: Callable[[Config], nn.Module] = _build
     """Builds a job's model on the meta device."""
-    _models: dict[str, nn.Module] = field(default_factory=dict)
+    _models: dict[str, tuple[nn.Module, nn.ModuleList | None]] = field(default_factory=dict)
+    """The model of each job, and the list of its layers if they are equal."""
     _done: dict[Any, Rehearsal] = field(default_factory=dict)
 
     def of(
@@ -93,25 +94,22 @@ class Rehearsals:
 
     def equal_layers(self, job: Config) -> int:
         """The number of the model's layers, if all are equal; else 0."""
-        model = self._template(job)
-        layers = layers_to_shard(model)
-        return 0 if list_of_equal(model, layers) is None else len(layers)
+        _, container = self._template(job)
+        return 0 if container is None else len(container)
 
-    def _template(self, job: Config) -> nn.Module:
+    def _template(self, job: Config) -> tuple[nn.Module, nn.ModuleList | None]:
         key = repr((job.model, job.lora, job.data.tokenizer))
         if key not in self._models:
-            self._models[key] = self.build(job)
+            model = self.build(job)
+            self._models[key] = model, list_of_equal(model, layers_to_shard(model))
         return self._models[key]
 
     def _model(self, job: Config, kept: Sequence[int] | None) -> nn.Module:
         """A copy of the model with the layers `kept`."""
-        template = self._template(job)
-        if kept is None:
+        template, container = self._template(job)
+        if kept is None or container is None:
             return copy.deepcopy(template)
-        layers = layers_to_shard(template)
-        container = list_of_equal(template, layers)
-        assert container is not None
-        whole = container._modules
+        whole, layers = container._modules, list(container)
         try:
             container._modules = {str(place): layers[index] for place, index in enumerate(kept)}
             return copy.deepcopy(template)
@@ -239,7 +237,10 @@ class _AlikePayload(Payload):
         self._recorder = recorder
         self._stride, self._turn = -(-len(parts) // _MOST_CODED), 0
         coded = payload_of(layout, parts[:: self._stride], codec, **keys)
-        super().__init__(coded._pieces, [part.numel for part in parts])
+        few = [pieces[:_MOST_CODED] for pieces in coded._pieces]
+        self._shares = [_numel(some) / max(1, _numel(every)) for some, every in zip(few, coded._pieces, strict=True)]
+        super().__init__(few, [part.numel for part in parts])
+        self.nbytes = coded.nbytes
         stride = -(-len(parts) // _MOST_PARTS)
         sizes = [payload_of(layout, each[::stride], codec, **keys).nbytes for each in _elsewhere(layout, parts)]
         self.mean_nbytes = sum(sizes) / len(sizes)
@@ -251,14 +252,20 @@ class _AlikePayload(Payload):
     def encode(self, index: int, values: Any, payload: Tensor) -> None:
         """See `Payload.encode`."""
         if index == 0 or self._stands_for_others():  # its own part, if that has one sender
-            with self._recorder.times(1 if index == 0 else self._stride):
-                super().encode(index // self._stride, values, payload)
+            place = index // self._stride
+            with self._recorder.times((1 if index == 0 else self._stride) / (self._shares[place] or 1)):
+                super().encode(place, values, payload)
 
     def decode(self, index: int, payload: Tensor) -> Iterator[Any]:
         """See `Payload.decode`."""
         if self._stands_for_others():
-            with self._recorder.times(self._stride):
-                yield from super().decode(index // self._stride, payload)
+            place = index // self._stride
+            with self._recorder.times(self._stride / (self._shares[place] or 1)):
+                yield from super().decode(place, payload)
+
+
+def _numel(pieces: Sequence[Piece]) -> int:
+    return sum(piece.numel for piece in pieces)
 
 
 def _elsewhere(layout: BucketLayout, parts: Sequence[Part]) -> list[Sequence[Part]]:

@@ -23,7 +23,7 @@ from laconic.plan.program import Program, StepWork
 from laconic.plan.rehearsal import Rehearsal
 from laconic.shard.cache import choose_device_shards
 
-_KEPT = 6
+_KEPT = 4
 Figures = dict[tuple[object, ...], float]
 """All numbers of a reading and of a machine after it, which are linear in the number of layers."""
 
@@ -37,11 +37,12 @@ class RehearsedStep(Program):
         Raises:
             JobError, ValueError: the trainer refuses the job.
         """
-        self._config, self._work, self._shape = config, work, shape
+        shard = replace(config.shard, audit_every=0)  # an audit repeats a micro-batch of another rank, now and then
+        self._config, self._work, self._shape = replace(config, shard=shard), work, shape
         layers = 0 if machine.keeps_spans else work.rehearsals.equal_layers(config)
         self._num_layers = layers if layers > _KEPT + 1 else 0
         """The number of layers of which a few are kept; 0 if all are."""
-        self.rehearsal = self._rehearse(config, self._ids(_KEPT, 0) if self._num_layers else None)
+        self.rehearsal = self._rehearse(self._config, self._ids(_KEPT, 0) if self._num_layers else None)
 
     def read(self, machine: Machine) -> Reading:
         """See `Program.read`: [Note: A few layers for all]."""
