@@ -10,11 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from benchmarks.optimizers.__main__ import BENCHMARK
-from benchmarks.optimizers.bench import TINY_MIX
-from benchmarks.optimizers.collective_bytes import CollectiveBytes
-from benchmarks.optimizers.muon import measure_muon
-from benchmarks.optimizers.states import measure_adamw8bit
+from benchmarks.optimizers import BENCHMARK, TINY_MIX, CollectiveBytes, measure_adamw8bit, measure_muon
 from tests.support import record
 from tests.support.launch import run_ranks
 

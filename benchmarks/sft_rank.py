@@ -1,6 +1,6 @@
 """One rank of a LoRA fine-tuning by TRL's SFTTrainer that is timed in the lab.
 
-    laconic lab --nodes 2 --local 2 -- -m benchmarks.clients.sft_rank STRATEGY JOB.json OUT.json
+    laconic lab --nodes 2 --local 2 -- -m benchmarks.sft_rank STRATEGY JOB.json OUT.json
 
 STRATEGY is laconic, fsdp2 (through accelerate) or ddp. All train the same adapters on the same rows.
 

@@ -1,1 +1,0 @@
-"""Crossings in few bits: bytes, seconds, memory and losses."""
