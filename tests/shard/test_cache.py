@@ -8,14 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import HfArgumentParser
 
 import laconic
+from laconic.config import Config, from_dict
+from laconic.integrations import LaconicArguments
 from laconic.shard import cache as cache_module
 from laconic.shard.cache import CachedShard, choose_device_shards, free_slab, make_slab
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
 from laconic.shard.policies import Cache
-from laconic.shard.unit import unit_of
+from laconic.shard.unit import Root, unit_of
 from tests.support import helpers
 from tests.support.launch import run_ranks
 
@@ -107,6 +110,38 @@ def test_a_tight_memlock_limit_falls_back_to_pageable_memory(monkeypatch: pytest
         slab = make_slab(4096, torch.device("cuda"))
     assert len(caught) == 1
     assert slab.fill_(3).sum() == 3 * 4096
+
+
+def job_pinned(pins: bool) -> int:
+    """The number of slabs that are page-locked if the ranks have GPUs, which are pretended while a slab is made."""
+    model = helpers.shard(helpers.build(), cache=Cache(where="host", pin_memory=pins))
+    with pytest.MonkeyPatch.context() as patched:
+        calls, place = page_lock_returning(0, patched), Root._place_caches
+
+        def place_on_gpu(root: Root) -> None:
+            with pytest.MonkeyPatch.context() as pretended:
+                pretended.setattr(root, "cluster", SimpleNamespace(device=torch.device("cuda"), num_local=1))
+                place(root)
+
+        patched.setattr(Root, "_place_caches", place_on_gpu)
+        helpers.train_step(model)
+    return len(calls)
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_the_user_says_whether_the_host_cache_is_page_locked(pins: bool) -> None:
+    assert run_ranks(job_pinned, 2, pins, local=1) == [int(pins)] * 2
+
+
+def test_only_the_host_cache_can_do_without_page_locking() -> None:
+    """In Python, in a file and as an option."""
+    with pytest.raises(ValueError, match=r"Cache\(pin_memory=False\) is for the host cache: it needs where='host'"):
+        Cache(where="device", pin_memory=False)
+    with pytest.raises(ValueError, match=r"shard\.pin_memory = False .* needs shard\.cache = 'host', got .* 'none'"):
+        from_dict(Config, {"shard": {"cache": "none", "pin_memory": False}})
+    assert not from_dict(Config, {"shard": {"pin_memory": False}}).shard.policy.cache.pin_memory
+    (options,) = HfArgumentParser(LaconicArguments).parse_args_into_dataclasses(["--pin_memory", "false"])
+    assert not options.policy.cache.pin_memory
 
 
 @pytest.mark.parametrize("refuses", [False, True])

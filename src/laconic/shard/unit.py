@@ -491,7 +491,8 @@ class Root:
         if not in_slab:
             return
         sizes_bytes = [cached.nbytes for cached in in_slab]
-        device = self.cluster.device
+        is_pinned = all(unit.cache.pin_memory for unit in self.units)
+        device = self.cluster.device if is_pinned else torch.device("cpu")  # whose slabs are ordinary memory
         slab = make_slab(sum(sizes_bytes), device, num_local=self.cluster.num_local)
         self.ledger.hold(slab.nbytes, on_host=True)
         if device.type != "cpu":
