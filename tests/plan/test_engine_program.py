@@ -190,7 +190,7 @@ def test_buckets_are_those_of_fully_shard() -> None:
             replace(spec("up.weight_slice1", 64, 64), slice_index=1),
         ),
     )
-    buckets = plan_buckets(unit, Shape(nodes=2, local=2), Sharding(device_type="cpu"))
+    buckets = plan_buckets(unit, Shape(nodes=2, local=2), Sharding())
     names = [[slot.name for slot in bucket.layout.slots] for bucket in buckets]
     assert names == [["base"], ["lora_a", "lora_b"], ["codes"], ["up.weight_slice0"], ["up.weight_slice1"]]
     assert [bucket.is_frozen for bucket in buckets] == [True, False, True, False, False]

@@ -24,10 +24,7 @@ def work_of(
         TraceError: the model cannot be traced, and there is no formula for it.
     """
     policy = shard_policy(config.shard, config.optimizer)
-    sharding = Sharding(
-        precision=mixed_precision(config.shard, config.model), granularity=policy.granularity, wire=policy.wire,
-        device_type=device_type,
-    )  # fmt: skip
+    sharding = Sharding(precision=mixed_precision(config.shard, config.model), granularity=policy.granularity)
     return StepWork(
         trace=trace or trace_job(config, device_type=device_type),
         micro_batches=config.train.accumulation,
