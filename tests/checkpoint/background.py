@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from laconic import checkpoint, store
-from laconic.store import CrashPoint
+from laconic import checkpoint
+from laconic.store import folder as store
+from laconic.store.folder import CrashPoint
 from tests.checkpoint import zoo
 
 
@@ -34,7 +35,7 @@ def save_while_training(folder: str) -> dict[str, Any]:
         for step in (2, 4):
             checkpoint.save_checkpoint(f"{folder}/sync", step, **arguments)
             go_on.clear()
-            store.folder.on_crash_point = lambda point: point != CrashPoint.BEGUN or go_on.wait(60) or None
+            store.on_crash_point = lambda point: point != CrashPoint.BEGUN or go_on.wait(60) or None
             saver.save(step, **arguments)
             model.seen.fill_(-1)
             extra["tensor"].mul_(2)
@@ -43,7 +44,7 @@ def save_while_training(folder: str) -> dict[str, Any]:
             seen["under_way"].append((os.path.exists(f"{folder}/async/step-{step}"), not go_on.is_set()))
             go_on.set()
             seen[f"folder of {step}"] = str(saver.wait())
-            store.folder.on_crash_point = None
+            store.on_crash_point = None
             dist.barrier()
     return seen
 
@@ -52,7 +53,7 @@ def one_at_a_time(folder: str) -> list[str]:
     """Begin two saves without a wait between them. Returns the crash points in the order in which this rank passes."""
     model, optimizer = _made()
     passed: list[str] = []
-    store.folder.on_crash_point = lambda point: passed.append(f"{threading.current_thread().name}: {point}")
+    store.on_crash_point = lambda point: passed.append(f"{threading.current_thread().name}: {point}")
     with checkpoint.AsyncSaver(folder) as saver:
         for step in (1, 2):
             saver.save(step, model=model, optimizer=optimizer, extra={})
@@ -94,7 +95,7 @@ def die_while_training(folder: str, point: CrashPoint) -> None:
         if passed == point and dist.get_rank() == rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    store.folder.on_crash_point = kill
+    store.on_crash_point = kill
     saver.save(4, model=model, optimizer=optimizer, extra={})
     while True:
         zoo.train(model, optimizer)

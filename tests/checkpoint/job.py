@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from laconic import checkpoint, store
+from laconic import checkpoint
 from laconic.checkpoint import state
-from laconic.store import CrashPoint
+from laconic.store import folder as store
+from laconic.store.folder import CrashPoint
 from tests.checkpoint.zoo import optimizer_tensors
 
 
@@ -95,7 +96,7 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.item())
         if save_every and step % save_every == 0:
-            store.folder.on_crash_point = _hook(reached, crash, step)
+            store.on_crash_point = _hook(reached, crash, step)
             extra = {"rng": checkpoint.rng_state()}
             checkpoint.save_checkpoint(folder, step, model=model, optimizer=optimizer, extra=extra)
     return Outcome(

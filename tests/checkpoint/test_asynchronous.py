@@ -12,7 +12,7 @@ import torch
 from laconic import checkpoint
 from laconic.checkpoint import commit, storage
 from laconic.checkpoint.asynchronous import HostMemory
-from laconic.store import CrashPoint, damage
+from laconic.store.folder import CrashPoint, damage
 from tests.checkpoint import background
 from tests.support.launch import run_ranks
 

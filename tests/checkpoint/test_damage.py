@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from laconic import checkpoint, store
+from laconic import checkpoint
 from laconic.checkpoint import CheckpointError, commit, storage
+from laconic.store import folder as store
 from tests.checkpoint.job import files_of, make_model
 from tests.faults import checkpoint_damage
 
@@ -190,11 +191,11 @@ def test_the_only_intact_copy_of_a_step_stays_until_another_is_committed(saved: 
             found = checkpoint.load_checkpoint(folder, model=model, optimizer=None, strict=False)
         steps.append(found["tokens"] if found else 0)
 
-    store.folder.on_crash_point = resume
+    store.on_crash_point = resume
     try:
         checkpoint.save_checkpoint(folder, 2, model=make_model(), optimizer=None, extra={"tokens": 7})
     finally:
-        store.folder.on_crash_point = None
+        store.on_crash_point = None
     assert set(steps) == {20, 7}
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-2"]
 

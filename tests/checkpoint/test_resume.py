@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from laconic.store import CrashPoint
+from laconic.store.folder import CrashPoint
 from tests.checkpoint.job import Crash, Outcome, load_only, save_with_bad_extra_on_rank_1, train
 from tests.support.launch import run_ranks
 

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from laconic import checkpoint, store
-from laconic.store import CrashPoint
+from laconic import checkpoint
+from laconic.store import folder as store
+from laconic.store.folder import CrashPoint
 from tests.faults.recording import Recorder, attached, attached_to, served
 from tests.support.launch import launch
 
@@ -75,11 +76,11 @@ def _save(recorder: Recorder, steps: tuple[int, ...]) -> None:
 
 @contextmanager
 def _marking(announce: Callable[..., None]) -> Iterator[None]:
-    store.folder.on_crash_point = lambda point: announce(mark=COMMITTED) if point == CrashPoint.COMMITTED else None
+    store.on_crash_point = lambda point: announce(mark=COMMITTED) if point == CrashPoint.COMMITTED else None
     try:
         yield
     finally:
-        store.folder.on_crash_point = None
+        store.on_crash_point = None
 
 
 def _train(kinds: list[str], address: str, root: str) -> None:

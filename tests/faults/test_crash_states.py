@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from laconic import store
 from laconic.checkpoint import api, commit
 from laconic.store import files
+from laconic.store import folder as store
 from laconic.store.files import remove, sync, write_text
 from tests.faults import crash_states, saves
 from tests.faults.crash_states import HARMS, tally
@@ -51,9 +51,9 @@ def _remove_at_once(checkpoints: list[Path]) -> None:
 
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "a rank's files are not synced": (api, "sync", lambda path: None),
-    "folders are not synced": (store.folder, "sync", _sync_files_only),
+    "folders are not synced": (store, "sync", _sync_files_only),
     "the folder of the run is not synced": (files, "sync", _sync_files_only),
-    "files are not synced": (store.folder, "write_text", lambda path, text: write_text(path, text, durable=False)),
+    "files are not synced": (store, "write_text", lambda path, text: write_text(path, text, durable=False)),
     "a removal has no name": (store, "remove_folders", _remove_at_once),
 }
 

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 import laconic
-from laconic import store
 from laconic.islands.local_steps import LocalSteps
-from laconic.store import CrashPoint, FileRecord, tensors
+from laconic.store import folder as store
+from laconic.store import tensors
+from laconic.store.folder import CrashPoint, FileRecord
 from tests.faults.recovery_damage import HARMS, QUICK_CASES, campaign
 from tests.islands.test_local_steps import adamw, batch, make, values
 from tests.support.helpers import build, shard, squared_error
@@ -69,12 +70,12 @@ def job_killed(folder: Path, islands: int, local: int, victims: list[int]) -> li
                 if dist.get_rank() in victims:
                     raise Killed
 
-        store.folder.on_crash_point = kill
+        store.on_crash_point = kill
         model, steps = start(here, islands, local, 0)
         go_on(model, steps, sync + 1)
         with contextlib.suppress(Killed):
             steps.finish()
-        store.folder.on_crash_point = None
+        store.on_crash_point = None
         dist.barrier()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -98,7 +98,8 @@ class Tokens(Client):
             while arrays.is_whole(index := arrays.index_path(folder, version + 1)):
                 version += 1
                 assert arrays.read_index(index).summary == {"version": version}
-                assert all(arrays.map_array(index, name).tolist() == [version] * 5 for name in ("train", "eval"))
+                found = {name: array.tolist() for name, array in arrays.map_arrays(index).items()}
+                assert found == {"train": [version] * 5, "eval": [version] * 5}
         assert not alarms.getvalue()
         return version
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from laconic import store
-from laconic.store import CrashPoint
+from laconic.store import folder as store
+from laconic.store.folder import CrashPoint
 from tests.faults.crash_states import on_disk
 from tests.faults.power_loss import State, crash_states
 from tests.faults.recording import Recorder, Sync, attached
@@ -49,11 +49,11 @@ def writing(client: Client, reached: Any) -> Iterator[None]:
         committed = len(commits) // client.commits_per_write
         reached(Passed(min(committed + 1, VERSIONS[-1]), point, committed))
 
-    store.folder.on_crash_point = note
+    store.on_crash_point = note
     try:
         yield
     finally:
-        store.folder.on_crash_point = None
+        store.on_crash_point = None
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from laconic.islands import earlier_states
-from laconic.store import DamagedError, tensors
+from laconic.store import tensors
+from laconic.store.folder import DamagedError
 
 TENSORS = [
     torch.arange(7.0), torch.tensor(3), torch.empty(0), torch.arange(6).view(2, 3).T, torch.tensor([True, False]),

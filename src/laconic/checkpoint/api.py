@@ -21,8 +21,8 @@ from laconic.checkpoint.island_slices import IslandSlices
 from laconic.comm.agreement import RankGroup
 from laconic.islands.local_steps import LocalSteps
 from laconic.ragged.parts import joined
-from laconic.store import CrashPoint, FileRecord, damage, describe, reached
 from laconic.store.files import sync, write_text
+from laconic.store.folder import CrashPoint, FileRecord, damage, describe, reached
 
 
 def save_checkpoint(

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from laconic import store
-from laconic.store import CrashPoint, DamagedError, FileRecord, damage, reached
+from laconic.store import folder as store
 from laconic.store.files import make_folder, remove, sync, write_text
+from laconic.store.folder import CrashPoint, DamagedError, FileRecord, damage, reached
 
 MANIFEST = "manifest.json"
 LATEST = "latest"

@@ -24,8 +24,17 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from laconic.config import JobError
-from laconic.store import CrashPoint, DamagedError, FileRecord, Manifest, commit_in_place, describe, difference, reached
 from laconic.store.files import make_folder, replacing, sync
+from laconic.store.folder import (
+    CrashPoint,
+    DamagedError,
+    FileRecord,
+    Manifest,
+    commit_in_place,
+    describe,
+    difference,
+    reached,
+)
 
 _FORMAT = 4  # raise it when the arrays change: runs then ignore files of the old format
 _CHUNK_BYTES = 1 << 24  # one thread hashes a chunk at a time
@@ -76,11 +85,13 @@ def is_whole(index: Path) -> bool:
 
 
 def _first_damage(index: Path) -> str:
+    """The damage of the first file that has some; empty if all are whole. Raises: OSError if one cannot be read."""
     try:
         files = read_index(index).files
     except JobError as error:
         return str(error).partition(";")[0]
-    return next((problem for record in files if (problem := _damage(index, record))), "")
+    problems = (difference(index.parent, record, chunk_bytes=_CHUNK_BYTES) for record in files)
+    return next((f"{index.parent}: {problem}" for problem in problems if problem), "")
 
 
 @contextlib.contextmanager
@@ -153,25 +164,16 @@ def _of_format_4(index: Path, body: dict[str, Any]) -> Index:
     return Index(files=tuple(files), dtypes=dtypes, summary=body)
 
 
-def map_array(index: Path, name: str) -> np.ndarray:
-    """Map an array into memory.
+def map_arrays(index: Path) -> dict[str, np.ndarray]:
+    """Map all arrays of an index into memory, by name.
 
     Raises:
-        JobError: the index is damaged, or the array does not have the size that the index gives.
+        JobError: the index is damaged, or an array does not have the size that the index gives.
     """
-    content, path = read_index(index), array_path(index, name)
-    dtype = content.dtypes[name]
-    record = next(record for record in content.files if record.name == path.name)
-    if problem := _damage(index, replace(record, sha256=None)):  # `is_whole` has read the bytes
-        raise JobError(f"{problem}; start again, to have it made anew")
-    if record.size_bytes == 0:  # numpy cannot map an empty file
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype=dtype, mode="r")
-
-
-def _damage(index: Path, record: FileRecord) -> str:
-    """The damage of an array; empty if it is whole. Raises: OSError if it cannot be read."""
-    if not (index.parent / record.name).is_file():
-        return f"{index.parent / record.name} is missing"
-    problem = difference(index.parent, record, chunk_bytes=_CHUNK_BYTES)
-    return f"{index.parent}: {problem}" if problem else ""
+    content, found = read_index(index), {}
+    for record, (name, dtype) in zip(content.files, content.dtypes.items(), strict=True):
+        if problem := difference(index.parent, replace(record, sha256=None)):  # `is_whole` has read the bytes
+            raise JobError(f"{problem} in {str(index.parent)!r}; start again, to have it made anew")
+        path = array_path(index, name)  # numpy cannot map an empty file
+        found[name] = np.memmap(path, dtype=dtype, mode="r") if record.size_bytes else np.empty(0, dtype)
+    return found

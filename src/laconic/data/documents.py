@@ -236,10 +236,11 @@ def _encoded(corpus: Corpus, encoder: Encoder) -> Iterator[Encoded]:
 def open_rows(index: Path, config: DataConfig) -> RowFiles:
     """Map the files of `index`, which `prepare` returned, into memory."""
     summary = arrays.read_index(index).summary
-    lengths, num_targets = arrays.map_array(index, "lengths"), arrays.map_array(index, "num_targets")
+    found = arrays.map_arrays(index)
+    lengths, num_targets = found["lengths"], found["num_targets"]
 
     def rows(split: str) -> Rows:
-        documents, starts = arrays.map_array(index, f"{split}-documents"), arrays.map_array(index, f"{split}-starts")
+        documents, starts = found[f"{split}-documents"], found[f"{split}-starts"]
 
         def by_row(values: np.ndarray) -> np.ndarray:
             return np.add.reduceat(values[documents], starts[:-1]) if len(documents) else np.empty(0, np.int64)
@@ -254,8 +255,8 @@ def open_rows(index: Path, config: DataConfig) -> RowFiles:
     return RowFiles(
         config=config,
         is_packed=summary["is_packed"],
-        tokens=arrays.map_array(index, "tokens"),
-        counted=arrays.map_array(index, "counted"),
+        tokens=found["tokens"],
+        counted=found["counted"],
         bounds=np.append(0, np.cumsum(lengths)),
         train=rows("train"),
         evaluation=rows("eval"),

@@ -134,7 +134,8 @@ def open_tokens(index: Path, config: DataConfig) -> TokenFiles:
         JobError: the corpus is empty, or too short for one sequence.
     """
     summary = arrays.read_index(index).summary
-    train, evaluation = (arrays.map_array(index, split) for split in _SPLITS)
+    found = arrays.map_arrays(index)
+    train, evaluation = (found[split] for split in _SPLITS)
     length = config.sequence_length
     source = config.path or config.kind
     if summary["num_text_tokens"] == 0:

@@ -11,7 +11,6 @@ releases have no checksum of themselves, and those of the earliest no hashes, bu
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ from laconic.comm.agreement import RankGroup
 from laconic.comm.launch import RankInfo
 from laconic.errors import JobError
 from laconic.islands.local_steps import LocalSteps
-from laconic.store import CrashPoint, FileRecord, Manifest, commit_in_place, damage, describe, reached
 from laconic.store.files import sync
+from laconic.store.folder import CrashPoint, FileRecord, Manifest, commit_in_place, damage, describe, reached
 
 SHARDS = "laconic"
 """The folder, in the trainer's checkpoint, with the sharded tensors."""
@@ -111,8 +110,7 @@ def mark_complete(folder: str | Path) -> None:
     failure = f"checkpoint {folder} could not be completed"
 
     def write() -> None:
-        files = tuple(_describe_all(folder))
-        commit_in_place(folder / FILES, TrainersFiles(files=files, world_size=ranks.size))
+        commit_in_place(folder / FILES, TrainersFiles(files=_records(folder), world_size=ranks.size))
 
     ranks.gather(None)  # all ranks have written
     ranks.on_all(lambda: _sync_all(folder) if RankInfo.from_environment().is_first_on_node else None, failure)
@@ -143,28 +141,20 @@ def newest_complete(folders: list[Path]) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != FILES)
-
-
-def _describe_all(folder: Path) -> Iterator[FileRecord]:
+def _records(folder: Path) -> tuple[FileRecord, ...]:
     """Describe each file. Hashes of sharded tensors are not computed again."""
     known = {
-        f"{SHARDS}/{path.parent.name}/{record.name}": record.sha256
+        path.parent / record.name: record.sha256
         for path in folder.glob(f"{SHARDS}/*/{commit.MANIFEST}")
         for record in commit.Manifest.read(path).files
     }
-    for path in _files(folder):
-        name = str(path.relative_to(folder))
-        if name in known:
-            yield FileRecord(name=name, size_bytes=path.stat().st_size, sha256=known[name])
-        else:
-            yield describe(folder, name)
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != FILES)
+    return tuple(describe(folder, str(path.relative_to(folder)), sha256=known.get(path)) for path in files)
 
 
 def _sync_all(folder: Path) -> None:
     """Make the files, their names and the name of the folder survive a power cut."""
-    for path in [*_files(folder), *(path for path in folder.rglob("*") if path.is_dir()), folder, folder.parent]:
+    for path in (*filter(Path.exists, folder.rglob("*")), folder, folder.parent):
         sync(path)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.store import DamagedError
+from laconic.store.folder import DamagedError
 from laconic.store.tensors import tensor_of, with_tensors
 
 _DIGEST = 64

@@ -44,7 +44,7 @@ from laconic.islands.outer_optimizer import OuterFragment, flat_local
 from laconic.islands.saved_state import Fetch, Place, Plan, SavedState, Sync, make_plan
 from laconic.islands.state_folder import Found, StateFolder
 from laconic.ragged.tensor import RaggedTensor
-from laconic.store import DamagedError
+from laconic.store.folder import DamagedError
 
 
 class RecoveringExchange(Exchange):
@@ -293,7 +293,8 @@ class RecoveringExchange(Exchange):
 
 def trained_slices(folder: str | Path, run: str) -> tuple[int, ...] | None:
     """Return the slices that this machine trained at the run's last sync; None if it has kept no sync."""
-    return StateFolder(folder=Path(folder), run=run, layout="").newest_slices()
+    found = StateFolder(folder=Path(folder), run=run, layout=None).find().states
+    return max(found, key=lambda state: (state.sync, -state.island, -state.shard)).slices if found else None
 
 
 def _place(sent: dict[str, Any]) -> Place:

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from laconic import store
 from laconic.comm.entries import EntryError
 from laconic.islands import earlier_states
 from laconic.islands.saved_state import SavedState
-from laconic.store import CrashPoint, DamagedError, FileRecord, reached, tensors
+from laconic.store import folder as store
+from laconic.store import tensors
 from laconic.store.files import link_or_copy, make_folder, remove
+from laconic.store.folder import CrashPoint, DamagedError, FileRecord, reached
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(
@@ -53,7 +54,7 @@ class StateFiles(store.Manifest):
     FORMAT = "laconic-state-2"
 
     run: str
-    layout: str
+    layout: str | None
     state: list[Any]
     """As `SavedState.to_json` returns it."""
 
@@ -63,12 +64,12 @@ class StateFolder:
     """The states of one run in a folder of this machine: [Note: The files of a state]. `folder` need not exist.
 
     `layout` stands for everything that must be equal in the run that restores: the names and shapes of the parameters,
-    their fragments, the kind of optimizer.
+    their fragments, the kind of optimizer. None finds states of every layout, and writes none.
     """
 
     folder: Path
     run: str
-    layout: str
+    layout: str | None
     _parts: dict[int, FileRecord] = field(default_factory=dict)
     """The part of each fragment in the newest state of this process, unless the fragment has changed since."""
     _written: dict[str, int] = field(default_factory=dict)
@@ -88,14 +89,14 @@ class StateFolder:
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def find(self, num_shards: int) -> Found:
-        """Find the states of the run, of islands of `num_shards` ranks. Reads the manifests only."""
+    def find(self, num_shards: int | None = None) -> Found:
+        """Find the states of the run, of islands of `num_shards` ranks or any. Reads the manifests only."""
         states: list[SavedState] = []
         problems = self._foreign()
         for path in self._manifests():
             try:
-                state = self._read_manifest(path)[1]
-                if state.num_shards != num_shards:
+                state = self._read_state(path)
+                if num_shards not in (None, state.num_shards):
                     raise DamagedError(f"it is of islands of {state.num_shards} ranks, and now they have {num_shards}")
                 states.append(state)
             except (OSError, DamagedError) as error:
@@ -103,35 +104,21 @@ class StateFolder:
         starts = [int(named[2]) for _, named in self._named()]
         return Found(states=tuple(states), problems=tuple(problems), last_start=max(starts, default=0))
 
-    def newest_slices(self) -> tuple[int, ...] | None:
-        """Return the slices that this machine trained at its last sync; None if it has kept no sync."""
-        found: list[SavedState] = []
-        for path in self._manifests():
-            try:
-                found.append(self._read_manifest(path, any_layout=True)[1])
-            except (OSError, DamagedError):
-                continue  # `find` reports it
-        return max(found, key=lambda state: (state.sync, -state.island, -state.shard)).slices if found else None
-
     def read(self, state: SavedState) -> bytearray:
         """Return the bytes of a state's files, one after the other, as `parse` takes them.
 
         Raises:
-            DamagedError: a file is missing, or has another size than the manifest says.
+            DamagedError: a file is missing, or has another size than the state says.
         """
-        path = next((path for path in self._manifests() if self._name_of(path) == state.name), self.path / state.name)
+        path = next((path for path in self._manifests() if _name_of(path) == state.name), self.path / state.name)
         try:
-            manifest, found = self._read_manifest(path)
-            read = [path.read_bytes(), *((path.parent / record.name).read_bytes() for record in manifest.files)]
-        except OSError as error:
-            raise DamagedError(f"{_here(Path(error.filename or path))} cannot be read: {error.strerror}") from error
-        except DamagedError as error:
+            data = path.read_bytes()
+            files = _manifest_of(data)[0].files
+            read = [data, *((path.parent / record.name).read_bytes() for record in files)]
+        except (OSError, DamagedError) as error:
             raise DamagedError(f"{_here(path)} is not used: {error}") from error
-        if found != state:
-            raise DamagedError(f"{_here(path)} has changed since it was found")
-        for record, data in zip(manifest.files, read[1:], strict=True):
-            if len(data) != record.size_bytes:
-                raise DamagedError(f"{_here(path.parent / record.name)} is not the file that {path.name} names")
+        if tuple(map(len, read)) != state.sizes:
+            raise DamagedError(f"{_here(path)}, or a file that it lists, is not as it was found")
         return bytearray().join(read)
 
     def parse(self, data: bytearray, state: SavedState) -> list[Any]:
@@ -154,7 +141,7 @@ class StateFolder:
 
     def _foreign(self) -> list[str]:
         """Name the states of other runs, and files of other programs or releases."""
-        found = (path for pattern in _OTHERS for path in self._list(self.folder, pattern))
+        found = (path for pattern in _OTHERS for path in _list(self.folder, pattern))
         others = sorted(path.name for path in found if path != self.path)
         if not others:
             return []
@@ -164,15 +151,9 @@ class StateFolder:
             "those that are over"
         ]
 
-    def _list(self, folder: Path, pattern: str = "*") -> list[Path]:
-        try:
-            return sorted(folder.glob(pattern))
-        except OSError:
-            return []
-
     def _named(self) -> Iterator[tuple[Path, re.Match[str]]]:
         """The files and folders of states, with their names' parts."""
-        for path in self._list(self.path):
+        for path in _list(self.path):
             if named := _NAME.fullmatch(path.name):
                 yield path, named
 
@@ -181,19 +162,16 @@ class StateFolder:
         own = {"": MANIFEST, ".index": ""}
         return [path / own[named["rest"]] for path, named in self._named() if named["rest"] in own]
 
-    def _name_of(self, manifest: Path) -> str:
-        return manifest.stem if manifest.suffix == ".index" else manifest.parent.name
-
-    def _read_manifest(self, path: Path, *, any_layout: bool = False) -> tuple[StateFiles, SavedState]:
-        """Read a manifest, and the state that it describes."""
+    def _read_state(self, path: Path) -> SavedState:
+        """Read a manifest, and return the state that it describes."""
         data = path.read_bytes()
         manifest = _manifest_of(data)[0]
         state = self._state_of(manifest, len(data))
-        if self._name_of(path) != state.name:
+        if _name_of(path) != state.name:
             raise DamagedError(f"it holds {state.name}, and not what its name says")
-        if not any_layout and manifest.layout != self.layout:
+        if self.layout not in (None, manifest.layout):
             raise DamagedError("it is of another model, optimizer or division into fragments")
-        return manifest, state
+        return state
 
     def _state_of(self, manifest: StateFiles, nbytes: int) -> SavedState:
         """Return the state that a manifest of `nbytes` bytes describes."""
@@ -265,6 +243,10 @@ class StateFolder:
             remove(path)
 
 
+def _name_of(manifest: Path) -> str:
+    return manifest.stem if manifest.suffix == ".index" else manifest.parent.name
+
+
 def _values_of(record: FileRecord, data: memoryview) -> Any:
     if hashlib.sha256(data).hexdigest() != record.sha256:
         raise DamagedError(f"{record.name} does not have the contents that were written")
@@ -281,6 +263,13 @@ def _manifest_of(data: bytes) -> tuple[StateFiles, bool]:
         return StateFiles(**{**values, "files": tuple(parts)}), True
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError(f"it is no index of a state ({error})") from error
+
+
+def _list(folder: Path, pattern: str = "*") -> list[Path]:
+    try:
+        return sorted(folder.glob(pattern))
+    except OSError:
+        return []
 
 
 def _here(path: Path) -> str:

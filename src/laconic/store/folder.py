@@ -144,10 +144,10 @@ class Manifest:
             raise DamagedError(f"{called} has other entries than a manifest: {error}") from error
 
 
-def describe(folder: Path, name: str, *, chunk_bytes: int | None = None) -> FileRecord:
-    """Return a file's record for the manifest. Cost: reads all of the file; `chunk_bytes` as in `digest_of`."""
+def describe(folder: Path, name: str, *, chunk_bytes: int | None = None, sha256: str | None = None) -> FileRecord:
+    """Return a file's record for the manifest. Cost: reads all of the file, unless its `sha256` is known."""
     path = folder / name
-    return FileRecord(name=name, size_bytes=path.stat().st_size, sha256=digest_of(path, chunk_bytes))
+    return FileRecord(name=name, size_bytes=path.stat().st_size, sha256=sha256 or digest_of(path, chunk_bytes))
 
 
 def damage(folder: Path, records: Iterable[FileRecord]) -> list[str]:
@@ -163,10 +163,12 @@ def damage(folder: Path, records: Iterable[FileRecord]) -> list[str]:
 
 def difference(folder: Path, record: FileRecord, *, chunk_bytes: int | None = None) -> str:
     """Say how a file differs from its record; empty if it does not. Raises: OSError if it cannot be read."""
-    size_bytes = (folder / record.name).stat().st_size
-    if size_bytes != record.size_bytes:
+    path = folder / record.name
+    if not path.exists():
+        return f"{record.name} is missing"
+    if (size_bytes := path.stat().st_size) != record.size_bytes:
         return f"{record.name} has {size_bytes} bytes instead of {record.size_bytes}"
-    if record.sha256 and digest_of(folder / record.name, chunk_bytes) != record.sha256:
+    if record.sha256 and digest_of(path, chunk_bytes) != record.sha256:
         return f"{record.name} does not have the contents that were written"
     return ""
 

@@ -20,7 +20,7 @@ from laconic.checkpoint import api, commit, sidecar, state, storage
 from laconic.comm.agreement import RankGroup
 from laconic.config import JobError
 from laconic.cyclic import CyclicDataParallel
-from laconic.store import damage
+from laconic.store.folder import damage
 from laconic.strategies.stepper import Save
 
 _PENDING = "pending_gradient"
