@@ -76,7 +76,14 @@ def _save(recorder: Recorder, steps: tuple[int, ...]) -> None:
 
 @contextmanager
 def _marking(announce: Callable[..., None]) -> Iterator[None]:
-    store.on_crash_point = lambda point: announce(mark=COMMITTED) if point == CrashPoint.COMMITTED else None
+    passed: set[CrashPoint] = set()
+
+    def mark(point: CrashPoint) -> None:
+        passed.add(point)
+        if point == CrashPoint.COMMITTED and CrashPoint.BEGUN in passed:  # token files are committed before
+            announce(mark=COMMITTED)
+
+    store.on_crash_point = mark
     try:
         yield
     finally:
