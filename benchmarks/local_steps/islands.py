@@ -174,7 +174,7 @@ def _run(job: Job, islands: _Islands) -> Answer:
             mixing=job.mixing,
             codec=job.codec,
             error_feedback=job.error_feedback,
-            outer=laconic.outer_sgd(
+            outer=laconic.OuterSGD(
                 lr=job.outer_lr,
                 momentum=job.outer_momentum,
                 sliced_lr=job.sliced_lr,

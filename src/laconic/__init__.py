@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports a name when it is first 
     from laconic.hf.safetensors_folder import load_safetensors, save_safetensors
     from laconic.islands.local_steps import LocalSteps
     from laconic.islands.membership import Membership
-    from laconic.islands.outer_optimizer import outer_sgd
+    from laconic.islands.policies import Coding, OuterSGD, SyncPolicy
     from laconic.layout.granularity import Block, elements, rows, whole
     from laconic.optim.ema import EMA
     from laconic.partial.updates import assign_slice, partial_updates, unsliced, unsliced_state_dict
@@ -32,12 +32,16 @@ __all__ = [
     "Cache",
     "Checks",
     "Cluster",
+    "Coding",
     "CorruptionError",
     "CyclicDataParallel",
     "LocalSteps",
     "Membership",
+    "OuterSGD",
     "RaggedTensor",
     "ShardedModule",
+    "SyncPolicy",
+    "SyncSchedule",
     "Wire",
     "assign_slice",
     "audit",
@@ -61,6 +65,11 @@ _HOMES = {
     "Cache": "laconic.shard.policies",
     "Checks": "laconic.shard.policies",
     "Cluster": "laconic.comm.cluster",
+    "Coding": "laconic.islands.policies",
+    "OuterSGD": "laconic.islands.policies",
+    "SyncPolicy": "laconic.islands.policies",
+    "SyncSchedule": "laconic.islands.fragments",
+    "outer_sgd": "laconic.islands.policies",
     "CorruptionError": "laconic.guard.inspection",
     "CyclicDataParallel": "laconic.cyclic.runtime",
     "EMA": "laconic.optim.ema",
@@ -76,7 +85,6 @@ _HOMES = {
     "fully_shard": "laconic.shard.api",
     "init_mesh": "laconic.comm.cluster",
     "load_safetensors": "laconic.hf.safetensors_folder",
-    "outer_sgd": "laconic.islands.outer_optimizer",
     "partial_updates": "laconic.partial.updates",
     "quantize_": "laconic.codec.linear",
     "rows": "laconic.layout.granularity",

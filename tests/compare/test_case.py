@@ -12,7 +12,7 @@ from laconic.compare.case import config_of
 from laconic.config import Config, ConfigError, ModelConfig, ShardConfig, SyncConfig, from_dict
 
 BASE = Config(model=ModelConfig(config={"model_type": "llama"}))
-LOCAL = replace(BASE, sync=SyncConfig(mode="local", every=6, fragments=2, codec="int4", error_feedback=True))
+LOCAL = replace(BASE, sync=SyncConfig.of_keys({"mode": "local", "every": 6, "fragments": 2, "error_feedback": True}))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -75,7 +75,7 @@ def test_islands_keep_the_jobs_syncs_and_the_others_sync_in_every_step() -> None
         return config_of(LOCAL, Case(strategy=strategy, steps=7), Path("out")).sync
 
     assert sync("local") == LOCAL.sync
-    assert sync("torchft-diloco") == sync("local-fp32") == replace(LOCAL.sync, codec="fp32", error_feedback=False)
+    assert sync("torchft-diloco") == sync("local-fp32") == LOCAL.sync.with_keys(codec="fp32", error_feedback=False)
     assert sync("fsdp2") == sync("host") == SyncConfig()
 
 

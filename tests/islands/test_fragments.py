@@ -27,10 +27,10 @@ def test_every_fragment_is_sent_and_applied_once_a_round(every: int, fragments: 
 @pytest.mark.parametrize(
     ("every", "fragments", "overlap", "message"),
     [
-        (0, 1, 0, "must be positive"),
-        (4, 1, -1, "not negative"),
-        (100, 37, 0, r"fragments=37 does not divide every=100.*use every=111"),
-        (8, 4, 2, r"overlap=2 must be less than every / fragments = 2"),
+        (0, 1, 0, "must be at least 1"),
+        (4, 1, -1, "must not be negative"),
+        (100, 37, 0, r"fragments=37\) does not divide every=100.*use every=111"),
+        (8, 4, 2, r"overlap=2\) must be less than every / fragments = 2"),
     ],
 )
 def test_invalid_schedules_are_refused(every: int, fragments: int, overlap: int, message: str) -> None:

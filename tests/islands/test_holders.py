@@ -140,7 +140,7 @@ def job_groups(islands: int, local: int, held: list[set[int]], num_slices: int, 
         options: dict[str, Any] = {"every": 4, "fragments": 2, "overlap": 1, "codec": "fp32"}
         return model, LocalSteps(model, inner, mesh=mesh, outer=outer, **options)
 
-    model, steps = start(laconic.outer_sgd(lr=0.7, momentum=0.9, sliced_lr=0.5, sliced_momentum=0.0))
+    model, steps = start(laconic.OuterSGD(lr=0.7, momentum=0.9, sliced_lr=0.5, sliced_momentum=0.0))
     names = [name for name, _ in model.named_parameters()]
     oracle = Islands(
         partial_net(0, num_slices), islands, lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), every=4,

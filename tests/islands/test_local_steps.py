@@ -284,9 +284,9 @@ def test_a_resumed_run_equals_the_unbroken_one() -> None:
 def job_refusals() -> None:
     mesh = laconic.init_mesh("cpu")
     model = build(make)
-    with pytest.raises(ValueError, match=r"mixing=1.0 must lie in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"mixing=1.0\) must lie in \[0, 1\)"):
         LocalSteps(model, adamw(model), mesh=mesh, mixing=1.0)
-    with pytest.raises(ValueError, match=r"error_feedback=1.5 must lie in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"error_feedback=1.5\) must be true, false or in \[0, 1\]"):
         LocalSteps(model, adamw(model), mesh=mesh, error_feedback=1.5)
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter of the model is trainable"):

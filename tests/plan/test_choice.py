@@ -102,7 +102,7 @@ def test_inexact_strategies_win_where_they_are_asked_for(predictor: Predictor) -
     assert allowed.recommended.strategy == "4bit"
     assert allowed.job is not None
     assert allowed.job.shard.policy.wire.word == "4bit"
-    islands = dataclasses.replace(predictor.config, sync=SyncConfig(mode="local", every=50))
+    islands = dataclasses.replace(predictor.config, sync=SyncConfig.of_keys({"mode": "local", "every": 50}))
     asked = Predictor(islands, predictor.cluster)
     asked._traces = predictor._traces
     own = choose(asked)

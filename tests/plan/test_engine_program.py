@@ -28,6 +28,10 @@ def layers(count: int = 3, **keys: Any) -> list[list[ParameterSpec]]:
     return [[spec("weight", WIDTH, WIDTH, **keys)] for _ in range(count)]
 
 
+def islands_of(**keys: Any) -> SyncConfig:
+    return SyncConfig.of_keys({"mode": "local", **keys})
+
+
 def work(model: ModelTrace, config: Config, device: str = "cpu") -> StepWork:
     rehearsals = Rehearsals(build=lambda _: model_of(model))
     return work_of(config, device_type=device, trace=replace(model, device_type=device), rehearsals=rehearsals)
@@ -138,7 +142,7 @@ def test_islands_share_bytes_out_over_their_interval() -> None:
     model, shape = trace(layers()), Shape(nodes=1, local=2, islands=3)
     numel = 3 * WIDTH * WIDTH // 2
     for every, fragments, codec, nbytes in ((10, 1, "fp32", 4 * numel), (12, 3, "bf16", 2 * numel)):
-        sync = SyncConfig(mode="local", islands=3, every=every, fragments=fragments, codec=codec)
+        sync = islands_of(islands=3, every=every, fragments=fragments, codec=codec)
         config = Config(sync=sync, shard=ShardConfig.of_keys({"cache": "none"}))
         machine = Machine(cluster(3, 2), device_type="cpu")
         program = LocalStepsProgram(machine, config, work(model, config), shape)
@@ -152,7 +156,7 @@ def test_overlap_hides_an_exchange() -> None:
     model, shape = trace(layers(), forward_s=0.1, backward_s=0.1), Shape(nodes=1, local=1, islands=2)
     seconds = []
     for overlap in (0, 1, 4):
-        sync = SyncConfig(mode="local", islands=2, every=5, codec="fp32", overlap=overlap)
+        sync = islands_of(islands=2, every=5, codec="fp32", overlap=overlap)
         config = Config(sync=sync, shard=ShardConfig.of_keys({"cache": "none"}))
         machine = Machine(cluster(2, 1), device_type="cpu")
         seconds.append(LocalStepsProgram(machine, config, work(model, config), shape).read(machine).seconds)

@@ -14,7 +14,7 @@ from torch import nn
 import laconic
 from laconic.config import SyncConfig
 from laconic.islands.local_steps import LocalSteps
-from laconic.islands.outer_optimizer import outer_sgd
+from laconic.islands.policies import OuterSGD
 from laconic.plan.sync_memory import sync_memory
 from laconic.strategies.memory import measured_peak
 from tests.support.launch import run_ranks
@@ -39,7 +39,7 @@ def submit_here(function: Any, *arguments: Any) -> Future[Any]:
 
 def make_local(model: nn.Module, codec: str = "int4", outer_momentum: float = 0.9, **settings: Any) -> LocalSteps:
     optimizer, mesh = torch.optim.SGD(model.parameters(), lr=0.1), laconic.init_mesh("cpu", islands=2)
-    outer = outer_sgd(momentum=outer_momentum)
+    outer = OuterSGD(momentum=outer_momentum)
     return LocalSteps(model, optimizer, mesh=mesh, every=1, codec=codec, outer=outer, **settings)
 
 
@@ -69,7 +69,7 @@ def job_measured() -> list[tuple[float, float]]:
 
 def test_a_sync_takes_what_the_allocator_says() -> None:
     for settings, (resting, peak) in zip(SETTINGS, run_ranks(job_measured, 2, local=1)[0], strict=True):
-        planned = sync_memory(SyncConfig(mode="local", **settings), 2)
+        planned = sync_memory(SyncConfig.of_keys({"mode": "local", **settings}), 2)
         assert planned.resting == pytest.approx(resting, rel=0.01), settings
         assert planned.working == pytest.approx(peak, rel=0.02), settings
 
@@ -82,7 +82,7 @@ def job_sliced() -> float:
 
 
 def test_slices_keep_two_vectors_more() -> None:
-    planned = sync_memory(SyncConfig(mode="local", codec="int4", slices=2), 2)
+    planned = sync_memory(SyncConfig(mode="local", slices=2), 2)
     assert run_ranks(job_sliced, 2, local=1) == pytest.approx([planned.resting] * 2, rel=0.01)
-    whole = sync_memory(SyncConfig(mode="local", codec="int4"), 2)
+    whole = sync_memory(SyncConfig(mode="local"), 2)
     assert planned.resting == pytest.approx(whole.resting + 8)

@@ -7,7 +7,7 @@ import io
 import json
 import shutil
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from laconic.comm.launch import RankInfo
 from laconic.config import Config, ConfigError, JobError, ModelConfig, SyncConfig, from_dict, load
 from laconic.hf.models import build_model
 from laconic.islands.recovery import trained_slices
+from laconic.policy import keys_of
 from laconic.strategies.islands import assign_slices, num_islands
 from laconic.strategies.parallelize import parallelize
 from tests.hf.zoo import TINY, differing
@@ -35,9 +36,9 @@ ALONE = {"mode": "local", "every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
         ({"every": 50}, "sync.every = 50 is for sync.mode = 'local', got 'every-step'"),
         ({"slices": 2}, "sync.slices = 2 is for sync.mode = 'local'"),
         ({"recovery": "x"}, "sync.recovery = 'x' is for sync.mode = 'local'"),
-        ({**LOCAL, "every": 6, "fragments": 4}, "sync: fragments=4 does not divide every=6"),
-        ({**LOCAL, "every": 4, "overlap": 4}, "sync: overlap=4 must be less than"),
-        ({**LOCAL, "every": 0}, "sync: every=0"),
+        ({**LOCAL, "every": 6, "fragments": 4}, "sync.fragments = 4 does not divide sync.every = 6"),
+        ({**LOCAL, "every": 4, "overlap": 4}, "sync.overlap = 4 must be less than"),
+        ({**LOCAL, "every": 0}, "sync.every = 0 must be at least 1"),
         ({**LOCAL, "islands": 0}, "sync.islands = 0 must be at least 1"),
         ({**LOCAL, "mixing": 1.0}, "sync.mixing = 1.0 must lie in [0, 1)"),
         ({**LOCAL, "codec": "fp8"}, '"e2m1"'),
@@ -86,7 +87,7 @@ def test_jobs_that_cannot_have_islands_are_refused(tmp_path: Path, sections: dic
 
 
 def test_every_codec_is_a_choice() -> None:
-    assert set(get_args(get_type_hints(SyncConfig)["codec"])) == set(CODECS)
+    assert set(get_args(keys_of(SyncConfig)["codec"].hint)) == set(CODECS)
 
 
 def test_an_island_is_made_of_whole_nodes(tmp_path: Path) -> None:

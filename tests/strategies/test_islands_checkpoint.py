@@ -198,7 +198,7 @@ def look_all(configs: list[Config]) -> list[dict[str, Any]]:
 
 def changed(config: Config, output: Path, **sync: Any) -> Config:
     output_ = shutil.copytree(config.train.output, output)
-    given = replace(config.sync, **sync)
+    given = config.sync.with_keys(**sync)
     return replace(config, sync=given, train=replace(config.train, output=str(output_), resume="auto"))
 
 

@@ -54,7 +54,7 @@ def tree(
     }
     own = {
         # Without mixing, the parameters that an island does not train equal the outer ones.
-        "parameters": {n: tensors[n] for n in outer if parameters[n].requires_grad or local_steps.mixing},
+        "parameters": {n: tensors[n] for n in outer if parameters[n].requires_grad or local_steps.schedule.mixing},
         "optimizer": own_states,
         **{kind: vectors[kind] for kind in ("lost", "drift", "sent")},
     }

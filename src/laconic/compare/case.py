@@ -121,7 +121,7 @@ def _check_islands(base: Config, case: Case) -> None:
             f"{label} cannot run this job: its machines sync now and then, and sync.mode is 'every-step'; set "
             "sync.mode = 'local' and the keys of [sync]"
         )
-    interval = sync.every // sync.fragments
+    interval = sync.policy.schedule.interval
     if (case.steps - 1) % interval:
         raise ConfigError(
             f"{label}: {case.steps} steps do not hold whole rounds: a fragment is sent every {interval} steps, and the "

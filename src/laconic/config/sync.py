@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from laconic.config.section import ConfigError, Section
-from laconic.islands.fragments import SyncSchedule
 from laconic.islands.membership import Membership
-from laconic.policy import Count, Positive, ProperShare, Switch, keys_of
+from laconic.islands.policies import SyncPolicy
+from laconic.policy import Count, Positive, keys_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,29 +22,7 @@ class SyncConfig(Section):
     islands: Count | None = None
     """Number of islands, which other trainers call dp_replicate. It must divide the number of nodes, since each island
     has equally many whole nodes, one after the other. Default: every node is an island."""
-    every: int = 100
-    """Steps between two syncs of the same parameters."""
-    fragments: int = 1
-    """Number of parts of the model that sync in turn, one after each every / fragments steps; must divide `every`."""
-    pattern: Literal["strided", "sequential"] = "strided"
-    """The layers of a fragment. `strided`: layer l is in fragment l mod fragments; `sequential`: a run of layers."""
-    overlap: int = 0
-    """Steps that hide an exchange: its result is applied this many steps later; less than every / fragments."""
-    mixing: ProperShare = 0.0
-    """The share of an island's own parameters in the mixture when a result is applied; 0 takes the result alone."""
-    codec: Literal["fp32", "bf16", "int8", "int4", "int3", "int2", "e2m1", "e3m0", "top64"] = "int4"
-    """The format of pseudo-gradients on the wire: 32, 16, 8, 4, 3, 2, 4, 4 or 0.23 bits a parameter."""
-    error_feedback: Switch = False
-    """Add to each pseudo-gradient what the codec has lost of the earlier ones: all of it, or this share at each sync.
-    `top64` needs it."""
-    outer_lr: Positive = 0.7
-    """Learning rate of the outer optimizer, SGD along the mean pseudo-gradient."""
-    outer_momentum: ProperShare = 0.9
-    """Nesterov momentum of the outer optimizer; 0: none."""
-    outer_sliced_lr: Positive | None = None
-    """The outer learning rate of slices that only some islands train. Default: `outer_lr`."""
-    outer_sliced_momentum: ProperShare | None = None
-    """The outer momentum of slices that only some islands train. Default: `outer_momentum`."""
+    policy: SyncPolicy = SyncPolicy()
     slices: Count = 1
     """Partial updates: an island trains one of this many slices of every MLP and attention layer, and all other layers.
     Island i trains slice i mod slices; with `recovery`, an island that joins takes the slice that fewest train."""
@@ -68,20 +46,17 @@ class SyncConfig(Section):
 
     def _check_keys(self) -> None:
         self._check_only_with("mode", "local", keys=keys_of(SyncConfig).keys() - {"mode"})
-        try:
-            SyncSchedule(every=self.every, fragments=self.fragments, overlap=self.overlap)
-        except ValueError as error:
-            raise ConfigError(f"sync: {error}") from error
         if self.rendezvous is None:
             for key in ("run_id", "quorum"):
                 self._check(key, getattr(self, key) is None, "needs sync.rendezvous, where islands meet")
             self._check("timeout_s", self.timeout_s == 120.0, "needs sync.rendezvous, where islands meet")
         else:
             self._check_membership(self.rendezvous)
-        message = "has no effect: sync.codec = 'fp32' loses nothing; leave it out, or choose another codec"
-        self._check("error_feedback", not self.error_feedback or self.codec != "fp32", message)
-        for key in ("outer_sliced_lr", "outer_sliced_momentum"):
-            self._check(key, self.slices > 1 or getattr(self, key) is None, "needs sync.slices of at least 2")
+        coding, outer = self.policy.coding, self.policy.outer
+        message = "has no effect: {codec='fp32'} loses nothing; leave it out, or choose another codec"
+        self._check("error_feedback", not coding.error_feedback or coding.codec != "fp32", message)
+        for key, value in (("outer_sliced_lr", outer.sliced_lr), ("outer_sliced_momentum", outer.sliced_momentum)):
+            self._check(key, self.slices > 1 or value is None, "needs {slices} of at least 2")
         if not self.slice_include:
             raise ConfigError("sync.slice_include is empty, so no layer would be sliced; leave sync.slices out instead")
         is_default = self.slice_include == ("mlp", "attention")

@@ -78,7 +78,8 @@ class TorchftStepper(Simultaneous):
         torchft, local_sgd = import_torchft()
         super().__init__(model, config, ranks, device)
         sync, islands = config.sync, num_islands(config, ranks)
-        self._interval, self._num_steps_taken = sync.every // sync.fragments, 0
+        schedule, rates = sync.policy.schedule, sync.policy.outer
+        self._interval, self._num_steps_taken = schedule.interval, 0
         self.steps_per_sync = self._interval
         self._lighthouse: Any = None
         self._manager = self._join(torchft, ranks, islands, timedelta(seconds=config.train.timeout_s))
@@ -86,14 +87,14 @@ class TorchftStepper(Simultaneous):
         outer = [
             torch.optim.SGD(
                 fragment.parameters(),
-                lr=sync.outer_lr,
-                momentum=sync.outer_momentum,
-                nesterov=sync.outer_momentum > 0,
+                lr=rates.lr,
+                momentum=rates.momentum,
+                nesterov=rates.momentum > 0,
             )
             for fragment in fragments
         ]
         self._diloco = local_sgd.DiLoCo(
-            self._manager, fragments, self.optimizer, outer, sync_every=sync.every, use_bucketization=True
+            self._manager, fragments, self.optimizer, outer, sync_every=schedule.every, use_bucketization=True
         )
         self._diloco.__enter__()
 
@@ -186,9 +187,9 @@ class TorchftStepper(Simultaneous):
 def _fragments(model: nn.Module, sync: SyncConfig) -> list[nn.Module]:
     """The fragments as modules, in the order in which laconic's local steps send them: 1, 2, ..., 0."""
     trained = {name: parameter for name, parameter in named_parameters(model).items() if parameter.requires_grad}
-    assigned = fragment_of(trained, sync.fragments, sync.pattern)
+    assigned = fragment_of(trained, sync.policy.schedule.fragments, sync.policy.schedule.pattern)
     modules = []
-    for index in [*range(1, sync.fragments), 0]:
+    for index in [*range(1, sync.policy.schedule.fragments), 0]:
         fragment = nn.Module()
         for name, parameter in trained.items():
             if assigned[name] == index:

@@ -41,10 +41,10 @@ class TorchftDiloco(WrittenProgram):
         self.inner = Fsdp2(machine, work, shape, Fsdp2Options(reshards=reshards))
         self._bytes = float(sum(group.trained_numel * group.trained_itemsize for group in self.inner.groups))
         """This rank's trained parameters."""
-        if sync.outer_momentum:
+        if sync.policy.outer.momentum:
             machine.hold("optimizer", self._bytes)
         machine.host_bytes += self._bytes
-        self.inexact = f"islands agree every {sync.every} steps"
+        self.inexact = f"islands agree every {sync.policy.schedule.every} steps"
 
     def step(self) -> None:
         """See `Program.step`: a step without a sync."""
@@ -54,13 +54,13 @@ class TorchftDiloco(WrittenProgram):
         """Read a step, and add its share of a sync."""
         reading = super().read(machine)
         sync = self._read_sync()
-        add_sync(reading, sync, self._sync.fragments / self._sync.every)
+        add_sync(reading, sync, self._sync.policy.schedule.fragments / self._sync.policy.schedule.every)
         return reading
 
     def _read_sync(self) -> Reading:
         """Read the sync of one fragment."""
         machine, islands = self._machine, self._shape.islands
-        nbytes = self._bytes / self._sync.fragments
+        nbytes = self._bytes / self._sync.policy.schedule.fragments
         sent_bytes = 2 * (islands - 1) / islands * nbytes
         transfer = Transfer(
             name="islands", purpose="outer", sent={"island": sent_bytes}, hops={"island": 2 * (islands - 1)}

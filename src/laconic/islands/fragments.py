@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from laconic.policy import Count, Policy, ProperShare, Size
+
 FragmentPattern = Literal["strided", "sequential"]
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
@@ -30,37 +32,36 @@ class Position:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyncSchedule:
+class SyncSchedule(Policy):
     """The steps in which fragments are sent and applied. Steps count from 1.
 
     Raises:
         ValueError: `every` or `fragments` is not positive; `overlap` is negative or not less than every / fragments;
-            `fragments` does not divide `every`.
+            `fragments` does not divide `every`; or `mixing` is out of its range.
     """
 
-    every: int
-    """The number of inner steps between two syncs of one fragment."""
-    fragments: int = 1
-    """The number of fragments."""
-    overlap: int = 0
-    """The number of inner steps between sending a fragment and applying its mean."""
+    every: Count = 100
+    """Steps between two syncs of the same parameters."""
+    fragments: Count = 1
+    """Number of parts of the model that sync in turn, one after each every / fragments steps; must divide `every`."""
+    pattern: FragmentPattern = "strided"
+    """The layers of a fragment. `strided`: layer l is in fragment l mod fragments; `sequential`: a run of layers."""
+    overlap: Size = 0
+    """Steps that hide an exchange: its result is applied this many steps later; less than every / fragments."""
+    mixing: ProperShare = 0.0
+    """The share of an island's own parameters in the mixture when a result is applied; 0 takes the result alone. With
+    overlap this keeps part of the steps that the island took while the result was on its way."""
 
-    def __post_init__(self) -> None:
-        if self.every < 1 or self.fragments < 1 or self.overlap < 0:
-            raise ValueError(
-                f"every={self.every} and fragments={self.fragments} must be positive, overlap={self.overlap} not "
-                "negative"
-            )
-        if self.every % self.fragments:
-            raise ValueError(
-                f"fragments={self.fragments} does not divide every={self.every}, so fragments could not be synced at "
-                f"even distances; use every={-(-self.every // self.fragments) * self.fragments}, or other fragments"
-            )
-        if self.overlap >= self.interval:
-            raise ValueError(
-                f"overlap={self.overlap} must be less than every / fragments = {self.interval}: one fragment at "
-                "most is in flight"
-            )
+    def _check_keys(self) -> None:
+        even = -(-self.every // self.fragments) * self.fragments
+        self._check(
+            "fragments",
+            self.every % self.fragments == 0,
+            f"does not divide {{every={self.every}}}, so fragments could not be synced at even distances; use "
+            f"{{every={even}}}, or other fragments",
+        )
+        message = f"must be less than every / fragments = {self.interval}: one fragment at most is in flight"
+        self._check("overlap", self.overlap < self.interval, message)
 
     @property
     def interval(self) -> int:

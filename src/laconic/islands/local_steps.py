@@ -22,16 +22,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from laconic.codec import Codec, codec_named
+from laconic.codec import codec_named
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import all_reduce
 from laconic.islands.all_reduce import Mean
 from laconic.islands.elastic import ElasticExchange
 from laconic.islands.exchange import Beginning, Contribution, Exchange, Presence, SyncReport
-from laconic.islands.fragments import FragmentPattern, Position, SyncSchedule, fragment_of
+from laconic.islands.fragments import Position, fragment_of
 from laconic.islands.membership import Membership
-from laconic.islands.outer_optimizer import Holders, MakeOuter, OuterFragment, nesterov
+from laconic.islands.outer_optimizer import Holders, MakeOuter, OuterFragment
+from laconic.islands.policies import SyncPolicy
 from laconic.islands.recovery import RecoveringExchange
+from laconic.policy import with_keys
 from laconic.ragged.parts import walk_sliced
 from laconic.shard.unit import unit_of
 
@@ -75,25 +77,17 @@ class LocalSteps:
             islands that train it. All other parameters must be equal on all islands.
         optimizer: the inner optimizer of the model's parameters.
         mesh: a mesh with an island axis: `laconic.init_mesh(device, islands=...)`.
-        every: inner steps between two syncs of a parameter.
-        outer: makes the outer optimizer of a fragment from a list of parameter groups, one for each number of islands
-            that train them: [Note: Outer parameter groups] in islands/outer_optimizer.py. `outer_sgd` returns such
-            functions; `functools.partial(torch.optim.SGD, lr=1.0)` is one, too. Default: SGD, lr 0.7, Nesterov 0.9.
-        fragments: the number of parts of the model that sync in turn.
-        pattern: how layers are assigned to fragments; see `fragment_of`.
-        overlap: inner steps between sending a fragment and applying its mean.
-        mixing: the weight of an island's own parameters when a mean is applied. With overlap this keeps part of the
-            inner steps that the island took while the mean was on its way.
-        codec: the format of pseudo-gradients on the wire: "fp32", "bf16", "int8", "int4", "int3", "int2", "e2m1",
-            "e3m0", "top64", or a `Codec`. One island alone sends nothing, and uses "fp32".
-        error_feedback: add to each pseudo-gradient what encoding has lost of the earlier ones: all of it (True), or
-            this share at each sync, below 1. "top64" needs it.
+        policy: when fragments sync (`SyncSchedule`), in which format (`Coding`), and along which step (`OuterSGD`).
+        outer: makes the outer optimizer of a fragment, in place of the policy's, from a list of parameter groups, one
+            for each number of islands that train them: [Note: Outer parameter groups] in islands/outer_optimizer.py.
+            `functools.partial(torch.optim.SGD, lr=1.0)` is such a function.
         recovery: a folder on each machine for the states of the last syncs, from which islands go on after a restart:
             [Note: Re-forming] in islands/recovery.py. Then `steps` is the step after which training goes on.
         run_id: the name of the run, for `recovery` and `membership`. Only states of the same run are restored, and only
             islands of the same run meet. Default: torchrun's `--rdzv-id`.
         membership: where islands that come and go meet, and for how long they wait for each other. The mesh then has
             one island, this one.
+        keys: other values of fields of the policy, such as `every=100, fragments=4, codec="int8"`.
 
     Raises:
         ValueError: the schedule is not valid, the codec is unknown, no parameter is trainable, no slice of a sliced
@@ -111,24 +105,15 @@ class LocalSteps:
         optimizer: torch.optim.Optimizer,
         *,
         mesh: DeviceMesh,
-        every: int = 100,
-        outer: MakeOuter = nesterov,
-        fragments: int = 1,
-        pattern: FragmentPattern = "strided",
-        overlap: int = 0,
-        mixing: float = 0.0,
-        codec: str | Codec = "int4",
-        error_feedback: float = False,
+        policy: SyncPolicy | None = None,
+        outer: MakeOuter | None = None,
         recovery: str | Path | None = None,
         run_id: str | None = None,
         membership: Membership | None = None,
+        **keys: Any,
     ) -> None:
-        if not 0 <= error_feedback <= 1:
-            raise ValueError(
-                f"error_feedback={error_feedback} must lie in [0, 1]: 0 forgets all that encoding has lost"
-            )
-        if not 0 <= mixing < 1:
-            raise ValueError(f"mixing={mixing} must lie in [0, 1): 0 takes the outer parameters as they are")
+        policy = with_keys(policy or SyncPolicy(), **keys)
+        codec, error_feedback = codec_named(policy.coding.codec), policy.coding.error_feedback
         if recovery is not None and hasattr(optimizer, "settle"):
             raise ValueError(
                 "recovery= and the optimizer of a cyclic run, whose states are with the owners of its stages: a "
@@ -136,14 +121,13 @@ class LocalSteps:
             )
         self.optimizer = optimizer
         self._settle()
-        self.schedule = SyncSchedule(every=every, fragments=fragments, overlap=overlap)
-        self.mixing, self.error_feedback = mixing, error_feedback
+        self.schedule, self.error_feedback = policy.schedule, error_feedback
         self.steps = 0
         """The inner steps so far."""
         self.rounds = 0
         """The fragments sent so far."""
         self._since = 0  # inner steps since the last fragment was sent
-        self._tokens = [0] * fragments  # that each fragment's pseudo-gradient comes from
+        self._tokens = [0] * self.schedule.fragments  # that each fragment's pseudo-gradient comes from
         self.reports: list[SyncReport] = []
         """The reports of the syncs in the last step."""
         self.cluster = Cluster.of(mesh)
@@ -154,18 +138,18 @@ class LocalSteps:
         if not synced:
             raise ValueError("no parameter of the model is trainable, so islands would have nothing to sync")
         _refuse_frozen_slices(model)
-        assigned = fragment_of(synced, fragments, pattern)
+        assigned = fragment_of(synced, self.schedule.fragments, self.schedule.pattern)
         self.fragments: list[OuterFragment] = []
-        for index in range(fragments):
+        for index in range(self.schedule.fragments):
             own = {name: parameter for name, parameter in synced.items() if assigned[name] == index}
-            self.fragments.append(OuterFragment(own, outer, holders))
+            self.fragments.append(OuterFragment(own, outer or policy.outer, holders))
         self._residuals = [torch.zeros_like(fragment.flat) for fragment in self.fragments] if error_feedback else []
         holders.check(may_join=recovery is not None)
-        of = self.cluster, codec_named(codec), self.fragments
+        of = self.cluster, codec, self.fragments
         self._exchange: Exchange = Exchange(*of)
         if membership is not None:
             _refuse_beside_membership(self.cluster, holders, synced, recovery is not None)
-            terms, run = {**asdict(self.schedule), "mixing": mixing}, _run_name(run_id, "membership=")
+            terms, run = asdict(self.schedule), _run_name(run_id, "membership=")
             self._exchange = ElasticExchange(membership, run, *of, terms)
         elif recovery is not None:
             slices = sorted({holders.order(name) for name, p in synced.items() if p.requires_grad} - {-1})
@@ -341,7 +325,7 @@ class LocalSteps:
         fragment = self.fragments[sent.fragment]
         with torch.enable_grad():
             fragment.step(mean.value)
-        fragment.write_inner(fragment.flat, keep=self.mixing)
+        fragment.write_inner(fragment.flat, keep=self.schedule.mixing)
         own, error = sent.message, sent.message - mean.sent
         products = [
             own @ own,

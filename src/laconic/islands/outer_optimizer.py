@@ -99,40 +99,6 @@ MakeOuter = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes an outer optimizer of parameter groups: [Note: Outer parameter groups]."""
 
 
-def outer_sgd(
-    *,
-    lr: float = 0.7,
-    momentum: float = 0.9,
-    sliced_lr: float | None = None,
-    sliced_momentum: float | None = None,
-) -> MakeOuter:
-    """Make the outer optimizer of `LocalSteps`: SGD with Nesterov momentum (arXiv 2311.08105).
-
-    Args:
-        lr: the learning rate of parameters that all islands train.
-        momentum: their momentum; 0: none.
-        sliced_lr: the learning rate of slices that only some islands train; None: `lr`.
-        sliced_momentum: their momentum; None: `momentum`.
-    """
-    rates = {False: (lr, momentum), True: (_given(sliced_lr, lr), _given(sliced_momentum, momentum))}
-
-    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        for group in groups:
-            group["lr"], group["momentum"] = rates[group["holders"] < group["islands"]]
-            group["nesterov"] = group["momentum"] > 0
-        return torch.optim.SGD(groups, lr=lr)
-
-    return make
-
-
-def _given(value: float | None, default: float) -> float:
-    return default if value is None else value
-
-
-nesterov: MakeOuter = outer_sgd()
-"""DiLoCo's outer optimizer."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Section:
     """An outer parameter: a view of a run of the fragment's buffer."""

@@ -28,9 +28,8 @@ class LocalStepsProgram(Program):
         self._sync, self.shape = config.sync, shape
         sync = config.sync
         self.inner = RehearsedStep(machine, config, work, shape)
-        self.inexact = (
-            f"islands agree every {sync.every} steps" + (f" and train {sync.slices} slices" if sync.slices > 1 else "")
-        )  # fmt: skip
+        slices = f" and train {sync.slices} slices" if sync.slices > 1 else ""
+        self.inexact = f"islands agree every {sync.policy.schedule.every} steps{slices}"
         buckets = [
             ("" if unit is work.trace.units[-1] else f"{unit.name}.", bucket)
             for unit in work.trace.units
@@ -47,7 +46,7 @@ class LocalStepsProgram(Program):
     @property
     def interval(self) -> int:
         """The steps between two syncs."""
-        return self._sync.every // self._sync.fragments
+        return self._sync.policy.schedule.interval
 
     def read(self, machine: Machine) -> Reading:
         """Read a step, and add its share of a sync. Of an exchange that other steps hide, only the rest takes time.
@@ -55,7 +54,7 @@ class LocalStepsProgram(Program):
         On a CPU a sync works in the device's memory: beside steps if it overlaps them, and else beside gradients.
         """
         on_cpu = self._working_bytes if machine.device_type == "cpu" else 0.0
-        with machine.holding("transfers", on_cpu if self._sync.overlap else 0.0):
+        with machine.holding("transfers", on_cpu if self._sync.policy.schedule.overlap else 0.0):
             reading = self.inner.read(machine)
         with machine.holding("gradients", self._gradient_bytes), machine.holding("transfers", on_cpu):
             syncs = [self._read_sync(machine, numels, reading.seconds) for numels in self._fragments]
@@ -65,7 +64,7 @@ class LocalStepsProgram(Program):
         return reading
 
     def _read_sync(self, machine: Machine, numels: Sequence[int], step_s: float) -> Reading:
-        islands, codec = self.shape.islands, CODECS[self._sync.codec]
+        islands, codec = self.shape.islands, CODECS[self._sync.policy.coding.codec]
         numel = _mean(numels)
         if codec.is_sparse:
             sent = _mean([(islands - 1) * codec.payload_bytes(each) for each in numels])
@@ -81,7 +80,7 @@ class LocalStepsProgram(Program):
             began_s = machine.now_s
             machine.touch("code", host * coding)
             exchange = machine.send(Transfer(name="islands", purpose="outer", sent={"island": sent}, hops=2))
-            hidden_s = self._sync.overlap * step_s
+            hidden_s = self._sync.policy.schedule.overlap * step_s
             machine.wait(exchange, "islands")
             machine.now_s = max(began_s, machine.now_s - hidden_s)
             machine.touch("outer step", host * 40 * numel)
@@ -103,10 +102,10 @@ def _fragment_numels(buckets: Sequence[tuple[str, PlannedBucket]], shape: Shape,
     synced = [(prefix, bucket) for prefix, bucket in buckets if bucket.is_slice or not bucket.is_frozen]
     names = [f"{prefix}{slot.name}" for prefix, bucket in synced for slot in bucket.layout.slots]
     slots = [(bucket, index) for _, bucket in synced for index in range(len(bucket.layout.slots))]
-    assigned = fragment_of(names, sync.fragments, sync.pattern)
+    assigned = fragment_of(names, sync.policy.schedule.fragments, sync.policy.schedule.pattern)
     ranks = range(shape.ranks)
     ranks = range(0, len(ranks), max(1, len(ranks) // 64))
-    found = [[0] * len(ranks) for _ in range(sync.fragments)]
+    found = [[0] * len(ranks) for _ in range(sync.policy.schedule.fragments)]
     for name, (plan, index) in zip(names, slots, strict=True):
         for place, shard in enumerate(ranks):
             extent = plan.layout.extent(index, shard)

@@ -17,7 +17,8 @@ from laconic.codec import CODECS
 from laconic.comm.traffic import Traffic
 from laconic.config import SyncConfig
 from laconic.islands.all_reduce import CompressedAllReduce, IslandGroup
-from laconic.islands.outer_optimizer import Holders, OuterFragment, outer_sgd
+from laconic.islands.outer_optimizer import Holders, OuterFragment
+from laconic.islands.policies import OuterSGD
 from laconic.plan.recorder import Recorder
 
 _ELEMENTS = 1 << 18
@@ -38,8 +39,9 @@ class SyncMemory:
 
 def sync_memory(sync: SyncConfig, islands: int) -> SyncMemory:
     """The host memory of `LocalSteps` with these settings."""
-    feedback, few, codec = float(sync.error_feedback), min(islands, _MOST_ISLANDS), CODECS[sync.codec]
-    memory = _sync_memory(sync.codec, few, sync.outer_momentum, feedback, is_sliced=sync.slices > 1)
+    coding, few = sync.policy.coding, min(islands, _MOST_ISLANDS)
+    feedback, codec = float(coding.error_feedback), CODECS[coding.codec]
+    memory = _sync_memory(coding.codec, few, sync.policy.outer.momentum, feedback, is_sliced=sync.slices > 1)
     if codec.is_sparse:  # every island sends its whole vector
         memory = replace(memory, working=memory.working + (islands - few) * codec.payload_bytes(_ELEMENTS) / _ELEMENTS)
     return memory
@@ -55,7 +57,7 @@ def _sync_memory(codec: str, islands: int, momentum: float, feedback: float, *, 
     all_reduce = CompressedAllReduce(_Alone(islands), CODECS[codec], Traffic())
     with torch.no_grad(), recorder:
         recorder.begin(0, is_backward=False)
-        fragment = OuterFragment(parameters, outer_sgd(momentum=momentum), _Holders(islands, is_sliced=is_sliced))
+        fragment = OuterFragment(parameters, OuterSGD(momentum=momentum), _Holders(islands, is_sliced=is_sliced))
         residual = torch.zeros_like(fragment.flat) if feedback else None
         residual = _sync(fragment, all_reduce, residual, feedback)  # makes the momentum
         recorder.begin(1, is_backward=False)

@@ -18,7 +18,7 @@ from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError, SyncConfig
 from laconic.islands.local_steps import LocalSteps
 from laconic.islands.membership import Membership
-from laconic.islands.outer_optimizer import check_slices, outer_sgd
+from laconic.islands.outer_optimizer import check_slices
 from laconic.islands.recovery import trained_slices
 from laconic.partial.updates import partial_updates
 from laconic.store.files import write_text
@@ -66,21 +66,14 @@ def make_local_steps(
             write into the folder sync.recovery.
     """
     sync = config.sync
-    outer = outer_sgd(
-        lr=sync.outer_lr,
-        momentum=sync.outer_momentum,
-        sliced_lr=sync.outer_sliced_lr,
-        sliced_momentum=sync.outer_sliced_momentum,
-    )
     return LocalSteps(
         model,
         optimizer,
         mesh=mesh,
-        outer=outer,
+        policy=sync.policy,
         recovery=_recovery_folder(sync),
         run_id=sync.run_id if sync.rendezvous is not None else _run_id(config),
         membership=_membership(sync),
-        **sync.pick("every", "fragments", "pattern", "overlap", "mixing", "codec", "error_feedback"),
     )
 
 

@@ -30,7 +30,7 @@ def job_under(strategy: Strategy, config: Config) -> Config:
     sync = SyncConfig()
     if strategy.sync is not None:
         sync = config.sync if config.sync.is_local else SyncConfig(mode="local")
-        sync = dataclasses.replace(sync, **strategy.sync)
+        sync = sync.with_keys(**strategy.sync)
     train = config.train if strategy.saves else dataclasses.replace(config.train, save_every=-1, resume="never")
     shard = config.shard.with_keys(**keys)
     return dataclasses.replace(config, shard=shard, sync=sync, schedule=ScheduleConfig(), train=train)

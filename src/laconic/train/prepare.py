@@ -139,9 +139,8 @@ def show_configuration(config: Config, ranks: RankInfo, device_type: str, consol
     if config.schedule.is_cyclic:
         launch += f", {num_workers(config, ranks)} workers one after the other by {config.schedule.rule}"
     if config.sync.is_local:
-        launch += (
-            f", {num_islands(config, ranks)} islands that sync every {config.sync.every} steps in {config.sync.codec}"
-        )
+        every, codec = config.sync.policy.schedule.every, config.sync.policy.coding.codec
+        launch += f", {num_islands(config, ranks)} islands that sync every {every} steps in {codec}"
     crossings = shard_policy(config.shard, config.optimizer).wire
     if not crossings.is_exact:
         launch += f", weights cross in {crossings.weights} and gradients in {crossings.gradients}"
