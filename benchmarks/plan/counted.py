@@ -81,7 +81,7 @@ def compare(case: Case, bench: Bench, summary: Mapping[str, Any], nodes: int, lo
 
 def _per_step(by_step: Sequence[Mapping[str, int]], case: Case) -> dict[str, float]:
     """The bytes of a warm step. With islands: the mean over a round of syncs, before the end, which waits for all."""
-    every = case.config.sync.every if case.config.sync.is_local else 1
+    every = case.config.sync.policy.schedule.every if case.config.sync.is_local else 1
     warm = by_step[every : 2 * every] if every > 1 else by_step[2:3]
     kinds = {kind for step in warm for kind in step}
     return {kind: sum(step.get(kind, 0) for step in warm) / len(warm) for kind in kinds}

@@ -90,7 +90,8 @@ class LabRuns:
                 continue
             warm, mean = slice(WARM_STEPS, None), statistics.median
             if case.config.sync.is_local:  # only some steps sync
-                warm, mean = slice(case.config.sync.every, 2 * case.config.sync.every), statistics.fmean
+                every = case.config.sync.policy.schedule.every
+                warm, mean = slice(every, 2 * every), statistics.fmean
             elif case.config.schedule.is_cyclic:  # a worker waits for others now in one step, now in another
                 warm, mean = slice(WARM_STEPS + 1, -1), statistics.fmean
             found.append(

@@ -109,7 +109,7 @@ def test_inexact_strategies_win_where_they_are_asked_for(predictor: Predictor) -
     assert own.recommended is not None
     assert own.recommended.strategy == "local-steps"
     assert own.job is not None
-    assert own.job.sync.every == 50
+    assert own.job.sync.policy.schedule.every == 50
     named = choose(asked, names=["host", "none"])
     assert named.job is not None
     assert not named.job.sync.is_local

@@ -18,9 +18,10 @@ from torch import Tensor
 import laconic
 from laconic.checkpoint import load_dcp, open_checkpoint, storage
 from laconic.comm.launch import RankInfo
-from laconic.config import Config
+from laconic.config import Config, SyncConfig
 from laconic.hf.export import export
 from laconic.hf.models import build_model
+from laconic.policy import to_keys
 from laconic.ragged.parts import sliced_parts
 from laconic.strategies.simultaneous import Simultaneous
 from laconic.train.loop import Trainer
@@ -214,7 +215,7 @@ def test_any_islands_go_on_from_the_agreed_parameters(runs: tuple[Path, dict[str
         "1 island": (four, {"islands": 1, **whole}),
         "4 islands, 2 slices of MLPs": (four, {"slices": 2, "slice_include": ("mlp",)}),
         "4 islands from 2, sliced": (two, {"islands": 4, "slices": 4}),
-        "no islands": (two, {key: getattr(type(two.sync)(), key) for key in two.sync.__dataclass_fields__}),
+        "no islands": (two, to_keys(SyncConfig())),
         "8 bits, the same slices": (blocks, {"islands": 2}),
         "8 bits, other slices": (blocks, {"islands": 4, "slices": 4}),
     }
