@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from laconic import registry
 from laconic.config import Config, ModelConfig
@@ -15,7 +16,7 @@ from laconic.partial.updates import partial_updates
 from laconic.plan.model_trace import ModelTrace, trace_model
 
 
-def trace_job(config: Config, *, device_type: str | None = None) -> ModelTrace:
+def trace_job(config: Config, *, device_type: str | None = None, model: nn.Module | None = None) -> ModelTrace:
     """Trace one micro-batch of a job, as its ranks run it: [Note: Traced like the engine runs] in plan/model_trace.py.
 
     Rows have data.sequence_length tokens; where rows are as long as their longest document, that is the most.
@@ -23,14 +24,16 @@ def trace_job(config: Config, *, device_type: str | None = None) -> ModelTrace:
     Args:
         config: the job.
         device_type: "cpu" or "cuda". Default: that of train.device, and "cuda" for "auto".
+        model: the job's model, if it is built already. It is left unchanged, and has no slices.
 
     Raises:
         JobError: the model cannot be built; the message says why.
         ValueError: the model cannot be divided into sync.slices slices.
         TraceError: the model cannot be traced, and there is no formula for it.
     """
-    model = build_model(with_vocabulary(config), config.lora)
     sync = config.sync
+    if model is None or sync.slices > 1:
+        model = build_model(with_vocabulary(config), config.lora)
     if sync.slices > 1:  # slices are equally large, so the first stands for all
         partial_updates(model, slice_index=0, num_slices=sync.slices, include=sync.slice_include)
     device_type = device_type or ("cuda" if config.train.device == "auto" else torch.device(config.train.device).type)

@@ -92,6 +92,10 @@ class Rehearsals:
             self._done[key] = _rehearse(job, trace, self._model(job, kept), kept, nodes, local, islands)
         return self._done[key]
 
+    def model(self, job: Config) -> nn.Module:
+        """The job's model, on the meta device. Nobody may change it."""
+        return self._template(job)[0]
+
     def equal_layers(self, job: Config) -> int:
         """The number of the model's layers, if all are equal; else 0."""
         _, container = self._template(job)
