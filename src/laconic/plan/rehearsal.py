@@ -40,7 +40,7 @@ from laconic.plan.phantom import Phantom, hidden_tensor
 from laconic.plan.recording import Entry, Mark, Recorder, record
 from laconic.shard import crossing
 from laconic.shard import unit as unit_room
-from laconic.shard.payload import Part, parts_of_islands, payload_of, shards_of_nodes
+from laconic.shard.crossing import Part, parts_of_islands, payload_of, shards_of_nodes
 from laconic.shard.unit import units_below
 from laconic.strategies import parallelize, simultaneous
 from laconic.strategies.simultaneous import Simultaneous

@@ -39,7 +39,7 @@ from laconic.codec.sums import Piece
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import Communicator, start_flags
 from laconic.shard.bucket import Bucket
-from laconic.shard.crossing import ExactWeights, weight_messages
+from laconic.shard.crossing import CodedValues, ExactWeights, WeightCrossing, weight_messages
 from laconic.shard.extension import Observer
 
 _EDITS_BEFORE_WARNING = 8
@@ -241,3 +241,10 @@ class Copies:
 
 CopiesOf = Callable[[Cluster], Copies]
 """A function that finds the copies of a cluster under one root."""
+
+
+def crossing_of(bucket: Bucket, node: Communicator, copies_of: CopiesOf) -> WeightCrossing:
+    """The way in which a bucket's weights cross between nodes."""
+    if bucket.wire.sends_differences:
+        return CodedDifferences(bucket, node, copies_of(bucket.cluster))
+    return ExactWeights(bucket, node) if bucket.wire.weights == "exact" else CodedValues(bucket, node)

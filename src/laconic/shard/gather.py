@@ -21,8 +21,7 @@ import torch
 from laconic import _compat
 from laconic.comm.collectives import Communicator, Pending
 from laconic.shard.bucket import Bucket
-from laconic.shard.crossing import CodedValues, ExactWeights, WeightCrossing
-from laconic.shard.difference import CodedDifferences, CopiesOf
+from laconic.shard.difference import CopiesOf, crossing_of
 from laconic.shard.extension import Observer
 from laconic.shard.lanes import Event, Lanes, wait_for
 
@@ -45,7 +44,7 @@ class BucketGather:
         self.bucket, self._lanes = bucket, lanes
         self._node = Communicator(bucket.cluster, "node", bucket)
         self._local = Communicator(bucket.cluster, "local", bucket)
-        self._crossing = _crossing_of(bucket, self._node, copies_of)
+        self._crossing = crossing_of(bucket, self._node, copies_of)
         self._is_crossing = False
         self._pending: Pending | None = None
         self._version: int | None = None
@@ -241,13 +240,6 @@ class UnitGather:
         """Let the weights cross exactly next time: [Note: Exact crossings] in shard/difference.py."""
         for gather in self._gathers:
             gather.forget()
-
-
-def _crossing_of(bucket: Bucket, node: Communicator, copies_of: CopiesOf) -> WeightCrossing:
-    """The way in which a bucket's weights cross between nodes."""
-    if bucket.wire.sends_differences:
-        return CodedDifferences(bucket, node, copies_of(bucket.cluster))
-    return ExactWeights(bucket, node) if bucket.wire.weights == "exact" else CodedValues(bucket, node)
 
 
 PREFETCH = 2

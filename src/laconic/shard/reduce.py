@@ -20,18 +20,16 @@ from torch.autograd.graph import get_gradient_edge
 
 from laconic import _compat
 from laconic._compat import GradientUse
-from laconic.codec.sums import CodedAllReduce, CodedSum, CodedTotal
+from laconic.codec.sums import CodedSum, CodedTotal
 from laconic.comm.collectives import Communicator, Pending
 from laconic.comm.traffic import Level
 from laconic.shard.bucket import Bucket
-from laconic.shard.crossing import Transfer, sum_across_nodes, sum_over_islands
+from laconic.shard.crossing import Sums, Transfer
 from laconic.shard.extension import Observer
 from laconic.shard.grad import UsedParameters, WaitingGradient, WaitingSums, agree
 from laconic.shard.lanes import Event, Lanes, wait_for
 from laconic.shard.ledger import Held, Ledger
 from laconic.shard.linear import is_gradient
-
-LEVELS: tuple[Level, ...] = ("island", "node", "local")
 
 
 class BucketGradients:
@@ -43,12 +41,7 @@ class BucketGradients:
         """`begin_backward` is called in a backward before the first gradient is written."""
         self.bucket, self.lanes, self.ledger, self.observer = bucket, lanes, ledger, observer
         self._begin_backward = begin_backward
-        island, node, self.local = (Communicator(bucket.cluster, level, bucket) for level in LEVELS)
-        is_coded = bucket.wire.gradients != "exact"
-        self.node: Communicator | CodedSum = sum_across_nodes(bucket, node) if is_coded and node.size > 1 else node
-        self.island: Communicator | CodedAllReduce = (
-            sum_over_islands(bucket, island) if is_coded and island.size > 1 else island
-        )
+        self.sums = Sums.of(bucket)
         self._full: Held[Tensor] | None = None
         self._written: set[int] = set()
         self.waiting: dict[Level, Held[Tensor]] = {}
@@ -162,9 +155,7 @@ class BucketGradients:
 
     def forget_lost(self) -> None:
         """Drop what a codec has lost of earlier gradients."""
-        for level in (self.node, self.island):
-            if not isinstance(level, Communicator):
-                level.forget()
+        self.sums.forget_lost()
 
     def show_waiting(self) -> None:
         """Let `.grad` stand for sums that wait until the next backward: [Note: Cleared gradients] in grad.py."""
@@ -278,7 +269,7 @@ class Reduction:
             with self._lane.running():
                 if self.gradients.bucket.divide_before != 1:
                     self._full.memory.div_(self.gradients.bucket.divide_before)
-                self._start_transfer(self.gradients.local, self._full.memory, "local")
+                self._start_transfer(self.gradients.sums.local, self._full.memory, "local")
 
     def advance(self) -> None:
         """Finish the sum that is under way, and begin the next one."""
@@ -306,7 +297,7 @@ class Reduction:
         fresh = None if self._transfer is None else self._finish_transfer()
         self._node_shard = self._with_waiting("node", fresh, goes_on=self._across_nodes)
         if self._node_shard is not None:
-            self._start_transfer(self.gradients.node, self._node_shard.memory, "node")
+            self._start_transfer(self.gradients.sums.node, self._node_shard.memory, "node")
         self._done = self._lane.record_event()
         return Stage.NODE
 
@@ -328,7 +319,7 @@ class Reduction:
             return Stage.DONE
         self._shard = total.memory
         total.free()
-        self._replicas = self.gradients.island.start_all_reduce(self._shard)
+        self._replicas = self.gradients.sums.island.start_all_reduce(self._shard)
         return Stage.ISLAND
 
     def _finish_islands(self) -> Stage:
