@@ -224,7 +224,7 @@ class BucketGradients:
                 parameter.grad.to_local().add_(local)  # type: ignore[attr-defined]
 
 
-class Stage(Enum):
+class ReductionState(Enum):
     """The progress of a reduction: the level whose sum is under way."""
 
     LOCAL = auto()
@@ -245,7 +245,7 @@ class Reduction:
     ) -> None:
         """Reduce `full`, (L * N * C,); with None, only the sums that wait."""
         self.gradients = gradients
-        self.stage = Stage.LOCAL
+        self.state = ReductionState.LOCAL
         self.changed_grad = False
         """True once `.grad` has changed."""
         self.cleared: set[int] = set()
@@ -256,8 +256,6 @@ class Reduction:
         self._full = full
         self._node_shard: Held[Tensor] | None = None
         self._transfer: Held[Transfer] | None = None
-        self._level: Level = "local"
-        """The level of `_transfer`."""
         self._shard: Tensor | None = None
         self._replicas: Pending | CodedTotal | None = None
         self._done: Event = None
@@ -274,39 +272,39 @@ class Reduction:
     def advance(self) -> None:
         """Finish the sum that is under way, and begin the next one."""
         finish = {
-            Stage.LOCAL: self._finish_local,
-            Stage.NODE: self._finish_nodes,
-            Stage.ISLAND: self._finish_islands,
-            Stage.RETURN: self._finish_return,
+            ReductionState.LOCAL: self._finish_local,
+            ReductionState.NODE: self._finish_nodes,
+            ReductionState.ISLAND: self._finish_islands,
+            ReductionState.RETURN: self._finish_return,
         }
         with self._lane.running():
-            self.stage = finish[self.stage]()
-        if self.stage is Stage.DONE:
+            self.state = finish[self.state]()
+        if self.state is ReductionState.DONE:
             wait_for(self._done)
-        if self.stage is Stage.DONE or self._done is None:  # no lane still reads the bucket
+        if self.state is ReductionState.DONE or self._done is None:  # no lane still reads the bucket
             self._free_full()
 
     def abandon(self) -> None:
         """Finish the transfers, and drop the sum."""
         self._keeps_sum = False
-        while self.stage is not Stage.DONE:
+        while self.state is not ReductionState.DONE:
             self.advance()
 
-    def _finish_local(self) -> Stage:
+    def _finish_local(self) -> ReductionState:
         """Finish the sum inside the node and, at the end of an optimizer step, begin the sum across nodes."""
-        fresh = None if self._transfer is None else self._finish_transfer()
+        fresh = None if self._transfer is None else self._finish_transfer("local")
         self._node_shard = self._with_waiting("node", fresh, goes_on=self._across_nodes)
         if self._node_shard is not None:
             self._start_transfer(self.gradients.sums.node, self._node_shard.memory, "node")
         self._done = self._lane.record_event()
-        return Stage.NODE
+        return ReductionState.NODE
 
-    def _finish_nodes(self) -> Stage:
+    def _finish_nodes(self) -> ReductionState:
         """Finish the sum across nodes, if it has begun, and begin the sum over the islands."""
         if not self._across_nodes:
-            return Stage.DONE
+            return ReductionState.DONE
         if self._node_shard is not None:
-            self._shard = self._finish_transfer()
+            self._shard = self._finish_transfer("node")
             self._drop_cleared()
             self._node_shard.free()
             self._node_shard = None
@@ -316,28 +314,28 @@ class Reduction:
         self._shard = None
         if total is None:
             self._done = self._lane.record_event()
-            return Stage.DONE
+            return ReductionState.DONE
         self._shard = total.memory
         total.free()
         self._replicas = self.gradients.sums.island.start_all_reduce(self._shard)
-        return Stage.ISLAND
+        return ReductionState.ISLAND
 
-    def _finish_islands(self) -> Stage:
+    def _finish_islands(self) -> ReductionState:
         """Finish the sum over the islands."""
         assert self._replicas is not None
         if isinstance(self._replicas, CodedTotal):
             self._replicas.send_back()
-            return Stage.RETURN
+            return ReductionState.RETURN
         self._replicas.wait()
         return self._put_into_grad()
 
-    def _finish_return(self) -> Stage:
+    def _finish_return(self) -> ReductionState:
         """Finish the way back of a sum over the islands."""
         assert isinstance(self._replicas, CodedTotal)
         self._replicas.finish()
         return self._put_into_grad()
 
-    def _put_into_grad(self) -> Stage:
+    def _put_into_grad(self) -> ReductionState:
         if self._replicas is not None and self._shard is not None:
             self.gradients.observer.replicas_summed(self.gradients.bucket, self._shard)
         if self._shard is not None and self._keeps_sum:
@@ -346,7 +344,7 @@ class Reduction:
             self.changed_grad = True
         self._shard = None
         self._done = self._lane.record_event()
-        return Stage.DONE
+        return ReductionState.DONE
 
     def _drop_cleared(self) -> None:
         if self._shard is not None:
@@ -367,13 +365,13 @@ class Reduction:
 
     def _start_transfer(self, way: Communicator | CodedSum, whole: Tensor, level: Level) -> None:
         transfer: Transfer = way.start_reduce_scatter(whole)
-        self._transfer, self._level = Held(transfer, self._ledger), level
+        self._transfer = Held(transfer, self._ledger)
         if len(whole):
             self.gradients.observer.sum_begun(self.gradients.bucket, level, transfer)
 
-    def _finish_transfer(self) -> Tensor:
+    def _finish_transfer(self, level: Level) -> Tensor:
         assert self._transfer is not None
-        self.gradients.observer.sum_arrived(self.gradients.bucket, self._level, self._transfer.memory)
+        self.gradients.observer.sum_arrived(self.gradients.bucket, level, self._transfer.memory)
         total = self._transfer.memory.finish()
         self._transfer.free()
         self._transfer = None
@@ -409,7 +407,7 @@ class ReductionQueue:
 
     def is_crossing_nodes(self, gradients: BucketGradients) -> bool:
         """True if a reduction of these gradients is on its way across nodes."""
-        return any(each.gradients is gradients and each.stage is Stage.NODE for each in self._in_flight)
+        return any(each.gradients is gradients and each.state is ReductionState.NODE for each in self._in_flight)
 
     def add(self, reduction: Reduction) -> None:
         """Begin a reduction, move those in flight one level on, finish its sum inside the node, and send that on."""
@@ -438,7 +436,7 @@ class ReductionQueue:
             reduction.advance()
             if reduction.changed_grad:
                 self._note_use(reduction.gradients.used)
-        self._in_flight = [reduction for reduction in self._in_flight if reduction.stage is not Stage.DONE]
+        self._in_flight = [reduction for reduction in self._in_flight if reduction.state is not ReductionState.DONE]
 
     def _note_use(self, used: UsedParameters) -> None:
         """Agree on the used parameters now, or at the end of the backward."""

@@ -90,7 +90,7 @@ class Origin:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Unit:
-    """The engine's side of one sharded module. The outermost unit is the root and leads all units below it."""
+    """The engine's side of one sharded module. What it shares with the units of its tree is in their `Root`."""
 
     modules: Sequence[nn.Module]
     """One module, or several that are gathered together: [Note: Several modules in one unit]."""
