@@ -8,11 +8,16 @@ from torch import Tensor, nn
 
 from laconic.comm.cluster import Cluster
 from laconic.comm.traffic import Level
-from laconic.guard.description import compare, compare_broadcast, describe, parts_of
+from laconic.guard.comparison import Program, compare, compare_broadcast, describe, parts_of
 from laconic.guard.inspection import Inspection
-from laconic.guard.program import Program
-from laconic.guard.replaced import take_loaded_values, take_values_and_warn
-from laconic.guard.traps import Strays, check_unwrapped, note_first_weights, refuse_unequal_weights
+from laconic.guard.traps import (
+    Strays,
+    check_unwrapped,
+    note_first_weights,
+    refuse_unequal_weights,
+    take_loaded_values,
+    take_values_and_warn,
+)
 from laconic.shard.bucket import Bucket, ManagedParameter
 from laconic.shard.crossing import Transfer
 from laconic.shard.extension import Observer

@@ -1,4 +1,4 @@
-"""Ranks compare what they are and what they issue: description.py and program.py."""
+"""Ranks compare what they are and what they issue: guard/comparison.py."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import torch.distributed as dist
 import laconic
 from laconic.comm.cluster import Cluster
 from laconic.errors import RanksDifferError
-from laconic.guard.description import compare, describe, first_difference
-from laconic.guard.program import Program
+from laconic.guard.comparison import Program, compare, describe, first_difference
 from laconic.shard.unit import Unit
 from tests.support import helpers
 from tests.support.launch import run_ranks
