@@ -13,7 +13,7 @@ import torch.distributed as dist
 import laconic
 from laconic.comm.cluster import Cluster
 from laconic.errors import RanksDifferError
-from laconic.guard.comparison import Program, compare, describe, first_difference
+from laconic.guard.comparison import IssuedProgram, compare, describe, first_difference
 from laconic.shard.unit import Unit
 from tests.support import helpers
 from tests.support.launch import run_ranks
@@ -73,7 +73,7 @@ def test_all_ranks_learn_the_first_difference() -> None:
 
 def job_programs() -> None:
     cluster = Cluster.of(laconic.init_mesh("cpu"))
-    program, rank = Program(cluster), dist.get_rank()
+    program, rank = IssuedProgram(cluster), dist.get_rank()
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     for step in range(3):
         program.note("the gather of a")

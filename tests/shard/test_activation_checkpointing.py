@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from laconic.shard.unit import Phase, unit_of
+from laconic.shard.unit import UnitPhase, unit_of
 from tests.support import helpers
 from tests.support.launch import run_ranks
 
@@ -89,7 +89,7 @@ def job_states() -> None:
     for unit in units:
         assert unit is not None
         unit.modules[0].up.register_full_backward_hook(
-            lambda *_, unit=unit: states.append(unit.phase is Phase.BACKWARD)
+            lambda *_, unit=unit: states.append(unit.phase is UnitPhase.BACKWARD)
         )  # type: ignore[union-attr, misc]
     for _ in range(2):
         states.clear()

@@ -20,7 +20,7 @@ from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.bucket import Bucket
 from laconic.shard.gather import GatherState
 from laconic.shard.ledger import Ledger
-from laconic.shard.unit import Phase, unit_of
+from laconic.shard.unit import UnitPhase, unit_of
 from tests.reference.step import Oracle
 
 MESHES = [(1, 1), (1, 3), (3, 1), (2, 2), (3, 2), (2, 3)]
@@ -245,7 +245,7 @@ def assert_nothing_gathered(model: Any) -> None:
         unit = unit_of(module)
         if unit is not None:
             assert unit.gather.state is GatherState.IDLE, unit.name
-            assert unit.phase is Phase.REST, unit.name
+            assert unit.phase is UnitPhase.REST, unit.name
             for bucket in unit.buckets:
                 assert not bucket.full.is_allocated, unit.name
     assert all(isinstance(p, laconic.RaggedTensor) for p in model.parameters())

@@ -42,7 +42,7 @@ class Converted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Section:
+class ShardSection:
     """The place of one tensor of one parameter in a shard of bytes."""
 
     parameter: int
@@ -53,7 +53,7 @@ class Section:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packing:
+class ShardPacking:
     """The form in which the parameters of one bucket cross: [Note: Packed conversions]."""
 
     shapes: tuple[tuple[int, ...], ...]
@@ -77,12 +77,12 @@ class Packing:
         """The dtype of shards."""
         return self.dtypes[0][0] if self.is_elements else torch.uint8
 
-    def sections(self, shard: int) -> Iterator[Section]:
+    def sections(self, shard: int) -> Iterator[ShardSection]:
         """The sections of a shard, in order."""
         begin = 0
         for parameter, own in enumerate(self.numels[shard]):
             for index, numel in enumerate(own):
-                yield Section(parameter=parameter, index=index, begin=begin, numel=numel)
+                yield ShardSection(parameter=parameter, index=index, begin=begin, numel=numel)
                 begin += -(-numel * self.dtypes[parameter][index].itemsize // _ALIGNMENT) * _ALIGNMENT
 
     @property
@@ -133,7 +133,7 @@ class Packing:
                     begin += part.numel
 
 
-def agree_on_packing(cluster: Cluster, converted: Sequence[Converted]) -> Packing:
+def agree_on_packing(cluster: Cluster, converted: Sequence[Converted]) -> ShardPacking:
     """Find the form in which a bucket crosses, from what the conversions of each rank make. Collective over the island.
 
     Raises:
@@ -147,7 +147,7 @@ def agree_on_packing(cluster: Cluster, converted: Sequence[Converted]) -> Packin
         _have_all(told, math.prod(chunk_shape(item.shape, cluster.size)))
         for item, told in zip(converted, by_parameter, strict=True)
     )
-    return Packing(
+    return ShardPacking(
         shapes=tuple(item.shape for item in converted),
         dtypes=tuple(told[0].dtypes for told in by_parameter),
         have_all=have_all,

@@ -250,7 +250,7 @@ def _joined(parts: Iterable[str]) -> str:
     return f"({', '.join(parts)})"
 
 
-class Program:
+class IssuedProgram:
     """The gathers and reductions that one root has issued: [Note: One program on all ranks]."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -334,7 +334,7 @@ def _described(by_rank: Sequence[Sequence[str]], ranks: Sequence[int], first: in
     )
 
 
-_unsettled: WeakSet[Program] = WeakSet()
+_unsettled: WeakSet[IssuedProgram] = WeakSet()
 
 
 def _settle_all(*_: Any) -> None:

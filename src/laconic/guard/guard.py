@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from laconic.comm.cluster import Cluster
 from laconic.comm.traffic import Level
-from laconic.guard.comparison import Program, compare, compare_broadcast, describe, parts_of
+from laconic.guard.comparison import IssuedProgram, compare, compare_broadcast, describe, parts_of
 from laconic.guard.inspection import Inspection
 from laconic.guard.traps import (
     Strays,
@@ -19,7 +19,7 @@ from laconic.guard.traps import (
     take_values_and_warn,
 )
 from laconic.shard.bucket import Bucket, ManagedParameter
-from laconic.shard.crossing import Transfer
+from laconic.shard.crossing import SumTransfer
 from laconic.shard.extension import Observer
 from laconic.shard.gather import UnitGather
 from laconic.shard.unit import Root, Unit
@@ -31,7 +31,7 @@ class Guard(Observer):
     def __init__(self, root: Root) -> None:
         """See `Observer`."""
         self._root, self._units, self._buckets = root, root.units, root.buckets
-        self._program = Program(root.cluster)
+        self._program = IssuedProgram(root.cluster)
         self._inspection = Inspection(
             root.cluster, {each: unit.checks for unit in self._units for each in unit.buckets}
         )
@@ -121,11 +121,11 @@ class Guard(Observer):
         """See `Observer`."""
         self._program.note(f"the reduction of {unit.name}{'' if across_nodes else ' inside the node'}")
 
-    def sum_begun(self, bucket: Bucket, level: Level, transfer: Transfer) -> None:
+    def sum_begun(self, bucket: Bucket, level: Level, transfer: SumTransfer) -> None:
         """See `Observer`."""
         self._inspection.note_sent(bucket, transfer)
 
-    def sum_arrived(self, bucket: Bucket, level: Level, transfer: Transfer) -> None:
+    def sum_arrived(self, bucket: Bucket, level: Level, transfer: SumTransfer) -> None:
         """See `Observer`."""
         self._inspection.note_sum(bucket, level, transfer)
 

@@ -39,7 +39,7 @@ from laconic.comm.collectives import start_flags, swap_rows
 from laconic.comm.traffic import Level
 from laconic.guard.checksum import checksum_of, checksums, digest_of
 from laconic.shard.bucket import Bucket
-from laconic.shard.crossing import Transfer
+from laconic.shard.crossing import SumTransfer
 from laconic.shard.gather import UnitGather
 from laconic.shard.policies import Checks
 
@@ -55,7 +55,7 @@ class CorruptionError(RuntimeError):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Record:
+class CheckedTransfer:
     """The checksums of one transfer between the ranks of a cluster."""
 
     bucket: Bucket
@@ -78,8 +78,8 @@ class Inspection:
         self._looks_at_weights = any(each.interval or each.unnoticed_edits for each in self._policies.values())
         self._step = 0
         self._has_ended = False
-        self._records: list[Record] = []
-        self._sent: dict[Transfer, Tensor] = {}
+        self._records: list[CheckedTransfer] = []
+        self._sent: dict[SumTransfer, Tensor] = {}
         """The checksums of what was sent for a sum that has not arrived, (P,)."""
         self._stored: dict[Bucket, tuple[int, Tensor]] = {}
         """The number of a crossing, and the checksums of the node shard's parts, (N,), that it left in the cache."""
@@ -218,16 +218,16 @@ class Inspection:
             got = torch.stack([_checksum_of_extents(bucket, shard, part) for shard, part in enumerate(full)])
             own = got[cluster.shard_index]
         by_rank = got.view(cluster.num_local, cluster.num_nodes).T.flatten()  # rank (n, l) owns shard l * N + n
-        self._records.append(Record(bucket=bucket, what="weights", sent=own.expand(cluster.size), got=by_rank))
+        self._records.append(CheckedTransfer(bucket=bucket, what="weights", sent=own.expand(cluster.size), got=by_rank))
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
-    def note_sent(self, bucket: Bucket, transfer: Transfer) -> None:
+    def note_sent(self, bucket: Bucket, transfer: SumTransfer) -> None:
         """Take the checksums of what this rank sends for a sum of gradients, in a step that is checked."""
         if self.is_due(bucket):
             self._sent[transfer] = checksums(transfer.messages)
 
-    def note_sum(self, bucket: Bucket, level: Level, transfer: Transfer) -> None:
+    def note_sum(self, bucket: Bucket, level: Level, transfer: SumTransfer) -> None:
         """Take the checksums of what came for a sum of gradients, unless only the backend has seen it. It waits."""
         sent = self._sent.pop(transfer, None)
         if sent is None:
@@ -241,14 +241,14 @@ class Inspection:
         for index, (rank, part) in enumerate(zip(_ranks_on(cluster, level), came, strict=True)):
             if index != place:
                 record[0, rank], record[1, rank] = sent[index], checksum_of(part)
-        self._records.append(Record(bucket=bucket, what="gradients", sent=record[0], got=record[1]))
+        self._records.append(CheckedTransfer(bucket=bucket, what="gradients", sent=record[0], got=record[1]))
 
     def note_replicas(self, bucket: Bucket, shard: Tensor) -> None:
         """Take the checksum of a sum over the islands, (C,), which all of them must have alike."""
         if not self.is_due(bucket):
             return
         own = _checksum_of_extents(bucket, bucket.cluster.shard_index, shard).expand(bucket.cluster.num_islands)
-        self._records.append(Record(bucket=bucket, what="gradients", sent=own, got=own, across_islands=True))
+        self._records.append(CheckedTransfer(bucket=bucket, what="gradients", sent=own, got=own, across_islands=True))
 
     def conclude(self) -> None:
         """Compare the records of all ranks, and drop them. Collective over the mesh if there are any.
@@ -293,7 +293,7 @@ def _checksum_of_extents(bucket: Bucket, shard: int, part: Tensor) -> Tensor:
     return total
 
 
-def _compare(records: Sequence[Record]) -> list[str]:
+def _compare(records: Sequence[CheckedTransfer]) -> list[str]:
     """Compare records of one cluster and kind. Collective over its ranks. Returns what this rank has found."""
     if not records:
         return []
@@ -304,7 +304,7 @@ def _compare(records: Sequence[Record]) -> list[str]:
     return [_describe(records[index], place) for index, place in (wanted != got).nonzero().tolist()]
 
 
-def _describe(record: Record, place: int) -> str:
+def _describe(record: CheckedTransfer, place: int) -> str:
     """Say that this rank has other bits than the rank at `place` of the record."""
     bucket, cluster = record.bucket, record.bucket.cluster
     own = cluster.global_rank(cluster.shard_index)

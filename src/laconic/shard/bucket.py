@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from laconic.codec.conversion import Conversion, converts, first_inner, is_patched, plain_elements
-from laconic.codec.packing import Converted, Packing, agree_on_packing
+from laconic.codec.packing import Converted, ShardPacking, agree_on_packing
 from laconic.comm.cluster import Cluster
 from laconic.layout.bucket import BucketLayout, Extent
 from laconic.ragged.dtensor import DTensorShard, local_part
@@ -334,7 +334,7 @@ class Form:
     def __init__(self, bucket: Bucket, conversions: list[Conversion]) -> None:
         """Take one conversion for each parameter, or none."""
         self._bucket, self._conversions = bucket, conversions
-        self._packing: Packing | None = None
+        self._packing: ShardPacking | None = None
         self._joined: list[list[FlatBuffer]] = []
         self._decoded: list[Held[Conversion]] = []
 
@@ -359,7 +359,7 @@ class Form:
         return bool(self._conversions) and not self.packing.is_elements
 
     @property
-    def packing(self) -> Packing:
+    def packing(self) -> ShardPacking:
         """The form in which converting parameters cross."""
         if self._packing is None:
             cluster = self._bucket.cluster

@@ -133,7 +133,7 @@ def weight_messages(bucket: Bucket, node: Communicator) -> Messages:
     return Messages(node, payload, bucket.ledger.hold)
 
 
-class Transfer(Protocol):
+class SumTransfer(Protocol):
     """A sum across nodes or islands that has begun."""
 
     @property

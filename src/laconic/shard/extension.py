@@ -17,7 +17,7 @@ class Observer:
     """Hears what the engine does, in the order in which all ranks do it, and may raise. This one does nothing.
 
     The engine makes one for each root. Class methods hear of what happens before a root leads. Here `root` is a
-    `Root`, `unit` a `Unit`, `bucket` a `Bucket`, `gather` a `UnitGather`, `transfer` a `Transfer`; this file cannot
+    `Root`, `unit` a `Unit`, `bucket` a `Bucket`, `gather` a `UnitGather`, `transfer` a `SumTransfer`; this file cannot
     import them.
     """
 

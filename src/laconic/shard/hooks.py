@@ -97,7 +97,7 @@ class _InputGradients(torch.autograd.Function):
         return tangents
 
 
-class Awaited:
+class AwaitedHooks:
     """The hooks on outputs and inputs that backward has yet to run for one unit.
 
     They die with their graph, also if a forward is never run backward.

@@ -24,7 +24,7 @@ from laconic.codec.sums import CodedSum, CodedTotal
 from laconic.comm.collectives import Communicator, Pending
 from laconic.comm.traffic import Level
 from laconic.shard.bucket import Bucket
-from laconic.shard.crossing import Sums, Transfer
+from laconic.shard.crossing import Sums, SumTransfer
 from laconic.shard.extension import Observer
 from laconic.shard.grad import UsedParameters, WaitingGradient, WaitingSums, agree
 from laconic.shard.lanes import Event, Lanes, wait_for
@@ -255,7 +255,7 @@ class Reduction:
         self._ledger, self._lane = gradients.ledger, gradients.lanes.reduce
         self._full = full
         self._node_shard: Held[Tensor] | None = None
-        self._transfer: Held[Transfer] | None = None
+        self._transfer: Held[SumTransfer] | None = None
         self._shard: Tensor | None = None
         self._replicas: Pending | CodedTotal | None = None
         self._done: Event = None
@@ -364,7 +364,7 @@ class Reduction:
         return None
 
     def _start_transfer(self, way: Communicator | CodedSum, whole: Tensor, level: Level) -> None:
-        transfer: Transfer = way.start_reduce_scatter(whole)
+        transfer: SumTransfer = way.start_reduce_scatter(whole)
         self._transfer = Held(transfer, self._ledger)
         if len(whole):
             self.gradients.observer.sum_begun(self.gradients.bucket, level, transfer)

@@ -1,7 +1,7 @@
 """A sharded module's life: gathered for its forward and its backward, by hooks on the module.
 
 [Note: Phases]
-A unit rests, or is in its forward, or in its backward: `Phase`. A forward that backward recomputes leaves it in its
+A unit rests, or is in its forward, or in its backward: `UnitPhase`. A forward that backward recomputes leaves it in its
 backward. A root has a `Backward` besides, from the first gradient anywhere below it to autograd's last callback.
 
 [Note: When a unit is done with backward]
@@ -52,14 +52,14 @@ from laconic.shard.buffers import Buffers
 from laconic.shard.cache import CachedShard, choose_device_shards, free_slab, make_slab
 from laconic.shard.difference import Copies
 from laconic.shard.gather import Order, UnitGather
-from laconic.shard.hooks import Awaited, OutputGradients, map_tensors
+from laconic.shard.hooks import AwaitedHooks, OutputGradients, map_tensors
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Held, Ledger
 from laconic.shard.policies import Cache, Checks
 from laconic.shard.reduce import BucketGradients, Reduction, ReductionQueue
 
 
-class Phase(Enum):
+class UnitPhase(Enum):
     """What a unit is doing: [Note: Phases]."""
 
     REST = auto()
@@ -70,9 +70,13 @@ class Phase(Enum):
 
 
 ALLOWED = {
-    Phase.REST: {Phase.REST, Phase.FORWARD, Phase.BACKWARD},
-    Phase.FORWARD: {Phase.REST, Phase.FORWARD, Phase.BACKWARD},  # the last: when the pass is never completed
-    Phase.BACKWARD: {Phase.REST, Phase.FORWARD},  # the last: after a backward that raised, without the root
+    UnitPhase.REST: {UnitPhase.REST, UnitPhase.FORWARD, UnitPhase.BACKWARD},
+    UnitPhase.FORWARD: {
+        UnitPhase.REST,
+        UnitPhase.FORWARD,
+        UnitPhase.BACKWARD,
+    },  # the last: when the pass is never completed
+    UnitPhase.BACKWARD: {UnitPhase.REST, UnitPhase.FORWARD},  # the last: after a backward that raised, without the root
 }
 """The phases that may follow each phase."""
 
@@ -114,13 +118,13 @@ class Unit:
     def __post_init__(self) -> None:
         self.progress = UnitProgress(", ".join(type(module).__name__ for module in self.modules))
         self.gradients: list[BucketGradients] = []
-        self._phase = Phase.REST
+        self._phase = UnitPhase.REST
         self._root: Root | None = None
         self._lanes: Lanes | None = None
         self._gather: UnitGather | None = None
         self._is_shown = False
         self._entered: set[nn.Module] = set()  # the modules called in the present pass
-        self.awaited = Awaited(self)
+        self.awaited = AwaitedHooks(self)
         for module in self.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
@@ -134,15 +138,15 @@ class Unit:
         return self.progress.name
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> UnitPhase:
         """What the unit is doing: [Note: Phases]."""
         return self._phase
 
     @phase.setter
-    def phase(self, new: Phase) -> None:
+    def phase(self, new: UnitPhase) -> None:
         assert new in ALLOWED[self._phase], f"{self.name} cannot go from {self._phase} to {new}"
         self._phase = new
-        if new is not Phase.FORWARD:
+        if new is not UnitPhase.FORWARD:
             self._entered.clear()
 
     # -- the root ------------------------------------------------------------------------------------------------------
@@ -276,7 +280,7 @@ class Unit:
         with _compat.outside_transforms():
             if begins_pass:
                 self._begin_pass()
-            self.phase = Phase.FORWARD
+            self.phase = UnitPhase.FORWARD
             self._entered.add(module)
             self.unshard()
         if begins_pass and torch.is_grad_enabled():
@@ -320,7 +324,7 @@ class Unit:
 
     def end_pass(self) -> None:
         """Free the weights after the forward of the unit, unless they stay for backward."""
-        self.phase = Phase.REST
+        self.phase = UnitPhase.REST
         keeps = self.reshard_after_forward is False or (self.reshard_after_forward is None and self.is_root)
         if not _compat.in_backward() and not (keeps and torch.is_grad_enabled()):
             self.reshard()
@@ -331,7 +335,7 @@ class Unit:
 
     def _is_recomputed(self) -> bool:
         """True in a forward whose graph will be thrown away: [Note: Recomputed forwards]."""
-        return _compat.in_backward() and (self._phase is Phase.BACKWARD or len(self.awaited.outputs) > 0)
+        return _compat.in_backward() and (self._phase is UnitPhase.BACKWARD or len(self.awaited.outputs) > 0)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -343,9 +347,9 @@ class Unit:
         """Gather the weights: backward reaches the outputs of one of this unit's forwards."""
         self.awaited.outputs.discard(hook)
         backward = self.root.begin_backward()
-        if self._phase is Phase.BACKWARD:
+        if self._phase is UnitPhase.BACKWARD:
             return
-        self.phase = Phase.BACKWARD
+        self.phase = UnitPhase.BACKWARD
         self.progress.enter_backward()
         if self.unshard_in_backward:
             self.root.order.enter_backward(self.gather, _gathers(self.backward_prefetch))
@@ -361,7 +365,7 @@ class Unit:
         if not self.reduce_once_per_backward or not self.awaited.inputs:
             self._end_backward()
         elif self.awaited.outputs:
-            self.phase = Phase.REST  # the backward of another forward follows and begins at its outputs
+            self.phase = UnitPhase.REST  # the backward of another forward follows and begins at its outputs
 
     @property
     def _frees_after_backward(self) -> bool:
@@ -372,7 +376,7 @@ class Unit:
         """Free the weights and begin to reduce the gradients."""
         if self._frees_after_backward:
             self.reshard()
-        self.phase = Phase.REST
+        self.phase = UnitPhase.REST
         # All buckets that are due, with or without gradients here: [Note: Gradients that do not come].
         for gradients in self.gradients:
             if gradients.is_due or gradients.has_gradients:
@@ -391,7 +395,7 @@ class Unit:
 
     def finish_backward(self) -> None:
         """Reduce the gradients that are left and, in a micro-batch that syncs, partial sums of earlier ones."""
-        if self._phase is Phase.BACKWARD or any(gradients.has_gradients for gradients in self.gradients):
+        if self._phase is UnitPhase.BACKWARD or any(gradients.has_gradients for gradients in self.gradients):
             self._end_backward()
         self.awaited.inputs.clear()  # of a retained graph; its next backward begins at the outputs
         if not self.requires_gradient_sync or self.root.probe is not None:
@@ -413,7 +417,7 @@ class Unit:
 
     def abandon(self) -> None:
         """Drop the gradients of a forward or backward that raised, and free the weights."""
-        self.phase = Phase.REST
+        self.phase = UnitPhase.REST
         self.awaited.clear()
         for gradients in self.gradients:
             gradients.discard()
@@ -514,7 +518,7 @@ class Root:
     def end_forward(self) -> None:
         """End a forward, and the step if no backward follows."""
         for unit in self.units:
-            if unit.phase is Phase.FORWARD:  # some of its modules did not run
+            if unit.phase is UnitPhase.FORWARD:  # some of its modules did not run
                 unit.end_pass()
         self.order.end_forward()
         self._buffers.end_forward()
