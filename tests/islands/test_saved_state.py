@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
 
 from laconic.islands.saved_state import Place, SavedState, Sync, make_plan
+from laconic.islands.state_folder import StateFolder
 
 
 def state(
@@ -108,3 +111,17 @@ def test_every_plan_is_of_one_sync_and_complete() -> None:
             assert not fetch.has_inner or fetch.state.slices == job[fetch.rank].slices
         with_inner = {(job[f.rank].island, f.state.island) for f in plan.fetches if f.has_inner}
         assert len(with_inner) == len({island for island, _ in with_inner}) == len({origin for _, origin in with_inner})
+
+
+def test_a_part_that_somebody_has_removed_is_written_again(tmp_path: Path) -> None:
+    folder = StateFolder(folder=tmp_path, run="run", layout="layout")
+    folder.create()
+    for step in (1, 2, 3):
+        new = replace(state(step, 0, 0, 1), sizes=())
+        parts = folder.missing(1, 2)
+        assert parts == ([1] if step == 2 else [0, 1])
+        folder.write(new, {index: {"step": step} for index in parts}, keep_from=0)
+        if step == 2:
+            (folder.path / new.name / "fragment-0.safetensors").unlink()
+    *_, newest = folder.find(1).states
+    assert folder.parse(folder.read(newest), newest) == [{"step": 3}, {"step": 3}]

@@ -80,6 +80,11 @@ class StateFolder:
         """The folder of the run."""
         return self.folder / f"run-{quote(self.run, safe='')}"
 
+    @property
+    def _newest(self) -> Path:
+        """The newest state of this process that is on disk."""
+        return self.path / [*self._written][-1]
+
     def create(self) -> None:
         """Create the folder and write a file into it. Raises: OSError."""
         make_folder(self.path)
@@ -188,7 +193,8 @@ class StateFolder:
     def missing(self, synced: int, num_fragments: int) -> list[int]:
         """Return the fragments whose parts the next state needs: the synced one, and those that are not on disk."""
         self._parts.pop(synced, None)
-        return [index for index in range(num_fragments) if index not in self._parts]
+        on_disk = {index for index, record in self._parts.items() if (self._newest / record.name).is_file()}
+        return [index for index in range(num_fragments) if index not in on_disk]
 
     def forget(self) -> None:
         """Forget what is on disk, because every fragment has changed."""
@@ -206,19 +212,19 @@ class StateFolder:
         """
         temporary = store.begin(self.path / state.name)
         reached(CrashPoint.BEGUN)
-        if keep_from:
-            self._remove(state, keep_from)
-            reached(CrashPoint.PRUNED)
         try:
+            if keep_from:
+                self._remove(state, keep_from)
+                reached(CrashPoint.PRUNED)
             self._write(temporary, state, parts)
         except OSError:
             remove(temporary)
             raise
 
     def _write(self, temporary: Path, state: SavedState, parts: dict[int, Any]) -> None:
-        records = dict(self._parts)
-        for record in self._parts.values():
-            link_or_copy(self.path / [*self._written][-1] / record.name, temporary / record.name)
+        records = {index: record for index, record in self._parts.items() if index not in parts}
+        for record in records.values():
+            link_or_copy(self._newest / record.name, temporary / record.name)
         for index, values in parts.items():
             records[index] = tensors.write(temporary / f"fragment-{index}.safetensors", values)
             reached(CrashPoint.WRITTEN)
