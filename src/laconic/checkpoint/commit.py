@@ -36,8 +36,7 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 _POLL_S = 0.1
 _NAME = re.compile(r"^step-(\d+)(\.old\d*)?$")
-_REMAINS = re.compile(rf"^(step-\d+(\.old\d*)?\.(tmp|removed\d*)|{LATEST}\.\w+\.tmp)$")
-"""The names of what an interrupted save or removal may leave; nothing of it is a checkpoint."""
+_REMAINS = re.compile(rf"^(step-\d+(\.old\d*)?{store.REMAINS}|{LATEST}\.\w+\.tmp)$")
 _OWN_FILES = (MANIFEST, ".metadata", "rank-00000.json")
 """Files by which a checkpoint is known, even if it has lost some of them."""
 _SMALL_BYTES = 2**20

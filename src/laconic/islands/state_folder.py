@@ -29,7 +29,7 @@ from laconic.store.folder import CrashPoint, DamagedError, FileRecord, reached
 MANIFEST = "manifest.json"
 _NAME = re.compile(
     r"(?P<state>start-(\d+)-step-\d+-island-(\d+)-shard-(\d+)-of-\d+)"
-    r"(?P<rest>\.tmp|\.removed\d*|(?:\.index|-fragment-\d+\.part)(?:\.[0-9a-f]+\.tmp)?|)"
+    rf"(?P<rest>{store.REMAINS}|(?:\.index|-fragment-\d+\.part)(?:\.[0-9a-f]+\.tmp)?|)"
 )
 """A state, or what an interrupted write or removal has left of it, or a file of an earlier release."""
 _OTHERS = ("run-*", "island-state-*", "slice-*")

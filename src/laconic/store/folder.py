@@ -32,6 +32,8 @@ from typing import Any, ClassVar, Self
 
 from laconic.store.files import remove, sync, write_text
 
+REMAINS = r"\.(?:tmp|removed\d*)"
+"""A pattern of the endings that an interrupted write or removal leaves at a store's name. Nothing of it is a store."""
 _MAX_THREADS = 8
 
 
