@@ -8,7 +8,7 @@ from torch import Tensor
 
 import laconic
 from laconic.codec import TopK
-from laconic.islands.all_reduce import CompressedAllReduce, IslandGroup
+from laconic.islands.all_reduce import IslandGroup, mean_over_islands
 from tests.support.launch import run_ranks
 
 NUMEL = 9001
@@ -38,8 +38,8 @@ def job_means() -> None:
     cluster = laconic.Cluster.of(laconic.init_mesh("cpu", islands=islands, nodes=1, local=1))
     codec = TopK(keep=KEEP)
     before = cluster.traffic.snapshot()
-    all_reduce = CompressedAllReduce(IslandGroup.of(cluster), codec, cluster.traffic)
-    mean = all_reduce.mean(vector(dist.get_rank()))
+    of = IslandGroup.of(cluster), codec, cluster.traffic
+    mean = mean_over_islands(vector(dist.get_rank()), *of)
     sent = (cluster.traffic.snapshot() - before).total("island", "outer", "sent")
     assert sent == mean.sent_bytes == (islands - 1) * codec.payload_bytes(NUMEL)
     expected = [largest(vector(island)) for island in range(islands)]
@@ -50,7 +50,7 @@ def job_means() -> None:
     assert all(torch.equal(theirs, mean.value) for theirs in everyone)
 
     holders = (torch.arange(NUMEL) % 3).float()  # none, one or two islands train a coordinate
-    divided = all_reduce.mean(vector(dist.get_rank()), holders)
+    divided = mean_over_islands(vector(dist.get_rank()), *of, divisor=holders)
     total = torch.stack(expected).sum(0)
     torch.testing.assert_close(
         divided.value, torch.where(holders > 0, total / holders.clamp(min=1), 0.0), rtol=1e-2, atol=1e-6

@@ -82,66 +82,71 @@ class IslandGroup:
         return [each.tolist() for each in told]
 
 
-class CompressedAllReduce:
-    """Means over a group of islands. Only one thread may use it: messages are matched by their order."""
+@torch.no_grad()
+def mean_over_islands(
+    values: Tensor,
+    islands: IslandGroup,
+    codec: Codec,
+    traffic: Traffic,
+    *,
+    divisor: Tensor | None = None,
+    weights: Sequence[int] | None = None,
+) -> Mean:
+    """Compute the mean of all islands' values. Collective over islands; blocks until the mean is there.
 
-    def __init__(self, islands: IslandGroup, codec: Codec, traffic: Traffic) -> None:
-        self._islands, self._traffic = islands, traffic
-        self._codec = codec if islands.size > 1 else CODECS["fp32"]  # one island sends nothing
+    One thread calls it for a group, in the same order on all islands. `divisor` divides the sums and is the same on
+    every island. Where it is zero, the mean is zero: no island trains the coordinate. Default: the number of islands.
+    `weights` has one number for each island, the same on every island. The mean is zero if all weights are. Default:
+    all weigh the same.
 
-    @torch.no_grad()
-    def mean(self, values: Tensor, divisor: Tensor | None = None, weights: Sequence[int] | None = None) -> Mean:
-        """Compute the mean of all islands' values. Collective over islands; blocks until the mean is there.
+    Shapes: values (numel,), fp32, on the host; divisor (numel,) -> value and sent (numel,), fp32.
+    Cost: 2 (I - 1) payloads of numel / I values out of and into this rank, with a sparse codec I - 1 payloads of numel
+        values, counted as "outer". One island alone sends nothing, and uses "fp32".
+    Raises: ValueError if the codec cannot encode a value, such as NaN; RuntimeError if a rank is lost.
+    """
+    began = time.perf_counter()
+    codec = codec if islands.size > 1 else CODECS["fp32"]
+    trips = _in_one_trip if codec.is_sparse else _in_two_trips
+    value, sent, sent_bytes = trips(values, islands, codec, divisor, _scales(weights))
+    traffic.count("island", "outer", sent_bytes=sent_bytes, received_bytes=sent_bytes)
+    took_s = time.perf_counter() - began
+    return Mean(value=value, sent=sent, sent_bytes=sent_bytes, num_islands=islands.size, took_s=took_s)
 
-        `divisor` divides the sums and is the same on every island. Where it is zero, the mean is zero: no island trains
-        the coordinate. Default: the number of islands. `weights` has one number for each island, the same on every
-        island. The mean is zero if all weights are. Default: all weigh the same.
 
-        Shapes: values (numel,), fp32, on the host; divisor (numel,) -> value and sent (numel,), fp32.
-        Cost: 2 (I - 1) payloads of numel / I values out of and into this rank, with a sparse codec I - 1 payloads of
-            numel values, counted as "outer".
-        Raises: ValueError if the codec cannot encode a value, such as NaN; RuntimeError if a rank is lost.
-        """
-        began = time.perf_counter()
-        reduce = self._in_one_trip if self._codec.is_sparse else self._in_two_trips
-        value, sent, sent_bytes = reduce(values, divisor, _scales(weights))
-        self._traffic.count("island", "outer", sent_bytes=sent_bytes, received_bytes=sent_bytes)
-        took_s = time.perf_counter() - began
-        return Mean(value=value, sent=sent, sent_bytes=sent_bytes, num_islands=self._islands.size, took_s=took_s)
+def _in_two_trips(
+    values: Tensor, islands: IslandGroup, codec: Codec, divisor: Tensor | None, scales: Sequence[float] | None
+) -> tuple[Tensor, Tensor, int]:
+    """The mean, what this island has sent, and the bytes: [Note: The two trips of an all-reduce]."""
+    size, numel = islands.size, values.numel()
+    part = -(-numel // size)
+    payload = Payload.of_rows(codec, size, part)
+    rows = _padded(values, size * part)
+    terms = CodedSum(islands, payload, _no_account, keeps_own=False)
+    total = CodedAllReduce(terms, islands, payload, _no_account, "outer").start_all_reduce(rows)
+    sent = torch.empty(size, part)
+    for row, message in enumerate(total.messages):  # so that no more than one part is there twice
+        for piece, decoded in payload.decode(row, message):
+            sent[row, piece.values] = decoded
+    own = None if divisor is None else _padded(divisor[islands.rank * part :][:part], part, 1.0)
+    total.send_back(scales, lambda sums: sums / size if own is None else _divided(sums, own))
+    total.finish()
+    return rows[:numel], sent.view(-1)[:numel], 2 * (size - 1) * payload.nbytes
 
-    def _in_two_trips(
-        self, values: Tensor, divisor: Tensor | None, scales: Sequence[float] | None
-    ) -> tuple[Tensor, Tensor, int]:
-        """The mean, what this island has sent, and the bytes: [Note: The two trips of an all-reduce]."""
-        size, numel = self._islands.size, values.numel()
-        part = -(-numel // size)
-        payload = Payload.of_rows(self._codec, size, part)
-        rows = _padded(values, size * part)
-        terms = CodedSum(self._islands, payload, _no_account, keeps_own=False)
-        total = CodedAllReduce(terms, self._islands, payload, _no_account, "outer").start_all_reduce(rows)
-        sent = torch.empty(size, part)
-        for row, message in enumerate(total.messages):  # so that no more than one part is there twice
-            for piece, decoded in payload.decode(row, message):
-                sent[row, piece.values] = decoded
-        own = None if divisor is None else _padded(divisor[self._islands.rank * part :][:part], part, 1.0)
-        total.send_back(scales, lambda sums: sums / size if own is None else _divided(sums, own))
-        total.finish()
-        return rows[:numel], sent.view(-1)[:numel], 2 * (size - 1) * payload.nbytes
 
-    def _in_one_trip(
-        self, values: Tensor, divisor: Tensor | None, scales: Sequence[float] | None
-    ) -> tuple[Tensor, Tensor, int]:
-        """The same of a sparse codec: [Note: A sparse mean]."""
-        size, numel = self._islands.size, values.numel()
-        payload = Payload.of_rows(self._codec, size, numel)
-        messages = Messages(self._islands, payload, _no_account, "outer")
-        messages.start(lambda piece: values[piece.values], values.device)
-        total, sent = torch.zeros(numel), torch.empty(0)
-        for island, _, decoded in messages.arrived():
-            total.add_(decoded, alpha=1.0 if scales is None else scales[island])
-            sent = decoded if island == self._islands.rank else sent
-        value = _divided(total, torch.full_like(total, size) if divisor is None else divisor)
-        return value, sent, (size - 1) * payload.nbytes
+def _in_one_trip(
+    values: Tensor, islands: IslandGroup, codec: Codec, divisor: Tensor | None, scales: Sequence[float] | None
+) -> tuple[Tensor, Tensor, int]:
+    """The same of a sparse codec: [Note: A sparse mean]."""
+    size, numel = islands.size, values.numel()
+    payload = Payload.of_rows(codec, size, numel)
+    messages = Messages(islands, payload, _no_account, "outer")
+    messages.start(lambda piece: values[piece.values], values.device)
+    total, sent = torch.zeros(numel), torch.empty(0)
+    for island, _, decoded in messages.arrived():
+        total.add_(decoded, alpha=1.0 if scales is None else scales[island])
+        sent = decoded if island == islands.rank else sent
+    value = _divided(total, torch.full_like(total, size) if divisor is None else divisor)
+    return value, sent, (size - 1) * payload.nbytes
 
 
 def _padded(values: Tensor, numel: int, filling: float = 0.0) -> Tensor:

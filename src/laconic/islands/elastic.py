@@ -51,7 +51,7 @@ from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import all_reduce
 from laconic.errors import JobError
 from laconic.islands.agreements import BEAT_S, NO_ROSTER, SILENCE_S, Agreements, Outcome, Roster, RunEndedError, Verdict
-from laconic.islands.all_reduce import CompressedAllReduce, IslandGroup, Mean
+from laconic.islands.all_reduce import IslandGroup, Mean, mean_over_islands
 from laconic.islands.entrance import Entrance, Listening, checksums, in_thread, pair, tell
 from laconic.islands.exchange import Beginning, Contribution, Exchange, Presence, diverged
 from laconic.islands.fragments import Position
@@ -121,11 +121,6 @@ class ElasticExchange(Exchange):
         return 0.95 * self._policy.timeout_s - self._register_s
 
     @property
-    def members(self) -> tuple[int, ...]:
-        """The members of the present roster, by the numbers that islands get as they come."""
-        return self._roster.members
-
-    @property
     def number(self) -> int:
         """See `Exchange.number`."""
         return self._number
@@ -133,7 +128,7 @@ class ElasticExchange(Exchange):
     @property
     def slot(self) -> int:
         """See `Exchange.slot`."""
-        return -1 if self.presence is Presence.OUTSIDE else self._roster.slots[self.members.index(self._number)]
+        return -1 if self.presence is Presence.OUTSIDE else self._roster.slots[self._roster.members.index(self._number)]
 
     # -- coming and going: [Note: Coming] ------------------------------------------------------------------------------
 
@@ -196,9 +191,9 @@ class ElasticExchange(Exchange):
         if self._watcher is not None:
             self._agreements.count_listening(1)
         while not means or not self._on_all_ranks(self._has_come(state)):
-            if means and lead not in self.members:
+            if means and lead not in self._roster.members:
                 raise JobError(f"island {lead} died while it told this one the state; start this island again")
-            others = [number for number in self.members if number != self._number]
+            others = [number for number in self._roster.members if number != self._number]
             self._wait_for(self._has_begun, others)  # they may be far away, and a try has a timeout
             fragment = self._round % len(self._fragments)
             nothing = torch.zeros_like(self._fragments[fragment].flat)
@@ -350,8 +345,7 @@ class ElasticExchange(Exchange):
 
     def _reduce(self, islands: IslandGroup, own: Contribution) -> tuple[list[int], Mean]:
         tokens = [told for (told,) in islands.gather(own.tokens)]
-        reduction = CompressedAllReduce(islands, self._codec, self._cluster.traffic)
-        return tokens, reduction.mean(own.values, None, tokens)
+        return tokens, mean_over_islands(own.values, islands, self._codec, self._cluster.traffic, weights=tokens)
 
     def _waiting(self, roster: Roster, action: Callable[[], _T]) -> _T:
         """Run what may wait for the other members: [Note: Waits that end].
@@ -419,8 +413,9 @@ class ElasticExchange(Exchange):
             self._watcher.roster = roster
 
     def _stalled(self, error: Exception | None) -> JobError:
+        living = len(self._roster.members)
         return JobError(
-            f"round {self._round} of the islands has failed again and again, although all {len(self.members)} live "
+            f"round {self._round} of the islands has failed again and again, although all {living} live "
             f"({error}); raise timeout_s={self._policy.timeout_s:g} above the seconds that a message takes, and see "
             "whether each island can reach all others (GLOO_SOCKET_IFNAME names the network to use)"
         )

@@ -33,7 +33,7 @@ from torch import Tensor
 from laconic.codec import Codec
 from laconic.comm.cluster import Cluster
 from laconic.errors import JobError
-from laconic.islands.all_reduce import CompressedAllReduce, IslandGroup, Mean
+from laconic.islands.all_reduce import IslandGroup, Mean, mean_over_islands
 from laconic.islands.fragments import Position
 from laconic.islands.outer_optimizer import OuterFragment
 
@@ -129,9 +129,8 @@ class Exchange:
         if bad:
             raise diverged(own, f"island {', '.join(bad)} (of 0 to {len(told) - 1}), so islands have sent nothing")
         weights = None if own.divisor is not None else [tokens for _, tokens in told]
-        return CompressedAllReduce(self._islands, self._codec, self._cluster.traffic).mean(
-            own.values, own.divisor, weights
-        )
+        traffic = self._cluster.traffic
+        return mean_over_islands(own.values, self._islands, self._codec, traffic, divisor=own.divisor, weights=weights)
 
     def settle(self) -> bool:
         """Wait until nobody reads the outer state. Returns whether this rank has kept every state so far."""

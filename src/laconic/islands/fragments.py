@@ -77,16 +77,6 @@ class SyncSchedule(Policy):
         is_any = position.rounds > 0 and position.since < self.overlap
         return position.rounds % self.fragments if is_any else None
 
-    def sends(self, step: int) -> int | None:
-        """Return the fragment that is sent after inner step `step`; None if there is none."""
-        if step < 1 or step % self.interval:
-            return None
-        return step // self.interval % self.fragments
-
-    def applies(self, step: int) -> int | None:
-        """Return the fragment whose mean is applied after inner step `step`; None if there is none."""
-        return self.sends(step - self.overlap)
-
 
 def fragment_of(names: Iterable[str], fragments: int, pattern: FragmentPattern = "strided") -> dict[str, int]:
     """Assign parameters to fragments by their layer, which is the first number in a parameter's name.

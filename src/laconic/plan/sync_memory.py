@@ -7,8 +7,9 @@ one process, shows the bytes per element.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from laconic.codec import CODECS
 from laconic.comm.traffic import Traffic
 from laconic.config import SyncConfig
-from laconic.islands.all_reduce import CompressedAllReduce, IslandGroup
+from laconic.islands.all_reduce import IslandGroup, Mean, mean_over_islands
 from laconic.islands.outer_optimizer import Holders, OuterFragment
 from laconic.islands.policies import OuterSGD
 from laconic.plan.recorder import Recorder
@@ -54,27 +55,27 @@ def _sync_memory(codec: str, islands: int, momentum: float, feedback: float, *, 
     parameters["slice"].requires_grad = not is_sliced
     for parameter in parameters.values():
         recorder.exclude(parameter)
-    all_reduce = CompressedAllReduce(_Alone(islands), CODECS[codec], Traffic())
+    mean_of = partial(mean_over_islands, islands=_Alone(islands), codec=CODECS[codec], traffic=Traffic())
     with torch.no_grad(), recorder:
         recorder.begin(0, is_backward=False)
         fragment = OuterFragment(parameters, OuterSGD(momentum=momentum), _Holders(islands, is_sliced=is_sliced))
         residual = torch.zeros_like(fragment.flat) if feedback else None
-        residual = _sync(fragment, all_reduce, residual, feedback)  # makes the momentum
+        residual = _sync(fragment, mean_of, residual, feedback)  # makes the momentum
         recorder.begin(1, is_backward=False)
-        residual = _sync(fragment, all_reduce, residual, feedback)
+        residual = _sync(fragment, mean_of, residual, feedback)
         recorder.end()
     (_, _, first), (_, _, second) = recorder.phases
     return SyncMemory(resting=first.end_bytes / _ELEMENTS, working=second.peak_bytes / _ELEMENTS)
 
 
 def _sync(
-    fragment: OuterFragment, all_reduce: CompressedAllReduce, residual: Tensor | None, feedback: float
+    fragment: OuterFragment, mean_of: Callable[..., Mean], residual: Tensor | None, feedback: float
 ) -> Tensor | None:
     """Do what `LocalSteps._send` and `LocalSteps._apply` do. Returns what the codec has lost."""
     message = fragment.pseudo_gradient()
     if residual is not None:
         message = message + feedback * residual
-    mean = all_reduce.mean(message, fragment.divisor)
+    mean = mean_of(message, divisor=fragment.divisor)
     if residual is not None:
         residual = message - mean.sent
     with torch.enable_grad():
