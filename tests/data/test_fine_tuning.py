@@ -64,7 +64,7 @@ class Oracle:
         """Losses, gradient norms, and the loss of the evaluation."""
         steps = [[c for row in self.rows(step, rows_per_step) for c in row] for step in range(STEPS)]
         limit = self.config.optimizer.max_grad_norm or 1e9
-        losses, norms = naive.train(self.model, make_optimizer(self.model, self.config), steps, limit)
+        losses, norms = naive.train(self.model, make_optimizer(self.model, self.config.optimizer), steps, limit)
         with torch.no_grad():
             held_out = naive.mean_loss(self.model, [*map(self.conversation, self.files.evaluation.documents)])
         return losses, norms, float(held_out)

@@ -112,7 +112,7 @@ def test_every_rule_can_be_asked_for() -> None:
 def test_workers_come_from_the_launch(tmp_path: Path) -> None:
     def workers(launched: int, **schedule: Any) -> int:
         ranks = RankInfo(rank=0, world_size=launched, local_rank=0, num_local=1, num_nodes=launched)
-        return num_workers(job(tmp_path, schedule=schedule, optimizer=FREE), ranks)
+        return num_workers(job(tmp_path, schedule=schedule, optimizer=FREE).schedule, ranks)
 
     assert workers(4) == 0
     assert workers(4, **CYCLIC) == workers(4, **CYCLIC, workers=4) == 4
@@ -155,7 +155,7 @@ def by_oracle(config: Config, workers: int) -> tuple[dict[str, Tensor], list[flo
 
     rule = Rule.named(config.schedule.rule, workers)
     clip = config.optimizer.max_grad_norm or None
-    oracle = Oracle(stages, loss_fn, make_stage_optimizer(config), rule, clip)
+    oracle = Oracle(stages, loss_fn, make_stage_optimizer(config.optimizer), rule, clip)
     assert config.data.cache is not None
     folder = data.prepare(config.data, load_tokenizer("bytes"), Path(config.data.cache))
     tokens = data.open_tokens(folder, config.data).train
@@ -367,4 +367,4 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
 def test_the_example_is_valid() -> None:
     config = load(Path(__file__).parents[2] / "examples" / "cyclic.toml")
     assert config.schedule.is_cyclic
-    assert num_workers(config, ranks(num_local=2)) == 2
+    assert num_workers(config.schedule, ranks(num_local=2)) == 2

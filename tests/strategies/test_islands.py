@@ -92,11 +92,11 @@ def test_every_codec_is_a_choice() -> None:
 
 def test_an_island_is_made_of_whole_nodes(tmp_path: Path) -> None:
     ranks = RankInfo(rank=0, world_size=12, local_rank=0, num_local=2, num_nodes=6)
-    assert num_islands(job(tmp_path), ranks) == 1
-    assert num_islands(job(tmp_path, sync=LOCAL), ranks) == 6
-    assert num_islands(job(tmp_path, sync={**LOCAL, "islands": 3}), ranks) == 3
+    assert num_islands(job(tmp_path).sync, ranks) == 1
+    assert num_islands(job(tmp_path, sync=LOCAL).sync, ranks) == 6
+    assert num_islands(job(tmp_path, sync={**LOCAL, "islands": 3}).sync, ranks) == 3
     with pytest.raises(JobError, match=r"sync\.islands = 4 does not divide the 6 nodes"):
-        num_islands(job(tmp_path, sync={**LOCAL, "islands": 4}), ranks)
+        num_islands(job(tmp_path, sync={**LOCAL, "islands": 4}).sync, ranks)
 
 
 @pytest.mark.parametrize(

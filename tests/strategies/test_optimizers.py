@@ -125,8 +125,8 @@ def test_hidden_matrices_and_the_rest(tmp_path: Path, name: str) -> None:
     """The optimizer takes hidden matrices, AdamW the rest at a rate of its own; only matrices decay."""
     settings: dict[str, Any] = {"name": name, "lr": 0.1, "adamw_lr": 0.01, "weight_decay": 0.3, "warmup_steps": 2}
     config = job(tmp_path, optimizer=settings)
-    optimizer = make_optimizer(model(), config)
-    assert set_learning_rates(optimizer, 0, config) == 0.05
+    optimizer = make_optimizer(model(), config.optimizer)
+    assert set_learning_rates(optimizer, 0, config.optimizer, config.train.steps) == 0.05
     groups = [
         (group["algorithm"], group["lr"], group["weight_decay"], [tuple(p.shape) for p in group["params"]])
         for group in optimizer.param_groups
@@ -140,15 +140,21 @@ def test_hidden_matrices_and_the_rest(tmp_path: Path, name: str) -> None:
 
 
 def test_settings_reach_the_optimizer(tmp_path: Path) -> None:
-    muon = make_optimizer(model(), job(tmp_path, optimizer={"name": "muon", "nesterov": False, "ns_steps": 3}))
+    muon = make_optimizer(
+        model(), job(tmp_path, optimizer={"name": "muon", "nesterov": False, "ns_steps": 3}).optimizer
+    )
     assert (muon.param_groups[0]["nesterov"], muon.param_groups[0]["ns_steps"]) == (False, 3)
-    shampoo = make_optimizer(model(), job(tmp_path, optimizer={"name": "shampoo", "grafting": "sgd", "eps": 1e-4}))
+    shampoo = make_optimizer(
+        model(), job(tmp_path, optimizer={"name": "shampoo", "grafting": "sgd", "eps": 1e-4}).optimizer
+    )
     assert (shampoo.param_groups[0]["grafting"], shampoo.param_groups[0]["grafting_eps"]) == ("sgd", 1e-4)
     assert shampoo.param_groups[1]["eps"] == 1e-4
-    eight = make_optimizer(model(), job(tmp_path, optimizer={"name": "adamw8bit", "betas": [0.5, 0.6]}))
+    eight = make_optimizer(model(), job(tmp_path, optimizer={"name": "adamw8bit", "betas": [0.5, 0.6]}).optimizer)
     assert [group["betas"] for group in eight.param_groups] == [(0.5, 0.6)] * 2
 
 
 def test_a_model_without_hidden_matrices_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has none that trains"):
-        make_optimizer(nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4)), job(tmp_path, optimizer={"name": "muon"}))
+        make_optimizer(
+            nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4)), job(tmp_path, optimizer={"name": "muon"}).optimizer
+        )

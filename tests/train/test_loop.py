@@ -236,7 +236,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks(tmp_path: Path) -> None:
 def test_matrices_decay_and_vectors_do_not(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 1))
     model[2].requires_grad_(False)
-    optimizer = make_optimizer(model, job(tmp_path, optimizer={"weight_decay": 0.3}))
+    optimizer = make_optimizer(model, job(tmp_path, optimizer={"weight_decay": 0.3}).optimizer)
     shapes = {group["weight_decay"]: [tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups}
     assert shapes == {0.3: [(3, 2)], 0.0: [(3,), (3,), (3,)]}
 

@@ -29,7 +29,7 @@ def predict(
         ConfigError: the cluster file lacks a figure that these ranks need.
         TraceError: the model cannot be traced, and there is no formula for it.
     """
-    cluster = fitting_cluster(base, cluster, nodes=nodes, local=local)
+    cluster = fitting_cluster(cluster, nodes=nodes, local=local)
     traced: dict[str, Predictor] = {}
     found: list[Prediction | None] = []
     for case in cases:

@@ -26,6 +26,7 @@ from laconic.contestants.deepspeed_setup import (
 from laconic.contestants.deepspeed_state import Partitions, local_part
 from laconic.data.batches import Batch
 from laconic.hf.models import materialize
+from laconic.shard.policies import Precision
 from laconic.strategies.memory import local_nbytes, state_nbytes
 from laconic.strategies.optimizers import make_optimizer
 from laconic.strategies.stepper import NotFiniteError, Save, Stepper, StepResult
@@ -51,10 +52,10 @@ class DeepSpeedStepper(Stepper):
         materialize(model, config.model, device)
         settings = zero_3(config, ranks, Sizes.of(model))
         parts = {id(p): local_part(p, ranks.rank, ranks.world_size) for p in model.parameters() if p.requires_grad}
-        self.optimizer = make_optimizer(model, config)
+        self.optimizer = make_optimizer(model, config.optimizer)
         groups = [{"params": list(group["params"])} for group in self.optimizer.param_groups]
         with _kept_buffers(model):  # DeepSpeed would round them, too
-            _round(model, config)
+            _round(model, config.shard.policy.precision)
             deepspeed.zero.Init(module=model, config_dict_or_path=settings)
             self._engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)
         self._zero = self._engine.optimizer
@@ -140,9 +141,9 @@ class DeepSpeedStepper(Stepper):
 
 
 @torch.no_grad()
-def _round(model: nn.Module, config: Config) -> None:
+def _round(model: nn.Module, precision: Precision) -> None:
     """Give parameters the dtype in which they are gathered; `Partitions` has the trainable ones in float32."""
-    if config.shard.policy.precision.param_dtype == "bfloat16":
+    if precision.param_dtype == "bfloat16":
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
 

@@ -60,7 +60,7 @@ def shard_inside_islands(
     model: nn.Module, config: Config, ranks: RankInfo, device: torch.device
 ) -> tuple[nn.Module, None]:
     """FSDP2 over the ranks of each island: see `parallelize`."""
-    islands = num_islands(config, ranks)
+    islands = num_islands(config.sync, ranks)
     mesh = make_mesh(device.type, (islands, ranks.world_size // islands), ("island", "shard"))
     return shard_by_fsdp2(model, config, device, mesh["shard"])
 
@@ -77,7 +77,7 @@ class TorchftStepper(Simultaneous):
         """
         torchft, local_sgd = import_torchft()
         super().__init__(model, config, ranks, device)
-        sync, islands = config.sync, num_islands(config, ranks)
+        sync, islands = config.sync, num_islands(config.sync, ranks)
         schedule, rates = sync.policy.schedule, sync.policy.outer
         self._interval, self._num_steps_taken = schedule.interval, 0
         self.steps_per_sync = self._interval

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.codec.linear import quantize_
-from laconic.config import Config, JobError, LoraConfig, ModelConfig
+from laconic.config import JobError, LoraConfig, ModelConfig
 from laconic.hf.folder import ModelFolder
 from laconic.hf.layers import base_model, layers_to_shard
 from laconic.hf.lora import (
@@ -78,7 +78,7 @@ def build_model(config: ModelConfig, lora: LoraConfig | None = None, *, device: 
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, config: Config | ModelConfig, device: torch.device | str) -> int:
+def materialize(model: nn.Module, config: ModelConfig, device: torch.device | str) -> int:
     """Give a model from `build_model`, sharded or not, its values on `device`. Every rank calls it.
 
     With `model.path` each rank reads its own part from the folder. Otherwise the values are drawn, equal for equal
@@ -87,7 +87,6 @@ def materialize(model: nn.Module, config: Config | ModelConfig, device: torch.de
     Raises:
         ModelFolderError: the folder does not fit the model; the message lists the tensors.
     """
-    config = config.model if isinstance(config, Config) else config
     base = base_model(model)
     layers = layers_to_shard(model)
     model.to_empty(device=device)

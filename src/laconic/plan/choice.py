@@ -231,7 +231,7 @@ def _changes(predictor: Predictor) -> list[tuple[str, Predictor]]:
     return found
 
 
-def fitting_cluster(config: Config, cluster: ClusterSpec, *, nodes: int, local: int) -> ClusterSpec:
+def fitting_cluster(cluster: ClusterSpec, *, nodes: int, local: int) -> ClusterSpec:
     """The cluster with the nodes and ranks of a launch.
 
     Raises:

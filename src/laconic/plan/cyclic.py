@@ -30,7 +30,7 @@ class CyclicProgram(WrittenProgram):
             raise ConfigError(
                 "the cyclic schedule on one rank sends nothing; `laconic plan cyclic` shows its time steps"
             )
-        workers = num_workers(config, first_rank(cluster))
+        workers = num_workers(config.schedule, first_rank(cluster))
         self._schedule = Schedule(
             Rule.named(settings.rule, workers), settings.states, has_norm=config.optimizer.max_grad_norm > 0
         )

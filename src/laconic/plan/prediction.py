@@ -97,7 +97,7 @@ class Predictor:
         machine = Machine(self.cluster, device_type=self.device_type, keeps_spans=keeps_spans)
         program = registry.load(candidate.predict)(machine, job, work, shape)
         train = job.train
-        batches = num_workers(job, first_rank(self.cluster)) or train.accumulation * self.cluster.ranks
+        batches = num_workers(job.schedule, first_rank(self.cluster)) or train.accumulation * self.cluster.ranks
         return read_program(
             program, machine, strategy=candidate.name, label=candidate.label, is_peer=not candidate.is_own,
             inexact=candidate.inexact or program.inexact,
@@ -112,7 +112,7 @@ class Predictor:
             ConfigError: there are more.
             JobError: the ranks do not fit.
         """
-        workers = num_workers(job, first_rank(self.cluster))
+        workers = num_workers(job.schedule, first_rank(self.cluster))
         blocks = len(self._trace(self.config).units) + 1  # in any precision; most jobs have traced their own already
         if workers > blocks:
             raise ConfigError(f"{workers} workers need as many blocks, and the model has {blocks}; start fewer ranks")

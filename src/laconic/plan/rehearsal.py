@@ -198,7 +198,7 @@ def _trainer_on(recorder: Recorder, model: nn.Module) -> Iterator[None]:
     def make_slab(nbytes: int, device: torch.device, *, num_local: int = 1) -> Tensor:
         return recorder.put_on_host(hidden_tensor(nbytes, dtype=torch.uint8))
 
-    def apart(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, mesh: Any) -> Any:
+    def apart(model: nn.Module, optimizer: torch.optim.Optimizer, *_: object) -> Any:
         """Islands that take steps on their own; their syncs are no part of a step."""
         for unit in units_below(model):
             for bucket in unit.buckets:

@@ -36,7 +36,7 @@ def check_job(config: Config, ranks: RankInfo, device_type: str | None = None) -
         _check_cyclic(config)
         check_workers(config, ranks)
     _refuse_if(
-        config.shard.audit_every > 0 and ranks.world_size == num_islands(config, ranks),
+        config.shard.audit_every > 0 and ranks.world_size == num_islands(config.sync, ranks),
         f"shard.audit_every = {config.shard.audit_every} compares ranks that share a model, but each island has one "
         "rank; leave it out",
     )
@@ -49,7 +49,7 @@ def check_workers(config: Config, ranks: RankInfo) -> None:
         JobError: the ranks do not fit; the gradient norm is clipped, but is not known in time under the rule; shared
             stages do not allow the rule; or memory is measured on several ranks.
     """
-    workers = num_workers(config, ranks)
+    workers = num_workers(config.schedule, ranks)
     rule, limit = config.schedule.rule, config.optimizer.max_grad_norm
     allowed = [name for name in reversed(RULES) if Rule.named(name, workers).allows_global_norm]
     _refuse_if(

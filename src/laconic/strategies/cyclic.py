@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from laconic.comm.cluster import make_mesh
 from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
-from laconic.config import Config, JobError
+from laconic.config import Config, JobError, ScheduleConfig
 from laconic.cyclic import CyclicDataParallel, cut
 from laconic.data.batches import Batch
 from laconic.hf.layers import base_model
@@ -25,13 +25,13 @@ from laconic.strategies.optimizers import make_stage_optimizer
 from laconic.strategies.stepper import NotFiniteError, Save, Stepper, StepResult
 
 
-def num_workers(config: Config, ranks: RankInfo) -> int:
+def num_workers(schedule: ScheduleConfig, ranks: RankInfo) -> int:
     """The number of workers of this launch, which is also the number of stages; 0 without a cyclic schedule.
 
     Raises:
         JobError: the number of ranks does not fit schedule.states and schedule.workers.
     """
-    schedule, launched = config.schedule, ranks.world_size
+    launched = ranks.world_size
     if not schedule.is_cyclic:
         return 0
     if launched == 1:
@@ -69,14 +69,14 @@ class CyclicStepper(Stepper):
         schedule = config.schedule
         materialize(model, config.model, device)
         self.module = model
-        self.num_workers = num_workers(config, ranks)
+        self.num_workers = num_workers(config.schedule, ranks)
         self.stages = self._cut(config, cyclic_checkpoint.saved_cut(saved, self.num_workers))
         self.blocks_by_stage = [stage.num_blocks for stage in self.stages]
         mesh = make_mesh(device.type, (ranks.world_size,)) if ranks.world_size > 1 else None
         self.run = CyclicDataParallel(
             self.stages,
             _loss_fn(model),
-            make_stage_optimizer(config),
+            make_stage_optimizer(config.optimizer),
             mesh,
             max_grad_norm=config.optimizer.max_grad_norm or None,
             **schedule.pick("rule", "states", "stagger"),

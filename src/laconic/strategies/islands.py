@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
 from laconic.comm.launch import RankInfo
-from laconic.config import Config, JobError, SyncConfig
+from laconic.config import JobError, SyncConfig
 from laconic.islands.local_steps import LocalSteps
 from laconic.islands.membership import Membership
 from laconic.islands.outer_optimizer import check_slices
@@ -27,13 +27,12 @@ RUN_ID = "run-id"
 """The file of the output folder with the name of the run."""
 
 
-def num_islands(config: Config, ranks: RankInfo) -> int:
+def num_islands(sync: SyncConfig, ranks: RankInfo) -> int:
     """The number of islands of this launch; 1 with sync.mode `every-step` or sync.rendezvous.
 
     Raises:
         JobError: islands would have unequal sizes, or there are more slices than islands.
     """
-    sync = config.sync
     if not sync.is_local or sync.rendezvous is not None:
         return 1
     islands = sync.islands if sync.islands is not None else ranks.num_nodes
@@ -51,28 +50,29 @@ def num_islands(config: Config, ranks: RankInfo) -> int:
     return islands
 
 
-def num_launches(config: Config) -> int:
+def num_launches(sync: SyncConfig) -> int:
     """The number of launches that share a global batch: with sync.rendezvous the islands that start, else 1."""
-    return 1 if config.sync.rendezvous is None else config.sync.islands or 1
+    return 1 if sync.rendezvous is None else sync.islands or 1
 
 
 def make_local_steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, mesh: DeviceMesh
+    model: nn.Module, optimizer: torch.optim.Optimizer, sync: SyncConfig, output: Path, mesh: DeviceMesh
 ) -> LocalSteps:
     """Wrap the inner optimizer. Collective: islands start from equal parameters, or from their last sync.
+
+    `output` is the run's output folder.
 
     Raises:
         ValueError: the model cannot be divided into these fragments, or has no trainable parameter; or a rank cannot
             write into the folder sync.recovery.
     """
-    sync = config.sync
     return LocalSteps(
         model,
         optimizer,
         mesh=mesh,
         policy=sync.policy,
         recovery=_recovery_folder(sync),
-        run_id=sync.run_id if sync.rendezvous is not None else _run_id(config),
+        run_id=sync.run_id if sync.rendezvous is not None else _run_id(sync, output),
         membership=_membership(sync),
     )
 
@@ -89,14 +89,14 @@ def _recovery_folder(sync: SyncConfig) -> Path | None:
     return None if sync.recovery is None else Path(os.path.expandvars(sync.recovery)).expanduser()
 
 
-def _run_id(config: Config) -> str | None:
+def _run_id(sync: SyncConfig, output: Path) -> str | None:
     """The name of the run, which rank 0 keeps in the output folder; None without sync.recovery. Collective.
 
     A run whose output folder is new has a new name, so it does not go on from what another run has left on a machine.
     """
-    if config.sync.recovery is None:
+    if sync.recovery is None:
         return None
-    path = Path(config.train.output) / RUN_ID
+    path = output / RUN_ID
 
     def read() -> str:
         name = path.read_text(encoding="ascii", errors="replace").strip() if path.exists() else ""
@@ -115,27 +115,28 @@ def _run_id(config: Config) -> str | None:
 # -- slices of partial updates -----------------------------------------------------------------------------------------
 
 
-def slice_model(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
+def slice_model(model: nn.Module, sync: SyncConfig, output: Path, mesh: DeviceMesh) -> None:
     """Make this island train its slice only, before the model is sharded. Collective.
+
+    `output` is the run's output folder.
 
     Raises:
         ValueError: the model cannot be divided into sync.slices slices.
     """
-    sync = config.sync
     if sync.slices == 1:
         return
-    recovered = RankGroup().gather(_recovered_slice(config))
+    recovered = RankGroup().gather(_recovered_slice(sync, output))
     first_ranks = mesh.mesh.flatten(1)[:, 0].tolist()
     slices = assign_slices([recovered[rank] for rank in first_ranks], sync.slices)
     slice_index = slices[Cluster.of(mesh).island_rank]
     partial_updates(model, slice_index=slice_index, num_slices=sync.slices, include=sync.slice_include)
 
 
-def _recovered_slice(config: Config) -> int | None:
+def _recovered_slice(sync: SyncConfig, output: Path) -> int | None:
     """The slice that this machine trained at its last sync; None if it has kept no sync. Collective."""
-    folder, run = _recovery_folder(config.sync), _run_id(config)
+    folder, run = _recovery_folder(sync), _run_id(sync, output)
     slices = None if folder is None or run is None else trained_slices(folder, run)
-    return slices[0] if slices and slices[0] < config.sync.slices else None
+    return slices[0] if slices and slices[0] < sync.slices else None
 
 
 def assign_slices(recovered: Sequence[int | None], num_slices: int) -> list[int]:

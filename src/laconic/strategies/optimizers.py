@@ -8,19 +8,18 @@ import torch
 from torch import nn
 
 from laconic import optim
-from laconic.config import Config, JobError, OptimizerConfig
+from laconic.config import JobError, OptimizerConfig
 from laconic.strategies.learning_rates import lr_at
 
 _Group = dict[str, Any]
 
 
-def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer of the trainable parameters. Weight decay is for parameters of two dimensions and more.
 
     Raises:
         JobError: the optimizer is for the matrices of hidden layers, and none of the model's trains.
     """
-    settings = config.optimizer
     adamw = settings.pick("betas", "eps")
     if settings.name in ("adamw", "adamw8bit"):
         groups = _by_decay([parameter for parameter in model.parameters() if parameter.requires_grad], settings)
@@ -41,18 +40,19 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     return optim.Shampoo(groups, grafting_eps=settings.eps, **settings.pick(*keys))
 
 
-def make_stage_optimizer(config: Config) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+def make_stage_optimizer(settings: OptimizerConfig) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
     """A function from a stage's parameters to their optimizer, for `adamw` and `adamw8bit`."""
-    return lambda parameters: make_optimizer(nn.ParameterList(parameters), config)
+    return lambda parameters: make_optimizer(nn.ParameterList(parameters), settings)
 
 
-def set_learning_rates(optimizer: torch.optim.Optimizer, step: int, config: Config) -> float:
+def set_learning_rates(
+    optimizer: torch.optim.Optimizer, step: int, settings: OptimizerConfig, total_steps: int
+) -> float:
     """Set every group's learning rate for step `step`, counted from 0; return the rate that follows `optimizer.lr`."""
-    settings, total = config.optimizer, config.train.steps
     adamw = replace(settings, lr=settings.adamw_lr) if settings.adamw_lr is not None else settings
     for group in optimizer.param_groups:
-        group["lr"] = lr_at(step, adamw if group.get("algorithm") == "adamw" else settings, total_steps=total)
-    return lr_at(step, settings, total_steps=total)
+        group["lr"] = lr_at(step, adamw if group.get("algorithm") == "adamw" else settings, total_steps=total_steps)
+    return lr_at(step, settings, total_steps=total_steps)
 
 
 def _by_decay(parameters: list[nn.Parameter], settings: OptimizerConfig, **group: Any) -> list[_Group]:

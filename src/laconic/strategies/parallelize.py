@@ -7,6 +7,7 @@ collectives that are as good as NCCL's: [Note: The strongest baseline] in ring.p
 
 import inspect
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,12 +53,12 @@ def on_engine(
     model: nn.Module, config: Config, ranks: RankInfo, device: torch.device
 ) -> tuple[nn.Module, DeviceMesh | None]:
     """The engine: see `parallelize`."""
-    mesh = laconic.init_mesh(device.type, islands=num_islands(config, ranks))
-    slice_model(model, config, mesh)
+    mesh = laconic.init_mesh(device.type, islands=num_islands(config.sync, ranks))
+    slice_model(model, config.sync, Path(config.train.output), mesh)
     policies = shard_policy(config.shard, config.optimizer).arguments()
     precision = mixed_precision(config.shard, config.model)
     _fully_shard(model, laconic.fully_shard, {**policies, "mesh": mesh, "mp_policy": precision})
-    _fill(model, config, device)
+    _fill(model, config.model, device, compiles=config.train.compile)
     return model, mesh
 
 
@@ -86,7 +87,7 @@ def hsdp(model: nn.Module, config: Config, ranks: RankInfo, device: torch.device
 
 def ddp(model: nn.Module, config: Config, ranks: RankInfo, device: torch.device) -> tuple[nn.Module, None]:
     """DDP: see `parallelize`."""
-    _fill(model, config, device)
+    _fill(model, config.model, device, compiles=config.train.compile)
     wrapped = DistributedDataParallel(
         model,
         device_ids=None if device.type == "cpu" else [device],
@@ -111,13 +112,13 @@ def shard_by_fsdp2(
     _fully_shard(model, fully_shard, {**common, "mesh": mesh, **arguments})
     if device.type == "cpu" and with_rings:
         use_rings([model, *layers_to_shard(model)])
-    _fill(model, config, device)
+    _fill(model, config.model, device, compiles=config.train.compile)
     return model, None
 
 
-def _fill(model: nn.Module, config: Config, device: torch.device) -> None:
-    materialize(model, config.model, device)
-    if config.train.compile:
+def _fill(model: nn.Module, section: ModelConfig, device: torch.device, *, compiles: bool) -> None:
+    materialize(model, section, device)
+    if compiles:
         compile_layers(model)
 
 

@@ -44,15 +44,15 @@ class Simultaneous(Stepper):
         self._forward_module, mesh = parallelize(model, config, ranks, device)
         self._engine: Any = model if mesh is not None else None
         self._syncs_always = registry.named(config.shard.strategy).reduces_always
-        self.optimizer = make_optimizer(model, config)
+        self.optimizer = make_optimizer(model, config.optimizer)
         self.local: LocalSteps | None = None
         """The wrapper of the optimizer that synchronises islands; None without islands."""
         self._has_islands = config.sync.is_local
         if config.sync.is_local and mesh is not None:
-            self.local = make_local_steps(model, self.optimizer, config, mesh)
-        self._ranks, self._num_launches = ranks, num_launches(config)
+            self.local = make_local_steps(model, self.optimizer, config.sync, Path(config.train.output), mesh)
+        self._ranks, self._num_launches = ranks, num_launches(config.sync)
         self.num_workers, self.workers = ranks.world_size * self._num_launches, range(ranks.rank, ranks.rank + 1)
-        ranks_per_island = ranks.world_size // num_islands(config, ranks)
+        ranks_per_island = ranks.world_size // num_islands(config.sync, ranks)
         first_peer = ranks.rank // ranks_per_island * ranks_per_island
         self.peers = range(first_peer, first_peer + ranks_per_island)
         self.steps_per_sync = self.local.schedule.interval if self.local else None

@@ -67,7 +67,7 @@ def run(config: Config) -> dict[str, Any]:
         ending_with_launcher(),
         process_group(ranks, device, config.train.timeout_s) as group,
         failing_together(ranks.world_size),
-        _saves_as_job_errors(config),
+        _saves_as_job_errors(config.train.output),
         contextlib.ExitStack() as lock,
     ):
         peers = RankGroup(group)
@@ -102,13 +102,13 @@ def key_of(config: Config, filename: object) -> str | None:
 
 
 @contextlib.contextmanager
-def _saves_as_job_errors(config: Config) -> Iterator[None]:
+def _saves_as_job_errors(output: str) -> Iterator[None]:
     """Turn the error of a checkpoint that could not be written, on all ranks, into a JobError."""
     try:
         yield
     except CheckpointError as error:
         raise JobError(
-            f"cannot write a checkpoint into {config.train.output!r}: {error}; make room there or mend the folder, and "
+            f"cannot write a checkpoint into {output!r}: {error}; make room there or mend the folder, and "
             "go on with --train.resume auto"
         ) from error
 
@@ -126,8 +126,8 @@ class Trainer:
         self.peers = RankGroup(group)
         self.output = Path(config.train.output)
         self.console = Console(stderr=False, quiet=not ranks.is_main)
-        self.peers.agree(lambda: prepare.open_output(config), only=ranks.is_first_on_node)
-        self.peers.agree(lambda: prepare.check_wandb(config), only=ranks.is_main)
+        self.peers.agree(lambda: prepare.open_output(config.train), only=ranks.is_first_on_node)
+        self.peers.agree(lambda: prepare.check_wandb(config.log), only=ranks.is_main)
         tokenizer = self.peers.agree(lambda: load_tokenizer(config.data.tokenizer))
         assert tokenizer is not None
         config = prepare.with_vocabulary(config, tokenizer)
@@ -137,7 +137,7 @@ class Trainer:
         model = self.peers.agree(lambda: prepare.build_checked(config, tokenizer))  # shapes only, before the slow parts
         assert model is not None
         corpus = prepare.open_corpus(config, tokenizer, self.peers, ranks, self.console)
-        self._write("the tokenizer's files", lambda: prepare.keep_tokenizer(config))
+        self._write("the tokenizer's files", lambda: prepare.keep_tokenizer(config.data, self.output))
         self.config = config = prepare.with_steps(config, corpus, ranks)
         with prepare.as_job_error():
             self.stepper = self._make_stepper(model)
@@ -174,7 +174,7 @@ class Trainer:
             make = registry.load(registry.named(self.config.shard.strategy).stepper)
             return make(model, self.config, self.ranks, self.device)
         resumes = self.config.train.resume != "never" and self.ranks.is_main
-        saved = self.peers.broadcast(newest_cut(prepare.checkpoints_to_load(self.config)) if resumes else None)
+        saved = self.peers.broadcast(newest_cut(prepare.checkpoints_to_load(self.config.train)) if resumes else None)
         stepper = CyclicStepper(model, self.config, self.ranks, self.device, saved)
         self.console.print(f"cut into stages of {stepper.blocks_by_stage} blocks", highlight=False)
         return stepper
@@ -292,7 +292,8 @@ class Trainer:
             self.device, config.shard.policy.precision.param_dtype or config.model.dtype
         )
         needed = flops_per_token(self.stepper.module, config.data.sequence_length)
-        return None if peak is None or needed is None else self.ranks.world_size * num_launches(config) * peak / needed
+        ranks = self.ranks.world_size * num_launches(config.sync)
+        return None if peak is None or needed is None else ranks * peak / needed
 
     def _step(self, step: int) -> StepRecord:
         """Take one optimizer step, the `step`-th of the run, counted from 0."""
@@ -304,7 +305,8 @@ class Trainer:
         config = self.config
         self.meter.fetch()
         batches = [batch.to(self.device) for batch in self.batches.step(step)]
-        lr = set_learning_rates(self.stepper.optimizer, step - self.stepper.num_skipped, config)
+        taken = step - self.stepper.num_skipped
+        lr = set_learning_rates(self.stepper.optimizer, taken, config.optimizer, config.train.steps)
         torch.manual_seed(_step_seed(config.train.seed, step, self.ranks.rank))
         self.stepper.begin()
         self.meter.start()

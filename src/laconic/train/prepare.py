@@ -17,7 +17,7 @@ from torch import nn
 from laconic.checkpoint import commit
 from laconic.comm.agreement import RankGroup
 from laconic.comm.launch import RankInfo
-from laconic.config import Config, JobError, from_dict, to_dict, to_toml
+from laconic.config import Config, DataConfig, JobError, LogConfig, TrainConfig, from_dict, to_dict, to_toml
 from laconic.data import arrays, tokens
 from laconic.data.batches import TrainingData
 from laconic.extras import how_to_install
@@ -39,14 +39,14 @@ CHECKPOINTS = "checkpoints"
 CONFIGURATION = "config.toml"
 
 
-def open_output(config: Config) -> None:
+def open_output(train: TrainConfig) -> None:
     """Create the output folder.
 
     Raises:
         JobError: the folder cannot be written, or has results of a run and train.resume is "never"; or train.resume
             names a folder without a checkpoint.
     """
-    output = Path(config.train.output)
+    output = Path(train.output)
     try:
         output.mkdir(parents=True, exist_ok=True)
         probe = output / f".writable-{os.getpid()}"
@@ -54,14 +54,14 @@ def open_output(config: Config) -> None:
         probe.unlink()
     except OSError as error:
         raise JobError(f"train.output = {str(output)!r} cannot be written: {error}; choose another folder") from error
-    if config.train.resume == "never" and (results := _results_of_a_run(output)):
+    if train.resume == "never" and (results := _results_of_a_run(output)):
         raise JobError(
             f"train.output = {str(output)!r} already holds {' and '.join(results)} of a run; go on with that run with "
             "--train.resume auto, choose another folder, or remove them"
         )
-    if config.train.resume not in ("never", "auto") and not commit.candidates(checkpoints_to_load(config)):
+    if train.resume not in ("never", "auto") and not commit.candidates(checkpoints_to_load(train)):
         raise JobError(
-            f"train.resume = {config.train.resume!r} holds no checkpoint; give the output folder of a run, one of its "
+            f"train.resume = {train.resume!r} holds no checkpoint; give the output folder of a run, one of its "
             "step-N folders, 'auto' or 'never'"
         )
 
@@ -77,22 +77,22 @@ def _results_of_a_run(output: Path) -> list[str]:
     return [name for name, is_there in found.items() if is_there]
 
 
-def checkpoints_to_load(config: Config) -> Path:
+def checkpoints_to_load(train: TrainConfig) -> Path:
     """The folder of the checkpoints to go on from: the run's own if there are any, else what train.resume names."""
-    own = Path(config.train.output) / CHECKPOINTS
-    if config.train.resume in ("never", "auto") or commit.candidates(own):
+    own = Path(train.output) / CHECKPOINTS
+    if train.resume in ("never", "auto") or commit.candidates(own):
         return own
-    given = Path(str(config.train.resume))
+    given = Path(str(train.resume))
     return given / CHECKPOINTS if os.path.isdir(given / CHECKPOINTS) else given
 
 
-def check_wandb(config: Config) -> None:
+def check_wandb(log: LogConfig) -> None:
     """Import the package wandb, if the job needs it.
 
     Raises:
         JobError: the package cannot be imported.
     """
-    if config.log.wandb:
+    if log.wandb:
         try:
             importlib.import_module("wandb")
         except ImportError as error:
@@ -100,13 +100,13 @@ def check_wandb(config: Config) -> None:
             raise JobError(f"log.wandb = true needs the package wandb ({error}): {advice}") from error
 
 
-def keep_tokenizer(config: Config) -> None:
-    """Write the tokenizer's files into the output folder, for exports.
+def keep_tokenizer(data: DataConfig, output: Path) -> None:
+    """Write the tokenizer's files into the output folder `output`, for exports.
 
     Raises:
         JobError: the tokenizer's folder, or the file data.chat_template, is gone.
     """
-    save_tokenizer(config.data.tokenizer, Path(config.train.output) / KEPT, chat_template=config.data.chat_template)
+    save_tokenizer(data.tokenizer, output / KEPT, chat_template=data.chat_template)
 
 
 def with_steps(config: Config, corpus: TrainingData, ranks: RankInfo) -> Config:
@@ -114,7 +114,7 @@ def with_steps(config: Config, corpus: TrainingData, ranks: RankInfo) -> Config:
     train = config.train
     if train.epochs is None:
         return config
-    workers = num_workers(config, ranks) or ranks.world_size * num_launches(config)
+    workers = num_workers(config.schedule, ranks) or ranks.world_size * num_launches(config.sync)
     rows_per_step = train.micro_batch_size * train.accumulation * workers
     steps = max(1, math.ceil(train.epochs * corpus.steps_per_epoch(rows_per_step)))
     return replace(config, train=replace(train, steps=steps, epochs=None))
@@ -137,10 +137,10 @@ def show_configuration(config: Config, ranks: RankInfo, device_type: str, consol
     """Print the launch, and the place of the effective configuration."""
     launch = f"{ranks.num_nodes} nodes x {ranks.num_local} ranks, {device_type}"
     if config.schedule.is_cyclic:
-        launch += f", {num_workers(config, ranks)} workers one after the other by {config.schedule.rule}"
+        launch += f", {num_workers(config.schedule, ranks)} workers one after the other by {config.schedule.rule}"
     if config.sync.is_local:
         every, codec = config.sync.policy.schedule.every, config.sync.policy.coding.codec
-        launch += f", {num_islands(config, ranks)} islands that sync every {every} steps in {codec}"
+        launch += f", {num_islands(config.sync, ranks)} islands that sync every {every} steps in {codec}"
     crossings = shard_policy(config.shard, config.optimizer).wire
     if not crossings.is_exact:
         launch += f", weights cross in {crossings.weights} and gradients in {crossings.gradients}"
@@ -211,7 +211,7 @@ def resume(stepper: Stepper, config: Config, peers: RankGroup, console: Console)
     Raises:
         JobError: the checkpoint belongs to another job.
     """
-    checkpoints = checkpoints_to_load(config)
+    checkpoints = checkpoints_to_load(config.train)
     newest = peers.broadcast(newest_step(checkpoints) if peers.rank == 0 else 0)
     if stepper.recovered_steps and stepper.recovered_steps > newest:
         console.print(f"going on from the sync of islands after step {stepper.recovered_steps}", highlight=False)
@@ -275,7 +275,7 @@ def with_strategy(config: Config, ranks: RankInfo, device_type: str, peers: Rank
 
     def plan() -> dict[str, Any]:
         cluster = load_cluster(str(config.shard.cluster))
-        cluster = fitting_cluster(config, cluster, nodes=ranks.num_nodes, local=ranks.num_local)
+        cluster = fitting_cluster(cluster, nodes=ranks.num_nodes, local=ranks.num_local)
         names = [name for name, each in CANDIDATES.items() if (each.sync is not None) is config.sync.is_local]
         try:
             choice = choose(Predictor(config, cluster, device_type=device_type), names=names)

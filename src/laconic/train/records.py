@@ -141,7 +141,7 @@ def summarise(config: Config, ranks: RankInfo, model: nn.Module, steps: Sequence
     values = {key: [getattr(step, key) for step in steps] for key in (*_LISTS, *_PEAKS)}
     return {
         "strategy": "cyclic" if is_cyclic else config.shard.strategy,
-        "islands": num_islands(config, ranks),
+        "islands": num_islands(config.sync, ranks),
         "slices": config.sync.slices,
         "cache": None if is_cyclic or config.shard.strategy != "laconic" else config.shard.policy.cache.where,
         "lora": config.lora.enabled,
