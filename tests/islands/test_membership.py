@@ -146,8 +146,8 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
         "every is 6 on this island and 3 on the islands",
         "leave it out, and save checkpoints",
         "must be HOST:PORT",
-        "islands=0 must be positive",
-        "quorum=0 must be positive",
+        "Membership(islands=0) must be at least 1",
+        "Membership(quorum=0) must be at least 1",
         "timeout_s=0",
     ]
     assert len(messages) == len(expected), messages

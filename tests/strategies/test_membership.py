@@ -25,7 +25,7 @@ MEETING: dict[str, Any] = {"mode": "local", "rendezvous": "127.0.0.1:29400", "ru
     ("changes", "part"),
     [
         ({"islands": None}, "sync.islands = None must say with how many islands training starts"),
-        ({"rendezvous": "here"}, "sync: rendezvous='here' must be HOST:PORT"),
+        ({"rendezvous": "here"}, "sync.rendezvous = 'here' must be HOST:PORT"),
         ({"rendezvous": None}, "sync.run_id = 'a' needs sync.rendezvous"),
         ({"rendezvous": None, "run_id": None, "quorum": 2}, "sync.quorum = 2 needs sync.rendezvous"),
         ({"rendezvous": None, "run_id": None, "timeout_s": 9.0}, "sync.timeout_s = 9.0 needs sync.rendezvous"),
