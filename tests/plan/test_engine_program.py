@@ -168,12 +168,13 @@ def test_overlap_hides_an_exchange() -> None:
     "keys", [{"cache": "none"}, {"cache": "host"}, {"cache": "host", "budget": 9}, {"wire": "4bit"}],
 )  # fmt: skip
 def test_a_few_layers_stand_for_all(device: str, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """[Note: A few layers for all] in plan/rehearsed.py, against a rehearsal of all layers."""
+    """[Note: A few layers for all] in plan/rehearsed.py, against a rehearsal of all layers and micro-batches."""
     model = trace(layers(16), forward_s=0.02, backward_s=0.05, saved_bytes=10**6)
     keys = {**keys, "budget": keys.get("budget", 0) * 2 * WIDTH * WIDTH}
-    few, small = run(model, 2, 2, device=device, **keys)
+    few, small = run(model, 2, 2, device=device, micro_batches=6, **keys)
     monkeypatch.setattr("laconic.plan.rehearsed._KEPT", 16)
-    whole, machine = run(model, 2, 2, device=device, **keys)
+    monkeypatch.setattr("laconic.plan.rehearsed._MICRO_BATCHES", 16)
+    whole, machine = run(model, 2, 2, device=device, micro_batches=6, **keys)
     assert few.sent_bytes == pytest.approx(whole.sent_bytes)
     assert few.peak == pytest.approx(whole.peak)
     assert few.seconds == pytest.approx(whole.seconds, rel=1e-3)

@@ -2,10 +2,10 @@
 
 [Note: A few layers for all]
 Equal layers add the same seconds, bytes and memory each, once a step has begun and before it ends. So a model of many
-equal layers runs with six of them, and once more with a seventh in the middle: what that adds counts for each layer
+equal layers runs with four of them, and once more with a fifth in the middle: what that adds counts for each layer
 that is left out. Peaks of memory are taken apart, one for each layer's phase, since with more layers memory may be
 fullest at another place. If the last layers' node shards stay on the device, and those of the others on the host, then
-both kinds of layers have a seventh.
+both kinds of layers have a fifth. Micro-batches between the first and the last are equal, too.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from laconic.plan.rehearsal import Rehearsal
 from laconic.shard.cache import choose_device_shards
 
 _KEPT = 4
+_MICRO_BATCHES = 3
 Figures = dict[tuple[object, ...], float]
 """All numbers of a reading and of a machine after it, which are linear in the number of layers."""
 
@@ -42,7 +43,9 @@ class RehearsedStep(Program):
         layers = 0 if machine.keeps_spans else work.rehearsals.equal_layers(config)
         self._num_layers = layers if layers > _KEPT + 1 else 0
         """The number of layers of which a few are kept; 0 if all are."""
-        self.rehearsal = self._rehearse(self._config, self._ids(_KEPT, 0) if self._num_layers else None)
+        self._micro_batches = config.train.accumulation
+        self._few = self._micro_batches if machine.keeps_spans else min(self._micro_batches, _MICRO_BATCHES)
+        self.rehearsal = self._rehearse(self._with_micro_batches(self._few), self._ids(_KEPT, 0))
 
     def read(self, machine: Machine) -> Reading:
         """See `Program.read`: [Note: A few layers for all]."""
@@ -66,20 +69,26 @@ class RehearsedStep(Program):
         return {(level, "optimizer"): size for level, size in cost.sent_bytes.items()}
 
     def _read(self, machine: Machine) -> Reading:
-        if not self._num_layers:
+        if not self._num_layers and self._micro_batches == self._few:
             return Player(machine, self.rehearsal).run()
+        few = self._few
+        total = self._all_layers(machine, few)
+        if self._micro_batches > few:
+            total = _extended(total, self._all_layers(machine, few + 1), self._micro_batches - few)
+        return _reading_of(total, machine)
+
+    def _all_layers(self, machine: Machine, micro_batches: int) -> Figures:
+        """The figures of all layers, with so many micro-batches."""
         on_device = self._num_on_device()
         on_host = self._num_layers - on_device
         few_on_device = min(on_device, max(_KEPT // 2, _KEPT - on_host))
         few_on_host = min(on_host, _KEPT - few_on_device)
-        base = self._figures(machine, few_on_host, few_on_device)
-        total = dict(base)
+        base = total = self._figures(machine, few_on_host, few_on_device, micro_batches)
         for more, left in (((1, 0), on_host - few_on_host), ((0, 1), on_device - few_on_device)):
             if left:
-                plus = self._figures(machine, few_on_host + more[0], few_on_device + more[1])
-                for key, value in base.items():
-                    total[key] += left * (plus.get(key, 0.0) - value)
-        return _reading_of(total, machine)
+                plus = self._figures(machine, few_on_host + more[0], few_on_device + more[1], micro_batches)
+                total = _extended(total, {key: plus.get(key, 0.0) - base[key] + total[key] for key in base}, left)
+        return total
 
     def _rehearse(self, config: Config, kept: Sequence[int] | None) -> Rehearsal:
         nodes, local, islands = self._shape.nodes, self._shape.local, self._shape.islands
@@ -92,21 +101,28 @@ class RehearsedStep(Program):
         budget_bytes = self._config.shard.policy.cache.device_budget_bytes
         if not budget_bytes:
             return 0
+        if not self._num_layers:
+            return 0
         root, layer, *_ = self.rehearsal.cached_bytes
         chosen = choose_device_shards([root, *[layer] * self._num_layers], budget_bytes)
         return len(chosen - {0})
 
-    def _ids(self, on_host: int, on_device: int) -> list[int]:
-        """The layers that stay if there are so many of either kind: the first and the last of each."""
+    def _with_micro_batches(self, count: int) -> Config:
+        return replace(self._config, train=replace(self._config.train, accumulation=count))
+
+    def _ids(self, on_host: int, on_device: int) -> list[int] | None:
+        """The layers that stay if there are so many of either kind: the first and the last of each. None: all."""
+        if not self._num_layers:
+            return None
         first = on_host - on_host // 2
         begin = self._num_layers - on_device
         last = range(begin - on_host // 2, begin) if not on_device else ()
         kept = [*range(first), *last] if not on_device else list(range(on_host))
         return [*kept, *range(begin, self._num_layers)]
 
-    def _figures(self, machine: Machine, on_host: int, on_device: int) -> Figures:
-        config = self._config
-        if on_device:
+    def _figures(self, machine: Machine, on_host: int, on_device: int, micro_batches: int) -> Figures:
+        config = self._with_micro_batches(micro_batches)
+        if on_device and self._num_layers:
             budget_bytes = on_device * self.rehearsal.cached_bytes[1]
             config = replace(config, shard=config.shard.with_keys(device_budget_bytes=budget_bytes))
         player = Player(
@@ -119,6 +135,11 @@ class RehearsedStep(Program):
             found |= {(name, key): value for key, value in getattr(reading, name).items()}
         found |= {("held", kind): player.machine.held[kind] for kind in KINDS}
         return found | {("peak", at, kind): peak[kind] for at, peak in player.peaks.items() for kind in KINDS}
+
+
+def _extended(figures: Figures, with_one_more: Figures, left: int) -> Figures:
+    """The figures with `left` more of what `with_one_more` has one more of."""
+    return {key: value + left * (with_one_more.get(key, 0.0) - value) for key, value in figures.items()}
 
 
 def _reading_of(figures: Figures, machine: Machine) -> Reading:
