@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed.fsdp._fully_shard as fully_shard_of_torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -30,18 +31,30 @@ CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 _LIBRARY = str(Path(__file__).parents[1])
 _OWN = str(Path(__file__).parent)
+_FSDP2 = str(Path(fully_shard_of_torch.__file__).parent)
 _NOT_THE_PROGRAM = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), "<")
 _BELOW_SITES = ("shard/lanes.py", "comm/collectives.py")
 _MAX_RUNS = 4096
 
 
 class Event:
-    """An event of the machine."""
+    """An event of the machine, which may be recorded again."""
 
-    def __init__(self, machine: Machine, timeline: int, site: Site | None) -> None:
+    def __init__(self, machine: Machine, timeline: int | None = None, site: Site | None = None) -> None:
         self.device = CUDA
         self._machine = machine
-        self.number = machine.record(timeline, site)
+        self.number = -1 if timeline is None else machine.record(timeline, site)
+        """That of its last record; -1 before the first, when it is no event to wait for."""
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Let the event complete when all work so far of a stream is done, by default the current one."""
+        self.number = self._machine.record(
+            (stream or self._machine.current).timeline, self._machine.site("record_event")
+        )
+
+    def query(self) -> bool:
+        """Nobody knows before somebody has waited."""
+        return False
 
     def wait(self, stream: Any = None) -> None:
         """Let the current stream wait."""
@@ -71,7 +84,10 @@ class Stream:
 
     def record_event(self, event: Any = None) -> Event:
         """An event that completes when all work so far is done."""
-        return Event(self._machine, self.timeline, self._machine.site("record_event"))
+        if event is None:
+            return Event(self._machine, self.timeline, self._machine.site("record_event"))
+        event.record(self)
+        return event
 
     def is_capturing(self) -> bool:
         """No graph is captured."""
@@ -180,18 +196,19 @@ class Machine:
                 self.join(timeline)
 
     def site(self, call: str, event: Event | None = None) -> Site | None:
-        """The call in the library that makes this wait or event; None if the program itself or a test makes it."""
+        """The call in laconic or torch's FSDP2 that makes this wait or event; None if the program itself makes it."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             file, code = frame.f_code.co_filename, frame.f_code
-            if file.startswith(_LIBRARY) and not file.startswith(_OWN):
+            root = _LIBRARY if file.startswith(_LIBRARY) and not file.startswith(_OWN) else _FSDP2
+            if file.startswith(root):
                 if file.endswith("shard/lanes.py") and code.co_name in ("running", "going_on"):
                     after = frame.f_locals.get("after", ())
                     index = next((i for i, each in enumerate(after) if each is event is not None), None)
                     call = f"{code.co_name} after " + ("compute" if index is None else f"[{index}]")
                 is_below = file.endswith(_BELOW_SITES) or (file.endswith("cyclic/links.py") and code.co_name == "_wait")
                 if not is_below:
-                    return Site(file[len(_LIBRARY) + 1 :], frame.f_lineno, code.co_name, call)
+                    return Site(file[len(root) + 1 :], frame.f_lineno, code.co_name, call)
             frame = frame.f_back
         return None
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from laconic.rehearse.machine import CPU, CUDA, Machine, Run, Stream, aten
+from laconic.rehearse.machine import CPU, CUDA, Event, Machine, Run, Stream, aten
 from laconic.rehearse.operations import Inputs, Kind, inputs_of, kind_of, run, stands_for, value_without
 from laconic.rehearse.tape import HOST
 from laconic.rehearse.threads import threads_of
@@ -40,6 +40,7 @@ def accelerator(*, has_values: bool = True) -> Iterator[Machine]:
     machine = Machine(has_values=has_values)
     streams = SimpleNamespace(
         Stream=lambda device=None, priority=0: Stream(machine),
+        Event=lambda **kwargs: Event(machine),
         current_stream=lambda device=None: machine.current,
         stream=machine.stream,
         synchronize=lambda device=None: machine.synchronize(),
@@ -47,7 +48,7 @@ def accelerator(*, has_values: bool = True) -> Iterator[Machine]:
         is_initialized=lambda: True,
     )
     real_module, real_resize, real_save = torch.get_device_module, torch.UntypedStorage.resize_, torch.save
-    real_part = torch.UntypedStorage.__getitem__
+    real_part, real_hooks = torch.UntypedStorage.__getitem__, torch.autograd.graph.saved_tensors_hooks.__init__
     driver = SimpleNamespace(cudaHostRegister=machine.register_pages, cudaHostUnregister=machine.unregister_pages)
     devices = _Devices(machine)
     run_backward = torch.autograd._engine_run_backward
@@ -80,9 +81,13 @@ def accelerator(*, has_values: bool = True) -> Iterator[Machine]:
         with devices:  # torch leaves the mode for the whole of `backward`, which runs hooks and functions of ours
             return run_backward(*args, **kwargs)
 
+    def hooks_of_saved_tensors(hooks: Any, pack: Any, unpack: Any) -> None:
+        real_hooks(hooks, _within(devices, pack), _within(devices, unpack))  # torch has left the mode for the operation
+
     with ExitStack() as patches:
         for target, name, value in (
             (torch, "get_device_module", module_of),
+            (torch.autograd.graph.saved_tensors_hooks, "__init__", hooks_of_saved_tensors),
             (torch, "save", save),
             (torch.UntypedStorage, "resize_", resize),
             (torch.UntypedStorage, "__getitem__", part_of),
@@ -99,6 +104,11 @@ def accelerator(*, has_values: bool = True) -> Iterator[Machine]:
             (torch.cuda, "current_stream", streams.current_stream),
             (torch.cuda, "stream", machine.stream),
             (torch.cuda, "set_device", lambda device: None),
+            (torch.cuda, "Stream", streams.Stream),
+            (torch.cuda, "Event", streams.Event),
+            (torch.cuda, "is_available", lambda: True),
+            (torch.cuda, "current_device", lambda: 0),
+            (torch.cuda, "device_count", lambda: 1),
         ):
             patches.enter_context(mock.patch.object(target, name, value))
         patches.enter_context(mock.patch("laconic.codec.blocked._fused", lambda function: function))
@@ -291,6 +301,14 @@ class _Devices(TorchFunctionMode):
                 if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
                     self._machine.adopt(tensor)
         return result
+
+
+def _within(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        with mode:
+            return function(*args)
+
+    return call
 
 
 @contextmanager

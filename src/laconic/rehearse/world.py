@@ -316,10 +316,10 @@ def _is_same(tensor: Tensor, other: Tensor) -> bool:
 # -- collectives that are operations ------------------------------------------------------------------------------
 
 
-def _functional(function: Any, tensor: Tensor, *args: Any) -> Any:
+def _functional(function: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """One of torch's functional collectives, which DTensors use: a new tensor, for which `wait_tensor` waits."""
-    name = function._opname.removesuffix("_")
-    if name == "wait_tensor":
+    name, args = function._opname.removesuffix("_"), (*args, *kwargs.values())
+    if name in ("wait_tensor", "_wrap_tensor_autograd"):  # torch's wrapper waits when it is used
         work = _under_way.pop(tensor.untyped_storage()._cdata, None)
         if work is not None:
             work.wait()

@@ -1,0 +1,93 @@
+"""Programs without values do what programs with values do, at any size."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from laconic import fully_shard, init_mesh
+from laconic.comm.cluster import Cluster
+from laconic.rehearse import Machine, rehearsal
+from laconic.rehearse.tape import Free, Record, Step, Wait
+from tests.rehearse.fsdp2 import FSDP2
+from tests.rehearse.programs import PROGRAMS
+from tests.support.launch import launch
+
+_NAMES = [
+    "cache none", "cache host", "cache budget", "LoRA, cache host", "frozen, read by the host", "prefetch",
+    "accumulation, a block skipped", "recomputation", "mixed precision", "clipping", "evaluation", "late reduction",
+    "Muon", "AdamW8bit", "4 bits, cache device", "feedback", "checks", "replicas, 4 bits", "offload, cache host",
+    "offload, 8 bits", "Gloo, replicas", "LocalSteps", "FSDP2", "FSDP2, offload", "FSDP2, clipping", "HSDP, late sums",
+]  # fmt: skip
+_OF_VALUES = "an agreement of the ranks"
+"""Messages as long as the digits of what they tell."""
+
+
+def _course(machine: Machine) -> list[Any]:
+    """The transfers of a program, its waits, and the sizes that it allocates and frees, in order."""
+    found: list[Any] = []
+    last = None
+    for entry in machine.tape.entries:
+        if isinstance(entry, Step) and entry.transfer is not None:
+            if entry.transfer is not last and entry.transfer.purpose != _OF_VALUES:
+                last = entry.transfer
+                found.append((last.op, last.level, last.purpose, last.unit, last.sent_bytes, last.received_bytes))
+        elif isinstance(entry, Record | Wait):
+            if entry.site is not None:
+                found.append((type(entry).__name__, str(entry.site)))
+        elif isinstance(entry, Step | Free):
+            number = entry.memory if isinstance(entry, Free) else entry.allocates
+            if number is not None and machine.tape.memories[number].is_device:
+                found.append((type(entry).__name__, machine.tape.memories[number].nbytes))
+    return found
+
+
+def _compare() -> dict[str, Any]:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of settings that are odd on purpose
+    programs: dict[str, Any] = {**PROGRAMS, **FSDP2}
+    found = {}
+    for name in _NAMES:
+        with_values, without = (_course(programs[name].record(has_values=each)) for each in (True, False))
+        differing = next((pair for pair in zip(with_values, without, strict=False) if pair[0] != pair[1]), None)
+        if with_values != without:
+            found[name] = [len(with_values), len(without), str(differing)]
+    return found
+
+
+def test_a_program_without_values_moves_waits_and_allocates_as_with_values() -> None:
+    assert launch(_compare, num_ranks=1, timeout_s=110, backend=None)[0] == {}
+
+
+def _at_size() -> list[Any]:
+    with rehearsal(nodes=64, local=8, rank=100) as machine:
+        mesh = init_mesh("cuda", nodes=64, local=8)
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))).to("cuda")
+        for layer in model:
+            fully_shard(layer, mesh=mesh, cache="host")
+        fully_shard(model, mesh=mesh, cache="host")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        traffic = Cluster.of(mesh).traffic
+        before = traffic.snapshot()
+        with machine.recording() as tape:
+            model(torch.randn(16, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        counted = (traffic.snapshot() - before).sizes
+    on_tape: Counter[str] = Counter()
+    for transfer in {id(e.transfer): e.transfer for e in tape.entries if isinstance(e, Step)}.values():
+        if transfer is not None and transfer.purpose in ("weights", "gradients"):
+            on_tape[f"{transfer.level} {transfer.purpose}"] += transfer.sent_bytes
+    return [dict(on_tape), {f"{k[0]} {k[1]}": v for k, v in counted.items() if k[2] == "sent" and k[1] != "control"}]
+
+
+def test_512_ranks_in_one_process_send_what_the_engine_counts() -> None:
+    on_tape, counted = launch(_at_size, num_ranks=1, timeout_s=110, backend=None)[0]
+    assert on_tape == counted
+    weight = 4 * 1024 * 1024 * 4
+    assert counted["node weights"] == weight // 512 * 63  # once a step: the cache holds them for backward
+    assert counted["local weights"] == 2 * weight // 8 * 7 - weight // 4 // 8 * 7 * 0
