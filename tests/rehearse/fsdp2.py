@@ -120,7 +120,7 @@ _OFFLOAD = CPUOffloadPolicy()
 RACING: dict[str, Fsdp2] = {
     "FSDP2, offload, edited by the host": Fsdp2(options={"offload_policy": _OFFLOAD}, train=edited_by_host),
 }
-"""Programs that race: FSDP2 copies offloaded weights to the device, and does not wait for the copy before it returns."""
+"""Programs that race: a forward of FSDP2 may end before offloaded weights have been copied to the device."""
 
 FSDP2: dict[str, Fsdp2] = {
     "FSDP2": Fsdp2(),

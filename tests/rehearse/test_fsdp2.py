@@ -1,4 +1,4 @@
-"""torch's own FSDP2 and HSDP in the checker: it finds their races and needs their waits, though nobody wrote it for them."""
+"""torch's own FSDP2 and HSDP in the checker: it finds a race, and it needs their waits."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ _DEVICE = torch.Tensor.device.__get__
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _IS_CPU = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_OF_PLACES = {_DEVICE, _IS_CUDA, _IS_CPU, _IS_META}
 
 
 @contextmanager
@@ -106,7 +107,6 @@ def accelerator(*, has_values: bool = True) -> Iterator[Machine]:
             (torch.cuda, "set_device", lambda device: None),
             (torch.cuda, "Stream", streams.Stream),
             (torch.cuda, "Event", streams.Event),
-            (torch.cuda, "is_available", lambda: True),
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "device_count", lambda: 1),
         ):
@@ -136,7 +136,7 @@ class _Operations(TorchDispatchMode):
         """Run an operation and write down what it touches."""
         machine, kwargs = self._machine, kwargs or {}
         own = next((each for each in types if issubclass(each, DTensor)), None)
-        if own is not None and machine.has_values:
+        if own is DTensor or (own is not None and machine.has_values):
             return NotImplemented  # its own operations on plain tensors follow
         if own is not None:  # they ask where tensors lie
             with self, self._devices:
@@ -287,6 +287,8 @@ class _Devices(TorchFunctionMode):
         if special is None and not kwargs:  # most calls
             return function(*args)
         kwargs = dict(kwargs or {})
+        if function in _OF_PLACES and isinstance(args[0], DTensor) and args[0].is_meta:
+            args = (args[0]._local_tensor, *args[1:])  # without values, a DTensor says what its part really is
         if special is not None and not isinstance(args[0], DTensor) and self._machine.knows(args[0]):
             return special(self._machine, function, *args, **kwargs)
         device, is_pinned = kwargs.get("device"), kwargs.pop("pin_memory", False)
