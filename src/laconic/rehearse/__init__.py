@@ -6,6 +6,7 @@ the files of their names. docs/races.md says what the order of a tape proves.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +46,7 @@ def rehearsal(
         has_values: False for tensors that have shapes and places only, of any size:
             [Note: Data without values] in operations.py. With values, tensors lie in host memory.
     """
+    _forget_constants()
     with accelerator(has_values=has_values) as machine:
         world = World(machine=machine, islands=islands, nodes=nodes, local=local, rank=rank, backend=backend)
         _machines.append(machine)
@@ -53,6 +55,16 @@ def rehearsal(
                 yield machine
         finally:
             _machines.pop()
+            _forget_constants()
+
+
+def _forget_constants() -> None:
+    """Let `codec` make its tables anew: those of a rehearsal are on no device, and others are not on its device."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("laconic.codec."):
+            for function in vars(module).values():
+                if hasattr(function, "cache_clear"):
+                    function.cache_clear()
 
 
 def run(program: Callable[[], Any], **cluster: Any) -> Tape:

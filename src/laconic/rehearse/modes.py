@@ -29,6 +29,7 @@ _DEVICE = torch.Tensor.device.__get__
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _IS_CPU = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _OF_PLACES = {_DEVICE, _IS_CUDA, _IS_CPU, _IS_META}
 
 
@@ -135,6 +136,10 @@ class _Operations(TorchDispatchMode):
     ) -> Any:
         """Run an operation and write down what it touches."""
         machine, kwargs = self._machine, kwargs or {}
+        if torch._C._get_dispatch_mode(_FAKE) is not None:
+            return function(
+                *args, **kwargs
+            )  # DTensor, for one, tries shapes on torch's fake tensors: no work of a device
         own = next((each for each in types if issubclass(each, DTensor)), None)
         if own is DTensor or (own is not None and machine.has_values):
             return NotImplemented  # its own operations on plain tensors follow
@@ -160,16 +165,15 @@ class _Operations(TorchDispatchMode):
         inputs = [pair for pair in given if machine.knows(pair[0])]
         if (device is not None and device.type == "meta") or (device is None and given and not inputs):
             return function(*args, **kwargs)  # tensors on meta that the program itself has made
+        if function is aten.lift_fresh.default:  # one of Python's numbers, in `torch.tensor`
+            is_elsewhere = not machine.has_values and any(machine.placing or ())
+            number = torch.empty_like(args[0], device="meta") if is_elsewhere else function(*args, **kwargs)
+            machine.adopt(number)
+            return number
         for tensor, _ in inputs:
-            if function is aten.lift_fresh.default:  # one of Python's numbers, in `torch.tensor`
-                machine.adopt(tensor)
             machine.memory(tensor)
         if kind.is_view:
-            result = function(*args, **kwargs)
-            if function is aten.lift_fresh.default and not machine.has_values and any(machine.placing or ()):
-                result = torch.empty_like(result, device="meta")
-                machine.adopt(result)
-            return result
+            return function(*args, **kwargs)
         state = generator_of(kwargs).get_state() if kind.is_random and machine.has_values else None
         result = function(*args, **kwargs) if machine.has_values else run(machine, kind, function, args, kwargs, inputs)
         fresh = self._take_new(inputs, result)
@@ -287,8 +291,8 @@ class _Devices(TorchFunctionMode):
         if special is None and not kwargs:  # most calls
             return function(*args)
         kwargs = dict(kwargs or {})
-        if function in _OF_PLACES and isinstance(args[0], DTensor) and args[0].is_meta:
-            args = (args[0]._local_tensor, *args[1:])  # without values, a DTensor says what its part really is
+        if function in _OF_PLACES and type(args[0]) is DTensor:
+            args = (args[0]._local_tensor, *args[1:])
         if special is not None and not isinstance(args[0], DTensor) and self._machine.knows(args[0]):
             return special(self._machine, function, *args, **kwargs)
         device, is_pinned = kwargs.get("device"), kwargs.pop("pin_memory", False)

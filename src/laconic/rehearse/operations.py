@@ -113,7 +113,7 @@ def run(machine: Machine, kind: Kind, function: Any, args: Any, kwargs: dict[str
         return _made(machine, function, args, kwargs, inputs)
     if not without:
         return function(*args, **kwargs)
-    if kind.needs_host:
+    if kind.needs_host and not _indexes_by_number(function, args):
         return answer(machine, function, without[0])
     twins: dict[int, Tensor] = {}
     reals: dict[int, Tensor] = {}
@@ -176,6 +176,12 @@ def answer(machine: Machine, function: Any, tensor: Tensor) -> Any:
         f"{function} has a result whose shape hangs on values, and this rehearsal has none; rehearse with "
         "has_values=True, or keep the operation out of the program"
     )
+
+
+def _indexes_by_number(function: Any, args: Sequence[Any]) -> bool:
+    """True for an index whose result has a shape that does not hang on values, as that of a mask does."""
+    masks = (torch.bool, torch.uint8)
+    return function is aten.index.Tensor and not any(each is not None and each.dtype in masks for each in args[1])
 
 
 def _made(machine: Machine, function: Any, args: Any, kwargs: dict[str, Any], inputs: Inputs) -> Any:
