@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 import laconic
+from laconic.rehearse.order import races
 from laconic.rehearse.replay import Orders
-from laconic.rehearse.tape import Site, races
+from laconic.rehearse.tape import Site
 from tests.rehearse.programs import Watched
 
 _CALLS = {

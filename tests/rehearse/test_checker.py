@@ -14,8 +14,9 @@ from torch import Tensor
 from laconic.rehearse import Machine, rehearsal
 from laconic.rehearse.machine import byte_runs
 from laconic.rehearse.modes import accelerator
+from laconic.rehearse.order import overlap, races
 from laconic.rehearse.replay import Orders
-from laconic.rehearse.tape import Site, Tape, races
+from laconic.rehearse.tape import Site, Tape
 from laconic.rehearse.threads import Thread
 
 Toy = Callable[[Machine, Any, bool], None]
@@ -243,6 +244,21 @@ def test_a_wait_that_orders_nothing_goes_unnoticed() -> None:
     assert tape.sites == [needed, redundant]
     assert list(races(tape.without({redundant}))) == []
     assert len(list(races(tape.without({needed})))) == 1
+
+
+def test_a_transfer_runs_beside_the_compute_that_no_event_orders() -> None:
+    with rehearsal(local=2) as machine, machine.recording() as tape:
+        x, y = torch.ones(64, device="cuda"), torch.ones(8, 8, device="cuda")
+        y.mul_(2)  # before the transfer
+        work: Any = dist.all_reduce(x, async_op=True)
+        y @ y  # beside it
+        work.wait()
+        y.add_(1)  # after it
+        dist.all_reduce(y)  # on the current stream: beside nothing
+    hidden, exposed = overlap(tape)
+    assert (hidden.transfer.op, hidden.transfer.level, hidden.transfer.sent_bytes) == ("all-reduce", "local", 64 * 4)
+    assert [step.name for step in hidden.compute] == ["aten::mm"]
+    assert exposed.compute == []
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from laconic.rehearse.tape import races
+from laconic.rehearse.order import races
 from tests.rehearse.campaign import explore
 from tests.rehearse.fsdp2 import FSDP2, RACING
 from tests.support.launch import launch

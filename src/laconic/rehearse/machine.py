@@ -1,7 +1,7 @@
 """A machine with an accelerator that is not there: device memory lies in host memory, and streams only keep order.
 
 The machine keeps the streams, the threads and the memory, and writes down which bytes each operation reads and writes
-on which timeline ([Note: Timelines] in tape.py). The modes of modes.py run programs on it. No program knows.
+on which timeline ([Note: Timelines] in order.py). The modes of modes.py run programs on it. No program knows.
 """
 
 from __future__ import annotations

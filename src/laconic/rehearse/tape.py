@@ -1,22 +1,8 @@
-"""What a program does on each timeline, and the pairs of accesses that no order separates.
-
-[Note: Timelines]
-A timeline is a thread of the host or one stream. Work of a timeline runs in its order. A thread issues the work, so it
-comes after whatever this thread had done by then. Otherwise only events order timelines: what waits for an event comes
-after everything that its timeline had issued when the event was recorded.
-
-[Note: Memory is used again]
-The caching allocator gives a freed block to the next allocation on the stream that allocated it, at once. So both the
-allocation of a block and the first allocation after its free, on the same stream, are writes of the whole block on this
-stream. If no access races with them, no reuse of the memory, in whatever pieces, can race: the old owner's accesses end
-before that allocation, and the new owner's begin after it. Host memory is used again by the thread that allocated it,
-but not before all threads have dropped it: Python counts references. So only transfers can race with its reuse. Pinned
-memory is left out: its allocator waits for the copies that use it.
-"""
+"""What a program does on each timeline, in the order in which the host has issued it: the entries of a tape."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,70 +156,3 @@ class Tape:
             if not isinstance(e, Record | Wait) or not (e.site in sites or (isinstance(e, Wait) and e.event in lost))
         ]
         return Tape(entries, self.memories, self.allocated, self.timelines, self.threads)
-
-
-@dataclass(frozen=True)
-class Race:
-    """Two accesses to the same bytes, at least one of them a write, without an order."""
-
-    memory: Memory
-    first: tuple[str, str, str]
-    """The timeline, the operation and the place in the code."""
-    second: tuple[str, str, str]
-
-    def __str__(self) -> str:
-        where = "device" if self.memory.is_device else "host"
-        ends = "\n".join(f"  {name} on {timeline}, {place}" for timeline, name, place in (self.first, self.second))
-        return f"{self.memory.nbytes} bytes of {where} memory of {self.memory.place}:\n{ends}"
-
-
-Clock = list[int]
-
-
-def races(tape: Tape) -> Iterator[Race]:
-    """Yield the races of a program, by vector clocks: [Note: Timelines]."""
-    clocks = [[0] * len(tape.timelines) for _ in tape.timelines]
-    events: dict[int, Clock] = {}
-    # for each memory, the accesses that a later one may race with: begin, end, is_write, timeline, time, step
-    history: dict[int, list[tuple[int, int, bool, int, int, Step]]] = {}
-    for entry in tape.entries:
-        clock = clocks[entry.timeline]
-        if isinstance(entry, Record):
-            events[entry.event] = list(clock)
-        elif isinstance(entry, Wait):
-            _join(clock, events.get(entry.event, []))  # the device was idle before the recording
-        elif isinstance(entry, Step):
-            ordered = tape.threads if entry.is_reuse else ()
-            if entry.timeline != entry.thread:
-                _join(clock, clocks[entry.thread])
-            clock[entry.timeline] += 1
-            now = clock[entry.timeline]
-            for access in entry.accesses:
-                earlier = history.setdefault(access.memory, [])
-                for begin, end, is_write, timeline, time, step in earlier:
-                    overlaps = begin < access.end and access.begin < end
-                    is_racing = overlaps and (is_write or access.is_write) and clock[timeline] < time
-                    if is_racing and timeline not in ordered:
-                        names = tape.timelines
-                        yield Race(
-                            tape.memories[access.memory],
-                            (names[timeline], step.name, step.place),
-                            (names[entry.timeline], entry.name, entry.place),
-                        )
-                # a write comes after all that it covers; a read comes after its own timeline's reads
-                earlier[:] = [
-                    old
-                    for old in earlier
-                    if not (
-                        access.begin <= old[0]
-                        and old[1] <= access.end
-                        and (access.is_write or (not old[2] and old[3] == entry.timeline))
-                    )
-                ]
-                earlier.append((access.begin, access.end, access.is_write, entry.timeline, now, entry))
-
-
-def _join(clock: Clock, other: Clock) -> None:
-    for index, time in enumerate(other):
-        if time > clock[index]:
-            clock[index] = time
