@@ -32,8 +32,8 @@ RANKS = RankInfo(rank=0, world_size=6, local_rank=0, num_local=2, num_nodes=3)
 def refusal(strategy: Strategy, sections: dict[str, dict[str, Any]]) -> str:
     """The message that refuses a job, on 3 nodes x 2 ranks; empty if it is taken."""
     table = to_dict(job_under(strategy, from_dict(Config, JOB)))
-    accumulation = 1 if strategy.schedule else 2  # "reduced always" is for jobs that accumulate
-    for section, values in ({"train": {"accumulation": accumulation}} | sections).items():
+    table["train"]["accumulation"] = 1 if strategy.schedule else 2  # "reduced always" is for jobs that accumulate
+    for section, values in sections.items():
         table[section] = {**table.get(section, {}), **values}
     try:
         check_job(from_dict(Config, table), RANKS, "cpu" if "CPU" in strategy.note else "cuda")
@@ -52,7 +52,7 @@ def job_table() -> tuple[str, str]:
         cells = [strategy.name]
         for sections in COLUMNS.values():
             message = refusal(strategy, sections)
-            text = message.replace(repr(strategy.shard.get("strategy")), "...") if strategy.is_way_to_train else message
+            text = message if strategy.is_own else message.replace(repr(strategy.shard["strategy"]), "...")
             if text and text not in messages:
                 messages.append(text)
             cells.append(f"{messages.index(text) + 1}" if text else "")
