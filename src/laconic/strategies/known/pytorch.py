@@ -56,6 +56,15 @@ _HSDP = FSDP2.variant(
 STRATEGIES = (
     FSDP2,
     FSDP2.variant(
+        name="fsdp2-zero2",
+        label="FSDP2 ZeRO-2",
+        note="FSDP2 with reshard_after_forward=False: weights stay whole on every rank from forward to backward, so "
+        "they cross once and not twice.",
+        source=f"ZeRO, arXiv 1910.02054, section 5; {_CODE}",
+        colours=("#5a6e8c", "#93a7c6"),
+        shard={"reshard_after_forward": False},
+    ),
+    FSDP2.variant(
         name="fsdp2-gloo",
         label="FSDP2 on Gloo's own",
         note="The same FSDP2 with Gloo's own collectives. Gloo runs a reduce-scatter as an all-reduce, which moves "
