@@ -8,7 +8,7 @@ Run rows with times (live, wall-clock, throughput, sharded) on a quiet machine. 
 
 [Note: Methods of the cyclic rows]
 For live activations, messages and the wall-clock, the runtime runs stages that sleep for a known time, with one process
-per worker on one machine; the stages count (sleeping.py). For the bytes of real models, one forward and backward of one
+per worker on one machine; the stages count (schedule.py). For the bytes of real models, one forward and backward of one
 worker is traced, and the traces of all workers are added with their offsets in time (traces.py). For throughput, real
 models train in the lab (throughput.py). For accuracy, one process plays all workers, which gives the same bits as N
 processes (accuracy.py).
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.cyclic import schedule, traces, devices, throughput, digits, language  # isort: skip  # noqa: F401  rows, in order
+from benchmarks.cyclic import schedule, traces, throughput, accuracy  # isort: skip  # noqa: F401  rows, in order
 from benchmarks.cyclic.bench import BENCHMARK
 
 if __name__ == "__main__":

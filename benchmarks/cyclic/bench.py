@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cyclic.accuracy import Setting
 from benchmarks.llama import Llama
 from tests.support.measure import Benchmark
 
@@ -16,6 +15,20 @@ _LLAMA = Llama(
 _TINY_LLAMA = dataclasses.replace(_LLAMA, hidden=96, intermediate=128, layers=4, sequence=32)
 TIMEOUT_S = 900.0
 """The time limit of each launch of ranks."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A setting of the optimizer. With stale parameters, momentum narrows the range of learning rates that work."""
+
+    lr: float
+    momentum: float
+    """The momentum of SGD, or Adam's first beta."""
+    nesterov: bool = False
+    """Whether momentum is Nesterov's; with Adam this is NAdam."""
+
+    def __str__(self) -> str:
+        return f"{self.lr:g} ({self.momentum:g}{', Nesterov' if self.nesterov else ''})"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,9 +50,9 @@ class Bench:
     repeats: int
     """The number of runs of each strategy in the lab."""
     digits: dict[str, Any]
-    """The arguments of `digits.study`."""
+    """The arguments of `accuracy.digits_study`."""
     language: dict[str, Any]
-    """The arguments of `language.study`."""
+    """The arguments of `accuracy.language_study`."""
     out: Path
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.cyclic.language import next_token_loss
+from benchmarks.cyclic.accuracy import next_token_loss
 from benchmarks.llama import Llama, decoder_layers, loss_of
 from laconic.comm.launch import ExitWithoutTeardown
 

@@ -1,17 +1,139 @@
-"""The row about the bytes that real models save for backward. The models are from transformers, with random weights."""
+"""The bytes that autograd keeps between forward and backward, over the operations of one step.
+
+The bytes are counted as `laconic.cyclic.ActivationMeter` counts them: see [Note: Live activations].
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, ops
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from benchmarks.cyclic.activation_trace import Trace, trace
 from benchmarks.cyclic.bench import BENCHMARK, Bench
+from laconic.cyclic import ActivationMeter
 from tests.support.record import Row
+
+# torch's own counter knows attention on GPUs only.
+_ATTENTION_ON_CPU: dict[Any, tuple[Callable[..., int], int]] = {
+    ops.aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3),
+    ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """The bytes saved for backward over one forward and backward of one worker, as a step function of the work done."""
+
+    flops: int
+    """The floating-point operations (FLOPs) of the whole step, as torch counts them. This is the length of the step."""
+    times: tuple[int, ...]
+    """The moments at which the bytes change, in FLOPs done, ascending; the first is 0, the last is before `flops`."""
+    most_bytes: tuple[int, ...]
+    """The most bytes at each of `times`; at one moment any number of operations without FLOPs may run."""
+    held_bytes: tuple[int, ...]
+    """The bytes from each of `times` to the next."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that one worker holds."""
+        return max(self.most_bytes)
+
+    @property
+    def mean_bytes(self) -> float:
+        """The bytes that one worker holds on average. The staggered total of many workers is about so much for each."""
+        lengths = (end - start for start, end in pairwise((*self.times, self.flops)))
+        return sum(length * size for length, size in zip(lengths, self.held_bytes, strict=True)) / self.flops
+
+    def total_peak_bytes(self, workers: int, *, staggered: bool) -> int:
+        """The most bytes that all workers hold together.
+
+        All workers run at once or, if staggered, each worker begins 1 / workers of a step after the previous worker.
+        The result is exact: the sum changes only when the bytes of one worker change, and repeats after 1 / workers of
+        a step.
+        """
+        if not staggered:
+            return workers * self.peak_bytes
+        scaled = [time * workers for time in self.times]
+
+        def at(moment: int) -> int:
+            index = bisect_right(scaled, moment) - 1
+            return (self.most_bytes if scaled[index] == moment else self.held_bytes)[index]
+
+        moments = {time % self.flops for time in scaled}
+        return max(sum(at(moment + worker * self.flops) for worker in range(workers)) for moment in moments)
+
+    def reduction(self, workers: int) -> float:
+        """The share of the total peak that staggering saves, 0 to 1."""
+        return 1 - self.total_peak_bytes(workers, staggered=True) / self.total_peak_bytes(workers, staggered=False)
+
+
+def trace(module: nn.Module, loss: Callable[[], Tensor]) -> Trace:
+    """Run `loss().backward()` and record the bytes saved for backward over the floating-point operations done.
+
+    Matrix products, convolutions and attention take time in proportion to their FLOPs; other operations take no time.
+
+    Args:
+        module: the model. Its parameters and buffers are not counted; its parameters get gradients.
+        loss: a function that runs the forward of `module` and returns a scalar that requires a gradient.
+
+    Raises:
+        ValueError: no operation in `loss` takes time.
+    """
+    meter = ActivationMeter()
+    with _FlopRecorder(meter) as recorder:
+        with meter.forward(module):
+            value = loss()
+        value.backward()
+        del value
+        recorder.record()
+    if not recorder.flops:
+        raise ValueError("the traced loss has no matrix product, convolution or attention, so no time passes in it")
+    most, held = recorder.most, recorder.held
+    end = recorder.flops  # the end of this step is the beginning of the next
+    most[0] = max(most[0], most.pop(end))
+    del held[end]
+    return Trace(flops=end, times=tuple(most), most_bytes=tuple(most.values()), held_bytes=tuple(held.values()))
+
+
+class _FlopRecorder(TorchDispatchMode):
+    """Counts FLOPs as operations run, and records the saved bytes before each operation."""
+
+    def __init__(self, meter: ActivationMeter) -> None:
+        super().__init__()
+        self.flops = 0
+        self.most: dict[int, int] = {0: 0}
+        self.held: dict[int, int] = {0: 0}
+        """Moment -> bytes after the last operation at the moment; `most`: moment -> most bytes. In order of time."""
+        self._meter = meter
+
+    def record(self) -> None:
+        """Record the bytes that are saved now."""
+        now = self._meter.live_bytes
+        self.most[self.flops] = max(self.most.get(self.flops, 0), now)
+        self.held[self.flops] = now
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.record()
+        result = func(*args, **kwargs)
+        packet = func.overloadpacket
+        if packet in flop_registry:
+            self.flops += flop_registry[packet](*args, **kwargs, out_val=result)
+        elif packet in _ATTENTION_ON_CPU:
+            count, num_tensors = _ATTENTION_ON_CPU[packet]
+            self.flops += count(*(tensor.shape for tensor in args[:num_tensors]))
+        return result
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

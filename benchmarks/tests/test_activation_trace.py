@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.cyclic.activation_trace import Trace, trace
+from benchmarks.cyclic.traces import Trace, trace
 
 
 def staircase(num_stages: int) -> Trace:

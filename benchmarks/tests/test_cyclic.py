@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.cyclic import accuracy, devices, digits, sleeping, traces
+from benchmarks.cyclic import accuracy, schedule, traces
 from benchmarks.cyclic.__main__ import BENCHMARK
 from benchmarks.cyclic.bench import QUICK, Bench
+from benchmarks.cyclic.schedule import stages_of_devices
 from laconic.cyclic.schedule.rule import Rule
 from laconic.cyclic.schedule.schedule import Schedule
 from tests.support import record
@@ -29,33 +30,33 @@ def bench(tmp_path: Path) -> Bench:
 
 def test_sleeping_stages_are_observed_from_outside() -> None:
     batches, n = 3, 2
-    observations = run_ranks(sleeping.run_sleeping, n, "v2", "replicated", n, batches, 0.02)
+    observations = run_ranks(schedule.run_sleeping, n, "v2", "replicated", n, batches, 0.02)
     ops = 2 * n * batches
     for worker in observations:
         assert [change for _, change in worker.log.alive].count(1) == ops // 2
         assert sum(change for _, change in worker.log.alive) == 0
         assert len(worker.log.sent_bytes) == len(worker.log.received_bytes) == ops  # one moment before each op
         assert worker.end_s - worker.start_s >= ops * 0.02
-        assert {size for step in worker.log.sent_bytes for size in step} == {sleeping.STAGE_BYTES}
-    alive = [count for _, count in sleeping.live_over_time(observations)]
+        assert {size for step in worker.log.sent_bytes for size in step} == {schedule.STAGE_BYTES}
+    alive = [count for _, count in schedule.live_over_time(observations)]
     assert alive[-1] == 0
     assert max(alive) >= n * (n + 1) // 2 - 1
 
 
 def test_live_activations_are_summed_over_workers_in_time() -> None:
-    def worker(*events: tuple[float, int]) -> sleeping.Observation:
-        return sleeping.Observation(start_s=0.0, end_s=1.0, log=sleeping.Log(alive=list(events)), on_time=1.0)
+    def worker(*events: tuple[float, int]) -> schedule.Observation:
+        return schedule.Observation(start_s=0.0, end_s=1.0, log=schedule.Log(alive=list(events)), on_time=1.0)
 
     both = [worker((0.1, 1), (0.3, -1)), worker((0.2, 1), (0.3, 1), (0.4, -1), (0.5, -1))]
-    assert sleeping.live_over_time(both) == [(0.1, 1), (0.2, 2), (0.3, 1), (0.3, 2), (0.4, 1), (0.5, 0)]
+    assert schedule.live_over_time(both) == [(0.1, 1), (0.2, 2), (0.3, 1), (0.3, 2), (0.4, 1), (0.5, 0)]
 
 
 def test_stages_of_shared_devices_must_agree() -> None:
     schedule = Schedule(Rule.named("v2", 2), "shared")
     a, b = (torch.full((2,), value).numpy() for value in (1.0, 2.0))
-    assert [part.tolist() for part in devices.stages_of_devices(schedule, [[a], [a], [b]])] == [[1, 1], [2, 2]]
+    assert [part.tolist() for part in stages_of_devices(schedule, [[a], [a], [b]])] == [[1, 1], [2, 2]]
     with pytest.raises(AssertionError):
-        devices.stages_of_devices(schedule, [[a], [b], [b]])
+        stages_of_devices(schedule, [[a], [b], [b]])
 
 
 def test_the_trace_row_holds_models_to_their_claims(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +149,7 @@ def test_noise_is_the_deviation_between_seeds(is_loss: bool, better: float, wors
 
 
 def test_the_small_resnet_is_cut_into_stages_that_all_train() -> None:
-    made = digits.study(seeds=1, tuning_seeds=1, epochs=1, settings=())
+    made = accuracy.digits_study(seeds=1, tuning_seeds=1, epochs=1, settings=())
     task = made.task(0)
     (first, *_) = task.batches(made.steps)
     assert len(first) == accuracy.WORKERS

@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu import memory, overlap, training
 from benchmarks.gpu.__main__ import BENCHMARK
 from benchmarks.gpu.memory import Peak
-from benchmarks.gpu.trace import overlap as overlap_of
+from benchmarks.gpu.overlap import overlap as overlap_of
 from benchmarks.gpu.training import TOY, Bench
 from tests.support import record
 

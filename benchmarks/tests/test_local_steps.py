@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.local_steps import losses, seconds
+from benchmarks.local_steps import losses, traffic
 from benchmarks.local_steps.islands import Answer, Job, Shape, read_jobs, run_jobs, write_jobs
 from tests.support.launch import run_ranks
 
@@ -22,8 +22,8 @@ def answer(eval_losses: list[float], **rest: Any) -> Answer:
 
 
 def test_seconds_to_a_loss_are_those_of_the_first_evaluation_that_is_as_good() -> None:
-    assert seconds.seconds_to(answer([3.0, 2.0, 1.0, 1.5]), 2.0) == (0.5, 10)
-    assert seconds.seconds_to(answer([3.0, 2.5]), 2.0) == (math.inf, 10)
+    assert traffic.seconds_to(answer([3.0, 2.0, 1.0, 1.5]), 2.0) == (0.5, 10)
+    assert traffic.seconds_to(answer([3.0, 2.5]), 2.0) == (math.inf, 10)
 
 
 def test_excess_is_of_the_means() -> None:

@@ -30,7 +30,6 @@ from tests.faults import (  # isort: skip  # noqa: F401
     check_cost,
     config_fuzz,
     prepare_fuzz,
-    cluster_fuzz,
     pickle_audit,
     kernel_paths,
     kept,

@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.faults.differing import kinds
-from tests.faults.ranks_differ import QUICK, try_kind
+from tests.faults.ranks_differ import QUICK, kinds, try_kind
 
 
 @pytest.mark.timeout(300)

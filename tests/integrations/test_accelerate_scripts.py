@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.accelerate_checks import CHECKS, Check, Kind, run_checks
+from tests.faults.accelerate_scripts import CHECKS, Check, Kind, run_checks
 from tests.support.launch import run_ranks
 
 _TRAINING = {check for check in CHECKS if check.function == "training_check"} | {Check("test_script", "main")}
