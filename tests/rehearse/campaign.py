@@ -24,7 +24,7 @@ _CALLS = {
 }
 """The calls that order streams: those of shard/lanes.py, and torch's. And those that order threads and messages."""
 _LIBRARY = Path(laconic.__file__).parent
-_ROOMS = ("checkpoint", "codec", "comm", "cyclic", "guard", "islands", "optim", "ragged", "shard")
+_ROOMS = ("checkpoint", "codec", "comm", "cyclic", "guard", "islands", "optim", "ragged", "shard", "store")
 _OTHERS = {
     ("shard/lanes.py", "going_on"): "every site of a lane passes it",
     ("shard/lanes.py", "record_event"): "every site of a lane passes it",

@@ -13,10 +13,11 @@ from typing import Any
 
 from laconic.rehearse.machine import Machine
 from laconic.rehearse.modes import accelerator
+from laconic.rehearse.order import Beside, Race, overlap, races
 from laconic.rehearse.tape import Tape
 from laconic.rehearse.world import World, one_rank
 
-__all__ = ["Machine", "Tape", "mark", "rehearsal", "run"]
+__all__ = ["Beside", "Machine", "Race", "Tape", "mark", "overlap", "races", "rehearsal", "run"]
 
 _machines: list[Machine] = []
 
