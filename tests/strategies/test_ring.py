@@ -13,9 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from laconic import _compat
 from laconic.comm.launch import RankInfo
-from laconic.config import Config, JobError, ShardConfig
+from laconic.config import Config, JobError, ModelConfig, ShardConfig
 from laconic.strategies import ring
-from laconic.strategies.parallelize import _fsdp2_arguments
+from laconic.strategies.checks import check_job
 from laconic.strategies.ring import RingReduceScatter, use_rings
 from tests.support.launch import run_ranks
 
@@ -121,7 +121,7 @@ def test_fsdp2_and_hsdp_train_the_same_with_rings(world_size: int, shapes: list[
 
 
 def test_gloos_own_collectives_are_refused_on_a_gpu() -> None:
-    config = Config(shard=ShardConfig(strategy="fsdp2-gloo"))
+    config = Config(model=ModelConfig(config={"model_type": "llama"}), shard=ShardConfig(strategy="fsdp2-gloo"))
     ranks = RankInfo(rank=0, world_size=2, local_rank=0, num_local=2, num_nodes=1)
     with pytest.raises(JobError, match="use 'fsdp2' on cuda"):
-        _fsdp2_arguments(config, ranks, torch.device("cuda"))
+        check_job(config, ranks, "cuda")
