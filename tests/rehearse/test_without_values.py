@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from laconic import fully_shard, init_mesh
+from laconic import fully_shard, init_mesh, rehearse
 from laconic.comm.cluster import Cluster
 from laconic.rehearse import Machine, rehearsal
 from laconic.rehearse.tape import Free, Record, Step, Wait
@@ -61,6 +61,25 @@ def _compare() -> dict[str, Any]:
 
 def test_a_program_without_values_moves_waits_and_allocates_as_with_values() -> None:
     assert launch(_compare, num_ranks=1, timeout_s=110, backend=None)[0] == {}
+
+
+def program() -> None:
+    """A step as on a cluster of 64 nodes."""
+    mesh = init_mesh("cuda", nodes=64, local=8)
+    layers = [fully_shard(nn.Linear(64, 64).to("cuda"), mesh=mesh) for _ in range(3)]
+    fully_shard(nn.Sequential(*layers), mesh=mesh)(torch.randn(4, 64, device="cuda")).sum().backward()
+
+
+def _print_overlap() -> int:
+    # docs/races.md shows these lines
+    tape = rehearse.run(program, nodes=64, local=8)  # `program` makes its mesh, model and steps as on the cluster
+    for each in rehearse.overlap(tape):  # the compute that no event orders before or after each transfer
+        print(each.transfer.level, each.transfer.purpose, len(each.compute))
+    return len(rehearse.overlap(tape))
+
+
+def test_the_lines_of_the_page_on_races_run() -> None:
+    assert launch(_print_overlap, num_ranks=1, timeout_s=110, backend=None)[0] >= 2 * 2 * 3
 
 
 def _at_size() -> list[Any]:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from laconic.plan.model_trace import ModelTrace, ParameterSpec
 from laconic.plan.phase import Phase
-from laconic.plan.recording import META, Compute, Mark, Peak, Recorder, Rest
+from laconic.plan.recording import META, Compute, Mark, Peak, Rest, StepRecorder
 from laconic.shard.linear import sink_of
 
 
@@ -33,7 +33,9 @@ class _Output:
 class Phantom:
     """The phases of a model's units, played on a recorder: [Note: Phantom layers]."""
 
-    def __init__(self, recorder: Recorder, trace: ModelTrace, model: nn.Module, units: Mapping[int, nn.Module]) -> None:
+    def __init__(
+        self, recorder: StepRecorder, trace: ModelTrace, model: nn.Module, units: Mapping[int, nn.Module]
+    ) -> None:
         """Let the forwards of `model` and its layers play their phases.
 
         Args:

@@ -151,7 +151,7 @@ class Mark:
 Entry = Compute | Peak | Rest | Work | Copy | Allocate | Free | Send | Await | Record | Wait | Mark
 
 
-class Recorder:
+class StepRecorder:
     """Writes down what the program does: [Note: Tensors without elements]."""
 
     def __init__(self, device_type: str) -> None:
@@ -293,7 +293,7 @@ class Recorder:
 class _Transfer:
     """A collective under way."""
 
-    def __init__(self, recorder: Recorder, number: int) -> None:
+    def __init__(self, recorder: StepRecorder, number: int) -> None:
         self._recorder, self.number = recorder, number
 
     def wait(self, timeout: Any = None) -> bool:
@@ -307,7 +307,7 @@ class _Transfer:
 class _Stream:
     """A stream of the device."""
 
-    def __init__(self, recorder: Recorder, number: int = COMPUTE) -> None:
+    def __init__(self, recorder: StepRecorder, number: int = COMPUTE) -> None:
         self._recorder, self.number = recorder, number
 
     def wait_event(self, event: _Event) -> None:
@@ -329,7 +329,7 @@ class _Stream:
 class _Event:
     """An event of the device."""
 
-    def __init__(self, recorder: Recorder, stream: int) -> None:
+    def __init__(self, recorder: StepRecorder, stream: int) -> None:
         self.device, self.number = recorder.device, next(recorder._numbers)
         recorder.entries.append(Record(stream, self.number))
 
@@ -340,7 +340,7 @@ class _Event:
 class _Traffic(Traffic):
     """Counters that show the recorder what they count."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: StepRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -355,7 +355,7 @@ class _Traffic(Traffic):
 class _Operations(TorchDispatchMode):
     """Shows the recorder every operation on a tensor without elements."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: StepRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -379,7 +379,7 @@ class _Operations(TorchDispatchMode):
 class _Devices(TorchFunctionMode):
     """Lets tensors without elements say where they lie."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: StepRecorder) -> None:
         super().__init__()
         self.recorder = recorder
 
@@ -407,12 +407,12 @@ def _is_meta(tensor: Tensor) -> bool:
         return tensor.is_meta
 
 
-def _is_bare(recorder: Recorder, tensor: Tensor) -> bool:
+def _is_bare(recorder: StepRecorder, tensor: Tensor) -> bool:
     """Whether a tensor is on the meta device for the program, too: it was there before."""
     return recorder.number_of(tensor) is None
 
 
-def _to(recorder: Recorder, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _to(recorder: StepRecorder, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """`Tensor.to`, whose device is where the tensor lies already."""
     flags = []
     for value in args:
@@ -425,29 +425,29 @@ def _to(recorder: Recorder, func: Any, tensor: Tensor, *args: Any, **kwargs: Any
     return func(tensor, **kwargs)
 
 
-def _same(recorder: Recorder, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _same(recorder: StepRecorder, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return tensor
 
 
-def _one(recorder: Recorder, func: Any, tensor: Tensor) -> float:
+def _one(recorder: StepRecorder, func: Any, tensor: Tensor) -> float:
     """What the host reads."""
     return 1.0
 
 
-def _zeros(recorder: Recorder, func: Any, tensor: Tensor) -> Any:
+def _zeros(recorder: StepRecorder, func: Any, tensor: Tensor) -> Any:
     return torch.zeros(tensor.shape, dtype=tensor.dtype).tolist()
 
 
-def _places(recorder: Recorder, func: Any, tensor: Tensor) -> Tensor:
+def _places(recorder: StepRecorder, func: Any, tensor: Tensor) -> Tensor:
     """The places of true elements: the first one in a table of numbers, and none where rows are compared."""
     return torch.zeros((int(tensor.ndim < 2), tensor.ndim), dtype=torch.int64)
 
 
-def _device_of(recorder: Recorder, func: Any, tensor: Tensor, *rest: Any) -> torch.device:
+def _device_of(recorder: StepRecorder, func: Any, tensor: Tensor, *rest: Any) -> torch.device:
     return META if _is_bare(recorder, tensor) else recorder.device
 
 
-def _address(recorder: Recorder, func: Any, tensor: Tensor) -> int:
+def _address(recorder: StepRecorder, func: Any, tensor: Tensor) -> int:
     """A number that is equal for tensors that begin at one place."""
     return (tensor.untyped_storage()._cdata << 40) + tensor.storage_offset() * tensor.itemsize
 
@@ -489,7 +489,7 @@ def _place() -> str:
 
 
 @contextmanager
-def record(recorder: Recorder, *, world_size: int, num_local: int) -> Iterator[None]:
+def record(recorder: StepRecorder, *, world_size: int, num_local: int) -> Iterator[None]:
     """Run the body as rank 0 of a job of `world_size` ranks, `num_local` on each node."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
     modules = SimpleNamespace(
@@ -561,7 +561,7 @@ _COLLECTIVES = [
 ]  # fmt: skip
 
 
-def _collective(recorder: Recorder, name: str) -> Callable[..., Any]:
+def _collective(recorder: StepRecorder, name: str) -> Callable[..., Any]:
     """A collective of `name`, in which other ranks send what this one sends, where that has elements."""
 
     def run(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
@@ -576,7 +576,7 @@ def _collective(recorder: Recorder, name: str) -> Callable[..., Any]:
     return run
 
 
-def _as_one_kernel(recorder: Recorder, function: Callable[..., Any], *arguments: Any) -> Any:
+def _as_one_kernel(recorder: StepRecorder, function: Callable[..., Any], *arguments: Any) -> Any:
     """Run a function that torch.compile would make one kernel of: it reads its arguments and writes its results."""
     with _disable_current_modes():
         results = function(*arguments)
@@ -586,7 +586,7 @@ def _as_one_kernel(recorder: Recorder, function: Callable[..., Any], *arguments:
     return results
 
 
-def _by_dtype(recorder: Recorder, lists: Sequence[Sequence[Any]], with_indices: bool = False) -> Any:
+def _by_dtype(recorder: StepRecorder, lists: Sequence[Sequence[Any]], with_indices: bool = False) -> Any:
     """Group tensors as torch does for its foreach functions, by dtype: they lie on one device, whatever torch sees."""
     groups: dict[Any, Any] = {}
     for index, first in enumerate(lists[0]):

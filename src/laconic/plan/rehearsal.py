@@ -37,7 +37,7 @@ from laconic.plan.job_trace import batch_of, with_vocabulary
 from laconic.plan.machine import Kind
 from laconic.plan.model_trace import ModelTrace
 from laconic.plan.phantom import Phantom, hidden_tensor
-from laconic.plan.recording import Entry, Mark, Recorder, record
+from laconic.plan.recording import Entry, Mark, StepRecorder, record
 from laconic.shard import crossing
 from laconic.shard import unit as unit_room
 from laconic.shard.crossing import Part, parts_of_islands, payload_of, shards_of_nodes
@@ -126,7 +126,7 @@ def _rehearse(
 ) -> Rehearsal:
     world_size = nodes * local * islands
     ranks = RankInfo(rank=0, world_size=world_size, local_rank=0, num_local=local, num_nodes=nodes * islands)
-    recorder = Recorder(trace.device_type)
+    recorder = StepRecorder(trace.device_type)
     layers = layers_to_shard(model)
     kinds: dict[int | None, Kind] = {}
     batch = _batch(job)
@@ -180,7 +180,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def _kinds_of_gradients(recorder: Recorder, model: nn.Module) -> dict[int | None, Kind]:
+def _kinds_of_gradients(recorder: StepRecorder, model: nn.Module) -> dict[int | None, Kind]:
     return {recorder.number_of(_local(p.grad)): "gradients" for p in model.parameters() if p.grad is not None}
 
 
@@ -188,7 +188,7 @@ def _kinds_of_gradients(recorder: Recorder, model: nn.Module) -> dict[int | None
 
 
 @contextmanager
-def _trainer_on(recorder: Recorder, model: nn.Module) -> Iterator[None]:
+def _trainer_on(recorder: StepRecorder, model: nn.Module) -> Iterator[None]:
     """Let the trainer find weights without elements, host memory of any size, and messages that stand for others."""
 
     def materialize(model: nn.Module, config: Any, device: torch.device) -> int:
@@ -219,7 +219,7 @@ def _trainer_on(recorder: Recorder, model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _scaled(recorder: Recorder, method: Any) -> Any:
+def _scaled(recorder: StepRecorder, method: Any) -> Any:
     """A method that begins a crossing, whose bytes are a mean over the places in a node."""
 
     def start(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -236,7 +236,7 @@ class _AlikePayload(Payload):
     """A payload some of whose parts stand for all: [Note: Rehearsed steps]."""
 
     def __init__(
-        self, recorder: Recorder, layout: BucketLayout, parts: Sequence[Part], codec: Codec, **keys: Any
+        self, recorder: StepRecorder, layout: BucketLayout, parts: Sequence[Part], codec: Codec, **keys: Any
     ) -> None:
         self._recorder = recorder
         self._stride, self._turn = -(-len(parts) // _MOST_CODED), 0
