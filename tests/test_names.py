@@ -18,3 +18,18 @@ def test_no_two_public_classes_of_a_room_share_a_name() -> None:
                 places[file.parts[0], node.name].append(str(file))
     assert places["shard", "ShardedModule"], "the walk finds classes"
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_type_checkers_and_the_reference_see_every_public_name() -> None:
+    """The imports of `laconic/__init__.py` that only type checkers and the documentation read."""
+    tree = ast.parse(Path(laconic.__file__).read_text(encoding="utf-8"))
+    guarded = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imported = {
+        alias.name: node.module
+        for block in guarded
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imported == laconic._HOMES
+    assert imported.keys() == set(laconic.__all__)

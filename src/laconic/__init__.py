@@ -13,9 +13,10 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports a name when it is first 
     from laconic.guard.audit import audit
     from laconic.guard.inspection import CorruptionError
     from laconic.hf.safetensors_folder import load_safetensors, save_safetensors
+    from laconic.islands.fragments import SyncSchedule
     from laconic.islands.local_steps import LocalSteps
     from laconic.islands.membership import Membership
-    from laconic.islands.policies import Coding, OuterSGD, SyncPolicy
+    from laconic.islands.policies import Coding, OuterSGD, SyncPolicy, outer_sgd
     from laconic.layout.granularity import Block, elements, rows, whole
     from laconic.optim.ema import EMA
     from laconic.partial.updates import assign_slice, partial_updates, unsliced, unsliced_state_dict
