@@ -101,7 +101,7 @@ def commit(folder: Path, temporary: Path, manifest: Manifest, *, keep: int, pati
 
 
 def _aside(final: Path, step: int) -> Path | None:
-    """Return the name that an earlier checkpoint of a step gets if it is damaged, and warn of it."""
+    """Return the name under which a damaged checkpoint of the same step is set aside, and warn that it is damaged."""
     if not os.path.lexists(final) or not (problem := _candidate(final, step).problem):
         return None
     kept = store.free_name(final, "damaged")

@@ -60,7 +60,7 @@ class Proof:
 
     ranks: list[int]
     line: str
-    """What each of them waits for."""
+    """The reason of each rank, in one line."""
 
 
 def find_proof(own_rank: int, records: Mapping[int, RankRecord]) -> Proof | None:

@@ -46,7 +46,7 @@ class Section(Policy):
 
     @classmethod
     def prefix(cls) -> str:
-        """What stands before a key in a message: the section's name and a dot."""
+        """The words before a key in a message: the section's name and a dot."""
         return f"{cls.__name__.removesuffix('Config').lower()}."
 
     @classmethod

@@ -1,1 +1,1 @@
-"""What looks for mistakes and damage in training, attached to the engine by its events: see guard/guard.py."""
+"""The search for mistakes and damage in training, attached to the engine by its events: see guard/guard.py."""

@@ -1,4 +1,4 @@
-"""What all ranks must have alike: the description of a root, and what it issues in each step.
+"""The comparison of ranks: the description of a root, and the transfers that it issues in each step.
 
 [Note: One description of everything]
 What a rank sends follows from its units: their order, names, shapes, dtypes, caches, wires, checks, precision, mesh and

@@ -1,4 +1,4 @@
-"""What the guard does at each event of the engine."""
+"""The checks and audits at each event of the engine."""
 
 from __future__ import annotations
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -145,12 +143,6 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
-
-
-def is_distributed() -> bool:
-    """Whether this process is one of several ranks, which torchrun or a process group says."""
-    size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
-    return size > 1
 
 
 def refuse_quantised(model: nn.Module) -> None:

@@ -514,7 +514,7 @@ class _Watcher:
 
 
 def _described(fragments: Sequence[OuterFragment]) -> dict[str, Any]:
-    """What fragments have alike on all islands."""
+    """The facts about fragments that are equal on all islands."""
     shapes = [[[name, list(each.shape)] for name, each in fragment.parameters.items()] for fragment in fragments]
     digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
     return {"outer optimizer": type(fragments[0].optimizer).__qualname__, "parameters (digest)": digest}

@@ -1,4 +1,4 @@
-"""An island that comes through a rendezvous: it waits until it is a member, and is told the outer state."""
+"""An island that comes through a rendezvous: it waits until it is a member, and receives the outer state."""
 
 import threading
 import time

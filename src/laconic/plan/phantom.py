@@ -156,11 +156,6 @@ class Phantom:
             return hidden_tensor(*parameter.shape, dtype=parameter.dtype)
 
 
-def _factors(rows: int, columns: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The shapes of two thin matrices whose product has this many rows and columns."""
-    return (rows, 1), (1, columns)
-
-
 class _Step(torch.autograd.Function):
     """The identity, whose backward calls `action` with a parameter and returns the parameter's gradient."""
 
