@@ -93,7 +93,7 @@ def test_every_byte_is_freed_between_steps(name: str) -> None:
     config = job_under(CANDIDATES[name], job(train={"accumulation": 2}))
     machine = Machine(spec(2, 2), device_type="cuda")
     shape = Shape(nodes=1, local=2, islands=2) if config.sync.is_local else Shape(nodes=2, local=2)
-    program = registry.load(CANDIDATES[name].predict)(machine, config, work_of(config, device_type="cuda"), shape)
+    program = registry.load(CANDIDATES[name].predict)(machine, work_of(config, device_type="cuda"), shape)
     program.step()
     first = dict(machine.held)
     program.step()

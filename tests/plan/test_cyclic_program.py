@@ -37,7 +37,7 @@ def program(
     layers = [[spec("weight", WIDTH, WIDTH)] for _ in range(ranks)]
     model = trace(layers, forward_s=seconds, backward_s=2 * seconds, saved_bytes=SAVED_BYTES)
     model = dataclasses.replace(model, layer_inputs=INPUTS, **changes)  # type: ignore[arg-type]
-    return CyclicProgram(machine, config, work_of(config, device_type="cpu", trace=model))
+    return CyclicProgram(machine, work_of(config, device_type="cpu", trace=model))
 
 
 def run(ranks: int, rule: Any = "lag2", states: Any = "replicated", seconds: float = 1.0, **figures: object) -> Reading:

@@ -44,7 +44,7 @@ def run(
     shard = ShardConfig.of_keys({"cache": cache, "device_budget_bytes": budget, "wire": wire, "param_dtype": dtype})
     config = Config(shard=shard, train=TrainConfig(accumulation=micro_batches))
     machine = Machine(cluster(nodes, local, **figures), device_type=device)
-    program = RehearsedStep(machine, config, work(model, config, device), Shape(nodes=nodes, local=local))
+    program = RehearsedStep(machine, work(model, config, device), Shape(nodes=nodes, local=local))
     return program.read(machine), machine
 
 
@@ -145,7 +145,7 @@ def test_islands_share_bytes_out_over_their_interval() -> None:
         sync = islands_of(islands=3, every=every, fragments=fragments, codec=codec)
         config = Config(sync=sync, shard=ShardConfig.of_keys({"cache": "none"}))
         machine = Machine(cluster(3, 2), device_type="cpu")
-        program = LocalStepsProgram(machine, config, work(model, config), shape)
+        program = LocalStepsProgram(machine, work(model, config), shape)
         reading = program.read(machine)
         assert reading.sent_bytes["island", "outer"] == pytest.approx(2 * 2 / 3 * nbytes / every, rel=1e-6)
         assert ("node", "weights") not in reading.sent_bytes
@@ -159,7 +159,7 @@ def test_overlap_hides_an_exchange() -> None:
         sync = islands_of(islands=2, every=5, codec="fp32", overlap=overlap)
         config = Config(sync=sync, shard=ShardConfig.of_keys({"cache": "none"}))
         machine = Machine(cluster(2, 1), device_type="cpu")
-        seconds.append(LocalStepsProgram(machine, config, work(model, config), shape).read(machine).seconds)
+        seconds.append(LocalStepsProgram(machine, work(model, config), shape).read(machine).seconds)
     assert seconds[0] > seconds[1] >= seconds[2]
 
 

@@ -221,7 +221,7 @@ def test_every_byte_is_freed_between_steps(name: str) -> None:
         cluster = spec(2, 2)
         machine = Machine(cluster, device_type=device_type)
         work = work_of(config, device_type=device_type)
-        program = registry.load(CANDIDATES[name].predict)(machine, config, work, Shape(nodes=2, local=2))
+        program = registry.load(CANDIDATES[name].predict)(machine, work, Shape(nodes=2, local=2))
         program.step()
         first = dict(machine.held)
         program.step()

@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from laconic.comm.traffic import Level
-from laconic.config import Config
 from laconic.contestants.deepspeed_fetch import Coordinator, FetchSizes, Parameter
 from laconic.plan.buckets import Shape
 from laconic.plan.machine import Job, Machine, Transfer
@@ -64,12 +63,12 @@ class _Step:
     is_backward: bool
 
 
-def deepspeed(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Program:
+def deepspeed(machine: Machine, work: StepWork, shape: Shape) -> Program:
     """DeepSpeed under any of its values of shard.strategy: a `Make`."""
     options = DeepspeedOptions(
-        hpz=config.shard.strategy != "deepspeed",
-        quantizes=config.shard.strategy == "deepspeed-zero++",
-        reshards=config.shard.policy.reshard_after_forward is not False,
+        hpz=work.job.shard.strategy != "deepspeed",
+        quantizes=work.job.shard.strategy == "deepspeed-zero++",
+        reshards=work.job.shard.policy.reshard_after_forward is not False,
     )
     return Deepspeed(machine, work, shape, options)
 

@@ -11,17 +11,17 @@ step, and the new parameters are copied to the host. The inner gradients are the
 
 from __future__ import annotations
 
-from laconic.config import Config, SyncConfig
+from laconic.config import SyncConfig
 from laconic.plan.buckets import Shape
 from laconic.plan.machine import Machine, Reading, Transfer
 from laconic.plan.peers_fsdp2 import Fsdp2, Fsdp2Options
 from laconic.plan.program import Program, StepWork, WrittenProgram, add_sync
 
 
-def diloco(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Program:
+def diloco(machine: Machine, work: StepWork, shape: Shape) -> Program:
     """Torchft's DiLoCo: a `Make`."""
-    reshards = config.shard.policy.reshard_after_forward is not False
-    return TorchftDiloco(machine, work, shape, config.sync, reshards=reshards)
+    reshards = work.job.shard.policy.reshard_after_forward is not False
+    return TorchftDiloco(machine, work, shape, work.job.sync, reshards=reshards)
 
 
 class TorchftDiloco(WrittenProgram):

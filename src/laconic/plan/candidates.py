@@ -15,8 +15,8 @@ from laconic.plan.rehearsed import RehearsedStep
 from laconic.registry import Strategy
 from laconic.shard.policies import Wire
 
-Make = Callable[[Machine, Config, StepWork, Shape], Program]
-"""What `Strategy.predict` names: it makes a program from an idle machine, the job under the strategy, its work and its
+Make = Callable[[Machine, StepWork, Shape], Program]
+"""What `Strategy.predict` names: it makes a program from an idle machine, the work of a job under the strategy, and its
 ranks."""
 CANDIDATES: Mapping[str, Strategy] = {name: each for name, each in registry.strategies().items() if each.in_plan}
 """The strategies that the planner lists, by name."""
@@ -45,11 +45,11 @@ def is_asked_for(strategy: Strategy, config: Config) -> bool:
     return wire is not None and config.shard.policy.wire == Wire.of(wire)
 
 
-def on_engine(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Program:
+def on_engine(machine: Machine, work: StepWork, shape: Shape) -> Program:
     """The engine, with islands or without: a `Make`."""
-    return (LocalStepsProgram if config.sync.is_local else RehearsedStep)(machine, config, work, shape)
+    return (LocalStepsProgram if work.job.sync.is_local else RehearsedStep)(machine, work, shape)
 
 
-def cyclic(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Program:
+def cyclic(machine: Machine, work: StepWork, shape: Shape) -> Program:
     """The cyclic schedule: a `Make`."""
-    return CyclicProgram(machine, config, work)
+    return CyclicProgram(machine, work)

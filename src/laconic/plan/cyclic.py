@@ -6,7 +6,7 @@ devices and counts their bytes, and cyclic_memory.py fills the memory of the ful
 
 from __future__ import annotations
 
-from laconic.config import Config, ConfigError
+from laconic.config import ConfigError
 from laconic.cyclic.links import ops_before_baton
 from laconic.cyclic.schedule.rule import Rule
 from laconic.cyclic.schedule.schedule import Schedule
@@ -24,17 +24,17 @@ class CyclicProgram(WrittenProgram):
 
     inexact = "some gradients are one step old, so it wants a smaller learning rate (docs/cyclic.md)"
 
-    def __init__(self, machine: Machine, config: Config, work: StepWork) -> None:
-        cluster, settings = machine.cluster, config.schedule
+    def __init__(self, machine: Machine, work: StepWork) -> None:
+        cluster, settings = machine.cluster, work.job.schedule
         if cluster.ranks < 2:
             raise ConfigError(
                 "the cyclic schedule on one rank sends nothing; `laconic plan cyclic` shows its time steps"
             )
-        workers = num_workers(config.schedule, first_rank(cluster))
+        workers = num_workers(settings, first_rank(cluster))
         self._schedule = Schedule(
-            Rule.named(settings.rule, workers), settings.states, has_norm=config.optimizer.max_grad_norm > 0
+            Rule.named(settings.rule, workers), settings.states, has_norm=work.optimizer.max_grad_norm > 0
         )
-        self._stages = cut_trace(machine, config, work, workers)
+        self._stages = cut_trace(machine, work, workers)
         self._pass_after = self._ops_before_baton(settings.stagger, times_ops=machine.device_type == "cpu")
 
     def _ops_before_baton(self, stagger: float, *, times_ops: bool) -> int:

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from laconic.config import Config, ConfigError
+from laconic.config import ConfigError
 from laconic.cyclic.buffers import ByteLayout
 from laconic.cyclic.links import NUMBER_BYTES, PURPOSES
 from laconic.cyclic.schedule.schedule import Message
@@ -78,7 +78,7 @@ class _Block:
         return any(each.is_trained for each in self.parameters)
 
 
-def cut_trace(machine: Machine, config: Config, work: StepWork, num_stages: int) -> Stages:
+def cut_trace(machine: Machine, work: StepWork, num_stages: int) -> Stages:
     """Cut a traced model as `laconic.cyclic.cut` cuts the model.
 
     Raises:
@@ -94,7 +94,7 @@ def cut_trace(machine: Machine, config: Config, work: StepWork, num_stages: int)
     blocks = _blocks(trace)
     counts = [0, *accumulate(block.trains for block in blocks)]
     borders = partition(
-        _sizes(blocks, machine, config.schedule.cut_by), num_stages,
+        _sizes(blocks, machine, work.job.schedule.cut_by), num_stages,
         is_allowed=lambda start, stop: counts[stop] > counts[start],
     )  # fmt: skip
     return Stages(

@@ -27,8 +27,7 @@ def work_of(
     sharding = Sharding(precision=mixed_precision(config.shard, config.model), granularity=policy.granularity)
     return StepWork(
         trace=trace or trace_job(config, device_type=device_type),
-        micro_batches=config.train.accumulation,
-        optimizer=config.optimizer,
+        job=config,
         sharding=sharding,
         rehearsals=rehearsals or Rehearsals(),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from laconic.codec import CODECS
-from laconic.config import Config
 from laconic.config.sync import SyncConfig
 from laconic.islands.fragments import fragment_of
 from laconic.plan.buckets import PlannedBucket, Shape, plan_buckets
@@ -19,15 +18,15 @@ from laconic.plan.sync_memory import sync_memory
 class LocalStepsProgram(Program):
     """Islands that train on their own, and average their pseudo-gradients now and then: `laconic.LocalSteps`."""
 
-    def __init__(self, machine: Machine, config: Config, work: StepWork, shape: Shape) -> None:
+    def __init__(self, machine: Machine, work: StepWork, shape: Shape) -> None:
         """Rehearse a step without a sync.
 
         Raises:
             JobError, ValueError: the trainer refuses the job.
         """
-        self._sync, self.shape = config.sync, shape
-        sync = config.sync
-        self.inner = RehearsedStep(machine, config, work, shape)
+        self._sync, self.shape = work.job.sync, shape
+        sync = self._sync
+        self.inner = RehearsedStep(machine, work, shape)
         slices = f" and train {sync.slices} slices" if sync.slices > 1 else ""
         self.inexact = f"islands agree every {sync.policy.schedule.every} steps{slices}"
         buckets = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from laconic import registry
-from laconic.config import Config
 from laconic.plan.buckets import Shape
 from laconic.plan.machine import Machine
 from laconic.plan.peers_ddp import Ddp
@@ -11,38 +10,36 @@ from laconic.plan.peers_fsdp2 import Fsdp2, Fsdp2Options, Sharded
 from laconic.plan.program import Program, StepWork
 
 
-def fsdp2(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Program:
+def fsdp2(machine: Machine, work: StepWork, shape: Shape) -> Program:
     """FSDP2 over all ranks."""
-    return _fsdp2(machine, config, work, shape, "flat")
+    return _fsdp2(machine, work, shape, "flat")
 
 
-def fsdp2_on_gloo(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Program:
+def fsdp2_on_gloo(machine: Machine, work: StepWork, shape: Shape) -> Program:
     """FSDP2 with Gloo's own collectives."""
-    return _fsdp2(machine, config, work, shape, "flat", is_gloo=True)
+    return _fsdp2(machine, work, shape, "flat", is_gloo=True)
 
 
-def fsdp2_hpz(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Program:
+def fsdp2_hpz(machine: Machine, work: StepWork, shape: Shape) -> Program:
     """FSDP2 that keeps parameters on the ranks of a node after forward."""
-    return _fsdp2(machine, config, work, shape, "hpz")
+    return _fsdp2(machine, work, shape, "hpz")
 
 
-def hsdp(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Program:
+def hsdp(machine: Machine, work: StepWork, shape: Shape) -> Program:
     """FSDP2 inside each node, and replicas between nodes."""
-    return _fsdp2(machine, config, work, shape, "hsdp")
+    return _fsdp2(machine, work, shape, "hsdp")
 
 
-def ddp(machine: Machine, config: Config, work: StepWork, shape: Shape) -> Program:
+def ddp(machine: Machine, work: StepWork, shape: Shape) -> Program:
     """DDP."""
     return Ddp(machine, work, shape)
 
 
-def _fsdp2(
-    machine: Machine, config: Config, work: StepWork, shape: Shape, sharded: Sharded, *, is_gloo: bool = False
-) -> Program:
+def _fsdp2(machine: Machine, work: StepWork, shape: Shape, sharded: Sharded, *, is_gloo: bool = False) -> Program:
     options = Fsdp2Options(
         sharded=sharded,
-        reshards=config.shard.policy.reshard_after_forward is not False,
+        reshards=work.job.shard.policy.reshard_after_forward is not False,
         is_gloo=is_gloo,
-        syncs_always=registry.named(config.shard.strategy).reduces_always,
+        syncs_always=registry.named(work.job.shard.strategy).reduces_always,
     )
     return Fsdp2(machine, work, shape, options)

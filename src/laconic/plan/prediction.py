@@ -95,7 +95,7 @@ class Predictor:
         trace = self._trace(job)
         work = work_of(job, device_type=self.device_type, trace=trace, rehearsals=self._rehearsals)
         machine = Machine(self.cluster, device_type=self.device_type, keeps_spans=keeps_spans)
-        program = registry.load(candidate.predict)(machine, job, work, shape)
+        program = registry.load(candidate.predict)(machine, work, shape)
         train = job.train
         batches = num_workers(job.schedule, first_rank(self.cluster)) or train.accumulation * self.cluster.ranks
         return read_program(

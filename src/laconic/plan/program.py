@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from laconic.comm.traffic import Level
-from laconic.config.sections import OptimizerConfig
+from laconic.config import Config, OptimizerConfig
 from laconic.plan.buckets import Shape, Sharding
 from laconic.plan.machine import Machine, Reading, Transfer
 from laconic.plan.model_trace import ModelTrace
@@ -19,12 +19,22 @@ from laconic.plan.rehearsal import Rehearsals
 class StepWork:
     """What every strategy has to do in a step."""
 
+    job: Config
+    """The job under the strategy."""
     trace: ModelTrace
-    micro_batches: int
-    optimizer: OptimizerConfig
     rehearsals: Rehearsals
     sharding: Sharding
     """The precision and the blocks that `fully_shard` gets. Its wire is the strategy's."""
+
+    @property
+    def micro_batches(self) -> int:
+        """The micro-batches of a rank in a step."""
+        return self.job.train.accumulation
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """The section of the job with the optimizer."""
+        return self.job.optimizer
 
 
 class Program(ABC):

@@ -32,12 +32,13 @@ Figures = dict[tuple[object, ...], float]
 class RehearsedStep(Program):
     """A strategy of the trainer's `Simultaneous`, rehearsed."""
 
-    def __init__(self, machine: Machine, config: Config, work: StepWork, shape: Shape) -> None:
+    def __init__(self, machine: Machine, work: StepWork, shape: Shape) -> None:
         """Rehearse the job under the strategy.
 
         Raises:
             JobError, ValueError: the trainer refuses the job.
         """
+        config = work.job
         shard = replace(config.shard, audit_every=0)  # an audit repeats a micro-batch of another rank, now and then
         self._config, self._work, self._shape = replace(config, shard=shard), work, shape
         layers = 0 if machine.keeps_spans else work.rehearsals.equal_layers(config)
