@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from benchmarks.cyclic.bench import BENCHMARK, Bench, Setting
 from laconic.cyclic import CyclicDataParallel
-from laconic.cyclic.stages.cut import cut
+from laconic.cyclic.cut import cut
 from tests.support.record import Row
 
 WORKERS = 4

@@ -85,7 +85,7 @@ def _wrapped(model: nn.Module, strategy: str) -> nn.Module:
 
 def _cyclic(model: nn.Module, shape: Llama, rule: str, states: str) -> Any:
     from laconic.cyclic import CyclicDataParallel
-    from laconic.cyclic.stages.cut import cut
+    from laconic.cyclic.cut import cut
 
     tokens = shape.tokens(torch.device("cpu"), seed=0)
     trainer = CyclicDataParallel(

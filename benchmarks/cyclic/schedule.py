@@ -25,8 +25,7 @@ from torch.nn import functional
 from benchmarks.cyclic.bench import BENCHMARK, TIMEOUT_S, Bench
 from laconic.comm.traffic import Traffic
 from laconic.cyclic import CyclicDataParallel
-from laconic.cyclic.schedule.rule import Rule
-from laconic.cyclic.schedule.schedule import Schedule, StatePlacement
+from laconic.cyclic.schedule import Rule, Schedule, StatePlacement
 from tests.support.launch import launch
 from tests.support.record import Row
 

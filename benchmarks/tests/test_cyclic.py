@@ -16,8 +16,7 @@ from benchmarks.cyclic import accuracy, schedule, traces
 from benchmarks.cyclic.__main__ import BENCHMARK
 from benchmarks.cyclic.bench import QUICK, Bench
 from benchmarks.cyclic.schedule import stages_of_devices
-from laconic.cyclic.schedule.rule import Rule
-from laconic.cyclic.schedule.schedule import Schedule
+from laconic.cyclic.schedule import Rule, Schedule
 from tests.support import record
 from tests.support.launch import run_ranks
 from tests.support.measure import Benchmark

@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports a name when it is first 
     from laconic.cyclic.runtime import CyclicDataParallel
     from laconic.guard.audit import audit
     from laconic.guard.inspection import CorruptionError
-    from laconic.hf.safetensors_folder import load_safetensors, save_safetensors
+    from laconic.hf.saving import load_safetensors, save_safetensors
     from laconic.islands.fragments import SyncSchedule
     from laconic.islands.local_steps import LocalSteps
     from laconic.islands.membership import Membership
@@ -85,11 +85,11 @@ _HOMES = {
     "elements": "laconic.layout.granularity",
     "fully_shard": "laconic.shard.api",
     "init_mesh": "laconic.comm.cluster",
-    "load_safetensors": "laconic.hf.safetensors_folder",
+    "load_safetensors": "laconic.hf.saving",
     "partial_updates": "laconic.partial.updates",
     "quantize_": "laconic.codec.linear",
     "rows": "laconic.layout.granularity",
-    "save_safetensors": "laconic.hf.safetensors_folder",
+    "save_safetensors": "laconic.hf.saving",
     "unsliced": "laconic.partial.updates",
     "unsliced_state_dict": "laconic.partial.updates",
     "whole": "laconic.layout.granularity",

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from laconic.comm import watch
-from laconic.comm.progress import RankRecord, reasons_to_wait
+from laconic.comm.journal import RankRecord, reasons_to_wait
 from laconic.comm.watch import report_waits
 from laconic.optim import Muon, matrices_and_rest
 from tests.support import helpers

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record as reported
 
 from laconic.comm import watch
-from laconic.comm.journal import Awaited, Entries, Journal, Ticket, waits
-from laconic.comm.progress import RankRecord
+from laconic.comm.journal import Awaited, Entries, Journal, RankRecord, Ticket, waits
 from laconic.comm.watch import find_proof
 from laconic.errors import RanksDifferError
 from tests.support import helpers

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.t5.modeling_t5 import T5Attention, T5DenseActDense
 
 import laconic
-from laconic.cyclic.stages.cut import cut
+from laconic.cyclic.cut import cut
 from laconic.partial.patterns import sliced_layer
 from laconic.ragged.parts import sliced_parameters
 

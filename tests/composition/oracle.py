@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from laconic.cyclic.schedule.rule import Rule
+from laconic.cyclic.schedule import Rule
 from tests.composition.job import (
     EVERY,
     MAX_NORM,

@@ -12,8 +12,7 @@ from torch import nn
 
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError
-from laconic.contestants.deepspeed_setup import Sizes, import_deepspeed, zero_3
-from laconic.contestants.deepspeed_state import local_part
+from laconic.contestants.deepspeed import Sizes, import_deepspeed, local_part, zero_3
 from laconic.strategies.checks import check_job
 from tests.contestants import peers
 from tests.support.jobs import job

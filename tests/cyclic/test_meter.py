@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from laconic.cyclic.stages.meter import ActivationMeter
+from laconic.cyclic.meter import ActivationMeter
 
 FLOAT = 4
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from laconic.cyclic.placement import VersionError
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule.rule import Rule
+from laconic.cyclic.schedule import Rule
 from tests.cyclic.toys import OPTIMIZERS, WIDTH, make_batch, make_stages
 from tests.support.launch import free_port, run_ranks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laconic.cyclic.schedule.rule import RULES, Rule
+from laconic.cyclic.schedule import RULES, Rule
 
 SIZES = range(1, 17)
 

@@ -9,8 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule.rule import RULES, Rule
-from laconic.cyclic.schedule.schedule import StatePlacement
+from laconic.cyclic.schedule import RULES, Rule, StatePlacement
 from tests.cyclic.toys import OPTIMIZERS, assert_equal, cases, make_oracle, make_stages, train, train_oracle
 from tests.support.launch import run_ranks
 

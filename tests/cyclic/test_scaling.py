@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule.rule import Rule
-from laconic.cyclic.schedule.schedule import StatePlacement
+from laconic.cyclic.schedule import Rule, StatePlacement
 from tests.cyclic.test_snapshot import together
 from tests.cyclic.toys import OPTIMIZERS, assert_equal, make_batch, make_stages, train, train_oracle
 from tests.reference.cyclic import Oracle

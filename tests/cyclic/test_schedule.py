@@ -7,14 +7,15 @@ from itertools import product
 
 import pytest
 
-from laconic.cyclic.schedule.program import largest_burst, messages_per_step, program
-from laconic.cyclic.schedule.rule import RULES, Rule
-from laconic.cyclic.schedule.schedule import (
+from laconic.cyclic.program import largest_burst, messages_per_step, program
+from laconic.cyclic.schedule import (
+    RULES,
     STATES,
     Compute,
     Instruction,
     Message,
     Receive,
+    Rule,
     RunFacts,
     Schedule,
     Send,

@@ -12,9 +12,9 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+from laconic.cyclic.cut import cut
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.stages.cut import cut
-from laconic.cyclic.stages.stage import partition, restoring_random_states, synchronize, unstage
+from laconic.cyclic.stage import partition, restoring_random_states, synchronize, unstage
 from tests.support.launch import run_ranks
 
 VOCAB = 61
@@ -333,7 +333,7 @@ def test_by_memory_and_by_costs() -> None:
 def test_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only layers advance the clock. Stages take the same time, or the first stage takes more."""
     clock = SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr("laconic.cyclic.stages.cut.time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    monkeypatch.setattr("laconic.cyclic.cut.time", SimpleNamespace(perf_counter=lambda: clock.now_s))
 
     class Busy(nn.Linear):
         def __init__(self, seconds: float) -> None:

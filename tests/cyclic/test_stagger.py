@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from laconic.cyclic.report import Report, peak_together
+from laconic.cyclic.meter import Report, peak_together
+from laconic.cyclic.program import messages_per_step
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule.program import messages_per_step
-from laconic.cyclic.schedule.rule import Rule
-from laconic.cyclic.schedule.schedule import Schedule
+from laconic.cyclic.schedule import Rule, Schedule
 from tests.support.launch import run_ranks
 
 COUNT = 4

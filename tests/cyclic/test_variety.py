@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from laconic.cyclic.buffers import HEADER_BYTES, ActivationMeta, ByteLayout
+from laconic.cyclic.links import HEADER_BYTES, ActivationMeta, ByteLayout
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule.rule import Rule
-from laconic.cyclic.schedule.schedule import StatePlacement
+from laconic.cyclic.schedule import Rule, StatePlacement
 from tests.reference.cyclic import Oracle
 from tests.support.launch import run_ranks
 

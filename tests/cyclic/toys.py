@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule.rule import Rule
+from laconic.cyclic.schedule import Rule
 from tests.reference.cyclic import Oracle
 
 WIDTH = 6

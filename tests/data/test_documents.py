@@ -12,7 +12,7 @@ import pytest
 from laconic.config import DataConfig, JobError, ModelConfig
 from laconic.data import tokens as data
 from laconic.data.batches import IGNORED, Division, TrainingData, pack
-from laconic.data.probe import check_model
+from laconic.data.documents import check_model
 from laconic.data.sampler import EpochSampler
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer import ByteTokenizer

@@ -20,7 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import laconic
 from laconic.errors import JobError
-from laconic.hf import folder_writer, saving
+from laconic.hf import folder as hf_folder
+from laconic.hf import saving
 from laconic.hf.folder import ModelFolder, ModelFolderError
 from laconic.hf.models import ModelConfig, build_model
 from tests.hf.zoo import LORA, NO_LORA, TINY, differing, spread, tokens, whole
@@ -210,16 +211,16 @@ def failures(folder: str) -> list[str]:
     before = model.traffic.snapshot()
     refused(laconic.save_safetensors, model, f"{folder}/full")
     assert (model.traffic.snapshot() - before).total() == 0
-    write = folder_writer._write_file
+    write = hf_folder._write_file
 
     def write_on_full_disk(path: Path, tensors: dict[str, Tensor]) -> None:
         if "00002-of" in path.name:
             raise JobError(f"cannot write {path.name}: the disk is full")
         write(path, tensors)
 
-    folder_writer._write_file = write_on_full_disk
+    hf_folder._write_file = write_on_full_disk
     refused(laconic.save_safetensors, model, f"{folder}/damaged", max_file_bytes=1000)
-    folder_writer._write_file = write
+    hf_folder._write_file = write
     refused(laconic.load_safetensors, model, f"{folder}/other")
     refused(laconic.load_safetensors, model, f"{folder}/nowhere")
     with torch.device("meta"):

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import laconic
-from laconic.layout.bucket import Extent
-from laconic.layout.derived import DerivedLayout
+from laconic.layout.bucket import DerivedLayout, Extent
 from laconic.layout.packing import plan_bucket
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor

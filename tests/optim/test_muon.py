@@ -15,8 +15,7 @@ import laconic
 from laconic.comm.cluster import Cluster
 from laconic.layout.packing import plan_bucket
 from laconic.optim.matrix import matrices_and_rest
-from laconic.optim.muon import Muon
-from laconic.optim.newton_schulz import COEFFICIENTS, orthogonalize
+from laconic.optim.muon import COEFFICIENTS, Muon, orthogonalize
 from laconic.optim.shampoo import Shampoo
 from laconic.ragged.dtensor import DTensorShard
 from laconic.ragged.spec import RaggedSpec

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 import laconic
 from laconic.comm.cluster import Cluster
-from laconic.optim.muon import Muon
-from laconic.optim.newton_schulz import cost_of
+from laconic.optim.muon import Muon, cost_of
 from laconic.optim.owners import STAY_WITHIN, Matrix, Owners, assign
 from laconic.ragged.redistribute import moved_elements, whole_on
 from laconic.ragged.tensor import RaggedTensor

@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from laconic.cyclic.buffers import ByteLayout
-from laconic.cyclic.links import Links
+from laconic.cyclic.links import ByteLayout, Links
 from laconic.cyclic.placement import Placement
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule.rule import Rule
-from laconic.cyclic.schedule.schedule import Op, Schedule, StatePlacement
-from laconic.cyclic.stages.stage import trainable
+from laconic.cyclic.schedule import Op, Rule, Schedule, StatePlacement
+from laconic.cyclic.stage import trainable
 from laconic.cyclic.worker import Worker
 from laconic.plan.cyclic_memory import DeviceMemory, messages_by_target
 from laconic.plan.cyclic_stages import PlannedStage, Stages

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from laconic.config import Config, ConfigError, JobError, OptimizerConfig, ScheduleConfig
-from laconic.cyclic.schedule.rule import Rule
+from laconic.cyclic.schedule import Rule
 from laconic.plan.cyclic import CyclicProgram
 from laconic.plan.job import work_of
 from laconic.plan.machine import Machine, Reading

@@ -9,8 +9,8 @@ import torch
 
 from laconic.config import Config, from_dict
 from laconic.cyclic import cut
-from laconic.cyclic.buffers import ActivationMeta, ByteLayout
-from laconic.cyclic.stages.stage import trainable
+from laconic.cyclic.links import ActivationMeta, ByteLayout
+from laconic.cyclic.stage import trainable
 from laconic.hf.models import build_model, materialize
 from laconic.plan.cyclic_stages import cut_trace
 from laconic.plan.job import work_of

@@ -12,8 +12,7 @@ import matplotlib
 import pytest
 
 from laconic import cli
-from laconic.cyclic.schedule.rule import RULES, Rule
-from laconic.cyclic.schedule.schedule import STATES, MessageKind, Schedule
+from laconic.cyclic.schedule import RULES, STATES, MessageKind, Rule, Schedule
 from laconic.plan.timesteps import CyclicPlan
 from laconic.plan.timesteps_picture import KIND_COLOURS
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic.cyclic.schedule.rule import Rule
+from laconic.cyclic.schedule import Rule
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic import CyclicDataParallel, LocalSteps, init_mesh
-from laconic.cyclic.buffers import ActivationMeta
+from laconic.cyclic.links import ActivationMeta
 from laconic.rehearse import Machine, rehearsal
 from tests.rehearse.engine import WIDTH
 

@@ -19,8 +19,8 @@ from laconic.checkpoint import load_dcp, open_checkpoint
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, ConfigError, JobError, ScheduleConfig, from_dict, load
 from laconic.cyclic import Rule, cut
-from laconic.cyclic.report import Report
-from laconic.cyclic.schedule.rule import RULES
+from laconic.cyclic.meter import Report
+from laconic.cyclic.schedule import RULES
 from laconic.data import tokens as data
 from laconic.data.sampler import Sampler
 from laconic.hf.export import export

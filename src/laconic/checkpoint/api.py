@@ -1,23 +1,34 @@
-"""Save a training run so that it can be resumed exactly, and resume it. See [Note: Commit protocol] in commit.py."""
+"""Save a run so that it can be resumed exactly, resume it, and read a checkpoint without the run.
+
+See [Note: Commit protocol] in commit.py.
+"""
 
 from __future__ import annotations
 
 import platform
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from laconic.checkpoint import commit, keys, outer_state, parts, sidecar, state, storage
+from laconic.checkpoint import commit, keys, sidecar, state, storage
 from laconic.checkpoint.commit import CheckpointError, Manifest
 from laconic.checkpoint.fill import Differences, Source, fill
-from laconic.checkpoint.island_slices import IslandSlices
+from laconic.checkpoint.islands import (
+    IslandSlices,
+    OptimizerStates,
+    local_steps_tree,
+    optimizer_states,
+    own_optimizer_prefix,
+    restore_local_steps,
+)
+from laconic.checkpoint.keys import LACONIC_KEYS
 from laconic.comm.agreement import RankGroup
 from laconic.islands.local_steps import LocalSteps
 from laconic.ragged.parts import joined
@@ -39,7 +50,7 @@ def save_checkpoint(
 
     Any program can load `step-N` with torch.distributed.checkpoint. It has the keys of `{"model":
     get_model_state_dict(...), "optim": get_optimizer_state_dict(...)}`. Partial updates are written unsliced.
-    With `local_steps` the model has the outer parameters: [Note: The layout of a checkpoint] in checkpoint/parts.py.
+    With `local_steps` the model has the outer parameters: [Note: The layout of a checkpoint] in checkpoint/islands.py.
 
     All ranks share the file system of `folder`. The `keep` newest checkpoints remain in it, two or more, in case one is
     damaged. `extra` has this rank's own values, for `load_checkpoint` to return: dicts with string keys, lists,
@@ -114,7 +125,7 @@ def load_newest(
             entries=storage.tensors_of(storage.read_metadata(candidate)),
             keys=keys.LACONIC_KEYS,
             settings=own["optimizer"],
-            own_prefix=outer_state.own_optimizer_prefix(islands.island) if islands.has_own_state_in(saved) else None,
+            own_prefix=own_optimizer_prefix(islands.island) if islands.has_own_state_in(saved) else None,
             has_same_slices=islands.has_slices_of(saved),
             is_uneven=local_steps is not None or bool(state.places(model)),
         )
@@ -122,7 +133,7 @@ def load_newest(
         why = islands.difference(saved)
         if local_steps is not None:
             island = None if why else islands.island
-            outer_state.restore(source, model, local_steps, progress, step=manifest.step, island=island)
+            restore_local_steps(source, model, local_steps, progress, step=manifest.step, island=island)
         skipped = {} if strict else {"skipped": _with_warning(differences, candidate, ranks, stacklevel=6)}
         why_islands = {"islands": why} if why else {}
         return candidate, {"step": manifest.step, **own["extra"], **skipped, **why_islands}
@@ -210,13 +221,13 @@ class Contents:
         tensors = state.model_tensors(model)
         values: dict[str, Any] = {"extra": extra, "optimizer": None}
         rest: dict[str, Any] = {}
-        own_states: parts.OptimizerStates = {}
+        own_states: OptimizerStates = {}
         if optimizer is not None:
             values["optimizer"] = state.optimizer_settings(model, optimizer)
-            states, own_states = parts.optimizer_states(model, optimizer, islands, ranks)
+            states, own_states = optimizer_states(model, optimizer, islands, ranks)
             rest[keys.OPTIMIZER] = {keys.STATE: states, keys.GROUPS: state.param_groups(model, optimizer)}
         if local_steps is not None:
-            tensors, added, progress = outer_state.tree(model, local_steps, islands.island, tensors, own_states, ranks)
+            tensors, added, progress = local_steps_tree(model, local_steps, islands.island, tensors, own_states, ranks)
             rest |= added
             values["islands"] = {**islands.to_json(), **progress}
         text: str | ValueError
@@ -279,3 +290,49 @@ def _versions() -> dict[str, str]:
     except PackageNotFoundError:  # run from a source tree
         laconic_version = "unknown"
     return {"laconic": laconic_version, "torch": torch.__version__, "python": platform.python_version()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredCheckpoint:
+    """An intact checkpoint on disk."""
+
+    folder: Path
+    step: int
+    extra: dict[str, Any]
+    """Rank 0's `extra` of `save_checkpoint`."""
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    """Shape and dtype of the model's tensors by name."""
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read whole tensors of the model by name, joined from the ranks' shards, on the host.
+
+        Raises:
+            StorageError: the folder is unreadable.
+        """
+        tensors = {name: torch.empty(self.tensors[name][0], dtype=self.tensors[name][1]) for name in names}
+        storage.load({f"{LACONIC_KEYS.model}{name}": t for name, t in tensors.items()}, self.folder, offline=True)
+        return tensors
+
+
+def open_checkpoint(folder: str | Path) -> StoredCheckpoint:
+    """Open the newest intact checkpoint in `folder`, or `folder` itself if it is one. Cost: hashes all its files.
+
+    Raises:
+        CheckpointError: there is no intact checkpoint.
+    """
+    stored = commit.use_newest(Path(folder), commit.candidates(Path(folder)), _open)
+    if stored is None:
+        raise CheckpointError(
+            f"there is no checkpoint in {folder}; give the output folder of a run or one of its step-N folders"
+        )
+    return stored
+
+
+def _open(folder: Path, manifest: Manifest) -> StoredCheckpoint:
+    entries = LACONIC_KEYS.model_entries(storage.tensors_of(storage.read_metadata(folder)))
+    return StoredCheckpoint(
+        folder=folder,
+        step=manifest.step,
+        extra=sidecar.read(folder)["extra"],
+        tensors={name: (entry.shape, entry.dtype) for name, entry in entries.items()},
+    )

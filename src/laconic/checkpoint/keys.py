@@ -24,7 +24,7 @@ from laconic.checkpoint.storage import Entry
 
 MODEL, OPTIMIZER, STATE, GROUPS = "model", "optim", "state", "param_groups"
 OUTER, ISLANDS = "outer", "islands"
-"""The prefixes of the tensors that islands add: [Note: The layout of a checkpoint] in checkpoint/parts.py."""
+"""The prefixes of the tensors that islands add: [Note: The layout of a checkpoint] in checkpoint/islands.py."""
 
 
 @dataclass(frozen=True, kw_only=True)

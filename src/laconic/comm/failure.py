@@ -41,7 +41,7 @@ from typing import Any
 import torch.distributed as dist
 
 from laconic.comm.groups import has_peers
-from laconic.comm.progress import here
+from laconic.comm.journal import here
 from laconic.comm.ring import HOST, HostConnection, PeerMessage, PeerRing
 from laconic.errors import JobError
 

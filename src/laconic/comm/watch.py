@@ -44,8 +44,7 @@ from laconic import _compat
 from laconic.comm.entries import EntryError, decode, encode
 from laconic.comm.failure import PeerFailedError, first_failure_behind
 from laconic.comm.groups import has_peers
-from laconic.comm.journal import Awaited, Entries, Ticket, waits
-from laconic.comm.progress import RankRecord, here, reasons_to_wait
+from laconic.comm.journal import Awaited, Entries, RankRecord, Ticket, here, reasons_to_wait, waits
 from laconic.errors import RanksDifferError
 
 REMEDY = (

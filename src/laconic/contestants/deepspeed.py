@@ -1,39 +1,324 @@
-"""The stepper of a job under DeepSpeed's ZeRO-3."""
+"""DeepSpeed's ZeRO-3 as a careful user sets it up, the stepper of a job under it, and its parts in a checkpoint.
+
+[Note: ZeRO-3's partitions]
+DeepSpeed cuts every parameter, flattened, into as many equal parts as there are ranks, the last of them padded: rank r
+of W has the elements from r * C on, C = ceil(numel / W). Trainable parts lie one behind the other in one float32 buffer
+for each group of the optimizer, and AdamW's two moments in buffers of the same order. A `RaggedTensor` over a layout
+of one tensor describes such a part. So a checkpoint has the same tensors as under any other strategy.
+
+[Note: DeepSpeed as a baseline]
+DeepSpeed's defaults are for models of billions of parameters. With `stage3_max_reuse_distance` at its default of 1e9
+elements, a smaller model stays gathered from forward to backward on every rank: that is not ZeRO-3. So the sizes here
+follow the model, as FSDP2's do, which gathers, reduces and frees a layer at a time and keeps the root's own parameters:
+
+- `reduce_bucket_size` and `stage3_prefetch_bucket_size` are the elements of the largest layer.
+- `stage3_max_live_parameters` is the root's own parameters and two layers, which is the most that FSDP2 holds.
+- `stage3_max_reuse_distance` is 0, so every weight crosses once in forward and once in backward, as in FSDP2 with
+  `reshard_after_forward=True`. With shard.reshard_after_forward = false it is the whole model.
+- `stage3_param_persistence_threshold` is 0. Parameters up to the threshold stay whole on every rank, and are gathered
+  once after each optimizer step. The default of 100,000 elements is a small share of a large model. Of a small one it
+  is most of the matrices.
+
+On Gloo a gather is a ring and runs ahead, as for FSDP2. Reductions go along laconic's true ring: [Note: The strongest
+baseline] in strategies/ring.py. `overlap_comm` needs streams, which a CPU has not, so a reduction ends before backward
+goes on. ZeRO-3 reduces the gradients of every micro-batch, so with accumulation more bytes cross than under FSDP2.
+"""
 
 import contextlib
+import importlib
+import logging
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import laconic.checkpoint
-from laconic.comm.cluster import make_mesh
+from laconic import _compat
+from laconic.checkpoint.state import named_parameters
+from laconic.comm.cluster import Cluster, make_mesh
 from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
-from laconic.config import Config
-from laconic.contestants.deepspeed_setup import (
-    Sizes,
-    freeing_weights,
-    import_deepspeed,
-    start_communication,
-    zero_3,
-)
-from laconic.contestants.deepspeed_state import Partitions, local_part
+from laconic.config import Config, JobError
 from laconic.data.batches import Batch
+from laconic.extras import how_to_install
+from laconic.hf.layers import layers_to_shard
 from laconic.hf.models import materialize
+from laconic.layout.bucket import BucketLayout, Slot
+from laconic.ragged.spec import RaggedSpec
+from laconic.ragged.tensor import RaggedTensor
 from laconic.shard.policies import Precision
 from laconic.strategies.memory import local_nbytes, state_nbytes
 from laconic.strategies.optimizers import make_optimizer
+from laconic.strategies.ring import RingReduceScatter
 from laconic.strategies.stepper import NotFiniteError, Save, Stepper, StepResult
+
+_NO_CUDA = "DS_ACCELERATOR=cpu DS_BUILD_OPS=0"
+
+
+def import_deepspeed(device: torch.device) -> ModuleType:
+    """Import DeepSpeed for `device`, quietly.
+
+    Raises:
+        JobError: it is not installed, or is not the release whose names this code uses.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    # ZeRO-3's hpZ takes the number of ranks on a node from this variable on a CPU.
+    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    try:
+        deepspeed = importlib.import_module("deepspeed")
+    except ImportError as error:
+        raise JobError(
+            f"shard.strategy = 'deepspeed' needs DeepSpeed ({error}); on a machine without CUDA: "
+            f"{how_to_install('deepspeed', environment=_NO_CUDA, of_contestants=True)}"
+        ) from error
+    if not deepspeed.__version__.startswith("0.19."):
+        raise JobError(
+            f"shard.strategy = 'deepspeed' is written for DeepSpeed 0.19, and {deepspeed.__version__} is installed; "
+            f"{how_to_install('deepspeed', of_contestants=True)}"
+        )
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if device.type == "cpu":
+        # Or DeepSpeed compiles a C++ extension at every start, for all-reduces of inference.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def start_communication(deepspeed: ModuleType, device: torch.device) -> None:
+    """Let DeepSpeed use the process group that exists, with a true ring reduce-scatter on a CPU. Collective."""
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+    backend = deepspeed.comm.comm.cdb
+    backend.all_gather_function = _all_gather
+    if device.type == "cpu":
+        backend.reduce_scatter_function = _reduce_scatter
+
+
+def _all_gather(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """The gather by its name in this release of torch, which warns of the older one."""
+    group = dist.group.WORLD if group is None else group
+    return _compat.all_gather_flat(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def _reduce_scatter(
+    output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> None:
+    """`torch.distributed.reduce_scatter_tensor` along a ring, for an `output` that is this rank's part of `input`."""
+    group = dist.group.WORLD if group is None else group
+    landing = torch.empty_like(output)
+    RingReduceScatter()(landing, input, group, op)
+    output.copy_(landing)
+
+
+@contextlib.contextmanager
+def freeing_weights() -> Iterator[None]:
+    """Use DeepSpeed's linear function in the block, whose graph does not hold gathered weights until backward.
+
+    `with deepspeed.zero.Init():` around a model's construction sets it for ever (its `memory_efficient_linear`).
+    """
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    torchs = nn.functional.linear
+    nn.functional.linear = zero3_linear_wrap
+    try:
+        yield
+    finally:
+        nn.functional.linear = torchs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of ZeRO-3's buffers, in elements: [Note: DeepSpeed as a baseline]."""
+
+    layer: int
+    """The largest layer."""
+    root: int
+    """All parameters outside layers."""
+    model: int
+
+    @staticmethod
+    def of(model: nn.Module) -> "Sizes":
+        """The sizes for a model that is not sharded yet; tied parameters count once."""
+        layers = layers_to_shard(model)
+        numels = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+        total = sum(parameter.numel() for parameter in model.parameters())
+        return Sizes(layer=max(numels, default=total), root=max(0, total - sum(numels)), model=total)
+
+
+def zero_3(config: Config, ranks: RankInfo, sizes: Sizes) -> dict[str, Any]:
+    """DeepSpeed's configuration for a job: [Note: DeepSpeed as a baseline]."""
+    policy, strategy = config.shard.policy, config.shard.strategy
+    reshards = policy.reshard_after_forward is not False
+    compute = policy.precision.param_dtype or config.model.dtype
+    reduce = policy.precision.reduce_dtype or compute
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": sizes.layer,
+        "stage3_prefetch_bucket_size": sizes.layer,
+        "stage3_max_live_parameters": sizes.root + 2 * sizes.layer if reshards else sizes.model,
+        "stage3_max_reuse_distance": 0 if reshards else sizes.model,
+        "stage3_param_persistence_threshold": 0,
+    }
+    if strategy != "deepspeed":
+        zero["zero_hpz_partition_size"] = ranks.num_local
+    if strategy == "deepspeed-zero++":
+        zero |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    return {
+        "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
+        "gradient_accumulation_steps": config.train.accumulation,
+        "gradient_clipping": config.optimizer.max_grad_norm,
+        "zero_optimization": zero,
+        "bf16": {"enabled": compute == "bfloat16"},
+        "communication_data_type": {"float32": "fp32", "bfloat16": "bf16"}[reduce],
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+    }
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Partitions:
+    """The parts of all parameters on this rank, and the optimizer's state for them."""
+
+    def __init__(self, model: nn.Module, zero: Any, groups: list[dict[str, Any]], mesh: DeviceMesh) -> None:
+        """Take a model that DeepSpeed has partitioned over the one axis of `mesh`. Collective at the first call.
+
+        `zero` is DeepSpeed's optimizer of stage 3, and `groups` are the groups of the torch optimizer in it, as they
+        were before DeepSpeed took them.
+        """
+        self._model, self._zero, self._mesh = model, zero, mesh
+        self._cluster = Cluster.of(mesh, num_local=1)
+        self._names = {id(parameter): name for name, parameter in named_parameters(model).items()}
+        self._groups = groups
+        self._masters: dict[int, tuple[Tensor, int]] = {}  # by parameter: the buffer, and where the part begins in it
+        for parameters, buffer in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
+            start = 0
+            for parameter in parameters:
+                self._masters[id(parameter)] = buffer, start
+                start += parameter.ds_tensor.ds_numel
+
+    @torch.no_grad()
+    def set_masters(self, parts: dict[int, Tensor]) -> None:
+        """Copy this rank's part of each trainable parameter, by the parameter's id, into the float32 buffers."""
+        for key, (buffer, start) in self._masters.items():
+            buffer.detach()[start : start + parts[key].numel()].copy_(parts[key])
+        self._publish()
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[torch.optim.Optimizer]:
+        """Show `RaggedTensor`s as the model's parameters inside the block; yield an optimizer of them.
+
+        Both share the memory of DeepSpeed's, apart from frozen parameters in bfloat16, which are shown in float32. What
+        is loaded into them is DeepSpeed's at the end of the block.
+        """
+        shown: dict[int, nn.Parameter] = {}
+        wide: list[tuple[Tensor, Tensor]] = []
+        for parameter in self._model.parameters():
+            if id(parameter) not in shown:
+                shown[id(parameter)] = self._show(parameter, wide)
+        own = [(module, module._parameters) for module in self._model.modules()]
+        for module, parameters in own:
+            module._parameters = {
+                name: None if parameter is None else shown[id(parameter)] for name, parameter in parameters.items()
+            }
+        try:
+            optimizer = self._twin(shown)
+            yield optimizer
+            self._take_state(optimizer, shown)
+        finally:
+            for module, parameters in own:
+                module._parameters = parameters
+        for narrow, part in wide:
+            narrow.copy_(part)
+        self._publish()
+
+    def _show(self, parameter: Any, wide: list[tuple[Tensor, Tensor]]) -> nn.Parameter:
+        spec = self._spec(parameter)
+        numel = spec.extent.numel if spec.extent else 0
+        if id(parameter) in self._masters:
+            buffer, start = self._masters[id(parameter)]
+            part = buffer.detach()[start : start + numel]
+        else:
+            part = parameter.ds_tensor.detach()[:numel]
+            if part.dtype == torch.bfloat16:
+                narrow, part = part, part.float()
+                wide.append((narrow, part))
+        return nn.Parameter(RaggedTensor(part, spec), requires_grad=parameter.requires_grad)
+
+    def _spec(self, parameter: Any) -> RaggedSpec:
+        slot = Slot(name=self._names[id(parameter)], shape=tuple(parameter.ds_shape), block=1, offset=0)
+        layout = BucketLayout(
+            slots=(slot,), num_shards=self._cluster.size, shard_numel=max(1, parameter.ds_tensor.ds_numel)
+        )
+        return RaggedSpec(cluster=self._cluster, layout=layout, index=0)
+
+    def _twin(self, shown: dict[int, nn.Parameter]) -> torch.optim.Optimizer:
+        """AdamW over `shown`, whose state are views of the state of DeepSpeed's."""
+        inner = self._zero.optimizer
+        groups = [
+            {**{key: value for key, value in current.items() if key != "params"}, "params": given["params"]}
+            for given, current in zip(self._groups, inner.param_groups, strict=True)
+        ]
+        for group in groups:
+            group["params"] = [shown[id(parameter)] for parameter in group["params"]]
+        twin = torch.optim.AdamW(groups, lr=inner.param_groups[0]["lr"])
+        for key, (buffer, start) in self._masters.items():
+            if state := inner.state.get(buffer):
+                parameter = shown[key]
+                numel = parameter.to_local().numel()  # type: ignore[attr-defined]
+                moments = {
+                    name: RaggedTensor(state[name][start : start + numel], parameter.spec)  # type: ignore[attr-defined]
+                    for name in _MOMENTS
+                }
+                twin.state[parameter] = {"step": state["step"].clone(), **moments}
+        return twin
+
+    @torch.no_grad()
+    def _take_state(self, twin: torch.optim.Optimizer, shown: dict[int, nn.Parameter]) -> None:
+        """Copy the state and the settings of `twin`, which a checkpoint may have replaced."""
+        inner = self._zero.optimizer
+        for current, group in zip(inner.param_groups, twin.param_groups, strict=True):
+            current.update({key: value for key, value in group.items() if key != "params"})
+        for key, (buffer, start) in self._masters.items():
+            state = twin.state.get(shown[key])
+            if not state:
+                continue
+            if not inner.state.get(buffer):
+                inner.state[buffer] = {name: torch.zeros_like(buffer, requires_grad=False) for name in _MOMENTS}
+            own = inner.state[buffer]
+            own["step"] = state["step"].clone()
+            for name in _MOMENTS:
+                part = state[name].to_local()
+                own[name][start : start + part.numel()].copy_(part)
+
+    def _publish(self) -> None:
+        """Copy the float32 buffers to the partitions that DeepSpeed gathers from, as its optimizer's step does."""
+        for low, high in zip(
+            self._zero.fp16_partitioned_groups_flat, self._zero.fp32_partitioned_groups_flat, strict=True
+        ):
+            low.data.copy_(high.data)
+
+
+def local_part(whole: Tensor, rank: int, num_ranks: int) -> Tensor:
+    """A copy of the elements of `whole`, flattened, that DeepSpeed leaves on `rank`: [Note: ZeRO-3's partitions]."""
+    size = -(-whole.numel() // num_ranks)
+    return whole.detach().reshape(-1)[rank * size : (rank + 1) * size].clone()
 
 
 class DeepSpeedStepper(Stepper):
-    """A `Stepper` under DeepSpeed's own engine: [Note: DeepSpeed as a baseline] in deepspeed_setup.py.
+    """A `Stepper` under DeepSpeed's own engine: [Note: DeepSpeed as a baseline] in deepspeed.py.
 
     Each rank makes the whole model at the start, as `deepspeed.initialize` does with a model that is given to it.
     """

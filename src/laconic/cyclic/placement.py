@@ -22,10 +22,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from laconic.cyclic.buffers import ByteLayout
+from laconic.cyclic.links import ByteLayout
 from laconic.cyclic.optimizers import Settings, StageOptimizers
-from laconic.cyclic.schedule.schedule import Message, Op, Schedule
-from laconic.cyclic.stages.stage import trainable
+from laconic.cyclic.schedule import Message, Op, Schedule
+from laconic.cyclic.stage import trainable
 
 
 class VersionError(RuntimeError):

@@ -16,13 +16,12 @@ from torch.distributed.tensor import DTensor
 from laconic.comm.failure import first_failure, record_failure, watch_peers
 from laconic.comm.traffic import Traffic
 from laconic.cyclic.links import Baton, Links, PeerLost
+from laconic.cyclic.meter import Report
 from laconic.cyclic.optimizers import BatchLossScale, MakeOptimizer, StageOptimizers
 from laconic.cyclic.placement import Placement
-from laconic.cyclic.report import Report
-from laconic.cyclic.schedule.rule import Rule
-from laconic.cyclic.schedule.schedule import Schedule, StatePlacement
+from laconic.cyclic.schedule import Rule, Schedule, StatePlacement
 from laconic.cyclic.snapshot import Snapshots
-from laconic.cyclic.stages.stage import refuse_shared, trainable
+from laconic.cyclic.stage import refuse_shared, trainable
 from laconic.cyclic.worker import LossFn, MicroBatch, Worker
 from laconic.ragged.tensor import RaggedTensor
 

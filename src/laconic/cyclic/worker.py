@@ -1,4 +1,4 @@
-"""The execution of the programs of one device. See [Note: Messages of a batch] in schedule/messages.py."""
+"""The execution of the programs of one device. See [Note: Messages of a batch] in schedule.py."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from laconic.cyclic.links import Baton, Links
+from laconic.cyclic.meter import Report
 from laconic.cyclic.optimizers import KEPT_BATCHES, BatchLossScale, Settings
 from laconic.cyclic.placement import Placement, UsedVersion
-from laconic.cyclic.report import Report
-from laconic.cyclic.schedule.program import messages_to, program
-from laconic.cyclic.schedule.schedule import (
+from laconic.cyclic.program import messages_to, program
+from laconic.cyclic.schedule import (
     Compute,
     Instruction,
     Key,

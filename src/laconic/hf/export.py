@@ -19,7 +19,7 @@ from laconic.checkpoint.state import persistent_buffers
 from laconic.codec import WEIGHT_CODECS, BlockCodec
 from laconic.config import DataConfig, JobError, LoraConfig, ModelConfig, from_dict
 from laconic.hf import lora
-from laconic.hf.folder_writer import (
+from laconic.hf.folder import (
     MAX_FILE_BYTES,
     ThisProcess,
     converted,

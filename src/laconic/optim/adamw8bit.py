@@ -20,8 +20,7 @@ from torch import Tensor
 
 from laconic.codec.dynamic_map import dequantize, dynamic_map, quantize
 from laconic.codec.tiles import Grid, Tiling
-from laconic.layout.bucket import BucketLayout, row_block
-from laconic.layout.derived import DerivedLayout
+from laconic.layout.bucket import BucketLayout, DerivedLayout, row_block
 from laconic.optim.base import Group, RaggedOptimizer, check_range, local_of, zeros_beside
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor

@@ -3,6 +3,8 @@
 [Note: The dtype of Muon's transfers]
 Newton-Schulz rounds its input to bfloat16 first and returns bfloat16. So matrices travel in bfloat16, in both
 directions: rounding before the transfer instead of after it changes no bit, and halves the bytes of an fp32 matrix.
+
+torch's own function in `torch.optim._muon` is private. It normalises a bfloat16 input, such as the momentum, in place.
 """
 
 import math
@@ -12,11 +14,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.optim import newton_schulz
 from laconic.optim.base import Group, check_range
 from laconic.optim.matrix import MatrixOptimizer
 from laconic.optim.owners import Matrix, Work
 from laconic.ragged.tensor import RaggedTensor
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Keller Jordan's coefficients, chosen for a steep slope at zero; the default of torch.optim.Muon."""
+DTYPE = torch.bfloat16
+"""The dtype of the iteration: it rounds its input to this type and returns a result of this type."""
+
+
+def orthogonalize(
+    matrix: Tensor, *, coefficients: tuple[float, float, float] = COEFFICIENTS, steps: int = 5, eps: float = 1e-7
+) -> Tensor:
+    """Move all singular values of `matrix` towards 1: roughly U V^T of its singular value decomposition.
+
+    The operations and their order are those of torch.optim.Muon, and so are the bits of the result.
+    Shapes: (rows, columns), any floating dtype -> (rows, columns), bfloat16. `matrix` is not changed.
+    Cost: `cost_of` multiplications.
+    Source: https://kellerjordan.github.io/posts/muon/. Reference: tests/reference/muon.py.
+    """
+    a, b, c = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    wide = matrix.to(DTYPE)
+    if is_tall:
+        wide = wide.T
+    wide = wide / wide.norm().clamp(min=eps)  # the spectral norm is at most the Frobenius norm
+    for _ in range(steps):
+        gram = wide @ wide.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        wide = torch.addmm(wide, polynomial, wide, beta=a)
+    return wide.T if is_tall else wide
+
+
+def cost_of(rows: int, columns: int, steps: int) -> float:
+    """The multiplications of `orthogonalize`: per step two products with the long side and one without it."""
+    short, long = sorted((rows, columns))
+    return float(steps * short * short * (2 * long + short))
+
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
 _MAX_NS_STEPS = 100
@@ -58,7 +94,7 @@ class Muon(MatrixOptimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = newton_schulz.COEFFICIENTS,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
@@ -86,8 +122,8 @@ class Muon(MatrixOptimizer):
 
     def _matrices_of(self, parameter: RaggedTensor, group: Group) -> list[Matrix]:
         rows, columns = parameter.shape[-2:]
-        cost = newton_schulz.cost_of(rows, columns, group["ns_steps"])
-        itemsize = newton_schulz.DTYPE.itemsize  # [Note: The dtype of Muon's transfers]
+        cost = cost_of(rows, columns, group["ns_steps"])
+        itemsize = DTYPE.itemsize  # [Note: The dtype of Muon's transfers]
         return [Matrix(spec=piece.spec, cost=cost, itemsize=itemsize) for piece in _pieces(parameter)]
 
     def _init_matrix(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
@@ -112,13 +148,11 @@ class _Orthogonalized(Work):
         momentum = self.group["momentum"]
         self.momentum_buffer.lerp_(self.grad, 1 - momentum)
         ahead = self.grad.lerp(self.momentum_buffer, momentum) if self.group["nesterov"] else self.momentum_buffer
-        return ahead.to(newton_schulz.DTYPE)
+        return ahead.to(DTYPE)
 
     def work(self, whole: Tensor) -> Tensor:
         group = self.group
-        return newton_schulz.orthogonalize(
-            whole, coefficients=group["ns_coefficients"], steps=group["ns_steps"], eps=group["eps"]
-        )
+        return orthogonalize(whole, coefficients=group["ns_coefficients"], steps=group["ns_steps"], eps=group["eps"])
 
     def receive(self, outcome: Tensor) -> None:
         lr = float(self.group["lr"])

@@ -11,8 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from laconic.cyclic.schedule.rule import RULES, Rule
-from laconic.cyclic.schedule.schedule import STATES, Schedule
+from laconic.cyclic.schedule import RULES, STATES, Rule, Schedule
 from laconic.errors import JobError
 from laconic.extras import how_to_install
 from laconic.layout.granularity import rows

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from laconic.config import ConfigError
 from laconic.cyclic.links import ops_before_baton
-from laconic.cyclic.schedule.rule import Rule
-from laconic.cyclic.schedule.schedule import Schedule
+from laconic.cyclic.schedule import Rule, Schedule
 from laconic.plan.cyclic_devices import read_steady_state
 from laconic.plan.cyclic_memory import fullest_device
 from laconic.plan.cyclic_stages import cut_trace

@@ -1,7 +1,7 @@
 """The devices of the cyclic schedule, all at once, each with the instructions that the runtime executes.
 
 Devices differ, so none can stand for all, as [Note: One program, three readings] has it. Here every device has a clock
-and runs its own program (cyclic/schedule/program.py) until it needs a message that has not arrived. A reading is that
+and runs its own program (cyclic/program.py) until it needs a message that has not arrived. A reading is that
 of some batches of all devices in the steady state. The messages are those of [Note: Messages of a batch].
 
 [Note: Batches that differ]
@@ -19,8 +19,8 @@ from collections.abc import Iterator
 
 from laconic.comm.traffic import Level, Purpose
 from laconic.cyclic.links import NUMBER_BYTES, PURPOSES
-from laconic.cyclic.schedule.program import program
-from laconic.cyclic.schedule.schedule import Compute, Instruction, Message, Receive, Schedule, Send, Update
+from laconic.cyclic.program import program
+from laconic.cyclic.schedule import Compute, Instruction, Message, Receive, Schedule, Send, Update
 from laconic.plan.cyclic_stages import Stages
 from laconic.plan.machine import Lane, Machine, Reading
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from laconic.cyclic.links import PURPOSES
-from laconic.cyclic.schedule.program import program
-from laconic.cyclic.schedule.schedule import Compute, Instruction, Key, Message, Op, Receive, Schedule, Send, Update
+from laconic.cyclic.program import program
+from laconic.cyclic.schedule import Compute, Instruction, Key, Message, Op, Receive, Schedule, Send, Update
 from laconic.cyclic.worker import DUE_WITH_OP, LOOKAHEAD
 from laconic.plan.cyclic_stages import Stages
 from laconic.plan.machine import Kind, Machine

@@ -9,10 +9,9 @@ from itertools import accumulate, pairwise
 import torch
 
 from laconic.config import ConfigError
-from laconic.cyclic.buffers import ByteLayout
-from laconic.cyclic.links import NUMBER_BYTES, PURPOSES
-from laconic.cyclic.schedule.schedule import Message
-from laconic.cyclic.stages.stage import partition
+from laconic.cyclic.links import NUMBER_BYTES, PURPOSES, ByteLayout
+from laconic.cyclic.schedule import Message
+from laconic.cyclic.stage import partition
 from laconic.plan.buckets import Shape, plan_buckets
 from laconic.plan.machine import Machine
 from laconic.plan.model_trace import ModelTrace, ParameterSpec, UnitSpec

@@ -13,7 +13,7 @@ from laconic.codec.tiles import Tiling
 from laconic.comm.traffic import Level
 from laconic.config.sections import OptimizerConfig
 from laconic.layout.bucket import BucketLayout
-from laconic.optim import newton_schulz
+from laconic.optim import muon
 from laconic.optim.adamw8bit import MIN_8BIT_SIZE
 from laconic.optim.owners import Matrix, assign
 from laconic.optim.shampoo import blocks_of, cost_of
@@ -127,7 +127,7 @@ def _add_matrices(
     if is_muon:
         cost.state_bytes += own * itemsize
         flops = 2 * max(loads)
-        dtype = str(newton_schulz.DTYPE).removeprefix("torch.")
+        dtype = str(muon.DTYPE).removeprefix("torch.")
     else:
         preconditioners = [0.0] * shape.ranks
         for index, owner in owners:
@@ -151,8 +151,8 @@ def _matrices_of(trained: Trained, index: int, settings: OptimizerConfig) -> Ite
     slot = trained.layout.slots[index]
     if settings.name == "muon":
         rows, columns = slot.shape[-2:]
-        cost = newton_schulz.cost_of(rows, columns, settings.ns_steps) * (slot.shape[0] if len(slot.shape) == 3 else 1)
-        itemsize = newton_schulz.DTYPE.itemsize
+        cost = muon.cost_of(rows, columns, settings.ns_steps) * (slot.shape[0] if len(slot.shape) == 3 else 1)
+        itemsize = muon.DTYPE.itemsize
     else:
         cost = cost_of(slot.shape, settings.block_size, settings.update_every)
         itemsize = trained.itemsize

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from laconic.cyclic.schedule.program import largest_burst, messages_per_step
-from laconic.cyclic.schedule.rule import Rule
-from laconic.cyclic.schedule.schedule import Message, MessageKind, Schedule
+from laconic.cyclic.program import largest_burst, messages_per_step
+from laconic.cyclic.schedule import Message, MessageKind, Rule, Schedule
 
 _CELLS_PER_LINE = 24
 

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from laconic.cyclic.schedule.rule import Rule
-from laconic.cyclic.schedule.schedule import Message, MessageKind, Op
+from laconic.cyclic.schedule import Message, MessageKind, Op, Rule
 from laconic.plan.timesteps import KINDS, CyclicPlan
 
 SUFFIXES = (".png", ".svg", ".pdf")

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from laconic.comm.collectives import all_reduce
-from laconic.layout.bucket import Extent
-from laconic.layout.derived import SelectedLayout
+from laconic.layout.bucket import Extent, SelectedLayout
 from laconic.ragged.dtensor import is_torch_dtensor, whole_of
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor, implements, remedy_for

@@ -28,8 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from laconic import _compat
 from laconic.comm.cluster import Cluster
-from laconic.layout.bucket import BucketLayout, Extent, Slot
-from laconic.layout.derived import DerivedLayout, SelectedLayout
+from laconic.layout.bucket import BucketLayout, DerivedLayout, Extent, SelectedLayout, Slot
 from laconic.ragged.dtensor import DTensorShard
 
 

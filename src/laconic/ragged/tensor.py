@@ -35,9 +35,8 @@ from laconic import _compat
 from laconic.comm.traffic import Purpose
 from laconic.layout.bucket import BucketLayout, Extent, Slot, boxes
 from laconic.ragged.dtensor import is_torch_dtensor, whole_of
-from laconic.ragged.gather import gather_whole
 from laconic.ragged.parts import Box, BoxedTensor
-from laconic.ragged.redistribute import Redistribution, TransferPlan
+from laconic.ragged.redistribute import Redistribution, TransferPlan, gather_whole
 from laconic.ragged.spec import LocalPart, RaggedSpec, local_shape_on_meta, placements_of
 
 HISTOGRAM = (

@@ -44,7 +44,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from laconic import _compat
 from laconic.comm.cluster import Cluster
-from laconic.comm.progress import UnitProgress
+from laconic.comm.journal import UnitProgress
 from laconic.layout.granularity import Blocks, check_matched
 from laconic.shard import extension
 from laconic.shard.bucket import Bucket

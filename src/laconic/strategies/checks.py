@@ -3,7 +3,7 @@
 from laconic import registry
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError, ShardConfig
-from laconic.cyclic.schedule.rule import RULES, Rule
+from laconic.cyclic.schedule import RULES, Rule
 from laconic.policy import keys_of, to_keys
 from laconic.strategies.cyclic import num_workers
 from laconic.strategies.islands import num_islands

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from laconic.comm.agreement import RankGroup
-from laconic.cyclic.report import Report, peak_together
+from laconic.cyclic.meter import Report, peak_together
 
 ActivationEvent = tuple[float, int]
 """(time.monotonic(), the number of stage activations alive on a device from then on)."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from laconic.cyclic.stages.stage import ModelBlock, Values, restoring_random_states
+from laconic.cyclic.stage import ModelBlock, Values, restoring_random_states
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Literal
 
-from laconic.cyclic.schedule.schedule import (
+from laconic.cyclic.schedule import (
     Compute,
     Instruction,
     Message,

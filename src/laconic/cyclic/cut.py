@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from laconic.comm.agreement import RankGroup
-from laconic.cyclic.stages import causal_lm
-from laconic.cyclic.stages.meter import ActivationMeter
-from laconic.cyclic.stages.stage import (
+from laconic.cyclic import causal_lm
+from laconic.cyclic.meter import ActivationMeter
+from laconic.cyclic.stage import (
     ModelBlock,
     Stage,
     Values,

@@ -1,1 +1,0 @@
-"""Pure arithmetic: rules, time steps, places, programs and their messages."""

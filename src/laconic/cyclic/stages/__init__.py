@@ -1,1 +1,0 @@
-"""Cutting a model into stages, and measuring what they save for backward."""
