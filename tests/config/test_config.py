@@ -10,10 +10,9 @@ import pytest
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, ConfigError, all_keys, from_dict, load, to_dict, to_toml
 from laconic.hf.models import build_model
-from laconic.hf.tokenizer import ByteTokenizer
+from laconic.hf.tokenizer import ByteTokenizer, with_vocabulary
 from laconic.strategies.checks import check_job
 from laconic.train.cli import main, parse
-from laconic.train.prepare import with_vocabulary
 
 MODEL = {"model_type": "llama"}
 
@@ -191,7 +190,7 @@ def test_examples_are_valid(path: Path) -> None:
     """Each is read, its model is built on meta, and its first lines say how to start it."""
     config = load(path)
     check_job(config, RankInfo(rank=0, world_size=4, local_rank=0, num_local=1, num_nodes=4))
-    model = with_vocabulary(config, ByteTokenizer()).model
+    model = with_vocabulary(config.model, ByteTokenizer)
     trained = {p.requires_grad for p in build_model(model, config.lora).parameters()}
     assert trained == ({True, False} if config.lora.enabled else {True})
     assert f"-m laconic.train examples/{path.name}" in path.read_text()

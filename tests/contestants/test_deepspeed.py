@@ -14,6 +14,7 @@ from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError
 from laconic.contestants.deepspeed import Sizes, import_deepspeed, local_part, zero_3
 from laconic.strategies.checks import check_job
+from laconic.strategies.stepper import Setup
 from tests.contestants import peers
 from tests.support.jobs import job
 from tests.support.launch import run_ranks
@@ -127,12 +128,12 @@ class Tower(nn.Module):
 def test_buffers_are_as_large_as_layers(tmp_path: Path) -> None:
     sizes = Sizes.of(Tower())
     assert sizes == Sizes(layer=20, root=40, model=96)
-    zero = zero_3(run(tmp_path, "out", "deepspeed"), RANKS, sizes)["zero_optimization"]
+    zero = zero_3(Setup.of(run(tmp_path, "out", "deepspeed"), RANKS, torch.device("cpu")), sizes)["zero_optimization"]
     assert (zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]) == (20, 20)
     assert (zero["stage3_max_live_parameters"], zero["stage3_max_reuse_distance"]) == (80, 0)
     assert "zero_hpz_partition_size" not in zero
     kept = run(tmp_path, "out", "deepspeed-hpz", shard={"reshard_after_forward": False})
-    zero = zero_3(kept, RANKS, sizes)["zero_optimization"]
+    zero = zero_3(Setup.of(kept, RANKS, torch.device("cpu")), sizes)["zero_optimization"]
     assert (zero["stage3_max_live_parameters"], zero["stage3_max_reuse_distance"]) == (96, 96)
     assert zero["zero_hpz_partition_size"] == 2
 

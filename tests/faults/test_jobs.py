@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from laconic.config import Config, ConfigError, DataConfig, JobError, from_dict
+from laconic.config import Config, ConfigError, DataConfig, JobError, from_dict, to_dict
 from laconic.train.loop import key_of
 from tests.faults import config_fuzz, disk, job_damage, prepare_fuzz
 from tests.faults.prepare_fuzz import PATH_KEYS, harm_of, job_with_path, wrong_paths
@@ -73,10 +73,10 @@ def test_a_wrong_path_is_refused_in_one_line(key: str, tmp_path: Path, monkeypat
 
 def test_a_file_is_named_by_the_key_above_it(tmp_path: Path) -> None:
     config = Config(data=DataConfig(kind="text", cache=str(tmp_path / "cache"), path=str(tmp_path)))
-    assert key_of(config, str(tmp_path / "cache" / "x")) == f"data.cache = {str(tmp_path / 'cache')!r}"
-    assert key_of(config, str(tmp_path / "cached")) == f"data.path = {str(tmp_path)!r}"
-    assert key_of(config, "/elsewhere") is None
-    assert key_of(config, None) is None
+    assert key_of(to_dict(config), str(tmp_path / "cache" / "x")) == f"data.cache = {str(tmp_path / 'cache')!r}"
+    assert key_of(to_dict(config), str(tmp_path / "cached")) == f"data.path = {str(tmp_path)!r}"
+    assert key_of(to_dict(config), "/elsewhere") is None
+    assert key_of(to_dict(config), None) is None
 
 
 def test_an_error_of_a_file_names_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,11 @@ def job(table: Mapping[str, Any], **sections: Mapping[str, Any]) -> Config:
 def trace_of(config: Config, **changes: Any) -> ModelTrace:
     """The trace of a job's model as PyTorch runs it, unsharded."""
     model = build_model(config.model, config.lora)
-    settings = {"arguments": batch_of(config), "gradients_in_place": False, **changes}
+    settings = {
+        "arguments": batch_of(config.data, config.train.micro_batch_size),
+        "gradients_in_place": False,
+        **changes,
+    }
     return trace_model(
         model,
         micro_batch_size=config.train.micro_batch_size,
@@ -60,7 +64,10 @@ def trace_of(config: Config, **changes: Any) -> ModelTrace:
 
 def real_batch(config: Config) -> dict[str, Tensor]:
     """A batch of random tokens with the shapes of `batch_of`; rows that are packed hold two documents."""
-    batch = {name: torch.randint(0, VOCABULARY, like.shape) for name, like in batch_of(config).items()}
+    batch = {
+        name: torch.randint(0, VOCABULARY, like.shape)
+        for name, like in batch_of(config.data, config.train.micro_batch_size).items()
+    }
     if "num_items_in_batch" in batch:
         batch["num_items_in_batch"] = torch.tensor(100.0)
     if "position_ids" in batch:

@@ -76,6 +76,7 @@ from laconic.comm.watch import report_waits
 from laconic.config import Config, ShardConfig
 from laconic.lab.counters import interface_bytes, loopback_bytes
 from laconic.strategies import parallelize as room
+from laconic.strategies.stepper import Setup
 
 report_waits(0)  # on a busy machine ranks would look for each other in the store, over the same interface
 process_exit = ExitWithoutTeardown()
@@ -90,7 +91,7 @@ for strategy in strategies:
     shard = ShardConfig.of_keys(keys[strategy]) if strategy in keys else ShardConfig(strategy=strategy)
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3)))
-    forward, _ = room.parallelize(model, Config(shard=shard), ranks, torch.device("cpu"))
+    forward, _ = room.parallelize(model, Setup.of(Config(shard=shard), ranks, torch.device("cpu")))
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.001)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)

@@ -22,6 +22,7 @@ from laconic.islands.recovery import trained_slices
 from laconic.policy import keys_of
 from laconic.strategies.islands import assign_slices, num_islands
 from laconic.strategies.parallelize import parallelize
+from laconic.strategies.stepper import Setup
 from tests.hf.zoo import TINY, differing
 from tests.support.jobs import job, refusal, train, train_all
 from tests.support.launch import run_ranks
@@ -122,7 +123,7 @@ def initial(configs: list[Config]) -> list[dict[str, Tensor]]:
     found = []
     for config in configs:
         model = build_model(config.model)
-        parallelize(model, config, RankInfo.from_environment(), torch.device("cpu"))
+        parallelize(model, Setup.of(config, RankInfo.from_environment(), torch.device("cpu")))
         found.append({name: value.clone() for name, value in laconic.unsliced_state_dict(model).items()})
     return found
 

@@ -45,9 +45,8 @@ import laconic.checkpoint
 from laconic import _compat
 from laconic.checkpoint.state import named_parameters
 from laconic.comm.cluster import Cluster, make_mesh
-from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
-from laconic.config import Config, JobError
+from laconic.config import JobError
 from laconic.data.batches import Batch
 from laconic.extras import how_to_install
 from laconic.hf.layers import layers_to_shard
@@ -59,7 +58,7 @@ from laconic.shard.policies import Precision
 from laconic.strategies.memory import local_nbytes, state_nbytes
 from laconic.strategies.optimizers import make_optimizer
 from laconic.strategies.ring import RingReduceScatter
-from laconic.strategies.stepper import NotFiniteError, Save, Stepper, StepResult
+from laconic.strategies.stepper import NotFiniteError, Save, Setup, Stepper, StepResult
 
 _NO_CUDA = "DS_ACCELERATOR=cpu DS_BUILD_OPS=0"
 
@@ -152,11 +151,11 @@ class Sizes:
         return Sizes(layer=max(numels, default=total), root=max(0, total - sum(numels)), model=total)
 
 
-def zero_3(config: Config, ranks: RankInfo, sizes: Sizes) -> dict[str, Any]:
+def zero_3(setup: Setup, sizes: Sizes) -> dict[str, Any]:
     """DeepSpeed's configuration for a job: [Note: DeepSpeed as a baseline]."""
-    policy, strategy = config.shard.policy, config.shard.strategy
+    policy, strategy = setup.shard.policy, setup.shard.strategy
     reshards = policy.reshard_after_forward is not False
-    compute = policy.precision.param_dtype or config.model.dtype
+    compute = policy.precision.param_dtype or setup.model.dtype
     reduce = policy.precision.reduce_dtype or compute
     zero: dict[str, Any] = {
         "stage": 3,
@@ -169,13 +168,13 @@ def zero_3(config: Config, ranks: RankInfo, sizes: Sizes) -> dict[str, Any]:
         "stage3_param_persistence_threshold": 0,
     }
     if strategy != "deepspeed":
-        zero["zero_hpz_partition_size"] = ranks.num_local
+        zero["zero_hpz_partition_size"] = setup.ranks.num_local
     if strategy == "deepspeed-zero++":
         zero |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
     return {
-        "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
-        "gradient_accumulation_steps": config.train.accumulation,
-        "gradient_clipping": config.optimizer.max_grad_norm,
+        "train_micro_batch_size_per_gpu": setup.train.micro_batch_size,
+        "gradient_accumulation_steps": setup.train.accumulation,
+        "gradient_clipping": setup.optimizer.max_grad_norm,
         "zero_optimization": zero,
         "bf16": {"enabled": compute == "bfloat16"},
         "communication_data_type": {"float32": "fp32", "bfloat16": "bf16"}[reduce],
@@ -323,24 +322,25 @@ class DeepSpeedStepper(Stepper):
     Each rank makes the whole model at the start, as `deepspeed.initialize` does with a model that is given to it.
     """
 
-    def __init__(self, model: nn.Module, config: Config, ranks: RankInfo, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, setup: Setup) -> None:
         """Partition `model`, which is on the meta device. Collective.
 
         Raises:
             JobError: DeepSpeed is not installed.
         """
+        ranks, device = setup.ranks, setup.device
         deepspeed = import_deepspeed(device)
         start_communication(deepspeed, device)
         self.module = model
         self.num_workers, self.workers = ranks.world_size, range(ranks.rank, ranks.rank + 1)
         self.peers = range(ranks.world_size)
-        materialize(model, config.model, device)
-        settings = zero_3(config, ranks, Sizes.of(model))
+        materialize(model, setup.model, device)
+        settings = zero_3(setup, Sizes.of(model))
         parts = {id(p): local_part(p, ranks.rank, ranks.world_size) for p in model.parameters() if p.requires_grad}
-        self.optimizer = make_optimizer(model, config.optimizer)
+        self.optimizer = make_optimizer(model, setup.optimizer)
         groups = [{"params": list(group["params"])} for group in self.optimizer.param_groups]
         with _kept_buffers(model):  # DeepSpeed would round them, too
-            _round(model, config.shard.policy.precision)
+            _round(model, setup.shard.policy.precision)
             deepspeed.zero.Init(module=model, config_dict_or_path=settings)
             self._engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)
         self._zero = self._engine.optimizer

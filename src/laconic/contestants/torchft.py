@@ -26,15 +26,14 @@ from torch import nn
 from laconic.checkpoint.state import named_parameters
 from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import make_mesh
-from laconic.comm.launch import RankInfo
 from laconic.comm.ring import own_address
-from laconic.config import Config, JobError, SyncConfig
+from laconic.config import JobError, SyncConfig
 from laconic.extras import how_to_install
 from laconic.islands.exchange import SyncReport
 from laconic.islands.fragments import fragment_of
-from laconic.strategies.islands import num_islands
 from laconic.strategies.parallelize import shard_by_fsdp2
 from laconic.strategies.simultaneous import Simultaneous
+from laconic.strategies.stepper import Setup
 
 _LOGGERS = ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors")
 
@@ -56,19 +55,17 @@ def import_torchft() -> tuple[ModuleType, ModuleType]:
     return found
 
 
-def shard_inside_islands(
-    model: nn.Module, config: Config, ranks: RankInfo, device: torch.device
-) -> tuple[nn.Module, None]:
+def shard_inside_islands(model: nn.Module, setup: Setup) -> tuple[nn.Module, None]:
     """FSDP2 over the ranks of each island: see `parallelize`."""
-    islands = num_islands(config.sync, ranks)
-    mesh = make_mesh(device.type, (islands, ranks.world_size // islands), ("island", "shard"))
-    return shard_by_fsdp2(model, config, device, mesh["shard"])
+    islands = setup.num_islands
+    mesh = make_mesh(setup.device.type, (islands, setup.ranks.world_size // islands), ("island", "shard"))
+    return shard_by_fsdp2(model, setup, mesh["shard"])
 
 
 class TorchftStepper(Simultaneous):
     """A `Stepper` for islands that sync by torchft: [Note: torchft as a baseline]."""
 
-    def __init__(self, model: nn.Module, config: Config, ranks: RankInfo, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, setup: Setup) -> None:
         """Shard the model inside this rank's island, and join torchft's quorum of islands. Collective.
 
         Raises:
@@ -76,13 +73,13 @@ class TorchftStepper(Simultaneous):
             ValueError: the model cannot be divided into sync.fragments fragments.
         """
         torchft, local_sgd = import_torchft()
-        super().__init__(model, config, ranks, device)
-        sync, islands = config.sync, num_islands(config.sync, ranks)
+        super().__init__(model, setup)
+        sync = setup.sync
         schedule, rates = sync.policy.schedule, sync.policy.outer
         self._interval, self._num_steps_taken = schedule.interval, 0
         self.steps_per_sync = self._interval
         self._lighthouse: Any = None
-        self._manager = self._join(torchft, ranks, islands, timedelta(seconds=config.train.timeout_s))
+        self._manager = self._join(torchft, setup)
         fragments = _fragments(model, sync)
         outer = [
             torch.optim.SGD(
@@ -98,8 +95,9 @@ class TorchftStepper(Simultaneous):
         )
         self._diloco.__enter__()
 
-    def _join(self, torchft: ModuleType, ranks: RankInfo, islands: int, timeout: timedelta) -> Any:
+    def _join(self, torchft: ModuleType, setup: Setup) -> Any:
         """Start the lighthouse, a store for each island, and the manager; return the manager. Collective."""
+        ranks, islands, timeout = setup.ranks, setup.num_islands, timedelta(seconds=setup.train.timeout_s)
         world = dist.group.WORLD
         assert world is not None
         host = own_address(dist.distributed_c10d._get_default_store(), ranks.world_size)

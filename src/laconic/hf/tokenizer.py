@@ -4,13 +4,14 @@ import functools
 import hashlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from laconic.config import JobError
+from laconic.config import JobError, ModelConfig
 from laconic.hf.chat import CHATML, Chat
 
 
@@ -103,6 +104,14 @@ def load_folder_tokenizer(folder: Path) -> Any:
     if not (folder / "tokenizer_config.json").is_file() and (folder / "tokenizer.json").is_file():
         return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
+def with_vocabulary(model: ModelConfig, tokenizer: Callable[[], Tokenizer]) -> ModelConfig:
+    """The model with the tokenizer's `vocab_size` in its table, if it has a table without one."""
+    table = model.config
+    if not isinstance(table, dict) or "vocab_size" in table:
+        return model
+    return replace(model, config={**table, "vocab_size": tokenizer().vocab_size})
 
 
 def load_tokenizer(name: str) -> Tokenizer:

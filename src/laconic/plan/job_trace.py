@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from laconic import registry
-from laconic.config import Config, ModelConfig
+from laconic.config import Config, DataConfig
 from laconic.hf.models import build_model
-from laconic.hf.tokenizer import load_tokenizer
+from laconic.hf.tokenizer import load_tokenizer, with_vocabulary
 from laconic.partial.updates import partial_updates
 from laconic.plan.model_trace import ModelTrace, trace_model
 
@@ -33,7 +33,7 @@ def trace_job(config: Config, *, device_type: str | None = None, model: nn.Modul
     """
     sync = config.sync
     if model is None or sync.slices > 1:
-        model = build_model(with_vocabulary(config), config.lora)
+        model = build_untrained(config)
     if sync.slices > 1:  # slices are equally large, so the first stands for all
         partial_updates(model, slice_index=0, num_slices=sync.slices, include=sync.slice_include)
     device_type = device_type or ("cuda" if config.train.device == "auto" else torch.device(config.train.device).type)
@@ -42,7 +42,7 @@ def trace_job(config: Config, *, device_type: str | None = None, model: nn.Modul
         model,
         micro_batch_size=config.train.micro_batch_size,
         sequence_length=config.data.sequence_length,
-        arguments=batch_of(config),
+        arguments=batch_of(config.data, config.train.micro_batch_size),
         compute_dtype=getattr(torch, precision.param_dtype) if precision.param_dtype else None,
         device_type=device_type,
         gradients_in_place=writes_in_place(config),
@@ -61,20 +61,19 @@ def writes_in_place(config: Config) -> bool:
     return is_ours and (precision.reduce_dtype or param_dtype) == param_dtype
 
 
-def with_vocabulary(config: Config) -> ModelConfig:
-    """The model's section, with the tokenizer's `vocab_size` in its table if that has none, as in training."""
-    table = config.model.config
-    if not isinstance(table, dict) or "vocab_size" in table:
-        return config.model
-    return replace(config.model, config={**table, "vocab_size": load_tokenizer(config.data.tokenizer).vocab_size})
+def build_untrained(config: Config) -> nn.Module:
+    """The model of a job on the meta device.
+
+    Raises:
+        JobError: the model cannot be built; the message says why.
+    """
+    return build_model(with_vocabulary(config.model, lambda: load_tokenizer(config.data.tokenizer)), config.lora)
 
 
-def batch_of(config: Config) -> dict[str, Any]:
-    """A micro-batch of a job without elements, as the arguments of its model: see data/batches.py."""
-    shape = config.train.micro_batch_size, config.data.sequence_length
-    ids = torch.empty(shape, dtype=torch.int64, device="meta")
+def batch_of(data: DataConfig, rows: int) -> dict[str, Any]:
+    """A micro-batch without elements, as the arguments of its model: see data/batches.py."""
+    ids = torch.empty((rows, data.sequence_length), dtype=torch.int64, device="meta")
     found = {"input_ids": ids, "labels": torch.empty_like(ids)}
-    data = config.data
     if data.packing is not None or data.format in ("prompt-completion", "messages"):
         found["num_items_in_batch"] = torch.empty((), device="meta")
     if data.packing:

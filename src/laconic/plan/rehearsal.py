@@ -30,10 +30,9 @@ from laconic.comm.launch import RankInfo
 from laconic.config import Config
 from laconic.data.batches import Batch
 from laconic.hf.layers import layers_to_shard
-from laconic.hf.models import build_model
 from laconic.layout.bucket import BucketLayout
 from laconic.plan.equal_layers import list_of_equal
-from laconic.plan.job_trace import batch_of, with_vocabulary
+from laconic.plan.job_trace import batch_of, build_untrained
 from laconic.plan.machine import Kind
 from laconic.plan.model_trace import ModelTrace
 from laconic.plan.phantom import Phantom, hidden_tensor
@@ -44,6 +43,7 @@ from laconic.shard.crossing import Part, parts_of_islands, payload_of, shards_of
 from laconic.shard.unit import units_below
 from laconic.strategies import parallelize, simultaneous
 from laconic.strategies.simultaneous import Simultaneous
+from laconic.strategies.stepper import Setup
 
 STEPS = 2
 _MOST_CODED = 4
@@ -65,15 +65,11 @@ class Rehearsal:
     """The bytes of each unit's node shard, the root first, as the engine counts units; 0 without a cache."""
 
 
-def _build(job: Config) -> nn.Module:
-    return build_model(with_vocabulary(job), job.lora)
-
-
 @dataclass
 class Rehearsals:
     """The rehearsals of one job's model: each strategy and number of ranks runs once, whatever the cluster's rates."""
 
-    build: Callable[[Config], nn.Module] = _build
+    build: Callable[[Config], nn.Module] = build_untrained
     """Builds a job's model on the meta device."""
     _models: dict[str, tuple[nn.Module, nn.ModuleList | None]] = field(default_factory=dict)
     """The model of each job, and the list of its layers if they are equal."""
@@ -131,7 +127,7 @@ def _rehearse(
     kinds: dict[int | None, Kind] = {}
     batch = _batch(job)
     with record(recorder, world_size=world_size, num_local=local), _trainer_on(recorder, model):
-        stepper = Simultaneous(model, job, ranks, recorder.device)
+        stepper = Simultaneous(model, Setup.of(job, ranks, recorder.device))
         phantom = Phantom(recorder, trace, model, dict(zip(kept or range(len(layers)), layers, strict=True)))
 
         def begin_update(*_: Any) -> None:
@@ -160,7 +156,7 @@ def _rehearse(
 
 def _batch(job: Config) -> Batch:
     """A micro-batch, whose memory is in no plan."""
-    given = batch_of(job)
+    given = batch_of(job.data, job.train.micro_batch_size)
     num_items = torch.tensor(1.0) if "num_items_in_batch" in given else None
     return Batch(
         input_ids=given["input_ids"], labels=given["labels"], position_ids=given.get("position_ids"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from laconic.comm.cluster import make_mesh
 from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
-from laconic.config import Config, JobError, ScheduleConfig
+from laconic.config import DataConfig, JobError, ScheduleConfig
 from laconic.cyclic import CyclicDataParallel, cut
 from laconic.data.batches import Batch
 from laconic.hf.layers import base_model
@@ -22,7 +22,7 @@ from laconic.strategies import cyclic_checkpoint
 from laconic.strategies.cyclic_metrics import DeviceTimeline
 from laconic.strategies.memory import state_nbytes
 from laconic.strategies.optimizers import make_stage_optimizer
-from laconic.strategies.stepper import NotFiniteError, Save, Stepper, StepResult
+from laconic.strategies.stepper import NotFiniteError, Save, Setup, Stepper, StepResult
 
 
 def num_workers(schedule: ScheduleConfig, ranks: RankInfo) -> int:
@@ -63,22 +63,24 @@ class CyclicStepper(Stepper):
     """A `Stepper` of workers that run one after the other."""
 
     def __init__(
-        self, model: nn.Module, config: Config, ranks: RankInfo, device: torch.device, saved: dict[str, Any] | None
+        self, model: nn.Module, setup: Setup, schedule: ScheduleConfig, data: DataConfig, saved: dict[str, Any] | None
     ) -> None:
         """Fill in `model`'s weights and cut it. `saved` is the cut of a checkpoint to load, or None. Collective."""
-        schedule = config.schedule
-        materialize(model, config.model, device)
+        ranks, device = setup.ranks, setup.device
+        materialize(model, setup.model, device)
         self.module = model
-        self.num_workers = num_workers(config.schedule, ranks)
-        self.stages = self._cut(config, cyclic_checkpoint.saved_cut(saved, self.num_workers))
+        self.num_workers = num_workers(schedule, ranks)
+        blocks_by_stage = cyclic_checkpoint.saved_cut(saved, self.num_workers)
+        shape = setup.train.micro_batch_size, data.sequence_length
+        self.stages = self._cut(schedule.cut_by, blocks_by_stage, shape, is_packed=bool(data.packing))
         self.blocks_by_stage = [stage.num_blocks for stage in self.stages]
         mesh = make_mesh(device.type, (ranks.world_size,)) if ranks.world_size > 1 else None
         self.run = CyclicDataParallel(
             self.stages,
             _loss_fn(model),
-            make_stage_optimizer(config.optimizer),
+            make_stage_optimizer(setup.optimizer),
             mesh,
-            max_grad_norm=config.optimizer.max_grad_norm or None,
+            max_grad_norm=setup.optimizer.max_grad_norm or None,
             **schedule.pick("rule", "states", "stagger"),
         )
         self.optimizer: torch.optim.Optimizer = self.run.optimizer
@@ -86,16 +88,17 @@ class CyclicStepper(Stepper):
         self.workers = range(ranks.rank, ranks.rank + 1) if is_one_worker else range(self.num_workers)
         self.peers = range(self.num_workers)
 
-    def _cut(self, config: Config, blocks_by_stage: list[int] | None) -> list[Any]:
+    def _cut(
+        self, cut_by: str, blocks_by_stage: list[int] | None, shape: tuple[int, int], *, is_packed: bool
+    ) -> list[Any]:
         device = next(self.module.parameters()).device
-        shape = (config.train.micro_batch_size, config.data.sequence_length)
         example = torch.arange(shape[0] * shape[1], device=device).reshape(shape)
         example %= base_model(self.module).get_input_embeddings().num_embeddings
         inputs: Any = example
-        if config.data.packing:  # an example must have all inputs of the batches
+        if is_packed:  # an example must have all inputs of the batches
             inputs = (example, torch.arange(shape[1], device=device).expand(shape) % max(shape[1] // 2, 1))
             inputs = dict(zip(("input_ids", "position_ids"), inputs, strict=True))
-        by: Any = config.schedule.cut_by
+        by: Any = cut_by
         if blocks_by_stage is not None:  # with these costs the stages are equal, so `cut` makes the same stages
             by = [1 / count for count in blocks_by_stage for _ in range(count)]
         return list(cut(self.module, self.num_workers, example=inputs, by=by))

@@ -19,14 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 import laconic
 from laconic import registry
 from laconic.comm.cluster import make_mesh
-from laconic.comm.launch import RankInfo
-from laconic.config import Config, ModelConfig, OptimizerConfig, ShardConfig
+from laconic.config import ModelConfig, OptimizerConfig, ShardConfig
 from laconic.hf.layers import layers_to_shard
 from laconic.hf.models import materialize
 from laconic.optim import AdamW8bit
 from laconic.shard.policies import ZERO_PLUS_PLUS, Cache, ShardPolicy
-from laconic.strategies.islands import num_islands, slice_model
+from laconic.strategies.islands import slice_model
 from laconic.strategies.ring import use_rings
+from laconic.strategies.stepper import Setup
 
 # torch 2.13 has a new name for this argument, and warns if the old name is used.
 _BUFFER_SYNC = next(
@@ -36,89 +36,81 @@ _BUFFER_SYNC = next(
 )
 
 
-def parallelize(
-    model: nn.Module, config: Config, ranks: RankInfo, device: torch.device
-) -> tuple[nn.Module, DeviceMesh | None]:
-    """Apply config.shard to `model`, which is on the meta device, and fill in its weights. Collective.
+def parallelize(model: nn.Module, setup: Setup) -> tuple[nn.Module, DeviceMesh | None]:
+    """Apply the job's strategy to `model`, which is on the meta device, and fill in its weights. Collective.
 
     Return the module to call in forward, and the mesh of islands, nodes and local ranks (None for the baselines).
 
     Raises:
         ValueError: the engine refuses the model or the granularity.
     """
-    return registry.load(registry.named(config.shard.strategy).parallelize)(model, config, ranks, device)
+    return registry.load(registry.named(setup.shard.strategy).parallelize)(model, setup)
 
 
-def on_engine(
-    model: nn.Module, config: Config, ranks: RankInfo, device: torch.device
-) -> tuple[nn.Module, DeviceMesh | None]:
+def on_engine(model: nn.Module, setup: Setup) -> tuple[nn.Module, DeviceMesh | None]:
     """The engine: see `parallelize`."""
-    mesh = laconic.init_mesh(device.type, islands=num_islands(config.sync, ranks))
-    slice_model(model, config.sync, Path(config.train.output), mesh)
-    policies = shard_policy(config.shard, config.optimizer).arguments()
-    precision = mixed_precision(config.shard, config.model)
+    mesh = laconic.init_mesh(setup.device.type, islands=setup.num_islands)
+    slice_model(model, setup.sync, Path(setup.train.output), mesh)
+    policies = shard_policy(setup.shard, setup.optimizer).arguments()
+    precision = mixed_precision(setup.shard, setup.model)
     _fully_shard(model, laconic.fully_shard, {**policies, "mesh": mesh, "mp_policy": precision})
-    _fill(model, config.model, device, compiles=config.train.compile)
+    _fill(model, setup)
     return model, mesh
 
 
-def fsdp2(model: nn.Module, config: Config, ranks: RankInfo, device: torch.device) -> tuple[nn.Module, None]:
+def fsdp2(model: nn.Module, setup: Setup) -> tuple[nn.Module, None]:
     """FSDP2 over all ranks: see `parallelize`."""
-    return shard_by_fsdp2(model, config, device, make_mesh(device.type, (ranks.world_size,), ("shard",)))
+    return shard_by_fsdp2(model, setup, _flat_mesh(setup))
 
 
-def fsdp2_on_gloo(model: nn.Module, config: Config, ranks: RankInfo, device: torch.device) -> tuple[nn.Module, None]:
+def fsdp2_on_gloo(model: nn.Module, setup: Setup) -> tuple[nn.Module, None]:
     """The same with the collectives that Gloo gives it: see `parallelize`."""
-    mesh = make_mesh(device.type, (ranks.world_size,), ("shard",))
-    return shard_by_fsdp2(model, config, device, mesh, with_rings=False)
+    return shard_by_fsdp2(model, setup, _flat_mesh(setup), with_rings=False)
 
 
-def fsdp2_hpz(model: nn.Module, config: Config, ranks: RankInfo, device: torch.device) -> tuple[nn.Module, None]:
+def fsdp2_hpz(model: nn.Module, setup: Setup) -> tuple[nn.Module, None]:
     """FSDP2 that keeps parameters on the ranks of a node after forward: see `parallelize`."""
-    mesh = make_mesh(device.type, (ranks.world_size,), ("shard",))
-    return shard_by_fsdp2(model, config, device, mesh, reshard_after_forward=ranks.num_local)
+    return shard_by_fsdp2(model, setup, _flat_mesh(setup), reshard_after_forward=setup.ranks.num_local)
 
 
-def hsdp(model: nn.Module, config: Config, ranks: RankInfo, device: torch.device) -> tuple[nn.Module, None]:
+def hsdp(model: nn.Module, setup: Setup) -> tuple[nn.Module, None]:
     """FSDP2 inside each node, and replicas between nodes: see `parallelize`."""
-    mesh = make_mesh(device.type, (ranks.num_nodes, ranks.num_local), ("replicate", "shard"))
-    return shard_by_fsdp2(model, config, device, mesh)
+    shape = setup.ranks.num_nodes, setup.ranks.num_local
+    return shard_by_fsdp2(model, setup, make_mesh(setup.device.type, shape, ("replicate", "shard")))
 
 
-def ddp(model: nn.Module, config: Config, ranks: RankInfo, device: torch.device) -> tuple[nn.Module, None]:
+def ddp(model: nn.Module, setup: Setup) -> tuple[nn.Module, None]:
     """DDP: see `parallelize`."""
-    _fill(model, config.model, device, compiles=config.train.compile)
+    _fill(model, setup)
     wrapped = DistributedDataParallel(
         model,
-        device_ids=None if device.type == "cpu" else [device],
+        device_ids=None if setup.device.type == "cpu" else [setup.device],
         gradient_as_bucket_view=True,
         **{_BUFFER_SYNC: False},  # type: ignore[arg-type]  # the buffers of a model do not change in training
     )
     return wrapped, None
 
 
+def _flat_mesh(setup: Setup) -> DeviceMesh:
+    return make_mesh(setup.device.type, (setup.ranks.world_size,), ("shard",))
+
+
 def shard_by_fsdp2(
-    model: nn.Module,
-    config: Config,
-    device: torch.device,
-    mesh: DeviceMesh,
-    *,
-    with_rings: bool = True,
-    **arguments: Any,
+    model: nn.Module, setup: Setup, mesh: DeviceMesh, *, with_rings: bool = True, **arguments: Any
 ) -> tuple[nn.Module, None]:
     """Apply torch's `fully_shard` over `mesh`, with other `arguments` than the job's, and fill in the weights."""
-    reshards = config.shard.policy.reshard_after_forward is not False  # the root too, as in ZeRO-3
-    common = {"mp_policy": mixed_precision(config.shard, config.model), "reshard_after_forward": reshards}
+    reshards = setup.shard.policy.reshard_after_forward is not False  # the root too, as in ZeRO-3
+    common = {"mp_policy": mixed_precision(setup.shard, setup.model), "reshard_after_forward": reshards}
     _fully_shard(model, fully_shard, {**common, "mesh": mesh, **arguments})
-    if device.type == "cpu" and with_rings:
+    if setup.device.type == "cpu" and with_rings:
         use_rings([model, *layers_to_shard(model)])
-    _fill(model, config.model, device, compiles=config.train.compile)
+    _fill(model, setup)
     return model, None
 
 
-def _fill(model: nn.Module, section: ModelConfig, device: torch.device, *, compiles: bool) -> None:
-    materialize(model, section, device)
-    if compiles:
+def _fill(model: nn.Module, setup: Setup) -> None:
+    materialize(model, setup.model, setup.device)
+    if setup.train.compile:
         compile_layers(model)
 
 

@@ -21,49 +21,47 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic.checkpoint
 from laconic import registry
-from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
-from laconic.config import Config
 from laconic.data.batches import Batch
 from laconic.islands.exchange import SyncReport
 from laconic.islands.local_steps import LocalSteps
 from laconic.shard.ledger import Ledger
-from laconic.strategies.islands import make_local_steps, num_islands, num_launches
+from laconic.strategies.islands import make_local_steps, num_launches
 from laconic.strategies.loss_scale import LossScale
 from laconic.strategies.memory import local_nbytes, state_nbytes
 from laconic.strategies.optimizers import make_optimizer
 from laconic.strategies.parallelize import parallelize
-from laconic.strategies.stepper import NotFiniteError, Save, Stepper, StepResult
+from laconic.strategies.stepper import NotFiniteError, Save, Setup, Stepper, StepResult
 
 
 class Simultaneous(Stepper):
     """A `Stepper` for ranks that all run forward and backward at the same time."""
 
-    def __init__(self, model: nn.Module, config: Config, ranks: RankInfo, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, setup: Setup) -> None:
+        sync, optimizer, ranks = setup.sync, setup.optimizer, setup.ranks
         self.module = model
-        self._forward_module, mesh = parallelize(model, config, ranks, device)
+        self._forward_module, mesh = parallelize(model, setup)
         self._engine: Any = model if mesh is not None else None
-        self._syncs_always = registry.named(config.shard.strategy).reduces_always
-        self.optimizer = make_optimizer(model, config.optimizer)
+        self._syncs_always = registry.named(setup.shard.strategy).reduces_always
+        self.optimizer = make_optimizer(model, optimizer)
         self.local: LocalSteps | None = None
         """The wrapper of the optimizer that synchronises islands; None without islands."""
-        self._has_islands = config.sync.is_local
-        if config.sync.is_local and mesh is not None:
-            self.local = make_local_steps(model, self.optimizer, config.sync, Path(config.train.output), mesh)
-        self._ranks, self._num_launches = ranks, num_launches(config.sync)
+        self._has_islands = sync.is_local
+        if sync.is_local and mesh is not None:
+            self.local = make_local_steps(model, self.optimizer, sync, Path(setup.train.output), mesh)
+        self._ranks, self._num_launches = ranks, num_launches(sync)
         self.num_workers, self.workers = ranks.world_size * self._num_launches, range(ranks.rank, ranks.rank + 1)
-        ranks_per_island = ranks.world_size // num_islands(config.sync, ranks)
+        ranks_per_island = ranks.world_size // setup.num_islands
         first_peer = ranks.rank // ranks_per_island * ranks_per_island
         self.peers = range(first_peer, first_peer + ranks_per_island)
         self.steps_per_sync = self.local.schedule.interval if self.local else None
         self.recovered_steps = self.local.steps if self.local else 0
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._max_grad_norm = config.optimizer.max_grad_norm or math.inf  # an infinite limit only measures
-        self._audit_every, self._num_steps = config.shard.audit_every, 0
+        self._max_grad_norm = optimizer.max_grad_norm or math.inf  # an infinite limit only measures
+        self._audit_every, self._num_steps = setup.shard.audit_every, 0
         self._loss_scale: LossScale | None = None
-        if config.shard.policy.precision.param_dtype == "float16":
-            settings = config.optimizer
-            self._loss_scale = LossScale(scale=settings.loss_scale, growth_steps=settings.loss_scale_growth_steps)
+        if setup.shard.policy.precision.param_dtype == "float16":
+            self._loss_scale = LossScale(scale=optimizer.loss_scale, growth_steps=optimizer.loss_scale_growth_steps)
 
     def enter(self, step: int) -> int:
         """See `Stepper.enter`. The rows that this island trains on follow from its slot."""

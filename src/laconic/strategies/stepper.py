@@ -1,7 +1,8 @@
 """The interface between the training loop and a strategy.
 
-A `Stepper` turns rows into new weights and knows which state belongs in a checkpoint. There are two: `Simultaneous`
-for the engine and PyTorch's baselines, with islands or without, and `CyclicStepper` for the cyclic schedule.
+A `Stepper` is made from a `Setup`, turns rows into new weights, and knows which state belongs in a checkpoint. There
+are two: `Simultaneous` for the engine and PyTorch's baselines, with islands or without, and `CyclicStepper` for the
+cyclic schedule.
 """
 
 from abc import ABC, abstractmethod
@@ -9,19 +10,57 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
+from laconic.config import Config, ModelConfig, OptimizerConfig, ShardConfig, SyncConfig, TrainConfig
 from laconic.data.batches import Batch
 from laconic.islands.exchange import SyncReport
 from laconic.shard.ledger import Ledger
 from laconic.strategies.cyclic_metrics import DeviceTimeline
+from laconic.strategies.islands import num_islands
 
 Save = Callable[..., Any]
 """A function `save(model=, optimizer=, extra=, local_steps=)` that writes a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a strategy needs to shard a model and to train it, on one rank."""
+
+    model: ModelConfig
+    shard: ShardConfig
+    optimizer: OptimizerConfig
+    sync: SyncConfig
+    train: TrainConfig
+    ranks: RankInfo
+    device: torch.device
+
+    @classmethod
+    def of(cls, config: Config, ranks: RankInfo, device: torch.device) -> Self:
+        """The setup of a job on this rank."""
+        return cls(
+            model=config.model,
+            shard=config.shard,
+            optimizer=config.optimizer,
+            sync=config.sync,
+            train=config.train,
+            ranks=ranks,
+            device=device,
+        )
+
+    @property
+    def num_islands(self) -> int:
+        """The number of islands of this launch.
+
+        Raises:
+            JobError: see `laconic.strategies.islands.num_islands`.
+        """
+        return num_islands(self.sync, self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from laconic.config import Config, to_dict
+from laconic.config import LogConfig
 from laconic.store import files
 from laconic.train.records import ClusterStep
 
@@ -219,14 +219,14 @@ class TensorBoardLogger(Logger):
 class WandbLogger(Logger):
     """Sends the same scalars to Weights & Biases, whose package reads its account and mode from the environment."""
 
-    def __init__(self, config: Config, folder: Path, *, after_step: int) -> None:
-        """Begin a run, or after step `after_step` go on with the one that was begun in `folder`."""
+    def __init__(self, log: LogConfig, job: Mapping[str, Any], folder: Path, *, after_step: int) -> None:
+        """Begin a run of `job`, or after step `after_step` go on with the one that was begun in `folder`."""
         import wandb
 
         noted = folder / _WANDB_RUN
         run_id = noted.read_text().strip() if after_step and noted.is_file() else None
-        settings = {"project": config.log.wandb_project, "name": config.log.wandb_name, "dir": str(folder)}
-        self._run = wandb.init(**settings, config=to_dict(config), id=run_id, resume="allow")
+        settings = {"project": log.wandb_project, "name": log.wandb_name, "dir": str(folder)}
+        self._run = wandb.init(**settings, config=job, id=run_id, resume="allow")
         noted.write_text(f"{self._run.id}\n")
 
     def step(self, step: ClusterStep) -> None:

@@ -7,7 +7,8 @@ import hashlib
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -23,17 +24,17 @@ from laconic.checkpoint import AsyncSaver, CheckpointError
 from laconic.comm.agreement import RankGroup
 from laconic.comm.failure import failing_together, set_peer_timeout
 from laconic.comm.launch import RankInfo, ending_with_launcher, pick_device, process_group
-from laconic.config import Config, JobError, to_dict
+from laconic.config import Config, JobError, to_dict, to_toml
 from laconic.data.batches import Batch, Division
-from laconic.hf.tokenizer import load_tokenizer
+from laconic.hf.tokenizer import load_tokenizer, with_vocabulary
 from laconic.store import files
 from laconic.strategies.checks import check_job
-from laconic.strategies.cyclic import CyclicStepper
+from laconic.strategies.cyclic import CyclicStepper, num_workers
 from laconic.strategies.cyclic_checkpoint import newest_cut
 from laconic.strategies.islands import num_launches
 from laconic.strategies.memory import measured_peak
 from laconic.strategies.optimizers import set_learning_rates
-from laconic.strategies.stepper import NotFiniteError, Stepper
+from laconic.strategies.stepper import NotFiniteError, Setup, Stepper
 from laconic.train import prepare
 from laconic.train.lock import OutputLock, writing
 from laconic.train.loggers import JsonlLogger, Logger, TensorBoardLogger, WandbLogger
@@ -63,7 +64,7 @@ def run(config: Config) -> dict[str, Any]:
     check_job(config, ranks, device.type)
     set_peer_timeout(config.train.peer_timeout_s)
     with (
-        _paths_as_job_errors(config),
+        _paths_as_job_errors(to_dict(config)),
         ending_with_launcher(),
         process_group(ranks, device, config.train.timeout_s) as group,
         failing_together(ranks.world_size),
@@ -76,25 +77,25 @@ def run(config: Config) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _paths_as_job_errors(config: Config) -> Iterator[None]:
+def _paths_as_job_errors(job: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
     """Turn the error of a file below a path that the job names, or of a full disk, into a JobError with the key."""
     try:
         yield
     except OSError as error:
-        found = key_of(config, error.filename)
+        found = key_of(job, error.filename)
         if found is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise JobError(f"{found or 'a file of the job'}: {error}; mend that path, or choose another") from error
 
 
-def key_of(config: Config, filename: object) -> str | None:
+def key_of(job: Mapping[str, Mapping[str, Any]], filename: object) -> str | None:
     """The key of the job whose value is a path above, or equal to, the path of a file; "section.key = value"."""
     if not isinstance(filename, str | bytes):
         return None
     path = os.path.abspath(os.fsdecode(filename))
     found = [
         (len(value), f"{section}.{key} = {value!r}")
-        for section, keys in to_dict(config).items()
+        for section, keys in job.items()
         for key, value in keys.items()
         if isinstance(value, str) and os.sep in value and (path + os.sep).startswith(os.path.abspath(value) + os.sep)
     ]
@@ -130,15 +131,20 @@ class Trainer:
         self.peers.agree(lambda: prepare.check_wandb(config.log), only=ranks.is_main)
         tokenizer = self.peers.agree(lambda: load_tokenizer(config.data.tokenizer))
         assert tokenizer is not None
-        config = prepare.with_vocabulary(config, tokenizer)
+        config = replace(config, model=with_vocabulary(config.model, lambda: tokenizer))
         self.config = config = with_strategy(config, ranks, device.type, self.peers, self.console)
-        self._write("the configuration", lambda: prepare.write_configuration(config))
-        prepare.show_configuration(config, ranks, device.type, self.console)
-        model = self.peers.agree(lambda: prepare.build_checked(config, tokenizer))  # shapes only, before the slow parts
+        written = to_toml(config)
+        path = self.output / prepare.CONFIGURATION
+        self._write("the configuration", lambda: files.write_text(path, written, durable=False))
+        prepare.show_launch(Setup.of(config, ranks, device), config.schedule, self.console)
+        model = self.peers.agree(  # shapes only, before the slow parts
+            lambda: prepare.build_checked(config.model, config.lora, tokenizer, config.data.tokenizer)
+        )
         assert model is not None
-        corpus = prepare.open_corpus(config, tokenizer, self.peers, ranks, self.console)
+        corpus = prepare.open_corpus(config.data, config.train, tokenizer, self.peers, ranks, self.console)
         self._write("the tokenizer's files", lambda: prepare.keep_tokenizer(config.data, self.output))
-        self.config = config = prepare.with_steps(config, corpus, ranks)
+        workers = num_workers(config.schedule, ranks) or ranks.world_size * num_launches(config.sync)
+        self.config = config = replace(config, train=prepare.with_steps(config.train, corpus, workers))
         with prepare.as_job_error():
             self.stepper = self._make_stepper(model)
         corpus.check_model(self._outputs)
@@ -170,12 +176,13 @@ class Trainer:
             return self.stepper.module.eval()(**batch.to(self.device).arguments(), use_cache=False)
 
     def _make_stepper(self, model: nn.Module) -> Stepper:
+        setup = Setup.of(self.config, self.ranks, self.device)
         if not self.config.schedule.is_cyclic:
             make = registry.load(registry.named(self.config.shard.strategy).stepper)
-            return make(model, self.config, self.ranks, self.device)
+            return make(model, setup)
         resumes = self.config.train.resume != "never" and self.ranks.is_main
         saved = self.peers.broadcast(newest_cut(prepare.checkpoints_to_load(self.config.train)) if resumes else None)
-        stepper = CyclicStepper(model, self.config, self.ranks, self.device, saved)
+        stepper = CyclicStepper(model, setup, self.config.schedule, self.config.data, saved)
         self.console.print(f"cut into stages of {stepper.blocks_by_stage} blocks", highlight=False)
         return stepper
 
@@ -278,7 +285,7 @@ class Trainer:
         if log.tensorboard:
             loggers.append(TensorBoardLogger(self.output / "tensorboard", after_step=start))
         if log.wandb:
-            loggers.append(WandbLogger(self.config, self.output, after_step=start))
+            loggers.append(WandbLogger(log, to_dict(self.config), self.output, after_step=start))
         if log.progress and self.console.is_terminal:
             loggers.append(BarLogger(self.console, total=train.steps, every=train.log_every, start=start))
         else:

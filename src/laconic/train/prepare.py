@@ -17,7 +17,18 @@ from torch import nn
 from laconic.checkpoint import commit
 from laconic.comm.agreement import RankGroup
 from laconic.comm.launch import RankInfo
-from laconic.config import Config, DataConfig, JobError, LogConfig, TrainConfig, from_dict, to_dict, to_toml
+from laconic.config import (
+    Config,
+    DataConfig,
+    JobError,
+    LogConfig,
+    LoraConfig,
+    ModelConfig,
+    ScheduleConfig,
+    TrainConfig,
+    from_dict,
+    to_dict,
+)
 from laconic.data import arrays, tokens
 from laconic.data.batches import TrainingData
 from laconic.extras import how_to_install
@@ -28,12 +39,10 @@ from laconic.plan.choice import choose, fitting_cluster
 from laconic.plan.cluster_file import load_cluster
 from laconic.plan.prediction import Predictor
 from laconic.plan.tracing import TraceError
-from laconic.store import files
 from laconic.strategies.checks import check_job
 from laconic.strategies.cyclic import num_workers
-from laconic.strategies.islands import num_islands, num_launches
 from laconic.strategies.parallelize import shard_policy
-from laconic.strategies.stepper import Stepper
+from laconic.strategies.stepper import Setup, Stepper
 
 CHECKPOINTS = "checkpoints"
 CONFIGURATION = "config.toml"
@@ -109,67 +118,53 @@ def keep_tokenizer(data: DataConfig, output: Path) -> None:
     save_tokenizer(data.tokenizer, output / KEPT, chat_template=data.chat_template)
 
 
-def with_steps(config: Config, corpus: TrainingData, ranks: RankInfo) -> Config:
-    """The job with train.steps in place of train.epochs."""
-    train = config.train
+def with_steps(train: TrainConfig, corpus: TrainingData, workers: int) -> TrainConfig:
+    """The section with `steps` in place of `epochs`; the global batch has a part for each worker."""
     if train.epochs is None:
-        return config
-    workers = num_workers(config.schedule, ranks) or ranks.world_size * num_launches(config.sync)
+        return train
     rows_per_step = train.micro_batch_size * train.accumulation * workers
     steps = max(1, math.ceil(train.epochs * corpus.steps_per_epoch(rows_per_step)))
-    return replace(config, train=replace(train, steps=steps, epochs=None))
+    return replace(train, steps=steps, epochs=None)
 
 
-def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
-    """The job with the tokenizer's `vocab_size` in its model's table, if the table has none."""
-    table = config.model.config
-    if not isinstance(table, dict) or "vocab_size" in table:
-        return config
-    return replace(config, model=replace(config.model, config={**table, "vocab_size": tokenizer.vocab_size}))
-
-
-def write_configuration(config: Config) -> None:
-    """Write the effective configuration into the output folder."""
-    files.write_text(Path(config.train.output) / CONFIGURATION, to_toml(config), durable=False)
-
-
-def show_configuration(config: Config, ranks: RankInfo, device_type: str, console: Console) -> None:
+def show_launch(setup: Setup, schedule: ScheduleConfig, console: Console) -> None:
     """Print the launch, and the place of the effective configuration."""
-    launch = f"{ranks.num_nodes} nodes x {ranks.num_local} ranks, {device_type}"
-    if config.schedule.is_cyclic:
-        launch += f", {num_workers(config.schedule, ranks)} workers one after the other by {config.schedule.rule}"
-    if config.sync.is_local:
-        every, codec = config.sync.policy.schedule.every, config.sync.policy.coding.codec
-        launch += f", {num_islands(config.sync, ranks)} islands that sync every {every} steps in {codec}"
-    crossings = shard_policy(config.shard, config.optimizer).wire
+    ranks, sync = setup.ranks, setup.sync
+    launch = f"{ranks.num_nodes} nodes x {ranks.num_local} ranks, {setup.device.type}"
+    if schedule.is_cyclic:
+        launch += f", {num_workers(schedule, ranks)} workers one after the other by {schedule.rule}"
+    if sync.is_local:
+        every, codec = sync.policy.schedule.every, sync.policy.coding.codec
+        launch += f", {setup.num_islands} islands that sync every {every} steps in {codec}"
+    crossings = shard_policy(setup.shard, setup.optimizer).wire
     if not crossings.is_exact:
         launch += f", weights cross in {crossings.weights} and gradients in {crossings.gradients}"
     console.print(
-        f"{launch}; configuration: {Path(config.train.output) / CONFIGURATION}",
+        f"{launch}; configuration: {Path(setup.train.output) / CONFIGURATION}",
         markup=False,
         highlight=False,
         soft_wrap=True,
     )
 
 
-def build_checked(config: Config, tokenizer: Tokenizer) -> nn.Module:
-    """The job's model on the meta device.
+def build_checked(model: ModelConfig, lora: LoraConfig, tokenizer: Tokenizer, name: str) -> nn.Module:
+    """The job's model on the meta device. `name` is that of the tokenizer.
 
     Raises:
         JobError: the model cannot be built, or its vocabulary is smaller than the tokenizer's.
     """
-    model = build_model(config.model, config.lora, device="meta")
-    vocab_size = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    built = build_model(model, lora, device="meta")
+    vocab_size = built.get_input_embeddings().num_embeddings  # type: ignore[operator]
     if tokenizer.vocab_size > vocab_size:
         raise JobError(
-            f"the tokenizer {config.data.tokenizer!r} has {tokenizer.vocab_size} tokens, but the model's vocabulary "
+            f"the tokenizer {name!r} has {tokenizer.vocab_size} tokens, but the model's vocabulary "
             f"has {vocab_size}; raise vocab_size in model.config, or use the model's own tokenizer"
         )
-    return model
+    return built
 
 
 def open_corpus(
-    config: Config, tokenizer: Tokenizer, peers: RankGroup, ranks: RankInfo, console: Console
+    data: DataConfig, train: TrainConfig, tokenizer: Tokenizer, peers: RankGroup, ranks: RankInfo, console: Console
 ) -> TrainingData:
     """The tokenised corpus. One rank per node makes its files unless they exist. Collective.
 
@@ -177,14 +172,14 @@ def open_corpus(
         JobError: on all ranks, if the corpus cannot be read or is too short, or holds nothing out for evaluation; or if
             nodes have different tokens.
     """
-    folder = Path(config.data.cache) if config.data.cache else Path(config.train.output) / "tokens"
-    peers.agree(lambda: tokens.prepare(config.data, tokenizer, folder), only=ranks.is_first_on_node)
-    index = peers.agree(lambda: tokens.prepare(config.data, tokenizer, folder, writes=False))
+    folder = Path(data.cache) if data.cache else Path(train.output) / "tokens"
+    peers.agree(lambda: tokens.prepare(data, tokenizer, folder), only=ranks.is_first_on_node)
+    index = peers.agree(lambda: tokens.prepare(data, tokenizer, folder, writes=False))
     assert index is not None
-    corpus = peers.agree(lambda: tokens.open_data(index, config.data))
+    corpus = peers.agree(lambda: tokens.open_data(index, data))
     assert corpus is not None
     _refuse_unequal(peers.gather(arrays.read_index(index).checksum), ranks, folder)
-    if config.train.eval_every and not corpus.holds_out:
+    if train.eval_every and not corpus.holds_out:
         raise JobError("train.eval_every is set, but data.eval_fraction = 0 holds nothing out; set one of the two")
     console.print(corpus.describe(), highlight=False)
     return corpus
