@@ -31,7 +31,7 @@ CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 _LIBRARY = str(Path(__file__).parents[1])
 _OWN = str(Path(__file__).parent)
-_FSDP2 = str(Path(fully_shard_of_torch.__file__).parent)
+FSDP2 = str(Path(fully_shard_of_torch.__file__).parent)
 _NOT_THE_PROGRAM = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), "<")
 _BELOW_SITES = ("shard/lanes.py", "comm/collectives.py")
 _MAX_RUNS = 4096
@@ -200,7 +200,7 @@ class Machine:
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             file, code = frame.f_code.co_filename, frame.f_code
-            root = _LIBRARY if file.startswith(_LIBRARY) and not file.startswith(_OWN) else _FSDP2
+            root = _LIBRARY if file.startswith(_LIBRARY) and not file.startswith(_OWN) else FSDP2
             if file.startswith(root):
                 if file.endswith("shard/lanes.py") and code.co_name in ("running", "going_on"):
                     after = frame.f_locals.get("after", ())

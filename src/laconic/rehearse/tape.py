@@ -6,6 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from laconic.rehearse.rings import Route
+
 HOST = 0
 """The timeline of the thread that runs the program. The others are streams, and further threads."""
 
@@ -68,6 +70,11 @@ class Transfer:
     sent_bytes: int
     """What leaves this rank, if the group moves it as a ring does."""
     received_bytes: int
+    route: Route
+    """What leaves a rank on each level, as a mean over the ranks of the group."""
+    message: tuple[str, int, int] | None = None
+    """The group, the distance in places, and the number of a message. All ranks do alike: so what this rank receives
+    arrives when the message with the same number has left it."""
 
 
 @dataclass(slots=True)

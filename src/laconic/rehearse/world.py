@@ -6,6 +6,9 @@ a stream of its group, after everything on the current stream, and keeps its ten
 stream wait for it. Tensors of the host go through a thread of Gloo: then the host waits. Every other rank has the data
 of this rank.
 
+Gloo's collectives of host memory work as ProcessGroupGloo.cpp has them. An all-gather arrives in a flat buffer of its
+thread, which copies it to where it belongs. A reduce-scatter is the all-reduce of a copy of its input.
+
 [Note: Messages of the machine]
 Messages between this rank and another one have a stream of their own on NCCL. On Gloo each message is a timeline: it is
 read or written at any time until somebody has waited for it. What arrives is made up: the letter that the program has
@@ -16,9 +19,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -27,14 +33,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from laconic.comm.groups import REHEARSED
-from laconic.comm.journal import last_label
-from laconic.rehearse.machine import Event, Machine, Stream
+from laconic.comm.journal import Label, last_label
+from laconic.rehearse.machine import FSDP2, Event, Machine, Stream
+from laconic.rehearse.rings import Places, Ring, Route
 from laconic.rehearse.tape import Site, Transfer
 
 _BUSY_BYTES = (0x3C, 0xBB, 0x3D)
 """What messages bring: [Note: Messages of the machine]."""
+_PURPOSES = {"foreach_all_gather": "weights", "foreach_reduce": "gradients"}
+"""What FSDP2's transfers are for, by the function of torch that issues them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +65,10 @@ class World:
         """The number of ranks."""
         return self.islands * self.nodes * self.local
 
-    def level_of(self, ranks: Sequence[int]) -> str:
-        """The level on which a group of ranks talks: "local" inside a node, "node" inside an island, or "island"."""
-        first, last = min(ranks), max(ranks)
-        if first // self.local == last // self.local:
-            return "local"
-        in_island = self.nodes * self.local
-        return "node" if first // in_island == last // in_island else "island"
+    @property
+    def places(self) -> Places:
+        """Where the ranks are."""
+        return Places(nodes=self.nodes, local=self.local)
 
     def letter(self, numel: int) -> Tensor | None:
         """The letter of this size, if there is one."""
@@ -83,10 +90,15 @@ class Work(dist.Work):
         super().__init__()
         self._machine, self._tensors, self._is_device = machine, list(tensors), is_device
         self._event = Event(machine, stream.timeline, None)
+        self.end: Callable[[], Any] | None = None
+        """What the host does after the first wait."""
 
     def wait(self, timeout: Any = None) -> bool:
         """Let the current stream, or the host for tensors in host memory, wait."""
         self.finish(self._machine.site("wait" if self._is_device else "wait on the host"))
+        end, self.end = self.end, None
+        if end is not None:
+            end()
         return True
 
     def finish(self, site: Site | None) -> None:
@@ -111,9 +123,12 @@ class Group(_ProcessGroup):
 
     def __init__(self, world: World, name: str, ranks: Sequence[int], rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self._world, self._name, self._size = world, name, size
-        self._level = world.level_of(ranks or range(size))
+        self._world, self._name, self._rank, self._size = world, name, rank, size
+        self._ranks = ranks or range(size)
+        self._level = world.places.level_between(min(self._ranks), max(self._ranks))
         self._streams: dict[Any, Stream] = {}
+        self._numbers: dict[str, Counter[int]] = {"send": Counter(), "receive": Counter()}
+        """The messages so far, by their distance in places."""
 
     # -- what torch.distributed asks of a group --------------------------------------------------------------------
 
@@ -140,7 +155,7 @@ class Group(_ProcessGroup):
     # -- collectives -----------------------------------------------------------------------------------------------
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:
-        """Every rank has sent what this one sends."""
+        """Every rank has sent what this one sends: [Note: Collectives of the machine]."""
 
         def body() -> None:
             for part in output.view(self._size, -1):
@@ -159,12 +174,21 @@ class Group(_ProcessGroup):
         return self._run("gather", opts, outputs[0], inputs, body)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:
-        """The sum, or the mean, of equal inputs."""
+        """The sum, or the mean, of equal inputs: [Note: Collectives of the machine]."""
         factor = self._factor(opts)
 
         def body() -> None:
             torch.mul(input.view(self._size, -1)[0].view_as(output), factor, out=output)
 
+        if self._is_on_gloo(input):
+            copied = input.clone()
+            work = self.allreduce([copied], opts)
+            end = partial(output.copy_, copied.view(self._size, -1)[self._rank].view_as(output))
+            if work is None:
+                end()
+            else:
+                work.end = end
+            return work
         return self._run("reduce-scatter", opts, [output], [input], body)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work | None:
@@ -213,7 +237,7 @@ class Group(_ProcessGroup):
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> Work:
         """Another rank reads the tensor: [Note: Messages of the machine]."""
         tensor = tensors[0]
-        transfer = self._transfer("send", tensor.nbytes, 0)
+        transfer = self._message("send", tensor, (rank - self._rank) % self._size)
         return self._start(
             self._link(tensor, rank), transfer, [], tensors, lambda: self._machine.note_read(tensor, "send")
         )
@@ -236,7 +260,14 @@ class Group(_ProcessGroup):
             else:
                 tensor.view(torch.uint8).fill_(world.busy_byte())
 
-        return self._start(self._link(tensor, rank), self._transfer("receive", 0, tensor.nbytes), tensors, [], body)
+        transfer = self._message("receive", tensor, (self._rank - rank) % self._size)
+        return self._start(self._link(tensor, rank), transfer, tensors, [], body)
+
+    def _message(self, op: str, tensor: Tensor, distance: int) -> Transfer:
+        number = self._numbers[op][distance] = self._numbers[op][distance] + 1
+        sent, received = (tensor.nbytes, 0) if op == "send" else (0, tensor.nbytes)
+        route = self._ring.message(tensor.nbytes, distance) if sent else Route()
+        return self._transfer(op, sent, received, route, (self._name, distance, number))
 
     def _link(self, tensor: Tensor, peer: int) -> Stream:
         if not self._machine.is_on_device(tensor):
@@ -255,11 +286,21 @@ class Group(_ProcessGroup):
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         return self._size if op == dist.ReduceOp.SUM else 1
 
-    def _transfer(self, op: str, sent_bytes: int, received_bytes: int) -> Transfer:
-        kind, unit = last_label(self) or ("", "")
+    def _is_on_gloo(self, tensor: Tensor) -> bool:
+        """True for host memory that others have, too."""
+        return self._size > 1 and not self._machine.is_on_device(tensor)
+
+    @cached_property
+    def _ring(self) -> Ring:
+        return Ring(self._ranks, self._world.places)
+
+    def _transfer(
+        self, op: str, sent_bytes: int, received_bytes: int, route: Route, message: tuple[str, int, int] | None = None
+    ) -> Transfer:
+        purpose, unit = _label_of_torch() or last_label(self) or ("", "")
         return Transfer(
-            op=op, group=self._name, size=self._size, level=self._level, purpose=kind, unit=unit,
-            sent_bytes=sent_bytes, received_bytes=received_bytes,
+            op=op, group=self._name, size=self._size, level=self._level, purpose=purpose, unit=unit,
+            sent_bytes=sent_bytes, received_bytes=received_bytes, route=route, message=message,
         )  # fmt: skip
 
     def _run(
@@ -274,7 +315,8 @@ class Group(_ProcessGroup):
         is_device = machine.is_on_device(outputs[0])
         whole = max(sum(each.nbytes for each in outputs), sum(each.nbytes for each in inputs))
         nbytes = (2 if op == "all-reduce" else 1) * whole * (self._size - 1) // self._size
-        transfer = self._transfer(op, nbytes, nbytes)
+        route = self._ring.all_reduce(whole) if op == "all-reduce" else self._ring.gather(whole)
+        transfer = self._transfer(op, nbytes, nbytes, route)
         if not is_async and is_device:
             machine.transfer(transfer, outputs, inputs, body)
             return None
@@ -303,8 +345,23 @@ class Group(_ProcessGroup):
             if not is_device:
                 place.enter_context(machine.running_thread(stream.timeline))
             place.enter_context(machine.stream(stream))
+            if transfer.op == "gather" and self._is_on_gloo(outputs[0]):
+                _ = torch.empty(sum(each.numel() for each in outputs), dtype=outputs[0].dtype)
             machine.transfer(transfer, outputs, inputs, body)
         return Work(machine, stream, tensors, is_device=is_device)
+
+
+def _label_of_torch() -> Label | None:
+    """The purpose and the unit of a transfer of FSDP2; None for those of others."""
+    purpose, frame = None, sys._getframe(3)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(FSDP2):
+            purpose = purpose or _PURPOSES.get(frame.f_code.co_name)
+            owner = frame.f_locals.get("self")
+            if purpose is not None and isinstance(owner, FSDPParamGroup):
+                return purpose, owner._module_fqn or ""
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:
