@@ -30,7 +30,7 @@ def test_a_save_has_the_state_at_the_call_to_the_bit(tmp_path: Path) -> None:
             assert _equal(found[key], value), (step, key)
         for rank in range(3):
             assert (sync / f"rank-0000{rank}.json").read_bytes() == (background_ / f"rank-0000{rank}.json").read_bytes()
-        assert not damage(background_, commit.Manifest.read(background_ / commit.MANIFEST).files)
+        assert not damage(background_, commit.CheckpointManifest.read(background_ / commit.MANIFEST).files)
     assert not _equal(_everything(tmp_path / "async" / "step-2")["model.up.weight"], expected["model.up.weight"])
 
 

@@ -227,7 +227,11 @@ def test_folder_that_the_nodes_do_not_share_is_refused(saved: Path, tmp_path: Pa
     temporary = commit.begin(tmp_path, 3)
     with pytest.raises(CheckpointError, match="file system that all nodes share"):
         commit.commit(
-            tmp_path, temporary, commit.Manifest.read(saved / "step-1" / commit.MANIFEST), keep=2, patience_s=0
+            tmp_path,
+            temporary,
+            commit.CheckpointManifest.read(saved / "step-1" / commit.MANIFEST),
+            keep=2,
+            patience_s=0,
         )
     assert commit.candidates(tmp_path) == []
 
@@ -307,9 +311,9 @@ def test_hostile_metadata_runs_nothing(payload: Any, saved: Path, tmp_path: Path
     (folder / ".metadata").write_bytes(pickled)
     with pytest.raises(CheckpointError, match=r"\.metadata (names|holds)"):
         storage.read_metadata(folder)
-    manifest = commit.Manifest.read(folder / commit.MANIFEST)
+    manifest = commit.CheckpointManifest.read(folder / commit.MANIFEST)
     files = tuple(store.describe(folder, record.name) for record in manifest.files)
-    commit.Manifest(**{**vars(manifest), "files": files}).write(folder / commit.MANIFEST)
+    commit.CheckpointManifest(**{**vars(manifest), "files": files}).write(folder / commit.MANIFEST)
     with pytest.raises(CheckpointError):
         _load(folder)
     assert not made.exists()

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from laconic import checkpoint
 from laconic.checkpoint import CheckpointError, Differences, state
 from laconic.checkpoint.keys import Keys
-from laconic.checkpoint.storage import Entry
+from laconic.checkpoint.storage import TensorMeta
 from tests.checkpoint import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -210,7 +210,7 @@ def test_names_with_equal_ends_are_distinguished(root: str) -> None:
     saved |= {f"o.param_groups.{name}.{key}" for name in names for key in ("lr", "betas", "eps", "weight_decay")}
     found = Keys.found_in(saved, tensors=names, parameters=names)
     assert found == Keys(model=prefix, optimizer="o.", optimizers=("o.",))
-    entry = Entry((1,), torch.float32)
+    entry = TensorMeta((1,), torch.float32)
     assert found.model_entries(dict.fromkeys(saved, entry)).keys() == names
     assert found.state_entries({k: entry for k in saved if "groups" not in k}).keys() == names
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laconic.codec import CODECS, WEIGHT_CODECS, BlockCodec, Codec, TopK, codec_named
-from laconic.codec.blocked import NF4, pack, rotate, unpack
+from laconic.codec.blocked import NF4, pack_bits, rotate, unpack
 
 SIZES = [0, 1, 2, 63, 64, 65, 127, 256, 4099]
 
@@ -122,7 +122,7 @@ def test_no_step_is_denormal(name: str) -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_packed_codes_come_back(bits: int) -> None:
     codes = torch.randint(2**bits, (48,), dtype=torch.uint8, generator=torch.Generator().manual_seed(bits))
-    packed = pack(codes, bits)
+    packed = pack_bits(codes, bits)
     assert packed.numel() == 48 * bits // 8
     assert torch.equal(unpack(packed, bits), codes)
     number = sum(int(code) << (bits * place) for place, code in enumerate(codes))

@@ -12,7 +12,7 @@ from torch import nn
 
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, JobError
-from laconic.contestants.deepspeed import Sizes, import_deepspeed, local_part, zero_3
+from laconic.contestants.deepspeed import Sizes, import_deepspeed, own_part, zero_3
 from laconic.strategies.checks import check_job
 from laconic.strategies.stepper import Setup
 from tests.contestants import peers
@@ -141,6 +141,6 @@ def test_buffers_are_as_large_as_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("numel", [1, 2, 6, 7])
 def test_parts_make_the_whole(numel: int) -> None:
     whole = torch.arange(numel)
-    parts = [local_part(whole, rank, 3) for rank in range(3)]
+    parts = [own_part(whole, rank, 3) for rank in range(3)]
     assert torch.equal(torch.cat(parts), whole)
     assert max(part.numel() for part in parts) == -(-numel // 3)

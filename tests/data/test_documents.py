@@ -11,7 +11,7 @@ import pytest
 
 from laconic.config import DataConfig, JobError, ModelConfig
 from laconic.data import tokens as data
-from laconic.data.batches import IGNORED, Division, TrainingData, pack
+from laconic.data.batches import IGNORED, Division, TrainingData, pack_rows
 from laconic.data.documents import check_model
 from laconic.data.sampler import EpochSampler
 from laconic.hf.models import build_model
@@ -41,12 +41,12 @@ def test_packing_is_best_fit_decreasing(seed: int) -> None:
     generator = np.random.default_rng(seed)
     capacity = int(generator.integers(5, 60))
     lengths = generator.integers(1, capacity + 1, size=int(generator.integers(1, 200))).tolist()
-    rows, expected = pack(lengths, capacity), naive_pack(lengths, capacity)
+    rows, expected = pack_rows(lengths, capacity), naive_pack(lengths, capacity)
     totals = [sum(lengths[document] for document in row) for row in rows]
     assert sorted(document for row in rows for document in row) == list(range(len(lengths)))
     assert max(totals) <= capacity
     assert sorted(totals) == sorted(sum(lengths[document] for document in row) for row in expected)
-    assert pack(lengths, capacity) == rows
+    assert pack_rows(lengths, capacity) == rows
 
 
 def test_an_epoch_has_every_row_once_in_a_new_order() -> None:

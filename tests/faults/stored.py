@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from laconic.checkpoint import CheckpointError, commit, sidecar, storage
-from laconic.checkpoint.commit import Manifest
+from laconic.checkpoint.commit import CheckpointManifest
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def load(folder: Path) -> Loaded:
     return Loaded(sequence, digest, tuple(str(warning.message) for warning in caught), refusal, foreign)
 
 
-def _everything(folder: Path, manifest: Manifest) -> tuple[int, str]:
+def _everything(folder: Path, manifest: CheckpointManifest) -> tuple[int, str]:
     """Return the sequence and the digest of a checkpoint. Equal files are read only once: they give the same values."""
     content = hashlib.sha256()
     for path in sorted(folder.iterdir()):
@@ -58,7 +58,7 @@ def _everything(folder: Path, manifest: Manifest) -> tuple[int, str]:
 _digests: dict[bytes, str] = {}
 
 
-def _digest(folder: Path, manifest: Manifest) -> str:
+def _digest(folder: Path, manifest: CheckpointManifest) -> str:
     metadata = storage.read_metadata(folder)
     hasher = hashlib.sha256()
     for key, value in storage.read_values(folder, metadata, sorted(metadata.state_dict_metadata)).items():

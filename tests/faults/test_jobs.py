@@ -22,7 +22,7 @@ def test_damaged_files_do_no_harm(kind: str, num: int, tmp_path: Path) -> None:
 
 def test_the_campaign_sees_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the hash of the arrays, flipped tokens are silent."""
-    monkeypatch.setattr("laconic.store.folder.digest_of", lambda path, chunk_bytes=None: "no hash")
+    monkeypatch.setattr("laconic.store.folder.file_digest", lambda path, chunk_bytes=None: "no hash")
     found = list(job_damage.try_kind("tokens", tmp_path / "tokens", 20))
     assert any(harm.startswith("silent") for harm in found)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import laconic
 from laconic.comm.cluster import Cluster
 from laconic.errors import RanksDifferError
-from laconic.guard.comparison import IssuedProgram, compare, describe, first_difference
+from laconic.guard.comparison import IssuedProgram, compare, describe_units, first_difference
 from laconic.shard.unit import Unit
 from tests.support import helpers
 from tests.support.launch import run_ranks
@@ -37,7 +37,7 @@ def described_with(**changes: Any) -> Any:
     fields = {each.name: getattr(unit, each.name) for each in dataclasses.fields(unit)}
     future = FutureUnit(**fields, **changes)
     future.progress = unit.progress
-    return describe([future])
+    return describe_units([future])
 
 
 def job_new_settings() -> None:

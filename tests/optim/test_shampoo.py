@@ -10,7 +10,7 @@ from torch import nn
 
 import laconic
 from laconic.comm.cluster import Cluster
-from laconic.optim.shampoo import Shampoo, blocks_of, inverse_root
+from laconic.optim.shampoo import Shampoo, inverse_root, preconditioned_blocks
 from laconic.ragged.tensor import RaggedTensor
 from tests.optim import matrices as helpers
 from tests.reference import shampoo as reference
@@ -78,7 +78,7 @@ def test_before_the_first_preconditioned_step_it_is_the_grafted_rule() -> None:
 @pytest.mark.parametrize("shape", [(7, 11), (8, 4), (2, 3, 5, 6), (0, 3)])
 def test_blocks_tile_the_tensor(shape: tuple[int, ...]) -> None:
     seen = torch.zeros(shape)
-    for block in blocks_of(shape, 4):
+    for block in preconditioned_blocks(shape, 4):
         assert seen[block.index].shape == (block.rows, block.columns)
         assert max(block.rows, block.columns) <= 4
         seen[block.index] += 1

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from laconic.config import ConfigError
 from laconic.plan.cluster_file import load_cluster, parse_cluster, to_toml
 from laconic.plan.cluster_spec import DEFAULT_HEADER_FACTOR, DTYPES, ClusterSpec
-from laconic.plan.known import device_of, devices, find_device, find_network, networks
+from laconic.plan.known import device_named, devices, find_device, find_network, networks
 from laconic.plan.units import format_quantity, parse_quantity
 from laconic.train.meter import peak_of
 
@@ -217,7 +217,7 @@ def test_the_tables_are_whole_and_their_names_lead_to_them() -> None:
 def test_names_of_torch_lead_to_devices_and_to_the_peaks_of_mfu(
     torch_name: str, name: str | None, bfloat16: float | None
 ) -> None:
-    found = device_of(torch_name)
+    found = device_named(torch_name)
     assert (found and found.name) == name
     assert peak_of(torch_name, "bfloat16") == bfloat16
     assert peak_of(torch_name, "float32") is None

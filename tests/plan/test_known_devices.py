@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from laconic.plan.known import device_of, devices, find_device
+from laconic.plan.known import device_named, devices, find_device
 
 TORCH_NAMES = {
     "L4": "NVIDIA L4",
@@ -48,7 +48,7 @@ def test_one_pattern_matches_a_name_of_torch(name: str) -> None:
     ],
 )
 def test_a_card_of_another_speed_is_unknown(torch_name: str) -> None:
-    assert device_of(torch_name) is None
+    assert device_named(torch_name) is None
 
 
 def test_geforce_cards_have_the_rate_of_sums_in_float32() -> None:

@@ -17,7 +17,7 @@ from laconic.lab.counters import InterfaceBytes
 from laconic.shard.ledger import Ledger
 from laconic.strategies.stepper import StepResult
 from laconic.train.loggers import JsonlLogger, TensorBoardLogger
-from laconic.train.progress import BarLogger, LineLogger, describe
+from laconic.train.progress import BarLogger, LineLogger, describe_step
 from laconic.train.recorder import reduce_records
 from laconic.train.records import ClusterStep, StepRecord
 from tests.support.launch import run_ranks
@@ -155,7 +155,7 @@ def test_plain_lines() -> None:
     assert "loss 0.2000 | perplexity 1.221 | grad norm 0.500" in lines[1]
     assert "for data" not in lines[1]
     rich = replace(step_at(5), mfu=0.4, data_s=0.1, device_peak_bytes=3 * 10**9, loss_scale=1024.0, skipped_steps=2)
-    told = describe(rich, 5)
+    told = describe_step(rich, 5)
     assert "MFU 40.0% | waited 0.100 s for data | device 3.00 GB, host 0.00 GB" in told
     assert "loss scale 1024, 2 skipped" in told
     assert "wire 3.00 MB | waited 0.250 s" in lines[1]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from laconic.checkpoint import commit, keys, sidecar, state, storage
-from laconic.checkpoint.commit import CheckpointError, Manifest
+from laconic.checkpoint.commit import CheckpointError, CheckpointManifest
 from laconic.checkpoint.fill import Differences, Source, fill
 from laconic.checkpoint.islands import (
     IslandSlices,
@@ -116,13 +116,13 @@ def load_newest(
         share = records[ranks.rank :: ranks.size]
         return [problem for problems in ranks.gather(damage(candidate, share)) for problem in problems]
 
-    def load(candidate: Path, manifest: Manifest) -> tuple[Path, dict[str, Any]]:
+    def load(candidate: Path, manifest: CheckpointManifest) -> tuple[Path, dict[str, Any]]:
         own = sidecar.read(candidate, ranks.rank if ranks.rank < manifest.world_size else 0)
         progress = own.get("islands")
         saved, islands = IslandSlices.saved(progress), IslandSlices.of(model, local_steps, ranks)
         source = Source(
             folder=candidate,
-            entries=storage.tensors_of(storage.read_metadata(candidate)),
+            entries=storage.entries_of(storage.read_metadata(candidate)),
             keys=keys.LACONIC_KEYS,
             settings=own["optimizer"],
             own_prefix=own_optimizer_prefix(islands.island) if islands.has_own_state_in(saved) else None,
@@ -177,8 +177,8 @@ def load_dcp(
             optimizer=optimizer_key,
             with_optimizer=optimizer is not None,
         )
-        settings = keys.optimizer_settings(folder, metadata, found, model, optimizer) if optimizer is not None else None
-        return Source(folder=folder, entries=storage.tensors_of(metadata), keys=found, settings=settings)
+        settings = keys.torch_settings(folder, metadata, found, model, optimizer) if optimizer is not None else None
+        return Source(folder=folder, entries=storage.entries_of(metadata), keys=found, settings=settings)
 
     source: list[Source] = []  # a list, because `on_all` would gather a result, and this one is large
     ranks.on_all(lambda: source.append(read()), f"{folder} could not be read")
@@ -272,7 +272,7 @@ def write(folder: Path, step: int, contents: Contents, *, keep: int, ranks: Rank
     records = ranks.on_all(write_own_files, f"checkpoint {temporary} could not be written")
 
     def commit_all() -> str:
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             step=step,
             sequence=commit.next_sequence(folder),
             world_size=ranks.size,
@@ -328,8 +328,8 @@ def open_checkpoint(folder: str | Path) -> StoredCheckpoint:
     return stored
 
 
-def _open(folder: Path, manifest: Manifest) -> StoredCheckpoint:
-    entries = LACONIC_KEYS.model_entries(storage.tensors_of(storage.read_metadata(folder)))
+def _open(folder: Path, manifest: CheckpointManifest) -> StoredCheckpoint:
+    entries = LACONIC_KEYS.model_entries(storage.entries_of(storage.read_metadata(folder)))
     return StoredCheckpoint(
         folder=folder,
         step=manifest.step,

@@ -52,7 +52,7 @@ class StorageError(CheckpointError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest(store.Manifest):
+class CheckpointManifest(store.Manifest):
     """The contents of `manifest.json`."""
 
     FORMAT = "laconic-checkpoint-2"
@@ -73,7 +73,7 @@ def begin(folder: Path, step: int) -> Path:
     return store.begin(folder / f"step-{step}")
 
 
-def commit(folder: Path, temporary: Path, manifest: Manifest, *, keep: int, patience_s: float = 10) -> Path:
+def commit(folder: Path, temporary: Path, manifest: CheckpointManifest, *, keep: int, patience_s: float = 10) -> Path:
     """Make `temporary` the newest checkpoint, then remove all but `keep`. For rank 0, once all files are on disk.
 
     It waits up to `patience_s` seconds for other ranks' files, which a network file system may show late.
@@ -127,7 +127,7 @@ class CheckpointCandidate:
     """A folder that may be a complete checkpoint."""
 
     folder: Path
-    manifest: Manifest | None
+    manifest: CheckpointManifest | None
     problem: str = ""
     """Why there is no readable manifest."""
 
@@ -139,7 +139,7 @@ class CheckpointCandidate:
     @staticmethod
     def from_json(fields: dict[str, Any]) -> CheckpointCandidate:
         """Return the candidate of `to_json`."""
-        manifest = None if fields["manifest"] is None else Manifest.from_json(fields["manifest"])
+        manifest = None if fields["manifest"] is None else CheckpointManifest.from_json(fields["manifest"])
         return CheckpointCandidate(folder=Path(fields["folder"]), manifest=manifest, problem=fields["problem"])
 
 
@@ -209,7 +209,7 @@ def next_sequence(folder: Path) -> int:
 def use_newest(
     folder: Path,
     found: Sequence[CheckpointCandidate],
-    use: Callable[[Path, Manifest], _T],
+    use: Callable[[Path, CheckpointManifest], _T],
     *,
     find_damage: Callable[[Path, Sequence[FileRecord]], list[str]] = damage,
     warns: bool = True,
@@ -242,10 +242,10 @@ def use_newest(
 
 def _candidate(folder: Path, step: int | None = None) -> CheckpointCandidate:
     """Read a folder's manifest; `step` is the step that the folder's name has."""
-    manifest: Manifest | None = None
+    manifest: CheckpointManifest | None = None
     problem = ""
     try:
-        manifest = Manifest.read(folder / MANIFEST)
+        manifest = CheckpointManifest.read(folder / MANIFEST)
     except FileNotFoundError:
         problem = f"its {MANIFEST} is missing"
     except (OSError, DamagedError) as error:

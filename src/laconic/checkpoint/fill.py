@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from laconic.checkpoint import state, storage
 from laconic.checkpoint.commit import CheckpointError, StorageError
 from laconic.checkpoint.keys import Keys, by_parameter
-from laconic.checkpoint.storage import Entry
+from laconic.checkpoint.storage import TensorMeta
 from laconic.comm.agreement import RankGroup
 from laconic.ragged.parts import JoinedTensor, joined
 
@@ -60,7 +60,7 @@ class Source:
     """A DCP folder, and how to read it."""
 
     folder: Path
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorMeta]
     keys: Keys
     settings: dict[str, Any] | None
     """The saved optimizer's `state.optimizer_settings`; None if the folder has no settings."""
@@ -86,7 +86,7 @@ class _Stored:
     """A tensor of an optimizer's state in a folder."""
 
     key: str
-    entry: Entry
+    entry: TensorMeta
     """The shape and dtype that the tensor has in this run."""
     is_whole: bool = False
     """True if this run has a part of the tensor, and the folder has the parts joined."""
@@ -106,8 +106,8 @@ def fill(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer | No
     saved = source.keys.model_entries(source.entries)
     for alias in state.tied_names(model):
         saved.pop(alias, None)
-    differences = _compare({name: Entry.of(tensor) for name, tensor in wanted.items()}, saved)
-    fitting = {name: tensor for name, tensor in wanted.items() if saved.get(name) == Entry.of(tensor)}
+    differences = _compare({name: TensorMeta.of(tensor) for name, tensor in wanted.items()}, saved)
+    fitting = {name: tensor for name, tensor in wanted.items() if saved.get(name) == TensorMeta.of(tensor)}
     targets = {f"{source.keys.model}{name}": tensor for name, tensor in fitting.items()}
     copies: list[tuple[Tensor, Tensor]] = []
     if optimizer is not None:
@@ -137,7 +137,7 @@ def _stored_states(source: Source, parameters: Mapping[str, Tensor], places: sta
         if sliced is not None and whole in common:
             for key, entry in common[whole].items():
                 is_whole = entry.shape == sliced.shape
-                shown = Entry(tuple(parameter.shape), entry.dtype) if is_whole else entry
+                shown = TensorMeta(tuple(parameter.shape), entry.dtype) if is_whole else entry
                 stored[key] = _Stored(key=f"{source.keys.state}{whole}.{key}", entry=shown, is_whole=is_whole)
         elif sliced is None or source.has_same_slices:
             for key, entry in common.get(name, {}).items():
@@ -163,7 +163,7 @@ def _prepare(
         state.restore_optimizer_groups(optimizer, settings)
     found = {name: {key: one.entry for key, one in by_key.items()} for name, by_key in stored.items()}
     room = state.prepare_optimizer(model, optimizer, found)
-    made = {name: {key: Entry.of(tensor) for key, tensor in tensors.items()} for name, tensors in room.items()}
+    made = {name: {key: TensorMeta.of(tensor) for key, tensor in tensors.items()} for name, tensors in room.items()}
     places, parameters = state.places(model), state.optimized(model, optimizer)
     # State of sliced parameters may differ, as islands come and go. A part without fitting state starts without state.
     sliced = _sliced_names(saved, parameters, places)
@@ -211,11 +211,11 @@ def _sliced_names(saved: Iterable[str], parameters: Collection[str], places: sta
     return {n for n in candidates if n in sliced or ((whole := _PART.sub("", n)) != n and whole in wholes)}
 
 
-def _flat(nested: Mapping[str, Mapping[str, Entry]]) -> dict[str, Entry]:
+def _flat(nested: Mapping[str, Mapping[str, TensorMeta]]) -> dict[str, TensorMeta]:
     return {f"{name}.{key}": entry for name, entries in nested.items() for key, entry in entries.items()}
 
 
-def _compare(wanted: Mapping[str, Entry], saved: Mapping[str, Entry], suffix: str = "") -> Differences:
+def _compare(wanted: Mapping[str, TensorMeta], saved: Mapping[str, TensorMeta], suffix: str = "") -> Differences:
     return Differences(
         missing=tuple(f"{name}{suffix}" for name in sorted(wanted.keys() - saved.keys())),
         unexpected=tuple(f"{name}{suffix}" for name in sorted(saved.keys() - wanted.keys())),

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from laconic.checkpoint import state, storage
 from laconic.checkpoint.commit import CheckpointError
-from laconic.checkpoint.storage import Entry
+from laconic.checkpoint.storage import TensorMeta
 
 MODEL, OPTIMIZER, STATE, GROUPS = "model", "optim", "state", "param_groups"
 OUTER, ISLANDS = "outer", "islands"
@@ -65,7 +65,7 @@ class Keys:
             optimizers=found,
         )
 
-    def model_entries(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    def model_entries(self, entries: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
         """Return the model's tensors by name. At the top of a folder, the optimizers' tensors are left out."""
         if self.model is None:
             return {}
@@ -76,7 +76,7 @@ class Keys:
             if key.startswith(self.model) and not key.startswith(others)
         }
 
-    def state_entries(self, entries: Mapping[str, Entry]) -> dict[str, dict[str, Entry]]:
+    def state_entries(self, entries: Mapping[str, TensorMeta]) -> dict[str, dict[str, TensorMeta]]:
         """Return the optimizer's tensors by parameter, then by key."""
         return by_parameter(entries, self.state)
 
@@ -84,9 +84,9 @@ class Keys:
 LACONIC_KEYS = Keys(model=f"{MODEL}.", optimizer=f"{OPTIMIZER}.", optimizers=(f"{OPTIMIZER}.",))
 
 
-def by_parameter(entries: Mapping[str, Entry], prefix: str | None) -> dict[str, dict[str, Entry]]:
+def by_parameter(entries: Mapping[str, TensorMeta], prefix: str | None) -> dict[str, dict[str, TensorMeta]]:
     """Return the entries `prefix` NAME.KEY by NAME, then by KEY; none if `prefix` is None."""
-    found: dict[str, dict[str, Entry]] = {}
+    found: dict[str, dict[str, TensorMeta]] = {}
     for full_key, entry in entries.items():
         if prefix is not None and full_key.startswith(prefix):
             name, _, key = full_key.removeprefix(prefix).rpartition(".")
@@ -121,11 +121,11 @@ def _choice(found: Sequence[str], given: str | None, description: str, argument:
 # -- hyper-parameters --------------------------------------------------------------------------------------------------
 
 
-def optimizer_settings(
+def torch_settings(
     folder: Path, metadata: Metadata, keys: Keys, model: nn.Module, optimizer: Optimizer
 ) -> dict[str, Any] | None:
     """Read the settings that PyTorch wrote, in the form of `state.optimizer_settings`; None if there are none."""
-    everything, entries = metadata.state_dict_metadata, storage.tensors_of(metadata)
+    everything, entries = metadata.state_dict_metadata, storage.entries_of(metadata)
     root, state_root = f"{keys.optimizer}{GROUPS}.", keys.state
     if keys.optimizer is None or state_root is None:
         return None

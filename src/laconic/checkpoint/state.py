@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.checkpoint.commit import CheckpointError
-from laconic.checkpoint.storage import Entry
+from laconic.checkpoint.storage import TensorMeta
 from laconic.ragged.optimizer_state import cut_state
 from laconic.ragged.parts import SlicedParameter, sliced_parts
 from laconic.shard.sharded_module import ShardedModule
@@ -23,7 +23,7 @@ _NOT_RESTORED = ("params", "param_names", "foreach", "fused", "capturable", "dif
 Places = dict[str, tuple[str, SlicedParameter, int]]
 """For every part of a sliced parameter by name: the whole's name, how it is cut, and the part's index."""
 
-StateEntries = Mapping[str, Mapping[str, Entry]]
+StateEntries = Mapping[str, Mapping[str, TensorMeta]]
 """The tensors of an optimizer's state in a folder: by parameter, then by key (`exp_avg`, `step`, ...)."""
 
 
@@ -197,7 +197,7 @@ def prepare_optimizer(
     return room
 
 
-def _empty_state(key: str, entry: Entry, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+def _empty_state(key: str, entry: TensorMeta, parameter: Tensor, group: dict[str, Any]) -> Tensor:
     if entry.shape == tuple(parameter.shape) and not (key == "step" and parameter.ndim == 0):
         return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
     # torch's optimizers keep `step` on the host unless the step itself runs on the device.

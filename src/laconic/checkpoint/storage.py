@@ -173,16 +173,16 @@ KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorMeta:
     """The shape and dtype of one tensor, as a folder's metadata has them."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @staticmethod
-    def of(tensor: Tensor) -> Entry:
+    def of(tensor: Tensor) -> TensorMeta:
         """Return the entry of a tensor."""
-        return Entry(tuple(tensor.shape), tensor.dtype)
+        return TensorMeta(tuple(tensor.shape), tensor.dtype)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -225,7 +225,7 @@ def load(values: dict[str, Any], folder: Path, *, offline: bool = False) -> None
 
 def read_values(folder: Path, metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
     """Read small values by key, in this process alone. Raises StorageError if one is unreadable or holds objects."""
-    entries = tensors_of(metadata)
+    entries = entries_of(metadata)
     try:
         values: dict[str, Any] = {
             key: torch.empty(entries[key].shape, dtype=entries[key].dtype) if key in entries else None for key in keys
@@ -236,10 +236,10 @@ def read_values(folder: Path, metadata: Metadata, keys: Iterable[str]) -> dict[s
     return values
 
 
-def tensors_of(metadata: Metadata) -> dict[str, Entry]:
+def entries_of(metadata: Metadata) -> dict[str, TensorMeta]:
     """Return the tensors in a folder by key."""
     return {
-        key: Entry(tuple(entry.size), entry.properties.dtype)
+        key: TensorMeta(tuple(entry.size), entry.properties.dtype)
         for key, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
@@ -269,7 +269,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 def _check_fields(metadata: Metadata) -> None:
     """Raise an exception of any kind if a field of the metadata is not what DCP writes."""
-    for key, entry in tensors_of(metadata).items():
+    for key, entry in entries_of(metadata).items():
         if not isinstance(entry.dtype, torch.dtype) or not all(isinstance(size, int) for size in entry.shape):
             raise TypeError(f"{key} has the shape {entry.shape} and the dtype {entry.dtype}")
     for name, value in metadata.state_dict_metadata.items():

@@ -180,7 +180,7 @@ class Even(BlockCodec):
             return counts.round_().to(torch.int8).view(torch.uint8).view(-1), steps
         # the conversion cuts off what is behind the point, so this rounds to the nearest
         codes = counts.add_(self._largest + 0.5).to(torch.int8)
-        return pack(codes.view(torch.uint8).view(-1), self.bits), steps
+        return pack_bits(codes.view(torch.uint8).view(-1), self.bits), steps
 
     def _dequantize(self, codes: Tensor, steps: Tensor) -> Tensor:
         if self.bits == 8:
@@ -220,7 +220,7 @@ class TwoBit(BlockCodec):
         half_steps = _to_steps(root.squeeze(1) * (_TWO_BIT_STEP / 2))
         codes = (blocks * (_inverses(half_steps) / 2)).add_(2).clamp_(0, 3)
         half_steps.masked_fill_(largest.squeeze(1) == 0, 0)  # no level is zero, but a block of zeros stays so
-        return pack(codes.to(torch.uint8).view(-1), 2), half_steps
+        return pack_bits(codes.to(torch.uint8).view(-1), 2), half_steps
 
     def _dequantize(self, codes: Tensor, steps: Tensor) -> Tensor:
         return (2 * unpack(codes, 2).to(torch.float32) - 3).view(-1, self.block) * steps
@@ -251,7 +251,7 @@ class Float4(BlockCodec):
         steps = _to_steps(sizes.amax(1).div_(self._magnitudes[-1]))
         halves = sizes.mul_(2 * _inverses(steps)).nan_to_num_(nan=0.0).clamp_(0, len(nearest) - 1).to(torch.int32)
         codes = nearest.index_select(0, halves.view(-1)) | ((blocks.view(-1) < 0).to(torch.uint8) << 3)
-        return pack(codes, 4), steps
+        return pack_bits(codes, 4), steps
 
     def _dequantize(self, codes: Tensor, steps: Tensor) -> Tensor:
         pairs, _ = _tables(self._magnitudes, codes.device)
@@ -289,14 +289,14 @@ class Nf4(BlockCodec):
         scales = _round_up_to_bf16(blocks.abs().amax(1))
         wide = scales.to(torch.float32).unsqueeze(1)
         codes = torch.bucketize(torch.where(wide > 0, blocks / wide, 0.0), borders).to(torch.uint8)
-        return pack(codes.view(-1), 4), scales
+        return pack_bits(codes.view(-1), 4), scales
 
     def _dequantize(self, codes: Tensor, steps: Tensor) -> Tensor:
         pairs, _ = _nf4_tables(codes.device)
         return pairs.index_select(0, codes.to(torch.int32)).view(-1, self.block) * steps
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """Put codes of 2, 3, 4 or 8 bits side by side, the first in the lowest bits.
 
     Shapes: codes (n,), uint8, with n * bits a multiple of 8, and of 24 for three bits -> (n * bits / 8,), uint8.
@@ -320,7 +320,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Take apart what `pack` has put together: (n * bits / 8,), uint8 -> (n,), uint8."""
+    """Take apart what `pack_bits` has put together: (n * bits / 8,), uint8 -> (n,), uint8."""
     if bits == 8:
         return packed
     if bits == 3:

@@ -310,7 +310,7 @@ class Partitions:
             low.data.copy_(high.data)
 
 
-def local_part(whole: Tensor, rank: int, num_ranks: int) -> Tensor:
+def own_part(whole: Tensor, rank: int, num_ranks: int) -> Tensor:
     """A copy of the elements of `whole`, flattened, that DeepSpeed leaves on `rank`: [Note: ZeRO-3's partitions]."""
     size = -(-whole.numel() // num_ranks)
     return whole.detach().reshape(-1)[rank * size : (rank + 1) * size].clone()
@@ -336,7 +336,7 @@ class DeepSpeedStepper(Stepper):
         self.peers = range(ranks.world_size)
         materialize(model, setup.model, device)
         settings = zero_3(setup, Sizes.of(model))
-        parts = {id(p): local_part(p, ranks.rank, ranks.world_size) for p in model.parameters() if p.requires_grad}
+        parts = {id(p): own_part(p, ranks.rank, ranks.world_size) for p in model.parameters() if p.requires_grad}
         self.optimizer = make_optimizer(model, setup.optimizer)
         groups = [{"params": list(group["params"])} for group in self.optimizer.param_groups]
         with _kept_buffers(model):  # DeepSpeed would round them, too

@@ -45,7 +45,7 @@ class _Status(Enum):
 
 
 @dataclass(eq=False)
-class Message:
+class CoalescedGather:
     """One gather of several parameters."""
 
     job: Job | None
@@ -72,7 +72,7 @@ class Parameter:
     status: _Status = _Status.AWAY
     has_secondary: bool = False
     """True while a node shard is there: hpZ."""
-    message: Message | None = None
+    message: CoalescedGather | None = None
     fetched_for: int = -1
     """The last step of the recorded order for which the parameter was fetched or kept."""
 
@@ -100,7 +100,7 @@ class Coordinator:
     _queue: deque[tuple[int, Parameter]] = field(default_factory=deque)
     _step: int = 0
     _available: int = 0
-    _in_flight: list[Message] = field(default_factory=list)
+    _in_flight: list[CoalescedGather] = field(default_factory=list)
 
     def begin(self) -> None:
         """Begin a micro-batch."""
@@ -181,13 +181,13 @@ class Coordinator:
             job, buffer_bytes = self.send(members)
             landing_bytes = buffer_bytes if self.machine.device_type == "cpu" and job is not None else 0.0
             self.machine.hold("transfers", buffer_bytes + landing_bytes)
-            message = Message(job, buffer_bytes, landing_bytes, members, len(members))
+            message = CoalescedGather(job, buffer_bytes, landing_bytes, members, len(members))
             self._in_flight.append(message)
             for parameter in members:
                 parameter.status, parameter.message = _Status.IN_FLIGHT, message
                 self._available += parameter.numel
 
-    def _wait(self, message: Message) -> None:
+    def _wait(self, message: CoalescedGather) -> None:
         if message.has_arrived:
             return
         message.has_arrived = True
@@ -212,7 +212,7 @@ class Coordinator:
         if not message.unused:
             self.machine.hold("transfers", -message.buffer_bytes)
 
-    def _free_landing(self, message: Message) -> None:
+    def _free_landing(self, message: CoalescedGather) -> None:
         self.machine.hold("transfers", -message.landing_bytes)
         message.landing_bytes = 0.0
 

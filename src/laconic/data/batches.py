@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 
-def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
+def pack_rows(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
     """Put documents into rows of at most `capacity` tokens by best-fit decreasing.
 
     The longest document goes first, each into the fullest row that still has room for it. The number of rows is at most

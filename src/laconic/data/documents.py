@@ -24,7 +24,7 @@ from torch import nn
 
 from laconic.config import DataConfig, JobError
 from laconic.data import arrays
-from laconic.data.batches import IGNORED, Batch, Batches, Division, TrainingData, pack
+from laconic.data.batches import IGNORED, Batch, Batches, Division, TrainingData, pack_rows
 from laconic.data.corpus import Corpus
 from laconic.data.formats import CorpusFormat, Encoder
 from laconic.data.sampler import EpochSampler, hashed
@@ -223,7 +223,7 @@ class _DocumentBatches(Batches):
 # -- preparation -------------------------------------------------------------------------------------------------------
 
 
-def index_path(config: DataConfig, corpus: Corpus, encoder: Encoder, folder: Path) -> Path:
+def rows_index_path(config: DataConfig, corpus: Corpus, encoder: Encoder, folder: Path) -> Path:
     """The index file of these documents, encoded and cut as the job says."""
     settings = config.pick("sequence_length", "too_long", "eval_fraction")
     return arrays.index_path(folder, (corpus.identity, encoder.identity, settings))
@@ -267,7 +267,9 @@ def write(
     small = {"lengths": np.array(lengths), "num_targets": np.array(num_targets)}
     for split, documents in zip(_SPLITS, _split(len(lengths), config.eval_fraction), strict=True):
         own_lengths = small["lengths"][documents]
-        rows = pack(own_lengths, config.sequence_length) if reading.packing else [[n] for n in range(len(documents))]
+        rows = (
+            pack_rows(own_lengths, config.sequence_length) if reading.packing else [[n] for n in range(len(documents))]
+        )
         small[f"{split}-documents"] = documents[np.array([n for row in rows for n in row], dtype=np.int64)]
         small[f"{split}-starts"] = np.cumsum([0, *map(len, rows)])
     for name, values in small.items():

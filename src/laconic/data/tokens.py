@@ -105,7 +105,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, folder: Path, *, writes: b
         reading = find_reading(config, next(found, None))
     encoder = Encoder(config, reading, tokenizer)
     if not reading.is_stream:
-        index = documents.index_path(config, corpus, encoder, folder)
+        index = documents.rows_index_path(config, corpus, encoder, folder)
         if writes and not arrays.is_whole(index):
             with arrays.writing_to(folder):
                 documents.write(index, config, corpus, encoder, reading, tokenizer.vocab_size)

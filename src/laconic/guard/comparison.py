@@ -62,7 +62,7 @@ _MOST_KEPT = 2_000  # names of a step
 _WHAT = "the comparison of what ranks have issued"
 
 
-def describe(units: Iterable[Any]) -> Description:
+def describe_units(units: Iterable[Any]) -> Description:
     """Describe the units of a root, in their order, with their buckets."""
     found: Description = {}
     for unit in units:
@@ -79,7 +79,7 @@ def describe(units: Iterable[Any]) -> Description:
     return found
 
 
-def parts_of(units: Iterable[Any]) -> int:
+def num_parts(units: Iterable[Any]) -> int:
     """A number for the parts of DTensors that this rank holds; 0 if there are none."""
     parameters = [parameter for unit in units for bucket in unit.buckets for parameter in bucket.sharded]
     parts = [(each.offset, each.local_shape) for each in map(_dtensor_of, parameters) if each is not None]

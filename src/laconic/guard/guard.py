@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from laconic.comm.cluster import Cluster
 from laconic.comm.traffic import Level
-from laconic.guard.comparison import IssuedProgram, compare, compare_broadcast, describe, parts_of
+from laconic.guard.comparison import IssuedProgram, compare, compare_broadcast, describe_units, num_parts
 from laconic.guard.inspection import Inspection
 from laconic.guard.traps import (
     Strays,
@@ -81,7 +81,7 @@ class Guard(Observer):
         cluster = self._root.cluster
         compare(
             cluster.all_flag_group, f"the first forward of {type(self._root.top.modules[0]).__name__}",
-            describe(self._units), island=cluster.island_rank, parts=parts_of(self._units),
+            describe_units(self._units), island=cluster.island_rank, parts=num_parts(self._units),
         )  # fmt: skip
         self._strays = Strays(self._root.top.modules, [unit.origin for unit in self._units], self._buckets)
         refuse_unequal_weights(self._buckets)

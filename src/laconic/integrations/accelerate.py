@@ -32,7 +32,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim import SGD, Optimizer
 
 from laconic.integrations.options import ArgumentError, LaconicArguments
-from laconic.integrations.sharding import make_mesh, shard_model
+from laconic.integrations.sharding import mesh_for, shard_model
 
 _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -103,7 +103,7 @@ class LaconicAccelerator(Accelerator):
             for parameter in module.parameters():  # as accelerate does for FSDP2: the optimizer works in fp32
                 if parameter.requires_grad and parameter.is_floating_point():
                     parameter.data = parameter.data.float()
-        mesh = make_mesh(self.arguments, self.device.type)
+        mesh = mesh_for(self.arguments, self.device.type)
         shard_model(
             module,
             self.arguments,

@@ -40,7 +40,7 @@ import laconic
 from laconic.comm.agreement import RankGroup
 from laconic.hf.layers import layers_to_shard
 from laconic.integrations.options import ArgumentError, LaconicArguments
-from laconic.integrations.sharding import find_units, make_mesh, shard_model
+from laconic.integrations.sharding import find_units, mesh_for, shard_model
 
 _MIXED = {"bf16-mixed": torch.bfloat16}
 
@@ -94,7 +94,7 @@ class LaconicStrategy(ModelParallelStrategy):
         super().setup_environment()
         module = self.lightning_module
         assert module is not None
-        module._device_mesh = self._device_mesh = make_mesh(self.arguments, self.root_device.type)
+        module._device_mesh = self._device_mesh = mesh_for(self.arguments, self.root_device.type)
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the model, then make the optimizers. Collective."""
@@ -183,7 +183,7 @@ class LaconicFabricStrategy(FabricModelParallelStrategy):
         """See `LaconicStrategy.setup_environment`."""
         _check_ranks(self)
         super().setup_environment()
-        self._device_mesh = make_mesh(self.arguments, self.root_device.type)
+        self._device_mesh = mesh_for(self.arguments, self.root_device.type)
 
     def _shard(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         policy = self.arguments.policy.precision.mp_policy(autocast=_MIXED.get(self.precision.precision))

@@ -35,7 +35,7 @@ def shard_model(
     Args:
         model: a transformers model, with or without peft's wrapper, or any module.
         arguments: the options. Default: those of `LaconicArguments()`.
-        mesh: see `make_mesh`, which makes the default.
+        mesh: see `mesh_for`, which makes the default.
         mp_policy: the mixed precision. Default: that of the arguments, without a trainer's own.
         layers: the layers to shard one by one. Default: those of `find_units`.
         broadcast_buffers: what the trainer would tell DDP; the option of the same name goes before it.
@@ -48,7 +48,7 @@ def shard_model(
     if isinstance(model, laconic.ShardedModule):
         return model
     refuse_quantised(model)
-    mesh = mesh if mesh is not None else make_mesh(arguments)
+    mesh = mesh if mesh is not None else mesh_for(arguments)
     device, policy = device_of(mesh), arguments.policy
     if arguments.broadcast_buffers is not None:
         broadcast_buffers = arguments.broadcast_buffers
@@ -65,7 +65,7 @@ def shard_model(
     return model
 
 
-def make_mesh(arguments: LaconicArguments, device_type: str | None = None) -> DeviceMesh:
+def mesh_for(arguments: LaconicArguments, device_type: str | None = None) -> DeviceMesh:
     """Return the mesh of all ranks, with an island axis if the arguments ask for local steps. Collective.
 
     Args:

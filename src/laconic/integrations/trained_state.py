@@ -146,7 +146,7 @@ def _records(folder: Path) -> tuple[FileRecord, ...]:
     known = {
         path.parent / record.name: record.sha256
         for path in folder.glob(f"{SHARDS}/*/{commit.MANIFEST}")
-        for record in commit.Manifest.read(path).files
+        for record in commit.CheckpointManifest.read(path).files
     }
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != FILES)
     return tuple(describe(folder, str(path.relative_to(folder)), sha256=known.get(path)) for path in files)

@@ -29,7 +29,7 @@ import laconic
 from laconic.hf.layers import base_model
 from laconic.hf.saving import gathered_state
 from laconic.integrations.options import ArgumentError, LaconicArguments
-from laconic.integrations.sharding import make_mesh, shard_model
+from laconic.integrations.sharding import mesh_for, shard_model
 from laconic.integrations.trained_state import (
     has_shards,
     incomplete,
@@ -98,7 +98,7 @@ class LaconicMixin(_Base):
                 "optimizers=(...) holds the parameters of the model before it was sharded; pass "
                 "optimizer_cls_and_kwargs=(cls, kwargs) instead, and the trainer makes the optimizer"
             )
-        self.laconic_mesh = make_mesh(self.laconic_arguments, self.args.device.type)
+        self.laconic_mesh = mesh_for(self.laconic_arguments, self.args.device.type)
         self.model_wrapped = self._shard(self.model)
         for name in _FROZEN_MODELS:
             other = getattr(self, name, None)

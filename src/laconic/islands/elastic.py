@@ -52,7 +52,7 @@ from laconic.comm.collectives import all_reduce
 from laconic.errors import JobError
 from laconic.islands.agreements import BEAT_S, NO_ROSTER, SILENCE_S, Agreements, Outcome, Roster, RunEndedError, Verdict
 from laconic.islands.all_reduce import IslandGroup, Mean, mean_over_islands
-from laconic.islands.entrance import Entrance, Listening, checksums, in_thread, pair, tell
+from laconic.islands.entrance import Entrance, Listening, in_thread, pair, tell, vector_checksums
 from laconic.islands.exchange import Beginning, Contribution, Exchange, Presence, diverged
 from laconic.islands.fragments import Position
 from laconic.islands.membership import Membership
@@ -165,13 +165,13 @@ class ElasticExchange(Exchange):
     def _take_over(self, roster: Roster, position: Position) -> Beginning:
         """Get the state that the lead of a roster tells, and the means of the rounds since."""
         vectors = self._vectors()
-        before = checksums(vectors)
+        before = vector_checksums(vectors)
         link = self._link_to(self._number)
         state = Listening(self._open(self._agreements.generation), link, vectors, self._policy.start_timeout_s)
         means = () if roster.number == 0 else self._listen(state, roster.lead)
         self._wait_for(lambda: self._has_come(state), (roster.lead,))
         told = state.position
-        is_known = self._on_all_ranks(not means and told == position and before == checksums(vectors))
+        is_known = self._on_all_ranks(not means and told == position and before == vector_checksums(vectors))
         return Beginning(position=told, is_news=not is_known, means=means)
 
     def _vectors(self) -> list[Tensor]:

@@ -176,7 +176,7 @@ def in_thread(action: Callable[[], _T], name: str) -> "Future[_T]":
     return result
 
 
-def checksums(vectors: Sequence[Tensor]) -> list[int]:
+def vector_checksums(vectors: Sequence[Tensor]) -> list[int]:
     """The CRC-32 of each vector."""
     return [_checksum(vector) for vector in vectors]
 

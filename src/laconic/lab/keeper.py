@@ -316,7 +316,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     stale.clean()
-    folder = stale.make_folder()
+    folder = stale.make_keepers_folder()
     isolated = options["wire"] and options["isolated"]
     try:
         if options["wire"]:

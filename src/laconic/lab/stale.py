@@ -22,7 +22,7 @@ from laconic.lab.worker import FOLDER_VARIABLE
 _PREFIX = "laconic-lab-"
 
 
-def make_folder() -> Path:
+def make_keepers_folder() -> Path:
     """Make the folder of this keeper, and name it after the keeper: PID namespace, PID and start time."""
     name = f"{_PREFIX}{_pid_namespace()}.{os.getpid()}.{_start_time(os.getpid())}"
     folder = Path(tempfile.gettempdir()) / name

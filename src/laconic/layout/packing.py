@@ -53,7 +53,7 @@ def plan_bucket(
     names: Sequence[str], shapes: Sequence[tuple[int, ...]], blocks: Sequence[int], *, num_shards: int, itemsize: int
 ) -> BucketLayout:
     """Place tensors, in order, in a bucket with the smallest feasible shards. Arguments and errors: see `plan_unit`."""
-    packing = pack(tensors_of(names, shapes, blocks), num_shards, quantum_of(itemsize))
+    packing = pack(packed_tensors(names, shapes, blocks), num_shards, quantum_of(itemsize))
     assert packing is not None  # a single shard can hold all tensors
     slots = tuple(
         Slot(name=name, shape=tuple(shape), block=block, offset=offset)
@@ -62,7 +62,7 @@ def plan_bucket(
     return BucketLayout(slots=slots, num_shards=num_shards, shard_numel=packing.shard_numel)
 
 
-def tensors_of(names: Sequence[str], shapes: Sequence[tuple[int, ...]], blocks: Sequence[int]) -> Tensors:
+def packed_tensors(names: Sequence[str], shapes: Sequence[tuple[int, ...]], blocks: Sequence[int]) -> Tensors:
     """Reduce tensors to (numel, block). Arguments and errors: see `plan_bucket`."""
     for name, block in zip(names, blocks, strict=True):
         if block < 1:

@@ -87,7 +87,7 @@ def plan_unit(
     Raises:
         ValueError: a block has no element.
     """
-    tensors = packing.tensors_of(names, shapes, blocks)
+    tensors = packing.packed_tensors(names, shapes, blocks)
     quantum = quantum_of(itemsize)
     parts = (tuple(range(len(tensors))),) if may_shrink else best_parts(tensors, num_shards, quantum)
     if may_shrink and _is_costly(tensors, num_shards, quantum):

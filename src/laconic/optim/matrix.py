@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from laconic.optim.base import Group, RaggedOptimizer, check_range
-from laconic.optim.owners import Matrix, Owners, Work
+from laconic.optim.owners import Matrix, MatrixWork, Owners
 from laconic.ragged.tensor import RaggedTensor
 
 ADAMW = "adamw"
@@ -44,7 +44,7 @@ class MatrixOptimizer(RaggedOptimizer):
         """Fill `state` with the state of a matrix parameter before its first step."""
 
     @abstractmethod
-    def _works(self, parameter: Tensor, group: Group) -> list[Work]:
+    def _works(self, parameter: Tensor, group: Group) -> list[MatrixWork]:
         """The work of one step, for each of the parameter's matrices."""
 
     def _needs_whole(self, parameter: Tensor, group: Group) -> bool:
@@ -73,7 +73,7 @@ class MatrixOptimizer(RaggedOptimizer):
 
     def _step(self) -> None:
         self._plan_owners()
-        works: dict[Matrix, Work] = {}
+        works: dict[Matrix, MatrixWork] = {}
         for group in self.param_groups:
             parameters = self._with_gradient(group)
             self._adamw([p for p in parameters if not self._needs_whole(p, group)], group)
@@ -124,7 +124,7 @@ class MatrixOptimizer(RaggedOptimizer):
             matrices = [matrix for matrices in new.values() for matrix in matrices]
             self.owners.add(matrices, {parameter.spec.cluster for parameter, _ in ragged})
 
-    def _matrix_works(self, parameter: Tensor, group: Group) -> dict[Matrix, Work]:
+    def _matrix_works(self, parameter: Tensor, group: Group) -> dict[Matrix, MatrixWork]:
         """Return the work for the owners of a RaggedTensor's matrices. Do the work on a plain tensor at once."""
         works = self._works(parameter, group)
         if isinstance(parameter, RaggedTensor):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from laconic.optim.base import Group, check_range
 from laconic.optim.matrix import MatrixOptimizer
-from laconic.optim.owners import Matrix, Work
+from laconic.optim.owners import Matrix, MatrixWork
 from laconic.ragged.tensor import RaggedTensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -129,7 +129,7 @@ class Muon(MatrixOptimizer):
     def _init_matrix(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
         state["momentum_buffer"] = torch.zeros_like(parameter)
 
-    def _works(self, parameter: Tensor, group: Group) -> list[Work]:
+    def _works(self, parameter: Tensor, group: Group) -> list[MatrixWork]:
         tensors = parameter, parameter.grad, self.state[parameter]["momentum_buffer"]
         pieces = zip(*map(_pieces, tensors), strict=True)
         return [_Orthogonalized(p, grad, momentum_buffer, group) for p, grad, momentum_buffer in pieces]
@@ -140,7 +140,7 @@ def _pieces(tensor: Any) -> list[Any]:
     return [tensor] if tensor.ndim == 2 else [tensor[index] for index in range(tensor.shape[0])]
 
 
-class _Orthogonalized(Work):
+class _Orthogonalized(MatrixWork):
     def __init__(self, parameter: Tensor, grad: Tensor, momentum_buffer: Tensor, group: Group) -> None:
         self.parameter, self.grad, self.momentum_buffer, self.group = parameter, grad, momentum_buffer, group
 

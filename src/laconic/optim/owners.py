@@ -102,7 +102,7 @@ def assign(matrices: Sequence[Matrix], loads: list[float]) -> list[tuple[int, in
     return list(owners.items())
 
 
-class Work(Protocol):
+class MatrixWork(Protocol):
     """One step's work on one matrix, a RaggedTensor. On a plain tensor, every rank does all three parts itself."""
 
     def send(self) -> Tensor:
@@ -149,7 +149,7 @@ class Owners:
         """The elements that cross between ranks on the way to the owners, summed over ranks; as many return."""
         return sum(moved_elements(m.spec, whole_on(m.spec, owner)) for m, owner in self.by_matrix.items())
 
-    def run(self, works: Mapping[Matrix, Work]) -> None:
+    def run(self, works: Mapping[Matrix, MatrixWork]) -> None:
         """Move matrices to owners, work on them, and move outcomes back: [Note: Rounds]. Collective over the island.
 
         Raises:
@@ -172,7 +172,7 @@ class Owners:
         assert returning is not None
         returning[0].receive(works, returning[1])
 
-    def _plan(self, works: Mapping[Matrix, Work]) -> list[_Round]:
+    def _plan(self, works: Mapping[Matrix, MatrixWork]) -> list[_Round]:
         """The rounds for these matrices, kept until other matrices come."""
         owned = [(matrix, owner) for matrix, owner in self.by_matrix.items() if matrix in works and matrix.numel]
         if owned != self._planned:
@@ -212,16 +212,16 @@ class _Round:
         cut = [matrix.spec for matrix in self.matrices]
         self.forward, self.backward = TransferPlan(cut, self.whole), TransferPlan(self.whole, cut)
 
-    def send(self, works: Mapping[Matrix, Work]) -> Redistribution:
+    def send(self, works: Mapping[Matrix, MatrixWork]) -> Redistribution:
         return self.forward.start([local_of(works[matrix].send()) for matrix in self.matrices])
 
-    def work(self, works: Mapping[Matrix, Work], inputs: Redistribution) -> list[Tensor]:
+    def work(self, works: Mapping[Matrix, MatrixWork], inputs: Redistribution) -> list[Tensor]:
         return [
             works[matrix].work(arrived.view(spec.shape)).reshape(-1) if is_own else arrived
             for matrix, arrived, spec, is_own in zip(self.matrices, inputs.wait(), self.whole, self.is_own, strict=True)
         ]
 
-    def receive(self, works: Mapping[Matrix, Work], outcomes: Redistribution) -> None:
+    def receive(self, works: Mapping[Matrix, MatrixWork], outcomes: Redistribution) -> None:
         for matrix, outcome in zip(self.matrices, outcomes.wait(), strict=True):
             works[matrix].receive(RaggedTensor(outcome, matrix.spec))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from laconic.optim.base import Group, check_range, local_of, zeros_beside
 from laconic.optim.matrix import ADAMW, MatrixOptimizer
-from laconic.optim.owners import Matrix, Work
+from laconic.optim.owners import Matrix, MatrixWork
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 
@@ -98,7 +98,7 @@ class Shampoo(MatrixOptimizer):
         return [Matrix(spec=parameter.spec, cost=cost, itemsize=parameter.dtype.itemsize)]
 
     def _init_matrix(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
-        blocks = list(blocks_of(tuple(parameter.shape), group["block_size"]))
+        blocks = list(preconditioned_blocks(tuple(parameter.shape), group["block_size"]))
         left, right = (sum(b.rows**2 for b in blocks),), (sum(b.columns**2 for b in blocks),)
         shapes = {"exp_avg": tuple(parameter.shape), "left": left, "right": right}
         shapes |= {"left_root": left, "right_root": right}
@@ -113,7 +113,7 @@ class Shampoo(MatrixOptimizer):
         (matrix,) = self._matrices[parameter]
         return self.owners.spec_on_owner(matrix, name, shape)
 
-    def _works(self, parameter: Tensor, group: Group) -> list[Work]:
+    def _works(self, parameter: Tensor, group: Group) -> list[MatrixWork]:
         return [_Preconditioned(parameter, self.state[parameter], group)]
 
 
@@ -126,7 +126,7 @@ class PreconditionedBlock:
     columns: int
 
 
-def blocks_of(shape: tuple[int, ...], size: int) -> Iterator[PreconditionedBlock]:
+def preconditioned_blocks(shape: tuple[int, ...], size: int) -> Iterator[PreconditionedBlock]:
     """Cut the last two dims into blocks of at most `size` x `size`, row by row."""
     *outer, rows, columns = shape
     for stack in itertools.product(*(range(length) for length in outer)):
@@ -141,11 +141,11 @@ def cost_of(shape: tuple[int, ...], block_size: int, update_every: int) -> float
     decomposition = _EIGENDECOMPOSITION_FLOPS / update_every
     return sum(
         2 * b.rows * b.columns * (b.rows + b.columns) + decomposition * (b.rows**3 + b.columns**3)
-        for b in blocks_of(shape, block_size)
+        for b in preconditioned_blocks(shape, block_size)
     )
 
 
-class _Preconditioned(Work):
+class _Preconditioned(MatrixWork):
     def __init__(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
         self.parameter, self.state, self.group = parameter, state, group
 
@@ -196,7 +196,7 @@ class _Preconditioned(Work):
 
     def _blocks(self) -> Iterator[tuple[PreconditionedBlock, list[Tensor]]]:
         """Each block with views of its left and right factor and of their roots: square matrices."""
-        blocks = list(blocks_of(tuple(self.parameter.shape), self.group["block_size"]))
+        blocks = list(preconditioned_blocks(tuple(self.parameter.shape), self.group["block_size"]))
         columns = []
         for key in ("left", "right", "left_root", "right_root"):
             sides = [block.rows if key.startswith("left") else block.columns for block in blocks]

@@ -28,7 +28,7 @@ _BISECTIONS = 18
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class Contender:
     """One strategy in the ranking."""
 
     estimate: Estimate
@@ -41,7 +41,7 @@ class Entry:
 class Choice:
     """The ranking of a job's strategies on a cluster: [Note: The choice]."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[Contender, ...]
     """The strategies that can run the job: first those that fit, each group from the fastest to the slowest."""
     refusals: tuple[Refusal, ...]
     recommended: Estimate | None
@@ -72,7 +72,7 @@ def choose(predictor: Predictor, *, allow: Collection[str] = (), names: Sequence
     best = _best(may_win)
     ordered = sorted(estimates, key=lambda each: (not each.fits, each.seconds_per_token))
     entries = tuple(
-        Entry(estimate=each, is_recommended=each is best, reason=_reason(each, best, predictor.config, allow))
+        Contender(estimate=each, is_recommended=each is best, reason=_reason(each, best, predictor.config, allow))
         for each in ordered
     )
     return Choice(

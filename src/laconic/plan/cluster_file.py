@@ -20,7 +20,7 @@ from laconic.config import ConfigError, parse_toml
 from laconic.config.section import refuse_absurd
 from laconic.plan.cluster_spec import DTYPES, ClusterSpec, refuse_missing
 from laconic.plan.known import Device, Network, find_device, find_network
-from laconic.plan.units import Unit, expected, format_quantity, parse_quantity, unit_of
+from laconic.plan.units import Unit, expected, format_quantity, parse_quantity, unit_for
 from laconic.policy import shown
 
 _T = TypeVar("_T")
@@ -125,7 +125,7 @@ def to_toml(spec: ClusterSpec) -> str:
     values = {key: getattr(spec, key) for key in _KEYS if hasattr(spec, key)}
     for key, value in values.items():
         if value is not None and key != _FLOPS:
-            lines.append(_line(key, value, unit_of(key), spec.sources.get(key)))
+            lines.append(_line(key, value, unit_for(key), spec.sources.get(key)))
     lines += ["", f"[{_FLOPS}]"]
     for dtype, rate in spec.device_flops_per_s.items():
         lines.append(_line(dtype, rate, "FLOP/s", spec.sources.get(f"{_FLOPS}.{dtype}")))
@@ -155,7 +155,7 @@ def _converted(key: str, value: Any) -> Any:
     if key == _FLOPS:
         return dict(_converted_flops(value))
     number = _number(key, value)
-    return round(number) if unit_of(key) == "B" and number < 2**63 else number
+    return round(number) if unit_for(key) == "B" and number < 2**63 else number
 
 
 def _converted_flops(table: Any) -> Iterator[tuple[str, float]]:
@@ -169,7 +169,7 @@ def _converted_flops(table: Any) -> Iterator[tuple[str, float]]:
 
 
 def _number(name: str, value: Any, key: str | None = None) -> float:
-    unit = unit_of(key or name)
+    unit = unit_for(key or name)
     if isinstance(value, str) and unit:
         try:
             return parse_quantity(value, unit)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from laconic.config import ConfigError, load, to_dict, to_toml
 from laconic.plan.candidates import CANDIDATES, candidate_named
-from laconic.plan.choice import Choice, Entry, choose
+from laconic.plan.choice import Choice, Contender, choose
 from laconic.plan.cluster_file import load_cluster
 from laconic.plan.estimates import Estimate
 from laconic.plan.prediction import Predictor
@@ -129,7 +129,7 @@ def print_choice(choice: Choice, console: Console) -> None:
             console.print(line, soft_wrap=True)
 
 
-def _cells(entry: Entry) -> Sequence[str]:
+def _cells(entry: Contender) -> Sequence[str]:
     estimate = entry.estimate
     spare = min(estimate.spare_device_bytes, estimate.spare_host_bytes)
     return (

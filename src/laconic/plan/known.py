@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from laconic.plan.units import parse_quantity, unit_of
+from laconic.plan.units import parse_quantity, unit_for
 
 _FOLDER = Path(__file__).parent
 
@@ -90,7 +90,7 @@ def find_network(words: str) -> tuple[int, Network]:
     return count, networks()[_find([*networks()], {}, name)]
 
 
-def device_of(torch_name: str) -> Device | None:
+def device_named(torch_name: str) -> Device | None:
     """Return the device to which torch gives this name, for example `NVIDIA A100-SXM4-80GB`; None if it is unknown."""
     return next((device for device in devices().values() if re.search(device.torch_name, torch_name)), None)
 
@@ -120,7 +120,7 @@ def _table(file: str) -> dict[str, dict[str, Any]]:
 
 def _plain_value(key: str, value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: parse_quantity(item, unit_of(key)) for name, item in value.items()}
+        return {name: parse_quantity(item, unit_for(key)) for name, item in value.items()}
     if isinstance(value, list):
         return tuple(value)
-    return parse_quantity(value, unit_of(key)) if isinstance(value, str) and unit_of(key) else value
+    return parse_quantity(value, unit_for(key)) if isinstance(value, str) and unit_for(key) else value

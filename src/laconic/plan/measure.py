@@ -30,8 +30,8 @@ from laconic.comm.collectives import Communicator
 from laconic.comm.traffic import IslandLevel
 from laconic.plan.cluster_file import cluster_from_dict
 from laconic.plan.cluster_spec import DEFAULT_HEADER_FACTOR, ClusterSpec
-from laconic.plan.known import device_of
-from laconic.plan.units import format_quantity, unit_of
+from laconic.plan.known import device_named
+from laconic.plan.units import format_quantity, unit_for
 
 _MOST_CALLS = 100
 """The calls of an action that one repetition may take."""
@@ -91,7 +91,7 @@ class Figure:
         """The comment of the cluster file."""
         if len(self.values) == 1:
             return f"{self.kind}: {self.how}"
-        unit = unit_of(self.key.partition(".")[0])
+        unit = unit_for(self.key.partition(".")[0])
         low, high = (format_quantity(value, unit) for value in (min(self.values), max(self.values)))
         return f"{self.kind}: {self.how}, {len(self.values)} times, {low} to {high}"
 
@@ -129,7 +129,7 @@ def device_name(device: torch.device) -> str:
     """The name of a device in the table of devices, or in its maker's words."""
     if device.type != "cpu":
         name = str(torch.get_device_module(device).get_device_name(device))
-        known = device_of(name)
+        known = device_named(name)
         return known.name if known else name
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if os.path.exists("/proc/cpuinfo") else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

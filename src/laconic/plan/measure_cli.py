@@ -18,7 +18,7 @@ from laconic.comm.launch import ExitWithoutTeardown, RankInfo, ending_with_launc
 from laconic.errors import JobError
 from laconic.plan.cluster_file import to_toml
 from laconic.plan.measure import Figure, as_spec, device_name, measure
-from laconic.plan.units import format_quantity, unit_of
+from laconic.plan.units import format_quantity, unit_for
 from laconic.store import files
 
 _DESCRIPTION = """\
@@ -93,7 +93,7 @@ def _show(figures: Sequence[Figure]) -> None:
         table.add_column(name, justify="right")
     table.add_column("how")
     for figure in figures:
-        unit = unit_of(figure.key.partition(".")[0])
+        unit = unit_for(figure.key.partition(".")[0])
         cells = [figure.key, format_quantity(figure.median, unit)]
         cells += [format_quantity(value, unit) for value in (min(figure.values), max(figure.values))]
         table.add_row(*(cells if len(figure.values) > 1 else [*cells[:2], "", ""]), _spread(figure), figure.how)

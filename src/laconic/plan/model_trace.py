@@ -32,7 +32,7 @@ from laconic.plan.trace_formula import SOURCE, formula_run
 from laconic.plan.tracing import TraceError, Tracing
 from laconic.ragged.parts import slice_of_parameters
 
-Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]
+LossFn = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 """Runs a model on keyword arguments and returns the loss."""
 
 
@@ -154,7 +154,7 @@ def trace_model(
     sequence_length: int,
     units: Sequence[nn.Module] | None = None,
     arguments: Mapping[str, Any] | None = None,
-    loss: Loss | None = None,
+    loss: LossFn | None = None,
     compute_dtype: torch.dtype | None = None,
     device_type: str = "cpu",
     gradients_in_place: bool = True,

@@ -16,7 +16,7 @@ from laconic.layout.bucket import BucketLayout
 from laconic.optim import muon
 from laconic.optim.adamw8bit import MIN_8BIT_SIZE
 from laconic.optim.owners import Matrix, assign
-from laconic.optim.shampoo import blocks_of, cost_of
+from laconic.optim.shampoo import cost_of, preconditioned_blocks
 from laconic.plan.buckets import Shape
 from laconic.plan.phase import Operations, Phase
 
@@ -131,7 +131,7 @@ def _add_matrices(
     else:
         preconditioners = [0.0] * shape.ranks
         for index, owner in owners:
-            blocks = blocks_of(planned[index].spec.shape, settings.block_size)
+            blocks = preconditioned_blocks(planned[index].spec.shape, settings.block_size)
             preconditioners[owner] += 2 * 4 * sum(block.rows**2 + block.columns**2 for block in blocks)
         moments = 1 if settings.grafting in ("sgd", "none") else 2
         own_moments = [0.0] * shape.ranks

@@ -36,7 +36,7 @@ _WORDS: dict[Unit, str] = {
 }
 
 
-def unit_of(key: str) -> Unit:
+def unit_for(key: str) -> Unit:
     """The unit in a name: `wire_bits_per_s` is in bits per second, `device_memory_bytes` in bytes."""
     endings: dict[str, Unit] = {
         "bytes_per_s": "B/s",

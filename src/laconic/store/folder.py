@@ -149,7 +149,7 @@ class Manifest:
 def describe(folder: Path, name: str, *, chunk_bytes: int | None = None, sha256: str | None = None) -> FileRecord:
     """Return a file's record for the manifest. Cost: reads all of the file, unless its `sha256` is known."""
     path = folder / name
-    return FileRecord(name=name, size_bytes=path.stat().st_size, sha256=sha256 or digest_of(path, chunk_bytes))
+    return FileRecord(name=name, size_bytes=path.stat().st_size, sha256=sha256 or file_digest(path, chunk_bytes))
 
 
 def damage(folder: Path, records: Iterable[FileRecord]) -> list[str]:
@@ -170,12 +170,12 @@ def difference(folder: Path, record: FileRecord, *, chunk_bytes: int | None = No
         return f"{record.name} is missing"
     if (size_bytes := path.stat().st_size) != record.size_bytes:
         return f"{record.name} has {size_bytes} bytes instead of {record.size_bytes}"
-    if record.sha256 and digest_of(path, chunk_bytes) != record.sha256:
+    if record.sha256 and file_digest(path, chunk_bytes) != record.sha256:
         return f"{record.name} does not have the contents that were written"
     return ""
 
 
-def digest_of(path: Path, chunk_bytes: int | None = None) -> str:
+def file_digest(path: Path, chunk_bytes: int | None = None) -> str:
     """The SHA-256 of a file; with `chunk_bytes` that of the SHA-256 of its chunks, which several threads hash."""
     with path.open("rb") as file:
         if chunk_bytes is None:

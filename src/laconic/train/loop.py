@@ -141,7 +141,7 @@ class Trainer:
             lambda: prepare.build_checked(config.model, config.lora, tokenizer, config.data.tokenizer)
         )
         assert model is not None
-        corpus = prepare.open_corpus(config.data, config.train, tokenizer, self.peers, ranks, self.console)
+        corpus = prepare.open_training_data(config.data, config.train, tokenizer, self.peers, ranks, self.console)
         self._write("the tokenizer's files", lambda: prepare.keep_tokenizer(config.data, self.output))
         workers = num_workers(config.schedule, ranks) or ranks.world_size * num_launches(config.sync)
         self.config = config = replace(config, train=prepare.with_steps(config.train, corpus, workers))

@@ -12,7 +12,7 @@ from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import Snapshot
 from laconic.hf.layers import base_model
 from laconic.lab.counters import InterfaceBytes, interface_bytes, loopback_bytes
-from laconic.plan.known import device_of
+from laconic.plan.known import device_named
 from laconic.strategies.memory import whole_numel
 from laconic.strategies.stepper import Stepper, StepResult
 from laconic.train.records import StepRecord
@@ -87,7 +87,7 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 
 def peak_of(torch_name: str, dtype: str) -> float | None:
     """As `peak_flops`, for the device of this name in torch. The figures are those of plan/devices.toml."""
-    known = device_of(torch_name)
+    known = device_named(torch_name)
     return known.peak_flops_per_s.get(dtype) if known and dtype in ("bfloat16", "float16") else None
 
 

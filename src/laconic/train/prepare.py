@@ -163,7 +163,7 @@ def build_checked(model: ModelConfig, lora: LoraConfig, tokenizer: Tokenizer, na
     return built
 
 
-def open_corpus(
+def open_training_data(
     data: DataConfig, train: TrainConfig, tokenizer: Tokenizer, peers: RankGroup, ranks: RankInfo, console: Console
 ) -> TrainingData:
     """The tokenised corpus. One rank per node makes its files unless they exist. Collective.

@@ -12,7 +12,7 @@ from laconic.train.records import ClusterStep, SyncMetrics
 _SHOWN_WAIT = 0.01  # the share of a step that waiting for data must take to be shown
 
 
-def describe(step: ClusterStep, total: int) -> str:
+def describe_step(step: ClusterStep, total: int) -> str:
     """One line about a step, for a run of `total` steps."""
     width = len(str(total))
     parts = [
@@ -70,7 +70,7 @@ class LineLogger(Logger):
         if step.syncs:
             self._last_sync = step.syncs[-1]
         if step.step % self._every == 0 or step.step in (1, self._total):
-            self._print(describe(step, self._total))
+            self._print(describe_step(step, self._total))
             if self._last_sync is not None:
                 self._print(describe_sync(self._last_sync, self._total))
                 self._last_sync = None

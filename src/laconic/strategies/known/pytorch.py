@@ -8,7 +8,7 @@ LIMITS = (*NOT_ON_ENGINE, CUTS_ANYWHERE, SYNCS_EVERY_STEP)
 """The limits of strategies that cut parameters anywhere and sync in every step."""
 
 
-def reduced(strategy: Strategy, source: str) -> Strategy:
+def reduced_always(strategy: Strategy, source: str) -> Strategy:
     """A baseline that reduces in every micro-batch, as a user takes it whose device cannot keep whole gradients."""
     name = f"{strategy.name}-reduced"
     return strategy.variant(
@@ -111,8 +111,8 @@ STRATEGIES = (
         predict="laconic.plan.peers_torch:fsdp2_hpz",
     ),
     _HSDP,
-    reduced(FSDP2, "PyTorch FSDP, arXiv 2304.11277, section 3.4"),
-    reduced(_HSDP, "hybrid sharding, arXiv 2304.11277, section 3.2.2"),
+    reduced_always(FSDP2, "PyTorch FSDP, arXiv 2304.11277, section 3.4"),
+    reduced_always(_HSDP, "hybrid sharding, arXiv 2304.11277, section 3.2.2"),
     Strategy(
         name="ddp",
         label="DDP",
