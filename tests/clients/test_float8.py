@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import laconic
 from tests.support import helpers
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 
 def import_torchao() -> Any:
@@ -52,7 +52,8 @@ def train(fully_shard: Any, **options: Any) -> tuple[nn.Module, list[Tensor]]:
     return model, losses
 
 
-def job_float8() -> None:
+@on_ranks(2, local=1)
+def test_float8_weights_train_as_under_fsdp2() -> None:
     wanted_model, wanted = train(torch_fully_shard)
     model, losses = train(laconic.fully_shard, cache="host")
     torch.testing.assert_close(losses, wanted)
@@ -61,7 +62,3 @@ def job_float8() -> None:
         torch.testing.assert_close(whole.full_tensor(), parameter.full_tensor(), msg=name)  # type: ignore[operator]
     wire_dtypes = {bucket.form.dtype for bucket in helpers.buckets(model)}
     assert wire_dtypes == {torch.float8_e4m3fn, torch.float32}, "weights and biases"
-
-
-def test_float8_weights_train_as_under_fsdp2() -> None:
-    run_ranks(job_float8, 2, local=1)

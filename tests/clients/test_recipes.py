@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from laconic import fully_shard
 from tests.support.jobs import SMALL_LLAMA
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 
 class Attention(nn.Module):
@@ -91,7 +91,9 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def job_pretraining(fused: bool) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(2, local=1)
+def test_a_pretraining_loop(fused: bool) -> None:
     """The loop of nanoGPT: micro-batches, clipping, decay groups; the learning rate changes every step."""
     # float64, as Adam makes steps of the rounding errors of gradients that are zero, such as those of keys' biases
     model, plain = make_pair(dtype=torch.float64, cache="host")
@@ -116,12 +118,9 @@ def job_pretraining(fused: bool) -> None:
     assert_same_parameters(model, plain)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_pretraining_loop(fused: bool) -> None:
-    run_ranks(job_pretraining, 2, fused, local=1)
-
-
-def job_autocast(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@on_ranks(2, local=1)
+def test_autocast_and_loss_scaling(dtype: torch.dtype) -> None:
     """Autocast, and a GradScaler for float16, whose first step meets an infinite gradient on one rank."""
     model, plain = make_pair()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
@@ -139,11 +138,6 @@ def job_autocast(dtype: torch.dtype) -> None:
             optimizer.zero_grad()
     assert scalers[0].get_scale() == scalers[1].get_scale()
     assert_same_parameters(model, plain, rtol=0.05, atol=2e-3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_autocast_and_loss_scaling(dtype: torch.dtype) -> None:
-    run_ranks(job_autocast, 2, dtype, local=1)
 
 
 def job_preferences() -> None:
@@ -174,7 +168,8 @@ def test_a_step_of_preference_optimization() -> None:
     run_ranks(job_preferences, 2, local=1)
 
 
-def job_averaging() -> None:
+@on_ranks(2, local=1)
+def test_an_average_of_weights() -> None:
     """An average of weights: the copy is made before fully_shard, and sharded like the model."""
     torch.manual_seed(0)
     model, plain = GPT(), GPT()
@@ -196,11 +191,9 @@ def job_averaging() -> None:
         torch.testing.assert_close(average(rows(9, 0))[0], plain_average(rows(9, 0))[0])
 
 
-def test_an_average_of_weights() -> None:
-    run_ranks(job_averaging, 2, local=1)
-
-
-def job_compiled(whole: bool) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+@on_ranks(2, local=1)
+def test_compiled_blocks_and_models(whole: bool) -> None:
     model, plain = make_pair()
     if whole:
         model.compile(backend="aot_eager")
@@ -214,11 +207,6 @@ def job_compiled(whole: bool) -> None:
             (plain(rows(step, other)[:, :-1], rows(step, other)[:, 1:])[1] / world).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, msg=name)  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_compiled_blocks_and_models(whole: bool) -> None:
-    run_ranks(job_compiled, 2, whole, local=1)
 
 
 def llama() -> LlamaForCausalLM:

@@ -15,7 +15,7 @@ import laconic
 from laconic import _compat
 from laconic.comm import cluster as cluster_module
 from laconic.comm.cluster import AXES, default_mesh
-from tests.support.launch import free_port, launch, run_ranks
+from tests.support.launch import free_port, launch, on_ranks, run_ranks
 
 
 def job_position() -> tuple[int, ...]:
@@ -89,7 +89,8 @@ def shape(mesh: DeviceMesh) -> tuple[int, int, int]:
     return cluster.num_islands, cluster.num_nodes, cluster.num_local
 
 
-def job_meshes_with_our_names() -> None:
+@on_ranks(4, local=2)
+def test_our_names_say_how_to_arrange_a_mesh() -> None:
     assert shape(init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))) == (1, 2, 2)
     assert shape(init_device_mesh("cpu", (2, 2))) == (1, 2, 2), "two axes without names are node and local"
     assert shape(init_device_mesh("cpu", (4,), mesh_dim_names=("node",))) == (1, 4, 1)
@@ -107,11 +108,8 @@ def job_meshes_with_our_names() -> None:
         laconic.Cluster.of(DeviceMesh("cpu", [3, 2, 1, 0]))
 
 
-def test_our_names_say_how_to_arrange_a_mesh() -> None:
-    run_ranks(job_meshes_with_our_names, 4, local=2)
-
-
-def job_arranged_by_machine() -> None:
+@on_ranks(4, local=2)
+def test_meshes_with_other_names_are_arranged_by_machine() -> None:
     assert shape(init_device_mesh("cpu", (4,))) == (1, 2, 2)
     assert shape(init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))) == (1, 2, 2)
     two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -123,10 +121,6 @@ def job_arranged_by_machine() -> None:
     replicas = cluster.reduce_groups["island"]
     assert replicas is not None
     assert dist.get_process_group_ranks(replicas) == [dist.get_rank() % 2, dist.get_rank() % 2 + 2]
-
-
-def test_meshes_with_other_names_are_arranged_by_machine() -> None:
-    run_ranks(job_arranged_by_machine, 4, local=2)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +144,8 @@ def test_a_row_has_two_levels_if_its_ranks_lie_regularly_on_machines_of_four(
     assert cluster_module._side_by_side(torch.tensor(rows), 4) == num_local
 
 
-def job_irregular() -> None:
+@on_ranks(3, local=2)
+def test_irregular_meshes_are_one_level() -> None:
     mesh = init_device_mesh("cpu", (3,))
     assert shape(mesh) == (1, 3, 1), "two ranks on the first machine, one on the second"
     os.environ["LOCAL_WORLD_SIZE"] = "3" if dist.get_rank() else "1"
@@ -160,15 +155,12 @@ def job_irregular() -> None:
     assert laconic.Cluster.of(mesh) is laconic.Cluster.of(init_device_mesh("cpu", (3,), mesh_dim_names=("a",)))
 
 
-def test_irregular_meshes_are_one_level() -> None:
-    run_ranks(job_irregular, 3, local=2)
-
-
 def num_groups() -> int:
     return len(dist.distributed_c10d._world.pg_map)
 
 
-def job_made_once() -> None:
+@on_ranks(4, local=2)
+def test_groups_are_made_once_for_equal_meshes() -> None:
     mesh = default_mesh()
     cluster, count = laconic.Cluster.of(mesh), num_groups()
     for _ in range(30):
@@ -187,11 +179,8 @@ def job_made_once() -> None:
     assert laconic.Cluster.of(laconic.init_mesh("cpu", nodes=4, local=1)) is not cluster
 
 
-def test_groups_are_made_once_for_equal_meshes() -> None:
-    run_ranks(job_made_once, 4, local=2)
-
-
-def job_forgets() -> None:
+@on_ranks(1)
+def test_a_new_default_process_group_has_clusters_of_its_own() -> None:
     old = laconic.Cluster.of(default_mesh())
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(free_port())
@@ -199,10 +188,6 @@ def job_forgets() -> None:
     assert new is not old
     assert new.all_group is dist.group.WORLD
     assert list(cluster_module._made_on) == [dist.group.WORLD]
-
-
-def test_a_new_default_process_group_has_clusters_of_its_own() -> None:
-    run_ranks(job_forgets, 1)
 
 
 def job_timeout() -> None:
@@ -274,7 +259,8 @@ def test_threads_that_play_ranks_have_clusters_of_their_own() -> None:
     launch(job_threads, num_ranks=1, timeout_s=60, backend=None)
 
 
-def job_bad_sizes() -> None:
+@on_ranks(3, local=3)
+def test_ranks_that_do_not_fill_the_mesh_are_refused() -> None:
     with pytest.raises(ValueError, match=r"1 islands x 2 nodes x 2 local ranks make 4 ranks, but the job has 3"):
         laconic.init_mesh("cpu", nodes=2, local=2)
     with pytest.raises(ValueError, match="make 2 ranks, but the job has 3; start every node with the same"):
@@ -285,18 +271,11 @@ def job_bad_sizes() -> None:
         laconic.init_mesh("cpu", nodes=-1)
 
 
-def test_ranks_that_do_not_fill_the_mesh_are_refused() -> None:
-    run_ranks(job_bad_sizes, 3, local=3)
-
-
-def job_unequal_nodes() -> None:
+@on_ranks(3, local=3)
+def test_nodes_of_unequal_size_are_refused_on_every_rank() -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2" if dist.get_rank() < 2 else "1"  # one rank on the second node
     with pytest.raises(ValueError, match=r"nodes of unequal size.*\[2, 2, 1\]"):
         laconic.init_mesh("cpu")
-
-
-def test_nodes_of_unequal_size_are_refused_on_every_rank() -> None:
-    run_ranks(job_unequal_nodes, 3, local=3)
 
 
 def test_without_a_launcher_the_error_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +287,8 @@ def test_without_a_launcher_the_error_names_what_is_missing(monkeypatch: pytest.
         laconic.init_mesh("cpu")
 
 
-def job_accelerator() -> None:
+@on_ranks(3)
+def test_the_default_mesh_follows_the_accelerator() -> None:
     """The default mesh follows the machine's accelerator, and each rank takes the device of its local rank."""
     with pytest.raises(ValueError, match=r"init_mesh\('xpu'\) needs such a device, but torch finds"):
         laconic.init_mesh("xpu")
@@ -327,11 +307,8 @@ def job_accelerator() -> None:
     assert cluster.device == torch.device("xpu", dist.get_rank() % 2)
 
 
-def test_the_default_mesh_follows_the_accelerator() -> None:
-    run_ranks(job_accelerator, 3)
-
-
-def job_starts_the_process_group() -> None:
+@on_ranks(1)
+def test_the_process_group_is_started_when_needed() -> None:
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(free_port())
     mesh = laconic.init_mesh("cpu")
@@ -339,16 +316,9 @@ def job_starts_the_process_group() -> None:
     assert mesh.mesh.shape == (1, 1, 1)
 
 
-def test_the_process_group_is_started_when_needed() -> None:
-    run_ranks(job_starts_the_process_group, 1)
-
-
-def job_not_in_mesh() -> None:
+@on_ranks(3)
+def test_a_rank_outside_the_mesh_is_refused() -> None:
     mesh = DeviceMesh("cpu", torch.tensor([0, 1]), mesh_dim_names=("node",))
     if dist.get_rank() == 2:
         with pytest.raises(ValueError, match="rank 2 is not in the mesh"):
             laconic.Cluster.of(mesh)
-
-
-def test_a_rank_outside_the_mesh_is_refused() -> None:
-    run_ranks(job_not_in_mesh, 3)

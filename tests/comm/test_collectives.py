@@ -15,7 +15,7 @@ from laconic.comm.collectives import Communicator, all_reduce, pass_on, start_fl
 from laconic.comm.traffic import Purpose
 from tests.reference import gather as reference
 from tests.support.helpers import MESHES
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 C = 12
 """Elements per shard."""
@@ -106,7 +106,8 @@ def test_gathers_and_reductions_over_two_levels_equal_one_process(
     run_ranks(job, num_nodes * num_local, by_sends, local=num_local)
 
 
-def job_overlap() -> None:
+@on_ranks(4, local=2)
+def test_transfers_overlap_without_mixing() -> None:
     """Several transfers are under way at once; they begin in one order and finish in another."""
     cluster = laconic.Cluster.of(laconic.init_mesh("cpu"))
     node, local = Communicator(cluster, "node"), Communicator(cluster, "local")
@@ -129,10 +130,6 @@ def job_overlap() -> None:
         assert torch.equal(transfer.finish(), reference.reduce_scatter(gradients)[me])
     traffic = cluster.traffic.snapshot()
     assert traffic.waited_s() >= traffic.waited_s("node") > 0
-
-
-def test_transfers_overlap_without_mixing() -> None:
-    run_ranks(job_overlap, 4, local=2)
 
 
 def job_replicas() -> None:
@@ -195,7 +192,8 @@ def test_a_backend_with_streams_runs_collectives_on_the_current_one() -> None:
     run_ranks(job_on_a_stream, 3)
 
 
-def job_debug_mode() -> None:
+@on_ranks(4, local=2)
+def test_transfers_show_in_comm_debug_mode() -> None:
     from torch.distributed.tensor.debug import CommDebugMode
 
     cluster = laconic.Cluster.of(laconic.init_mesh("cpu"))
@@ -221,21 +219,16 @@ def job_debug_mode() -> None:
     assert mode.get_total_counts() == 5, "outside it counts nothing"
 
 
-def test_transfers_show_in_comm_debug_mode() -> None:
-    run_ranks(job_debug_mode, 4, local=2)
-
-
-def job_no_replicas() -> None:
+@on_ranks(2)
+def test_one_island_sums_nothing() -> None:
     cluster = laconic.Cluster.of(laconic.init_mesh("cpu"))
     assert Communicator(cluster, "island").start_all_reduce(torch.ones(3)) is None
     assert cluster.traffic.snapshot().total() == 0
 
 
-def test_one_island_sums_nothing() -> None:
-    run_ranks(job_no_replicas, 2)
-
-
-def job_flags(islands: int) -> None:
+@pytest.mark.parametrize(("world", "local", "islands"), [(1, 1, 1), (3, 3, 1), (4, 2, 1), (6, 1, 3), (8, 2, 2)])
+@on_ranks("world", local="local")
+def test_flags_are_united(islands: int) -> None:
     cluster = laconic.Cluster.of(laconic.init_mesh("cpu", islands=islands))
     rank, world = dist.get_rank(), dist.get_world_size()
     first = rank - rank % cluster.size
@@ -265,12 +258,8 @@ def job_flags(islands: int) -> None:
             start_flags(cluster, bad)
 
 
-@pytest.mark.parametrize(("world", "local", "islands"), [(1, 1, 1), (3, 3, 1), (4, 2, 1), (6, 1, 3), (8, 2, 2)])
-def test_flags_are_united(world: int, local: int, islands: int) -> None:
-    run_ranks(job_flags, world, islands, local=local)
-
-
-def job_rows_and_neighbours() -> None:
+@on_ranks(6, local=1)
+def test_rows_are_swapped_and_tensors_passed_on() -> None:
     cluster = laconic.Cluster.of(laconic.init_mesh("cpu", islands=2))
     place = cluster.node_rank * cluster.num_local + cluster.local_rank
     kinds = {False: (place, cluster.size, "node"), True: (cluster.island_rank, cluster.num_islands, "island")}
@@ -287,7 +276,3 @@ def job_rows_and_neighbours() -> None:
     assert landings[0].all()
     assert (landings[1] == last).all()
     assert (cluster.traffic.snapshot() - before).total("node", "control", "sent") == place + 24
-
-
-def test_rows_are_swapped_and_tensors_passed_on() -> None:
-    run_ranks(job_rows_and_neighbours, 6, local=1)

@@ -20,7 +20,7 @@ from laconic.comm.journal import RankRecord, reasons_to_wait
 from laconic.comm.watch import report_waits
 from laconic.optim import Muon, matrices_and_rest
 from tests.support import helpers
-from tests.support.launch import launch, run_ranks
+from tests.support.launch import launch, on_ranks, run_ranks
 
 TIMEOUT_S = 2.0
 WATCH = "laconic-watch"
@@ -166,7 +166,8 @@ class CountingBoard:
         self.reads += 1
 
 
-def job_silent() -> None:
+@on_ranks(2, local=1)
+def test_nothing_is_sent_while_ranks_go_on() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch, "_Board", CountingBoard)
         report_waits(0.6)
@@ -188,18 +189,11 @@ def job_silent() -> None:
         assert WATCH not in thread_names()
 
 
-def test_nothing_is_sent_while_ranks_go_on() -> None:
-    run_ranks(job_silent, 2, local=1)
-
-
-def job_off() -> None:
+@on_ranks(2, local=1)
+def test_it_can_be_turned_off() -> None:
     report_waits(0)
     helpers.shard(helpers.build())
     assert WATCH not in thread_names()
-
-
-def test_it_can_be_turned_off() -> None:
-    run_ranks(job_off, 2, local=1)
 
 
 # -- records -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from laconic.cyclic.placement import VersionError
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.cyclic.schedule import Rule
 from tests.cyclic.toys import OPTIMIZERS, WIDTH, make_batch, make_stages
-from tests.support.launch import free_port, run_ranks
+from tests.support.launch import free_port, on_ranks, run_ranks
 
 loss_fn, sgd = nn.functional.cross_entropy, OPTIMIZERS["sgd"]
 
@@ -92,7 +92,8 @@ def test_an_early_update_is_noticed() -> None:
         run.step(make_batch(3, 0))
 
 
-def job_mesh() -> None:
+@on_ranks(3)
+def test_mesh_must_fit() -> None:
     mesh = init_device_mesh("cpu", (3,))
     with pytest.raises(ValueError, match=r'4 stages with states="replicated" need 4 ranks, but the mesh has 3'):
         CyclicDataParallel(make_stages(4), loss_fn, sgd, mesh)
@@ -101,10 +102,6 @@ def job_mesh() -> None:
     with pytest.raises(ValueError, match="mesh of one axis"):
         CyclicDataParallel(make_stages(3), loss_fn, sgd, init_device_mesh("cpu", (1, 3), mesh_dim_names=("a", "b")))
     assert Rule.named("v2", 3)
-
-
-def test_mesh_must_fit() -> None:
-    run_ranks(job_mesh, 3)
 
 
 def job_unequal(rule: str) -> None:

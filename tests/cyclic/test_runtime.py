@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.cyclic.schedule import RULES, Rule, StatePlacement
 from tests.cyclic.toys import OPTIMIZERS, assert_equal, cases, make_oracle, make_stages, train, train_oracle
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 torch.set_num_threads(1)
 
@@ -89,15 +89,12 @@ def job_trajectory(states: StatePlacement, count: int, rules: tuple[str, ...]) -
         run.close()
 
 
-def job_workers(count: int) -> None:
-    for states in ("replicated", "sharded"):
-        job_trajectory(states, count, RULES)
-
-
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("count", [2, 3, 5])
+@on_ranks("count", timeout_s=200)
 def test_workers_equal_the_oracle(count: int) -> None:
-    run_ranks(job_workers, count, count, timeout_s=200)
+    for states in ("replicated", "sharded"):
+        job_trajectory(states, count, RULES)
 
 
 @pytest.mark.timeout(240)

@@ -16,7 +16,7 @@ from laconic.cyclic.schedule import Rule, StatePlacement
 from tests.cyclic.test_snapshot import together
 from tests.cyclic.toys import OPTIMIZERS, assert_equal, make_batch, make_stages, train, train_oracle
 from tests.reference.cyclic import Oracle
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 torch.set_num_threads(1)
 END = 7
@@ -93,13 +93,10 @@ def test_single_device() -> None:
     assert_scales(None, "single")
 
 
-def job(states: StatePlacement) -> None:
-    assert_scales(init_device_mesh("cpu", (dist.get_world_size(),)), states)
-
-
 @pytest.mark.parametrize(("states", "ranks"), [("replicated", 3), ("sharded", 3), ("shared", 6)])
-def test_devices_agree(states: StatePlacement, ranks: int) -> None:
-    run_ranks(job, ranks, states)
+@on_ranks("ranks")
+def test_devices_agree(states: StatePlacement) -> None:
+    assert_scales(init_device_mesh("cpu", (dist.get_world_size(),)), states)
 
 
 def test_rules_without_a_global_norm_are_refused() -> None:

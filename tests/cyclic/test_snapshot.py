@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.cyclic.schedule import RULES, Rule, StatePlacement
 from tests.cyclic.toys import OPTIMIZERS, assert_equal, make_oracle, make_stages, train, train_oracle
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 torch.set_num_threads(1)
 STAGGERED = tuple(name for name in RULES if name != "dp")
@@ -121,7 +121,14 @@ def test_folder_moves_between_placements(tmp_path: Path) -> None:
     run_ranks(job_folder, 3, str(tmp_path))
 
 
-def job_evaluation() -> None:
+def make_after(rule: str) -> Any:
+    oracle = make_oracle(3, Rule.named(rule, 3), "sgd")
+    train_oracle(oracle, range(4))
+    return oracle
+
+
+@on_ranks(3)
+def test_evaluation_sees_one_version() -> None:
     """Evaluation sees the oracle's version of one batch ago, and does not change the run."""
     mesh = init_device_mesh("cpu", (3,))
     worker = dist.get_rank()
@@ -140,16 +147,6 @@ def job_evaluation() -> None:
             with run.consistent_parameters():
                 assert_equal(run, make_after(rule), f"{states}, {rule}")
             run.close()
-
-
-def make_after(rule: str) -> Any:
-    oracle = make_oracle(3, Rule.named(rule, 3), "sgd")
-    train_oracle(oracle, range(4))
-    return oracle
-
-
-def test_evaluation_sees_one_version() -> None:
-    run_ranks(job_evaluation, 3)
 
 
 def test_entries_that_do_not_fit_are_named() -> None:

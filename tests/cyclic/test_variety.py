@@ -17,7 +17,7 @@ from laconic.cyclic.links import HEADER_BYTES, ActivationMeta, ByteLayout
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.cyclic.schedule import Rule, StatePlacement
 from tests.reference.cyclic import Oracle
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 torch.set_num_threads(1)
 Batch = list[tuple[Tensor, Tensor]]
@@ -93,18 +93,16 @@ def test_single_device(make: Callable[[], list[nn.Module]], shape: tuple[int, ..
     assert_trains_like_the_oracle(make, shape, None, "single")
 
 
-def job() -> None:
+@on_ranks(4)
+def test_workers() -> None:
     mesh = init_device_mesh("cpu", (4,))
     for states in ("replicated", "sharded"):
         assert_trains_like_the_oracle(vectors, (6,), mesh, states)
         assert_trains_like_the_oracle(pictures, (3, 9, 9), mesh, states)
 
 
-def test_workers() -> None:
-    run_ranks(job, 4)
-
-
-def job_shapes() -> None:
+@on_ranks(3)
+def test_batches_of_other_shapes() -> None:
     """A device sends the shapes of activations once for every shape of batch."""
     mesh = init_device_mesh("cpu", (3,))
     stages = [nn.Linear(6, 5), nn.Linear(5, 3)]
@@ -117,10 +115,6 @@ def job_shapes() -> None:
         headers.append(sent // HEADER_BYTES)
     run.drain()
     assert headers == ([1, 0, 1, 0, 0] if dist.get_rank() < 2 else [0] * 5)
-
-
-def test_batches_of_other_shapes() -> None:
-    run_ranks(job_shapes, 3)
 
 
 def test_running_statistics_stay_local_and_follow_the_data() -> None:

@@ -22,7 +22,7 @@ from tests.support.helpers import (
     shard,
     squared_error,
 )
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 
 def parameters(**shapes: tuple[int, ...]) -> list[tuple[str, Tensor]]:
@@ -109,7 +109,8 @@ def wide() -> nn.Module:
     return Net(2, 33, 57)
 
 
-def job_units_of_several_buckets() -> None:
+@on_ranks(6, local=3)
+def test_units_of_several_buckets_train_as_in_one_process() -> None:
     for cache in ("none", "host"):
         model = shard(build(wide), cache=cache, granularity={"*.weight": rows(1), "*": elements(1)})
         for block in model.blocks:
@@ -132,11 +133,8 @@ def job_units_of_several_buckets() -> None:
             torch.testing.assert_close(full_parameters(model)[name], parameter.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_units_of_several_buckets_train_as_in_one_process() -> None:
-    run_ranks(job_units_of_several_buckets, 6, local=3)
-
-
-def job_whole_tensors() -> None:
+@on_ranks(3, local=3)
+def test_whole_tensors_lie_on_one_rank_and_waste_gives_a_warning() -> None:
     layer = nn.Linear(40, 30)
     with pytest.warns(UserWarning, match=r"make the unit of weight take 2\.\dx the memory of its tensors on 3 ranks"):
         laconic.fully_shard(layer, mesh=laconic.init_mesh("cpu"), granularity=whole())
@@ -148,11 +146,8 @@ def job_whole_tensors() -> None:
     assert total.tolist() == [1200, 30]
 
 
-def test_whole_tensors_lie_on_one_rank_and_waste_gives_a_warning() -> None:
-    run_ranks(job_whole_tensors, 3, local=3)
-
-
-def job_low_rank_adapters() -> None:
+@on_ranks(4, local=2)
+def test_adapters_are_cut_anywhere_by_default() -> None:
     """Whole rows of rank-8 adapters would pad, and the user did not ask for rows."""
     adapters = nn.ModuleDict({"a": nn.Linear(256, 8, bias=False), "b": nn.Linear(8, 321, bias=False)})
     module = nn.Sequential(adapters["a"], adapters["b"])
@@ -160,7 +155,3 @@ def job_low_rank_adapters() -> None:
     (bucket,) = module._laconic_unit.buckets
     assert bucket.layout.padding * 200 <= bucket.layout.numel
     assert [slot.name for slot in bucket.layout.slots] == ["0.weight", "1.weight"]
-
-
-def test_adapters_are_cut_anywhere_by_default() -> None:
-    run_ranks(job_low_rank_adapters, 4, local=2)

@@ -22,7 +22,7 @@ from laconic.ragged.tensor import RaggedTensor
 from tests.optim.matrices import cut, cut_specs, optimizer_bytes, random_tensors
 from tests.support import helpers
 from tests.support.helpers import MESHES, Place
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 SHAPES = [(7, 5), (12, 33), (33, 12), (20, 20), (1, 9), (9, 1), (16, 4), (5, 40), (0, 3), (6, 6), (31, 8)]
 
@@ -257,7 +257,8 @@ def job_few_matrices() -> int:
     return len(worked)
 
 
-def job_groups_of_one_rank() -> None:
+@on_ranks(3, local=1, timeout_s=30)
+def test_ranks_with_different_groups_all_raise() -> None:
     """One rank gives the matrix to AdamW: at the start, and in a group that comes later."""
     mesh = laconic.init_mesh("cpu")
     is_odd = dist.get_rank() == 1
@@ -274,7 +275,3 @@ def job_groups_of_one_rank() -> None:
             optimizer.add_param_group(group)
         with pytest.raises(ValueError, match="same parameters in the same order"):
             optimizer.step()
-
-
-def test_ranks_with_different_groups_all_raise() -> None:
-    run_ranks(job_groups_of_one_rank, 3, local=1, timeout_s=30)

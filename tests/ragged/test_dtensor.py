@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import laconic
 from laconic.optim import AdamW8bit, Muon
 from tests.support.helpers import Block, Net, assert_nothing_gathered, build, full_parameters, squared_error
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
@@ -109,7 +109,8 @@ class Mixture(nn.Module):
         return self.out(h.flatten(1))
 
 
-def job_experts() -> None:
+@on_ranks(4, local=1)
+def test_experts_on_their_own_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     model, plain = build(Mixture), build(Mixture)
     cut = distribute_tensor(model.experts.weight.detach(), mesh["ep"], [Shard(0)])  # type: ignore[union-attr, arg-type]
@@ -133,19 +134,8 @@ def job_experts() -> None:
         torch.testing.assert_close(value, plain.get_parameter(name), msg=name)
 
 
-def test_experts_on_their_own_mesh() -> None:
-    run_ranks(job_experts, 4, local=1)
-
-
-def job_refusals() -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    whole = laconic.init_mesh("cpu", local=1)
-    block = parallelize_module(Block(), mesh["tp"], PLAN)
-    with pytest.raises(ValueError, match=r"is a DTensor over ranks \[0, 1\], which are in the mesh of fully_shard"):
-        laconic.fully_shard(block, mesh=whole)
-
-
-def job_optimizers() -> None:
+@on_ranks(2, local=1)
+def test_optimizers_of_blocks_and_matrices_refuse_parameters_of_another_axis() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     block = parallelize_module(Block(64, 128), mesh["tp"], PLAN)
     laconic.fully_shard(block, mesh=mesh["dp"], granularity=laconic.rows(32))
@@ -156,9 +146,10 @@ def job_optimizers() -> None:
         Muon(matrices)
 
 
-def test_optimizers_of_blocks_and_matrices_refuse_parameters_of_another_axis() -> None:
-    run_ranks(job_optimizers, 2, local=1)
-
-
+@on_ranks(2, local=1)
 def test_unsupported_meshes_are_refused_by_name() -> None:
-    run_ranks(job_refusals, 2, local=1)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    whole = laconic.init_mesh("cpu", local=1)
+    block = parallelize_module(Block(), mesh["tp"], PLAN)
+    with pytest.raises(ValueError, match=r"is a DTensor over ranks \[0, 1\], which are in the mesh of fully_shard"):
+        laconic.fully_shard(block, mesh=whole)

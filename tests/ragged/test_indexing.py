@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from laconic.layout.bucket import Extent
 from laconic.ragged.tensor import RaggedTensor
 from tests.support.helpers import build, inputs, moved, ragged, shard, whole
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 RANKS = 4
 SHAPE = (6, 3)
@@ -176,7 +176,8 @@ def test_indices_that_no_rank_can_follow_are_refused() -> None:
         part[MASK] = part[torch.ones(SHAPE, dtype=torch.bool)]
 
 
-def job_masks_of_parts() -> None:
+@on_ranks(3, local=1)
+def test_masks_that_are_cut_themselves() -> None:
     """A mask that is cut itself: as `w[w > 0]` on the whole tensor. One rank may read alone by a plain mask."""
     model = shard(build())
     weight: Any = model.blocks[0].up.weight
@@ -206,10 +207,6 @@ def job_masks_of_parts() -> None:
     with torch.no_grad():
         weight[torch.ones_like(plain, dtype=torch.bool)] += 1.0
     assert not torch.equal(model(inputs(0, 0)[0]), before), "the next forward gathers the change"
-
-
-def test_masks_that_are_cut_themselves() -> None:
-    run_ranks(job_masks_of_parts, 3, local=1)
 
 
 # -- what cannot work says what to do in its place ---------------------------------------------------------------------

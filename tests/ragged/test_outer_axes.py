@@ -23,7 +23,7 @@ from laconic.checkpoint import load_checkpoint, save_checkpoint
 from laconic.comm.collectives import Communicator
 from laconic.ragged.dtensor import whole_of
 from tests.support.helpers import Block, assert_nothing_gathered, build, full_gradients, full_parameters
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 R = Replicate()
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -256,7 +256,9 @@ class Attention(nn.Module):
         return self.out(self.block((query @ key.transpose(1, 2)).softmax(-1) @ value))
 
 
-def job_context_parallel(shares_one_axis: bool) -> None:
+@pytest.mark.parametrize("shares_one_axis", [True, False])
+@on_ranks(8, local=4)
+def test_context_parallelism_is_one_of_the_axes_of_fully_shard(shares_one_axis: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
     model, plain = build(Attention), build(Attention)
     model.group = mesh.get_group("cp")  # type: ignore[assignment]
@@ -274,11 +276,6 @@ def job_context_parallel(shares_one_axis: bool) -> None:
         lambda step: plain_loss(plain, step, 2, 3, 6, 5),
     ]
     assert_equal_steps([model, plain], optimizers, losses)
-
-
-@pytest.mark.parametrize("shares_one_axis", [True, False])
-def test_context_parallelism_is_one_of_the_axes_of_fully_shard(shares_one_axis: bool) -> None:
-    run_ranks(job_context_parallel, 8, shares_one_axis, local=4)
 
 
 # -- DTensors over the axes of fully_shard -----------------------------------------------------------------------------
@@ -337,7 +334,8 @@ def test_dtensors_over_the_axes_that_dp_mesh_dims_names(case: str, tmp_path: Pat
     run_ranks(job_named_axes, 4, str(tmp_path), case, local=1)
 
 
-def job_refusals() -> None:
+@on_ranks(4, local=1)
+def test_dtensors_that_cannot_be_cut_are_refused_by_name() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     shard_dp = SimpleNamespace(shard="dp", replicate=None)
     for placements in ([R, Partial()], [Partial(), Shard(0)], [R, _StridedShard(0, split_factor=2)]):
@@ -360,7 +358,3 @@ def job_refusals() -> None:
             laconic.fully_shard(module, mesh=mesh, dp_mesh_dims=SimpleNamespace(**names))
     laconic.fully_shard(module, mesh=mesh, dp_mesh_dims=shard_dp)
     assert torch.equal(module.weight.full_tensor(), whole)  # type: ignore[operator]
-
-
-def test_dtensors_that_cannot_be_cut_are_refused_by_name() -> None:
-    run_ranks(job_refusals, 4, local=1)

@@ -13,7 +13,7 @@ from laconic.ragged.redistribute import moved_elements, whole_on
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor, redistribute
 from tests.support.helpers import MESHES, Place, moved
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 SHAPES = [(7, 5), (11, 3), (), (2, 3, 4), (1,), (13,)]
 
@@ -90,7 +90,8 @@ def test_tensors_go_from_every_cut_to_every_cut(nodes: int, local: int) -> None:
     run_ranks(job_every_pair, nodes * local, local=local)
 
 
-def job_several_at_once() -> None:
+@on_ranks(3, local=1)
+def test_several_redistributions_are_under_way_at_once() -> None:
     cluster = Cluster.of(laconic.init_mesh("cpu"))
     specs = layouts(cluster)
     whole = [torch.arange(float(torch.Size(shape).numel())).view(shape) for shape in SHAPES]
@@ -106,10 +107,6 @@ def job_several_at_once() -> None:
     assert redistribute([], []).wait() == []
     with pytest.raises(ValueError, match=r"shape \(7, 5\) cannot be cut as one of shape \(11, 3\)"):
         redistribute(tensors[:1], specs["rows"][1:2])
-
-
-def test_several_redistributions_are_under_way_at_once() -> None:
-    run_ranks(job_several_at_once, 3, local=1)
 
 
 def test_moved_elements_by_hand() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import laconic
 from laconic.ragged.tensor import RaggedTensor
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 SHAPES = {
     "matrix": (5, 3),
@@ -183,7 +183,12 @@ def compare(name: str, x: Tensor, ragged: Any, cases: Iterable[str] = ALL) -> No
             torch.testing.assert_close(got, want, equal_nan=True, msg=lambda m, c=case: f"{name} {c}: {m}")
 
 
-def job_outer_axes() -> None:
+def test_reductions_equal_those_of_the_whole_tensor() -> None:
+    run_ranks(job, 3)
+
+
+@on_ranks(4)
+def test_reductions_over_outer_axes() -> None:
     """Parameters that another axis cuts or replicates first."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plain, sharded = Some(), Some()
@@ -194,11 +199,3 @@ def job_outer_axes() -> None:
     laconic.fully_shard(sharded, mesh=mesh["dp"])
     for name, x in plain.named_parameters():
         compare(name, x, sharded.get_parameter(name), SOME)
-
-
-def test_reductions_equal_those_of_the_whole_tensor() -> None:
-    run_ranks(job, 3)
-
-
-def test_reductions_over_outer_axes() -> None:
-    run_ranks(job_outer_axes, 4)

@@ -16,7 +16,7 @@ import laconic
 from laconic.optim import AdamW8bit, Muon, Shampoo, matrices_and_rest
 from laconic.ragged.tensor import RaggedTensor
 from tests.support.helpers import Net, build, inputs, shard, squared_error, train_step
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 WORLDS = [(3, 1), (2, 2)]
 """(ranks, ranks per node)."""
@@ -107,7 +107,9 @@ def assert_ragged(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 # -- full state dicts --------------------------------------------------------------------------------------------------
 
 
-def job_get_full() -> None:
+@pytest.mark.parametrize(("ranks", "local"), WORLDS)
+@on_ranks("ranks", local="local")
+def test_full_state_dicts_are_those_of_the_unsharded_model() -> None:
     want = both(*trained(build(Mixed)), full_state_dict=True)
     model, optimizer = trained(sharded())
     assert_same(both(model, optimizer, full_state_dict=True), want)
@@ -120,11 +122,6 @@ def job_get_full() -> None:
     trainable = dsd.StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
     assert "table" not in dsd.get_model_state_dict(model, options=trainable)
     assert_ragged(model, optimizer)
-
-
-@pytest.mark.parametrize(("ranks", "local"), WORLDS)
-def test_full_state_dicts_are_those_of_the_unsharded_model(ranks: int, local: int) -> None:
-    run_ranks(job_get_full, ranks, local=local)
 
 
 def job_one_at_a_time(patch: pytest.MonkeyPatch) -> None:
@@ -157,11 +154,8 @@ def with_patch(job: Any) -> None:
 
 @pytest.mark.parametrize("broadcast", [True, False])
 @pytest.mark.parametrize(("ranks", "local"), WORLDS)
-def test_full_state_dicts_load(ranks: int, local: int, broadcast: bool) -> None:
-    run_ranks(job_set_full, ranks, broadcast, local=local)
-
-
-def job_set_full(broadcast: bool) -> None:
+@on_ranks("ranks", local="local")
+def test_full_state_dicts_load(broadcast: bool) -> None:
     want = both(*trained(build(Mixed)), full_state_dict=True)
     given = want if not broadcast or dist.get_rank() == 0 else {"model": {}, "optim": {}}
     options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
@@ -189,7 +183,8 @@ def copied(tree: Any) -> Any:
     return [copied(value) for value in tree] if isinstance(tree, list) else tree
 
 
-def job_plain_optimizer_state() -> None:
+@on_ranks(3, local=1)
+def test_whole_optimizer_state_is_cut_when_it_is_loaded() -> None:
     want = trained(build(Mixed))[1].state_dict()
     model, optimizer = trained(sharded(), 1)
     optimizer.load_state_dict(want)  # whole tensors, by torch's own method
@@ -197,14 +192,11 @@ def job_plain_optimizer_state() -> None:
     assert_same(whole(optimizer.state_dict()), flat(want))
 
 
-def test_whole_optimizer_state_is_cut_when_it_is_loaded() -> None:
-    run_ranks(job_plain_optimizer_state, 3, local=1)
-
-
 # -- sharded state dicts -----------------------------------------------------------------------------------------------
 
 
-def job_sharded() -> None:
+@on_ranks(3, local=1)
+def test_sharded_state_dicts_load() -> None:
     model, optimizer = trained(sharded())
     states = both(model, optimizer)
     want = whole(states)
@@ -217,10 +209,6 @@ def job_sharded() -> None:
     )
     assert_same(whole(both(other, other_optimizer)), want)
     assert_ragged(other, other_optimizer)
-
-
-def test_sharded_state_dicts_load() -> None:
-    run_ranks(job_sharded, 3, local=1)
 
 
 # -- laconic's optimizers, whose state has other cuts than the parameters ----------------------------------------------

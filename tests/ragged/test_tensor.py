@@ -22,7 +22,7 @@ from laconic.comm.collectives import Communicator
 from laconic.layout.bucket import Extent
 from laconic.ragged.tensor import RaggedTensor
 from tests.support.helpers import build, moved, ragged, shard, whole
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 RANKS = 4
 
@@ -279,7 +279,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def job_optimizers() -> None:
+@pytest.mark.parametrize(("world_size", "local"), [(3, 1), (4, 2)])
+@on_ranks("world_size", local="local")
+def test_optimizers_step_ragged_parameters_as_plain_ones() -> None:
     for name, make in OPTIMIZERS.items():
         plain, sharded = build(Odd), make_odd()
         optimizers = [make(model.parameters()) for model in (plain, sharded)]
@@ -292,12 +294,9 @@ def job_optimizers() -> None:
             torch.testing.assert_close(got.full_tensor(), want.detach(), rtol=1e-6, atol=1e-7, msg=f"{name}: {key}")
 
 
-@pytest.mark.parametrize(("world_size", "local"), [(3, 1), (4, 2)])
-def test_optimizers_step_ragged_parameters_as_plain_ones(world_size: int, local: int) -> None:
-    run_ranks(job_optimizers, world_size, local=local)
-
-
-def job_norms() -> None:
+@pytest.mark.parametrize(("world_size", "local"), [(1, 1), (3, 3), (4, 2)])
+@on_ranks("world_size", local="local")
+def test_norms_and_clipping_use_the_whole_tensors() -> None:
     plain, sharded = build(Odd), make_odd()
     ragged_parameters = [p for p in sharded.parameters() if p.numel()]  # torch has no infinity norm of an empty tensor
     parameters = [p for p in plain.parameters() if p.numel()]
@@ -327,22 +326,14 @@ def job_norms() -> None:
     )
 
 
-@pytest.mark.parametrize(("world_size", "local"), [(1, 1), (3, 3), (4, 2)])
-def test_norms_and_clipping_use_the_whole_tensors(world_size: int, local: int) -> None:
-    run_ranks(job_norms, world_size, local=local)
-
-
-def job_half_norm(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@on_ranks(2, local=1)
+def test_norms_of_half_precision_do_not_overflow(dtype: torch.dtype) -> None:
     """fp16 cannot hold the square of 640; bf16 would add squares with eight bits."""
     model = laconic.fully_shard(nn.Linear(64, 64, bias=False).to(dtype), mesh=laconic.init_mesh("cpu"))
     model.weight.grad = torch.zeros_like(model.weight).fill_(10.0)
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     assert float(norm) == 640.0
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_norms_of_half_precision_do_not_overflow(dtype: torch.dtype) -> None:
-    run_ranks(job_half_norm, 2, dtype, local=1)
 
 
 def job_control_bytes() -> None:
@@ -383,7 +374,8 @@ def test_clipping_costs_one_message_and_full_tensor_moves_each_element_once() ->
     run_ranks(job_control_bytes, 4, local=2)
 
 
-def job_any() -> None:
+@on_ranks(3, local=1)
+def test_any_and_all_cover_all_ranks() -> None:
     model = make_odd()
     vector = model.vector.detach()
     assert not bool((vector > 100).any())
@@ -394,7 +386,8 @@ def job_any() -> None:
     assert not bool((vector < 100).all())
 
 
-def job_trunc_normal() -> None:
+@on_ranks(4, local=2)
+def test_truncated_normals_equal_the_unsharded_ones() -> None:
     for bounds in ((-2.0, 2.0), (0.5, 4.0), (2.0, 5.0)):
         want = torch.empty(37, 11)
         torch.manual_seed(1)
@@ -403,14 +396,6 @@ def job_trunc_normal() -> None:
         torch.manual_seed(1)
         nn.init.trunc_normal_(model.weight, 0.0, 1.0, *bounds)
         assert torch.equal(model.weight.full_tensor(), want), bounds
-
-
-def test_any_and_all_cover_all_ranks() -> None:
-    run_ranks(job_any, 3, local=1)
-
-
-def test_truncated_normals_equal_the_unsharded_ones() -> None:
-    run_ranks(job_trunc_normal, 4, local=2)
 
 
 def job_scaler(poisoned_rank: int | None) -> bool:

@@ -15,6 +15,9 @@ This module does not import laconic: `unchanged.py` launches ranks that import i
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -112,6 +115,35 @@ def run_ranks(
 ) -> list[Any]:
     """Run `function(*args)` on `world_size` ranks with Gloo, `local` on each node; see `launch`."""
     return launch(function, *args, num_ranks=world_size, num_local=local, timeout_s=timeout_s)
+
+
+def on_ranks(
+    world_size: int | str, *, local: int | str | None = None, timeout_s: float = 90
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test as `run_ranks` does: its body is what each rank does, with the test's arguments.
+
+    A number may be the name of an argument that has it, from `pytest.mark.parametrize`; the body may do without it.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(test)
+        named = {name for name in (world_size, local) if isinstance(name, str)} - own.parameters.keys()
+
+        @functools.wraps(test)
+        def start(**arguments: Any) -> None:
+            size, on_node = (arguments[it] if isinstance(it, str) else it for it in (world_size, local))
+            given = {name: argument for name, argument in arguments.items() if name not in named}
+            run_ranks(_run_body, size, test.__module__, test.__name__, given, local=on_node, timeout_s=timeout_s)
+
+        more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in sorted(named)]
+        start.__signature__ = own.replace(parameters=[*own.parameters.values(), *more])  # type: ignore[attr-defined]
+        return start
+
+    return decorate
+
+
+def _run_body(module: str, test: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), test).__wrapped__(**arguments)
 
 
 def torchrun_environment(rank: int, num_ranks: int, num_local: int, port: int) -> dict[str, str]:
