@@ -14,8 +14,7 @@ from laconic.config import Config
 from laconic.config.job import from_dict
 from laconic.integrations import LaconicArguments
 from laconic.plan.cluster_file import cluster_from_dict
-from tests.docs.blocks import ROOT, Block, blocks
-from tests.docs.commands import check, commands
+from tests.docs.blocks import ROOT, Block, blocks, check, commands
 from tests.docs.scenes import scene
 from tests.support.launch import run_ranks
 

@@ -1,14 +1,20 @@
-"""The pages are complete: every public name and every page has its place."""
+"""The pages are complete and true: public names, pages, messages, promises, and ways to install laconic."""
 
 from __future__ import annotations
 
+import ast
 import re
+import subprocess
+import tomllib
+from pathlib import Path
 
 import laconic
 import laconic.integrations
 import laconic.optim
+from laconic.extras import how_to_install
 from tests.docs import strategies
 from tests.docs.blocks import ROOT
+from tests.faults.__main__ import BENCHMARK
 
 
 def test_the_reference_has_every_public_name() -> None:
@@ -32,3 +38,117 @@ def test_the_first_screen_defines_the_three_words() -> None:
 def test_the_list_of_strategies_is_the_registrys() -> None:
     page = strategies.PAGE.read_text(encoding="utf-8")
     assert page == strategies.render(page), "run python -m tests.docs.strategies"
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def texts() -> list[str]:
+    """Every string of the sources; `...` stands for a value that is put in."""
+    found = []
+    for path in (ROOT / "src" / "laconic").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(p.value) if isinstance(p, ast.Constant) else "..." for p in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_every_message_on_the_page_of_errors_exists() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^\| `(.*?)` \|", page, re.MULTILINE)
+    assert len(messages) > 50
+    sources = texts()
+    unknown = [text for text in messages if not any(_is_in(text, source) for source in sources)]
+    assert not unknown
+
+
+def _is_in(message: str, source: str) -> bool:
+    """Whether the parts of a message between `...` stand in the source, in this order."""
+    return re.search(r".*".join(map(re.escape, message.split("..."))), source, re.DOTALL) is not None
+
+
+# -- promises ----------------------------------------------------------------------------------------------------------
+
+
+CAMPAIGNS = BENCHMARK.rows.keys() - BENCHMARK.sections.keys()
+"""The campaigns of faults; `mend` and `parity` have sections of their own."""
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in (ROOT / "docs/promises.md").read_text().splitlines()
+    if line.startswith("|") and not line.startswith(("|---", "| promise"))
+]
+
+
+def test_each_promise_names_what_proves_it() -> None:
+    named: set[str] = set()
+    for promise, _, tests, campaigns in ROWS:
+        files, rows = re.findall(r"`([^`]+)`", tests), re.findall(r"`([^`]+)`", campaigns)
+        assert files or rows, promise
+        for file in files:
+            assert "def test_" in (ROOT / file).read_text(), f"{promise}: {file}"
+        assert set(rows) <= CAMPAIGNS, promise
+        named.update(rows)
+    assert named == CAMPAIGNS - {"crash-states-elsewhere"}, "a campaign proves no promise"
+
+
+# -- install ----------------------------------------------------------------------------------------------------------
+
+
+_PROMISE = re.compile(
+    r"pip3? install[^\n]*?[\s'\"`](?<!clone of )laconic(?!\w)(?!\[[\w{},]+\] @ )|[`'\"]laconic\[\w[\w,]*\](?! @ )"
+)
+
+
+def test_no_text_promises_an_index() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md", "*.py", "*.toml", "Makefile"],
+        cwd=ROOT, capture_output=True, text=True, timeout=30, check=True,
+    ).stdout.split()  # fmt: skip
+    exempt = {
+        "pyproject.toml",
+        "contestants/pyproject.toml",
+        str(Path(__file__).relative_to(ROOT)),
+    }  # extras of pyproject.toml name other extras
+    promises = [
+        f"{name}: {match[0]}"
+        for name in listed
+        if name not in exempt
+        for match in _PROMISE.finditer((ROOT / name).read_text(encoding="utf-8"))
+    ]
+    assert listed
+    assert promises == []
+
+
+def test_the_search_finds_promises() -> None:
+    for text in ("pip install laconic", "pip install 'laconic[trl]'", "`laconic[trl]`", 'pip install -U "laconic"'):
+        assert _PROMISE.search(text), text
+    for text in ("pip install '.[trl]' in a clone of laconic", how_to_install("trl"), "pip install -e ."):
+        assert not _PROMISE.search(text), text
+
+
+def test_extras_in_texts_exist() -> None:
+    extras = {
+        extra
+        for folder in (ROOT, ROOT / "contestants")
+        for extra in tomllib.loads((folder / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    }
+    code = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    named = set(re.findall(r"how_to_install\(['\"](\w+)['\"]", code))
+    assert named
+    assert named <= extras
+
+
+def test_the_two_wheels_share_out_the_package() -> None:
+    """The wheel of laconic leaves out the room that the wheel of laconic-contestants fills, of the same version."""
+    own, theirs = (
+        tomllib.loads((ROOT / name).read_text()) for name in ("pyproject.toml", "contestants/pyproject.toml")
+    )
+    left_out = own["tool"]["hatch"]["build"]["targets"]["wheel"]["exclude"]
+    filled = theirs["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    assert {f"../{room}": room.removeprefix("src/") for room in left_out} == filled
+    assert all((ROOT / room / "__init__.py").exists() for room in left_out)
+    version = own["project"]["version"]
+    assert theirs["project"]["version"] == version
+    assert theirs["project"]["dependencies"] == [f"laconic[train]=={version}"]
