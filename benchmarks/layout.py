@@ -27,7 +27,7 @@ from laconic.compare import Case, Comparison, Result
 from laconic.compare.progress import ConsoleReporter
 from laconic.compare.table import markdown
 from laconic.config import load
-from laconic.layout import packing, planner
+from laconic.layout import packing
 from laconic.layout.explain import Cause, Explanation, explain
 from laconic.layout.granularity import rows
 from laconic.plan.padding import plan_of
@@ -120,7 +120,7 @@ def _measure(layer: UnitShapes, num_ranks: int, num_rows: int) -> Padding:
 def plan_time_s(layer: UnitShapes, num_ranks: int, num_rows: int) -> float:
     """Return the CPU seconds of this thread to plan a layer with empty caches."""
     packing.pack.cache_clear()
-    planner.best_parts.cache_clear()
+    packing.best_parts.cache_clear()
     begin = time.thread_time()
     plan_of(layer, num_ranks, rows(num_rows), itemsize=_BF16_BYTES)
     return time.thread_time() - begin
@@ -163,7 +163,7 @@ def padding_row(bench: Bench, *, num_rows: int, limit: float) -> Row:
         is_met=worst.planned <= limit and excess <= 0.02,
         note=(
             f"{each}. Worst on {worst.num_ranks} ranks; furthest above the other rules, which keep single rows whole "
-            f"whatever the block, on {furthest.num_ranks}. bf16, shards on 16 bytes, at most {planner.MAX_BUCKETS} "
+            f"whatever the block, on {furthest.num_ranks}. bf16, shards on 16 bytes, at most {packing.MAX_BUCKETS} "
             f"buckets, {_buckets(cases)}."
         ),
     )

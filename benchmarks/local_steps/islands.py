@@ -28,7 +28,7 @@ from benchmarks.llama import Llama
 from laconic.comm.launch import ExitWithoutTeardown
 from laconic.config import DataConfig, OptimizerConfig
 from laconic.data import tokens as data
-from laconic.data.sampler import Sampler
+from laconic.data.batches import Sampler
 from laconic.hf.tokenizer import load_tokenizer
 from laconic.lab.counters import interface_bytes
 from laconic.strategies.learning_rates import lr_at

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from laconic import checkpoint
 from laconic.checkpoint import commit, storage
 from laconic.checkpoint.asynchronous import HostMemory
+from laconic.store import folder as store
 from laconic.store.folder import CrashPoint, damage
-from tests.checkpoint import background
+from tests.checkpoint import zoo
+from tests.support.jobs import job, train_all
 from tests.support.launch import run_ranks
 
 
 def test_a_save_has_the_state_at_the_call_to_the_bit(tmp_path: Path) -> None:
-    for seen in run_ranks(background.save_while_training, 3, str(tmp_path)):
+    for seen in run_ranks(save_while_training, 3, str(tmp_path)):
         assert seen["under_way"] == [(False, True), (False, True)]
         assert seen["folder of 4"] == str(tmp_path / "async" / "step-4")
     for step in (2, 4):
@@ -35,7 +41,7 @@ def test_a_save_has_the_state_at_the_call_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_one_save_is_under_way_at_a_time(tmp_path: Path) -> None:
-    for passed in run_ranks(background.one_at_a_time, 2, str(tmp_path)):
+    for passed in run_ranks(one_at_a_time, 2, str(tmp_path)):
         names = [line.split(":")[0] for line in passed]
         assert names == sorted(names)
         assert {"save step 1", "save step 2"} == set(names)
@@ -43,7 +49,7 @@ def test_one_save_is_under_way_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_raised_by_the_next_call_on_every_rank(tmp_path: Path) -> None:
-    for said in run_ranks(background.fail_in_the_background, 2, str(tmp_path)):
+    for said in run_ranks(fail_in_the_background, 2, str(tmp_path)):
         assert [said[0], said[1], said[3]] == ["begun"] * 3
         for message in (said[2], said[4]):
             assert "rank 1: extra['extra']['thing'] is a object" in message
@@ -54,8 +60,8 @@ def test_a_failure_is_raised_by_the_next_call_on_every_rank(tmp_path: Path) -> N
 @pytest.mark.parametrize("point", [CrashPoint.WRITTEN, CrashPoint.LISTED, CrashPoint.COMMITTED])
 def test_a_kill_leaves_a_complete_checkpoint(point: CrashPoint, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"died with exit code|failed"):
-        run_ranks(background.die_while_training, 2, str(tmp_path), point)
-    step, state = run_ranks(background.load_newest, 1, str(tmp_path))[0]
+        run_ranks(die_while_training, 2, str(tmp_path), point)
+    step, state = run_ranks(load_newest, 1, str(tmp_path))[0]
     assert step == (4 if point == CrashPoint.COMMITTED else 2)
     assert torch.equal(state["up.bias.step"], torch.tensor(2.0))
 
@@ -138,3 +144,137 @@ def _everything(folder: Path) -> dict[str, Any]:
 
 def _equal(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+# -- background --------------------------------------------------------------------------------------------------------
+
+
+def _made() -> tuple[zoo.Zoo, torch.optim.Optimizer]:
+    model = zoo.shard(zoo.make_zoo(seed=0))
+    optimizer = zoo.Hoarder(model.parameters())
+    zoo.train(model, optimizer)
+    return model, optimizer
+
+
+def save_while_training(folder: str) -> dict[str, Any]:
+    """Save the same state with and without the background, twice. Training goes on while the background saves wait."""
+    model, optimizer = _made()
+    extra = {"rank": dist.get_rank(), "tensor": torch.ones(2), "rng": checkpoint.rng_state()}
+    arguments: dict[str, Any] = {"model": model, "optimizer": optimizer, "extra": extra}
+    seen: dict[str, Any] = {"under_way": []}
+    go_on = threading.Event()
+    with checkpoint.AsyncSaver(f"{folder}/async") as saver:
+        assert saver.wait() is None
+        for step in (2, 4):
+            checkpoint.save_checkpoint(f"{folder}/sync", step, **arguments)
+            go_on.clear()
+            store.on_crash_point = lambda point: point != CrashPoint.BEGUN or go_on.wait(60) or None
+            saver.save(step, **arguments)
+            model.seen.fill_(-1)
+            extra["tensor"].mul_(2)
+            optimizer.param_groups[0]["lr"] *= 0.5
+            zoo.train(model, optimizer)  # training has collectives too, while the save's collectives wait
+            seen["under_way"].append((os.path.exists(f"{folder}/async/step-{step}"), not go_on.is_set()))
+            go_on.set()
+            seen[f"folder of {step}"] = str(saver.wait())
+            store.on_crash_point = None
+            dist.barrier()
+    return seen
+
+
+def one_at_a_time(folder: str) -> list[str]:
+    """Begin two saves without a wait between them. Returns the crash points in the order in which this rank passes."""
+    model, optimizer = _made()
+    passed: list[str] = []
+    store.on_crash_point = lambda point: passed.append(f"{threading.current_thread().name}: {point}")
+    with checkpoint.AsyncSaver(folder) as saver:
+        for step in (1, 2):
+            saver.save(step, model=model, optimizer=optimizer, extra={})
+    return passed
+
+
+def fail_in_the_background(folder: str) -> list[str]:
+    """Return the outcome of each call: a save, a save that rank 1 cannot encode, a call that raises its error, ..."""
+    model, optimizer = _made()
+    saver = checkpoint.AsyncSaver(folder)
+    bad = {"thing": object() if dist.get_rank() == 1 else 1}
+    outcomes = []
+    for step, extra in ((1, {}), (2, bad), (3, {}), (4, {})):
+        try:
+            saver.save(step, model=model, optimizer=optimizer, extra=extra)
+            outcomes.append("begun")
+        except checkpoint.CheckpointError as error:
+            outcomes.append(str(error))
+    saver.wait()
+    with checkpoint.AsyncSaver(folder) as other:
+        other.save(5, model=model, optimizer=optimizer, extra=bad)
+        try:
+            other.wait()
+        except checkpoint.CheckpointError as error:
+            outcomes.append(str(error))
+    return outcomes
+
+
+def die_while_training(folder: str, point: CrashPoint) -> None:
+    """Kill one rank in the background of the second save, at `point`, while training goes on."""
+    model, optimizer = _made()
+    saver = checkpoint.AsyncSaver(folder)
+    saver.save(2, model=model, optimizer=optimizer, extra={})
+    saver.wait()
+    dist.barrier()
+    rank = 1 if point == CrashPoint.WRITTEN else 0
+
+    def kill(passed: CrashPoint) -> None:
+        if passed == point and dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    store.on_crash_point = kill
+    saver.save(4, model=model, optimizer=optimizer, extra={})
+    while True:
+        zoo.train(model, optimizer)
+
+
+def load_newest(folder: str) -> tuple[int, dict[str, torch.Tensor]]:
+    """Return the newest checkpoint's step and state."""
+    model = zoo.shard(zoo.make_zoo(seed=1))
+    optimizer = zoo.Hoarder(model.parameters())
+    loaded = checkpoint.load_checkpoint(folder, model=model, optimizer=optimizer)
+    assert loaded is not None
+    return loaded["step"], zoo.whole(model, optimizer)
+
+
+# -- trainer -----------------------------------------------------------------------------------------------------------
+
+
+STRATEGIES = ("laconic", "fsdp2", "ddp")
+
+
+def test_saving_in_the_background_changes_nothing(tmp_path: Path) -> None:
+    configs = []
+    for strategy in STRATEGIES:
+        shared: dict[str, Any] = {"shard": {"strategy": strategy}, "optimizer": {"name": "adamw"}}
+        sync, cut = str(tmp_path / f"{strategy} sync"), str(tmp_path / f"{strategy} async")
+        configs += [
+            job(tmp_path, **shared, train={"output": sync, "save_every": 1}),
+            job(tmp_path, **shared, train={"output": cut, "save_every": 1, "steps": 3, "async_save": True}),
+            job(tmp_path, **shared, train={"output": cut, "save_every": 1, "resume": "auto", "async_save": True}),
+        ]
+    summaries = run_ranks(train_all, 2, configs)[0]
+    for index, strategy in enumerate(STRATEGIES):
+        unbroken, start, rest = summaries[3 * index : 3 * index + 3]
+        assert rest["start_step"] == 3
+        assert start["losses"] + rest["losses"] == unbroken["losses"]
+        folders = [tmp_path / f"{strategy} {way}" / "checkpoints" for way in ("sync", "async")]
+        for folder in folders:
+            assert [candidate.folder.name for candidate in commit.candidates(folder)] == ["step-4", "step-3"]
+        for step in (3, 4):
+            expected, found = (_tensors(folder / f"step-{step}") for folder in folders)
+            assert found.keys() == expected.keys()
+            assert len(found) > 60
+            for key, tensor in expected.items():
+                assert torch.equal(found[key], tensor), (strategy, step, key)
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    metadata = storage.read_metadata(folder)
+    return storage.read_values(folder, metadata, storage.tensors_of(metadata))

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
-from tests.checkpoint import sizes
-from tests.checkpoint.sizes import OPTIMIZERS, Seen
+from laconic import _compat, checkpoint
+from laconic.optim.adamw8bit import AdamW8bit
+from laconic.optim.muon import Muon
+from laconic.shard.unit import unit_of
+from tests.checkpoint import zoo
 from tests.support.launch import run_ranks
 
 
@@ -16,7 +33,7 @@ from tests.support.launch import run_ranks
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Seen]]:
     """Save on two nodes of two ranks."""
     folder = tmp_path_factory.mktemp("saved")
-    seen = run_ranks(sizes.save_each, 4, str(folder), local=2)[0]
+    seen = run_ranks(save_each, 4, str(folder), local=2)[0]
     assert all(one.shard_dropped for one in seen.values())
     return folder, seen
 
@@ -24,15 +41,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, See
 @pytest.mark.parametrize(("world_size", "local"), [(3, 3), (1, 1), (6, 3)])
 def test_any_number_of_ranks_loads_it(world_size: int, local: int, saved: tuple[Path, dict[str, Seen]]) -> None:
     folder, expected = saved
-    for rank, seen in enumerate(run_ranks(sizes.load_each, world_size, str(folder), local=local)):
+    for rank, seen in enumerate(run_ranks(load_each, world_size, str(folder), local=local)):
         for name in OPTIMIZERS:
             assert_same(seen[name], expected[name], f"{name} on rank {rank}")
 
 
 def test_fsdp2_reads_and_is_read(tmp_path: Path) -> None:
     """FSDP2 on 4 ranks -> laconic on 3, and laconic on 4 -> FSDP2 on 3, in every usual layout."""
-    expected = run_ranks(sizes.save_both_ways, 4, str(tmp_path), local=2)[0]
-    for seen in run_ranks(sizes.load_both_ways, 3, str(tmp_path)):
+    expected = run_ranks(save_both_ways, 4, str(tmp_path), local=2)[0]
+    for seen in run_ranks(load_both_ways, 3, str(tmp_path)):
         assert len(seen) == 11
         for (what, who), found in seen.items():
             assert_same(found, expected["fsdp2" if "fsdp2" in what else "laconic"], f"{what} by {who}")
@@ -40,8 +57,8 @@ def test_fsdp2_reads_and_is_read(tmp_path: Path) -> None:
 
 def test_no_state_crosses_the_wire(tmp_path: Path) -> None:
     """With sixty times the state in as many tensors, messages grow only by the digits of sizes."""
-    small = run_ranks(sizes.bytes_on_the_wire, 2, str(tmp_path / "small"), 16)[0]
-    large = run_ranks(sizes.bytes_on_the_wire, 2, str(tmp_path / "large"), 4096)[0]
+    small = run_ranks(bytes_on_the_wire, 2, str(tmp_path / "small"), 16)[0]
+    large = run_ranks(bytes_on_the_wire, 2, str(tmp_path / "large"), 4096)[0]
     assert large["state"] > 60 * small["state"]
     for what in small.keys() - {"state"}:
         assert 0 < large[what] < 1.1 * small[what] + 200, (what, small, large)
@@ -54,3 +71,205 @@ def assert_same(seen: Seen, expected: Seen, what: str) -> None:
         assert torch.equal(seen.whole[name], value), (what, name)
     assert seen.numbers == expected.numbers, what
     torch.testing.assert_close(seen.logits, expected.logits, rtol=1e-5, atol=1e-6, msg=what)
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+def _muon(model: nn.Module) -> torch.optim.Optimizer:
+    parameters = list(model.parameters())
+    matrices = [parameter for parameter in parameters if parameter.ndim == 2 and parameter.numel()]
+    rest = [parameter for parameter in parameters if all(parameter is not matrix for matrix in matrices)]
+    return Muon([{"params": matrices}, {"params": rest, "algorithm": "adamw"}], lr=0.05)
+
+
+_MIN_8BIT_SIZE = 8
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "foreach": lambda model: torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True),
+    "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.05, fused=True),
+    "own state": lambda model: zoo.Hoarder(model.parameters(), lr=0.05),
+    "adamw8bit": lambda model: AdamW8bit(model.parameters(), lr=0.05, min_8bit_size=_MIN_8BIT_SIZE),
+    "muon": _muon,
+}
+OTHER_KERNELS = {"foreach": "fused", "fused": "foreach"}
+
+
+def _sharded_for(name: str, *, seed: int) -> zoo.Zoo:
+    granularity = partial(AdamW8bit.granularity, min_8bit_size=_MIN_8BIT_SIZE) if name == "adamw8bit" else None
+    return zoo.shard(zoo.make_zoo(seed=seed), granularity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """All tensors, gathered, and the model's output on one rank."""
+
+    whole: dict[str, Tensor]
+    logits: Tensor
+    numbers: dict[str, Any]
+    shard_dropped: bool = False
+
+
+def look(model: zoo.Zoo, optimizer: torch.optim.Optimizer) -> Seen:
+    unit = unit_of(model.frozen)
+    numbers = {
+        f"{index}.{key}": value
+        for index, kept in enumerate(optimizer.state.values())
+        for key, value in kept.items()
+        if not isinstance(value, Tensor)
+    }
+    numbers["betas"] = optimizer.param_groups[0].get("betas")
+    everything = zoo.whole(model, optimizer)
+    return Seen(
+        whole=everything,
+        logits=zoo.logits(model),
+        numbers=numbers,
+        shard_dropped=unit is not None and unit.buckets[0].is_shard_dropped,
+    )
+
+
+def save_each(folder: str) -> dict[str, Seen]:
+    """Save one checkpoint for each optimizer."""
+    seen = {}
+    for name, make in OPTIMIZERS.items():
+        model = _sharded_for(name, seed=0)
+        optimizer = make(model)
+        optimizer.param_groups[0]["lr"] = 0.125
+        zoo.train(model, optimizer)
+        checkpoint.save_checkpoint(f"{folder}/{name}", 2, model=model, optimizer=optimizer, extra={})
+        seen[name] = look(model, optimizer)
+    return seen
+
+
+def load_each(folder: str) -> dict[str, Seen]:
+    """Load into models with other values, some gathered or cached, and into optimizers with other kernels."""
+    seen = {}
+    for name in OPTIMIZERS:
+        model = _sharded_for(name, seed=1)
+        kernels = OTHER_KERNELS.get(name, name)
+        optimizer = OPTIMIZERS[kernels](model)
+        zoo.train(model, optimizer, steps=1)
+        assert checkpoint.load_checkpoint(f"{folder}/{name}", model=model, optimizer=optimizer) == {"step": 2}
+        assert optimizer.param_groups[0]["lr"] == 0.125
+        assert bool(optimizer.param_groups[0].get("fused")) == (kernels == "fused")
+        seen[name] = look(model, optimizer)
+        zoo.train(model, optimizer, steps=1)
+    return seen
+
+
+# -- with FSDP2 --------------------------------------------------------------------------------------------------------
+
+
+def torch_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The tree that PyTorch's tutorials save and load."""
+    return {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+
+
+def torch_load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Load a folder as a program without laconic does."""
+    saved = torch_state(model, optimizer)
+    dcp.load(saved, checkpoint_id=folder)
+    set_model_state_dict(model, saved["model"])
+    set_optimizer_state_dict(model, optimizer, saved["optim"])
+
+
+def save_both_ways(folder: str) -> dict[str, Seen]:
+    """Save FSDP2's state in three layouts, and laconic's state by its own function and by torch's."""
+    fsdp2, fsdp2_optimizer = _trained(zoo.shard_fsdp2)
+    dcp.save(torch_state(fsdp2, fsdp2_optimizer), checkpoint_id=f"{folder}/fsdp2")
+    flattened = StateDictOptions(flatten_optimizer_state_dict=True)
+    titan = {
+        **get_model_state_dict(fsdp2),
+        "optimizer": get_optimizer_state_dict(fsdp2, fsdp2_optimizer, options=flattened),
+        "train_state": {"step": 2},
+    }
+    dcp.save(titan, checkpoint_id=f"{folder}/fsdp2 flattened")
+    deeper = {"app": torch_state(fsdp2, fsdp2_optimizer)}
+    dcp.save(deeper, checkpoint_id=f"{folder}/fsdp2 deeper")
+    sharded, sharded_optimizer = _trained(zoo.shard)
+    checkpoint.save_checkpoint(f"{folder}/laconic", 2, model=sharded, optimizer=sharded_optimizer, extra={})
+    dcp.save(torch_state(sharded, sharded_optimizer), checkpoint_id=f"{folder}/laconic by torch")
+    return {"fsdp2": look(fsdp2, fsdp2_optimizer), "laconic": look(sharded, sharded_optimizer)}
+
+
+def load_both_ways(folder: str) -> dict[tuple[str, str], Seen]:
+    """Load each folder by laconic and by torch. Returns what was loaded by (folder, loader)."""
+    seen = {}
+    for saved in ("fsdp2", "fsdp2 flattened", "fsdp2 deeper", "laconic/step-2", "laconic by torch"):
+        model, optimizer = _fresh(zoo.shard)
+        assert not checkpoint.load_dcp(f"{folder}/{saved}", model=model, optimizer=optimizer)
+        seen[saved, "laconic"] = look(model, optimizer)
+        assert optimizer.param_groups[0]["lr"] == 0.125
+    for saved in ("fsdp2", "laconic/step-2", "laconic by torch"):
+        for name, spread in (("fsdp2", zoo.shard_fsdp2), ("laconic by torch", zoo.shard)):
+            model, optimizer = _fresh(spread)
+            torch_load(f"{folder}/{saved}", model, optimizer)
+            seen[saved, name] = look(model, optimizer)
+            assert optimizer.param_groups[0]["lr"] == 0.125
+    return seen
+
+
+def _trained(spread: Callable[[zoo.Zoo], zoo.Zoo]) -> tuple[zoo.Zoo, torch.optim.Optimizer]:
+    model = spread(zoo.make_zoo(seed=0, odd=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, betas=(0.8, 0.95))
+    optimizer.param_groups[0]["lr"] = 0.125
+    zoo.train(model, optimizer)
+    return model, optimizer
+
+
+def _fresh(spread: Callable[[zoo.Zoo], zoo.Zoo]) -> tuple[zoo.Zoo, torch.optim.Optimizer]:
+    model = spread(zoo.make_zoo(seed=1, odd=False))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+# -- bytes on the wire -------------------------------------------------------------------------------------------------
+
+_COMMUNICATING = {"all_", "reduce", "broadcast", "gather", "scatter", "send", "isend", "recv", "irecv", "barrier"}
+
+
+class Spy:
+    """Counts the bytes of every tensor that is handed to a function of torch.distributed, on any thread."""
+
+    def __init__(self) -> None:
+        from torch.distributed import distributed_c10d
+
+        self.num_bytes = self.num_calls = 0
+        for name in distributed_c10d.__all__:
+            function = getattr(distributed_c10d, name)
+            if name.startswith(tuple(_COMMUNICATING)) and callable(function) and not isinstance(function, type):
+                for module in (distributed_c10d, dist):
+                    setattr(module, name, self._counting(function))
+        for name in ("_all_gather_flat", "_reduce_scatter_flat"):  # laconic's own names of two of them
+            setattr(_compat, name, self._counting(getattr(_compat, name)))
+
+    def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.num_calls += 1
+            tensors = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self.num_bytes += sum(tensor.nbytes for tensor in tensors)
+            return function(*args, **kwargs)
+
+        return counted
+
+
+def bytes_on_the_wire(folder: str, hidden: int) -> dict[str, int]:
+    """Return the bytes that saves and loads send and receive, and the bytes of this rank's part of the state."""
+    model = zoo.shard(zoo.make_zoo(seed=0, hidden=hidden))
+    optimizer = torch.optim.AdamW(model.parameters())
+    zoo.train(model, optimizer)
+    saver = checkpoint.AsyncSaver(Path(folder) / "async")
+    before, spy, found = model.traffic.snapshot(), Spy(), {}  # type: ignore[operator]
+
+    def counted(name: str, action: Callable[[], Any]) -> None:
+        begun = spy.num_bytes
+        action()
+        found[name] = spy.num_bytes - begun
+
+    arguments: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    counted("save", lambda: checkpoint.save_checkpoint(folder, 1, extra={}, **arguments))
+    counted("load", lambda: checkpoint.load_checkpoint(folder, **arguments))
+    counted("load_dcp", lambda: checkpoint.load_dcp(f"{folder}/step-1", **arguments))
+    counted("save asynchronously", lambda: (saver.save(1, extra={}, **arguments), saver.wait()))
+    assert (model.traffic.snapshot() - before).total() == 0  # type: ignore[operator]
+    assert spy.num_calls > 0
+    local = [t.to_local() for t in zoo.optimizer_tensors(model, optimizer).values() if hasattr(t, "to_local")]
+    return {**found, "state": sum(tensor.nbytes for tensor in local)}

@@ -1,5 +1,8 @@
+"""Gathers and reductions along a level equal one process, and all bytes are counted."""
+
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 import laconic
 from laconic import _compat
 from laconic.comm.collectives import Communicator, all_reduce, pass_on, start_flags, swap_rows
-from laconic.comm.traffic import Purpose
+from laconic.comm.traffic import Purpose, Snapshot, Traffic
 from tests.reference import gather as reference
 from tests.support.helpers import MESHES
 from tests.support.launch import on_ranks, run_ranks
@@ -276,3 +279,60 @@ def test_rows_are_swapped_and_tensors_passed_on() -> None:
     assert landings[0].all()
     assert (landings[1] == last).all()
     assert (cluster.traffic.snapshot() - before).total("node", "control", "sent") == place + 24
+
+
+# -- traffic -----------------------------------------------------------------------------------------------------------
+
+
+def counted() -> Traffic:
+    traffic = Traffic()
+    traffic.count("node", "weights", sent_bytes=100, received_bytes=101)
+    traffic.count("local", "weights", sent_bytes=10, received_bytes=11)
+    traffic.count("island", "gradients", sent_bytes=1000, received_bytes=1001)
+    traffic.count("node", "gradients", sent_bytes=7, received_bytes=8)
+    traffic.count("node", "weights", sent_bytes=100, received_bytes=101)
+    return traffic
+
+
+def test_totals_by_level_purpose_and_direction() -> None:
+    now = counted().snapshot()
+    assert now.total("node", "weights", "sent") == 200
+    assert now.total("node", "weights") == 402
+    assert now.total("node", direction="received") == 210
+    assert now.total(purpose="gradients", direction="sent") == 1007
+    assert now.total() == 2439
+    assert now.total("island", "control") == 0
+
+
+def test_the_wire_is_the_island_and_the_node_level() -> None:
+    now = counted().snapshot()
+    assert now.wire() == 200 + 1000 + 7
+    assert now.wire("received", "weights") == 202
+
+
+def test_snapshots_subtract_and_stay_as_they_were() -> None:
+    traffic = counted()
+    before = traffic.snapshot()
+    traffic.count("node", "weights", sent_bytes=5, received_bytes=6)
+    traffic.count("node", "control", sent_bytes=4, received_bytes=4)
+    delta = traffic.snapshot() - before
+    assert delta.total("node", "weights", "sent") == 5
+    assert delta.total("node", "control", "received") == 4
+    assert delta.total("island") == 0
+    assert before.total("node", "weights", "sent") == 200
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        before.sizes = {}  # type: ignore[misc]
+
+
+def test_waiting_is_timed_by_level_even_when_it_fails() -> None:
+    traffic = Traffic()
+    with traffic.waiting("node"):
+        pass
+    assert set(traffic.snapshot().waits) == {"node"}
+    with pytest.raises(RuntimeError, match="lost"), traffic.waiting("local"):
+        raise RuntimeError("lost")
+    now = traffic.snapshot()
+    assert set(now.waits) == {"node", "local"}
+    assert now.waited_s() == now.waited_s("node") + now.waited_s("local")
+    assert (traffic.snapshot() - now).waited_s() == 0
+    assert Snapshot().waited_s() == 0

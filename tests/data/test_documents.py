@@ -11,9 +11,8 @@ import pytest
 
 from laconic.config import DataConfig, JobError, ModelConfig
 from laconic.data import tokens as data
-from laconic.data.batches import IGNORED, Division, TrainingData, pack_rows
+from laconic.data.batches import IGNORED, Division, EpochSampler, Sampler, TrainingData, pack_rows
 from laconic.data.documents import check_model
-from laconic.data.sampler import EpochSampler
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer import ByteTokenizer
 from tests.support.jobs import SMALL_LLAMA
@@ -163,3 +162,55 @@ def test_models_that_mix_documents_or_divide_for_themselves_are_refused(dtype: A
         check_model(lambda batch: mamba.get_input_embeddings().forward(position_ids=batch.position_ids), is_packed=True)
     with pytest.raises(JobError, match="takes no num_items_in_batch"):
         check_model(lambda batch: mamba(input_ids=batch.input_ids, labels=batch.labels), is_packed=False)
+
+
+# -- sampler -----------------------------------------------------------------------------------------------------------
+
+
+def sampler(**changes: int) -> Sampler:
+    return Sampler(**{"seed": 0, "num_tokens": 1000, "sequence_length": 8, "micro_batch_size": 2, **changes})
+
+
+def test_values_are_pinned() -> None:
+    """A resumed run on another machine or numpy must see the same rows; changing this breaks old checkpoints."""
+    assert sampler(accumulation=2).offsets(0).tolist() == PINNED_STEP_0
+    assert sampler(accumulation=2, seed=1).offsets(7).tolist() == PINNED_SEED_1_STEP_7
+
+
+PINNED_STEP_0 = [[374, 47], [786, 789]]
+PINNED_SEED_1_STEP_7 = [[788, 464], [19, 611]]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch_size", "accumulation"), [(1, 4, 3), (2, 2, 3), (3, 4, 1), (6, 1, 2)]
+)
+def test_the_global_batch_does_not_depend_on_how_it_is_cut(
+    world_size: int, micro_batch_size: int, accumulation: int
+) -> None:
+    whole = sampler(micro_batch_size=12).offsets(5).ravel()
+    parts = [
+        sampler(world_size=world_size, rank=rank, micro_batch_size=micro_batch_size, accumulation=accumulation).offsets(
+            5
+        )
+        for rank in range(world_size)
+    ]
+    assert all(part.shape == (accumulation, micro_batch_size) for part in parts)
+    assert sorted(np.concatenate(parts, axis=None)) == sorted(whole)
+
+
+def test_steps_and_seeds_differ() -> None:
+    drawn = [
+        sampler(micro_batch_size=16, seed=seed).offsets(step).tobytes() for seed in (0, 1, -1) for step in range(20)
+    ]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_every_position_is_drawn_and_none_beyond_the_end() -> None:
+    """All starts from 0 to num_tokens - sequence_length, about equally often."""
+    counts = np.bincount(
+        np.concatenate([sampler(num_tokens=17, micro_batch_size=500).offsets(step) for step in range(10)], axis=None)
+    )
+    assert len(counts) == 10
+    assert counts.min() > 400
+    assert counts.max() < 600
+    assert sampler(num_tokens=8).offsets(3).tolist() == [[0, 0]]

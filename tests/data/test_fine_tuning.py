@@ -12,8 +12,8 @@ import torch
 
 from laconic.config import Config, load
 from laconic.data import tokens as data
+from laconic.data.batches import EpochSampler
 from laconic.data.documents import RowFiles
-from laconic.data.sampler import EpochSampler
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer import ByteTokenizer
 from laconic.strategies.optimizers import make_optimizer

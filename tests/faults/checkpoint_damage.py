@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from laconic.checkpoint import commit
-from tests.faults import saves, stored
+from tests.faults import saves
 from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.support.record import Row
 
@@ -55,7 +55,7 @@ def mutate(newest: Path, before: Path, choice: random.Random) -> str:
     return f"{kind} {path.name} at {where} of {len(data)}"
 
 
-def damaged_loads(folder: Path, count: int, *, seed: int = 0) -> Iterator[tuple[str, stored.Loaded]]:
+def damaged_loads(folder: Path, count: int, *, seed: int = 0) -> Iterator[tuple[str, saves.Loaded]]:
     """Yield mutations that changed the newest checkpoint of the run `folder`, and what a resume then loads."""
     choice = random.Random(seed)
     newest, before = (candidate.folder for candidate in commit.candidates(folder)[:2])
@@ -66,7 +66,7 @@ def damaged_loads(folder: Path, count: int, *, seed: int = 0) -> Iterator[tuple[
         found = {path.name: path.read_bytes() if path.is_file() else None for path in newest.iterdir()}
         if found != intact:  # zeros may have been zeros
             done += 1
-            yield what, stored.load(folder)
+            yield what, saves.load(folder)
         for name in {*found, *intact}:
             path = newest / name
             if os.path.lexists(path) and not path.is_file():
@@ -74,7 +74,7 @@ def damaged_loads(folder: Path, count: int, *, seed: int = 0) -> Iterator[tuple[
             path.write_bytes(intact[name])
 
 
-def harm_of(loaded: stored.Loaded, before: stored.Loaded, newest: Path) -> str:
+def harm_of(loaded: saves.Loaded, before: saves.Loaded, newest: Path) -> str:
     """The harm of a mutation; empty if the user is warned of it, and has the checkpoint before."""
     if loaded.foreign:
         return "foreign errors"
@@ -90,10 +90,10 @@ def tally(folder: Path, count: int, *, seed: int = 0) -> tuple[Counter[str], lis
     newest = commit.candidates(folder)[0].folder
     aside = newest.rename(folder.with_name("aside"))
     (folder / commit.LATEST).rename(folder.with_name(commit.LATEST))
-    before = stored.load(folder)
+    before = saves.load(folder)
     aside.rename(newest)
     folder.with_name(commit.LATEST).rename(folder / commit.LATEST)
-    assert before.sequence == stored.load(folder).sequence - 1
+    assert before.sequence == saves.load(folder).sequence - 1
     assert not before.warned
     kinds, harmed = Counter[str](), []
     for what, loaded in damaged_loads(folder, count, seed=seed):

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from laconic import checkpoint
-from tests.faults import saves, stored
+from tests.faults import saves
 from tests.faults.bench import Bench, campaign_row, faults_row
-from tests.faults.power_loss import State, crash_states, sampled_states, undisturbed
-from tests.faults.recording import Recorder
+from tests.faults.power_loss import Recorder, State, crash_states, sampled_states, undisturbed
 from tests.support.record import Row
 
 KINDS = (*saves.STEPS, *saves.JOBS)
@@ -42,13 +41,13 @@ def tally(recorder: Recorder, states: Iterable[State], *, save_every: int = 8) -
     expected = {0: ""}
     for state in undisturbed(recorder, saves.COMMITTED):
         with on_disk(state) as folder:
-            loaded = stored.load(folder / saves.RUN)
+            loaded = saves.load(folder / saves.RUN)
             assert loaded.sequence == len(state.marks), loaded
             expected[loaded.sequence] = loaded.digest
     for number, state in enumerate(states):
         found.num_states += 1
         with on_disk(state) as folder:
-            harm, why = harm_of(stored.load(folder / saves.RUN), expected, len(state.marks))
+            harm, why = harm_of(saves.load(folder / saves.RUN), expected, len(state.marks))
             if not harm and number % save_every == 0:
                 harm, why = _harm_of_save(folder / saves.RUN)
         if harm:
@@ -56,7 +55,7 @@ def tally(recorder: Recorder, states: Iterable[State], *, save_every: int = 8) -
     return found
 
 
-def harm_of(loaded: stored.Loaded, expected: dict[int, str], num_committed: int) -> tuple[str, str]:
+def harm_of(loaded: saves.Loaded, expected: dict[int, str], num_committed: int) -> tuple[str, str]:
     """The harm that a state does to a resume, and what the resume said; the harm is empty if there is none."""
     if loaded.foreign:
         return "foreign errors", loaded.foreign
@@ -78,7 +77,7 @@ def _harm_of_save(folder: Path) -> tuple[str, str]:
             path = checkpoint.save_checkpoint(folder, 9, model=saves.small_model(), optimizer=None, extra={})
     except Exception as error:  # of any kind: that is what the campaign counts
         return harm, f"{type(error).__name__}: {error}"
-    loaded, names = stored.load(folder), [entry.name for entry in folder.iterdir()]
+    loaded, names = saves.load(folder), [entry.name for entry in folder.iterdir()]
     if path.name != "step-9" or loaded.refusal or loaded.warned or loaded.foreign:
         return harm, str(loaded)
     rubbish = [name for name in names if not _IN_PLACE.match(name)]

@@ -23,8 +23,7 @@ import torch.distributed.checkpoint as dcp
 from tests.faults import saves
 from tests.faults.bench import Bench, campaign_row
 from tests.faults.crash_states import LIMIT, on_disk
-from tests.faults.power_loss import State, crash_states, sampled_states
-from tests.faults.recording import Recorder, attached
+from tests.faults.power_loss import Recorder, State, attached, crash_states, sampled_states
 from tests.support.record import Row
 
 OUTCOMES = ("loads", "loads an older one", "loads differing", "not loadable")

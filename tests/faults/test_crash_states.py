@@ -17,9 +17,8 @@ from laconic.store import folder as store
 from laconic.store.files import remove, sync, write_text
 from tests.faults import crash_states, saves
 from tests.faults.crash_states import HARMS, tally
+from tests.faults.power_loss import Recorder, attached, sampled_states
 from tests.faults.power_loss import crash_states as states_of
-from tests.faults.power_loss import sampled_states
-from tests.faults.recording import Recorder, attached
 
 KINDS = ("one rank", "overwrite", "async", "slices", "cyclic")
 """The kinds of saves that differ in their files; `crash_states.KINDS` are all."""
@@ -96,7 +95,7 @@ def test_the_model_of_a_power_cut(tmp_path: Path) -> None:
 def test_damage_is_harm() -> None:
     """The tally tells kinds of harm apart."""
     expected = {0: "", 1: "one", 2: "two"}
-    loaded = crash_states.stored.Loaded
+    loaded = crash_states.saves.Loaded
     cases = {
         "": loaded(1, "one"),
         "not loadable": loaded(0, ""),

@@ -22,7 +22,7 @@ from laconic.cyclic import Rule, cut
 from laconic.cyclic.meter import Report
 from laconic.cyclic.schedule import RULES
 from laconic.data import tokens as data
-from laconic.data.sampler import Sampler
+from laconic.data.batches import Sampler
 from laconic.hf.export import export
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer import load_tokenizer

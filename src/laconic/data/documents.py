@@ -24,10 +24,9 @@ from torch import nn
 
 from laconic.config import DataConfig, JobError
 from laconic.data import arrays
-from laconic.data.batches import IGNORED, Batch, Batches, Division, TrainingData, pack_rows
+from laconic.data.batches import IGNORED, Batch, Batches, Division, EpochSampler, TrainingData, hashed, pack_rows
 from laconic.data.corpus import Corpus
 from laconic.data.formats import CorpusFormat, Encoder
-from laconic.data.sampler import EpochSampler, hashed
 from laconic.hf.chat import Encoded
 
 _TOKENS = 8  # of each of the two documents in a row

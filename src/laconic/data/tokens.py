@@ -11,10 +11,9 @@ import torch
 
 from laconic.config import DataConfig, JobError
 from laconic.data import arrays, documents
-from laconic.data.batches import Batch, Batches, Division, TrainingData
+from laconic.data.batches import Batch, Batches, Division, Sampler, TrainingData, hashed
 from laconic.data.corpus import Corpus, open_corpus
 from laconic.data.formats import Encoder, find_reading, refuse_binary
-from laconic.data.sampler import Sampler, hashed
 from laconic.hf.tokenizer import Tokenizer
 
 _DOCUMENTS_PER_BATCH = 64

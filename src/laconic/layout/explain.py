@@ -6,8 +6,7 @@ from enum import StrEnum
 from math import lcm
 
 from laconic.layout.bucket import BucketLayout, Slot
-from laconic.layout.packing import SHARD_ALIGNMENT_BYTES, least_shard, quantum_of, round_up
-from laconic.layout.planner import UnitPlan
+from laconic.layout.packing import SHARD_ALIGNMENT_BYTES, UnitPlan, least_shard, quantum_of, round_up
 
 _MAX_SHOWN = 4  # names of tensors in a message
 

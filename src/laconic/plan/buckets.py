@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from laconic.layout.bucket import BucketLayout
 from laconic.layout.granularity import Granularity, resolve
-from laconic.layout.planner import plan_unit
+from laconic.layout.packing import plan_unit
 from laconic.plan.model_trace import ParameterSpec, UnitSpec
 from laconic.shard.bucket import compute_dtype_of
 from laconic.shard.kinds import BucketKind, group_by_kind

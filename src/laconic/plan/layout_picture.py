@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from html import escape
 
 from laconic.layout.bucket import BucketLayout, Slot
-from laconic.layout.planner import UnitPlan
+from laconic.layout.packing import UnitPlan
 
 # The palette of Okabe and Ito, which colour-blind readers can tell apart, and lighter versions of its colours.
 _COLOURS = (

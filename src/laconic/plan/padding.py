@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from laconic.layout.explain import Explanation, explain
 from laconic.layout.granularity import Block, rows
-from laconic.layout.planner import UnitPlan, plan_unit
+from laconic.layout.packing import UnitPlan, plan_unit
 from laconic.plan.rules import fsdp2_numel, lcm_numel
 from laconic.plan.shapes import UnitShapes
 

@@ -19,8 +19,7 @@ from laconic.comm.cluster import Cluster, default_mesh
 from laconic.comm.collectives import share_first
 from laconic.layout.bucket import row_block
 from laconic.layout.granularity import Blocks, Granularity, resolve
-from laconic.layout.packing import SHARD_ALIGNMENT_BYTES
-from laconic.layout.planner import plan_unit, warn_if_wasteful
+from laconic.layout.packing import SHARD_ALIGNMENT_BYTES, plan_unit, warn_if_wasteful
 from laconic.ragged.dtensor import check_dtensor, uneven_cut
 from laconic.ragged.parts import slice_of_parameter
 from laconic.ragged.tensor import RaggedTensor

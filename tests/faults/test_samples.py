@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+import laconic
+from laconic import _compat, checkpoint
+from laconic.comm.cluster import Cluster, make_mesh
 from laconic.config import Config, ConfigError, DataConfig, JobError, from_dict, to_dict
 from laconic.train.loop import key_of
 from tests.faults import config_fuzz, disk, job_damage, prepare_fuzz
+from tests.faults.kept import MAX_GROWTH_BYTES, growth_of
 from tests.faults.prepare_fuzz import PATH_KEYS, harm_of, job_with_path, wrong_paths
+from tests.faults.ranks_differ import QUICK, kinds, try_kind
+from tests.faults.waits import GRACE_S, Loss, lose_one
+from tests.support.helpers import Block, Net, build, shard, train_step
 from tests.support.jobs import job
-from tests.support.launch import launch
+from tests.support.launch import launch, run_ranks
 
 
 @pytest.mark.parametrize(("kind", "num"), [("tokens", 30), ("rows", 6), ("metrics", 100), ("model", 12)])
@@ -91,3 +104,104 @@ def test_an_error_of_a_file_names_its_key(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(JobError, match=r"data\.cache = .*Permission denied.*mend that path"):
         loop.run(from_dict(Config, table))
     dist.destroy_process_group()  # which `run` leaves to the end of the process after such an error
+
+
+# -- kept --------------------------------------------------------------------------------------------------------------
+
+
+SAMPLE = (
+    "cache host",
+    "wire 4bit",
+    "offload",
+    "replicas",
+    "islands",
+    "cyclic, not closed",
+    "asynchronous checkpoints",
+)
+
+
+@pytest.mark.parametrize("strategy", SAMPLE)
+def test_dropped_models_leave_nothing(strategy: str) -> None:
+    growth = growth_of(strategy, rounds=2, warm_up=3)
+    assert growth.pop("resident bytes") <= MAX_GROWTH_BYTES
+    assert not growth
+
+
+def job_classes() -> None:
+    """A class that the user makes anew for each model goes with the model, and so do the classes made of it."""
+    made: list[weakref.ref[Any]] = []
+    for _ in range(2):
+
+        class Own(Net):
+            make_block = Block
+
+        model = shard(build(Own))
+        assert type(shard(build(Own))) is type(model)
+        train_step(model)
+        made += [weakref.ref(Own), weakref.ref(type(model))]
+        del model, Own
+    gc.collect()
+    assert [reference() for reference in made] == [None] * 4
+
+
+def test_classes_go_with_their_models() -> None:
+    run_ranks(job_classes, 1)
+
+
+# -- ranks differ ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(300)
+def test_ranks_that_differ_end_with_the_difference() -> None:
+    with ThreadPoolExecutor(3) as pool:
+        for outcome in pool.map(try_kind, QUICK):
+            fault = outcome.fault.split("; took")[0]  # a busy machine proves nothing
+            assert not fault or fault.startswith("took"), (outcome.name, fault, outcome.told)
+
+
+def test_there_are_thirty_kinds() -> None:
+    assert len(kinds()) >= 30
+
+
+# -- waits -------------------------------------------------------------------------------------------------------------
+
+
+LOSSES = [
+    ("sharded", "kill", 0, 0.05),  # with the store of all ranks
+    ("checkpoints", "kill", 2, 0.1),
+    ("agreement", "kill", 3, 0.0),
+    ("cyclic", "kill", 1, 0.1),
+    ("islands", "loop", 2, 0.0),
+]
+CAUSE_S = 20.0
+"""Twenty processes start at once on a machine that may be busy: the name of a lost rank may take more than a second."""
+
+
+@pytest.mark.timeout(240)  # on a busy machine twenty ranks may take long to start
+def test_no_rank_waits_for_a_lost_one() -> None:
+    with ThreadPoolExecutor(len(LOSSES)) as pool:
+        losses: list[Loss] = list(pool.map(partial(lose_one, cause_s=CAUSE_S), LOSSES))
+    for loss in losses:
+        assert not loss.hanging, loss
+        assert not loss.silent, loss
+    [loop] = [loss for loss in losses if loss.kind == "loop"]
+    stuck = loop.printed.split("--- rank 2\n")[1].split("--- rank 3")[0]
+    assert "rank 2 is stuck because rank" in stuck, f"it is ended {GRACE_S} s after the others have failed"
+    assert "imed out" in stuck
+
+
+def job_timeouts() -> list[float]:
+    """The timeouts of all groups that laconic makes, in seconds."""
+    mesh = laconic.init_mesh("cpu", islands=2, nodes=1, local=1, timeout=timedelta(seconds=77))
+    Cluster.of(mesh)
+    make_mesh("cpu", (2,), ("dp",))
+    checkpoint.AsyncSaver("never")
+    groups = dist.distributed_c10d._world.pg_map
+    assert len(groups) > 4
+    dist.barrier()  # rank 0 has the store, which the others need for their groups
+    return [timeout.total_seconds() for group in groups if (timeout := _compat.timeout_of(group))]
+
+
+def test_all_groups_have_the_timeout_of_the_job() -> None:
+    for timeouts in launch(job_timeouts, num_ranks=2, timeout_s=90, backend=None):
+        assert set(timeouts) == {77.0}
