@@ -1,9 +1,11 @@
 """Documents from files and datasets, in the same order on every machine."""
 
+import fnmatch
 import json
+import os
 import re
 import sysconfig
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,7 +121,7 @@ def open_corpus(config: DataConfig) -> Corpus:
 def _open_corpus(config: DataConfig) -> Corpus:
     if config.kind == "python-stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        files = [path for path in _files(root, "*.py") if not _STDLIB_SKIPPED & set(path.relative_to(root).parts)]
+        files = _files(root, "*.py", skipped=_STDLIB_SKIPPED)
         return _of_files(files, config, f"the standard library's sources in {root}", _whole_file)
     assert config.path is not None  # DataConfig requires it
     root = Path(config.path)
@@ -138,13 +140,13 @@ def _open_corpus(config: DataConfig) -> Corpus:
     return _of_files(files, config, f"data.path = {config.path!r}", _lines if config.kind == "jsonl" else _whole_file)
 
 
-def _files(root: Path, pattern: str) -> list[Path]:
-    """List the regular files below `root` in byte order of their relative names, without hidden files."""
+def _files(root: Path, pattern: str, *, skipped: Collection[str] = ()) -> list[Path]:
+    """List the regular files below `root` in byte order of their relative names, without hidden and skipped names."""
     found = []
-    for path in root.rglob(pattern):
-        parts = path.relative_to(root).parts
-        if path.is_file() and not any(part.startswith(".") for part in parts):
-            found.append(("/".join(parts), path))
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped]
+        paths = [Path(folder, name) for name in fnmatch.filter(names, pattern) if not name.startswith(".")]
+        found += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
     return [path for _, path in sorted(found)]
 
 
