@@ -46,6 +46,7 @@ class _Run:
 
     def __init__(self, keeper: "Keeper", request: dict[str, Any], fds: list[int]) -> None:
         self._keeper = keeper
+        self._warm_ranks: dict[str, Any] | None = request["warm_ranks"]
         self._grace_s: float = request["grace_s"]
         self._agents: dict[int, tuple[int, int]] = {}  # PID of each command that still runs -> node, pidfd
         self._exit_codes: list[int | None] = [None] * len(request["commands"])
@@ -60,17 +61,17 @@ class _Run:
     def _start(self, node: int, command: list[str], env: dict[str, str], cwd: str, stdout: int, stderr: int) -> None:
         env[FOLDER_VARIABLE] = str(self._keeper.folder)
         try:
-            with self._keeper.inside(node):
-                agent = subprocess.Popen(
-                    command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-                    start_new_session=True,
-                )  # fmt: skip
+            if self._warm_ranks is None:
+                with self._keeper.inside(node):
+                    pid = _start(command, env=env, cwd=cwd, stdout=stdout, stderr=stderr)
+            else:
+                request = {**self._warm_ranks, "node": node, "script": command, "env": env, "cwd": cwd}
+                pid = self._keeper.start_warm(request, [stdout, stderr])
         except OSError as error:
             os.write(stderr, f"cannot start {command[0]}: {error}\n".encode())
             self._end_node(node, _CANNOT_START)
             return
-        agent.returncode = 0  # so that Popen does not wait for the process: `_reap` does
-        self._agents[agent.pid] = node, os.pidfd_open(agent.pid)
+        self._agents[pid] = node, os.pidfd_open(pid)
 
     def _end_node(self, node: int, exit_code: int) -> None:
         self._exit_codes[node] = exit_code
@@ -87,7 +88,7 @@ class _Run:
         if self._agents:
             self._end_agents(delay_s=_TERM_DELAY_S if self._failure else 0.0)
         wall_s = time.monotonic() - self._started
-        processes.kill_descendants()  # a script may have left processes in the background
+        processes.kill_descendants(excluding=self._keeper.warm)  # a script may have left processes in the background
         self._reap()
         self._read_failure()
         for pidfd in self._ranks:
@@ -158,18 +159,19 @@ class _Run:
         """End the run: SIGTERM to the ranks, SIGKILL to those that stay, and the agents last."""
         for pid in self._agents:  # a stopped torchrun cannot print a long report about the end of its ranks
             os.kill(pid, signal.SIGSTOP)
+        kept = {*self._agents, *self._keeper.warm}
         # Before the first signal, a rank that ends may be the one whose end made the others fail: so watch the ranks.
         for number, wait_s in ((None, delay_s), (signal.SIGTERM, self._grace_s)):
             if number is not None:
-                processes.send(processes.descendants(excluding=self._agents), number)
+                processes.send(processes.descendants(excluding=kept), number)
             deadline = time.monotonic() + wait_s
-            while processes.descendants(excluding=self._agents) and time.monotonic() < deadline:
+            while processes.descendants(excluding=kept) and time.monotonic() < deadline:
                 time.sleep(_END_POLL_S)
                 if number is None:
                     self._watch_ranks()
                 if wait([self._keeper.channel.fileno()], 0):
                     self._keeper.channel.receive()  # a second "stop" changes nothing; this raises if the lab has ended
-        processes.kill_descendants()
+        processes.kill_descendants(excluding=self._keeper.warm)
         for pid in list(self._agents):
             os.waitpid(pid, 0)
             self._pop_agent(pid)  # the exit code of its node stays None, because the lab ended it
@@ -188,6 +190,9 @@ class Keeper:
         self.channel = channel
         self.folder = folder
         self._network = network
+        self.warm: set[int] = set()
+        """The PID of the lab's warm process, if it has one: [Note: Warm ranks] in warm.py."""
+        self._warm_channel: Channel | None = None
         os.mkfifo(folder / EVENTS_FILE)
         self.events = os.open(folder / EVENTS_FILE, os.O_RDWR | os.O_NONBLOCK)  # as a writer too: no end of file
 
@@ -195,12 +200,34 @@ class Keeper:
         """Run the body, and the processes it starts, on `node`."""
         return self._network.inside(node) if self._network else contextlib.nullcontext()
 
+    def warm_up(self, request: dict[str, Any]) -> None:
+        """Start the warm process, which begins to import the modules that `request` names."""
+        own_end, its_end = socket.socketpair()
+        with its_end:
+            command = [sys.executable, "-m", "laconic.lab.warm", str(its_end.fileno()), *request["modules"]]
+            env = {**request["env"], FOLDER_VARIABLE: str(self.folder)}
+            self.warm = {_start(command, env=env, cwd=request["cwd"], pass_fds=[its_end.fileno()])}
+        self._warm_channel = Channel(own_end)
+
+    def start_warm(self, request: dict[str, Any], fds: list[int]) -> int:
+        """Let the warm process start an agent for a node; return its PID. Raises: OSError if that process has ended."""
+        assert self._warm_channel is not None
+        namespaces = [self._network.namespace(request["node"])] if self._network else []
+        try:
+            self._warm_channel.send(request, [*fds, *namespaces])
+            return int(self._warm_channel.receive()[0]["pid"])
+        except EOFError:
+            raise OSError("the lab's warm process has ended") from None
+
     def serve(self) -> NoReturn:
         """Answer requests until the lab ends. Raises: EOFError or BrokenPipeError when the lab has ended."""
         while True:
             request, fds = self.channel.receive()
             if request["command"] == "run":
                 self.channel.send(self._run(request, fds))
+            elif request["command"] == "warm":
+                self.warm_up(request)
+                self.channel.send({})
             elif request["command"] == "rate":
                 assert self._network is not None
                 self._network.set_rate(request["bits_per_s"])
@@ -223,6 +250,13 @@ class Keeper:
                 moved = self._network.counters(node) - before[node]
                 answer["nodes"][node] |= {"sent_bytes": moved.sent, "received_bytes": moved.received}
         return answer
+
+
+def _start(command: list[str], **options: Any) -> int:
+    """Start a process in a session of its own, and return its PID. Raises: OSError if it cannot start."""
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)
+    process.returncode = 0  # so that Popen does not wait for the process: `_reap` does
+    return process.pid
 
 
 def _enter_namespaces(*, isolated: bool) -> None:

@@ -117,6 +117,7 @@ class Lab:
         self.nodes = nodes
         self.wire = wire
         self.rate_bits_per_s = check_rate(rate_bits_per_s)
+        self._is_warm = False
         self._keeper: subprocess.Popen[bytes] | None = None
         self._folder = Path()  # the keeper's folder, which it removes when the lab ends
 
@@ -188,6 +189,15 @@ class Lab:
         self._send({"command": "rate", "bits_per_s": bits_per_s})
         self._receive()
 
+    def warm_up(self, modules: Sequence[str]) -> None:
+        """Begin to import `modules` in one process, whose forks the ranks of `run` are from now on: [Note: Warm ranks].
+
+        Ranks then have no torchrun, but its variables. Call this once.
+        """
+        self._send({"command": "warm", "modules": list(modules), "env": dict(os.environ), "cwd": os.getcwd()})
+        self._receive()
+        self._is_warm = True
+
     def run(
         self, script: Sequence[str], *, local: int = 1, env: Mapping[str, str] | None = None,
         timeout_s: float | None = None, show: bool = True, grace_s: float = 5.0,
@@ -204,6 +214,12 @@ class Lab:
             raise ValueError(f"script={list(script)!r} names none; give [SCRIPT, ARGS...] or ['-m', MODULE, ARGS...]")
         worker = str(Path(__file__).with_name("worker.py"))
         address, port = (node_address(0), _PORT) if self.wire else ("127.0.0.1", _free_port())
+        threads = max(1, (os.cpu_count() or 1) // (self.nodes * local))
+        env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), **(env or {})}
+        options: dict[str, Any] = {"env": env, "timeout_s": timeout_s, "show": show, "grace_s": grace_s}
+        if self._is_warm:
+            ranks = {"local": local, "nodes": self.nodes, "address": address, "port": port}
+            return self._run([list(script)] * self.nodes, warm_ranks=ranks, **options)
         commands = [
             [
                 sys.executable, "-m", "laconic.lab.agent",
@@ -213,9 +229,7 @@ class Lab:
             ]
             for node in range(self.nodes)
         ]  # fmt: skip
-        threads = max(1, (os.cpu_count() or 1) // (self.nodes * local))
-        env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), **(env or {})}
-        return self.execute(commands, env=env, timeout_s=timeout_s, show=show, grace_s=grace_s)
+        return self._run(commands, **options)
 
     def execute(
         self, commands: Sequence[Sequence[str]], *, env: Mapping[str, str] | None = None,
@@ -239,8 +253,16 @@ class Lab:
         """
         if len(commands) != self.nodes:
             raise ValueError(f"{len(commands)} commands were given for {self.nodes} nodes; give one per node")
+        return self._run(commands, env=env, timeout_s=timeout_s, show=show, grace_s=grace_s)
+
+    def _run(
+        self, commands: Sequence[Sequence[str]], *, env: Mapping[str, str] | None, timeout_s: float | None,
+        show: bool, grace_s: float, warm_ranks: dict[str, Any] | None = None,
+    ) -> RunResult:  # fmt: skip
+        """See `execute`. With `warm_ranks` the commands are scripts for forks of the warm process."""
         request = {
             "command": "run",
+            "warm_ranks": warm_ranks,
             "commands": [list(command) for command in commands],
             "env": [{**os.environ, **(env or {}), **self._node_env(node)} for node in range(self.nodes)],
             "cwd": os.getcwd(),

@@ -56,6 +56,10 @@ class LabNetwork:
         route.link("set", index=wire, state="up")
         self._ends += [(route, wire), (switch, port)]
 
+    def namespace(self, node: int) -> int:
+        """The descriptor of the namespace of `node`."""
+        return self._nodes[node]
+
     @contextlib.contextmanager
     def inside(self, node: int) -> Iterator[None]:
         """Run the body, and the processes it starts, in the namespace of `node`."""

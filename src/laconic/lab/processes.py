@@ -50,8 +50,11 @@ def send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
             process.send_signal(number)
 
 
-def kill_descendants() -> None:
-    """Kill the descendants of this process until none is alive. A killed process may have started another before."""
-    while below := descendants():
+def kill_descendants(*, excluding: Container[int] = ()) -> None:
+    """Kill the descendants of this process, except those with PIDs `excluding`, until none is alive.
+
+    A killed process may have started another before.
+    """
+    while below := descendants(excluding=excluding):
         send(below, signal.SIGKILL)
         time.sleep(0.005)

@@ -1,0 +1,111 @@
+"""Ranks that are forks of a process which has imported their modules."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from laconic.lab import Lab, RunResult
+
+_MODULE = "fractions"  # some module that Python itself does not import at its start
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with Lab(nodes=2) as lab:
+        lab.warm_up([_MODULE, "there_is_no_such_module"])
+        yield lab
+
+
+def run(lab: Lab, tmp_path: Path, code: str, *arguments: str, **options: object) -> RunResult:
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    return lab.run([str(script), *arguments], local=2, timeout_s=60, show=False, **options)  # type: ignore[arg-type]
+
+
+def test_ranks_begin_with_the_modules_and_with_torchruns_variables(lab: Lab, tmp_path: Path) -> None:
+    code = f"""
+import os, sys
+was_there = {_MODULE!r} in sys.modules
+names = ["RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OWN"]
+open(os.path.join({str(tmp_path)!r}, "rank" + os.environ["RANK"]), "w").write(
+    repr((was_there, __name__, sys.argv[1:], [os.environ[name] for name in names]))
+)
+"""
+    for number in range(2):
+        result = run(lab, tmp_path, code, "argument", env={"OWN": str(number)})
+        assert (result.exit_code, result.failure) == (0, None), result
+        for rank in range(4):
+            found = eval((tmp_path / f"rank{rank}").read_text())  # our own text
+            numbers = [str(each) for each in (rank, rank % 2, rank // 2, 4, 2, number)]
+            assert found == (True, "__main__", ["argument"], numbers)
+    assert "OWN" not in os.environ
+
+
+def test_ranks_meet_over_the_wire_under_its_rate(lab: Lab, tmp_path: Path) -> None:
+    lab.set_rate(50e6)
+    code = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    dist.send(torch.zeros(250_000), 3)
+elif dist.get_rank() == 3:
+    dist.recv(torch.zeros(250_000), 0)
+"""
+    result = run(lab, tmp_path, code)
+    assert result.exit_code == 0, result
+    assert result.nodes[0].sent_bytes == pytest.approx(1e6, rel=0.05)
+
+
+def test_the_first_failure_is_named_and_ends_all(lab: Lab, tmp_path: Path) -> None:
+    code = """
+import os, time
+if os.environ["RANK"] == "2":
+    raise ValueError("this one")
+time.sleep(600)
+"""
+    result = run(lab, tmp_path, code)
+    assert result.failure is not None
+    assert (result.failure.rank, result.failure.node, result.failure.local_rank) == (2, 1, 0)
+    assert "ValueError: this one" in result.failure.error
+    assert "script.py" in result.failure.error
+    assert "laconic/lab" not in result.failure.error, "no frame of ours"
+    assert not result.timed_out
+    assert run(lab, tmp_path, "import sys; sys.exit(7)").exit_code == 7
+    assert run(lab, tmp_path, "pass").exit_code == 0, "the lab goes on"
+
+
+def test_a_killed_rank_and_a_rank_that_leaves_without_python_are_named(lab: Lab, tmp_path: Path) -> None:
+    kill = (
+        "import os, signal, time\nif os.environ['RANK'] == '3': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)"
+    )
+    result = run(lab, tmp_path, kill)
+    assert result.failure is not None
+    assert (result.failure.rank, result.failure.exit_code) == (3, -signal.SIGKILL)
+    leave = "import os, time\nif os.environ['RANK'] == '1': os._exit(9)\ntime.sleep(600)"
+    result = run(lab, tmp_path, leave)
+    assert result.failure is not None
+    assert (result.failure.rank, result.failure.exit_code) == (1, 9)
+
+
+def test_a_run_that_takes_too_long_ends(lab: Lab, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import time; time.sleep(600)")
+    result = lab.run([str(script)], local=2, timeout_s=1, show=False, grace_s=1)
+    assert result.timed_out
+    assert run(lab, tmp_path, "print('after')").nodes[0].output.count("after") == 2
+
+
+def test_commands_that_are_no_ranks_start_as_ever(lab: Lab) -> None:
+    code = f"import sys; print({_MODULE!r} in sys.modules)"
+    result = lab.execute([[sys.executable, "-c", code]] * 2, timeout_s=60, show=False)
+    assert [node.output.strip() for node in result.nodes] == ["False", "False"]
+
+
+def test_without_a_wire(tmp_path: Path) -> None:
+    with Lab(nodes=1, wire=False) as lab:
+        lab.warm_up([_MODULE])
+        assert run(lab, tmp_path, "import os; print('rank', os.environ['RANK'])").nodes[0].output.count("rank") == 2
