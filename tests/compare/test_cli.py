@@ -74,10 +74,21 @@ def test_a_lora_job_is_compared_as_lora(job: Path) -> None:
 def test_the_demo_trains_fully_and_by_lora_and_saves_laconics_models() -> None:
     options = cli.parse(["--demo"])
     made = cli.make_cases(load(options.config), options)
+    strategies = ("fsdp2", "hsdp", "ddp", "host", "4bit")
     assert [(case.job, case.strategy, case.save) for case in made] == [
-        (job, strategy, strategy == "host") for job in ("full", "lora") for strategy in ("fsdp2", "hsdp", "ddp", "host")
-    ]  # fmt: skip
+        (job, strategy, strategy in ("host", "4bit")) for job in ("full", "lora") for strategy in strategies
+    ]
     assert {case.rate_bits_per_s for case in made} == {200e6}
+    assert options.device_bytes == 50e6
+
+
+def test_the_demo_is_shorter_or_longer_on_request() -> None:
+    made = {length: cli.make_cases(load(options.config), options)
+            for length in ("--quick", "--full") for options in [cli.parse(["--demo", length])]}  # fmt: skip
+    assert {case.job for case in made["--quick"]} == {"full"}
+    assert made["--quick"][0].steps < made["--full"][0].steps
+    chosen = cli.parse(["--demo", "--quick", "--steps", "4", "--strategies", "host", "--device-mb", "7"])
+    assert (chosen.steps, chosen.strategies, chosen.device_bytes) == (4, "host", 7e6)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +96,7 @@ def test_the_demo_trains_fully_and_by_lora_and_saves_laconics_models() -> None:
     [
         ([], "give a CONFIG.toml, or --demo"),
         (["job.toml", "--demo"], "give a CONFIG.toml, or --demo"),
+        (["job.toml", "--quick"], "--quick is for --demo; choose --strategies and --steps for a job of your own"),
         (
             ["job.toml", "--strategies", "zero"],
             "strategy 'zero' is not known; there are fsdp2, ",

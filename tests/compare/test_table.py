@@ -8,7 +8,7 @@ import pytest
 
 from laconic.compare.plot import save_plot
 from laconic.compare.result import Prediction
-from laconic.compare.table import render
+from laconic.compare.table import ScreenTable, render, savings_in_words
 from tests.support.canned import canned, canned_host
 
 
@@ -68,6 +68,33 @@ def test_without_a_wire_the_engines_count_is_shown() -> None:
     ).splitlines()[2:]
     assert cells(rows[0])[5:8] == ["-", "-", "-"]
     assert cells(rows[1])[5:8] == ["99.0", "-", "50.0"]
+
+
+def test_the_screen_gets_each_row_as_it_comes() -> None:
+    table = ScreenTable(["FSDP2", "laconic host"], device_limit_bytes=60e6)
+    _, title, header, fsdp2 = table.add(canned())
+    assert title == "full training, 200mbit; a rank may use 60.0 MB"
+    assert header.split()[:3] == ["s/step", "xFSDP2", "wire"]
+    assert fsdp2.split() == ["FSDP2", "8.000", "1.00", "300.0", "1.000", "50.0", "0.0", "2.5000", 16 * "\u2588"]
+    (host,) = table.add(canned_host(allocated_peak_bytes=61_000_000))
+    assert host.split()[:4] == ["laconic", "host", "2.800", "0.35"]
+    assert host.endswith(f" {6 * chr(0x2588)}  does not fit")
+    assert len(header) == len(fsdp2) - 2 - 16 == len(host.partition("  \u2588")[0]), "columns are aligned"
+    assert [line.split()[:1] for line in table.add(canned(job="lora"))] == [[], ["LoRA,"], ["s/step"], ["FSDP2"]]
+
+
+def test_without_fsdp2_the_screen_has_no_ratios() -> None:
+    *_, host = ScreenTable(["laconic host"]).add(canned_host())
+    assert host.split()[2:6] == ["2.800", "-", "100.0", "-"]
+
+
+def test_the_closing_words_say_what_was_saved_and_when_nothing_is() -> None:
+    results = [canned(), canned(strategy="hsdp", allocated_peak_bytes=70_000_000), canned_host()]
+    words = savings_in_words(results, device_limit_bytes=60e6)
+    assert words.startswith("laconic host: 0.35 of FSDP2's seconds and 0.33 of its bytes on the wire. HSDP would not")
+    assert "On one node laconic saves nothing" in words
+    assert "would not fit" not in savings_in_words(results)
+    assert savings_in_words([canned_host()]) == savings_in_words([canned()]) == ""
 
 
 @pytest.mark.parametrize("rates", [(200e6,), (None, 1e9, 20e6)])

@@ -4,6 +4,7 @@ import argparse
 import json
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,11 +14,11 @@ from laconic import registry
 from laconic.compare.case import STRATEGIES, Case, ComparisonError, Job, config_of
 from laconic.compare.machine import describe_machine, in_words
 from laconic.compare.plot import save_plot
-from laconic.compare.progress import ConsoleReporter
+from laconic.compare.progress import TableReporter
 from laconic.compare.report import render_report
 from laconic.compare.result import Prediction, Result, with_predictions
 from laconic.compare.runner import Comparison
-from laconic.compare.table import LEGEND, LEGEND_NO_WIRE, render
+from laconic.compare.table import LEGEND, LEGEND_NO_WIRE, ScreenTable, render, savings_in_words
 from laconic.config import Config, ConfigError, load
 from laconic.extras import how_to_install
 from laconic.lab import format_rate, parse_rate
@@ -25,7 +26,16 @@ from laconic.lab.cli import add_cluster_options, leaving_in_order
 
 _DEMO_CONFIG = Path(__file__).with_name("demo.toml")
 
-_DEMO = "fsdp2,hsdp,ddp,host"
+_DEMO_DEVICE_MB = 50.0
+"""The device memory of the demo's ranks: room for FSDP2 and laconic, but not for HSDP and DDP."""
+_STRATEGIES = "fsdp2,hsdp,ddp,host,4bit"
+_DEMO = {"strategies": _STRATEGIES, "steps": 6, "lora": True, "save": True, "device_mb": _DEMO_DEVICE_MB}
+_DEMOS = {
+    "short": _DEMO,
+    "quick": {**_DEMO, "strategies": "fsdp2,hsdp,host,4bit", "steps": 5, "lora": False},
+    "full": {**_DEMO, "steps": 10},
+}
+"""What the options of each length of demo are, if the user does not give them."""
 
 _DESCRIPTION = """\
 Run the training job of CONFIG.toml under PyTorch's own strategies and under laconic's, on emulated nodes at one or
@@ -64,14 +74,15 @@ def main(argv: list[str]) -> int:
                 expected = predict(cases, base, cluster, options.out, nodes=options.nodes, local=options.local)
             with Comparison(
                 base, options.out, nodes=options.nodes, local=options.local, wire=not options.no_wire,
-                timeout_s=options.timeout, reporter=ConsoleReporter(console, num_runs=len(cases)),
+                timeout_s=options.timeout, reporter=_reporter(console, cases, options.device_bytes),
             ) as comparison:  # fmt: skip
                 measured = [comparison.run(case) for case in cases]
     except ComparisonError as error:
         print(f"laconic compare: {error}", file=sys.stderr)
         return 1
     results = with_predictions(measured, expected)
-    lines = [*_report(results, options), *_left_out(options), *_files(results, cases, base, options.out)]
+    words = textwrap.wrap(savings_in_words(results, options.device_bytes), 110)
+    lines = ["", *words, *_report(results, options), *_left_out(options), *_files(results, cases, base, options.out)]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
     return 0
 
@@ -87,25 +98,34 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--demo", action="store_true",
-        help="a small job that comes with laconic: full training, then LoRA, at 200 Mbit/s, in a few minutes",
+        help="a small job that comes with laconic: full training, then LoRA, at 200 Mbit/s, in two minutes",
     )  # fmt: skip
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument(
+        "--quick", action="store_const", dest="length", const="quick", default="short",
+        help="with --demo: full training alone, and fewer steps",
+    )  # fmt: skip
+    length.add_argument("--full", action="store_const", dest="length", const="full", help="with --demo: more steps")
     parser.add_argument(
         "--strategies", metavar="A,B,...",
-        help=f"strategies to run, in this order (default: all that are installed; with --demo: {_DEMO})",
+        help=f"strategies to run, in this order (default: all that are installed; with --demo: {_STRATEGIES})",
     )  # fmt: skip
     parser.add_argument(
         "--rates", default="200mbit", metavar="A,B,...",
         help="rates of every node's link in each direction, such as 200mbit,1gbit,none (default 200mbit)",
     )  # fmt: skip
-    parser.add_argument(
-        "--steps", type=int, metavar="S", help="optimizer steps of each run (default 8; with --demo 10)"
-    )
+    parser.add_argument("--steps", type=int, metavar="S", help="optimizer steps of each run (default 8; with --demo 6)")
     parser.add_argument("--lora", action="store_true", help="after full training, train with LoRA too, as [lora] says")
     parser.add_argument("--save", action="store_true", help="end each run under laconic with a checkpoint")
     parser.add_argument(
         "--cluster", type=Path, metavar="C.toml",
         help="show beside each figure what `laconic plan` expects on these machines; write the file in the lab: "
         "laconic lab -- -m laconic.cli plan measure --out C.toml",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device-mb", type=float, metavar="MB",
+        help="the device memory of a rank: the table says which strategies do not fit (with --demo: "
+        f"{_DEMO_DEVICE_MB:g})",
     )  # fmt: skip
     add_cluster_options(parser, timeout_s=1800.0)
     parser.add_argument(
@@ -114,12 +134,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.demo == (options.config is not None):
         parser.error("give a CONFIG.toml, or --demo, which has a job of its own; not both")
+    if options.length != "short" and not options.demo:
+        parser.error(f"--{options.length} is for --demo; choose --strategies and --steps for a job of your own")
     if options.demo:
-        options.config, options.lora, options.save = _DEMO_CONFIG, True, True
-    if options.strategies is None and options.demo:
-        options.strategies = _DEMO
-    if options.steps is None:
-        options.steps = 10 if options.demo else 8
+        options.config = _DEMO_CONFIG
+    for name, value in (_DEMOS[options.length] if options.demo else {"steps": 8}).items():
+        if getattr(options, name) is None or getattr(options, name) is False:  # not 0, which is refused
+            setattr(options, name, value)
+    options.device_bytes = None if options.device_mb is None else options.device_mb * 1e6
     options.rates = "none" if options.no_wire else options.rates
     options.command = shlex.join(["laconic", "compare", *argv])
     return options
@@ -148,6 +170,11 @@ def make_cases(base: Config, options: argparse.Namespace) -> list[Case]:
     for case in cases:
         config_of(base, case, options.out)
     return cases
+
+
+def _reporter(console: Console, cases: Sequence[Case], device_bytes: float | None) -> TableReporter:
+    labels = [STRATEGIES[case.strategy].label for case in cases]
+    return TableReporter(console, ScreenTable(labels, device_limit_bytes=device_bytes), num_runs=len(cases))
 
 
 def _strategies(base: Config, chosen: str | None) -> Sequence[str]:
@@ -206,7 +233,8 @@ def _report(results: Sequence[Result], options: argparse.Namespace) -> list[str]
         ),
         encoding="utf-8",
     )
-    lines = ["", render(results), "", legend, f"{cluster}; {in_words(machine)}", ""]
+    markdown = [] if options.demo else [render(results), ""]
+    lines = ["", *markdown, legend, f"{cluster}; {in_words(machine)}", ""]
     lines += [f"figures:         {figures}", f"report:          {page}"]
     try:
         save_plot(results, picture, title=cluster)

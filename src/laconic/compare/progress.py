@@ -1,4 +1,4 @@
-"""The progress of a comparison on the screen: bars on a terminal, plain lines elsewhere."""
+"""The progress of a comparison on the screen: a moving bar for the run under way, and a row of a table after each."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from laconic.compare.case import Case
 from laconic.compare.result import Result
+from laconic.compare.table import ScreenTable
 
 
 class Reporter:
@@ -26,7 +27,7 @@ class Reporter:
 
 
 class ConsoleReporter(Reporter):
-    """A reporter that prints a line after each run. Before it, a terminal shows a moving bar, other outputs a line.
+    """A reporter that prints a line before and after each run. A terminal shows a moving bar instead of the first.
 
     `console` is this process's stdout by default. `num_runs` is the number of all runs, if the caller knows it.
     """
@@ -43,7 +44,7 @@ class ConsoleReporter(Reporter):
         self._num_started += 1
         has_bar = self._console.is_terminal
         if not has_bar:
-            self._print(f"{self._name(case)}: {case.steps} steps ...")
+            self._announce(case)
         columns = (
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
             TimeElapsedColumn(),
@@ -55,6 +56,9 @@ class ConsoleReporter(Reporter):
                 yield
             finally:
                 self._task = None
+
+    def _announce(self, case: Case) -> None:
+        self._print(f"{self._name(case)}: {case.steps} steps ...")
 
     def step(self, step: int, loss: float, step_s: float) -> None:
         """See `Reporter.step`."""
@@ -75,3 +79,19 @@ class ConsoleReporter(Reporter):
 
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+class TableReporter(ConsoleReporter):
+    """A reporter that adds a row to a table after each run, and shows nothing before it but a terminal's moving bar."""
+
+    def __init__(self, console: Console, table: ScreenTable, *, num_runs: int) -> None:
+        super().__init__(console, num_runs=num_runs)
+        self._table = table
+
+    def _announce(self, case: Case) -> None:
+        """Say nothing: the row that comes names the run."""
+
+    def finished(self, case: Case, result: Result) -> None:
+        """See `Reporter.finished`."""
+        for line in self._table.add(result):
+            self._print(line)

@@ -15,6 +15,14 @@ from laconic.config import Config, to_toml
 from laconic.lab import Lab, RunResult
 
 _POLL_INTERVAL_S = 0.25  # between two looks at the metrics of a run
+_WARM = (
+    "laconic.train.cli", "laconic.train.loop",
+    "docstring_parser", "typeguard",  # when tyro reads options
+    "torch._dynamo",  # when a rank makes an optimizer
+    "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.utils.tensorboard",
+    "transformers.models.llama.modeling_llama", "peft",
+)  # fmt: skip
+"""What every rank imports, sooner or later."""
 _SHOWN_LINES = 30  # of the output of a run that failed
 
 
@@ -46,6 +54,7 @@ class Comparison:
     def __enter__(self) -> Self:
         self.out.mkdir(parents=True, exist_ok=True)
         self.lab.__enter__()
+        self.lab.warm_up(_WARM)
         return self
 
     def __exit__(self, *error: object) -> None:

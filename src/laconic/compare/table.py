@@ -1,6 +1,6 @@
-"""The table at the end of a comparison: Markdown with padded cells, so that it is readable on a terminal too."""
+"""The tables of a comparison: one that grows on the screen, and one in Markdown for its end."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from laconic.compare.case import JOBS, REFERENCE, STRATEGIES
 from laconic.compare.result import Result
@@ -11,6 +11,10 @@ _COLUMNS = (
     "device MB", "host MB", "loss",
 )  # fmt: skip
 _NUM_TEXT_COLUMNS = 3
+_LOCAL = _COLUMNS.index("local MB / step") - _NUM_TEXT_COLUMNS
+"""The place among the figures of the one that a terminal has no room for."""
+_BAR, _BAR_CELLS = "\u2588", 16
+"""A cell of the bar for a step's seconds, and the length of FSDP2's."""
 
 LEGEND = """\
 FSDP2: with a true ring reduce-scatter, and gathers that run ahead, as on NCCL. Gloo's own reduce-scatter is an
@@ -46,7 +50,7 @@ def _row(result: Result, reference: Result | None) -> list[str]:
     moved, reference_moved = result.moved_bytes, reference.moved_bytes if reference else None
     return [
         JOBS[result.job],
-        "unshaped" if result.rate_bits_per_s is None else format_rate(result.rate_bits_per_s),
+        _wire(result),
         STRATEGIES[result.strategy].label,
         f"{result.step_s:.3f}",
         f"{result.step_s / reference.step_s:.2f}" if reference else "-",
@@ -59,11 +63,89 @@ def _row(result: Result, reference: Result | None) -> list[str]:
     ]
 
 
+def _wire(result: Result) -> str:
+    return "unshaped" if result.rate_bits_per_s is None else format_rate(result.rate_bits_per_s)
+
+
 def megabytes(nbytes: float | None) -> str:
     """Return bytes in MB, with fewer digits the more there are; "-" for None."""
     if nbytes is None:
         return "-"
     return f"{nbytes / 1e6:.1f}" if nbytes >= 1e6 or nbytes == 0 else f"{nbytes / 1e6:.3f}"
+
+
+class ScreenTable:
+    """A table for a terminal, whose rows are printed as they come, with a bar for the seconds of a step.
+
+    Args:
+        labels: the strategies' names for people, of all rows that may come.
+        device_limit_bytes: the device memory that a rank may use; each row says whether the strategy fits.
+    """
+
+    def __init__(self, labels: Sequence[str], *, device_limit_bytes: float | None = None) -> None:
+        self._limit_bytes = device_limit_bytes
+        self._widths = [max(map(len, labels)), 7, 7, 8, 8, 9, 7, 7]
+        self._group: tuple[str, str] | None = None
+        self._reference: Result | None = None
+        """FSDP2's row of the group, or the first."""
+
+    def add(self, result: Result) -> Iterator[str]:
+        """The lines of a row; of the head, too, if the row is of another job or rate than the one before."""
+        group = JOBS[result.job], _wire(result)
+        if group != self._group:
+            self._group, self._reference = group, None
+            limit = "" if self._limit_bytes is None else f"; a rank may use {megabytes(self._limit_bytes)} MB"
+            yield from ("", f"{group[0]}, {group[1]}{limit}")
+            yield self._line(["", "s/step", "xFSDP2", "wire MB", "xFSDP2", "device MB", "host MB", "loss"])
+        if self._reference is None or result.strategy == REFERENCE:
+            self._reference = result
+        _, _, strategy, *cells = _row(result, self._reference if self._reference.strategy == REFERENCE else None)
+        del cells[_LOCAL]
+        bar = _BAR * max(1, round(_BAR_CELLS * min(2.0, result.step_s / self._reference.step_s)))
+        verdict = "" if fits(result, self._limit_bytes) else "  does not fit"
+        yield f"{self._line([strategy, *cells])}  {bar}{verdict}"
+
+    def _line(self, cells: Sequence[str]) -> str:
+        first, *others = zip(cells, self._widths, strict=True)
+        return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)])
+
+
+def fits(result: Result, device_limit_bytes: float | None) -> bool:
+    """Whether the run would fit into that much device memory, if anybody knows."""
+    peak_bytes = result.allocated_peak_bytes
+    return device_limit_bytes is None or peak_bytes is None or peak_bytes <= device_limit_bytes
+
+
+def savings_in_words(results: Sequence[Result], device_limit_bytes: float | None = None) -> str:
+    """What laconic's quickest strategies save in the first job at the first rate, and when they would save nothing.
+
+    Empty without FSDP2.
+    """
+    first = [
+        each for each in results if each.job == results[0].job and each.rate_bits_per_s == results[0].rate_bits_per_s
+    ]
+    reference = next((each for each in first if each.strategy == REFERENCE), None)
+    own = sorted((each for each in first if STRATEGIES[each.strategy].is_own), key=lambda each: each.step_s)
+    if reference is None or not own:
+        return ""
+    quickest = {bool(STRATEGIES[each.strategy].inexact): each for each in reversed(own)}
+    said = [_saving(quickest[is_inexact], reference) for is_inexact in (False, True) if is_inexact in quickest]
+    others = [each for each in first if each.strategy in ("hsdp", "ddp")]
+    excluded = [STRATEGIES[each.strategy].label for each in others if not fits(each, device_limit_bytes)]
+    why = f"{' and '.join(excluded)} would not fit. " if excluded else ""
+    return (
+        f"{'; '.join(said)}. {why}On one node laconic saves nothing; where a node has room for all weights, gradients "
+        "and states, HSDP sends as little as exact crossings do, and where a rank has, DDP is simpler."
+    )
+
+
+def _saving(result: Result, reference: Result) -> str:
+    seconds = f"{result.step_s / reference.step_s:.2f} of {STRATEGIES[REFERENCE].label}'s seconds"
+    wire = ""
+    if result.moved_bytes is not None and reference.moved_bytes:
+        wire = f" and {result.moved_bytes / reference.moved_bytes:.2f} of its bytes on the wire"
+    loss = STRATEGIES[result.strategy].inexact and f", loss {result.loss:.3f} for {reference.loss:.3f}"
+    return f"{STRATEGIES[result.strategy].label}: {seconds}{wire}{loss}"
 
 
 _PREDICTED: dict[int, tuple[str, Callable[[float], str]]] = {
