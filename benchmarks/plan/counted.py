@@ -21,7 +21,14 @@ VARIED = {
     "adamw8bit": ("host", "4bit"),
     "muon": ("none", "host", "4bit"),
     "shampoo": ("host",),
-    "checkpointing": ("none", "host"),
+    "checkpointing": ("none", "host", "device", "4bit", "islands int4"),
+    "weights stay": ("none", "host", "device", "4bit", "zero++", "islands int4"),
+    "offload": ("none", "host", "budget", "device", "4bit", "islands int4"),
+    "checks": ("none", "host", "device", "4bit", "islands int4"),
+    "checks every 2 steps": ("none", "host", "8bit"),
+    "5 micro-batches": ("none", "host", "8bit", "islands int4"),
+    "NF4": ("none", "host", "8bit"),
+    "DoRA": ("host",),
 }
 """The strategies with which each variant is tried."""
 
@@ -80,8 +87,12 @@ def compare(case: Case, bench: Bench, summary: Mapping[str, Any], nodes: int, lo
 
 
 def _per_step(by_step: Sequence[Mapping[str, int]], case: Case) -> dict[str, float]:
-    """The bytes of a warm step. With islands: the mean over a round of syncs, before the end, which waits for all."""
-    every = case.config.sync.policy.schedule.every if case.config.sync.is_local else 1
+    """The bytes of a warm step: with islands the mean over a round of syncs, before the end, which waits for all.
+
+    With checks it is the mean over the steps from one to the next.
+    """
+    config = case.config
+    every = config.sync.policy.schedule.every if config.sync.is_local else config.shard.policy.checks.interval
     warm = by_step[every : 2 * every] if every > 1 else by_step[2:3]
     kinds = {kind for step in warm for kind in step}
     return {kind: sum(step.get(kind, 0) for step in warm) / len(warm) for kind in kinds}

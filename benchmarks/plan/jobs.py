@@ -45,6 +45,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
         "tie_word_embeddings": False,
     },
+    "experts": {
+        "model_type": "mixtral", "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "max_position_embeddings": 256, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 """transformers configurations, from some 0.3 to some 13 million parameters."""
 
@@ -101,6 +106,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": {"name": "muon"}},
     "shampoo": {"optimizer": {"name": "shampoo"}},
     "checkpointing": {"model": {"activation_checkpointing": True}},
+    "weights stay": {"shard": {"reshard_after_forward": False}},
+    "offload": {"shard": {"offload": True}},
+    "checks": {"shard": {"check_every": 1}},
+    "checks every 2 steps": {"shard": {"check_every": 2}},
+    "5 micro-batches": {"train": {"accumulation": 5}},
+    "NF4": {"lora": {"enabled": True, "rank": 4, "targets": ["q_proj", "v_proj"], "quantize": "nf4"}},
+    "DoRA": {"lora": {"enabled": True, "rank": 4, "targets": ["q_proj", "v_proj"], "dora": True}},
 }
 """The sections in which jobs differ besides the strategy, by name."""
 

@@ -31,6 +31,12 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
         "device",
         {"shard": {"cache": "device"}, "train": {"accumulation": 3}, "model": {"activation_checkpointing": True}},
     ),
+    "none, offloaded": ("none", {"shard": {"cache": "none", "offload": True}}),
+    "4bit, offloaded, two micro-batches": (
+        "4bit",
+        {"shard": {"wire": "4bit", "offload": True}, "train": {"accumulation": 2}},
+    ),
+    "host, checked every other step": ("host", {"shard": {"check_every": 2}}),
     "muon": ("host", {"optimizer": {"name": "muon", "lr": 0.01}}),
     "islands": ("local-steps", ISLANDS),
     "slices": ("local-steps", {"sync": {**ISLANDS["sync"], "slices": 2}}),
@@ -75,9 +81,10 @@ def predicted(name: str, config: Config, nodes: int, local: int) -> Estimate:
     return estimate
 
 
-def counted(by_step: list[dict[str, int]], *, has_islands: bool) -> dict[str, float]:
-    """The bytes of a warm step, or the mean over a round of syncs that is not the last: the end waits for all."""
-    warm = by_step[EVERY : 2 * EVERY] if has_islands else by_step[2:3]
+def counted(by_step: list[dict[str, int]], config: Config) -> dict[str, float]:
+    """The mean over a round of syncs that is not the last, as the end waits for all; or from one check to the next."""
+    every = EVERY if config.sync.is_local else config.shard.policy.checks.interval
+    warm = by_step[every : 2 * every] if every > 1 else by_step[2:3]
     return {kind: sum(step.get(kind, 0) for step in warm) / len(warm) for kind in {key for s in warm for key in s}}
 
 
@@ -88,7 +95,7 @@ def test_predicted_bytes_are_the_counted_ones(tmp_path: Path, nodes: int, local:
         del configs["cyclic, shared"]
     summaries = run_ranks(train_all, nodes * local, list(configs.values()), local=local)[0]
     for (name, config), summary in zip(configs.items(), summaries, strict=True):
-        found = counted(summary["traffic_bytes"], has_islands=config.sync.is_local)
+        found = counted(summary["traffic_bytes"], config)
         assert sum(found.values()) > 0
         estimate = predicted(name, config, nodes, local)
         said = {f"{level}/{purpose}": nodes * local * size for (level, purpose), size in estimate.sent_bytes.items()}

@@ -36,7 +36,7 @@ def checksums(parts: Tensor) -> Tensor:
     total = torch.zeros(num_parts, dtype=torch.int64, device=words.device)
     for begin in range(0, num_words, size):
         chunk = words[:, begin : begin + size]
-        total += (chunk * (first[: chunk.shape[1]] + 2 * begin)).sum(1)
+        total += chunk.long().mul_(first[: chunk.shape[1]] + 2 * begin).sum(1)
     return total
 
 

@@ -25,7 +25,8 @@ class MatrixOptimizer(RaggedOptimizer):
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self.owners = Owners()
-        self._matrices: dict[Tensor, list[Matrix]] = {}
+        self.matrices: dict[Tensor, list[Matrix]] = {}
+        """The matrices of each RaggedTensor that has an owner for them, in the order of the parameters."""
         self._has_new_group = True
         super().__init__(params, defaults | {"algorithm": self.algorithm})
 
@@ -69,7 +70,7 @@ class MatrixOptimizer(RaggedOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "owners" not in self.__dict__:  # a copy, or unpickled: it plans owners anew
-            self.owners, self._matrices, self._has_new_group = Owners(), {}, True
+            self.owners, self.matrices, self._has_new_group = Owners(), {}, True
 
     def _step(self) -> None:
         self._plan_owners()
@@ -116,10 +117,10 @@ class MatrixOptimizer(RaggedOptimizer):
         new: dict[Tensor, list[Matrix]] = {
             parameter: self._matrices_of(parameter, group)
             for parameter, group in ragged
-            if parameter not in self._matrices and self._needs_whole(parameter, group)
+            if parameter not in self.matrices and self._needs_whole(parameter, group)
         }
         if new or self._has_new_group:
-            self._matrices |= new
+            self.matrices |= new
             self._has_new_group = False
             matrices = [matrix for matrices in new.values() for matrix in matrices]
             self.owners.add(matrices, {parameter.spec.cluster for parameter, _ in ragged})
@@ -128,7 +129,7 @@ class MatrixOptimizer(RaggedOptimizer):
         """Return the work for the owners of a RaggedTensor's matrices. Do the work on a plain tensor at once."""
         works = self._works(parameter, group)
         if isinstance(parameter, RaggedTensor):
-            return dict(zip(self._matrices[parameter], works, strict=True))
+            return dict(zip(self.matrices[parameter], works, strict=True))
         for work in works:
             if parameter.numel():
                 work.receive(work.work(work.send()))

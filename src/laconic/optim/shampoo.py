@@ -110,7 +110,7 @@ class Shampoo(MatrixOptimizer):
             state[key] = zeros_beside(parameter, shape, _compute_dtype(parameter), spec_of)
 
     def _spec_on_owner(self, parameter: RaggedTensor, name: str, shape: tuple[int, ...]) -> RaggedSpec:
-        (matrix,) = self._matrices[parameter]
+        (matrix,) = self.matrices[parameter]
         return self.owners.spec_on_owner(matrix, name, shape)
 
     def _works(self, parameter: Tensor, group: Group) -> list[MatrixWork]:

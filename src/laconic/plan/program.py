@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from laconic.comm.traffic import Level
 from laconic.config import Config, OptimizerConfig
@@ -93,6 +94,18 @@ def all_reduce_bytes(nbytes: int, shape: Shape) -> dict[Level, float]:
     """The bytes that a rank sends to sum `nbytes`, first inside the nodes, then across: as a ring moves them."""
     sizes: dict[Level, int] = {"local": shape.local, "node": shape.nodes}
     return {level: 2 * (size - 1) * nbytes // size for level, size in sizes.items()}
+
+
+def mean_of(reading: Reading, seldom: Reading, share: float) -> Reading:
+    """The mean step if a `share` of all steps is as `seldom`: its seconds, bytes, waits and work. The highest peak."""
+    found = replace(reading, seconds=(1 - share) * reading.seconds + share * seldom.seconds)
+    for name in ("sent_bytes", "waits_s", "busy_s"):
+        plain, other = getattr(reading, name), getattr(seldom, name)
+        mean = {key: (1 - share) * plain[key] + share * other[key] for key in plain | other}
+        setattr(found, name, Counter(mean))
+    if seldom.peak_bytes > reading.peak_bytes:
+        found.peak = seldom.peak
+    return found
 
 
 def add_sync(reading: Reading, sync: Reading, share: float) -> None:

@@ -31,6 +31,7 @@ from laconic.config import Config
 from laconic.data.batches import Batch
 from laconic.hf.layers import layers_to_shard
 from laconic.layout.bucket import BucketLayout
+from laconic.optim.owners import Matrix
 from laconic.plan.equal_layers import list_of_equal
 from laconic.plan.job_trace import batch_of, build_untrained
 from laconic.plan.machine import Kind
@@ -63,6 +64,8 @@ class Rehearsal:
     """The name of a bucket's unit, its layout, and whether islands sync its parameters."""
     cached_bytes: Sequence[int]
     """The bytes of each unit's node shard, the root first, as the engine counts units; 0 without a cache."""
+    matrices: Sequence[tuple[str, Matrix]]
+    """What owners work on, by the names of units, in the order of the optimizer's parameters: optim/owners.py."""
 
 
 @dataclass
@@ -146,11 +149,14 @@ def _rehearse(
         for state in stepper.optimizer.state.values():
             kinds.update({recorder.number_of(_local(each)): "optimizer" for each in _tensors(state)})
         units = units_below(model)
+        unit_of = {parameter: unit.name for unit in units for b in unit.buckets for parameter in b.sharded}
+        owned = getattr(stepper.optimizer, "matrices", {}).items()
     return Rehearsal(
         entries=recorder.entries,
         kinds={number: kind for number, kind in kinds.items() if number is not None},
         buckets=[(unit.name, bucket.layout, not bucket.is_frozen) for unit in units for bucket in unit.buckets],
         cached_bytes=[sum(each.cached.nbytes for each in unit.buckets if each.cached is not None) for unit in units],
+        matrices=[(unit_of[parameter], matrix) for parameter, matrices in owned for matrix in matrices],
     )
 
 

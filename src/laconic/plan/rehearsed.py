@@ -6,20 +6,26 @@ equal layers runs with four of them, and once more with a fifth in the middle: w
 that is left out. Peaks of memory are taken apart, one for each layer's phase, since with more layers memory may be
 fullest at another place. If the last layers' node shards stay on the device, and those of the others on the host, then
 both kinds of layers have a fifth. Micro-batches between the first and the last are equal, too.
+
+[Note: Steps now and then]
+A step that checks does more than others. So what a step takes is a mean over the steps from one check to the next:
+one that is rehearsed with checks, and the others without. Memory is that of the fullest.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from laconic.comm.traffic import Level, Purpose
 from laconic.config import Config
-from laconic.plan.buckets import Shape, plan_buckets
+from laconic.optim.owners import Matrix, assign
+from laconic.plan.buckets import Shape
 from laconic.plan.machine import KINDS, Machine, Reading
-from laconic.plan.optimizer_cost import Trained, optimizer_cost
 from laconic.plan.playing import Player
-from laconic.plan.program import Program, StepWork
+from laconic.plan.program import Program, StepWork, mean_of
 from laconic.plan.rehearsal import Rehearsal
 from laconic.shard.cache import choose_device_shards
 
@@ -38,9 +44,12 @@ class RehearsedStep(Program):
         Raises:
             JobError, ValueError: the trainer refuses the job.
         """
-        config = work.job
-        shard = replace(config.shard, audit_every=0)  # an audit repeats a micro-batch of another rank, now and then
-        self._config, self._work, self._shape = replace(config, shard=shard), work, shape
+        self._checks_every = work.job.shard.policy.checks.interval
+        shard = replace(work.job.shard, audit_every=0)  # an audit repeats a micro-batch of another rank, now and then
+        if self._checks_every > 1:
+            shard = shard.with_keys(check_every=0)
+        config = self._config = replace(work.job, shard=shard)
+        self._work, self._shape = work, shape
         layers = 0 if machine.keeps_spans else work.rehearsals.equal_layers(config)
         self._num_layers = layers if layers > _KEPT + 1 else 0
         """The number of layers of which a few are kept; 0 if all are."""
@@ -49,25 +58,38 @@ class RehearsedStep(Program):
         self.rehearsal = self._rehearse(self._with_micro_batches(self._few), self._ids(_KEPT, 0))
 
     def read(self, machine: Machine) -> Reading:
-        """See `Program.read`: [Note: A few layers for all]."""
+        """See `Program.read`: [Note: A few layers for all], [Note: Steps now and then]."""
         reading = self._read(machine)
+        if self._checks_every > 1:
+            job = self._work.job
+            checked = replace(job, shard=job.shard.with_keys(check_every=1))
+            other = Machine(machine.cluster, device_type=machine.device_type)
+            more = RehearsedStep(other, replace(self._work, job=checked), self._shape).read(other)
+            reading = mean_of(reading, more, 1 / self._checks_every)
         for key, size in self._moved_bytes().items():
-            reading.sent_bytes[key] = size  # type: ignore[assignment]  # bytes are means
+            reading.sent_bytes[key] = size
         return reading
 
-    def _moved_bytes(self) -> dict[tuple[Level, Purpose], float]:
+    def _moved_bytes(self) -> Counter[tuple[Level, Purpose]]:
         """What a rank sends to owners of matrices and back, as a mean over all ranks, which differ in it."""
-        if self._work.optimizer.name not in ("muon", "shampoo"):
-            return {}
-        root = self._work.trace.units[-1]
-        trained = [
-            Trained(layout=bucket.layout, itemsize=bucket.dtype.itemsize, is_hidden=unit is not root)
-            for unit in self._work.trace.units
-            for bucket in plan_buckets(unit, self._shape, self._work.sharding)
-            if not bucket.is_frozen
-        ]
-        cost = optimizer_cost(self._work.optimizer, trained, self._shape)
-        return {(level, "optimizer"): size for level, size in cost.sent_bytes.items()}
+        moved: Counter[tuple[Level, Purpose]] = Counter()
+        matrices, ranks, nodes = self._matrices(), self._shape.ranks, self._shape.nodes
+        for index, owner in assign(matrices, [0.0] * ranks):
+            spec = matrices[index].spec
+            for shard in set(spec.layout.holders(spec.index)) - {owner}:
+                level: Level = "local" if shard % nodes == owner % nodes else "node"  # [Note: A bucket's order]
+                sent_bytes = matrices[index].num_held(shard) * matrices[index].itemsize
+                moved[level, "optimizer"] += 2 * sent_bytes / ranks  # type: ignore[assignment]  # bytes are means
+        return moved
+
+    def _matrices(self) -> list[Matrix]:
+        """What owners work on, in all layers: those that are left out are as the last one."""
+        last, *_ = self.rehearsal.buckets[-1]
+        left_out = max(0, self._num_layers - _KEPT)
+        every: list[Matrix] = []
+        for unit, pairs in groupby(self.rehearsal.matrices, lambda pair: pair[0]):
+            every += [matrix for _, matrix in pairs] * (1 + left_out if unit == last else 1)
+        return every
 
     def _read(self, machine: Machine) -> Reading:
         if not self._num_layers and self._micro_batches == self._few:

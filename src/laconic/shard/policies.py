@@ -247,6 +247,9 @@ class ShardPolicy(Policy):
     precision: Precision = Precision()
     reshard_after_forward: bool | None = None
     """Free gathered parameters after forward and gather them again in backward. Default: yes, the root too."""
+    offload: bool = False
+    """Parameters, gradients and the optimizer's states rest in host memory, where the optimizer steps; each shard is
+    copied to the device before its gather, as under torch's `CPUOffloadPolicy`."""
     checks: Checks = Checks(interval=0)
     granularity: Any = option(None, of=granularity_of, plain=granularity_text, hint=dict[str, Any] | str | None)
     """The blocks that are never cut: "32 rows", "256 elements" or "whole" for every parameter. Or a table from patterns
@@ -265,9 +268,12 @@ class ShardPolicy(Policy):
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `laconic.fully_shard` that it decides, without `mp_policy`, for every unit and the root."""
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
         return {
             "cache": self.cache,
             "wire": self.wire,
+            "offload_policy": CPUOffloadPolicy(pin_memory=self.cache.pin_memory) if self.offload else None,
             "checks": self.checks,
             "granularity": self.granularity,
             "reshard_after_forward": self.reshard_after_forward is not False,

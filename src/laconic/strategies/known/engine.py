@@ -8,8 +8,13 @@ NOT_ON_ENGINE = (
         holds=lambda value: value in (None, "exact"),
         message="shard.wire = {value!r} is for shard.strategy = 'laconic'; leave it out",
     ),
+    Limit(
+        key="shard.offload",
+        holds=lambda value: not value,
+        message="shard.offload = true is for shard.strategy = 'laconic'; leave it out",
+    ),
 )
-"""The limits of strategies without the engine's crossings."""
+"""The limits of strategies that are not on the engine."""
 CUTS_ANYWHERE = Limit(
     key="optimizer.name",
     holds=lambda value: value == "adamw",
