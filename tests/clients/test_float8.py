@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import laconic
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.launch import on_ranks
 
 
@@ -60,5 +60,5 @@ def test_float8_weights_train_as_under_fsdp2() -> None:
     for name, parameter in wanted_model.named_parameters():
         whole: Any = model.get_parameter(name)
         torch.testing.assert_close(whole.full_tensor(), parameter.full_tensor(), msg=name)  # type: ignore[operator]
-    wire_dtypes = {bucket.form.dtype for bucket in helpers.buckets(model)}
+    wire_dtypes = {bucket.form.dtype for bucket in sharded_net.buckets(model)}
     assert wire_dtypes == {torch.float8_e4m3fn, torch.float32}, "weights and biases"

@@ -17,8 +17,8 @@ from laconic import _compat
 from laconic.comm.collectives import Communicator, all_reduce, pass_on, start_flags, swap_rows
 from laconic.comm.traffic import Purpose, Snapshot, Traffic
 from tests.reference import gather as reference
-from tests.support.helpers import MESHES
 from tests.support.launch import on_ranks, run_ranks
+from tests.support.sharded_net import MESHES
 
 C = 12
 """Elements per shard."""

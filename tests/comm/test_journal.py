@@ -24,7 +24,7 @@ from laconic.comm.journal import Awaited, Entries, Journal, RankRecord, Ticket, 
 from laconic.comm.watch import find_proof, report_waits
 from laconic.errors import RanksDifferError
 from laconic.optim import Muon, matrices_and_rest
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.launch import launch, on_ranks, run_ranks
 
 TIMEOUT_S = 2.0
@@ -39,7 +39,7 @@ def run_impatient(job: Callable[..., Any], num_ranks: int) -> list[Any]:
 def sharded() -> Any:
     """A sharded model, on process groups that soon give up."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    return helpers.shard(helpers.build())
+    return sharded_net.shard(sharded_net.build())
 
 
 def error_of(function: Callable[[], Any]) -> str:
@@ -59,7 +59,7 @@ def thread_names() -> list[str]:
 def job_evaluates_alone() -> tuple[str, str]:
     model = sharded()
     for step in range(2):
-        helpers.train_step(model, seed=step)
+        sharded_net.train_step(model, seed=step)
     if dist.get_rank() == 0:
         with redirect_stderr(StringIO()) as printed, torch.no_grad():
             return error_of(lambda: model(torch.zeros(2, 5))), printed.getvalue()
@@ -85,7 +85,7 @@ def job_unequal_batches() -> str:
 
     def train() -> None:
         for step in range(4 - dist.get_rank()):
-            helpers.train_step(model, seed=step)
+            sharded_net.train_step(model, seed=step)
 
     if dist.get_rank() == 0:
         return error_of(train)
@@ -101,9 +101,9 @@ def test_a_rank_with_fewer_batches_is_named() -> None:
 
 def job_ends() -> str:
     model = sharded()
-    helpers.train_step(model)
+    sharded_net.train_step(model)
     if dist.get_rank() == 0:
-        return error_of(lambda: helpers.train_step(model))
+        return error_of(lambda: sharded_net.train_step(model))
     atexit._run_exitfuncs()  # a rank of the tests ends without
     assert WATCH not in thread_names()
     return ""
@@ -118,8 +118,8 @@ def test_a_rank_that_ended_is_named() -> None:
 def job_other_parameters() -> str:
     model = sharded()
     optimizer = Muon(matrices_and_rest(model))
-    helpers.train_step(model)
-    helpers.squared_error(model, helpers.inputs(0, dist.get_rank())).backward()
+    sharded_net.train_step(model)
+    sharded_net.squared_error(model, sharded_net.inputs(0, dist.get_rank())).backward()
     if dist.get_rank() == 0:
         return error_of(optimizer.step)
     time.sleep(1.5 * TIMEOUT_S)
@@ -135,8 +135,8 @@ def test_a_rank_that_skips_the_step_of_an_optimizer_is_named() -> None:
 def job_host_goes_on() -> str:
     """With NCCL no transfer blocks the host; it stops somewhere later."""
     report_waits(0.6)
-    model = helpers.shard(helpers.build())
-    helpers.train_step(model)
+    model = sharded_net.shard(sharded_net.build())
+    sharded_net.train_step(model)
     watch._watch._host_waits = False  # type: ignore[union-attr]
     with redirect_stderr(StringIO()) as printed:
         if dist.get_rank() == 0:
@@ -176,16 +176,16 @@ def test_nothing_is_sent_while_ranks_go_on() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch, "_Board", CountingBoard)
         report_waits(0.6)
-        model = helpers.shard(helpers.build())
+        model = sharded_net.shard(sharded_net.build())
         for step in range(20):
-            helpers.train_step(model, seed=step)
+            sharded_net.train_step(model, seed=step)
             time.sleep(0.05)
         board: Any = watch._watch._board  # type: ignore[union-attr]
         assert not board.written
         time.sleep(1.2)  # idle, such as during a save
         assert len(board.written) == 1
         dist.barrier()
-        helpers.train_step(model)
+        sharded_net.train_step(model)
         time.sleep(0.3)
         assert board.written[1:] == [None]
         assert board.reads == 0
@@ -197,7 +197,7 @@ def test_nothing_is_sent_while_ranks_go_on() -> None:
 @on_ranks(2, local=1)
 def test_it_can_be_turned_off() -> None:
     report_waits(0)
-    helpers.shard(helpers.build())
+    sharded_net.shard(sharded_net.build())
     assert WATCH not in thread_names()
 
 
@@ -329,12 +329,12 @@ def job_slow() -> float:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch, "_PROOF_S", 0.2)
         patch.setattr(watch, "_MOST_INTERVAL_S", 0.1)
-        model = helpers.shard(helpers.build())
-    helpers.train_step(model)
+        model = sharded_net.shard(sharded_net.build())
+    sharded_net.train_step(model)
     if dist.get_rank() == 1:
         time.sleep(1.5)
         model.blocks[1].register_forward_pre_hook(lambda *_: time.sleep(1.5))
-    return float(helpers.train_step(model).detach())
+    return float(sharded_net.train_step(model).detach())
 
 
 def test_a_slow_rank_is_not_ended() -> None:
@@ -348,14 +348,14 @@ def job_differ(folder: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch, "_PROOF_S", 0.2)
         patch.setattr(watch, "_MOST_INTERVAL_S", 0.1)
-        model: Any = helpers.shard(helpers.build())
-    helpers.train_step(model)
+        model: Any = sharded_net.shard(sharded_net.build())
+    sharded_net.train_step(model)
 
     @reported
     def differ() -> None:
         if dist.get_rank() == 0:
             next(model.parameters()).full_tensor()
-        helpers.squared_error(model, helpers.inputs(0, 0)).backward()
+        sharded_net.squared_error(model, sharded_net.inputs(0, 0)).backward()
 
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(report)
     with pytest.raises(RanksDifferError) as info:
@@ -379,8 +379,8 @@ def job_told() -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch, "_PROOF_S", 0.2)
         patch.setattr(watch, "_MOST_INTERVAL_S", 0.1)
-        model: Any = helpers.shard(helpers.build())
-    helpers.train_step(model)
+        model: Any = sharded_net.shard(sharded_net.build())
+    sharded_net.train_step(model)
     told_verdict = watch._Watch.told_verdict
 
     def slowly(self: watch._Watch) -> str:
@@ -390,7 +390,7 @@ def job_told() -> str:
     def differ() -> None:
         if dist.get_rank() == 0:
             next(model.parameters()).full_tensor()
-        helpers.squared_error(model, helpers.inputs(0, 0)).backward()
+        sharded_net.squared_error(model, sharded_net.inputs(0, 0)).backward()
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:

@@ -21,7 +21,7 @@ import laconic
 from laconic.optim import AdamW8bit, Muon, Shampoo, matrices_and_rest
 from laconic.partial.patterns import sliced_layer
 from tests.composition.matrix import CACHES, CODED, CYCLIC, ISLANDS, Cell, keys_of
-from tests.support.helpers import Block
+from tests.support.sharded_net import Block
 
 EVERY, MAX_NORM = 2, 0.5
 PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

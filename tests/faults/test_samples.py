@@ -23,9 +23,9 @@ from tests.faults.kept import MAX_GROWTH_BYTES, growth_of
 from tests.faults.prepare_fuzz import PATH_KEYS, harm_of, job_with_path, wrong_paths
 from tests.faults.ranks_differ import QUICK, kinds, try_kind
 from tests.faults.waits import GRACE_S, Loss, lose_one
-from tests.support.helpers import Block, Net, build, shard, train_step
 from tests.support.jobs import job
 from tests.support.launch import launch, run_ranks
+from tests.support.sharded_net import Block, Net, build, shard, train_step
 
 
 @pytest.mark.parametrize(("kind", "num"), [("tokens", 30), ("rows", 6), ("metrics", 100), ("model", 12)])

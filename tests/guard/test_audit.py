@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import laconic
 from laconic import Checks, CorruptionError
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.flips import flipping_in_gradients, flipping_in_use
 from tests.support.launch import run_ranks
 
 
-class Noisy(helpers.Net):
+class Noisy(sharded_net.Net):
     """Draws random numbers, changes a buffer in each forward, and has a parameter that no unit takes."""
 
     def __init__(self) -> None:
@@ -33,8 +33,8 @@ class Noisy(helpers.Net):
 
 
 def _build(**policies: Any) -> Any:
-    model: Any = helpers.build(Noisy)
-    return helpers.shard(model, ignored_params=[model.own], **policies)
+    model: Any = sharded_net.build(Noisy)
+    return sharded_net.shard(model, ignored_params=[model.own], **policies)
 
 
 def _loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -43,7 +43,7 @@ def _loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 def _batch(seed: int) -> dict[str, Tensor]:
     rank = dist.get_rank()
-    x, y = helpers.inputs(seed, rank, rows=4 + rank)  # each rank has another number of rows
+    x, y = sharded_net.inputs(seed, rank, rows=4 + rank)  # each rank has another number of rows
     return {"x": x, "y": y}
 
 
@@ -100,7 +100,7 @@ def test_damage_on_one_rank_is_seen_by_all() -> None:
 def job_refusals() -> None:
     with pytest.raises(ValueError, match=r"module of laconic\.fully_shard, got Linear"):
         laconic.audit(nn.Linear(2, 2), None, _loss)
-    alone = helpers.shard(helpers.build(), mesh=laconic.init_mesh("cpu", islands=2, nodes=1, local=1))
+    alone = sharded_net.shard(sharded_net.build(), mesh=laconic.init_mesh("cpu", islands=2, nodes=1, local=1))
     with pytest.raises(ValueError, match="one rank in an island"):
         laconic.audit(alone, _batch(0), _loss)
     batch = _batch(0) | ({"ids": torch.zeros(1, dtype=torch.int64)} if dist.get_rank() else {})

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import laconic
 from laconic import Checks, CorruptionError, Wire
 from laconic.guard import inspection
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.flips import Flip, flip_bit, flipping
 from tests.support.launch import run_ranks
 
@@ -33,11 +33,11 @@ def _train(model: Any) -> list[torch.Tensor]:
     losses = []
     for seed in range(2):
         with model.no_sync():
-            helpers.squared_error(model, helpers.inputs(50 + seed, dist.get_rank())).backward()
-        losses.append(helpers.train_step(model, optimizer, seed))
+            sharded_net.squared_error(model, sharded_net.inputs(50 + seed, dist.get_rank())).backward()
+        losses.append(sharded_net.train_step(model, optimizer, seed))
         with torch.no_grad():
-            losses.append(helpers.squared_error(model, helpers.inputs(seed, 0)))
-    return [*losses, *helpers.full_parameters(model).values()]
+            losses.append(sharded_net.squared_error(model, sharded_net.inputs(seed, 0)))
+    return [*losses, *sharded_net.full_parameters(model).values()]
 
 
 def job_undisturbed(axes: tuple[int, ...], which: slice) -> None:
@@ -46,7 +46,8 @@ def job_undisturbed(axes: tuple[int, ...], which: slice) -> None:
     warnings.simplefilter("ignore")  # wire= does nothing on one node
     for settings in _SETTINGS[which]:
         plain, checked = (
-            _train(helpers.shard(helpers.build(), mesh=mesh, checks=checks, **settings)) for checks in (None, _ALL)
+            _train(sharded_net.shard(sharded_net.build(), mesh=mesh, checks=checks, **settings))
+            for checks in (None, _ALL)
         )
         assert all(torch.equal(one, two) for one, two in zip(plain, checked, strict=True)), settings
 
@@ -62,7 +63,7 @@ def _outcome(model: Any, flip: Flip) -> str:
     """Train a step in which one rank gets a wrong bit; return the error, or "" if nobody saw it."""
     try:
         with flipping(flip):
-            helpers.train_step(model)
+            sharded_net.train_step(model)
     except CorruptionError as error:
         return str(error)
     finally:
@@ -73,11 +74,11 @@ def _outcome(model: Any, flip: Flip) -> str:
 
 def job_wire() -> None:
     for settings in (_SETTINGS[0], _SETTINGS[2], _SETTINGS[3]):
-        model = helpers.shard(helpers.build(), checks=Checks(interval=1), **settings)
+        model = sharded_net.shard(sharded_net.build(), checks=Checks(interval=1), **settings)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for purpose in ("weights", "gradients"):
             for level in ("local", "node"):
-                helpers.train_step(model, optimizer)  # so that new weights cross, in few bits as differences
+                sharded_net.train_step(model, optimizer)  # so that new weights cross, in few bits as differences
                 flip = Flip(rank=1, purpose=purpose, level=level, bit=15 if level == "local" else 0)
                 message = _outcome(model, flip)
                 assert message, (settings, flip)
@@ -90,7 +91,7 @@ def test_a_flipped_bit_on_the_wire_is_found_on_all_ranks() -> None:
 
 
 def job_interval() -> None:
-    model = helpers.shard(helpers.build(), checks=Checks(interval=3))
+    model = sharded_net.shard(sharded_net.build(), checks=Checks(interval=3))
     flip = Flip(rank=1, purpose="gradients", level="node", bit=3)
     assert [bool(_outcome(model, flip)) for _ in range(5)] == [True, False, False, True, False]
 
@@ -101,9 +102,9 @@ def test_only_steps_of_the_interval_are_checked() -> None:
 
 def _loss_with_damage(model: Any, *, victim: int, part: int) -> torch.Tensor:
     """Run forward, damage a block's host cache on one rank in the given node's part, and run backward."""
-    loss = helpers.squared_error(model, helpers.inputs(0, dist.get_rank()))
+    loss = sharded_net.squared_error(model, sharded_net.inputs(0, dist.get_rank()))
     if dist.get_rank() == victim:
-        cached = helpers.buckets(model.blocks[1])[0].cached
+        cached = sharded_net.buckets(model.blocks[1])[0].cached
         assert cached is not None
         flip_bit(cached.buffer().view(2, -1)[part], bit=20, seed=3)
     loss.backward()
@@ -114,18 +115,20 @@ def job_cache(frozen: bool) -> None:
     for part in (0, 1):  # the part of the victim's own node, and that of the other
         for policy in ("raise", "regather"):
             plain, model = (
-                helpers.shard(helpers.build(_freeze_blocks if frozen else helpers.Net), cache="host", checks=checks)
+                sharded_net.shard(
+                    sharded_net.build(_freeze_blocks if frozen else sharded_net.Net), cache="host", checks=checks
+                )
                 for checks in (None, Checks(interval=1, on_damage=policy))  # type: ignore[arg-type]
             )
-            helpers.train_step(plain), helpers.train_step(model)
-            helpers.squared_error(plain, helpers.inputs(0, dist.get_rank())).backward()
+            sharded_net.train_step(plain), sharded_net.train_step(model)
+            sharded_net.squared_error(plain, sharded_net.inputs(0, dist.get_rank())).backward()
             if policy == "raise" or (frozen and part == 0):
                 with pytest.raises(CorruptionError, match=r"(up|down)\.\w+ of blocks\.1"):
                     _loss_with_damage(model, victim=0, part=part)
                 continue
             with pytest.warns(UserWarning, match="gathered again"):
                 _loss_with_damage(model, victim=0, part=part)
-            wanted, got = helpers.full_gradients(plain), helpers.full_gradients(model)
+            wanted, got = sharded_net.full_gradients(plain), sharded_net.full_gradients(model)
             assert wanted.keys() == got.keys()
             assert all(torch.equal(wanted[name], got[name]) for name in wanted)
 
@@ -134,25 +137,25 @@ def job_copies() -> None:
     """Damage of a copy, the base of the next difference, while it rests from one step to the next."""
     for policy in ("raise", "regather"):
         checks = Checks(interval=1, on_damage=policy)  # type: ignore[arg-type]
-        model = helpers.shard(helpers.build(), cache="host", wire="4bit", checks=checks)
+        model = sharded_net.shard(sharded_net.build(), cache="host", wire="4bit", checks=checks)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for seed in range(2):  # the second step's weights cross as differences
-            helpers.train_step(model, optimizer, seed)
+            sharded_net.train_step(model, optimizer, seed)
         if dist.get_rank() == 0:
-            cached = helpers.buckets(model.blocks[1])[0].cached
+            cached = sharded_net.buckets(model.blocks[1])[0].cached
             assert cached is not None
             flip_bit(cached.buffer(), bit=20, seed=3)
         if policy == "raise":
             with pytest.raises(CorruptionError, match=r"\w+ of blocks\.1"):
-                helpers.train_step(model, optimizer, 2)
+                sharded_net.train_step(model, optimizer, 2)
             continue
         with pytest.warns(UserWarning, match=r"different copies of 1 buckets, those of .*cross exactly"):
-            helpers.train_step(model, optimizer, 2)
-        helpers.train_step(model, optimizer, 3)  # whose checks would see different weights
+            sharded_net.train_step(model, optimizer, 2)
+        sharded_net.train_step(model, optimizer, 3)  # whose checks would see different weights
 
 
 def _freeze_blocks() -> torch.nn.Module:
-    model = helpers.Net()
+    model = sharded_net.Net()
     model.blocks.requires_grad_(False)
     return model
 
@@ -168,23 +171,25 @@ def test_damage_in_the_host_cache_is_found_or_healed() -> None:
 
 
 def job_unnoticed_edit(cache: str) -> None:
-    model = helpers.shard(helpers.build(_freeze_blocks), cache=cache, checks=Checks(interval=0, unnoticed_edits=True))
+    model = sharded_net.shard(
+        sharded_net.build(_freeze_blocks), cache=cache, checks=Checks(interval=0, unnoticed_edits=True)
+    )
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, foreach=True)
     for seed in range(2):
-        helpers.train_step(model, optimizer, seed)
+        sharded_net.train_step(model, optimizer, seed)
     weight = model.blocks[2].down.weight
     with torch.no_grad():
         weight.mul_(2)  # an edit that is noticed
-    helpers.train_step(model, optimizer)
+    sharded_net.train_step(model, optimizer)
     weight.to_local().data.mul_(2)
     with pytest.raises(CorruptionError, match=r"down\.weight of blocks\.2 changed without notice.* invalidate\(\)"):
-        helpers.train_step(model, optimizer)
+        sharded_net.train_step(model, optimizer)
     model.reset_iter_state()
     model.invalidate()
-    plain = helpers.build(_freeze_blocks)
+    plain = sharded_net.build(_freeze_blocks)
     with torch.no_grad():
         plain.blocks[2].down.weight.mul_(4)  # type: ignore[operator, union-attr]
-        for name, value in helpers.full_parameters(model).items():
+        for name, value in sharded_net.full_parameters(model).items():
             if name.startswith(("inp", "out")):
                 plain.get_parameter(name).copy_(value)
         x = torch.ones(1, 5)
@@ -197,7 +202,7 @@ def test_an_edit_without_notice_is_named(cache: str) -> None:
 
 
 def job_inference() -> None:
-    model = helpers.shard(helpers.build(), cache="none", checks=Checks(interval=2))
+    model = sharded_net.shard(sharded_net.build(), cache="none", checks=Checks(interval=2))
     damaged = []
     for _ in range(4):
         try:

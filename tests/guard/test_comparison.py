@@ -15,7 +15,7 @@ from laconic.comm.cluster import Cluster
 from laconic.errors import RanksDifferError
 from laconic.guard.comparison import IssuedProgram, compare, describe_units, first_difference
 from laconic.shard.unit import Unit
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.launch import run_ranks
 
 
@@ -32,7 +32,7 @@ class FutureUnit(Unit):
 
 def described_with(**changes: Any) -> Any:
     mesh = laconic.init_mesh("cpu")
-    model = helpers.shard(helpers.build(), mesh=mesh)
+    model = sharded_net.shard(sharded_net.build(), mesh=mesh)
     unit = model._laconic_unit
     fields = {each.name: getattr(unit, each.name) for each in dataclasses.fields(unit)}
     future = FutureUnit(**fields, **changes)
@@ -98,11 +98,11 @@ def test_an_optimizer_never_uses_gradients_of_programs_that_differ() -> None:
 
 def job_engine() -> None:
     """The names of both passes reach the comparison. Messages that fit would otherwise be mixed without a word."""
-    model: Any = helpers.shard(helpers.build())
+    model: Any = sharded_net.shard(sharded_net.build())
     program = model._laconic_unit.root.observer._program
     noted: list[str] = []
     program.note = noted.append
-    helpers.train_step(model)
+    sharded_net.train_step(model)
     gathers = [f"the gather of {name}" for name in ("Net", "blocks.0", "blocks.1", "blocks.2")]
     reductions = [f"the reduction of {name}" for name in ("blocks.2", "blocks.1", "blocks.0", "Net")]
     assert sorted(noted) == sorted([*gathers, *gathers[1:], *reductions])

@@ -9,17 +9,17 @@ from torch import Tensor
 
 from laconic.guard.guard import Guard
 from laconic.shard import extension
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.launch import run_ranks
 
 
 def _trained(observer: type[extension.Observer]) -> list[Tensor]:
     with mock.patch.object(extension, "observer_class", return_value=observer):
-        model = helpers.shard(helpers.build(), cache="host")
+        model = sharded_net.shard(sharded_net.build(), cache="host")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        losses = [helpers.train_step(model, optimizer, seed) for seed in range(2)]
+        losses = [sharded_net.train_step(model, optimizer, seed) for seed in range(2)]
     assert type(model._laconic_unit.root.observer) is observer  # type: ignore[union-attr]
-    return [*losses, *helpers.full_parameters(model).values()]
+    return [*losses, *sharded_net.full_parameters(model).values()]
 
 
 def job_equal() -> None:

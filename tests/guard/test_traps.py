@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import laconic
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.launch import run_ranks
 
 BATCH = torch.zeros(2, 5)
@@ -29,25 +29,25 @@ def quiet() -> Iterator[None]:
 
 def build_apart() -> nn.Module:
     """A model with other weights on each rank."""
-    return helpers.build(seed=dist.get_rank())
+    return sharded_net.build(seed=dist.get_rank())
 
 
 def job_old_optimizer() -> None:
-    plain = helpers.build()
+    plain = sharded_net.build()
     old = list(plain.parameters())
     optimizer = torch.optim.AdamW(old)
-    model = helpers.shard(plain)
+    model = sharded_net.shard(plain)
     with quiet():
         model(BATCH)
     for _ in range(2):  # it stays refused
         with pytest.raises(RuntimeError, match=r"AdamW holds 16 parameters .* such as inp.weight: it trains nothing"):
-            helpers.train_step(model, optimizer)
+            sharded_net.train_step(model, optimizer)
     late = torch.optim.SGD([*old[:3], *model.parameters()])
     with pytest.raises(RuntimeError, match=r"SGD holds 3 parameters .* such as inp.weight: it trains nothing"):
-        helpers.train_step(model, late)
+        sharded_net.train_step(model, late)
     late.param_groups[0]["params"] = list(model.parameters())  # a wrapper may exchange them until the first step
     with quiet():
-        helpers.train_step(model, late)
+        sharded_net.train_step(model, late)
 
 
 def test_an_optimizer_built_before_is_named() -> None:
@@ -55,7 +55,7 @@ def test_an_optimizer_built_before_is_named() -> None:
 
 
 def job_added() -> None:
-    model: Any = helpers.shard(helpers.build())
+    model: Any = sharded_net.shard(sharded_net.build())
     model.blocks[1].adapter = nn.Linear(3, 3)
     model.blocks[1].frozen = nn.Linear(3, 3).requires_grad_(False)
     with pytest.warns(UserWarning, match=r"2 trainable parameters, such as blocks.1.adapter.weight, were added after"):
@@ -75,12 +75,12 @@ def job_unequal(broadcast: bool, islands: int) -> None:
     mesh = laconic.init_mesh("cpu", islands=islands)
     model = build_apart()
     model.blocks[1].up.weight.requires_grad_(False)
-    helpers.shard(model, mesh=mesh, broadcast=broadcast)
+    sharded_net.shard(model, mesh=mesh, broadcast=broadcast)
     if broadcast:
         with torch.no_grad():
             model(BATCH)
-        for name, whole in helpers.full_parameters(model).items():
-            assert torch.equal(whole, helpers.build(seed=0).get_parameter(name)), name
+        for name, whole in sharded_net.full_parameters(model).items():
+            assert torch.equal(whole, sharded_net.build(seed=0).get_parameter(name)), name
     else:
         with pytest.raises(ValueError, match=r"different weights: rank 1 .*, as of .*manual_seed.*broadcast=True"):
             model(BATCH)
@@ -94,13 +94,13 @@ def test_ranks_must_begin_with_equal_weights(world: int, local: int, islands: in
 
 def job_quiet() -> None:
     """No mistake: weights loaded afterwards, ignored parameters, meta, and an optimizer built in time."""
-    model: Any = helpers.shard(build_apart())
-    model.load_state_dict({name: value.clone() for name, value in helpers.build().state_dict().items()})
+    model: Any = sharded_net.shard(build_apart())
+    model.load_state_dict({name: value.clone() for name, value in sharded_net.build().state_dict().items()})
     with torch.device("meta"):
-        late: Any = helpers.Net()
-    helpers.shard(late)
+        late: Any = sharded_net.Net()
+    sharded_net.shard(late)
     late.to_empty(device="cpu")
-    ignoring: Any = helpers.build()
+    ignoring: Any = sharded_net.build()
     optimizer = torch.optim.SGD([ignoring.out.weight])
     laconic.fully_shard(ignoring, ignored_params=[ignoring.out.weight])
     with quiet():

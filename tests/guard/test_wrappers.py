@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import laconic
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.launch import run_ranks
 
 USE_IT = "cannot wrap a model that laconic.fully_shard has sharded.*se the sharded model as it is"
@@ -59,7 +59,7 @@ INSIDE: list[tuple[Callable[[nn.Module], Any], str]] = [
 
 
 def job_refusals() -> None:
-    model = helpers.shard(helpers.build())
+    model = sharded_net.shard(sharded_net.build())
     for wrap, error, error_of_outer in AROUND:
         for module, pattern in ((model, error), (Outer(model), error_of_outer)):
             if pattern:
@@ -67,14 +67,14 @@ def job_refusals() -> None:
                     wrap(module)
     for wrap, error in INSIDE:
         with pytest.raises(ValueError, match=error):
-            laconic.fully_shard(wrap(helpers.build()))
-    plain: Any = helpers.build()
+            laconic.fully_shard(wrap(sharded_net.build()))
+    plain: Any = sharded_net.build()
     fsdp2(plain.blocks[1])
     with pytest.raises(ValueError, match=r"blocks.1, a module of Net, was sharded by torch's own fully_shard"):
         laconic.fully_shard(plain)
 
     optimizer = torch.optim.AdamW(model.parameters())
-    helpers.train_step(model, optimizer)  # no refusal has harmed the model
+    sharded_net.train_step(model, optimizer)  # no refusal has harmed the model
     for value in (model, model.blocks, model.state_dict(), optimizer.state_dict()):
         for save in (lambda each: torch.save(each, io.BytesIO()), pickle.dumps):
             with pytest.raises(TypeError, match=r"cannot be pickled.*checkpoint.save_checkpoint.*save_safetensors"):

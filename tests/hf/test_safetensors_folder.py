@@ -25,8 +25,8 @@ from laconic.hf import saving
 from laconic.hf.folder import ModelFolder, ModelFolderError
 from laconic.hf.models import ModelConfig, build_model
 from tests.hf.zoo import LORA, NO_LORA, TINY, differing, spread, tokens, whole
-from tests.support.helpers import Net, build, shard
 from tests.support.launch import run_ranks
+from tests.support.sharded_net import Net, build, shard
 
 RANKS = 3
 

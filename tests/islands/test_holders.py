@@ -16,9 +16,9 @@ from laconic.islands.fragments import fragment_of
 from laconic.islands.local_steps import LocalSteps
 from laconic.islands.outer_optimizer import Holders, OuterFragment
 from tests.reference.local_steps import Islands
-from tests.support.helpers import inputs, squared_error
 from tests.support.launch import run_ranks
 from tests.support.partial_models import MlpNet, partial_net
+from tests.support.sharded_net import inputs, squared_error
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:

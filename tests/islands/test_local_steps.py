@@ -17,9 +17,9 @@ from laconic.errors import JobError
 from laconic.islands.fragments import fragment_of
 from laconic.islands.local_steps import LocalSteps
 from tests.reference.local_steps import Islands
-from tests.support.helpers import Net, build, shard, squared_error
 from tests.support.launch import run_ranks
 from tests.support.partial_models import partial_net
+from tests.support.sharded_net import Net, build, shard, squared_error
 
 Job = dict[str, Any]
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 import laconic
 from laconic.islands.local_steps import LocalSteps
 from tests.islands.test_local_steps import adamw, assert_equal, batch, make, values
-from tests.support.helpers import build, inputs, shard, squared_error
 from tests.support.launch import free_port, run_ranks
 from tests.support.partial_models import partial_net
+from tests.support.sharded_net import build, inputs, shard, squared_error
 
 
 def train(islands: int, local: int, machines: list[str] | None, upto: int, seed: int = 0) -> tuple[int, Any]:
@@ -109,7 +109,7 @@ sys.path.insert(0, {repository!r})
 import laconic
 from laconic.islands.local_steps import LocalSteps
 from tests.islands.test_local_steps import adamw, batch, make
-from tests.support.helpers import build, squared_error
+from tests.support.sharded_net import build, squared_error
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")

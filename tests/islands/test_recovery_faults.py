@@ -18,8 +18,8 @@ from laconic.store import tensors
 from laconic.store.folder import CrashPoint, FileRecord
 from tests.faults.recovery_damage import HARMS, QUICK_CASES, campaign
 from tests.islands.test_local_steps import adamw, batch, make, values
-from tests.support.helpers import build, shard, squared_error
 from tests.support.launch import run_ranks
+from tests.support.sharded_net import build, shard, squared_error
 
 EVERY, STEPS = 2, 8
 

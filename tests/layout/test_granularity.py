@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.layout.granularity import Block, check_matched, elements, resolve, rows, whole
-from tests.support.helpers import (
+from tests.support.launch import on_ranks
+from tests.support.sharded_net import (
     Net,
     assert_gradients,
     assert_nothing_gathered,
@@ -22,7 +23,6 @@ from tests.support.helpers import (
     shard,
     squared_error,
 )
-from tests.support.launch import on_ranks
 
 
 def parameters(**shapes: tuple[int, ...]) -> list[tuple[str, Tensor]]:

@@ -15,7 +15,7 @@ from laconic.layout.packing import plan_bucket
 from laconic.optim import matrices_and_rest
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
-from tests.support.helpers import build, full_gradients, full_parameters, inputs, shard, squared_error
+from tests.support.sharded_net import build, full_gradients, full_parameters, inputs, shard, squared_error
 
 Shape = tuple[int, ...]
 

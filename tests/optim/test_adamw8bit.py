@@ -22,7 +22,7 @@ from laconic.optim import AdamW8bit
 from laconic.optim.adamw8bit import _Rule
 from tests.reference.adamw8bit import ReferenceAdamW8bit
 from tests.reference.adamw8bit import blocks as reference_blocks
-from tests.support.helpers import ragged, whole
+from tests.support.sharded_net import ragged, whole
 
 SHAPES = [(70, 96), (33, 130), (3, 40, 35), (5000,), (32, 128), (64, 63), (7,), (2, 9, 8), (1, 4097), (4100, 1), ()]
 """Tiles at every kind of edge, stacked matrices, a long vector, and small ones that keep fp32."""

@@ -22,8 +22,8 @@ from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 from tests.optim import matrices as helpers
 from tests.reference import muon as reference
-from tests.support.helpers import MESHES, Net, Place
 from tests.support.launch import run_ranks
+from tests.support.sharded_net import MESHES, Net, Place
 
 MATRICES = [(7, 5), (12, 33), (33, 12), (20, 20), (1, 9), (9, 1), (4, 5, 6), (5, 6, 4)]
 VECTORS = [(3,), (40,), (), (2, 3, 4, 5)]

@@ -20,9 +20,9 @@ from laconic.optim.owners import STAY_WITHIN, Matrix, Owners, assign
 from laconic.ragged.redistribute import moved_elements, whole_on
 from laconic.ragged.tensor import RaggedTensor
 from tests.optim.matrices import cut, cut_specs, optimizer_bytes, random_tensors
-from tests.support import helpers
-from tests.support.helpers import MESHES, Place
+from tests.support import sharded_net
 from tests.support.launch import on_ranks, run_ranks
+from tests.support.sharded_net import MESHES, Place
 
 SHAPES = [(7, 5), (12, 33), (33, 12), (20, 20), (1, 9), (9, 1), (16, 4), (5, 40), (0, 3), (6, 6), (31, 8)]
 
@@ -263,7 +263,7 @@ def test_ranks_with_different_groups_all_raise() -> None:
     mesh = laconic.init_mesh("cpu")
     is_odd = dist.get_rank() == 1
     for is_late in (False, True):
-        model = helpers.build(lambda: torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 2)))
+        model = sharded_net.build(lambda: torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 2)))
         laconic.fully_shard(model, mesh=mesh)
         first, second = (layer.weight for layer in model)
         for parameter in (first, second):

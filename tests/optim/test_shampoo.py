@@ -14,8 +14,8 @@ from laconic.optim.shampoo import Shampoo, inverse_root, preconditioned_blocks
 from laconic.ragged.tensor import RaggedTensor
 from tests.optim import matrices as helpers
 from tests.reference import shampoo as reference
-from tests.support.helpers import MESHES
 from tests.support.launch import run_ranks
+from tests.support.sharded_net import MESHES
 
 SETTINGS: list[dict[str, Any]] = [
     {"update_every": 2},

@@ -21,7 +21,6 @@ from laconic.partial.updates import (
 from laconic.ragged.parts import sliced_parameters
 from laconic.shard.reduce import BucketGradients
 from tests.reference.partial import MaskedTraining
-from tests.support.helpers import inputs, squared_error
 from tests.support.launch import run_ranks
 from tests.support.partial_models import (
     MLPS,
@@ -34,6 +33,7 @@ from tests.support.partial_models import (
     plain_net,
     tokens,
 )
+from tests.support.sharded_net import inputs, squared_error
 
 adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 sgd = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.1)

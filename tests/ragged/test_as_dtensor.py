@@ -16,8 +16,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import laconic
 from laconic.ragged.tensor import RaggedTensor
-from tests.support.helpers import Net, build
 from tests.support.launch import run_ranks
+from tests.support.sharded_net import Net, build
 
 SHAPES = [(7, 5), (13,), (2, 3, 4), (1,)]
 

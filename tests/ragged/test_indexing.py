@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from laconic.layout.bucket import Extent
 from laconic.ragged.tensor import RaggedTensor
-from tests.support.helpers import build, inputs, moved, ragged, shard, whole
 from tests.support.launch import on_ranks, run_ranks
+from tests.support.sharded_net import build, inputs, moved, ragged, shard, whole
 
 RANKS = 4
 SHAPE = (6, 3)

@@ -16,7 +16,7 @@ from laconic.checkpoint import load_checkpoint, save_checkpoint
 from laconic.optim import AdamW8bit
 from laconic.ragged.tensor import RaggedTensor
 from tests.ragged.test_state_dict import Mixed, assert_ragged, set_gradients, sharded
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.launch import run_ranks
 
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
@@ -66,7 +66,7 @@ def load(how: str, model: Any, optimizer: Optimizer, plain: dict[str, Any], full
 
 def job_loads(name: str, folder: Path) -> None:
     make = OPTIMIZERS[name]
-    oracle = helpers.build(Mixed)
+    oracle = sharded_net.build(Mixed)
     oracle_optimizer = make(filter(lambda each: each.requires_grad, oracle.parameters()))
     take_steps(oracle, oracle_optimizer, 0, 1)
     middle = state_of(oracle, oracle_optimizer)

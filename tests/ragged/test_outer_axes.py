@@ -22,8 +22,8 @@ import laconic
 from laconic.checkpoint import load_checkpoint, save_checkpoint
 from laconic.comm.collectives import Communicator
 from laconic.ragged.dtensor import whole_of
-from tests.support.helpers import Block, assert_nothing_gathered, build, full_gradients, full_parameters
 from tests.support.launch import on_ranks, run_ranks
+from tests.support.sharded_net import Block, assert_nothing_gathered, build, full_gradients, full_parameters
 
 R = Replicate()
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}

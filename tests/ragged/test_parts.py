@@ -20,7 +20,7 @@ from laconic.ragged.parts import (
     sliced_parts,
     whole_parameters,
 )
-from tests.support.helpers import ragged
+from tests.support.sharded_net import ragged
 
 COLUMNS = [[0, 1, 5], [2, 3, 6], [4]]
 """The columns of the whole in slice 0, in slice 1 and in the shared part."""

@@ -12,8 +12,8 @@ from laconic.layout.packing import plan_bucket
 from laconic.ragged.redistribute import moved_elements, whole_on
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor, redistribute
-from tests.support.helpers import MESHES, Place, moved
 from tests.support.launch import on_ranks, run_ranks
+from tests.support.sharded_net import MESHES, Place, moved
 
 SHAPES = [(7, 5), (11, 3), (), (2, 3, 4), (1,), (13,)]
 

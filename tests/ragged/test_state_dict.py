@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 import laconic
 from laconic.optim import AdamW8bit, Muon, Shampoo, matrices_and_rest
 from laconic.ragged.tensor import RaggedTensor
-from tests.support.helpers import Net, build, inputs, shard, squared_error, train_step
 from tests.support.launch import on_ranks, run_ranks
+from tests.support.sharded_net import Net, build, inputs, shard, squared_error, train_step
 
 WORLDS = [(3, 1), (2, 2)]
 """(ranks, ranks per node)."""

@@ -21,8 +21,8 @@ import laconic
 from laconic.comm.collectives import Communicator
 from laconic.layout.bucket import Extent
 from laconic.ragged.tensor import RaggedTensor
-from tests.support.helpers import build, moved, ragged, shard, whole
 from tests.support.launch import on_ranks, run_ranks
+from tests.support.sharded_net import build, moved, ragged, shard, whole
 
 RANKS = 4
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from laconic.shard.unit import UnitPhase, unit_of
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.launch import run_ranks
 
 
-class Checkpointed(helpers.Net):
+class Checkpointed(sharded_net.Net):
     """Blocks are recomputed: each in a checkpoint, or two in one, or the inside of a block."""
 
     def __init__(self, kind: str, reentrant: bool) -> None:
@@ -35,7 +35,7 @@ class Checkpointed(helpers.Net):
         return self.out(x)
 
 
-class InnerCheckpoint(helpers.Block):
+class InnerCheckpoint(sharded_net.Block):
     def forward(self, x: Tensor) -> Tensor:
         return x + checkpoint(lambda h: self.down(torch.relu(self.up(h))), x, use_reentrant=False)
 
@@ -43,30 +43,30 @@ class InnerCheckpoint(helpers.Block):
 def make_checkpointed(kind: str, reentrant: bool) -> nn.Module:
     if kind != "inner":
         return Checkpointed(kind, reentrant)
-    model = helpers.Net()
+    model = sharded_net.Net()
     for block in model.blocks:
         block.__class__ = InnerCheckpoint
     return model
 
 
 def job_checkpointing(cache: str, kind: str, reentrant: bool) -> None:
-    model = helpers.shard(helpers.build(lambda: make_checkpointed(kind, reentrant)), cache=cache)
-    reference, oracle = helpers.shard(helpers.build(), cache=cache), helpers.oracle_of(model)
+    model = sharded_net.shard(sharded_net.build(lambda: make_checkpointed(kind, reentrant)), cache=cache)
+    reference, oracle = sharded_net.shard(sharded_net.build(), cache=cache), sharded_net.oracle_of(model)
     for seed in range(2):
-        batches = helpers.micro_batches(2, seed)
+        batches = sharded_net.micro_batches(2, seed)
         measured, peaks = [], []
         for net in (reference, model):
             net.reset_peak_memory()
-            with helpers.moved(net) as m:
+            with sharded_net.moved(net) as m:
                 for number, batch in enumerate(batches):
                     net.set_requires_gradient_sync(number == 1)
-                    helpers.squared_error(net, batch[dist.get_rank()]).backward()
+                    sharded_net.squared_error(net, batch[dist.get_rank()]).backward()
             measured.append((m.weights, m.gradients, m.sent("local", "weights"), m.sent("local", "gradients")))
             peaks.append(net.memory().device_peak_bytes)
-            helpers.assert_nothing_gathered(net)
+            sharded_net.assert_nothing_gathered(net)
         assert measured[0] == measured[1], "recomputing sends no more bytes"
         assert peaks[1] <= peaks[0], "recomputing holds no more memory"
-        helpers.assert_gradients(model, oracle, batches)
+        sharded_net.assert_gradients(model, oracle, batches)
         for net in (reference, model):
             with torch.no_grad():
                 for parameter in net.parameters():
@@ -83,7 +83,7 @@ def test_activation_checkpointing_gathers_no_more_often(kind: str, reentrant: bo
 
 
 def job_states() -> None:
-    model = helpers.shard(helpers.build(lambda: Checkpointed("each", False)), cache="none")
+    model = sharded_net.shard(sharded_net.build(lambda: Checkpointed("each", False)), cache="none")
     units = [unit_of(block) for block in model.blocks]
     states: list[bool] = []
     for unit in units:
@@ -93,9 +93,9 @@ def job_states() -> None:
         )  # type: ignore[union-attr, misc]
     for _ in range(2):
         states.clear()
-        helpers.train_step(model)
+        sharded_net.train_step(model)
         assert states == [True] * len(units), "a recomputed forward took a unit out of its backward"
-        helpers.assert_nothing_gathered(model)
+        sharded_net.assert_nothing_gathered(model)
 
 
 def test_a_recomputed_forward_is_part_of_backward() -> None:

@@ -11,59 +11,59 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.shard.gather import GatherState
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.launch import run_ranks
 
 # -- setters ----------------------------------------------------------------------------------------------------------
 
 
 def job_keep_gathered() -> None:
-    model = helpers.shard(helpers.build(), cache="none", reshard_after_forward=False)
-    everything = helpers.gather_bytes("node", helpers.buckets(model))
-    batch = helpers.inputs(0, dist.get_rank())
-    with helpers.moved(model) as m:
-        loss = helpers.squared_error(model, batch)
+    model = sharded_net.shard(sharded_net.build(), cache="none", reshard_after_forward=False)
+    everything = sharded_net.gather_bytes("node", sharded_net.buckets(model))
+    batch = sharded_net.inputs(0, dist.get_rank())
+    with sharded_net.moved(model) as m:
+        loss = sharded_net.squared_error(model, batch)
         assert all(unit.gather.state is GatherState.FULL for unit in model._units())
         loss.backward()
     assert m.weights == everything, "kept from forward to backward"
-    helpers.assert_nothing_gathered(model)
+    sharded_net.assert_nothing_gathered(model)
     with torch.no_grad():
         model(batch[0])
-    helpers.assert_nothing_gathered(model)  # forward alone leaves nothing, whatever the setting
+    sharded_net.assert_nothing_gathered(model)  # forward alone leaves nothing, whatever the setting
 
     model.set_reshard_after_forward(True)
-    with helpers.moved(model) as m:
-        helpers.train_step(model)
+    with sharded_net.moved(model) as m:
+        sharded_net.train_step(model)
     assert m.weights == 2 * everything, "the root too, once it is set"
     model.set_reshard_after_forward(False, recurse=False)
-    with helpers.moved(model) as m:
-        helpers.train_step(model)
-    assert m.weights == 2 * helpers.gather_bytes("node", helpers.buckets(model.blocks)) + helpers.gather_bytes(
-        "node", model._laconic_unit.buckets
-    )
+    with sharded_net.moved(model) as m:
+        sharded_net.train_step(model)
+    assert m.weights == 2 * sharded_net.gather_bytes(
+        "node", sharded_net.buckets(model.blocks)
+    ) + sharded_net.gather_bytes("node", model._laconic_unit.buckets)
 
     model.set_reshard_after_forward(False)
     model.set_reshard_after_backward(False)
-    with helpers.moved(model) as m:
+    with sharded_net.moved(model) as m:
         for _ in range(3):
-            helpers.train_step(model)
+            sharded_net.train_step(model)
     assert m.weights == everything, "kept from one micro-batch to the next"
     optimizer = torch.optim.SGD([p for u in model._units() for b in u.buckets for p in b.sharded], lr=0.1)
-    helpers.squared_error(model, batch).backward()
+    sharded_net.squared_error(model, batch).backward()
     optimizer.step()
     optimizer.zero_grad()
-    plain = helpers.build()
+    plain = sharded_net.build()
     squared_error_all = (
-        sum(helpers.squared_error(plain, b) for b in helpers.micro_batches(1)[0]) / dist.get_world_size()
+        sum(sharded_net.squared_error(plain, b) for b in sharded_net.micro_batches(1)[0]) / dist.get_world_size()
     )
     squared_error_all.backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    with helpers.moved(model) as m:
+    with sharded_net.moved(model) as m:
         torch.testing.assert_close(model(batch[0]), plain(batch[0]))
     assert m.weights == everything, "gathered again after a step"
     model.set_reshard_after_backward(True)
     model(batch[0]).sum().backward()
-    helpers.assert_nothing_gathered(model)
+    sharded_net.assert_nothing_gathered(model)
 
 
 def test_units_stay_gathered_as_their_setters_say() -> None:
@@ -71,18 +71,18 @@ def test_units_stay_gathered_as_their_setters_say() -> None:
 
 
 def job_divide() -> None:
-    model = helpers.shard(helpers.build(), cache="none")
-    oracle, batches = helpers.oracle_of(model), helpers.micro_batches(1)
-    helpers.set_divide_factors(model, 1.0)
-    helpers.squared_error(model, batches[0][dist.get_rank()]).backward()
+    model = sharded_net.shard(sharded_net.build(), cache="none")
+    oracle, batches = sharded_net.oracle_of(model), sharded_net.micro_batches(1)
+    sharded_net.set_divide_factors(model, 1.0)
+    sharded_net.squared_error(model, batches[0][dist.get_rank()]).backward()
     _, want = oracle.gradients(batches)
-    for name, got in helpers.full_gradients(model).items():
+    for name, got in sharded_net.full_gradients(model).items():
         torch.testing.assert_close(got, want[name] * dist.get_world_size(), msg=name)
     model.zero_grad()
-    helpers.set_divide_factors(model, float(dist.get_world_size()))
+    sharded_net.set_divide_factors(model, float(dist.get_world_size()))
     model.set_gradient_divide_factor(1.0)
-    helpers.squared_error(model, batches[0][dist.get_rank()]).backward()
-    for name, got in helpers.full_gradients(model).items():
+    sharded_net.squared_error(model, batches[0][dist.get_rank()]).backward()
+    for name, got in sharded_net.full_gradients(model).items():
         factor = 1 if name.startswith("blocks") else dist.get_world_size()
         torch.testing.assert_close(got, want[name] * factor, msg=f"{name}: modules below keep their divisor")
     for factor in (0.0, -1.0, float("inf"), float("nan")):
@@ -95,9 +95,9 @@ def test_the_divide_factor_can_be_set() -> None:
 
 
 def job_manual_unshard() -> None:
-    model = helpers.shard(helpers.build(), cache="none")
-    plain = dict(helpers.build().named_parameters())
-    with helpers.moved(model) as m:
+    model = sharded_net.shard(sharded_net.build(), cache="none")
+    plain = dict(sharded_net.build().named_parameters())
+    with sharded_net.moved(model) as m:
         handle = model.unshard(async_op=True)
         assert handle is not None
         assert isinstance(model.inp.weight, laconic.RaggedTensor), "the sharded parameter stays until wait()"
@@ -108,14 +108,14 @@ def job_manual_unshard() -> None:
         model.reshard()
         model.reshard()
     assert isinstance(model.inp.weight, laconic.RaggedTensor)
-    assert m.weights == helpers.gather_bytes("node", model._laconic_unit.buckets)
+    assert m.weights == sharded_net.gather_bytes("node", model._laconic_unit.buckets)
     model.blocks[1].unshard()
     assert torch.equal(model.blocks[1].up.weight, plain["blocks.1.up.weight"])
-    with helpers.moved(model) as m:
+    with sharded_net.moved(model) as m:
         model.unshard()
-        torch.testing.assert_close(model(helpers.inputs(0, 0)[0]), helpers.build()(helpers.inputs(0, 0)[0]))
-    untouched = [b for i in (0, 2) for b in helpers.buckets(model.blocks[i])]
-    assert m.weights == helpers.gather_bytes("node", untouched + model._laconic_unit.buckets), (
+        torch.testing.assert_close(model(sharded_net.inputs(0, 0)[0]), sharded_net.build()(sharded_net.inputs(0, 0)[0]))
+    untouched = [b for i in (0, 2) for b in sharded_net.buckets(model.blocks[i])]
+    assert m.weights == sharded_net.gather_bytes("node", untouched + model._laconic_unit.buckets), (
         "block 1 was there already"
     )
 
@@ -125,16 +125,16 @@ def test_unshard_and_reshard_by_hand() -> None:
 
 
 def job_unshard_ahead() -> None:
-    batch, plain = helpers.inputs(0, 0), helpers.build()
-    model = helpers.shard(helpers.build(), cache="host")
+    batch, plain = sharded_net.inputs(0, 0), sharded_net.build()
+    model = sharded_net.shard(sharded_net.build(), cache="host")
     for block in model.blocks:
         block.unshard()  # before the root has run: FSDP2 allows it
     torch.testing.assert_close(model(batch[0]), plain(batch[0]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
-        helpers.train_step(model, optimizer)
-    assert model.memory().device_bytes == helpers.held_bytes(model), "one ledger counts all units"
-    helpers.assert_nothing_gathered(model)
+        sharded_net.train_step(model, optimizer)
+    assert model.memory().device_bytes == sharded_net.held_bytes(model), "one ledger counts all units"
+    sharded_net.assert_nothing_gathered(model)
 
     handle = model.unshard(async_op=True)
     with torch.no_grad():
@@ -153,22 +153,22 @@ def test_unshard_before_the_first_forward_and_before_an_edit() -> None:
 
 
 def job_names() -> None:
-    plain, model = helpers.build(), helpers.shard(helpers.build(), cache="none")
+    plain, model = sharded_net.build(), sharded_net.shard(sharded_net.build(), cache="none")
     assert type(model).__name__ == "ShardedNet"
     assert isinstance(model, laconic.ShardedModule)
-    assert isinstance(model, helpers.Net)
-    assert isinstance(model.blocks[0], helpers.Block)
+    assert isinstance(model, sharded_net.Net)
+    assert isinstance(model.blocks[0], sharded_net.Block)
     assert list(dict(model.named_parameters())) == list(dict(plain.named_parameters()))
     assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
     identities = [id(p) for p in model.parameters()]
-    helpers.train_step(model, torch.optim.AdamW(model.parameters()))
+    sharded_net.train_step(model, torch.optim.AdamW(model.parameters()))
     assert [id(p) for p in model.parameters()] == identities, "the optimizer's parameters are the model's"
     model.load_state_dict(plain.state_dict())
     assert list(model.state_dict()) == list(plain.state_dict())
-    for name, value in helpers.full_parameters(model).items():
+    for name, value in sharded_net.full_parameters(model).items():
         assert torch.equal(value, plain.get_parameter(name)), name
     # The root stays gathered after forward, yet a state dict holds sharded parameters.
-    helpers.squared_error(model, helpers.inputs(0, 0))
+    sharded_net.squared_error(model, sharded_net.inputs(0, 0))
     assert all(isinstance(value, laconic.RaggedTensor) for value in model.state_dict().values())
 
 
@@ -179,7 +179,7 @@ def test_names_classes_and_identities_stay() -> None:
 # -- edits of gathered parameters -------------------------------------------------------------------------------------
 
 
-class Edits(helpers.Net):
+class Edits(sharded_net.Net):
     """A model that edits a gathered parameter in its own forward."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -189,8 +189,8 @@ class Edits(helpers.Net):
 
 
 def job_edit_gathered() -> None:
-    for make in (Edits, helpers.Net):
-        model = helpers.shard(helpers.build(make), cache="host")
+    for make in (Edits, sharded_net.Net):
+        model = sharded_net.shard(sharded_net.build(make), cache="host")
         if make is Edits:
             with (
                 pytest.raises(
@@ -198,7 +198,7 @@ def job_edit_gathered() -> None:
                 ),
                 torch.no_grad(),
             ):
-                model(helpers.inputs(0, 0)[0])
+                model(sharded_net.inputs(0, 0)[0])
         else:
             model.unshard()
             with torch.no_grad():
@@ -213,8 +213,8 @@ def test_editing_a_gathered_parameter_is_refused() -> None:
 
 
 def job_replaced() -> None:
-    model = helpers.shard(helpers.build(), cache="none")
-    sharded, x = model.blocks[1].up.weight, helpers.inputs(0, 0)[0]
+    model = sharded_net.shard(sharded_net.build(), cache="none")
+    sharded, x = model.blocks[1].up.weight, sharded_net.inputs(0, 0)[0]
     model.blocks[1].up.weight = nn.Parameter(torch.zeros(29, 17))
     with pytest.warns(UserWarning, match=r"up.weight replaced sharded parameters.*model.parameters\(\)"):
         model(x)
@@ -234,25 +234,25 @@ def test_a_replaced_parameter_is_taken_at_first_and_refused_later() -> None:
 
 def job_compiled() -> None:
     """Blocks compiled before they are sharded, in place or wrapped, and a compiled root."""
-    batch = helpers.inputs(0, dist.get_rank())
-    _, want = helpers.oracle_of(helpers.shard(helpers.build())).gradients(helpers.micro_batches(1))
+    batch = sharded_net.inputs(0, dist.get_rank())
+    _, want = sharded_net.oracle_of(sharded_net.shard(sharded_net.build())).gradients(sharded_net.micro_batches(1))
 
     def check(run: Any, model: Any) -> None:
-        helpers.squared_error(run, batch).backward()
-        got = {name.replace("_orig_mod.", ""): value for name, value in helpers.full_gradients(model).items()}
+        sharded_net.squared_error(run, batch).backward()
+        got = {name.replace("_orig_mod.", ""): value for name, value in sharded_net.full_gradients(model).items()}
         assert set(got) == set(want)
         for name, value in want.items():
             torch.testing.assert_close(got[name], value, msg=name)
 
-    in_place: Any = helpers.build()
+    in_place: Any = sharded_net.build()
     for block in in_place.blocks:
         block.compile(backend="eager")
-    check(helpers.shard(in_place), in_place)
-    wrapped: Any = helpers.build()
+    check(sharded_net.shard(in_place), in_place)
+    wrapped: Any = sharded_net.build()
     for index, block in enumerate(wrapped.blocks):
         wrapped.blocks[index] = torch.compile(block, backend="eager")
-    check(helpers.shard(wrapped), wrapped)
-    root = helpers.shard(helpers.build())
+    check(sharded_net.shard(wrapped), wrapped)
+    root = sharded_net.shard(sharded_net.build())
     check(torch.compile(root, backend="eager"), root)
 
 

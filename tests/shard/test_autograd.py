@@ -12,33 +12,33 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.launch import run_ranks
 
 
 def assert_mean_gradients(model: nn.Module, plain: nn.Module, batches: list[list[tuple[Tensor, Tensor]]]) -> None:
     """Compare with an unsharded model that sees the batches of all ranks."""
     for batch in (batch for ranks in batches for batch in ranks):
-        (helpers.squared_error(plain, batch) / dist.get_world_size()).backward()
-    for name, gradient in helpers.full_gradients(model).items():
+        (sharded_net.squared_error(plain, batch) / dist.get_world_size()).backward()
+    for name, gradient in sharded_net.full_gradients(model).items():
         torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
 
 
 def job_gradients_of_inputs_only(cache: str) -> None:
     """`autograd.grad` of an input leaves no gradient behind, and sends none."""
-    model, plain = helpers.shard(helpers.build(), cache=cache), helpers.build()
+    model, plain = sharded_net.shard(sharded_net.build(), cache=cache), sharded_net.build()
     rank = dist.get_rank()
-    x = helpers.inputs(0, rank)[0].requires_grad_()
-    with helpers.moved(model) as moved:
+    x = sharded_net.inputs(0, rank)[0].requires_grad_()
+    with sharded_net.moved(model) as moved:
         (gradient,) = torch.autograd.grad(model(x).sum(), x)
     (expected,) = torch.autograd.grad(plain(x).sum(), x)
     torch.testing.assert_close(gradient, expected)
     assert moved.gradients == 0
     assert all(parameter.grad is None for parameter in model.parameters())
-    helpers.assert_nothing_gathered(model)
-    oracle, batches = helpers.oracle_of(model), helpers.micro_batches(1)
-    helpers.squared_error(model, batches[0][rank]).backward()
-    helpers.assert_gradients(model, oracle, batches)
+    sharded_net.assert_nothing_gathered(model)
+    oracle, batches = sharded_net.oracle_of(model), sharded_net.micro_batches(1)
+    sharded_net.squared_error(model, batches[0][rank]).backward()
+    sharded_net.assert_gradients(model, oracle, batches)
 
 
 @pytest.mark.parametrize(("world", "cache"), [(1, "none"), (3, "host")])
@@ -48,14 +48,14 @@ def test_gradients_of_inputs_leave_those_of_weights_alone(world: int, cache: str
 
 def job_gradient_penalty(cache: str) -> None:
     """The gradient of a gradient needs the weights once more."""
-    model, plain = helpers.shard(helpers.build(), cache=cache), helpers.build()
+    model, plain = sharded_net.shard(sharded_net.build(), cache=cache), sharded_net.build()
     for module in (model, plain):
-        x = helpers.inputs(0, 0)[0].requires_grad_()
+        x = sharded_net.inputs(0, 0)[0].requires_grad_()
         (slope,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
         slope.square().sum().backward()
-    for name, gradient in helpers.full_gradients(model).items():
+    for name, gradient in sharded_net.full_gradients(model).items():
         torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
-    helpers.assert_nothing_gathered(model)
+    sharded_net.assert_nothing_gathered(model)
 
 
 def job_penalty_past_the_outputs() -> None:
@@ -65,11 +65,11 @@ def job_penalty_past_the_outputs() -> None:
     model.load_state_dict(plain.state_dict())
     laconic.fully_shard(model)
     for module in (model, plain):
-        x = helpers.inputs(0, 0)[0].requires_grad_()
+        x = sharded_net.inputs(0, 0)[0].requires_grad_()
         (slope,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
         slope.square().sum().backward()
     torch.testing.assert_close(model[0].weight.grad.full_tensor(), plain[0].weight.grad)  # type: ignore[union-attr]
-    helpers.assert_nothing_gathered(model)
+    sharded_net.assert_nothing_gathered(model)
 
 
 def test_a_penalty_may_not_reach_the_outputs() -> None:
@@ -92,7 +92,7 @@ class Wide(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-class WideNet(helpers.Net):
+class WideNet(sharded_net.Net):
     make_block = Wide
 
     def __init__(self) -> None:
@@ -101,21 +101,21 @@ class WideNet(helpers.Net):
 
 def job_several_forwards(num_forwards: int, order: str) -> tuple[int, int]:
     """Return the peak of the engine's memory, which has no activations, and the bytes of gradients."""
-    model = helpers.shard(helpers.build(WideNet), reshard_after_forward=True)
+    model = sharded_net.shard(sharded_net.build(WideNet), reshard_after_forward=True)
     model.set_reduce_once_per_backward(order == "reduced once")
-    plain, rank = helpers.build(WideNet), dist.get_rank()
-    batches = helpers.micro_batches(num_forwards)
+    plain, rank = sharded_net.build(WideNet), dist.get_rank()
+    batches = sharded_net.micro_batches(num_forwards)
     for _ in range(2):  # the second step prefetches
         model.zero_grad()
         model.reset_peak_memory()
-        with helpers.moved(model) as moved:
+        with sharded_net.moved(model) as moved:
             if order == "one by one":
                 for batch in batches:
-                    helpers.squared_error(model, batch[rank]).backward()
+                    sharded_net.squared_error(model, batch[rank]).backward()
             else:
-                sum(helpers.squared_error(model, batch[rank]) for batch in batches).backward()  # type: ignore[union-attr]
+                sum(sharded_net.squared_error(model, batch[rank]) for batch in batches).backward()  # type: ignore[union-attr]
     assert_mean_gradients(model, plain, batches)
-    helpers.assert_nothing_gathered(model)
+    sharded_net.assert_nothing_gathered(model)
     return model.memory().device_peak_bytes, moved.gradients
 
 
@@ -143,21 +143,21 @@ class Gated(nn.Module):
         return x + self.rare(x) if dist.get_rank() == 0 else x
 
 
-class GatedNet(helpers.Net):
+class GatedNet(sharded_net.Net):
     make_block = Gated
 
 
 def job_unused_parameters(local_steps: int) -> None:
-    model: Any = helpers.shard(helpers.build(GatedNet))
+    model: Any = sharded_net.shard(sharded_net.build(GatedNet))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    before = {name: whole.clone() for name, whole in helpers.full_parameters(model).items()}
+    before = {name: whole.clone() for name, whole in sharded_net.full_parameters(model).items()}
     for number in range(local_steps):
         model.set_requires_gradient_sync(number == local_steps - 1)
-        helpers.squared_error(model, helpers.inputs(number, dist.get_rank())).backward()
+        sharded_net.squared_error(model, sharded_net.inputs(number, dist.get_rank())).backward()
     for name, parameter in model.named_parameters():
         assert (parameter.grad is None) == ("idle" in name), name
     optimizer.step()
-    for name, whole in helpers.full_parameters(model).items():
+    for name, whole in sharded_net.full_parameters(model).items():
         assert torch.equal(whole, before[name]) == ("idle" in name), name
 
 
@@ -199,7 +199,7 @@ def job_in_place() -> None:
     laconic.fully_shard(model)
     for each in (plain, model):
         each(torch.ones(2, 3)).sum().backward()
-    for name, gradient in helpers.full_gradients(model).items():
+    for name, gradient in sharded_net.full_gradients(model).items():
         torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
 
 
@@ -208,12 +208,12 @@ def test_inputs_may_be_changed_in_place() -> None:
 
 
 def job_inference_first() -> None:
-    model = helpers.shard(helpers.build(), cache="host")
+    model = sharded_net.shard(sharded_net.build(), cache="host")
     with torch.inference_mode():
-        model(helpers.inputs(0, 0)[0])
+        model(sharded_net.inputs(0, 0)[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for seed in range(2):
-        helpers.train_step(model, optimizer, seed)
+        sharded_net.train_step(model, optimizer, seed)
 
 
 def test_training_may_follow_inference_mode() -> None:
@@ -222,20 +222,20 @@ def test_training_may_follow_inference_mode() -> None:
 
 def job_accumulation_with_hooks(has_hooks: bool) -> None:
     """Micro-batches without synchronisation neither run hooks nor forget which parameters were used."""
-    model: Any = helpers.shard(helpers.build())
-    oracle, batches, rank = helpers.oracle_of(model), helpers.micro_batches(2), dist.get_rank()
+    model: Any = sharded_net.shard(sharded_net.build())
+    oracle, batches, rank = sharded_net.oracle_of(model), sharded_net.micro_batches(2), dist.get_rank()
     seen: list[Tensor] = []
     if has_hooks:
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(seen.append)
     model.set_requires_gradient_sync(False)
-    helpers.squared_error(model, batches[0][rank]).backward()
+    sharded_net.squared_error(model, batches[0][rank]).backward()
     assert not seen
     model.set_requires_gradient_sync(True)
     x = batches[1][rank][0].clone().requires_grad_()
     torch.autograd.grad(model(x).sum(), x)  # sends the partial sums
-    helpers.squared_error(model, batches[1][rank]).backward()
-    helpers.assert_gradients(model, oracle, batches)
+    sharded_net.squared_error(model, batches[1][rank]).backward()
+    sharded_net.assert_gradients(model, oracle, batches)
     assert len(seen) == 2 * has_hooks * len(list(model.parameters()))
 
 
@@ -246,15 +246,15 @@ def test_micro_batches_keep_what_they_have_used(has_hooks: bool) -> None:
 
 def job_frozen_between() -> None:
     """Parameters that are frozen between two micro-batches keep the gradient of the first."""
-    model, plain = helpers.shard(helpers.build()), helpers.build()
+    model, plain = sharded_net.shard(sharded_net.build()), sharded_net.build()
     for micro_batch in range(2):
         model.set_requires_gradient_sync(micro_batch == 1)
         for module in (model, plain):
             module.blocks[0].requires_grad_(micro_batch == 0)
             module.out.bias.requires_grad_(micro_batch == 0)
-        helpers.squared_error(model, helpers.inputs(micro_batch, dist.get_rank())).backward()
+        sharded_net.squared_error(model, sharded_net.inputs(micro_batch, dist.get_rank())).backward()
         for rank in range(dist.get_world_size()):
-            (helpers.squared_error(plain, helpers.inputs(micro_batch, rank)) / dist.get_world_size()).backward()
+            (sharded_net.squared_error(plain, sharded_net.inputs(micro_batch, rank)) / dist.get_world_size()).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, msg=name)
 
@@ -265,7 +265,7 @@ def test_parameters_may_be_frozen_between_micro_batches() -> None:
 
 def job_optimizer_in_backward() -> None:
     """Each hook sees the reduced gradient, takes a step, and frees the gradient."""
-    model, plain = helpers.shard(helpers.build()), helpers.build()
+    model, plain = sharded_net.shard(sharded_net.build()), sharded_net.build()
     seen = []
     for name, parameter in model.named_parameters():
         optimizer = torch.optim.SGD([parameter], lr=0.1)
@@ -278,14 +278,14 @@ def job_optimizer_in_backward() -> None:
         parameter.register_post_accumulate_grad_hook(step)
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for seed in range(2):
-        helpers.squared_error(model, helpers.inputs(seed, dist.get_rank())).backward()
+        sharded_net.squared_error(model, sharded_net.inputs(seed, dist.get_rank())).backward()
         for rank in range(dist.get_world_size()):
-            (helpers.squared_error(plain, helpers.inputs(seed, rank)) / dist.get_world_size()).backward()
+            (sharded_net.squared_error(plain, sharded_net.inputs(seed, rank)) / dist.get_world_size()).backward()
         plain_optimizer.step()
         plain_optimizer.zero_grad()
         assert all(parameter.grad is None for parameter in model.parameters())
     assert sorted(seen) == sorted(2 * [name for name, _ in plain.named_parameters()])
-    for name, whole in helpers.full_parameters(model).items():
+    for name, whole in sharded_net.full_parameters(model).items():
         torch.testing.assert_close(whole, plain.get_parameter(name).detach(), msg=name)
 
 
@@ -309,7 +309,7 @@ class Records(nn.Module):
         return Activations(x.hidden + self.linear(x.hidden), x.step + 1)
 
 
-class RecordNet(helpers.Net):
+class RecordNet(sharded_net.Net):
     make_block = Records
 
     def forward(self, x: Tensor) -> Tensor:
@@ -321,10 +321,10 @@ class RecordNet(helpers.Net):
 
 
 def job_dataclasses() -> None:
-    model = helpers.shard(helpers.build(RecordNet))
-    batches = helpers.micro_batches(1)
-    helpers.squared_error(model, batches[0][dist.get_rank()]).backward()
-    assert_mean_gradients(model, helpers.build(RecordNet), batches)
+    model = sharded_net.shard(sharded_net.build(RecordNet))
+    batches = sharded_net.micro_batches(1)
+    sharded_net.squared_error(model, batches[0][dist.get_rank()]).backward()
+    assert_mean_gradients(model, sharded_net.build(RecordNet), batches)
 
 
 def test_dataclasses_of_tensors_go_in_and_out() -> None:
@@ -332,15 +332,15 @@ def test_dataclasses_of_tensors_go_in_and_out() -> None:
 
 
 def job_forward_mode() -> None:
-    model, plain = helpers.shard(helpers.build()), helpers.build()
-    x, tangent = helpers.inputs(0, 0)[0], helpers.inputs(1, 0)[0]
+    model, plain = sharded_net.shard(sharded_net.build()), sharded_net.build()
+    x, tangent = sharded_net.inputs(0, 0)[0], sharded_net.inputs(1, 0)[0]
     found, expected = (torch.func.jvp(module, (x,), (tangent,)) for module in (model, plain))
     torch.testing.assert_close(found, expected)
     x.requires_grad_()
     for module in (model, plain):
         value, slope = torch.func.jvp(module, (x,), (tangent,))
         (value.sum() + slope.square().sum()).backward()
-    for name, gradient in helpers.full_gradients(model).items():
+    for name, gradient in sharded_net.full_gradients(model).items():
         torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
 
 

@@ -15,7 +15,7 @@ from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
 from laconic.shard.policies import Wire
 from tests.reference import gather as reference
-from tests.support.helpers import Block, Place, account, build, places
+from tests.support.sharded_net import Block, Place, account, build, places
 
 
 def bucket_of(module: nn.Module, place: Place, *, compute_dtype: torch.dtype = torch.float32) -> Bucket:

@@ -19,7 +19,7 @@ from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
 from laconic.shard.policies import Cache
 from laconic.shard.unit import Root, unit_of
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.launch import run_ranks
 
 CPU = torch.device("cpu")
@@ -114,7 +114,7 @@ def test_a_tight_memlock_limit_falls_back_to_pageable_memory(monkeypatch: pytest
 
 def job_pinned(pins: bool) -> int:
     """The number of slabs that are page-locked if the ranks have GPUs, which are pretended while a slab is made."""
-    model = helpers.shard(helpers.build(), cache=Cache(where="host", pin_memory=pins))
+    model = sharded_net.shard(sharded_net.build(), cache=Cache(where="host", pin_memory=pins))
     with pytest.MonkeyPatch.context() as patched:
         calls, place = page_lock_returning(0, patched), Root._place_caches
 
@@ -124,7 +124,7 @@ def job_pinned(pins: bool) -> int:
                 place(root)
 
         patched.setattr(Root, "_place_caches", place_on_gpu)
-        helpers.train_step(model)
+        sharded_net.train_step(model)
     return len(calls)
 
 
@@ -222,19 +222,19 @@ CACHES: list[Any] = ["host", "device", Cache(where="host", device_budget_bytes=4
 
 def forward_bytes(model: Any) -> int:
     """Count this rank's bytes of weights across nodes in one forward without gradients. The cache must not change."""
-    with helpers.moved(model) as m, torch.no_grad():
-        model(helpers.inputs(0, dist.get_rank())[0])
+    with sharded_net.moved(model) as m, torch.no_grad():
+        model(sharded_net.inputs(0, dist.get_rank())[0])
     return m.weights
 
 
 def job_staleness(cache: Any) -> None:
-    model = helpers.shard(helpers.build(), cache=cache)
+    model = sharded_net.shard(sharded_net.build(), cache=cache)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    everything = helpers.gather_bytes("node", helpers.buckets(model))
+    everything = sharded_net.gather_bytes("node", sharded_net.buckets(model))
     ema = [p.detach().clone() for p in model.parameters()]
     weight = model.blocks[1].up.weight
-    block = helpers.gather_bytes("node", helpers.buckets(model.blocks[1]))
-    plain_state = {name: torch.randn(p.shape) for name, p in helpers.build().named_parameters()}
+    block = sharded_net.gather_bytes("node", sharded_net.buckets(model.blocks[1]))
+    plain_state = {name: torch.randn(p.shape) for name, p in sharded_net.build().named_parameters()}
 
     def swap() -> None:
         for p, average in zip(model.parameters(), ema, strict=True):
@@ -244,17 +244,20 @@ def job_staleness(cache: Any) -> None:
 
     def scaler_skips() -> None:
         scaler = torch.amp.GradScaler("cpu")
-        helpers.squared_error(model, helpers.inputs(0, dist.get_rank())).backward()
+        sharded_net.squared_error(model, sharded_net.inputs(0, dist.get_rank())).backward()
         scaler.scale(torch.zeros(()))
         weight.grad.to_local().fill_(float("inf"))
         scaler.step(optimizer)
         model.zero_grad()
 
     keep_valid: dict[str, Any] = {
-        "evaluation": lambda: model(helpers.inputs(5, dist.get_rank())[0]),
-        "a backward without a step": lambda: helpers.train_step(model),
+        "evaluation": lambda: model(sharded_net.inputs(5, dist.get_rank())[0]),
+        "a backward without a step": lambda: sharded_net.train_step(model),
         "a step skipped for overflow": scaler_skips,
-        "reading": lambda: (helpers.full_parameters(model), [p.detach().clone().add_(1) for p in model.parameters()]),
+        "reading": lambda: (
+            sharded_net.full_parameters(model),
+            [p.detach().clone().add_(1) for p in model.parameters()],
+        ),
         "a state dict": lambda: model.state_dict(),
         "train and eval mode": lambda: model.eval().train(),
         "an average of the weights": lambda: torch._foreach_lerp_(ema, [p.detach() for p in model.parameters()], 0.5),
@@ -262,7 +265,7 @@ def job_staleness(cache: Any) -> None:
         "clipping": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
     }
     make_stale: dict[str, tuple[Any, int]] = {
-        "an optimizer step": (lambda: helpers.train_step(model, optimizer), everything),
+        "an optimizer step": (lambda: sharded_net.train_step(model, optimizer), everything),
         "a load": (lambda: model.load_state_dict(plain_state), everything),
         "a load of another sharded state": (lambda: model.load_state_dict(model.state_dict()), everything),
         "an edit": (lambda: weight.mul_(1.5), block),
@@ -287,15 +290,15 @@ def job_staleness(cache: Any) -> None:
         assert forward_bytes(model) == stale_bytes, name
         assert forward_bytes(model) == 0, name
         with torch.no_grad():
-            torch.testing.assert_close(model(helpers.inputs(0, dist.get_rank())[0]), want, msg=name)
+            torch.testing.assert_close(model(sharded_net.inputs(0, dist.get_rank())[0]), want, msg=name)
 
 
 def model_output(model: Any) -> torch.Tensor:
     """Compute the output of a plain model with these parameters."""
-    plain = helpers.build()
-    plain.load_state_dict(helpers.full_parameters(model))
+    plain = sharded_net.build()
+    plain.load_state_dict(sharded_net.full_parameters(model))
     with torch.no_grad():
-        return plain(helpers.inputs(0, dist.get_rank())[0])
+        return plain(sharded_net.inputs(0, dist.get_rank())[0])
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=["host", "device", "budget"])
@@ -306,12 +309,12 @@ def test_node_shards_become_stale_exactly_when_parameters_change(cache: Any) -> 
 def job_host_bytes(param_dtype: torch.dtype | None) -> int:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    model = helpers.build(lambda: helpers.Net(4, d=128, h=384))
-    helpers.shard(model, cache="host", mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
+    model = sharded_net.build(lambda: sharded_net.Net(4, d=128, h=384))
+    sharded_net.shard(model, cache="host", mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
     assert model.memory().host_bytes == 0, "allocated when first used"
-    helpers.train_step(model)
+    sharded_net.train_step(model)
     assert model.memory().host_bytes == sum(
-        bucket.node_shard_numel * bucket.compute_dtype.itemsize for bucket in helpers.buckets(model)
+        bucket.node_shard_numel * bucket.compute_dtype.itemsize for bucket in sharded_net.buckets(model)
     )
     return model.memory().host_bytes
 
@@ -322,7 +325,7 @@ def test_a_nodes_host_memory_is_one_copy_of_the_weights(
     world_size: int, local: int, param_dtype: torch.dtype | None
 ) -> None:
     one_copy = (
-        sum(p.numel() for p in helpers.Net(4, d=128, h=384).parameters()) * (param_dtype or torch.float32).itemsize
+        sum(p.numel() for p in sharded_net.Net(4, d=128, h=384).parameters()) * (param_dtype or torch.float32).itemsize
     )
     by_rank = run_ranks(job_host_bytes, world_size, param_dtype, local=local)
     for node in range(world_size // local):
@@ -330,21 +333,21 @@ def test_a_nodes_host_memory_is_one_copy_of_the_weights(
 
 
 def job_budget() -> None:
-    model = helpers.build(lambda: helpers.Net(4))
+    model = sharded_net.build(lambda: sharded_net.Net(4))
     units = [*model.blocks]
     unit_bytes = 4 * 2 * 516  # two nodes: a node shard is the whole bucket of a block, 1032 elements
-    helpers.shard(model, cache=Cache(where="host", device_budget_bytes=2 * unit_bytes + 100))
-    helpers.train_step(model)
-    on_device = [not bucket.cached.is_in_slab for unit in units for bucket in helpers.buckets(unit)]  # type: ignore[union-attr]
-    sizes = [bucket.cached.nbytes for unit in units for bucket in helpers.buckets(unit)]  # type: ignore[union-attr]
+    sharded_net.shard(model, cache=Cache(where="host", device_budget_bytes=2 * unit_bytes + 100))
+    sharded_net.train_step(model)
+    on_device = [not bucket.cached.is_in_slab for unit in units for bucket in sharded_net.buckets(unit)]  # type: ignore[union-attr]
+    sizes = [bucket.cached.nbytes for unit in units for bucket in sharded_net.buckets(unit)]  # type: ignore[union-attr]
     assert sizes == [unit_bytes] * 4
     assert on_device == [False, False, True, True]
     assert all(bucket.cached.is_in_slab for bucket in unit_of(model).buckets)  # type: ignore[union-attr]
-    assert model.memory().host_bytes == sum(b.cached.nbytes for b in helpers.buckets(model) if b.cached.is_in_slab)  # type: ignore[union-attr]
+    assert model.memory().host_bytes == sum(b.cached.nbytes for b in sharded_net.buckets(model) if b.cached.is_in_slab)  # type: ignore[union-attr]
     with torch.no_grad():
-        model(helpers.inputs(0, 0)[0])
+        model(sharded_net.inputs(0, 0)[0])
     held = model.memory().device_bytes
-    assert held == 4 * sum(bucket.layout.shard_numel for bucket in helpers.buckets(model)) + 2 * unit_bytes
+    assert held == 4 * sum(bucket.layout.shard_numel for bucket in sharded_net.buckets(model)) + 2 * unit_bytes
 
 
 def test_a_budget_keeps_the_last_layers_on_the_device() -> None:
@@ -352,12 +355,12 @@ def test_a_budget_keeps_the_last_layers_on_the_device() -> None:
 
 
 def job_one_node() -> None:
-    model = helpers.shard(helpers.build(), cache="host")
-    with helpers.moved(model) as m:
-        helpers.train_step(model)
+    model = sharded_net.shard(sharded_net.build(), cache="host")
+    with sharded_net.moved(model) as m:
+        sharded_net.train_step(model)
     assert m.weights == m.gradients == 0
     assert model.memory().host_bytes == 0
-    assert all(bucket.cached is None for bucket in helpers.buckets(model))
+    assert all(bucket.cached is None for bucket in sharded_net.buckets(model))
 
 
 def test_on_one_node_nothing_is_cached() -> None:
@@ -382,29 +385,29 @@ def adapted() -> nn.Module:
 
 
 def job_frozen(cache: Any, caches_frozen: bool) -> None:
-    model = helpers.build(adapted)
+    model = sharded_net.build(adapted)
     mesh = laconic.init_mesh("cpu")
-    helpers.shard(model, list(model), mesh=mesh, cache=cache)
+    sharded_net.shard(model, list(model), mesh=mesh, cache=cache)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    frozen = [bucket for bucket in helpers.buckets(model) if bucket.is_frozen]
-    trained = [bucket for bucket in helpers.buckets(model) if not bucket.is_frozen]
+    frozen = [bucket for bucket in sharded_net.buckets(model) if bucket.is_frozen]
+    trained = [bucket for bucket in sharded_net.buckets(model) if not bucket.is_frozen]
     assert (len(frozen), len(trained)) == (3, 3)
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
-    shard_bytes = 4 * sum(bucket.layout.shard_numel for bucket in helpers.buckets(model))
+    shard_bytes = 4 * sum(bucket.layout.shard_numel for bucket in sharded_net.buckets(model))
     assert model.memory().device_bytes == shard_bytes
-    expected = helpers.build(adapted)
+    expected = sharded_net.build(adapted)
     for step in range(4):
-        with helpers.moved(model) as m:
+        with sharded_net.moved(model) as m:
             for sync in (False, True):
                 model.set_requires_gradient_sync(sync)
                 model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        per_step = helpers.gather_bytes("node", trained)
+        per_step = sharded_net.gather_bytes("node", trained)
         if not caches_frozen:
-            assert m.weights == 4 * (per_step + helpers.gather_bytes("node", frozen))
+            assert m.weights == 4 * (per_step + sharded_net.gather_bytes("node", frozen))
         else:
-            assert m.weights == per_step + (helpers.gather_bytes("node", frozen) if step == 0 else 0)
+            assert m.weights == per_step + (sharded_net.gather_bytes("node", frozen) if step == 0 else 0)
             assert all(bucket.is_shard_dropped for bucket in frozen)
         assert m.gradients == sum(bucket.layout.shard_numel * 4 for bucket in trained) * (
             frozen[0].cluster.num_nodes - 1
@@ -425,8 +428,8 @@ def test_frozen_weights_cross_once_in_the_run_and_leave_the_device(cache: Any) -
 
 def job_unfreeze(cache: Any) -> None:
     """Frozen, used, edited, loaded, unfrozen, trained: the values always equal those of a plain model."""
-    plain, model = helpers.build(adapted), helpers.build(adapted)
-    helpers.shard(model, list(model), cache=cache)
+    plain, model = sharded_net.build(adapted), sharded_net.build(adapted)
+    sharded_net.shard(model, list(model), cache=cache)
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))  # the same on all ranks
 
     def step(net: Any) -> torch.Tensor:
@@ -454,7 +457,7 @@ def job_unfreeze(cache: Any) -> None:
     state = {name: torch.randn(p.shape) * 0.1 for name, p in plain.named_parameters()}
     both(lambda net: net.load_state_dict(state))
     same()
-    frozen = [bucket for bucket in helpers.buckets(model) if bucket.is_frozen]
+    frozen = [bucket for bucket in sharded_net.buckets(model) if bucket.is_frozen]
     assert all(bucket.is_shard_dropped for bucket in frozen)
     for net in (plain, model):
         net[0].base.weight.requires_grad_(True)
@@ -479,17 +482,19 @@ def job_bf16_frozen() -> None:
     """A node shard in the compute dtype has not the bits of fp32 weights, so the shard stays."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    model = helpers.build(lambda: nn.Sequential(helpers.Block(), helpers.Block())).requires_grad_(False)
-    helpers.shard(model, list(model), cache="host", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model = sharded_net.build(lambda: nn.Sequential(sharded_net.Block(), sharded_net.Block())).requires_grad_(False)
+    sharded_net.shard(model, list(model), cache="host", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     x = torch.randn(2, 17)
-    with torch.no_grad(), helpers.moved(model) as first:
+    with torch.no_grad(), sharded_net.moved(model) as first:
         model(x)
-    with torch.no_grad(), helpers.moved(model) as second:
+    with torch.no_grad(), sharded_net.moved(model) as second:
         model(x)
-    assert first.weights == helpers.gather_bytes("node", helpers.buckets(model)) > 0
+    assert first.weights == sharded_net.gather_bytes("node", sharded_net.buckets(model)) > 0
     assert second.weights == 0
-    assert not any(bucket.is_shard_dropped for bucket in helpers.buckets(model))
-    for name, parameter in helpers.build(lambda: nn.Sequential(helpers.Block(), helpers.Block())).named_parameters():
+    assert not any(bucket.is_shard_dropped for bucket in sharded_net.buckets(model))
+    for name, parameter in sharded_net.build(
+        lambda: nn.Sequential(sharded_net.Block(), sharded_net.Block())
+    ).named_parameters():
         assert torch.equal(model.get_parameter(name).full_tensor(), parameter)  # type: ignore[operator]
 
 

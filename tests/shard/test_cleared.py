@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import laconic
-from tests.support import helpers
-from tests.support.helpers import buckets, build, full_gradients, inputs, oracle_of, shard, squared_error
+from tests.support import sharded_net
 from tests.support.launch import run_ranks
+from tests.support.sharded_net import buckets, build, full_gradients, inputs, oracle_of, shard, squared_error
 
 
 def set_to_none(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -82,8 +82,8 @@ def backward(model: Any, seed: int, *, syncs: bool = True) -> None:
             loss.backward()
 
 
-def batches(*seeds: int) -> helpers.Batches:
-    return [helpers.micro_batches(1, seed)[0] for seed in seeds]
+def batches(*seeds: int) -> sharded_net.Batches:
+    return [sharded_net.micro_batches(1, seed)[0] for seed in seeds]
 
 
 def job_ways(ways: Sequence[str], policies: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ def job_ways(ways: Sequence[str], policies: dict[str, Any]) -> None:
         optimizer.step()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     backward(model, 3)
-    helpers.assert_gradients(model, oracle, batches(1, 2, 3))
+    sharded_net.assert_gradients(model, oracle, batches(1, 2, 3))
 
 
 @pytest.mark.parametrize(("world_size", "local"), [(4, 2), (3, 1), (2, 2)])
@@ -199,7 +199,7 @@ def job_under_way() -> None:
     model.zero_grad()
     model.set_is_last_backward(True)
     backward(model, 2)
-    helpers.assert_gradients(model, oracle, batches(2))
+    sharded_net.assert_gradients(model, oracle, batches(2))
 
 
 def job_memory() -> None:
@@ -213,9 +213,9 @@ def job_memory() -> None:
     backward(model, 2, syncs=False)
     partial = sum(bucket.layout.shard_numel * bucket.cluster.num_nodes * 4 for bucket in buckets(model))
     assert model.memory().device_bytes == before + partial
-    values = helpers.full_parameters(model)
+    values = sharded_net.full_parameters(model)
     optimizer.step()
-    assert all(torch.equal(value, values[name]) for name, value in helpers.full_parameters(model).items())
+    assert all(torch.equal(value, values[name]) for name, value in sharded_net.full_parameters(model).items())
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert model.memory().device_bytes == before + partial
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)

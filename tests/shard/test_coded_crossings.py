@@ -15,8 +15,8 @@ import laconic
 import laconic.optim
 from laconic.shard.difference import CopyState
 from tests.shard.wire_helpers import assert_nodes_agree, crossings_after, states
-from tests.support.helpers import buckets, build, full_parameters, inputs, shard, squared_error, train_step
 from tests.support.launch import run_ranks
+from tests.support.sharded_net import buckets, build, full_parameters, inputs, shard, squared_error, train_step
 
 
 def job_refusals() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.launch import run_ranks
 
 FLOAT8 = torch.float8_e4m3fn
@@ -114,31 +114,35 @@ class Rounded(nn.Module):
 def job_training(weight_class: type[Float8Weight], options: dict[str, Any], gathers: int) -> None:
     """Three steps as the oracle's, whose first two micro-batches are one step; converted weights cross as bytes."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    plain = helpers.build()
+    plain = sharded_net.build()
     oracle = Rounded(plain)
-    model: Any = helpers.shard(converting(helpers.build(), weight_class), **options)
+    model: Any = sharded_net.shard(converting(sharded_net.build(), weight_class), **options)
     optimizers = [torch.optim.Adam(module.parameters(), lr=0.05, foreach=True) for module in (model, plain)]
-    blocks = [bucket for bucket in helpers.buckets(*model.blocks) if bucket.form.dtype is FLOAT8]
+    blocks = [bucket for bucket in sharded_net.buckets(*model.blocks) if bucket.form.dtype is FLOAT8]
     assert len(blocks) == 3
-    rest = [bucket for bucket in helpers.buckets(model) if bucket not in blocks]
+    rest = [bucket for bucket in sharded_net.buckets(model) if bucket not in blocks]
     for seed in range(3):
-        with helpers.moved(model) as moved:
-            loss = helpers.squared_error(model, helpers.inputs(seed, rank))
+        with sharded_net.moved(model) as moved:
+            loss = sharded_net.squared_error(model, sharded_net.inputs(seed, rank))
             loss.backward()
-        wanted = [helpers.squared_error(oracle, helpers.inputs(seed, each)) for each in range(world)]
+        wanted = [sharded_net.squared_error(oracle, sharded_net.inputs(seed, each)) for each in range(world)]
         torch.testing.assert_close(loss, wanted[rank])
         torch.stack(wanted).mean().backward()
-        for name, gradient in helpers.full_gradients(model).items():
+        for name, gradient in sharded_net.full_gradients(model).items():
             torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
-        root_buckets = helpers.buckets(model)[: len(helpers.buckets(model)) - len(helpers.buckets(*model.blocks))]
+        root_buckets = sharded_net.buckets(model)[
+            : len(sharded_net.buckets(model)) - len(sharded_net.buckets(*model.blocks))
+        ]
         twice = [bucket for bucket in rest if bucket not in root_buckets]
-        expected = helpers.gather_bytes("node", root_buckets) + gathers * helpers.gather_bytes("node", blocks + twice)
+        expected = sharded_net.gather_bytes("node", root_buckets) + gathers * sharded_net.gather_bytes(
+            "node", blocks + twice
+        )
         assert moved.weights == expected
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    helpers.assert_nothing_gathered(model) if options.get("reshard_after_forward", True) else None
-    for name, whole in helpers.full_parameters(model).items():
+    sharded_net.assert_nothing_gathered(model) if options.get("reshard_after_forward", True) else None
+    for name, whole in sharded_net.full_parameters(model).items():
         torch.testing.assert_close(whole, plain.get_parameter(name).detach(), msg=name)
 
 
@@ -162,14 +166,14 @@ def test_converted_weights_train_as_rounded_ones(
 
 def job_frozen() -> None:
     """Frozen converted weights cross the wire once, and their scales stay."""
-    model = helpers.build()
+    model = sharded_net.build()
     model.blocks.requires_grad_(False)
-    oracle = Rounded(helpers.build())
-    model: Any = helpers.shard(converting(model), cache="host")
-    batch = helpers.inputs(0, 0)
+    oracle = Rounded(sharded_net.build())
+    model: Any = sharded_net.shard(converting(model), cache="host")
+    batch = sharded_net.inputs(0, 0)
     for step in range(2):
-        with helpers.moved(model) as moved:
-            helpers.squared_error(model, batch).backward()
+        with sharded_net.moved(model) as moved:
+            sharded_net.squared_error(model, batch).backward()
         assert bool(moved.weights) == (step == 0)
         torch.testing.assert_close(model(batch[0]), oracle(batch[0]))
         model.zero_grad()
@@ -183,16 +187,16 @@ def job_meta_and_replicas() -> None:
     """On the meta device first, over replicas, in bfloat16: only the mesh that shards converts."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     with torch.device("meta"):
-        model: Any = converting(helpers.Net())
+        model: Any = converting(sharded_net.Net())
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    helpers.shard(model, mesh=mesh, mp_policy=policy)
+    sharded_net.shard(model, mesh=mesh, mp_policy=policy)
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
-    assert helpers.buckets(model)[0].cluster.shard_mesh.size() == 2
+    assert sharded_net.buckets(model)[0].cluster.shard_mesh.size() == 2
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = [float(helpers.train_step(model, optimizer)) for _ in range(5)]
+    losses = [float(sharded_net.train_step(model, optimizer)) for _ in range(5)]
     assert losses[-1] < losses[0]
 
 
@@ -201,14 +205,14 @@ def test_conversion_starts_on_meta_and_spares_replicas() -> None:
 
 
 def job_refusals() -> None:
-    pair = converting(helpers.build(), Pair)
+    pair = converting(sharded_net.build(), Pair)
     for parameter in pair.parameters():
         parameter._other = torch.zeros(3)
     with pytest.raises(NotImplementedError, match=r"up.weight is a Pair .* consists of 2 tensors .*ignored_params"):
-        helpers.shard(pair)
-    longer = helpers.shard(converting(helpers.build(), Longer))
+        sharded_net.shard(pair)
+    longer = sharded_net.shard(converting(sharded_net.build(), Longer))
     with pytest.raises(NotImplementedError, match=r"post_all_gather of .* made a tensor of shape .*; forward needs"):
-        longer(helpers.inputs(0, 0)[0])
+        longer(sharded_net.inputs(0, 0)[0])
 
 
 def test_conversions_of_other_shapes_are_refused() -> None:

@@ -28,7 +28,7 @@ from laconic.shard import cache as cache_module
 from laconic.shard import lanes, unit
 from laconic.shard.cache import make_slab
 from laconic.shard.unit import unit_of
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.launch import run_ranks
 
 pytestmark = [
@@ -142,9 +142,9 @@ class SlowNet(nn.Module):
 
 def trained(mesh: Any, cache: str, device: torch.device, *, compute_late: int, side_stream: bool) -> list[Tensor]:
     """This rank's parameters after 3 optimizer steps of 2 micro-batches, the second of which skips a block."""
-    model = helpers.build(SlowNet)
+    model = sharded_net.build(SlowNet)
     model.delay = compute_late
-    model = helpers.shard(model.to(device), mesh=mesh, cache=cache)
+    model = sharded_net.shard(model.to(device), mesh=mesh, cache=cache)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randn(8, 64, generator=generator).to(device) for _ in range(6)]
@@ -201,7 +201,7 @@ def peaks(device_type: str = "cuda") -> tuple[dict[str, int], int]:
     mesh = play_rank_0(2, 2, device_type)
     measured = {}
     for cache in ("none", "host", "device"):
-        model = helpers.shard(helpers.build(Wide).to(device_type), mesh=mesh, cache=cache)
+        model = sharded_net.shard(sharded_net.build(Wide).to(device_type), mesh=mesh, cache=cache)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(4):
             if step == 2:
@@ -228,23 +228,25 @@ def test_peak_allocated_memory_by_cache() -> None:
 
 def against_unsharded(cache: str, accumulation: int, device_type: str = "cuda") -> None:
     """Compare three AdamW steps with those of one process on the batches of all ranks."""
-    reference = helpers.build(helpers.Net).to(device_type)
-    model = helpers.shard(helpers.build(helpers.Net).to(device_type), mesh=laconic.init_mesh(device_type), cache=cache)
+    reference = sharded_net.build(sharded_net.Net).to(device_type)
+    model = sharded_net.shard(
+        sharded_net.build(sharded_net.Net).to(device_type), mesh=laconic.init_mesh(device_type), cache=cache
+    )
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
     world, rank = dist.get_world_size(), dist.get_rank()
     for step in range(3):
         for micro in range(accumulation):
             seed = step * accumulation + micro
-            batches = [tuple(part.to(device_type) for part in helpers.inputs(seed, r)) for r in range(world)]
-            sum(helpers.squared_error(reference, batch) / world for batch in batches).backward()  # type: ignore[arg-type, union-attr]
+            batches = [tuple(part.to(device_type) for part in sharded_net.inputs(seed, r)) for r in range(world)]
+            sum(sharded_net.squared_error(reference, batch) / world for batch in batches).backward()  # type: ignore[arg-type, union-attr]
             model.set_requires_gradient_sync(micro == accumulation - 1)
-            helpers.squared_error(model, batches[rank]).backward()
+            sharded_net.squared_error(model, batches[rank]).backward()
         norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (reference, model)]
         torch.testing.assert_close(norms[1], norms[0], rtol=1e-4, atol=1e-6)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    whole = helpers.full_parameters(model)
+    whole = sharded_net.full_parameters(model)
     for name, expected in reference.named_parameters():
         assert whole[name].device.type == device_type
         torch.testing.assert_close(whole[name], expected.detach(), rtol=1e-4, atol=1e-5)
@@ -269,8 +271,8 @@ def choice_of_implementation() -> list[bool]:
     """Return whether optimizers choose their foreach implementation for plain and for sharded parameters."""
     from torch.optim.optimizer import _default_to_fused_or_foreach
 
-    model = helpers.shard(helpers.build(helpers.Net).cuda(), mesh=laconic.init_mesh("cuda"))
-    plain = helpers.build(helpers.Net).cuda()
+    model = sharded_net.shard(sharded_net.build(sharded_net.Net).cuda(), mesh=laconic.init_mesh("cuda"))
+    plain = sharded_net.build(sharded_net.Net).cuda()
     return [_default_to_fused_or_foreach(list(m.parameters()), False, use_fused=False)[1] for m in (plain, model)]
 
 
@@ -280,15 +282,15 @@ def test_optimizers_use_foreach_for_ragged_tensors_by_default() -> None:
 
 def lora_like(device_type: str = "cuda") -> None:
     """Frozen weights move to host memory, are read correctly from there, and can train again."""
-    reference = helpers.build(helpers.Net).to(device_type)
-    model = helpers.build(helpers.Net).to(device_type)
+    reference = sharded_net.build(sharded_net.Net).to(device_type)
+    model = sharded_net.build(sharded_net.Net).to(device_type)
     for m in (reference, model):
         m.blocks.requires_grad_(False)
-    model = helpers.shard(model, mesh=laconic.init_mesh(device_type), cache="host")
+    model = sharded_net.shard(model, mesh=laconic.init_mesh(device_type), cache="host")
     for _ in range(2):
         for m in (reference, model):
-            helpers.squared_error(m, tuple(part.to(device_type) for part in helpers.inputs(0, 0))).backward()  # type: ignore[arg-type]
-    frozen = helpers.buckets(*model.blocks)
+            sharded_net.squared_error(m, tuple(part.to(device_type) for part in sharded_net.inputs(0, 0))).backward()  # type: ignore[arg-type]
+    frozen = sharded_net.buckets(*model.blocks)
     assert all(bucket.is_shard_dropped and bucket.shard.device.type == "cpu" for bucket in frozen)
     whole = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
@@ -300,7 +302,7 @@ def lora_like(device_type: str = "cuda") -> None:
         if parameter.grad is not None:
             torch.testing.assert_close(parameter.grad.full_tensor(), whole[name].grad)  # type: ignore[attr-defined]
     model.blocks.requires_grad_(True)
-    helpers.squared_error(model, tuple(part.to(device_type) for part in helpers.inputs(0, 0))).backward()  # type: ignore[arg-type]
+    sharded_net.squared_error(model, tuple(part.to(device_type) for part in sharded_net.inputs(0, 0))).backward()  # type: ignore[arg-type]
     assert all(bucket.shard.device.type == device_type for bucket in frozen)
 
 
@@ -316,11 +318,13 @@ def page_locked_twice() -> list[bool]:
     found = []
     for _ in range(2):
         mesh = laconic.init_mesh("cuda")
-        model = helpers.shard(helpers.build(helpers.Net).cuda(), mesh=mesh, cache="host")
+        model = sharded_net.shard(sharded_net.build(sharded_net.Net).cuda(), mesh=mesh, cache="host")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            helpers.squared_error(model, tuple(part.cuda() for part in helpers.inputs(0, 0))).backward()  # type: ignore[arg-type]
-        found += [bucket.cached.buffer().is_pinned() for bucket in helpers.buckets(model) if bucket.cached is not None]
+            sharded_net.squared_error(model, tuple(part.cuda() for part in sharded_net.inputs(0, 0))).backward()  # type: ignore[arg-type]
+        found += [
+            bucket.cached.buffer().is_pinned() for bucket in sharded_net.buckets(model) if bucket.cached is not None
+        ]
         del model
         gc.collect()
     return found

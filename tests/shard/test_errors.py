@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic
-from tests.support.helpers import Net, build, inputs, shard, squared_error, train_step
 from tests.support.launch import run_ranks
+from tests.support.sharded_net import Net, build, inputs, shard, squared_error, train_step
 
 
 def cpu() -> Any:

@@ -16,8 +16,8 @@ import laconic.optim
 from laconic.checkpoint import load_checkpoint, save_checkpoint
 from laconic.shard.difference import CopyState
 from tests.shard.wire_helpers import assert_nodes_agree, crossings, crossings_after, is_exact, states
-from tests.support.helpers import build, full_parameters, inputs, moved, shard, squared_error, train_step
 from tests.support.launch import run_ranks
+from tests.support.sharded_net import build, full_parameters, inputs, moved, shard, squared_error, train_step
 
 
 def job_causes(folder: str) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method, sha
 
 import laconic
 from laconic.shard.sharded_module import ShardedModule
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.launch import run_ranks
 
 
@@ -30,9 +30,9 @@ def test_every_method_of_fsdp2_is_ours(name: str) -> None:
 
 
 def job_names() -> None:
-    model: Any = helpers.shard(helpers.build())
+    model: Any = sharded_net.shard(sharded_net.build())
     assert isinstance(model, FSDPModule)
-    assert isinstance(model, helpers.Net)
+    assert isinstance(model, sharded_net.Net)
     assert not isinstance(model.inp, FSDPModule)
     for refused in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_symm_mem_for_comm"):
         with pytest.raises(NotImplementedError, match=f"{refused} is not supported: laconic"):
@@ -87,7 +87,7 @@ def job_other_forward() -> None:
     torch.testing.assert_close(found, expected)
     found.sum().backward()
     assert torch.equal(model.linear.bias.grad.full_tensor(), torch.full((3,), 2.0))  # type: ignore[union-attr]
-    helpers.assert_nothing_gathered(model)
+    sharded_net.assert_nothing_gathered(model)
 
 
 def test_torch_registers_other_forward_methods() -> None:
@@ -101,7 +101,7 @@ class Tied(nn.Module):
         super().__init__()
         self.embedding, self.head = nn.Embedding(11, 7), nn.Linear(7, 11, bias=False)
         self.head.weight = self.embedding.weight
-        self.blocks = nn.ModuleList(helpers.Block(7, 9) for _ in range(2))
+        self.blocks = nn.ModuleList(sharded_net.Block(7, 9) for _ in range(2))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
@@ -186,9 +186,9 @@ def job_list(runs_all: bool) -> None:
         loss_of(model, ids[rank]).backward()
         for each in ids:
             (loss_of(plain, each) / world).backward()
-        for name, gradient in helpers.full_gradients(model).items():
+        for name, gradient in sharded_net.full_gradients(model).items():
             torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
-        helpers.assert_nothing_gathered(model)
+        sharded_net.assert_nothing_gathered(model)
         model.zero_grad()
         plain.zero_grad()
 
@@ -203,15 +203,15 @@ def job_integer() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
     weights = {}
     for value in (True, 2, 4):
-        model = helpers.shard(helpers.build(), mesh=mesh, reshard_after_forward=value)
-        with helpers.moved(model) as moved:
-            helpers.squared_error(model, helpers.inputs(0, dist.get_rank())).backward()
+        model = sharded_net.shard(sharded_net.build(), mesh=mesh, reshard_after_forward=value)
+        with sharded_net.moved(model) as moved:
+            sharded_net.squared_error(model, sharded_net.inputs(0, dist.get_rank())).backward()
         weights[value] = moved.weights
-        helpers.assert_nothing_gathered(model)
+        sharded_net.assert_nothing_gathered(model)
     assert weights[4] == weights[True] == 2 * weights[2], "4 is the whole mesh"
-    flat = helpers.shard(helpers.build(), mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
-    with helpers.moved(flat) as moved:
-        helpers.squared_error(flat, helpers.inputs(0, dist.get_rank())).backward()
+    flat = sharded_net.shard(sharded_net.build(), mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
+    with sharded_net.moved(flat) as moved:
+        sharded_net.squared_error(flat, sharded_net.inputs(0, dist.get_rank())).backward()
     assert moved.weights == weights[2], "the integer says which ranks are on a node"
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("node",))
     with pytest.raises(ValueError, match="laconic keeps parameters among the 1 ranks of a node"):
@@ -224,21 +224,21 @@ def test_integers_reshard_to_a_node() -> None:
 
 def job_recovery() -> None:
     """An exception in forward or backward does not spoil the next step."""
-    model: Any = helpers.shard(helpers.build())
-    oracle, batches, rank = helpers.oracle_of(model), helpers.micro_batches(1), dist.get_rank()
+    model: Any = sharded_net.shard(sharded_net.build())
+    oracle, batches, rank = sharded_net.oracle_of(model), sharded_net.micro_batches(1), dist.get_rank()
     for when in ("forward", "backward"):
         if when == "forward":
             hook = model.blocks[1].up.register_forward_hook(_raise)
         else:
             hook = model.blocks[1].up.register_full_backward_hook(_raise)
         with pytest.raises(ZeroDivisionError):
-            helpers.squared_error(model, batches[0][rank]).backward()
+            sharded_net.squared_error(model, batches[0][rank]).backward()
         hook.remove()
         model.reset_iter_state()
-        helpers.assert_nothing_gathered(model)
+        sharded_net.assert_nothing_gathered(model)
         model.zero_grad()
-        helpers.squared_error(model, batches[0][rank]).backward()
-        helpers.assert_gradients(model, oracle, batches)
+        sharded_net.squared_error(model, batches[0][rank]).backward()
+        sharded_net.assert_gradients(model, oracle, batches)
         model.zero_grad()
 
 
@@ -251,7 +251,7 @@ def test_reset_iter_state_recovers() -> None:
 
 
 def job_hooks_and_events() -> None:
-    model: Any = helpers.shard(helpers.build())
+    model: Any = sharded_net.shard(sharded_net.build())
     sizes = []
 
     def double(shard: Tensor) -> None:
@@ -259,11 +259,11 @@ def job_hooks_and_events() -> None:
         shard.mul_(2)
 
     model.set_all_reduce_hook(double)
-    oracle, batches, rank = helpers.oracle_of(model), helpers.micro_batches(1), dist.get_rank()
-    helpers.squared_error(model, batches[0][rank]).backward()
+    oracle, batches, rank = sharded_net.oracle_of(model), sharded_net.micro_batches(1), dist.get_rank()
+    sharded_net.squared_error(model, batches[0][rank]).backward()
     assert sizes == [bucket.layout.shard_numel for bucket in model._laconic_unit.buckets]
     _, want = oracle.gradients(batches)
-    for name, gradient in helpers.full_gradients(model).items():
+    for name, gradient in sharded_net.full_gradients(model).items():
         torch.testing.assert_close(gradient, want[name] * (1 if name.startswith("blocks") else 2), msg=name)
     with pytest.raises(NotImplementedError, match="stream"):
         model.set_all_reduce_hook(double, stream=object())
@@ -274,11 +274,11 @@ def test_reduced_shards_pass_a_hook() -> None:
 
 
 def job_changed_behind_autograd(cache: str) -> None:
-    model: Any = helpers.shard(helpers.build(), cache=cache)
-    plain, x = helpers.build(), torch.ones(1, 5)
+    model: Any = sharded_net.shard(sharded_net.build(), cache=cache)
+    plain, x = sharded_net.build(), torch.ones(1, 5)
     with torch.no_grad():
         model(x)
-        for bucket in helpers.buckets(model):
+        for bucket in sharded_net.buckets(model):
             bucket.shard.data.mul_(2)
         model.invalidate()
         for parameter in plain.parameters():
@@ -293,12 +293,12 @@ def test_a_user_can_say_that_weights_changed(cache: str) -> None:
 
 def job_last_backward() -> None:
     """With set_is_last_backward(False), gradients are complete after the last backward."""
-    model: Any = helpers.shard(helpers.build())
-    oracle, batches, rank = helpers.oracle_of(model), helpers.micro_batches(3), dist.get_rank()
+    model: Any = sharded_net.shard(sharded_net.build())
+    oracle, batches, rank = sharded_net.oracle_of(model), sharded_net.micro_batches(3), dist.get_rank()
     for number, batch in enumerate(batches):
         model.set_is_last_backward(number == 2)
-        helpers.squared_error(model, batch[rank]).backward()
-    helpers.assert_gradients(model, oracle, batches)
+        sharded_net.squared_error(model, batch[rank]).backward()
+    sharded_net.assert_gradients(model, oracle, batches)
 
 
 def test_the_last_backward_completes_the_gradients() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laconic.shard.gather import GatherState, UnitGather
 from laconic.shard.unit import unit_of
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.launch import run_ranks
 
 
@@ -52,17 +52,17 @@ def gathered_before(events: list[str], compute: str) -> set[str]:
 
 
 def job_prefetch() -> None:
-    model = helpers.shard(helpers.build(lambda: helpers.Net(4)), cache="none")
-    batch = helpers.inputs(0, dist.get_rank())
-    forward = events_of(model, lambda: helpers.squared_error(model, batch))
+    model = sharded_net.shard(sharded_net.build(lambda: sharded_net.Net(4)), cache="none")
+    batch = sharded_net.inputs(0, dist.get_rank())
+    forward = events_of(model, lambda: sharded_net.squared_error(model, batch))
     assert not gathered_before(forward, "forward blocks.1"), "no order is recorded yet"
-    helpers.train_step(model)
-    forward = events_of(model, lambda: helpers.squared_error(model, batch))
+    sharded_net.train_step(model)
+    forward = events_of(model, lambda: sharded_net.squared_error(model, batch))
     for index in range(3):
         assert gathered_before(forward, f"forward blocks.{index}") == {f"blocks.{index + 1}"}
     assert gathered_before(forward, "forward root") == {"blocks.0"}
     assert not gathered_before(forward, "forward blocks.3"), "after the last block there is only the root"
-    backward = events_of(model, helpers.squared_error(model, batch).backward)
+    backward = events_of(model, sharded_net.squared_error(model, batch).backward)
     gathers = [event for event in backward if event.startswith("gather")]
     assert gathers == [f"gather blocks.{index}" for index in (3, 2, 1, 0)], "each once, in reverse"
     model.zero_grad()
@@ -72,16 +72,18 @@ def job_prefetch() -> None:
         block.set_modules_to_backward_prefetch([])
     model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[1]])
     model.set_modules_to_backward_prefetch([model.blocks[3], model.blocks[2]])
-    with helpers.moved(model) as m:
-        forward = events_of(model, lambda: helpers.squared_error(model, batch).backward())
+    with sharded_net.moved(model) as m:
+        forward = events_of(model, lambda: sharded_net.squared_error(model, batch).backward())
     assert gathered_before(forward, "forward root") == {"blocks.0", "blocks.1"}
     assert gathered_before(forward, "forward blocks.0") == {"blocks.1", "blocks.2"}
     assert gathered_before(forward, "forward blocks.1") == {"blocks.2", "blocks.3"}
-    assert m.weights == 2 * helpers.gather_bytes("node", helpers.buckets(model.blocks)) + helpers.gather_bytes(
-        "node", model._laconic_unit.buckets
+    assert m.weights == 2 * sharded_net.gather_bytes(
+        "node", sharded_net.buckets(model.blocks)
+    ) + sharded_net.gather_bytes("node", model._laconic_unit.buckets)
+    sharded_net.assert_gradients(
+        model, sharded_net.oracle_of(model, lambda: sharded_net.Net(4)), sharded_net.micro_batches(1)
     )
-    helpers.assert_gradients(model, helpers.oracle_of(model, lambda: helpers.Net(4)), helpers.micro_batches(1))
-    helpers.assert_nothing_gathered(model)
+    sharded_net.assert_nothing_gathered(model)
 
 
 def test_the_next_unit_is_gathered_while_this_one_computes() -> None:
@@ -90,11 +92,11 @@ def test_the_next_unit_is_gathered_while_this_one_computes() -> None:
 
 def job_prefetch_with_cache() -> None:
     """Node shards that arrive in the cache take no memory early, so two gathers across nodes begin ahead."""
-    model = helpers.shard(helpers.build(lambda: helpers.Net(4)), cache="host")
+    model = sharded_net.shard(sharded_net.build(lambda: sharded_net.Net(4)), cache="host")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
-        helpers.train_step(model, optimizer)
-    forward = events_of(model, lambda: helpers.squared_error(model, helpers.inputs(0, dist.get_rank())))
+        sharded_net.train_step(model, optimizer)
+    forward = events_of(model, lambda: sharded_net.squared_error(model, sharded_net.inputs(0, dist.get_rank())))
     for index in range(4):
         ahead = {f"blocks.{i}" for i in (index + 1, index + 2) if i < 4}
         assert gathered_before(forward, f"forward blocks.{index}") == ahead
@@ -110,7 +112,7 @@ def test_with_a_cache_two_units_are_gathered_ahead() -> None:
 def job_changing_order() -> None:
     """An order that differs from the recorded one makes prefetching useless; the numbers stay right."""
 
-    class Reordered(helpers.Net):
+    class Reordered(sharded_net.Net):
         order = (0, 1, 2, 3)
 
         def __init__(self) -> None:
@@ -122,23 +124,23 @@ def job_changing_order() -> None:
                 x = self.blocks[index](x)
             return self.out(x)
 
-    model = helpers.shard(helpers.build(Reordered), cache="host")
+    model = sharded_net.shard(sharded_net.build(Reordered), cache="host")
     for order in ((0, 1, 2, 3), (3, 0, 2, 1), (1, 2), (2, 2, 0), (0, 1, 2, 3)):
         Reordered.order = order
-        batches = helpers.micro_batches(1, seed=sum(order))
-        helpers.squared_error(model, batches[0][dist.get_rank()]).backward()
-        _, want = helpers.oracle_of(model, Reordered).gradients(batches)
-        got = helpers.full_gradients(model)
+        batches = sharded_net.micro_batches(1, seed=sum(order))
+        sharded_net.squared_error(model, batches[0][dist.get_rank()]).backward()
+        _, want = sharded_net.oracle_of(model, Reordered).gradients(batches)
+        got = sharded_net.full_gradients(model)
         assert set(got) == set(want)
         for name, value in want.items():
             torch.testing.assert_close(got[name], value, msg=f"{order}: {name}")
-        helpers.assert_nothing_gathered(model)
+        sharded_net.assert_nothing_gathered(model)
         model.zero_grad()
     for order in ((0, 1), (0,), (0, 1, 2), (2, 1, 0)):  # without a graph: useless gathers must be freed as well
         Reordered.order = order
         with torch.no_grad():
-            model(helpers.inputs(0, 0)[0])
-        helpers.assert_nothing_gathered(model)
+            model(sharded_net.inputs(0, 0)[0])
+        sharded_net.assert_nothing_gathered(model)
 
 
 def test_another_order_than_the_recorded_one_is_only_slower() -> None:
@@ -151,7 +153,7 @@ class Interrupted(Exception):
 
 def job_interrupted(cache: str) -> None:
     """An exception cuts a gather short: what arrived counts as nothing, and the next use gathers anew."""
-    model = helpers.shard(helpers.build(), cache=cache)
+    model = sharded_net.shard(sharded_net.build(), cache=cache)
     gather = model.blocks[1]._laconic_unit.gather._gathers[0]
     finish = gather._crossing.finish
 
@@ -165,9 +167,9 @@ def job_interrupted(cache: str) -> None:
         model.blocks[1].unshard()
     gather._crossing.finish = finish
     assert gather.is_stale
-    batches = helpers.micro_batches(1)
-    helpers.squared_error(model, batches[0][dist.get_rank()]).backward()
-    helpers.assert_gradients(model, helpers.oracle_of(model), batches)
+    batches = sharded_net.micro_batches(1)
+    sharded_net.squared_error(model, batches[0][dist.get_rank()]).backward()
+    sharded_net.assert_gradients(model, sharded_net.oracle_of(model), batches)
 
 
 @pytest.mark.parametrize("cache", ["none", "host"])

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.launch import run_ranks
 
 
-class Shared(helpers.Net):
+class Shared(sharded_net.Net):
     """One block that is used before and after another, and one that is used twice side by side."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ class Shared(helpers.Net):
         return self.out(x + self.blocks[2](x) + self.blocks[2](2 * x))
 
 
-class Unused(helpers.Net):
+class Unused(sharded_net.Net):
     """A block that is never used, one whose output is not used, and a parameter without a gradient."""
 
     def __init__(self) -> None:
@@ -39,10 +39,10 @@ class Unused(helpers.Net):
         return self.out(x)
 
 
-class TwoOutputs(helpers.Net):
+class TwoOutputs(sharded_net.Net):
     """Units that take tensors by keyword and return several in a dict; one goes directly to the loss."""
 
-    class Pair(helpers.Block):
+    class Pair(sharded_net.Block):
         def forward(self, x: Tensor, *, side: Tensor | None = None, scale: float = 1.0) -> dict[str, Any]:  # type: ignore[override]
             h = self.up(x)
             return {
@@ -69,14 +69,14 @@ class NoInputGradient(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([helpers.Block(5, 11), helpers.Block(5, 13), helpers.Block(5, 7)])
+        self.blocks = nn.ModuleList([sharded_net.Block(5, 11), sharded_net.Block(5, 13), sharded_net.Block(5, 7)])
         self.out = nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.blocks[2](self.blocks[0](x) * self.blocks[1](x)))
 
 
-class Normed(helpers.Net):
+class Normed(sharded_net.Net):
     """Weights that are computed from parameters inside the unit."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class NoOwnParameters(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(5, 8), helpers.Block(8, 5), nn.Linear(8, 3)])
+        self.blocks = nn.ModuleList([nn.Linear(5, 8), sharded_net.Block(8, 5), nn.Linear(8, 3)])
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -98,7 +98,7 @@ class NoOwnParameters(nn.Module):
         return x
 
 
-class InPlace(helpers.Net):
+class InPlace(sharded_net.Net):
     """The model changes a unit's output in place."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class InPlace(helpers.Net):
         return self.out(x)
 
 
-class WithoutGraph(helpers.Net):
+class WithoutGraph(sharded_net.Net):
     """Each unit runs with a graph and without one in the same forward, as teachers and momentum encoders do."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class WithoutGraph(helpers.Net):
         return self.out(x)
 
 
-class Nested(helpers.Net):
+class Nested(sharded_net.Net):
     """Units inside units."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,20 +143,20 @@ GRAPHS: dict[str, Callable[[], nn.Module]] = {
 
 
 def job_graph(name: str, cache: str) -> None:
-    model: Any = helpers.build(GRAPHS[name])
+    model: Any = sharded_net.build(GRAPHS[name])
     units = list(model.blocks)
     if name == "nested":
         units = [module for block in model.blocks for module in (block.up, block.down, block)]
-    helpers.shard(model, units, cache=cache)
-    oracle = helpers.oracle_of(model, GRAPHS[name])
+    sharded_net.shard(model, units, cache=cache)
+    oracle = sharded_net.oracle_of(model, GRAPHS[name])
     for seed in range(3):
-        batches = helpers.micro_batches(2, seed)
+        batches = sharded_net.micro_batches(2, seed)
         for number, batch in enumerate(batches):
             model.set_requires_gradient_sync(number == 1)
-            helpers.squared_error(model, batch[dist.get_rank()]).backward()
-            helpers.assert_nothing_gathered(model)
+            sharded_net.squared_error(model, batch[dist.get_rank()]).backward()
+            sharded_net.assert_nothing_gathered(model)
         _, want = oracle.gradients(batches)
-        got = helpers.full_gradients(model)
+        got = sharded_net.full_gradients(model)
         for key, parameter in oracle.parameters().items():
             if key in want:
                 torch.testing.assert_close(got[key], want[key], msg=lambda text, key=key: f"{key}: {text}")
@@ -176,13 +176,13 @@ def test_unusual_graphs_have_the_oracles_gradients(name: str) -> None:
 
 def job_unused_bytes() -> None:
     """An unused unit sends nothing, and its parameters get no gradient."""
-    model: Any = helpers.build(Unused)
-    helpers.shard(model, cache="host")
-    with helpers.moved(model) as m:
-        helpers.squared_error(model, helpers.inputs(0, dist.get_rank())).backward()
-    used = [b for i in (0, 2, 3) for b in helpers.buckets(model.blocks[i])] + model._laconic_unit.buckets
-    assert m.gradients == helpers.reduce_bytes("node", used)
-    assert m.weights == helpers.gather_bytes("node", used + helpers.buckets(model.blocks[4]))
+    model: Any = sharded_net.build(Unused)
+    sharded_net.shard(model, cache="host")
+    with sharded_net.moved(model) as m:
+        sharded_net.squared_error(model, sharded_net.inputs(0, dist.get_rank())).backward()
+    used = [b for i in (0, 2, 3) for b in sharded_net.buckets(model.blocks[i])] + model._laconic_unit.buckets
+    assert m.gradients == sharded_net.reduce_bytes("node", used)
+    assert m.weights == sharded_net.gather_bytes("node", used + sharded_net.buckets(model.blocks[4]))
     assert all(p.grad is None for i in (1, 4) for p in model.blocks[i].parameters())
     assert model.blocks[2].idle.weight.grad is None
 
@@ -193,19 +193,19 @@ def test_unused_units_send_nothing() -> None:
 
 def job_two_losses() -> None:
     """Two forwards before one backward, and a graph run backward twice."""
-    model = helpers.shard(helpers.build(), cache="host")
-    oracle = helpers.oracle_of(model)
-    batches = helpers.micro_batches(2)
+    model = sharded_net.shard(sharded_net.build(), cache="host")
+    oracle = sharded_net.oracle_of(model)
+    batches = sharded_net.micro_batches(2)
     rank = dist.get_rank()
-    (helpers.squared_error(model, batches[0][rank]) + helpers.squared_error(model, batches[1][rank])).backward()
-    helpers.assert_gradients(model, oracle, batches)
-    helpers.assert_nothing_gathered(model)
+    (sharded_net.squared_error(model, batches[0][rank]) + sharded_net.squared_error(model, batches[1][rank])).backward()
+    sharded_net.assert_gradients(model, oracle, batches)
+    sharded_net.assert_nothing_gathered(model)
     model.zero_grad()
-    loss = helpers.squared_error(model, batches[0][rank])
+    loss = sharded_net.squared_error(model, batches[0][rank])
     loss.backward(retain_graph=True)
     loss.backward()
-    helpers.assert_gradients(model, oracle, [batches[0], batches[0]])
-    helpers.assert_nothing_gathered(model)
+    sharded_net.assert_gradients(model, oracle, [batches[0], batches[0]])
+    sharded_net.assert_nothing_gathered(model)
 
 
 def test_two_forwards_or_two_backwards_of_one_graph() -> None:
@@ -213,16 +213,16 @@ def test_two_forwards_or_two_backwards_of_one_graph() -> None:
 
 
 def job_gradients_of_inputs() -> None:
-    model, plain = helpers.shard(helpers.build()), helpers.build()
-    x = helpers.inputs(0, dist.get_rank())[0]
+    model, plain = sharded_net.shard(sharded_net.build()), sharded_net.build()
+    x = sharded_net.inputs(0, dist.get_rank())[0]
     sharded_input, plain_input = x.clone().requires_grad_(), x.clone().requires_grad_()
     model(sharded_input).sum().backward()
     plain(plain_input).sum().backward()
     torch.testing.assert_close(sharded_input.grad, plain_input.grad)
-    helpers.assert_nothing_gathered(model)
+    sharded_net.assert_nothing_gathered(model)
     (again,) = torch.autograd.grad(model(sharded_input).sum(), sharded_input)
     torch.testing.assert_close(again, plain_input.grad)
-    helpers.assert_nothing_gathered(model)
+    sharded_net.assert_nothing_gathered(model)
 
 
 def test_inputs_get_their_gradients() -> None:
@@ -233,35 +233,35 @@ def job_two_roots() -> None:
     """Two sharded models on one mesh: a teacher without a graph, then both in one loss."""
     mesh, rank = laconic.init_mesh("cpu"), dist.get_rank()
     student, teacher = (
-        helpers.shard(helpers.build(), mesh=mesh, cache="host"),
-        helpers.shard(helpers.build(seed=1), mesh=mesh),
+        sharded_net.shard(sharded_net.build(), mesh=mesh, cache="host"),
+        sharded_net.shard(sharded_net.build(seed=1), mesh=mesh),
     )
     assert student.traffic is teacher.traffic, "one mesh has one set of counters"
     ranks = range(dist.get_world_size())
     for seed in range(2):
-        plain_student, plain_teacher = helpers.build(), helpers.build(seed=1)
-        x = helpers.inputs(seed, rank)[0]
+        plain_student, plain_teacher = sharded_net.build(), sharded_net.build(seed=1)
+        x = sharded_net.inputs(seed, rank)[0]
         with torch.no_grad():
             target = teacher(x)
         (student(x) - target).square().mean().backward()
         for r in ranks:
-            x = helpers.inputs(seed, r)[0]
+            x = sharded_net.inputs(seed, r)[0]
             ((plain_student(x) - plain_teacher(x).detach()).square().mean() / len(ranks)).backward()
-        for name, gradient in helpers.full_gradients(student).items():
+        for name, gradient in sharded_net.full_gradients(student).items():
             torch.testing.assert_close(gradient, plain_student.get_parameter(name).grad, msg=name)
-        helpers.assert_nothing_gathered(student)
-        helpers.assert_nothing_gathered(teacher)
+        sharded_net.assert_nothing_gathered(student)
+        sharded_net.assert_nothing_gathered(teacher)
         student.zero_grad()
         plain_student.zero_grad()
-        x = helpers.inputs(seed, rank)[0]
+        x = sharded_net.inputs(seed, rank)[0]
         (student(x) * teacher(x)).mean().backward()
         for r in ranks:
-            x = helpers.inputs(seed, r)[0]
+            x = sharded_net.inputs(seed, r)[0]
             ((plain_student(x) * plain_teacher(x)).mean() / len(ranks)).backward()
         for model, plain in ((student, plain_student), (teacher, plain_teacher)):
-            for name, gradient in helpers.full_gradients(model).items():
+            for name, gradient in sharded_net.full_gradients(model).items():
                 torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
-            helpers.assert_nothing_gathered(model)
+            sharded_net.assert_nothing_gathered(model)
             model.zero_grad()
 
 

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import distribute_tensor
 
 from laconic.ragged.tensor import RaggedTensor
-from tests.support.helpers import Net, build, full_parameters, inputs, shard, squared_error, train_step
 from tests.support.launch import run_ranks
+from tests.support.sharded_net import Net, build, full_parameters, inputs, shard, squared_error, train_step
 
 
 def distributed(parameter: RaggedTensor, value: Tensor) -> Tensor:

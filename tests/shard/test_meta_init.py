@@ -12,8 +12,8 @@ from torch import nn
 
 import laconic
 from tests.shard import test_models
-from tests.support.helpers import Net, buckets, full_parameters, inputs, shard, train_step
 from tests.support.launch import run_ranks
+from tests.support.sharded_net import Net, buckets, full_parameters, inputs, shard, train_step
 
 
 def reset_all(model: nn.Module) -> None:

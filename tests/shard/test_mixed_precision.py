@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
 from tests.reference.step import Oracle
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.launch import run_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -27,14 +27,14 @@ def error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def job_training(cache: str, reduce_dtype: torch.dtype | None) -> None:
     """Three steps with fp32 masters and bf16 compute, accumulated over two micro-batches."""
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype)
-    model: Any = helpers.build()
+    model: Any = sharded_net.build()
     mesh = laconic.init_mesh("cpu")
     for block in model.blocks:
         laconic.fully_shard(block, mesh=mesh, cache=cache, mp_policy=policy)  # type: ignore[arg-type]
     laconic.fully_shard(model, mesh=mesh, cache=cache, mp_policy=replace(policy, output_dtype=FP32))  # type: ignore[arg-type]
     cluster = model._laconic_unit.cluster
     oracle = Oracle(
-        helpers.build(),
+        sharded_net.build(),
         error,
         num_nodes=cluster.num_nodes,
         num_local=cluster.num_local,
@@ -43,22 +43,22 @@ def job_training(cache: str, reduce_dtype: torch.dtype | None) -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     for step in range(3):
-        batches = [[helpers.inputs(10 * step + a, rank) for rank in range(cluster.size)] for a in range(2)]
-        with helpers.moved(model) as m:
+        batches = [[sharded_net.inputs(10 * step + a, rank) for rank in range(cluster.size)] for a in range(2)]
+        with sharded_net.moved(model) as m:
             for a in range(2):
                 model.set_requires_gradient_sync(a == 1)
                 x, y = batches[a][dist.get_rank()]
                 (model(x) - y).square().mean().backward()
-        root, blocks = model._laconic_unit.buckets, helpers.buckets(model.blocks)
-        wire = {"none": 4 * helpers.gather_bytes("node", blocks) + 2 * helpers.gather_bytes("node", root)}
-        assert m.weights == wire.get(cache, helpers.gather_bytes("node", helpers.buckets(model)))
-        assert m.gradients == helpers.reduce_bytes("node", helpers.buckets(model))
+        root, blocks = model._laconic_unit.buckets, sharded_net.buckets(model.blocks)
+        wire = {"none": 4 * sharded_net.gather_bytes("node", blocks) + 2 * sharded_net.gather_bytes("node", root)}
+        assert m.weights == wire.get(cache, sharded_net.gather_bytes("node", sharded_net.buckets(model)))
+        assert m.gradients == sharded_net.reduce_bytes("node", sharded_net.buckets(model))
         itemsize = (reduce_dtype or BF16).itemsize
         assert m.gradients == (cluster.num_nodes - 1) * itemsize * sum(
-            b.layout.shard_numel for b in helpers.buckets(model)
+            b.layout.shard_numel for b in sharded_net.buckets(model)
         )
         _, want = oracle.gradients(batches)
-        for name, got in helpers.full_gradients(model).items():
+        for name, got in sharded_net.full_gradients(model).items():
             assert got.dtype == FP32
             torch.testing.assert_close(
                 got, want[name], rtol=0.05, atol=4e-3, msg=lambda text, name=name: f"{name}: {text}"
@@ -70,7 +70,7 @@ def job_training(cache: str, reduce_dtype: torch.dtype | None) -> None:
     for state in optimizer.state.values():
         assert state["exp_avg"].dtype == FP32
     masters = oracle.parameters()
-    for name, got in helpers.full_parameters(model).items():
+    for name, got in sharded_net.full_parameters(model).items():
         assert got.dtype == FP32
         torch.testing.assert_close(
             got, masters[name].detach(), rtol=0, atol=3e-3, msg=lambda text, name=name: f"{name}: {text}"
@@ -101,7 +101,7 @@ class Weighted(nn.Module):
 def job_rounding(param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> float:
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     model: Any = laconic.fully_shard(Weighted(), mesh=laconic.init_mesh("cpu"), mp_policy=policy)
-    helpers.set_divide_factors(model, 1.0)
+    sharded_net.set_divide_factors(model, 1.0)
     model(torch.full((4,), 256.0 if dist.get_rank() == 0 else 1.0)).backward()
     return float(model.w.grad.full_tensor()[0])
 
@@ -126,7 +126,7 @@ def job_partial_sums(local: int) -> float:
     """Micro-batches add up in the reduce dtype too, not in the compute dtype."""
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
     model: Any = laconic.fully_shard(Weighted(), mesh=laconic.init_mesh("cpu"), mp_policy=policy)
-    helpers.set_divide_factors(model, 1.0)
+    sharded_net.set_divide_factors(model, 1.0)
     for number in range(4):
         model.set_requires_gradient_sync(number == 3)
         model(torch.full((4,), 256.0 if number == 0 else 1.0)).backward()
@@ -198,9 +198,9 @@ class Mixed(nn.Module):
 
 
 def job_mix_of_dtypes(cache: str) -> None:
-    plain = helpers.build(Mixed)
-    model: Any = laconic.fully_shard(helpers.build(Mixed), mesh=laconic.init_mesh("cpu"), cache=cache)  # type: ignore[arg-type]
-    assert sorted(str(bucket.dtype) for bucket in helpers.buckets(model)) == [
+    plain = sharded_net.build(Mixed)
+    model: Any = laconic.fully_shard(sharded_net.build(Mixed), mesh=laconic.init_mesh("cpu"), cache=cache)  # type: ignore[arg-type]
+    assert sorted(str(bucket.dtype) for bucket in sharded_net.buckets(model)) == [
         "torch.bfloat16", "torch.float32", "torch.float64", "torch.int64",
     ]  # fmt: skip
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
@@ -226,12 +226,12 @@ def test_a_unit_may_mix_dtypes(cache: str) -> None:
 def job_integers_under_a_policy() -> None:
     """`param_dtype` applies to floating-point parameters only."""
     policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
-    model: Any = laconic.fully_shard(helpers.build(Mixed), mesh=laconic.init_mesh("cpu"), mp_policy=policy)
+    model: Any = laconic.fully_shard(sharded_net.build(Mixed), mesh=laconic.init_mesh("cpu"), mp_policy=policy)
     model.unshard()
     assert model.table.dtype == torch.int64
     assert model.adapter.weight.dtype == BF16
-    assert torch.equal(model.table, helpers.build(Mixed).table)
-    assert torch.equal(model.adapter.weight, helpers.build(Mixed).adapter.weight.to(BF16))
+    assert torch.equal(model.table, sharded_net.build(Mixed).table)
+    assert torch.equal(model.adapter.weight, sharded_net.build(Mixed).adapter.weight.to(BF16))
 
 
 def test_integers_are_never_cast() -> None:
@@ -246,10 +246,10 @@ def job_off_is_off(local: int) -> list[Tensor]:
         MixedPrecisionPolicy(),
         MixedPrecisionPolicy(param_dtype=FP32, reduce_dtype=FP32, output_dtype=FP32),
     ):
-        model = helpers.shard(helpers.build(helpers.Net), mp_policy=policy)
-        x, y = helpers.inputs(0, dist.get_rank())
+        model = sharded_net.shard(sharded_net.build(sharded_net.Net), mp_policy=policy)
+        x, y = sharded_net.inputs(0, dist.get_rank())
         (model(x) - y).square().mean().backward()
-        results.append(torch.cat([gradient.flatten() for gradient in helpers.full_gradients(model).values()]))
+        results.append(torch.cat([gradient.flatten() for gradient in sharded_net.full_gradients(model).values()]))
     return results
 
 

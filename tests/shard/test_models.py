@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import laconic
 from tests.reference.step import Oracle
-from tests.support.helpers import Block, build, full_gradients, full_parameters, moved, reduce_bytes
 from tests.support.launch import run_ranks
+from tests.support.sharded_net import Block, build, full_gradients, full_parameters, moved, reduce_bytes
 
 VOCAB, LENGTH, ROWS = 37, 6, 2
 TEXT = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

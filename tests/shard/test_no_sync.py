@@ -8,8 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.helpers import Net, buckets, build, full_gradients, inputs, moved, reduce_bytes, shard, squared_error
 from tests.support.launch import run_ranks
+from tests.support.sharded_net import (
+    Net,
+    buckets,
+    build,
+    full_gradients,
+    inputs,
+    moved,
+    reduce_bytes,
+    shard,
+    squared_error,
+)
 
 MICRO_BATCHES = 3
 

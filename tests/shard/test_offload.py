@@ -13,24 +13,25 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard
 
 import laconic
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.launch import run_ranks
 
 
 def job_offload(cache: str) -> None:
     """Shards and gradients are counted in host memory; the numbers are those of a model without offloading."""
     models: list[Any] = [
-        helpers.shard(helpers.build(), cache=cache, offload_policy=policy) for policy in (None, CPUOffloadPolicy())
+        sharded_net.shard(sharded_net.build(), cache=cache, offload_policy=policy)
+        for policy in (None, CPUOffloadPolicy())
     ]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
     for seed in range(3):
-        losses = [helpers.train_step(*pair, seed=seed) for pair in zip(models, optimizers, strict=True)]
+        losses = [sharded_net.train_step(*pair, seed=seed) for pair in zip(models, optimizers, strict=True)]
         assert torch.equal(*losses)
     for parameter, offloaded in zip(*(model.parameters() for model in models), strict=True):
         assert offloaded.device.type == "cpu"
         assert torch.equal(parameter.to_local(), offloaded.to_local())
     memory, offloaded = (model.memory() for model in models)
-    shards = sum(bucket.shard.nbytes for bucket in helpers.buckets(models[0]))
+    shards = sum(bucket.shard.nbytes for bucket in sharded_net.buckets(models[0]))
     assert memory.device_bytes == shards
     assert offloaded.device_bytes == 0
     assert offloaded.host_bytes == memory.host_bytes + shards
@@ -57,7 +58,7 @@ def job_placement() -> None:
     torch.manual_seed(0)
     model = nn.Linear(5, 7)
     laconic.fully_shard(model, mesh=init_device_mesh("cpu", (4,)), shard_placement_fn=place)
-    assert [bucket.cluster.size for bucket in helpers.buckets(model)] == [4, 2]
+    assert [bucket.cluster.size for bucket in sharded_net.buckets(model)] == [4, 2]
     rank = dist.get_rank()
     model(torch.full((1, 5), rank + 1.0)).sum().backward()
     assert torch.equal(model.weight.grad.full_tensor(), torch.full((7, 5), 2.5))  # type: ignore[union-attr]
@@ -77,16 +78,16 @@ def test_parameters_of_one_unit_may_lie_on_two_meshes() -> None:
 
 
 def job_cast() -> None:
-    model: Any = helpers.shard(helpers.build())
+    model: Any = sharded_net.shard(sharded_net.build())
     model.to(torch.float64)
     assert all(parameter.dtype is torch.float64 for parameter in model.parameters())
-    plain = helpers.build().to(torch.float64)
-    x = helpers.inputs(0, 0)[0].double()
+    plain = sharded_net.build().to(torch.float64)
+    x = sharded_net.inputs(0, 0)[0].double()
     found = model(x)
     torch.testing.assert_close(found, plain(x), rtol=0, atol=0)
     found.sum().backward()
     assert all(parameter.grad.dtype is torch.float64 for parameter in model.parameters())
-    cached: Any = helpers.shard(helpers.build(), cache="host")
+    cached: Any = sharded_net.shard(sharded_net.build(), cache="host")
     cached(x.float())
     with pytest.raises(ValueError, match="after the first forward, as the cache has memory"):
         cached.to(torch.float64)

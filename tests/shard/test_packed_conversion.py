@@ -20,7 +20,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import laconic
 from laconic.shard.policies import Checks, Wire
 from tests.shard.test_conversion import Float8Weight, converting
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.launch import run_ranks
 
 
@@ -95,44 +95,46 @@ class Rounded(nn.Module):
 
 
 def train_as_oracle(model: Any, rounding: Callable[[Tensor], Tensor], *, steps: int = 3) -> None:
-    """Train a sharded model, whose elements are those of `helpers.build()`, beside the oracle."""
+    """Train a sharded model, whose elements are those of `sharded_net.build()`, beside the oracle."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    plain = helpers.build()
+    plain = sharded_net.build()
     oracle = Rounded(plain, rounding)
     optimizers = [torch.optim.Adam(module.parameters(), lr=0.05, foreach=True) for module in (model, plain)]
     for seed in range(steps):
-        loss = helpers.squared_error(model, helpers.inputs(seed, rank))
+        loss = sharded_net.squared_error(model, sharded_net.inputs(seed, rank))
         loss.backward()
-        wanted = [helpers.squared_error(oracle, helpers.inputs(seed, each)) for each in range(world)]
+        wanted = [sharded_net.squared_error(oracle, sharded_net.inputs(seed, each)) for each in range(world)]
         torch.testing.assert_close(loss, wanted[rank])
         torch.stack(wanted).mean().backward()
-        for name, gradient in helpers.full_gradients(model).items():
+        for name, gradient in sharded_net.full_gradients(model).items():
             torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for name, whole in helpers.full_parameters(model).items():
+    for name, whole in sharded_net.full_parameters(model).items():
         torch.testing.assert_close(whole, plain.get_parameter(name).detach(), msg=name)
 
 
 def job_packed(options: dict[str, Any]) -> None:
-    model: Any = helpers.shard(converting(helpers.build(), RowScaled), granularity=laconic.rows(1), **options)
+    model: Any = sharded_net.shard(converting(sharded_net.build(), RowScaled), granularity=laconic.rows(1), **options)
     train_as_oracle(model, rounded_by_rows)
-    packed = [bucket for bucket in helpers.buckets(*model.blocks) if bucket.form.is_packed]
+    packed = [bucket for bucket in sharded_net.buckets(*model.blocks) if bucket.form.is_packed]
     assert len(packed) == 3
     for bucket in packed:
         shard, numel = bucket.form.packing.shard_nbytes, sum(slot.numel for slot in bucket.layout.slots)
         rows = sum(slot.shape[0] for slot in bucket.layout.slots)
         assert bucket.form.dtype is torch.uint8
         assert numel + 4 * rows <= shard * bucket.cluster.size, "codes and scales"
-    with helpers.moved(model) as m:
-        helpers.squared_error(model, helpers.inputs(0, dist.get_rank())).backward()
+    with sharded_net.moved(model) as m:
+        sharded_net.squared_error(model, sharded_net.inputs(0, dist.get_rank())).backward()
     nodes = packed[0].cluster.num_nodes
-    expected = sum((nodes - 1) * bucket.form.numel * bucket.form.dtype.itemsize for bucket in helpers.buckets(model))
+    expected = sum(
+        (nodes - 1) * bucket.form.numel * bucket.form.dtype.itemsize for bucket in sharded_net.buckets(model)
+    )
     if options.get("cache", "none") != "none":
         assert m.weights == expected, "each shard crosses once, with its scales"
     if options.get("reshard_after_forward", True):
-        helpers.assert_nothing_gathered(model)
+        sharded_net.assert_nothing_gathered(model)
 
 
 @pytest.mark.parametrize(
@@ -151,9 +153,9 @@ def test_elements_and_their_scales_are_gathered_together(world: int, local: int,
 
 
 def job_chunks(options: dict[str, Any]) -> None:
-    model: Any = helpers.shard(converting(helpers.build(), BF16InChunks), **options)
+    model: Any = sharded_net.shard(converting(sharded_net.build(), BF16InChunks), **options)
     train_as_oracle(model, rounded_to_bf16)
-    converted = [bucket for bucket in helpers.buckets(*model.blocks) if bucket.form.dtype is torch.bfloat16]
+    converted = [bucket for bucket in sharded_net.buckets(*model.blocks) if bucket.form.dtype is torch.bfloat16]
     assert len(converted) == 6, "each has a bucket of its own, cut as FSDP2 cuts"
     for bucket in converted:
         (slot,) = bucket.layout.slots
@@ -258,14 +260,14 @@ def patch(model: nn.Module, before: Callable[..., Any] = to_bf16) -> nn.Module:
 
 def job_patched(before: Callable[..., Any], options: dict[str, Any]) -> None:
     with torch.device("meta"):
-        model: Any = helpers.Net()
-    helpers.shard(model, **options)
+        model: Any = sharded_net.Net()
+    sharded_net.shard(model, **options)
     model.to_empty(device="cpu")
     with torch.no_grad():
-        for name, value in helpers.build().state_dict().items():
+        for name, value in sharded_net.build().state_dict().items():
             model.get_parameter(name).copy_(value)
     train_as_oracle(patch(model, before), rounded_to_bf16)
-    assert sum(bucket.form.is_packed for bucket in helpers.buckets(*model.blocks)) == 3, (
+    assert sum(bucket.form.is_packed for bucket in sharded_net.buckets(*model.blocks)) == 3, (
         "weights in bf16, biases in fp32"
     )
 
@@ -280,17 +282,17 @@ def test_methods_on_local_tensors_are_called(before: Callable[..., Any], options
 
 
 def job_refusals() -> None:
-    batch = helpers.inputs(0, 0)[0]
-    late: Any = helpers.shard(helpers.build())
+    batch = sharded_net.inputs(0, 0)[0]
+    late: Any = sharded_net.shard(sharded_net.build())
     late(batch)
     patch(late)
     with pytest.raises(RuntimeError, match=r"_local_tensor of .*weight.* after the first forward; put it there before"):
         late(batch)
-    coded: Any = helpers.shard(helpers.build(), cache="host", wire=Wire(weights="int8"))
+    coded: Any = sharded_net.shard(sharded_net.build(), cache="host", wire=Wire(weights="int8"))
     patch(coded)
     with pytest.raises(NotImplementedError, match=r"cross as Wire\(weights='int8'\); use weights='exact'"):
         coded(batch)
-    moved: Any = patch(helpers.shard(helpers.build()))
+    moved: Any = patch(sharded_net.shard(sharded_net.build()))
     moved(batch)
     moved.to(torch.float64)
     with pytest.raises(RuntimeError, match=r"whose memory has moved since.*put it on the new _local_tensor"):

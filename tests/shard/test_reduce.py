@@ -10,35 +10,37 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.launch import run_ranks
 
 
 def job_accumulation(cache: Any, num_micro_batches: int) -> None:
-    model = helpers.shard(helpers.build(), cache=cache)
-    oracle = helpers.oracle_of(model)
-    root, blocks = model._laconic_unit.buckets, helpers.buckets(model.blocks)
+    model = sharded_net.shard(sharded_net.build(), cache=cache)
+    oracle = sharded_net.oracle_of(model)
+    root, blocks = model._laconic_unit.buckets, sharded_net.buckets(model.blocks)
     gathers = laconic.Cache.of(cache).node_gathers_per_step(num_micro_batches=num_micro_batches)
     for seed in range(2):
-        batches = helpers.micro_batches(num_micro_batches, seed)
-        with helpers.moved(model) as m:
+        batches = sharded_net.micro_batches(num_micro_batches, seed)
+        with sharded_net.moved(model) as m:
             for number, batch in enumerate(batches):
                 model.set_requires_gradient_sync(number == num_micro_batches - 1)
-                helpers.squared_error(model, batch[dist.get_rank()]).backward()
+                sharded_net.squared_error(model, batch[dist.get_rank()]).backward()
                 if number < num_micro_batches - 1:
                     assert not any(p.grad is not None and p.grad.has_memory for p in model.parameters())
-                helpers.assert_nothing_gathered(model)
+                sharded_net.assert_nothing_gathered(model)
         # The root stays gathered between its forward and its backward: one gather per micro-batch without a cache.
         root_gathers = num_micro_batches if cache == "none" else 1
-        assert m.weights == gathers * helpers.gather_bytes("node", blocks) + root_gathers * helpers.gather_bytes(
-            "node", root
-        )
-        assert m.gradients == helpers.reduce_bytes("node", helpers.buckets(model))
+        assert m.weights == gathers * sharded_net.gather_bytes(
+            "node", blocks
+        ) + root_gathers * sharded_net.gather_bytes("node", root)
+        assert m.gradients == sharded_net.reduce_bytes("node", sharded_net.buckets(model))
         assert m.sent("local", "weights") == num_micro_batches * (
-            2 * helpers.gather_bytes("local", blocks) + helpers.gather_bytes("local", root)
+            2 * sharded_net.gather_bytes("local", blocks) + sharded_net.gather_bytes("local", root)
         )
-        assert m.sent("local", "gradients") == num_micro_batches * helpers.reduce_bytes("local", helpers.buckets(model))
-        helpers.assert_gradients(model, oracle, batches)
+        assert m.sent("local", "gradients") == num_micro_batches * sharded_net.reduce_bytes(
+            "local", sharded_net.buckets(model)
+        )
+        sharded_net.assert_gradients(model, oracle, batches)
         with torch.no_grad():  # "an optimizer step"
             for parameter in model.parameters():
                 parameter.add_(0)
@@ -78,18 +80,18 @@ def integer_batch(seed: int, rank: int) -> Tensor:
 
 
 def job_exact(cache: Any) -> None:
-    model = helpers.shard(helpers.build(Line), cache=cache)
+    model = sharded_net.shard(sharded_net.build(Line), cache=cache)
     size = dist.get_world_size()
 
     def loss(net: nn.Module, x: Tensor) -> Tensor:
         return net(x).sum()
 
-    oracle = helpers.oracle_of(model, Line, loss)
+    oracle = sharded_net.oracle_of(model, Line, loss)
     batches = [[integer_batch(a, rank) for rank in range(size)] for a in range(2)]
     for number, batch in enumerate(batches):
         model.set_requires_gradient_sync(number == 1)
         loss(model, batch[dist.get_rank()]).backward()
-    helpers.assert_gradients(model, oracle, batches, rtol=0, atol=0)
+    sharded_net.assert_gradients(model, oracle, batches, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("world_size", "local", "cache"), [(4, 2, "host"), (6, 3, "none"), (3, 1, "device")])
@@ -99,10 +101,10 @@ def test_gradients_of_integers_are_exact(world_size: int, local: int, cache: str
 
 def job_sync_of_partial_sums() -> None:
     """The last micro-batch skips a block: the partial sums of the earlier ones must still be sent."""
-    model = helpers.shard(helpers.build(), cache="host")
-    batches = helpers.micro_batches(2)
+    model = sharded_net.shard(sharded_net.build(), cache="host")
+    batches = sharded_net.micro_batches(2)
     model.set_requires_gradient_sync(False)
-    helpers.squared_error(model, batches[0][dist.get_rank()]).backward()
+    sharded_net.squared_error(model, batches[0][dist.get_rank()]).backward()
     model.set_requires_gradient_sync(True)
 
     def without_last(net: Any, batch: Any) -> Tensor:
@@ -117,13 +119,13 @@ def job_sync_of_partial_sums() -> None:
 
     last = model.blocks[2]
     model.blocks[2] = Skip()
-    helpers.squared_error(model, batches[1][dist.get_rank()]).backward()
+    sharded_net.squared_error(model, batches[1][dist.get_rank()]).backward()
     model.blocks[2] = last
-    oracle = helpers.oracle_of(model)
+    oracle = sharded_net.oracle_of(model)
     _, first = oracle.gradients(batches[:1])
     oracle.loss = without_last
     _, second = oracle.gradients(batches[1:])
-    got = helpers.full_gradients(model)
+    got = sharded_net.full_gradients(model)
     assert set(got) == set(first)
     assert set(second) == {name for name in first if "blocks.2" not in name}
     for name, value in first.items():
@@ -136,14 +138,14 @@ def test_partial_sums_of_a_unit_the_last_micro_batch_skips_are_sent() -> None:
 
 def job_two_backwards_with_sync() -> None:
     """Without turning synchronisation off, gradients add up as well, at the cost of sending each time."""
-    model = helpers.shard(helpers.build(), cache="host")
-    batches = helpers.micro_batches(2)
-    with helpers.moved(model) as m:
+    model = sharded_net.shard(sharded_net.build(), cache="host")
+    batches = sharded_net.micro_batches(2)
+    with sharded_net.moved(model) as m:
         for batch in batches:
-            helpers.squared_error(model, batch[dist.get_rank()]).backward()
-    assert m.gradients == 2 * helpers.reduce_bytes("node", helpers.buckets(model))
-    assert m.weights == helpers.gather_bytes("node", helpers.buckets(model))
-    helpers.assert_gradients(model, helpers.oracle_of(model), batches)
+            sharded_net.squared_error(model, batch[dist.get_rank()]).backward()
+    assert m.gradients == 2 * sharded_net.reduce_bytes("node", sharded_net.buckets(model))
+    assert m.weights == sharded_net.gather_bytes("node", sharded_net.buckets(model))
+    sharded_net.assert_gradients(model, sharded_net.oracle_of(model), batches)
 
 
 def test_accumulating_with_synchronisation_on_gives_the_same_gradients() -> None:
@@ -179,12 +181,12 @@ def routed_error(model: nn.Module, batch: tuple[Tensor, bool]) -> Tensor:
 
 
 def job_routed(cache: str) -> None:
-    model = helpers.shard(helpers.build(Router), cache=cache)
-    oracle = helpers.oracle_of(model, Router, routed_error)
+    model = sharded_net.shard(sharded_net.build(Router), cache=cache)
+    oracle = sharded_net.oracle_of(model, Router, routed_error)
     for chosen in ({0}, {1, 3}, {0, 1, 2, 3}):
-        batches = [[(helpers.inputs(0, rank)[0], rank in chosen) for rank in range(dist.get_world_size())]]
+        batches = [[(sharded_net.inputs(0, rank)[0], rank in chosen) for rank in range(dist.get_world_size())]]
         routed_error(model, batches[0][dist.get_rank()]).backward()
-        helpers.assert_gradients(model, oracle, batches)
+        sharded_net.assert_gradients(model, oracle, batches)
         model.zero_grad()
 
 
@@ -195,11 +197,11 @@ def test_a_bucket_that_only_some_ranks_use(cache: str) -> None:
 
 def job_zeroed_in_place() -> None:
     """`zero_grad(set_to_none=False)`: the next gradients are added to the zeros."""
-    model = helpers.shard(helpers.build(), cache="host")
-    oracle, batches = helpers.oracle_of(model), helpers.micro_batches(1)
+    model = sharded_net.shard(sharded_net.build(), cache="host")
+    oracle, batches = sharded_net.oracle_of(model), sharded_net.micro_batches(1)
     for _ in range(2):
-        helpers.squared_error(model, batches[0][dist.get_rank()]).backward()
-        helpers.assert_gradients(model, oracle, batches)
+        sharded_net.squared_error(model, batches[0][dist.get_rank()]).backward()
+        sharded_net.assert_gradients(model, oracle, batches)
         model.zero_grad(set_to_none=False)
         assert all(p.grad.to_local().eq(0).all() for p in model.parameters())
 
@@ -214,8 +216,8 @@ def job_products() -> None:
             super().__init__()
             self.weight, self.stack = nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.ones(2, 3, 5))
 
-    model: Any = laconic.fully_shard(helpers.build(Stack), mesh=laconic.init_mesh("cpu"))
-    [bucket] = helpers.buckets(model)
+    model: Any = laconic.fully_shard(sharded_net.build(Stack), mesh=laconic.init_mesh("cpu"))
+    [bucket] = sharded_net.buckets(model)
     assert model._laconic_unit.root
     gradients: Any = bucket.full._sink
     for shape, index, dtype in (((3, 5), 1, torch.float32), ((2, 3, 5), 1, torch.float32), ((5, 3), 0, torch.float32)):

@@ -10,38 +10,40 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import laconic
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.launch import run_ranks
 
 
 def job_replicas(names: tuple[str, str], accumulation: int) -> None:
     """Train two steps as the mean over all ranks, and count the bytes between the replicas."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=names)
-    other = helpers.shard(helpers.build(), mesh=mesh)
+    other = sharded_net.shard(sharded_net.build(), mesh=mesh)
     laconic.LocalSteps(other, torch.optim.SGD(other.parameters()), mesh=mesh)  # islands of another model change nothing
-    model: Any = helpers.shard(helpers.build(), mesh=mesh, cache="host")
-    plain, world = helpers.build(), dist.get_world_size()
+    model: Any = sharded_net.shard(sharded_net.build(), mesh=mesh, cache="host")
+    plain, world = sharded_net.build(), dist.get_world_size()
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, plain)]
     replicate, cut = model.inp.weight.placements
     assert replicate.is_replicate()
     assert not cut.is_replicate()
     for seed in range(2):
-        with helpers.moved(model) as moved:
+        with sharded_net.moved(model) as moved:
             for micro_batch in range(accumulation):
                 model.set_requires_all_reduce(micro_batch == accumulation - 1)
-                helpers.squared_error(model, helpers.inputs(10 * seed + micro_batch, dist.get_rank())).backward()
+                sharded_net.squared_error(
+                    model, sharded_net.inputs(10 * seed + micro_batch, dist.get_rank())
+                ).backward()
         for rank in range(world):
             for micro_batch in range(accumulation):
-                batch = helpers.inputs(10 * seed + micro_batch, rank)
-                (helpers.squared_error(plain, batch) / world).backward()
-        for name, gradient in helpers.full_gradients(model).items():
+                batch = sharded_net.inputs(10 * seed + micro_batch, rank)
+                (sharded_net.squared_error(plain, batch) / world).backward()
+        for name, gradient in sharded_net.full_gradients(model).items():
             torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
-        shards = sum(bucket.layout.shard_numel * 4 for bucket in helpers.buckets(model))
+        shards = sum(bucket.layout.shard_numel * 4 for bucket in sharded_net.buckets(model))
         assert moved.sent("island", "gradients") == shards, "2 (R - 1) / R of each shard, R = 2, once per step"
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for name, whole in helpers.full_parameters(model).items():
+    for name, whole in sharded_net.full_parameters(model).items():
         torch.testing.assert_close(whole, plain.get_parameter(name).detach(), msg=name)
 
 
@@ -56,15 +58,15 @@ def test_replicas_train_as_one_model(world: int, names: tuple[str, str], accumul
 def job_uneven_sync() -> None:
     """Only the root sums its gradients over the replicas in the first backward; all units do in the second."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    model: Any = helpers.shard(helpers.build(), mesh=mesh)
-    plain, world = helpers.build(), dist.get_world_size()
+    model: Any = sharded_net.shard(sharded_net.build(), mesh=mesh)
+    plain, world = sharded_net.build(), dist.get_world_size()
     for micro_batch in range(2):
         for block in model.blocks:
             block.set_requires_gradient_sync(micro_batch == 1)
-        helpers.squared_error(model, helpers.inputs(micro_batch, dist.get_rank())).backward()
+        sharded_net.squared_error(model, sharded_net.inputs(micro_batch, dist.get_rank())).backward()
         for rank in range(world):
-            (helpers.squared_error(plain, helpers.inputs(micro_batch, rank)) / world).backward()
-    for name, gradient in helpers.full_gradients(model).items():
+            (sharded_net.squared_error(plain, sharded_net.inputs(micro_batch, rank)) / world).backward()
+    for name, gradient in sharded_net.full_gradients(model).items():
         torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
 
 

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from laconic.shard.gather import GatherState
 from laconic.shard.unit import unit_of
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.launch import run_ranks
 
 
 def job_freeze_while_gathered() -> None:
     """A parameter that is frozen while its unit is gathered gets no gradient in the next backward."""
-    model = helpers.shard(helpers.build())
+    model = sharded_net.shard(sharded_net.build())
     frozen = model.inp.weight
     model.unshard()
     frozen.requires_grad_(False)
-    helpers.squared_error(model, helpers.inputs(0, dist.get_rank())).backward()
+    sharded_net.squared_error(model, sharded_net.inputs(0, dist.get_rank())).backward()
     assert frozen.grad is None
     assert model.inp.bias.grad is not None
 
@@ -33,32 +33,32 @@ def test_freezing_works_while_gathered() -> None:
 
 
 def job_forward_only(cache: str) -> None:
-    model = helpers.shard(helpers.build(), cache=cache)
-    x = helpers.inputs(0, dist.get_rank())[0]
-    want = helpers.build()(x).detach()
+    model = sharded_net.shard(sharded_net.build(), cache=cache)
+    x = sharded_net.inputs(0, dist.get_rank())[0]
+    want = sharded_net.build()(x).detach()
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             for _ in range(2):
                 torch.testing.assert_close(model(x), want)
-                helpers.assert_nothing_gathered(model)
-        assert model.memory().device_bytes == helpers.held_bytes(model)
+                sharded_net.assert_nothing_gathered(model)
+        assert model.memory().device_bytes == sharded_net.held_bytes(model)
     before = model.memory().device_bytes
     if cache != "device":
-        assert before == sum(bucket.shard.nbytes for bucket in helpers.buckets(model))
+        assert before == sum(bucket.shard.nbytes for bucket in sharded_net.buckets(model))
     with torch.no_grad():  # as generation does: many forwards, one module of the model on its own
         for _ in range(3):
             model.blocks[1](torch.zeros(2, 17))
-            helpers.assert_nothing_gathered(model)
+            sharded_net.assert_nothing_gathered(model)
             model(x)
-    helpers.assert_nothing_gathered(model)
+    sharded_net.assert_nothing_gathered(model)
     assert model.memory().device_bytes == before
-    with helpers.moved(model) as m:
-        helpers.train_step(model)  # the order that evaluation recorded must not matter
-    blocks = helpers.gather_bytes("node", helpers.buckets(model.blocks))
-    root = helpers.gather_bytes("node", model._laconic_unit.buckets)
+    with sharded_net.moved(model) as m:
+        sharded_net.train_step(model)  # the order that evaluation recorded must not matter
+    blocks = sharded_net.gather_bytes("node", sharded_net.buckets(model.blocks))
+    root = sharded_net.gather_bytes("node", model._laconic_unit.buckets)
     assert m.weights == (2 * blocks + root if cache == "none" else 0)
-    helpers.assert_nothing_gathered(model)
-    assert model.memory().device_bytes == helpers.held_bytes(model)
+    sharded_net.assert_nothing_gathered(model)
+    assert model.memory().device_bytes == sharded_net.held_bytes(model)
 
 
 @pytest.mark.parametrize("cache", ["none", "host", "device"])
@@ -67,11 +67,11 @@ def test_forward_without_gradients_leaves_nothing_gathered(cache: str) -> None:
 
 
 def job_let_go(cache: str) -> None:
-    model = helpers.shard(helpers.build(), cache=cache)
+    model = sharded_net.shard(sharded_net.build(), cache=cache)
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(2):
-        helpers.train_step(model, optimizer, step)
-    known = [weakref.ref(model), *(weakref.ref(bucket.shard) for bucket in helpers.buckets(model))]
+        sharded_net.train_step(model, optimizer, step)
+    known = [weakref.ref(model), *(weakref.ref(bucket.shard) for bucket in sharded_net.buckets(model))]
     del model, optimizer
     gc.collect()
     assert [reference() for reference in known] == [None] * len(known)
@@ -86,19 +86,19 @@ def job_memory() -> dict[str, int]:
     """Return the peak of a step for each cache. Between steps only the shards are held."""
     peaks = {}
     for cache in ("none", "host", "device"):
-        model = helpers.shard(helpers.build(lambda: helpers.Net(8)), cache=cache)
+        model = sharded_net.shard(sharded_net.build(lambda: sharded_net.Net(8)), cache=cache)
         by_step = []
         for step in range(4):
             model.reset_peak_memory()
-            helpers.train_step(model, seed=step)
+            sharded_net.train_step(model, seed=step)
             by_step.append(model.memory().device_peak_bytes)
-            assert model.memory().device_bytes == sum(bucket.shard.nbytes for bucket in helpers.buckets(model))
+            assert model.memory().device_bytes == sum(bucket.shard.nbytes for bucket in sharded_net.buckets(model))
         assert len(set(by_step[1:])) == 1, "from the second step on, the peak does not depend on timing"
         peaks[cache] = max(by_step)
-    shards = sum(bucket.shard.nbytes for bucket in helpers.buckets(model))
-    slices = sum(4 * bucket.node_shard_numel for bucket in helpers.buckets(model))
+    shards = sum(bucket.shard.nbytes for bucket in sharded_net.buckets(model))
+    slices = sum(4 * bucket.node_shard_numel for bucket in sharded_net.buckets(model))
     root = sum(4 * bucket.layout.numel for bucket in model._laconic_unit.buckets)
-    block = sum(4 * bucket.layout.numel for bucket in helpers.buckets(model.blocks[0]))
+    block = sum(4 * bucket.layout.numel for bucket in sharded_net.buckets(model.blocks[0]))
     # Shards and their gradients; full buffers of the root, the present block and the next one; gradients of the bucket
     # that backward writes and of the one that is reduced.
     bound = 2 * shards + root + 2 * block + 2 * block
@@ -124,7 +124,7 @@ def gathered_in_backward(model: Any, batch: Any) -> list[list[str]]:
         seen.append([unit.name for unit in blocks if unit.gather.state is not GatherState.IDLE])
 
     handles = [block.register_full_backward_pre_hook(look) for block in model.blocks]
-    helpers.squared_error(model, batch).backward()
+    sharded_net.squared_error(model, batch).backward()
     for handle in handles:
         handle.remove()
     return seen
@@ -132,21 +132,23 @@ def gathered_in_backward(model: Any, batch: Any) -> list[list[str]]:
 
 def job_forward_without_backward() -> None:
     """A loss without backward (not finite, for example) must not change the memory and gradients of later steps."""
-    model, reference = (helpers.shard(helpers.build(lambda: helpers.Net(5)), cache="none") for _ in range(2))
-    batch = helpers.inputs(0, dist.get_rank())
+    model, reference = (
+        sharded_net.shard(sharded_net.build(lambda: sharded_net.Net(5)), cache="none") for _ in range(2)
+    )
+    batch = sharded_net.inputs(0, dist.get_rank())
     for net in (model, reference):
-        helpers.train_step(net)
+        sharded_net.train_step(net)
     for _ in range(3):
-        helpers.squared_error(model, batch)
+        sharded_net.squared_error(model, batch)
     want = gathered_in_backward(reference, batch)
     assert len(want) == 5
     assert all(1 <= len(names) <= 2 for names in want), want
     assert gathered_in_backward(model, batch) == want
     for (name, got), gradient in zip(
-        helpers.full_gradients(model).items(), helpers.full_gradients(reference).values(), strict=True
+        sharded_net.full_gradients(model).items(), sharded_net.full_gradients(reference).values(), strict=True
     ):
         assert torch.equal(got, gradient), name
-    helpers.assert_nothing_gathered(model)
+    sharded_net.assert_nothing_gathered(model)
 
 
 def test_a_forward_without_backward_leaves_no_trace() -> None:
@@ -163,7 +165,7 @@ class Raises(torch.autograd.Function):
         raise RuntimeError("out of memory, for example")
 
 
-class Fragile(helpers.Net):
+class Fragile(sharded_net.Net):
     """A model that fails on request, in forward or in backward."""
 
     fail = ""
@@ -180,22 +182,22 @@ class Fragile(helpers.Net):
 
 
 def job_exceptions(cache: str) -> None:
-    model = helpers.shard(helpers.build(Fragile), cache=cache)
-    oracle = helpers.oracle_of(model)
-    batches = helpers.micro_batches(1)
-    helpers.train_step(model)
+    model = sharded_net.shard(sharded_net.build(Fragile), cache=cache)
+    oracle = sharded_net.oracle_of(model)
+    batches = sharded_net.micro_batches(1)
+    sharded_net.train_step(model)
     for fail in ("forward", "backward"):
         model.fail = fail
         with pytest.raises(RuntimeError, match="out of memory, for example"):
-            helpers.squared_error(model, helpers.inputs(7, dist.get_rank())).backward()
+            sharded_net.squared_error(model, sharded_net.inputs(7, dist.get_rank())).backward()
         model.fail = ""
         model.zero_grad()
         for _ in range(2):
-            helpers.squared_error(model, batches[0][dist.get_rank()]).backward()
-            helpers.assert_gradients(model, oracle, batches)
-            helpers.assert_nothing_gathered(model)
+            sharded_net.squared_error(model, batches[0][dist.get_rank()]).backward()
+            sharded_net.assert_gradients(model, oracle, batches)
+            sharded_net.assert_nothing_gathered(model)
             model.zero_grad()
-        assert model.memory().device_bytes == sum(bucket.shard.nbytes for bucket in helpers.buckets(model))
+        assert model.memory().device_bytes == sum(bucket.shard.nbytes for bucket in sharded_net.buckets(model))
         with torch.no_grad():
             model.fail = "forward" if fail == "forward" else ""
             try:
@@ -203,7 +205,7 @@ def job_exceptions(cache: str) -> None:
             except RuntimeError:
                 model.fail = ""
             model(batches[0][0][0])
-        helpers.assert_nothing_gathered(model)
+        sharded_net.assert_nothing_gathered(model)
 
 
 @pytest.mark.parametrize("cache", ["none", "host"])

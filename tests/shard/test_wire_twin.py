@@ -19,8 +19,8 @@ from laconic.shard.bucket import Bucket
 from laconic.shard.crossing import payload_of, shards_of_nodes
 from tests.reference.wire import Twin
 from tests.shard.wire_helpers import Aligned, Toy, computed_weights, crossings_after, cuts_of, runs_of, toy_inputs
-from tests.support.helpers import buckets, build, full_parameters, inputs, moved, shard, squared_error
 from tests.support.launch import run_ranks
+from tests.support.sharded_net import buckets, build, full_parameters, inputs, moved, shard, squared_error
 
 LR = 0.01
 

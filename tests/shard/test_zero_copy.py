@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from laconic.shard import linear
-from tests.support import helpers
+from tests.support import sharded_net
 from tests.support.launch import run_ranks
 
 _COPIES = (
@@ -54,21 +54,21 @@ def _plain(tree: Any) -> list[Tensor]:
 
 
 def job_watch(cache: str) -> None:
-    model = helpers.shard(helpers.build(lambda: helpers.Net(2, 64, 96)), cache=cache)
+    model = sharded_net.shard(sharded_net.build(lambda: sharded_net.Net(2, 64, 96)), cache=cache)
     optimizer = torch.optim.AdamW(model.parameters())
     watches = []
     for _ in range(4):
         watch = Watch()
         with watch:
-            helpers.squared_error(model, helpers.inputs(0, dist.get_rank())).backward()
+            sharded_net.squared_error(model, sharded_net.inputs(0, dist.get_rank())).backward()
         optimizer.step()
         optimizer.zero_grad()
         watches.append(watch)
     assert watches[2].allocated == watches[3].allocated, "the pattern is steady"
     assert watches[2].copied == watches[3].copied
 
-    all_buckets = helpers.buckets(model)
-    sizes = [bucket.layout.numel * 4 for bucket in helpers.buckets(model.blocks)]
+    all_buckets = sharded_net.buckets(model)
+    sizes = [bucket.layout.numel * 4 for bucket in sharded_net.buckets(model.blocks)]
     big = [entry for entry in watches[3].allocated if entry[1] > min(sizes) / 2]
     assert big == [("empty", size) for size in sizes], (
         f"one gradient bucket each, and nothing else above half of one: {big}"
@@ -169,16 +169,16 @@ def test_a_gradient_of_a_gradient() -> None:
 
 
 def job_accumulate() -> None:
-    model = helpers.shard(helpers.build(), cache="host")
-    oracle, batches = helpers.oracle_of(model), helpers.micro_batches(3)
+    model = sharded_net.shard(sharded_net.build(), cache="host")
+    oracle, batches = sharded_net.oracle_of(model), sharded_net.micro_batches(3)
     for number, batch in enumerate(batches):  # every micro-batch is reduced, and added to `.grad` in one operation
-        helpers.squared_error(model, batch[dist.get_rank()]).backward()
-        bases = {id(p.grad.base) for bucket in helpers.buckets(model.blocks[0]) for p in bucket.sharded}
+        sharded_net.squared_error(model, batch[dist.get_rank()]).backward()
+        bases = {id(p.grad.base) for bucket in sharded_net.buckets(model.blocks[0]) for p in bucket.sharded}
         if number == 0:
             first = bases
         assert bases == first
-    assert len(first) == len(helpers.buckets(model.blocks[0]))
-    helpers.assert_gradients(model, oracle, batches)
+    assert len(first) == len(sharded_net.buckets(model.blocks[0]))
+    sharded_net.assert_gradients(model, oracle, batches)
 
 
 def test_gradients_of_several_steps_are_added_by_bucket() -> None:

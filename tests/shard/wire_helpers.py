@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from laconic.shard.difference import CopyState
-from tests.support.helpers import buckets, full_parameters, train_step
+from tests.support.sharded_net import buckets, full_parameters, train_step
 
 
 class Toy(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from laconic.partial.patterns import sliced_layer
 from laconic.partial.updates import partial_updates
 from laconic.ragged.parts import sliced_parameters
-from tests.support.helpers import Net
+from tests.support.sharded_net import Net
 
 VOCAB = 50
 _COMMON = {

@@ -1,4 +1,4 @@
-"""Shared by the engine's tests: small models, a cluster without communication, byte formulas, and assertions."""
+"""A small net, sharded, and what tests of the engine ask of it: gradients, bytes, buckets and an oracle."""
 
 from __future__ import annotations
 
