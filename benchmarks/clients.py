@@ -64,7 +64,9 @@ def _prepare(options: Options) -> Bench:
     return Bench(llama=_LLAMA, lab_steps=8, pairs=7, steps=30, worlds=(2, 4), out=options.out)
 
 
-BENCHMARK = Benchmark(name="clients", prepare=_prepare)
+BENCHMARK = Benchmark(
+    measures=("laconic.hf", "laconic.integrations", "laconic.shard"), name="clients", prepare=_prepare
+)
 
 
 _EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -99,7 +99,9 @@ def _prepare(options: Options) -> Iterator[Bench]:
         raise BenchmarkError(str(error)) from error
 
 
-BENCHMARK = Benchmark(name="fine_tune", prepare=_prepare, save=_save)
+BENCHMARK = Benchmark(
+    measures=("laconic.codec", "laconic.hf", "laconic.shard"), name="fine_tune", prepare=_prepare, save=_save
+)
 
 
 @BENCHMARK.row("unshaped")

@@ -127,6 +127,7 @@ def plan_time_s(layer: UnitShapes, num_ranks: int, num_rows: int) -> float:
 
 
 BENCHMARK = Benchmark(
+    measures=("laconic.layout", "laconic.ragged", "laconic.shard"),
     name="layout",
     prepare=lambda options: Bench(options.out, options.quick),
     save=lambda record, bench: save(record, table(bench)),

@@ -81,7 +81,7 @@ def _prepare(options: Options) -> Bench:
     return Bench(llama=_LLAMA, steps=12, repeats=5)
 
 
-BENCHMARK = Benchmark(name="offload", prepare=_prepare)
+BENCHMARK = Benchmark(measures=("laconic.ragged", "laconic.shard"), name="offload", prepare=_prepare)
 
 
 def sharded(strategy: str, shape: Llama) -> nn.Module:

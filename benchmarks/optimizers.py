@@ -72,7 +72,9 @@ def _prepare(options: Options) -> Bench:
     )
 
 
-BENCHMARK = Benchmark(name="optimizers", prepare=_prepare)
+BENCHMARK = Benchmark(
+    measures=("laconic.optim", "laconic.ragged", "laconic.shard"), name="optimizers", prepare=_prepare
+)
 
 
 def sum_over_ranks(value: float) -> float:

@@ -54,6 +54,7 @@ def _save(record: Record, bench: Bench) -> None:
 
 
 BENCHMARK = Benchmark(
+    measures=("laconic.codec", "laconic.comm", "laconic.shard"),
     name="thinner",
     prepare=lambda options: opened(Bench(options.out, quick=options.quick), THINNER),
     save=_save,

@@ -89,7 +89,12 @@ def _save(record: Record, bench: Bench) -> None:
     record.save(about=f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, NCCL {nccl}; ")
 
 
-BENCHMARK = Benchmark(name="gpu", prepare=_prepare, save=_save)
+BENCHMARK = Benchmark(
+    measures=("laconic.codec", "laconic.comm", "laconic.optim", "laconic.shard"),
+    name="gpu",
+    prepare=_prepare,
+    save=_save,
+)
 
 
 class Training:

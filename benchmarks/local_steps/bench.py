@@ -109,7 +109,11 @@ class Bench:
         return {job.name: answer for job, answer in zip(jobs, found, strict=True)}
 
 
-BENCHMARK = Benchmark(name="local_steps", prepare=lambda options: Bench(options.out, quick=options.quick))
+BENCHMARK = Benchmark(
+    measures=("laconic.codec", "laconic.islands", "laconic.partial", "laconic.shard"),
+    name="local_steps",
+    prepare=lambda options: Bench(options.out, quick=options.quick),
+)
 
 
 def wire_bytes(answer: Answer) -> list[int]:

@@ -26,7 +26,7 @@ def _save(record: Record, bench: Bench) -> None:
     record.save(more=list(tables.values()), tables=tables)
 
 
-BENCHMARK = Benchmark(
+BENCHMARK = Benchmark(measures=("laconic.plan", "laconic.rehearse", "laconic.shard"),
     name="plan", prepare=open_bench,
     rows={
         "bytes-counted": counted.row, "bytes-interface": seconds.interface, "memory": memory.row,

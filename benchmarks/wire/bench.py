@@ -163,7 +163,11 @@ def opened(bench: B, setup: Setup = HOME) -> Iterator[B]:
         yield bench
 
 
-BENCHMARK = Benchmark(name="wire", prepare=lambda options: opened(Bench(options.out, quick=options.quick)))
+BENCHMARK = Benchmark(
+    measures=("laconic.comm", "laconic.layout", "laconic.ragged", "laconic.shard"),
+    name="wire",
+    prepare=lambda options: opened(Bench(options.out, quick=options.quick)),
+)
 
 
 def _shrink(base: Config) -> Config:

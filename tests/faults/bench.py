@@ -20,7 +20,17 @@ class Bench:
 
 
 BENCHMARK: Benchmark[Bench] = Benchmark(
-    name="trust", module="tests.faults", prepare=lambda options: Bench(out=options.out, quick=options.quick)
+    measures=(
+        "laconic.checkpoint",
+        "laconic.comm",
+        "laconic.guard",
+        "laconic.islands",
+        "laconic.shard",
+        "laconic.store",
+    ),
+    name="trust",
+    module="tests.faults",
+    prepare=lambda options: Bench(out=options.out, quick=options.quick),
 )
 campaign_row = BENCHMARK.row
 """Registers the function below it as a campaign; its section in RESULTS.md is `trust` if none is given."""

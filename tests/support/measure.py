@@ -52,6 +52,8 @@ class Benchmark(Generic[B]):
     """The function that makes the state that all rows share. It may raise a BenchmarkError."""
     module: str = ""
     """The module that `python -m` runs. Default: that of the name below `benchmarks`."""
+    measures: tuple[str, ...]
+    """The modules and packages whose code the figures hang on: a row is older than a change of it."""
     save: Callable[[Record, B], None] = _save_rows
     """The function that writes the record, and further measurements if the benchmark has any."""
     details: Callable[[B], str] = _no_details
@@ -111,11 +113,14 @@ class Benchmark(Generic[B]):
                 if not options.quick:
                     section = self.sections.get(key, self.name)
                     of_section = [row for other, row in rows.items() if self.sections.get(other, self.name) == section]
-                    self.save(Record(section, of_section, self.rows, arguments, module=self.module), bench)
+                    self.save(self._record(section, of_section, arguments), bench)
             print(f"\n{rows_table(list(rows.values()))}\n\n{self.details(bench)}".rstrip())
         if failed:
             print(f"{self.module}: rows that failed: {', '.join(failed)}", file=sys.stderr)
         return 1 if failed else 0
+
+    def _record(self, section: str, rows: Sequence[Row], arguments: Sequence[str]) -> Record:
+        return Record(section, rows, self.rows, arguments, module=self.module, measures=self.measures)
 
     def _parse(self, arguments: Sequence[str], doc: str | None) -> Options:
         parser = argparse.ArgumentParser(

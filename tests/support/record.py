@@ -13,14 +13,9 @@ from typing import Any
 
 from laconic.compare.machine import describe_machine, in_words
 from laconic.compare.table import markdown
+from tests.support.freshness import code_digest
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "RESULTS.md"
-
-_HEAD = """\
-# Results
-
-Every figure the documentation quotes, with the command that measures it. Running a command again replaces its section.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +39,10 @@ class Row:
     """The day of the measurement."""
     command: str = ""
     """The command that measured the row."""
+    measures: tuple[str, ...] = ()
+    """The modules and packages whose code the row measured."""
+    code: str = ""
+    """The digest of that code: see `code_digest`."""
 
 
 def ratio_row(*, claim: str, ratio: float, limit: float, note: str = "") -> Row:
@@ -66,7 +65,7 @@ def _note(row: Row) -> str:
 
 def write_section(title: str, body: str, path: Path = RESULTS) -> None:
     """Replace the section `## title` of `path`, or append it."""
-    text = path.read_text(encoding="utf-8") if path.exists() else _HEAD
+    text = path.read_text(encoding="utf-8") if path.exists() else "# Results\n"
     section = f"## {title}\n\n{body.strip()}\n"
     found = re.search(rf"^## {re.escape(title)}\n.*?(?=^## |\Z)", text, flags=re.MULTILINE | re.DOTALL)
     if found is None:
@@ -77,12 +76,64 @@ def write_section(title: str, body: str, path: Path = RESULTS) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+_HEAD = """\
+# Results
+
+Every figure that the documentation quotes, with the command that measures it; running it again replaces its rows.
+`python -m tests.faults` measures the rows of trust, mend and parity. Of {num} claims {num_short} fall short:
+
+{short}
+
+What matters most, as measured:
+
+{chosen}
+
+**No GPU has run laconic yet**: the section gpu is empty. Sections: {sections}.
+"""
+HEADLINES = (
+    ("wire", "wire-full"), ("thinner", "bytes"), ("wire", "device-memory"), ("thinner", "seconds"), ("wire", "losses"),
+    ("thinner", "paired"), ("trust", "kills"), ("trust", "races"),
+)  # fmt: skip
+"""The section and the key of the claims on which users decide."""
+
+
+def recorded_rows() -> dict[tuple[str, str], Row]:
+    """All rows on record, by section and key, in the order of RESULTS.md's sections."""
+    files = sorted((RESULTS.parent / "results").glob("*.json"))
+    known = {file.stem: json.loads(file.read_text(encoding="utf-8"))["rows"] for file in files}
+    order = [name for name in _sections() if name in known]
+    return {(name, key): Row(**row) for name in order for key, row in known[name].items()}
+
+
+def _sections() -> list[str]:
+    return re.findall(r"^## (.+)$", RESULTS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def write_head(path: Path = RESULTS) -> None:
+    """Write what RESULTS.md opens with: shortfalls, the claims that matter, and the sections."""
+    rows = recorded_rows()
+    short = [(section, row) for (section, _), row in rows.items() if not row.is_met]
+    chosen = [(section, rows[section, key]) for section, key in HEADLINES if (section, key) in rows]
+    links = [f"[{name}](#{re.sub(r'[^a-z0-9_ -]', '', name.lower()).replace(' ', '-')})" for name in _sections()]
+    head = _HEAD.format(
+        num=len(rows), num_short=len(short), sections=", ".join(links),
+        short="\n".join(_headline(*each) for each in short), chosen="\n".join(_headline(*each) for each in chosen),
+    )  # fmt: skip
+    text = path.read_text(encoding="utf-8")
+    path.write_text(head + text[text.index("\n## ") :], encoding="utf-8")
+
+
+def _headline(section: str, row: Row) -> str:
+    return f"- {section}: {row.claim}: **{row.measured}** (required: {row.required})"
+
+
 class Record:
     """All known rows of one benchmark: the rows of this run, and of earlier runs if this run did not measure them."""
 
     def __init__(
-        self, name: str, rows: Sequence[Row], order: Iterable[str], arguments: Sequence[str], *, module: str = ""
-    ) -> None:
+        self, name: str, rows: Sequence[Row], order: Iterable[str], arguments: Sequence[str], *, module: str = "",
+        measures: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         """Read the rows of earlier runs.
 
         Args:
@@ -91,6 +142,7 @@ class Record:
             order: the keys of all rows, in the order of the table.
             arguments: the command line of this run.
             module: the module that `python -m` ran. Default: that of the name below `benchmarks`.
+            measures: the modules and packages whose code the rows measured.
         """
         self._name, self._order = name, list(order)
         self._json = RESULTS.parent / "results" / f"{name}.json"
@@ -98,7 +150,7 @@ class Record:
         self.known: dict[str, Any] = json.loads(self._json.read_text()) if self._json.exists() else {}
         """The content of the JSON file before this run."""
         command = shlex.join(["python", "-m", module or f"benchmarks.{name}", *arguments])
-        now = {"date": self.machine["date"], "command": command}
+        now = {"date": self.machine["date"], "command": command, "measures": measures, "code": code_digest(measures)}
         self._rows = {**self.known.get("rows", {}), **{row.key: dataclasses.asdict(row) | now for row in rows}}
 
     def save(self, *, about: str = "", more: Sequence[str] = (), **data: Any) -> None:
@@ -115,6 +167,7 @@ class Record:
         shown = [Row(**self._rows[key]) for key in self._order if key in self._rows]
         body = [f"{self._commands(shown)}; {about}{in_words(self.machine)}.", rows_table(shown), *more]
         write_section(self._name, "\n\n".join(body), RESULTS)
+        write_head()
 
     def _commands(self, rows: list[Row]) -> str:
         """Return each command with its date, and with its rows if there are several commands."""
