@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import freshness
-from tests.support.freshness import code_digest
+from tests.support import code_digest as digests
+from tests.support.code_digest import code_digest
 from tests.support.record import RESULTS, recorded_rows, write_head
 
 CODE = '"""About."""\n\ndef twice(x: int) -> int:\n    """Say it."""\n    return 2 * x  # why\n'
@@ -17,7 +17,7 @@ CODE = '"""About."""\n\ndef twice(x: int) -> int:\n    """Say it."""\n    return
 def digest(folder: Path, code: str) -> str:
     (folder / "room").mkdir(exist_ok=True)
     (folder / "room" / "file.py").write_text(code)
-    freshness._digest_of_file.cache_clear()
+    digests._digest_of_file.cache_clear()
     return code_digest(["room"], folder)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from laconic.compare.machine import describe_machine, in_words
 from laconic.compare.table import markdown
-from tests.support.freshness import code_digest
+from tests.support.code_digest import code_digest
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "RESULTS.md"
 
