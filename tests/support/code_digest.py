@@ -1,7 +1,4 @@
-"""Which recorded figures are older than the code that they measure.
-
-python -m tests.support.freshness    prints them, and how to measure them again
-"""
+"""The digest of code, by which a recorded figure knows the code that it measured."""
 
 from __future__ import annotations
 
