@@ -12,7 +12,7 @@ from torch import nn
 from laconic.layout.bucket import BucketLayout
 from laconic.plan.buckets import Shape, Sharding, plan_buckets
 from laconic.plan.model_trace import UnitSpec
-from laconic.shard.kinds import BucketKind, group_by_kind
+from laconic.shard.api import BucketKind, group_by_kind
 from laconic.shard.policies import Wire
 from tests.plan.traces import spec
 

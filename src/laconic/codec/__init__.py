@@ -1,4 +1,4 @@
-"""Tensors in other forms and back: codecs for messages, maps for 8-bit states, coded sums, parameters that convert."""
+"""Tensors in few bits and back: codecs for messages, maps for 8-bit states, coded sums."""
 
 import torch
 

@@ -14,8 +14,8 @@ from laconic.layout.bucket import BucketLayout
 from laconic.layout.granularity import Granularity, resolve
 from laconic.layout.packing import plan_unit
 from laconic.plan.model_trace import ParameterSpec, UnitSpec
+from laconic.shard.api import BucketKind, group_by_kind
 from laconic.shard.bucket import compute_dtype_of
-from laconic.shard.kinds import BucketKind, group_by_kind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,15 @@
-"""`fully_shard`: FSDP2's call."""
+"""`fully_shard`: FSDP2's call; and the kinds of a unit's parameters, each of which has buckets of its own."""
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -14,23 +17,23 @@ from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
 
 from laconic import _compat
-from laconic.codec.conversion import check_convertible, converts, needs_equal_chunks
 from laconic.comm.cluster import Cluster, default_mesh
 from laconic.comm.collectives import share_first
-from laconic.layout.bucket import row_block
+from laconic.layout.bucket import BucketLayout, row_block
 from laconic.layout.granularity import Blocks, Granularity, resolve
 from laconic.layout.packing import SHARD_ALIGNMENT_BYTES, plan_unit, warn_if_wasteful
+from laconic.ragged.conversion import check_convertible, converts, needs_equal_chunks
 from laconic.ragged.dtensor import check_dtensor, uneven_cut
 from laconic.ragged.parts import slice_of_parameter
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard import extension
 from laconic.shard.bucket import HOME, Bucket, ManagedParameter, compute_dtype_of
-from laconic.shard.kinds import BucketKind, group_by_kind
 from laconic.shard.policies import Cache, Checks, ShardPolicy, Where, Wire, WireName
 from laconic.shard.sharded_module import sharded_class
 from laconic.shard.unit import Origin, Unit, unit_of
 
 _Modules = TypeVar("_Modules", bound=nn.Module | list[nn.Module])
+_Parameter = TypeVar("_Parameter")
 
 
 def fully_shard(
@@ -96,7 +99,7 @@ def fully_shard(
             wire, granularity or integer is not valid.
         AssertionError: a module is sharded already.
         NotImplementedError: a parameter is not contiguous; or it converts itself before the gather and is a DTensor or
-            wraps several tensors ([Note: Conversion] in codec/conversion.py); or `dp_mesh_dims` names no axis to cut
+            wraps several tensors ([Note: Conversion] in ragged/conversion.py); or `dp_mesh_dims` names no axis to cut
             over.
     """
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
@@ -313,6 +316,46 @@ def _resolve_wire(wire: Wire, cache: Cache, managed: list[ManagedParameter]) -> 
             )
         return wire
     return ShardPolicy(cache=cache, wire=wire).wire
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketKind:
+    """The properties that all parameters of a bucket share. A LoRA block has parameters of two kinds."""
+
+    dtype: torch.dtype
+    """The dtype of shards."""
+    is_trained: bool
+    part: Hashable = None
+    """The slice of partial updates. Each has buckets of its own, trained or not, so that all islands have the same."""
+    place: Hashable = None
+    """The ranks and the device that hold the parameters."""
+    converted: type | None = None
+    """The class of parameters that convert themselves: [Note: Conversion] in ragged/conversion.py."""
+    chunk: Hashable = None
+    """The name of a parameter whose conversion needs FSDP2's equal chunks; it has a bucket of its own."""
+    cut: Hashable = None
+    """The way in which DTensors are cut into unequal shards; see `uneven_cut` in ragged/dtensor.py."""
+
+    def wire(self, policy: Wire, layout: BucketLayout, *, num_nodes: int, num_islands: int) -> Wire:
+        """The policy of a bucket of this kind: exact if it is frozen, converts itself, or has vectors alone.
+
+        Weights cross between nodes only; gradients cross between islands, too.
+        """
+        may_be_coded = self.is_trained and self.dtype.is_floating_point and self.converted is None
+        has_matrix = any(len(slot.shape) > 1 for slot in layout.slots)
+        if not (may_be_coded and has_matrix and max(num_nodes, num_islands) > 1):
+            return Wire()
+        return policy if num_nodes > 1 else dataclasses.replace(policy, weights="exact", as_values=False)
+
+
+def group_by_kind(
+    parameters: Iterable[_Parameter], kind_of: Callable[[_Parameter], BucketKind]
+) -> dict[BucketKind, list[_Parameter]]:
+    """Group the parameters of a unit by kind. Kinds and their parameters stay in order of appearance."""
+    groups: dict[BucketKind, list[_Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(kind_of(parameter), []).append(parameter)
+    return groups
 
 
 def _kind_of(item: ManagedParameter, *, precision: MixedPrecisionPolicy) -> BucketKind:

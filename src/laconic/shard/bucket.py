@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from laconic.codec.conversion import Conversion, converts, first_inner, is_patched, plain_elements
-from laconic.codec.packing import Converted, ShardPacking, agree_on_packing
 from laconic.comm.cluster import Cluster
 from laconic.layout.bucket import BucketLayout, Extent
+from laconic.ragged.conversion import Conversion, converts, first_inner, is_patched, plain_elements
 from laconic.ragged.dtensor import DTensorShard, local_part
+from laconic.ragged.packing import Converted, ShardPacking, agree_on_packing
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard import extension
@@ -328,7 +328,7 @@ class Bucket:
 class Form:
     """The form in which one bucket's weights are gathered: in the dtype of forward, or as its parameters convert them.
 
-    If they convert themselves, the first use of most of this is collective: [Note: Conversion] in codec/conversion.py.
+    If they convert themselves, the first use of most of this is collective: [Note: Conversion] in ragged/conversion.py.
     """
 
     def __init__(self, bucket: Bucket, conversions: list[Conversion]) -> None:

@@ -4,7 +4,7 @@
 FSDP2 asks the tensor of a sharded parameter for two methods. `fsdp_pre_all_gather` returns the tensors to gather, such
 as one in float8, and metadata, such as its scale. `fsdp_post_all_gather` makes the parameter that forward uses out of
 the gathered tensors and the metadata. laconic calls both alike. It converts before the first level of a gather, so the
-network, the node and the cache carry the converted elements. How they cross is in codec/packing.py.
+network, the node and the cache carry the converted elements. How they cross is in ragged/packing.py.
 
 A rank holds a run of the parameter's elements. If these are whole rows, the first method gets them as rows, as under
 FSDP2, else flat; `granularity=laconic.rows(1)` keeps rows whole for a method that needs them. A rank may hold more rows
@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from laconic.codec.packing import Converted, chunk_shape
+from laconic.ragged.packing import Converted, chunk_shape
 
 
 def converts(parameter: Tensor) -> bool:
