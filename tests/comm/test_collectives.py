@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic import _compat
-from laconic.comm.collectives import Communicator, all_reduce, pass_on, start_flags, swap_rows
+from laconic.comm.collectives import NOTHING, Communicator, all_reduce, pass_on, start_flags, swap_rows
 from laconic.comm.traffic import Purpose, Snapshot, Traffic
 from tests.reference import gather as reference
 from tests.support.launch import on_ranks, run_ranks
@@ -59,18 +59,18 @@ def job(by_sends: bool) -> None:
             own = node_shard[me[0] * C : (me[0] + 1) * C] if in_place else torch.empty(C, dtype=dtype)
             own.copy_(shards[me])
             before = cluster.traffic.snapshot()
-            if pending := node.all_gather(node_shard, own):
-                pending.wait()
-            assert (pending is None) == (n == 1)
+            pending = node.all_gather(node_shard, own)
+            pending.wait()
+            assert (pending is NOTHING) == (n == 1)
             assert torch.equal(node_shard, reference.node_shard_of(bucket, me[1], loc))
             assert_sent(cluster, before, "node", "weights", (n - 1) * C * dtype.itemsize)
             full = torch.full((loc * n * C,), -1, dtype=dtype)
             part = full[me[1] * n * C : (me[1] + 1) * n * C] if in_place else node_shard
             part.copy_(node_shard)
             before = cluster.traffic.snapshot()
-            if pending := local.all_gather(full, part):
-                pending.wait()
-            assert (pending is None) == (loc == 1)
+            pending = local.all_gather(full, part)
+            pending.wait()
+            assert (pending is NOTHING) == (loc == 1)
             assert torch.equal(full, bucket)
             assert_sent(cluster, before, "local", "weights", (loc - 1) * n * C * dtype.itemsize)
 
@@ -125,7 +125,6 @@ def test_transfers_overlap_without_mixing() -> None:
         gradients = data_of_ranks(C * cluster.size, torch.float32, cluster, seed)
         sums.append((local.start_reduce_scatter(gradients[me]), gradients))
     for pending, node_shard, bucket in reversed(gathers):
-        assert pending is not None
         pending.wait()
         assert torch.equal(node_shard, reference.node_shard_of(bucket, me[1], cluster.num_local))
     across = [(node.start_reduce_scatter(transfer.finish()), gradients) for transfer, gradients in sums]
@@ -145,13 +144,11 @@ def job_replicas() -> None:
         values = [torch.randint(-9, 9, (C + 1,), generator=generator).to(dtype) for _ in range(island.size)]
         before, own = cluster.traffic.snapshot(), values[island.rank].clone()
         pending = island.start_all_reduce(own)
-        assert pending is not None
         pending.wait()
         assert torch.equal(own, sum(values[1:], values[0])), "sums of whole numbers do not round"
         assert_sent(cluster, before, "island", "gradients", 2 * (island.size - 1) * own.nbytes // island.size)
         rounding = torch.randn(C + 1, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
-        if pending := island.start_all_reduce(rounding):
-            pending.wait()
+        island.start_all_reduce(rounding).wait()
         assert island.all_reduce(rounding.clone(), dist.ReduceOp.MAX).equal(rounding), "all have the same bits"
         whole = torch.cat([value[:C] for value in values])
         summed = island.start_reduce_scatter(whole).finish()
@@ -183,7 +180,6 @@ def job_on_a_stream() -> None:
     whole, own = torch.empty(C * node.size), shards[node.rank, 0]
     total = whole.clone()
     for pending in (node.all_gather(whole, own), node.start_all_reduce(total.copy_(whole))):
-        assert pending is not None
         pending.wait()
     assert torch.equal(whole, reference.gather(shards))
     torch.testing.assert_close(total, whole * node.size)
@@ -205,8 +201,7 @@ def test_transfers_show_in_comm_debug_mode() -> None:
 
     def transfer() -> None:
         for level in (node, local, node):
-            if pending := level.all_gather(torch.empty(2 * C), torch.empty(C)):
-                pending.wait()
+            level.all_gather(torch.empty(2 * C), torch.empty(C)).wait()
         local.start_reduce_scatter(torch.empty(2 * C)).finish()
         start_flags(cluster, torch.zeros(3, dtype=torch.uint8)).wait()
 
@@ -225,7 +220,7 @@ def test_transfers_show_in_comm_debug_mode() -> None:
 @on_ranks(2)
 def test_one_island_sums_nothing() -> None:
     cluster = laconic.Cluster.of(laconic.init_mesh("cpu"))
-    assert Communicator(cluster, "island").start_all_reduce(torch.ones(3)) is None
+    assert Communicator(cluster, "island").start_all_reduce(torch.ones(3)) is NOTHING
     assert cluster.traffic.snapshot().total() == 0
 
 

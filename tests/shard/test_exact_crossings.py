@@ -128,17 +128,17 @@ def job_interrupted() -> None:
     model = shard(build(), units=[], cache="host", wire="4bit")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     (victim,) = crossings_after(model, optimizer)
-    finish = victim._messages.finish
+    arrived = victim._messages.arrived
 
-    def interrupted(node_shard: Tensor) -> Any:
-        arrived = list(finish(node_shard))
-        yield arrived[0]
+    def interrupted() -> Any:
+        first, *_ = list(arrived())
+        yield first
         raise Interrupted
 
-    victim._messages.finish = interrupted
+    victim._messages.arrived = interrupted
     with pytest.raises(Interrupted):
         model.unshard()
-    victim._messages.finish = finish
+    victim._messages.arrived = arrived
     assert victim.state is CopyState.LOST
     model.reshard()
     assert is_exact(model)

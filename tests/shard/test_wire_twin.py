@@ -145,7 +145,7 @@ def job_aligned() -> None:
     model = shard(build(Aligned), units=[], cache="host", wire=wire)
     (bucket,) = buckets(model)
     parts = shards_of_nodes(bucket.layout, bucket.peers)
-    payload = payload_of(bucket.layout, parts, CODECS["int4"], plain=torch.float32, device_type="cpu")
+    payload = payload_of(bucket, parts, CODECS["int4"], plain=torch.float32)
     num_runs = sum(start < stop for runs in runs_of(model).values() for start, stop in runs)
     assert sum(map(len, payload._pieces)) < num_runs
     twin = twin_of(model, wire, Aligned)

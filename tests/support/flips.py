@@ -77,17 +77,17 @@ def flipping(flip: Flip) -> Iterator[None]:
 @contextmanager
 def flipping_in_use(number: int, *, bit: int, seed: int) -> Iterator[None]:
     """Damage gathered weights on one rank, just after the engine's `number`-th look at them."""
-    finish, count = UnitGather.finish, 0
+    show, count = UnitGather.show, 0
 
     def damaged(self: UnitGather) -> None:
         nonlocal count
-        finish(self)
+        show(self)
         if count == number and dist.get_rank() == VICTIM:
             bucket = self.buckets[0]
             _flip_in_slot(bucket, bucket.full.allocate(), bit=bit, seed=seed)
         count += 1
 
-    with mock.patch.object(UnitGather, "finish", damaged):
+    with mock.patch.object(UnitGather, "show", damaged):
         yield
 
 

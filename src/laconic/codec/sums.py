@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from laconic.codec.base import Codec
 from laconic.codec.blocked import rotate
-from laconic.comm.collectives import Pending
+from laconic.comm.collectives import NOTHING, Pending
 from laconic.comm.traffic import Purpose
 
 
@@ -87,10 +87,10 @@ class Way(Protocol):
     rank: int
     size: int
 
-    def start_all_to_all(self, landings: Tensor, messages: Tensor, /) -> Pending | None:
+    def start_all_to_all(self, landings: Tensor, messages: Tensor, /) -> Pending:
         """See `Communicator.start_all_to_all`."""
 
-    def all_gather(self, whole: Tensor, piece: Tensor, purpose: Purpose, /) -> Pending | None:
+    def all_gather(self, whole: Tensor, piece: Tensor, purpose: Purpose, /) -> Pending:
         """See `Communicator.all_gather`."""
 
 
@@ -104,17 +104,24 @@ class Messages:
     def __init__(self, way: Way, payload: Payload, hold: Hold, purpose: Purpose = "weights") -> None:
         self._way, self._payload, self._hold, self._purpose = way, payload, hold, purpose
         self._all: Tensor | None = None
-        self._pending: Pending | None = None
+        self._pending = NOTHING
 
-    def start(self, values: Callable[[Piece], Tensor], device: torch.device) -> Tensor:
-        """Begin to send this rank's part, whose pieces `values` returns, (n,), fp32. Returns its message."""
+    def start(self, part: Tensor, device: torch.device, *, base: Tensor | None = None) -> None:
+        """Begin to send this rank's part, (n,), coded on `device`; with `base`, (n,), its difference to that.
+
+        Of pieces that are exact, the values themselves are sent.
+        """
         self._free()  # an exception may have cut the last crossing short
         self._all = torch.empty(self._way.size, self._payload.nbytes, dtype=torch.uint8, device=device)
         self._hold(self._all.nbytes)
         own = self._all[self._way.rank]
+
+        def values(piece: Piece) -> Tensor:
+            new = part[piece.values].to(device, torch.float32)
+            return new if base is None or piece.is_exact else new - base[piece.values]
+
         self._payload.encode(self._way.rank, values, own)
         self._pending = self._way.all_gather(self._all.view(-1), own, self._purpose)
-        return own
 
     def arrived(self) -> Iterator[tuple[int, Piece, Tensor]]:
         """Wait. Yield each rank, in order, with the pieces of its part and the values that came for them, (n,), fp32.
@@ -122,60 +129,93 @@ class Messages:
         That ends the crossing.
         """
         assert self._all is not None
-        if self._pending is not None:
-            self._pending.wait()
+        self._pending.wait()
         for index, message in enumerate(self._all):
             for piece, values in self._payload.decode(index, message):
                 yield index, piece, values
         self._free()
 
-    def finish(self, whole: Tensor) -> Iterator[tuple[Tensor, Tensor, Piece]]:
-        """Yield the pieces of `whole`, all parts in order, as views (n,), and the values that came for them, fp32."""
+    def finish(self, whole: Tensor, *, adds: bool = False) -> None:
+        """Wait, and write what came into `whole`, all parts in order; with `adds`, add the differences to it.
+
+        Elements that only fill up the vector keep what they have.
+        """
         parts = whole.split(self._payload.numels)
         for index, piece, values in self.arrived():
-            yield parts[index][piece.values], values, piece
+            own = parts[index][piece.values]
+            if adds and not piece.is_exact:
+                own.add_(values)
+            else:
+                own.copy_(values)
 
     def _free(self) -> None:
         if self._all is not None:
             self._hold(-self._all.nbytes)
-        self._all = self._pending = None
+        self._all, self._pending = None, NOTHING
 
 
 class CodedSum:
-    """Sums, of which each rank gets its own part. The others send it their terms in few bits, in one trip.
+    """Sums whose terms cross in few bits, in one trip or in two: [Note: The two trips of an all-reduce].
 
-    Source: the second hop of ZeRO++'s qgZ (arXiv 2306.10209).
+    Source: qgZ of ZeRO++ and its second hop (arXiv 2306.10209).
     """
 
-    def __init__(self, way: Way, payload: Payload, hold: Hold, *, keeps_own: bool, feedback: bool = False) -> None:
+    def __init__(
+        self,
+        way: Way,
+        payload: Payload,
+        hold: Hold,
+        *,
+        keeps_own: bool,
+        feedback: bool = False,
+        back: Payload | None = None,
+    ) -> None:
         """Sum the parts of `payload` over the ranks of `way`.
 
         Args:
             way: the ranks.
             payload: their parts, in their order.
-            hold: counts the memory of what `feedback` keeps.
+            hold: counts the memory of what `feedback` keeps, and of two trips.
             keeps_own: this rank's own term stays exact, and is not decoded like the others.
             feedback: add to each term what the codec has lost of the earlier ones.
+            back: the payload of the second trip: the same parts, maybe with another codec.
         """
-        self._way, self._payload, self._hold = way, payload, hold
+        self._way, self._payload, self._hold, self._back = way, payload, hold, back
         self._keeps_own, self._feedback = keeps_own, feedback
         self._lost: dict[int, Tensor] = {}
         """With feedback: what the codec has lost of the part for each rank, (n,), fp32."""
 
     def start_reduce_scatter(self, whole: Tensor) -> CodedTransfer:
-        """Begin to sum `whole`, all parts in order, over the ranks. It must not change until the end.
+        """Begin to sum `whole`, all parts in order, of which each rank gets its own. It must not change until the end.
 
         Raises: ValueError if the payload checks values, and one is NaN or infinite.
         """
-        parts = whole.split(self._payload.numels)
+        rank, parts = self._way.rank, whole.split(self._payload.numels)
         messages = torch.empty(len(parts), self._payload.nbytes, dtype=torch.uint8, device=whole.device)
         for index, part in enumerate(parts):
-            if index != self._way.rank or not self._keeps_own:
+            if index != rank or not self._keeps_own:
                 self._encode(index, part, messages[index])
         landing = torch.empty_like(messages)
         pending = self._way.start_all_to_all(landing, messages)
-        own = parts[self._way.rank]
-        return CodedTransfer(self._payload, self._way.rank, own, landing, messages, pending, self._keeps_own)
+        return CodedTransfer(self._payload, rank, parts[rank], self._keeps_own, messages, landing, pending)
+
+    def sum_in_place(self, whole: Tensor) -> Iterator[None]:
+        """Sum `whole`, all parts in order, in place, so that all ranks get it alike. Yields during each of two trips.
+
+        `whole` must not change until the end. Elements that only fill it up keep what they have.
+        """
+        assert self._back is not None, "this sum has no way back"
+        transfer = self.start_reduce_scatter(whole)
+        nbytes = transfer.nbytes
+        self._hold(nbytes)
+        yield
+        total = transfer.finish()
+        self._hold(-nbytes)
+        del transfer
+        back = Messages(self._way, self._back, self._hold, "gradients")
+        back.start(total, total.device)
+        yield
+        back.finish(whole)
 
     def forget(self) -> None:
         """Drop what the codec has lost so far."""
@@ -197,98 +237,42 @@ class CodedSum:
             rest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # a step that is skipped loses nothing
 
 
+@dataclass(eq=False)
 class CodedTransfer:
-    """A sum of `CodedSum` under way."""
+    """A sum of `CodedSum` on its first trip."""
 
-    def __init__(
-        self,
-        payload: Payload,
-        rank: int,
-        own: Tensor,
-        landing: Tensor,
-        messages: Tensor,
-        pending: Pending | None,
-        keeps_own: bool,
-    ) -> None:
-        self._payload, self._rank, self._own, self._landing = payload, rank, own, landing
-        self._pending, self._keeps_own = pending, keeps_own
-        self.messages = messages
-        """The parts, (R, n): row r is what this rank sends to rank r. The backend may still read them."""
-        self.nbytes = landing.nbytes + messages.nbytes
+    payload: Payload
+    rank: int
+    own: Tensor
+    keeps_own: bool
+    messages: Tensor
+    """The parts, (R, n): row r is what this rank sends to rank r. The backend may still read them."""
+    landing: Tensor
+    pending: Pending
+
+    @property
+    def nbytes(self) -> int:
         """The bytes that it takes besides its input."""
+        return self.messages.nbytes + self.landing.nbytes
 
     def received(self) -> Sequence[Tensor]:
         """Wait, and return what each rank has sent, (n,). This rank's own has no meaning."""
-        if self._pending is not None:
-            self._pending.wait()
-        self._pending = None
-        return list(self._landing)
+        self.pending.wait()
+        self.pending = NOTHING
+        return list(self.landing)
 
     def finish(self, weights: Sequence[float] | None = None) -> Tensor:
         """Wait, and return this rank's part of the sum: in fp32, then in the dtype of the input.
 
         `weights` has one factor for each rank's term. Default: 1 for all.
         """
-        total = torch.zeros_like(self._own, dtype=torch.float32)
+        total = torch.zeros_like(self.own, dtype=torch.float32)
         for index, message in enumerate(self.received()):
             weight = 1.0 if weights is None else weights[index]
-            if index == self._rank and self._keeps_own:
-                total.add_(self._own, alpha=weight)
+            if index == self.rank and self.keeps_own:
+                total.add_(self.own, alpha=weight)
                 continue
-            sent = self.messages[index] if index == self._rank else message
-            for piece, values in self._payload.decode(self._rank, sent):
+            sent = self.messages[index] if index == self.rank else message
+            for piece, values in self.payload.decode(self.rank, sent):
                 total[piece.values].add_(values, alpha=weight)
-        return total.to(self._own.dtype)
-
-
-class CodedAllReduce:
-    """Sums that all ranks get alike: [Note: The two trips of an all-reduce].
-
-    Source: qgZ of ZeRO++ (arXiv 2306.10209).
-    """
-
-    def __init__(self, terms: CodedSum, way: Way, back: Payload, hold: Hold, purpose: Purpose) -> None:
-        """Take the first trip, and the payload of the second one: the same parts, maybe with another codec."""
-        self._terms, self._way, self._payload, self._hold, self._purpose = terms, way, back, hold, purpose
-
-    def start_all_reduce(self, whole: Tensor) -> CodedTotal:
-        """Begin to sum `whole`, all parts in order, over the ranks, in place. It must not change until the end."""
-        back = Messages(self._way, self._payload, self._hold, self._purpose)
-        return CodedTotal(whole, self._terms.start_reduce_scatter(whole), back, self._hold)
-
-    def forget(self) -> None:
-        """Drop what the codec has lost so far."""
-        self._terms.forget()
-
-
-class CodedTotal:
-    """A sum of `CodedAllReduce` under way."""
-
-    def __init__(self, whole: Tensor, transfer: CodedTransfer, back: Messages, hold: Hold) -> None:
-        self._whole, self._back, self._hold = whole, back, hold
-        self._transfer: CodedTransfer | None = transfer
-        hold(transfer.nbytes)
-
-    @property
-    def messages(self) -> Tensor:
-        """See `CodedTransfer.messages`, until `send_back`."""
-        assert self._transfer is not None
-        return self._transfer.messages
-
-    def send_back(
-        self, weights: Sequence[float] | None = None, divide: Callable[[Tensor], Tensor] = lambda total: total
-    ) -> None:
-        """Finish the first trip, and begin to send this rank's part of the sum, as `divide` returns it, to all.
-
-        `weights`: see `CodedTransfer.finish`.
-        """
-        assert self._transfer is not None
-        total = divide(self._transfer.finish(weights))
-        self._hold(-self._transfer.nbytes)
-        self._transfer = None
-        self._back.start(lambda piece: total[piece.values].float(), total.device)
-
-    def finish(self) -> None:
-        """Finish the second trip. Elements that only fill up the vector keep what they have."""
-        for part, values, _ in self._back.finish(self._whole):
-            part.copy_(values)
+        return total.to(self.own.dtype)

@@ -17,7 +17,7 @@ its own work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -56,6 +56,20 @@ class Pending:
                     work.wait()
 
 
+class _Nothing(Pending):
+    """The transfer on a level of one rank: it is complete, and counts no wait."""
+
+    def __init__(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+NOTHING: Pending = _Nothing()
+"""No transfer is under way."""
+
+
 class Owner(Protocol):
     """The bucket for which a communicator transfers."""
 
@@ -82,8 +96,8 @@ class Communicator:
         self.is_stream_ordered = self._device_type != "cpu" and backend != "gloo"
         """True if waiting never blocks the thread, so that one transfer may start right behind another."""
 
-    def all_gather(self, whole: Tensor, piece: Tensor, purpose: Purpose = "weights") -> Pending | None:
-        """Begin to fill `whole` with the `piece` of every rank, in rank order. None if this level has one rank.
+    def all_gather(self, whole: Tensor, piece: Tensor, purpose: Purpose = "weights") -> Pending:
+        """Begin to fill `whole` with the `piece` of every rank, in rank order.
 
         Shapes: R ranks; piece (C,) -> whole (R * C,), flat, contiguous, one dtype. `piece` may be this rank's part of
             `whole` already; then nothing is copied. The backend moves bytes, as few know float8.
@@ -99,7 +113,7 @@ class Communicator:
         if own.data_ptr() != piece.data_ptr():
             own.copy_(piece)
         if self._gather_group is None:
-            return None
+            return NOTHING
         self._count(purpose, (self.size - 1) * piece.nbytes)
         _compat.show_collective("_allgather_base_")
         return self._exchange(purpose, self._gather_group, parts, [piece] * self.size)
@@ -114,7 +128,7 @@ class Communicator:
         """
         group = self._reduce_group
         if group is None:
-            return ReduceScatter(None, [whole], whole)
+            return ReduceScatter(NOTHING, [whole], whole)
         self._count(purpose, (self.size - 1) * whole.nbytes // self.size)
         parts = whole.view(self.size, -1)
         if self._uses_sends:  # [Note: Collectives on Gloo]
@@ -148,17 +162,23 @@ class Communicator:
             return self._exchange(purpose, group, landings, messages)
         return self._issue(purpose, dist.all_to_all_single, landings, messages, group=group)
 
-    def start_all_reduce(self, tensor: Tensor, purpose: Purpose = "gradients") -> Pending | None:
-        """Begin to sum `tensor` over the ranks, in place. None if this level has one rank.
+    def start_all_reduce(self, tensor: Tensor, purpose: Purpose = "gradients") -> Pending:
+        """Begin to sum `tensor` over the ranks, in place.
 
         Every rank gets the same bits. `tensor` is contiguous, and nobody uses it until the transfer has ended.
 
         Cost: 2 (R - 1) / R of its bytes out of and into each of R ranks, as a ring moves them.
         """
         if self._reduce_group is None:
-            return None
+            return NOTHING
         self._count(purpose, 2 * (self.size - 1) * tensor.nbytes // self.size)
         return self._issue(purpose, dist.all_reduce, tensor, group=self._reduce_group)
+
+    def sum_in_place(self, tensor: Tensor) -> Iterator[None]:
+        """Sum `tensor` as `start_all_reduce` does. Yields while the sum is under way."""
+        pending = self.start_all_reduce(tensor)
+        yield
+        pending.wait()
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce a small tensor in place, now. The traffic is that of a ring: 2 (R - 1) / R of the bytes each way."""
@@ -222,7 +242,7 @@ class ReduceScatter:
 
     def __init__(
         self,
-        pending: Pending | None,
+        pending: Pending,
         terms: Sequence[Tensor],
         source: Tensor,
         *,
@@ -244,9 +264,8 @@ class ReduceScatter:
 
     def received(self) -> Sequence[Tensor] | None:
         """Wait, and return the terms, in rank order; None if the backend has added them already."""
-        if self._pending is not None:
-            self._pending.wait()
-        self._pending = None
+        self._pending.wait()
+        self._pending = NOTHING
         return None if len(self._terms) == 1 else self._terms
 
     def finish(self) -> Tensor:
@@ -305,14 +324,13 @@ def copy_first(cluster: Cluster, tensor: Tensor, *, across_islands: bool) -> Non
 class PendingFlags:
     """Flags on their way."""
 
-    def __init__(self, pending: Pending | None, arriving: Tensor) -> None:
+    def __init__(self, pending: Pending, arriving: Tensor) -> None:
         """Take the flags of all ranks, (R, K), which are complete once `pending` has ended."""
         self._pending, self._arriving = pending, arriving
 
     def wait(self) -> Tensor:
         """Wait, and return the flags that some rank has set: (K,), uint8, on the host."""
-        if self._pending is not None:
-            self._pending.wait()
+        self._pending.wait()
         return self._arriving.amax(0)
 
 
@@ -334,7 +352,7 @@ def start_flags(
         raise ValueError(f"flags are a vector of uint8 on the host, got {flags.dtype} {tuple(flags.shape)}")
     group = cluster.all_flag_group if across_islands else cluster.flag_group
     if group is None or not len(flags):
-        return PendingFlags(None, flags[None])
+        return PendingFlags(NOTHING, flags[None])
     num_ranks = group.size()
     level = _count_to_all(cluster, num_ranks, len(flags))
     arriving = flags.new_empty(num_ranks, len(flags))

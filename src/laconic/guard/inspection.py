@@ -188,7 +188,7 @@ class Inspection:
     def _refuse_unnoticed_edits(self, bucket: Bucket, crossing: int) -> None:
         """Compare the parameters with those of the same crossing. Collective over the bucket's ranks."""
         indices = range(len(bucket.sharded))
-        now = torch.stack([checksum_of(bucket.local_view(bucket.shard, index)) for index in indices])
+        now = torch.stack([checksum_of(bucket.part(bucket.shard, index)) for index in indices])
         before_crossing, before = self._known.get(bucket, (None, now))
         self._known[bucket] = crossing, now
         if before_crossing != crossing:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from laconic import _compat
 from laconic.codec import CODECS, Codec
-from laconic.codec.sums import CodedAllReduce, CodedSum, Messages, Payload
+from laconic.codec.sums import CodedSum, Messages, Payload
 from laconic.comm.cluster import Cluster
+from laconic.comm.collectives import NOTHING, Pending
 from laconic.comm.traffic import Purpose, Traffic
 
 
@@ -49,7 +50,7 @@ class IslandGroup:
         """The group of a cluster, whose islands stay."""
         return cls(cluster.island_group, cluster.island_rank, cluster.num_islands)
 
-    def start_all_to_all(self, landings: Tensor, messages: Tensor) -> None:
+    def start_all_to_all(self, landings: Tensor, messages: Tensor) -> Pending:
         """Send row i of `messages` to island i, and fill row i of `landings` with what island i sends. Blocks.
 
         This island's own row of `landings` has no meaning.
@@ -63,14 +64,15 @@ class IslandGroup:
             works += [_compat.isend(messages[island], self._group, island) for island in others]
             for work in works:
                 work.wait()
+        return NOTHING
 
-    def all_gather(self, whole: Tensor, piece: Tensor, purpose: Purpose = "outer") -> None:
+    def all_gather(self, whole: Tensor, piece: Tensor, purpose: Purpose = "outer") -> Pending:
         """Fill `whole`, (I n,), with the `piece`, (n,), of every island; its own is there already. Blocks.
 
         Raises: see `start_all_to_all`.
         """
         rows = whole.view(self.size, len(piece))
-        self.start_all_to_all(rows, rows[self.rank].expand_as(rows))
+        return self.start_all_to_all(rows, rows[self.rank].expand_as(rows))
 
     def gather(self, *values: int) -> list[list[int]]:
         """Return every island's values, in the order of islands. Raises: see `start_all_to_all`."""
@@ -122,14 +124,18 @@ def _in_two_trips(
     payload = Payload.of_rows(codec, size, part)
     rows = _padded(values, size * part)
     terms = CodedSum(islands, payload, _no_account, keeps_own=False)
-    total = CodedAllReduce(terms, islands, payload, _no_account, "outer").start_all_reduce(rows)
+    transfer = terms.start_reduce_scatter(rows)
     sent = torch.empty(size, part)
-    for row, message in enumerate(total.messages):  # so that no more than one part is there twice
+    for row, message in enumerate(transfer.messages):  # so that no more than one part is there twice
         for piece, decoded in payload.decode(row, message):
             sent[row, piece.values] = decoded
     own = None if divisor is None else _padded(divisor[islands.rank * part :][:part], part, 1.0)
-    total.send_back(scales, lambda sums: sums / size if own is None else _divided(sums, own))
-    total.finish()
+    sums = transfer.finish(scales)
+    mean = sums / size if own is None else _divided(sums, own)
+    del sums, transfer
+    back = Messages(islands, payload, _no_account, "outer")
+    back.start(mean, mean.device)
+    back.finish(rows)
     return rows[:numel], sent.view(-1)[:numel], 2 * (size - 1) * payload.nbytes
 
 
@@ -140,7 +146,7 @@ def _in_one_trip(
     size, numel = islands.size, values.numel()
     payload = Payload.of_rows(codec, size, numel)
     messages = Messages(islands, payload, _no_account, "outer")
-    messages.start(lambda piece: values[piece.values], values.device)
+    messages.start(values, values.device)
     total, sent = torch.zeros(numel), torch.empty(0)
     for island, _, decoded in messages.arrived():
         total.add_(decoded, alpha=1.0 if scales is None else scales[island])

@@ -12,10 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from laconic.layout.bucket import BucketLayout
 from laconic.layout.granularity import Granularity, resolve
-from laconic.layout.packing import plan_unit
 from laconic.plan.model_trace import ParameterSpec, UnitSpec
-from laconic.shard.api import BucketKind, group_by_kind
-from laconic.shard.bucket import compute_dtype_of
+from laconic.shard.api import BucketKind, group_by_kind, plan_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,16 +97,9 @@ def _plan_group(
     may_shrink: bool,
 ) -> tuple[PlannedBucket, ...]:
     """Plan the buckets of parameters of one kind, given with the elements of each one's blocks."""
-    wire_dtype = compute_dtype_of(kind.dtype, MixedPrecisionPolicy(param_dtype=dtypes[0]))
-    reduce_dtype = dtypes[1] or wire_dtype
-    plan = plan_unit(
-        [each.name for each, _ in members],
-        [each.shape for each, _ in members],
-        [block for _, block in members],
-        num_shards=shape.ranks,
-        itemsize=min(each.itemsize for each in (kind.dtype, wire_dtype, reduce_dtype)),
-        may_shrink=may_shrink,
-    )
+    tensors = [(each.name, each.shape, block) for each, block in members]
+    precision = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1])
+    plan = plan_kind(kind, tensors, precision, num_shards=shape.ranks, may_shrink=may_shrink)
     return tuple(
         PlannedBucket(layout=layout, dtype=kind.dtype, is_frozen=not kind.is_trained, is_slice=kind.part is not None)
         for layout in plan.buckets

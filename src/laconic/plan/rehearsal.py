@@ -40,6 +40,7 @@ from laconic.plan.phantom import Phantom, hidden_tensor
 from laconic.plan.recording import Entry, Mark, StepRecorder, record
 from laconic.shard import crossing
 from laconic.shard import unit as unit_room
+from laconic.shard.bucket import Bucket
 from laconic.shard.crossing import Part, parts_of_islands, payload_of, shards_of_nodes
 from laconic.shard.unit import units_below
 from laconic.strategies import parallelize, simultaneous
@@ -238,17 +239,17 @@ class _AlikePayload(Payload):
     """A payload some of whose parts stand for all: [Note: Rehearsed steps]."""
 
     def __init__(
-        self, recorder: StepRecorder, layout: BucketLayout, parts: Sequence[Part], codec: Codec, **keys: Any
+        self, recorder: StepRecorder, bucket: Bucket, parts: Sequence[Part], codec: Codec, **keys: Any
     ) -> None:
         self._recorder = recorder
         self._stride, self._turn = -(-len(parts) // _MOST_CODED), 0
-        coded = payload_of(layout, parts[:: self._stride], codec, **keys)
+        coded = payload_of(bucket, parts[:: self._stride], codec, **keys)
         few = [pieces[:_MOST_CODED] for pieces in coded._pieces]
         self._shares = [_numel(some) / max(1, _numel(every)) for some, every in zip(few, coded._pieces, strict=True)]
         super().__init__(few, [part.numel for part in parts])
         self.nbytes = coded.nbytes
         stride = -(-len(parts) // _MOST_PARTS)
-        sizes = [payload_of(layout, each[::stride], codec, **keys).nbytes for each in _elsewhere(layout, parts)]
+        sizes = [payload_of(bucket, each[::stride], codec, **keys).nbytes for each in _elsewhere(bucket.layout, parts)]
         self.mean_nbytes = sum(sizes) / len(sizes)
 
     def _stands_for_others(self) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.codec import CODECS
+from laconic.comm.collectives import NOTHING, Pending
 from laconic.comm.traffic import Traffic
 from laconic.config import SyncConfig
 from laconic.islands.all_reduce import IslandGroup, Mean, mean_over_islands
@@ -92,9 +93,10 @@ class _Alone(IslandGroup):
     def __init__(self, size: int) -> None:
         super().__init__(None, 0, size)
 
-    def start_all_to_all(self, landings: Tensor, messages: Tensor) -> None:
+    def start_all_to_all(self, landings: Tensor, messages: Tensor) -> Pending:
         """See `IslandGroup.start_all_to_all`."""
         landings.copy_(messages)
+        return NOTHING
 
 
 class _Holders(Holders):

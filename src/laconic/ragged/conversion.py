@@ -33,7 +33,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from laconic.ragged.packing import Converted, chunk_shape
+from laconic.comm.cluster import Cluster
+from laconic.ragged.packing import Converted, ShardPacking, agree_on_packing, chunk_shape
 
 
 def converts(parameter: Tensor) -> bool:
@@ -250,3 +251,80 @@ class Conversion:
         """Free the memory that the decoded parameter takes besides the gathered elements."""
         for storage, _ in self._buffers:
             storage.resize_(0)
+
+
+class Conversions:
+    """The conversions of the parameters of one bucket, and the form in which they cross: [Note: Conversion]."""
+
+    def __init__(self, cluster: Cluster, each: Sequence[Conversion]) -> None:
+        """Convert between the ranks of `cluster`; `each` has one conversion for each parameter."""
+        self._cluster, self.each = cluster, each
+        self.packing: ShardPacking | None = None
+        """The form in which they cross: once `agree` has run, until `forget`."""
+        self._joined: list[tuple[Tensor, ...]] = []
+
+    def agree(self, elements: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """Find the form in which the ranks' `elements` of each parameter cross. Collective.
+
+        `dtype` is that of the parameters in forward.
+        """
+        self.packing = agree_on_packing(self._cluster, self._encode(elements, dtype))
+
+    def write(self, own: Tensor, places: Sequence[Tensor], elements: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """Convert this rank's `elements` of each parameter, and write them into its shard, `own`, as that crosses.
+
+        `places` has the elements of each parameter in `own`, if shards cross as elements.
+        """
+        assert self.packing is not None, "weights are written before their form is agreed on"
+        converted = self._encode(elements, dtype)
+        if not self.packing.is_elements:
+            self.packing.write(own, self._cluster.shard_index, converted)
+            return
+        for place, item in zip(places, converted, strict=True):
+            place.copy_(item.tensors[0].reshape(-1)[: item.numel])
+
+    def decode(self, full: Tensor, views: Sequence[Tensor], dtype: torch.dtype) -> list[nn.Parameter]:
+        """Make the parameters for forward, the same objects each time, out of the gathered shards of all ranks.
+
+        `views` has the elements of each parameter in `full`, if shards cross as elements.
+        """
+        assert self.packing is not None, "weights were decoded before any were encoded"
+        if self.packing.is_elements:
+            return [each.decode((view,), dtype) for each, view in zip(self.each, views, strict=True)]
+        if not self._joined:
+            self._joined = [
+                tuple(
+                    torch.empty(self.packing.joined_shape(parameter, index), dtype=own, device=full.device)
+                    for index, own in enumerate(dtypes)
+                )
+                for parameter, dtypes in enumerate(self.packing.dtypes)
+            ]
+        return [self._decode(full, parameter, dtype) for parameter in range(len(self.each))]
+
+    def _decode(self, full: Tensor, parameter: int, dtype: torch.dtype) -> nn.Parameter:
+        assert self.packing is not None
+        for index, tensor in enumerate(self._joined[parameter]):
+            tensor.untyped_storage().resize_(tensor.nbytes)
+            self.packing.join(full, parameter, index, tensor.data)  # `.data`: a refill is no edit
+        return self.each[parameter].decode(self._joined[parameter], dtype)
+
+    def _encode(self, elements: Sequence[Tensor], dtype: torch.dtype) -> list[Converted]:
+        return [each.encode(own, dtype) for each, own in zip(self.each, elements, strict=True)]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the decoded parameters take besides the gathered elements."""
+        return sum(tensor.nbytes for own in self._joined for tensor in own) + sum(each.nbytes for each in self.each)
+
+    def free(self) -> None:
+        """Free the memory that the decoded parameters take besides the gathered elements."""
+        for each in self.each:
+            each.free()
+        for tensor in (tensor for own in self._joined for tensor in own):
+            tensor.untyped_storage().resize_(0)
+
+    def forget(self) -> None:
+        """Forget the decoded parameters: the buffer that they were made from is gone."""
+        self.packing, self._joined = None, []
+        for each in self.each:
+            each.forget()

@@ -21,7 +21,7 @@ from laconic.comm.cluster import Cluster, default_mesh
 from laconic.comm.collectives import share_first
 from laconic.layout.bucket import BucketLayout, row_block
 from laconic.layout.granularity import Blocks, Granularity, resolve
-from laconic.layout.packing import SHARD_ALIGNMENT_BYTES, plan_unit, warn_if_wasteful
+from laconic.layout.packing import SHARD_ALIGNMENT_BYTES, UnitPlan, plan_unit, warn_if_wasteful
 from laconic.ragged.conversion import check_convertible, converts, needs_equal_chunks
 from laconic.ragged.dtensor import check_dtensor, uneven_cut
 from laconic.ragged.parts import slice_of_parameter
@@ -374,6 +374,28 @@ def _kind_of(item: ManagedParameter, *, precision: MixedPrecisionPolicy) -> Buck
     )
 
 
+def plan_kind(
+    kind: BucketKind,
+    tensors: Sequence[tuple[str, Sequence[int], int]],
+    precision: MixedPrecisionPolicy,
+    *,
+    num_shards: int,
+    may_shrink: bool,
+) -> UnitPlan:
+    """Plan the buckets of a unit's parameters of one kind, for the engine and for the planner.
+
+    `tensors` has the name and the shape of each parameter, and the elements of its blocks.
+    """
+    names, shapes, blocks = zip(*tensors, strict=True)
+    compute_dtype = compute_dtype_of(kind.dtype, precision)
+    itemsize = min(each.itemsize for each in (kind.dtype, compute_dtype, precision.reduce_dtype or compute_dtype))
+    if kind.converted:
+        itemsize = 1  # a conversion may make single bytes
+    if kind.chunk is not None:  # shards are FSDP2's chunks, wherever they begin
+        blocks, itemsize, may_shrink = tuple(map(row_block, shapes)), SHARD_ALIGNMENT_BYTES, False
+    return plan_unit(names, shapes, blocks, num_shards=num_shards, itemsize=itemsize, may_shrink=may_shrink)
+
+
 def _make_buckets(
     kind: BucketKind,
     group: list[ManagedParameter],
@@ -384,34 +406,18 @@ def _make_buckets(
     *,
     may_shrink: bool,
 ) -> list[Bucket]:
-    numels = dict(zip(blocks.names, blocks.numels, strict=True))
-    cluster, dtype = group[0].cluster, kind.dtype
-    compute_dtype = compute_dtype_of(dtype, precision)
-    reduce_dtype = precision.reduce_dtype or compute_dtype
-    smallest = min(each.itemsize for each in (dtype, compute_dtype, reduce_dtype))
-    plan = plan_unit(
-        [item.name for item in group],
-        [tuple(item.local.shape) for item in group],
-        [row_block(item.local.shape) if kind.chunk else numels[item.name] for item in group],
-        num_shards=cluster.size,
-        itemsize=_itemsize_of(kind, smallest),
-        may_shrink=may_shrink and kind.chunk is None,
-    )
-    warn_if_wasteful(plan, dtype.itemsize)
+    numels, cluster = dict(zip(blocks.names, blocks.numels, strict=True)), group[0].cluster
+    tensors = [(item.name, tuple(item.local.shape), numels[item.name]) for item in group]
+    plan = plan_kind(kind, tensors, precision, num_shards=cluster.size, may_shrink=may_shrink)
+    warn_if_wasteful(plan, kind.dtype.itemsize)
+    num_nodes, num_islands = cluster.num_nodes, cluster.num_islands
     return [
         Bucket(
             [group[index] for index in members],
             layout,
             precision=precision,
             offload=offload,
-            wire=kind.wire(wire, layout, num_nodes=cluster.num_nodes, num_islands=cluster.num_islands),
+            wire=kind.wire(wire, layout, num_nodes=num_nodes, num_islands=num_islands),
         )
         for members, layout in zip(plan.members, plan.buckets, strict=True)
     ]
-
-
-def _itemsize_of(kind: BucketKind, smallest: int) -> int:
-    """The size of the elements whose shards shall begin at aligned addresses."""
-    if kind.chunk is not None:
-        return SHARD_ALIGNMENT_BYTES  # none: shards are FSDP2's chunks
-    return 1 if kind.converted else smallest  # a conversion may make single bytes

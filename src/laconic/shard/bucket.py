@@ -22,9 +22,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from laconic.comm.cluster import Cluster
 from laconic.layout.bucket import BucketLayout, Extent
-from laconic.ragged.conversion import Conversion, converts, first_inner, is_patched, plain_elements
+from laconic.ragged.conversion import Conversion, Conversions, converts, first_inner, is_patched, plain_elements
 from laconic.ragged.dtensor import DTensorShard, local_part
-from laconic.ragged.packing import Converted, ShardPacking, agree_on_packing
+from laconic.ragged.packing import ShardPacking
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard import extension
@@ -127,9 +127,9 @@ class Bucket:
         """Copy this rank's shard out of whole parameters."""
         shard = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=parameters[0].device)
         if not shard.is_meta:
-            for index, parameter in enumerate(parameters):
-                extent = self._specs[index].extent or Extent(0, 0)
-                self.local_view(shard, index).copy_(parameter.reshape(-1)[extent.start : extent.stop])
+            for spec, part, parameter in zip(self._specs, self.parts(shard), parameters, strict=True):
+                extent = spec.extent or Extent(0, 0)
+                part.copy_(parameter.reshape(-1)[extent.start : extent.stop])
         return shard
 
     def _rest(self, shard: Tensor) -> Tensor:
@@ -158,14 +158,22 @@ class Bucket:
         """The dtype in which gradients are reduced."""
         return self._precision.reduce_dtype or self.compute_dtype
 
-    def local_view(self, shard: Tensor, index: int) -> Tensor:
-        """The elements of parameter `index` in `shard`, (C,): flat, possibly empty, a view."""
-        extent = self._specs[index].extent or Extent(0, 0)
-        begin = self.layout.offset_in_shard(index, self.cluster.shard_index)
-        return shard[begin : begin + extent.numel]
+    def part(self, buffer: Tensor, index: int) -> Tensor:
+        """The elements of parameter `index` in a buffer: flat, possibly empty, a view.
+
+        Shapes: `buffer` is this rank's shard, (C,), its node shard, (N * C,), or the full buffer, (L * N * C,).
+        """
+        numel, place, slot = len(buffer), self.cluster, self.layout.slots[index]
+        whole, shard = self.layout.numel, self.layout.shard_numel
+        begin = place.shard_index * shard if numel == shard else place.local_rank * numel if numel < whole else 0
+        return buffer[max(0, slot.offset - begin) : max(0, slot.offset + slot.numel - begin)]
+
+    def parts(self, buffer: Tensor) -> list[Tensor]:
+        """The elements of each parameter in a buffer: see `part`."""
+        return [self.part(buffer, index) for index in range(len(self._specs))]
 
     def _ragged(self, index: int) -> RaggedTensor:
-        view = self.local_view(self.shard, index)
+        view = self.part(self.shard, index)
         return RaggedTensor(view, self._specs[index], device=self._device, bump=self.note_change)
 
     def note_change(self) -> None:
@@ -301,12 +309,6 @@ class Bucket:
         size = self.form.numel
         return node_shard[self.cluster.node_rank * size : (self.cluster.node_rank + 1) * size]
 
-    def part_of_node_shard(self, node_shard: Tensor, index: int) -> Tensor:
-        """The elements of parameter `index` in this rank's node shard, (N * C,): flat, possibly empty, a view."""
-        begin, slot = self.cluster.local_rank * self.node_shard_numel, self.layout.slots[index]
-        first, last = (max(0, offset - begin) for offset in (slot.offset, slot.offset + slot.numel))
-        return node_shard[first:last]
-
     @property
     def peers(self) -> range:
         """The shards of this rank's node shard, in the order of nodes."""
@@ -331,22 +333,21 @@ class Form:
     If they convert themselves, the first use of most of this is collective: [Note: Conversion] in ragged/conversion.py.
     """
 
-    def __init__(self, bucket: Bucket, conversions: list[Conversion]) -> None:
+    def __init__(self, bucket: Bucket, conversions: Sequence[Conversion]) -> None:
         """Take one conversion for each parameter, or none."""
-        self._bucket, self._conversions = bucket, conversions
-        self._packing: ShardPacking | None = None
-        self._joined: list[list[FlatBuffer]] = []
-        self._decoded: list[Held[Conversion]] = []
+        self._bucket = bucket
+        self._conversions = Conversions(bucket.cluster, conversions)
+        self._decoded_bytes = 0
 
     @property
     def converts(self) -> bool:
         """True if parameters convert themselves."""
-        return bool(self._conversions)
+        return bool(self._conversions.each)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the elements that a gather sends."""
-        return self.packing.dtype if self._conversions else self._bucket.compute_dtype
+        return self.packing.dtype if self.converts else self._bucket.compute_dtype
 
     @property
     def numel(self) -> int:
@@ -356,21 +357,16 @@ class Form:
     @property
     def is_packed(self) -> bool:
         """True if shards cross as bytes in sections: [Note: Packed conversions]."""
-        return bool(self._conversions) and not self.packing.is_elements
+        return self.converts and not self.packing.is_elements
 
     @property
     def packing(self) -> ShardPacking:
         """The form in which converting parameters cross."""
-        if self._packing is None:
-            cluster = self._bucket.cluster
-            self._packing = agree_on_packing(cluster, self._convert_all(self._bucket.shard.to(cluster.device)))
-        return self._packing
-
-    def _convert_all(self, shard: Tensor) -> list[Converted]:
-        return [
-            conversion.encode(self._bucket.local_view(shard, index), self._bucket.compute_dtype)
-            for index, conversion in enumerate(self._conversions)
-        ]
+        bucket, conversions = self._bucket, self._conversions
+        if conversions.packing is None:
+            conversions.agree(bucket.parts(bucket.shard.to(bucket.cluster.device)), bucket.compute_dtype)
+        assert conversions.packing is not None
+        return conversions.packing
 
     def find_hooks(self) -> None:
         """Convert from now on if methods were put on the `_local_tensor` of sharded parameters: [Note: Conversion].
@@ -379,99 +375,67 @@ class Form:
             RuntimeError: the bucket was gathered without them before.
             NotImplementedError: its weights cross between nodes in few bits.
         """
-        present = [is_patched(parameter) for parameter in self._bucket.sharded]
-        known = [each.is_patched for each in self._conversions] or [False] * len(present)
-        names = [
-            slot.name
-            for slot, new, old in zip(self._bucket.layout.slots, present, known, strict=True)
-            if new and not old
-        ]
-        if not names:
+        bucket = self._bucket
+        before: list[Conversion | None] = [*self._conversions.each] or [None for _ in bucket.sharded]
+        new = {
+            index: slot.name
+            for index, (slot, old) in enumerate(zip(bucket.layout.slots, before, strict=True))
+            if is_patched(bucket.sharded[index]) and not (old is not None and old.is_patched)
+        }
+        if not new:
             return
-        which = f"fsdp_pre_all_gather was put on the _local_tensor of {', '.join(names)}"
-        if self._bucket.wire.weights != "exact":
+        which = f"fsdp_pre_all_gather was put on the _local_tensor of {', '.join(new.values())}"
+        if bucket.wire.weights != "exact":
             raise NotImplementedError(
-                f"{which}, but these weights cross as Wire(weights={self._bucket.wire.weights!r}); use weights='exact' "
+                f"{which}, but these weights cross as Wire(weights={bucket.wire.weights!r}); use weights='exact' "
                 "for the unit, as a conversion makes its own bits"
             )
-        if self._bucket.full.is_made or self._bucket.cached is not None:
+        if bucket.full.is_made or bucket.cached is not None:
             raise RuntimeError(f"{which} after the first forward; put it there before, behind to_empty() and the like")
-        before: list[Conversion | None] = [*self._conversions] or [None] * len(present)
-        self._conversions = [
-            each if each is not None and not new else self._patched_conversion(index, is_hooked=new)
-            for index, (each, new) in enumerate(zip(before, present, strict=True))
+        each = [
+            old if old is not None and index not in new else self._patched_conversion(index, is_hooked=index in new)
+            for index, old in enumerate(before)
         ]
-        self._packing = None
+        self._conversions = Conversions(bucket.cluster, each)
 
     def _patched_conversion(self, index: int, *, is_hooked: bool) -> Conversion:
-        parameter = self._bucket.sharded[index]
+        bucket, parameter = self._bucket, self._bucket.sharded[index]
         return Conversion(
-            self._bucket.layout.slots[index].name,
-            self._bucket.places[index][0][0],
-            self._bucket.cluster.shard_mesh,
-            self._bucket._precision,
-            like=parameter,
-            patched=parameter if is_hooked else None,
-        )
+            bucket.layout.slots[index].name, bucket.places[index][0][0], bucket.cluster.shard_mesh, bucket._precision,
+            like=parameter, patched=parameter if is_hooked else None,
+        )  # fmt: skip
 
     def write(self, own: Tensor) -> None:
         """Write this rank's shard as a gather sends it, (C,)."""
-        shard = self._bucket.shard
-        if not self._conversions:
-            own.copy_(shard, non_blocking=True)
-            return
-        converted = self._convert_all(shard.to(own.device, non_blocking=True))
-        if self.is_packed:
-            self.packing.write(own, self._bucket.cluster.shard_index, converted)
-            return
-        for index, item in enumerate(converted):
-            self._bucket.local_view(own, index).copy_(item.tensors[0].reshape(-1)[: item.numel])
+        bucket = self._bucket
+        if self.converts:
+            elements = bucket.parts(bucket.shard.to(own.device, non_blocking=True))
+            places = [] if self.is_packed else bucket.parts(own)
+            self._conversions.write(own, places, elements, bucket.compute_dtype)
+        else:
+            own.copy_(bucket.shard, non_blocking=True)
 
-    def decode(self, full: FullBuffer) -> list[nn.Parameter]:
-        """Make the parameters for forward, the same objects each time, out of a full buffer that is complete."""
+    def decode(self, full: Tensor, views: Callable[[], list[Tensor]]) -> list[nn.Parameter]:
+        """Make the parameters for forward, the same objects each time, out of a full buffer that is complete.
+
+        `views` returns the views of it that stay, one for each parameter.
+        """
         with torch.inference_mode(False):
-            decoded = [
-                each.decode(self._gathered_tensors(full, index), self._bucket.compute_dtype)
-                for index, each in enumerate(self._conversions)
-            ]
-        self._decoded = [Held(conversion, self._bucket.ledger) for conversion in self._conversions]
+            decoded = self._conversions.decode(full, [] if self.is_packed else views(), self._bucket.compute_dtype)
+        self._decoded_bytes = self._conversions.nbytes
+        self._bucket.ledger.hold(self._decoded_bytes)
         return decoded
-
-    def _gathered_tensors(self, full: FullBuffer, index: int) -> tuple[Tensor, ...]:
-        """The converted tensors of parameter `index` from all ranks."""
-        if not self.is_packed:
-            return (full.view(index),)
-        packing, raw = self.packing, full.allocate()
-        for number in range(len(self._joined), index + 1):
-            self._joined.append(
-                [
-                    FlatBuffer(
-                        torch.empty(packing.joined_shape(number, each), dtype=dtype, device=raw.device),
-                        self._bucket.ledger,
-                    )
-                    for each, dtype in enumerate(packing.dtypes[number])
-                ]
-            )
-        for each, buffer in enumerate(self._joined[index]):
-            packing.join(raw, index, each, buffer.allocate())
-        return tuple(buffer.tensor for buffer in self._joined[index])
 
     def free(self) -> None:
         """Free what was decoded from the full buffer."""
-        for conversion in self._conversions:
-            conversion.free()
-        for buffer in (buffer for own in self._joined for buffer in own):
-            buffer.free()
-        for held in self._decoded:
-            held.free()
-        self._decoded = []
+        if self.converts:
+            self._conversions.free()
+            self._bucket.ledger.hold(-self._decoded_bytes)
+            self._decoded_bytes = 0
 
     def forget(self) -> None:
         """Forget the decoded parameters: the full buffer that they were made from is gone."""
-        self._packing = None
-        self._joined = []
-        for conversion in self._conversions:
-            conversion.forget()
+        self._conversions.forget()
 
 
 class FullBuffer:
@@ -508,16 +472,13 @@ class FullBuffer:
                 else:
                     numel = form.numel * bucket.layout.num_shards
                     self._buffer = FlatBuffer(torch.empty(numel, dtype=form.dtype, device=device), bucket.ledger)
-                self.parameters = []
-                if not form.converts:
-                    views = map(self.view, range(len(bucket.sharded)))
-                    self.parameters = list(map(self._parameter, count(), views))
+                self.parameters = [] if form.converts else list(map(self._parameter, count(), self.views()))
         return self._buffer.allocate()
 
     def decode(self) -> None:
         """Make the gathered parameters out of a buffer that is complete, if they convert: [Note: Conversion]."""
         if self._bucket.form.converts:
-            decoded = self._bucket.form.decode(self)
+            decoded = self._bucket.form.decode(self.allocate(), self.views)
             if not self.parameters:
                 self.parameters = list(map(self._watched, count(), decoded))
 
@@ -538,11 +499,13 @@ class FullBuffer:
         self._buffer = None
         self._bucket.form.forget()
 
-    def view(self, index: int) -> Tensor:
-        """The elements of parameter `index`, in its shape."""
+    def views(self) -> list[Tensor]:
+        """The elements of each parameter, in its shape."""
         assert self._buffer is not None
-        spec = self._bucket._specs[index]
-        return spec.assemble(self._buffer.tensor[spec.slot.offset : spec.slot.offset + spec.slot.numel])
+        return [
+            spec.assemble(self._buffer.tensor[spec.slot.offset : spec.slot.offset + spec.slot.numel])
+            for spec in self._bucket._specs
+        ]
 
     def _parameter(self, index: int, view: Tensor) -> nn.Parameter:
         if not view.is_floating_point():  # such as a quantised table: it can never train

@@ -69,6 +69,7 @@ class Buffers:
         self._is_due = torch.is_grad_enabled() and syncs
         if self._is_watching and torch.is_grad_enabled():
             self._before = [(name, buffer, buffer.clone()) for name, buffer in self._watched()]
+            self._is_watching = bool(self._before)
 
     def end_forward(self) -> None:
         """After the first forward that trains, say if it has changed buffers that ranks do not share."""
@@ -93,9 +94,10 @@ class Buffers:
         """The buffers that may come to differ, with their names; only on a first rank, which alone says so."""
         for module in self._own:
             cluster = self._owners[module].cluster
-            num_ranks = cluster.size * (1 if self._diverges(cluster) else cluster.num_islands)
             is_first = cluster.island_rank == cluster.node_rank == cluster.local_rank == 0
-            if num_ranks == 1 or not is_first or isinstance(module, nn.SyncBatchNorm):
+            if not module._buffers or not is_first or isinstance(module, nn.SyncBatchNorm):
+                continue
+            if cluster.size * (1 if self._diverges(cluster) else cluster.num_islands) == 1:
                 continue
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point() and not buffer.is_meta:

@@ -39,8 +39,8 @@ from torch import Tensor
 
 from laconic.codec import CODECS, Codec
 from laconic.codec.blocked import SIZE as ROTATED
-from laconic.codec.sums import CodedAllReduce, CodedSum, Messages, Payload, Piece
-from laconic.comm.collectives import Communicator, Pending
+from laconic.codec.sums import CodedSum, Messages, Payload, Piece
+from laconic.comm.collectives import NOTHING, Communicator
 from laconic.comm.traffic import Level
 from laconic.layout.bucket import BucketLayout
 from laconic.layout.packing import round_up
@@ -53,84 +53,54 @@ _PART_ALIGNMENT = 128
 """The elements of a codec's block. A part of a shard has whole blocks, but for the last part."""
 
 
-class WeightCrossing(Protocol):
-    """The gather of a bucket's shards across the nodes."""
+class WeightCrossing:
+    """The gather of a bucket's shards across the nodes: they cross as they are."""
+
+    def __init__(self, bucket: Bucket, node: Communicator) -> None:
+        self.bucket, self._node = bucket, node
+        self._pending = NOTHING
 
     def prepare(self) -> bool:
         """Decide how the weights of the bucket's present version cross. Returns whether the old node shard is needed.
 
-        Collective over the cluster, in some implementations.
+        Collective over the cluster, if they may cross as differences.
         """
+        return False
 
     def start(self, node_shard: Tensor) -> None:
         """Begin the gather. With True from `prepare`, `node_shard`, (N * C,), has the old node shard."""
+        own = self.bucket.own_part(node_shard)
+        if own.data_ptr() != self.bucket.shard.data_ptr():
+            self.bucket.form.write(own)
+        self._pending = self._node.all_gather(node_shard, own)
 
     def finish(self, node_shard: Tensor) -> None:
         """Finish the gather: `node_shard` has the shards of all nodes."""
+        pending, self._pending = self._pending, NOTHING
+        pending.wait()
 
     def forget(self) -> None:
         """Let the weights cross exactly next time."""
 
 
-class ExactWeights:
-    """Shards cross as they are."""
-
-    def __init__(self, bucket: Bucket, node: Communicator) -> None:
-        self._bucket, self._node = bucket, node
-        self._pending: Pending | None = None
-
-    def prepare(self) -> bool:
-        """See `WeightCrossing.prepare`."""
-        return False
-
-    def start(self, node_shard: Tensor) -> None:
-        """See `WeightCrossing.start`."""
-        own = self._bucket.own_part(node_shard)
-        if own.data_ptr() != self._bucket.shard.data_ptr():
-            self._bucket.form.write(own)
-        self._pending = self._node.all_gather(node_shard, own)
-
-    def finish(self, node_shard: Tensor) -> None:
-        """See `WeightCrossing.finish`."""
-        if self._pending is not None:
-            self._pending.wait()
-        self._pending = None
-
-    def forget(self) -> None:
-        """See `WeightCrossing.forget`."""
-
-
-class CodedValues:
+class CodedValues(WeightCrossing):
     """Shards cross in few bits, and every node, the owner's too, uses the decoded values (qwZ of ZeRO++)."""
 
     def __init__(self, bucket: Bucket, node: Communicator) -> None:
-        self._bucket, self._messages = bucket, weight_messages(bucket, node)
-
-    def prepare(self) -> bool:
-        """See `WeightCrossing.prepare`."""
-        return False
+        super().__init__(bucket, node)
+        codec, parts = bucket.wire.weight_codec, shards_of_nodes(bucket.layout, bucket.peers)
+        assert codec is not None
+        self._messages = Messages(
+            node, payload_of(bucket, parts, codec, plain=bucket.compute_dtype), bucket.ledger.hold
+        )
 
     def start(self, node_shard: Tensor) -> None:
         """See `WeightCrossing.start`."""
-        shard = self._bucket.shard
-        device = node_shard.device
-        self._messages.start(lambda piece: shard[piece.values].to(device, torch.float32), device)
+        self._messages.start(self.bucket.shard, node_shard.device)
 
     def finish(self, node_shard: Tensor) -> None:
         """See `WeightCrossing.finish`. Parts that are only padding keep what they have."""
-        for part, values, _ in self._messages.finish(node_shard):
-            part.copy_(values)
-
-    def forget(self) -> None:
-        """See `WeightCrossing.forget`."""
-
-
-def weight_messages(bucket: Bucket, node: Communicator) -> Messages:
-    """The messages of weights that cross between nodes in few bits: [Note: Payloads]."""
-    codec = bucket.wire.weight_codec
-    assert codec is not None
-    payload = _payload(bucket, shards_of_nodes(bucket.layout, bucket.peers), codec, plain=bucket.compute_dtype)
-    return Messages(node, payload, bucket.ledger.hold)
+        self._messages.finish(node_shard)
 
 
 class SumTransfer(Protocol):
@@ -157,56 +127,38 @@ class Sums:
 
     local: Communicator
     node: Communicator | CodedSum
-    island: Communicator | CodedAllReduce
+    island: Communicator | CodedSum
 
     @classmethod
     def of(cls, bucket: Bucket) -> Sums:
-        """The ways that the bucket's wire says."""
+        """The ways that the bucket's wire says.
+
+        A rank's own term stays exact. The second trip of a sum over islands has eight bits (bf16 if gradients cross in
+        bf16). That of qgZ has four; a sum that all ranks use is worth more.
+        """
         island, node, local = (Communicator(bucket.cluster, level, bucket) for level in LEVELS)
-        is_coded = bucket.wire.gradients != "exact"
-        return cls(
-            local=local,
-            node=_sum_across_nodes(bucket, node) if is_coded and node.size > 1 else node,
-            island=_sum_over_islands(bucket, island) if is_coded and island.size > 1 else island,
-        )
+        ways: dict[str, Communicator | CodedSum] = {"node": node, "island": island}
+        if bucket.wire.gradients != "exact" and node.size > 1:
+            ways["node"] = _coded_sum(bucket, node, shards_of_nodes(bucket.layout, bucket.peers))
+        if bucket.wire.gradients != "exact" and island.size > 1:
+            parts = parts_of_islands(bucket.layout, bucket.cluster.shard_index, island.size)
+            codec = CODECS["bf16" if bucket.wire.gradients == "bf16" else "int8"]
+            back = payload_of(bucket, parts, codec, plain=bucket.reduce_dtype)
+            ways["island"] = _coded_sum(bucket, island, parts, back)
+        return cls(local=local, **ways)
 
     def forget_lost(self) -> None:
         """Drop what a codec has lost of earlier gradients."""
         for way in (self.node, self.island):
-            if not isinstance(way, Communicator):
+            if isinstance(way, CodedSum):
                 way.forget()
 
 
-def _sum_across_nodes(bucket: Bucket, node: Communicator) -> CodedSum:
-    """The sum of a node shard's gradients across the nodes, in few bits. A rank's own term stays exact."""
-    return _coded_sum(bucket, node, shards_of_nodes(bucket.layout, bucket.peers))
-
-
-def _sum_over_islands(bucket: Bucket, island: Communicator) -> CodedAllReduce:
-    """The sum of a shard's gradients over the islands, in two trips of few bits.
-
-    The second trip has eight bits (bf16 if gradients cross in bf16). That of qgZ has four; a sum that all ranks use is
-    worth more.
-    """
-    own = bucket.peers[bucket.cluster.node_rank]
-    parts = parts_of_islands(bucket.layout, own, bucket.cluster.num_islands)
-    codec = CODECS["bf16" if bucket.wire.gradients == "bf16" else "int8"]
-    terms, back = _coded_sum(bucket, island, parts), _payload(bucket, parts, codec, plain=bucket.reduce_dtype)
-    return CodedAllReduce(terms, island, back, bucket.ledger.hold, "gradients")
-
-
-def _coded_sum(bucket: Bucket, way: Communicator, parts: Sequence[Part]) -> CodedSum:
+def _coded_sum(bucket: Bucket, way: Communicator, parts: Sequence[Part], back: Payload | None = None) -> CodedSum:
     codec, wire = bucket.wire.gradient_codec, bucket.wire
     assert codec is not None
-    payload = _payload(bucket, parts, codec, plain=bucket.reduce_dtype, rotates=wire.rotates_gradients)
-    return CodedSum(way, payload, bucket.ledger.hold, keeps_own=True, feedback=wire.feedback)
-
-
-def _payload(
-    bucket: Bucket, parts: Sequence[Part], codec: Codec, *, plain: torch.dtype, rotates: bool = False
-) -> Payload:
-    kind = bucket.cluster.device_type
-    return payload_of(bucket.layout, parts, codec, plain=plain, device_type=kind, rotates=rotates)
+    payload = payload_of(bucket, parts, codec, plain=bucket.reduce_dtype, rotates=wire.rotates_gradients)
+    return CodedSum(way, payload, bucket.ledger.hold, keeps_own=True, feedback=wire.feedback, back=back)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,30 +188,23 @@ def parts_of_islands(layout: BucketLayout, shard: int, num_islands: int) -> list
 
 
 def payload_of(
-    layout: BucketLayout,
-    parts: Sequence[Part],
-    codec: Codec,
-    *,
-    plain: torch.dtype,
-    device_type: str,
-    rotates: bool = False,
+    bucket: Bucket, parts: Sequence[Part], codec: Codec, *, plain: torch.dtype, rotates: bool = False
 ) -> Payload:
     """Return the payload of parts of a bucket that cross on this rank's way: [Note: Payloads].
 
     Args:
-        layout: the bucket's layout.
+        bucket: the bucket.
         parts: one part for each rank of the way, in their order.
         codec: the codec of matrices.
         plain: the dtype in which vectors travel.
-        device_type: the type of the device that codes.
         rotates: rotate matrices in runs of 32 first.
     """
     exact = CODECS["bf16" if plain is torch.bfloat16 else "fp32"]
-    piece_numel = HOST_PIECE_NUMEL if device_type == "cpu" else DEVICE_PIECE_NUMEL
+    piece_numel = HOST_PIECE_NUMEL if bucket.cluster.device_type == "cpu" else DEVICE_PIECE_NUMEL
 
     def pieces_of(part: Part) -> Iterator[Piece]:
         begin_byte = 0
-        for first, last, is_exact in _runs_of(layout, part, {True: exact.block, False: codec.block}):
+        for first, last, is_exact in _runs_of(bucket.layout, part, {True: exact.block, False: codec.block}):
             chosen, is_rotated = (exact, False) if is_exact else (codec, rotates)
             for begin in range(first, last, piece_numel):
                 end = min(begin + piece_numel, last)

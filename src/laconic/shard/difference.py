@@ -35,11 +35,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from laconic.codec.sums import Piece
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import Communicator, start_flags
 from laconic.shard.bucket import Bucket
-from laconic.shard.crossing import CodedValues, ExactWeights, WeightCrossing, weight_messages
+from laconic.shard.crossing import CodedValues, WeightCrossing
 from laconic.shard.extension import Observer
 
 _EDITS_BEFORE_WARNING = 8
@@ -56,11 +55,12 @@ class CopyState(Enum):
     """It is equal on all nodes, and lags behind the weights by the error of the codec."""
 
 
-class CodedDifferences:
+class CodedDifferences(CodedValues):
     """The gather of one bucket as differences: [Note: Differences]."""
 
     def __init__(self, bucket: Bucket, node: Communicator, copies: Copies) -> None:
-        self.bucket, self._copies = bucket, copies
+        super().__init__(bucket, node)
+        self._copies = copies
         self.state = CopyState.LOST
         self.number = 0
         """The differences since the last exact crossing."""
@@ -68,8 +68,7 @@ class CodedDifferences:
         """The exact crossings in a row that an edit has caused."""
         self._version_before_step: int | None = None
         self._trusted_version: int | None = None
-        self._exact = ExactWeights(bucket, node)
-        self._messages = weight_messages(bucket, node)
+        self._exact = WeightCrossing(bucket, node)
         self._is_coded = False
         copies.add(self)
         _all.add(self)
@@ -97,29 +96,19 @@ class CodedDifferences:
         """See `WeightCrossing.start`."""
         self.state = CopyState.LOST
         self._trusted_version = self.bucket.version
-        if not self._is_coded:
+        if self._is_coded:
+            self._messages.start(self.bucket.shard, node_shard.device, base=self.bucket.own_part(node_shard))
+        else:
             self._exact.start(node_shard)
-            return
-        shard, own = self.bucket.shard, self.bucket.own_part(node_shard)
-
-        def values(piece: Piece) -> Tensor:
-            new = shard[piece.values].to(own.device, torch.float32)
-            return new if piece.is_exact else new - own[piece.values]
-
-        self._messages.start(values, own.device)
 
     def finish(self, node_shard: Tensor) -> None:
         """See `WeightCrossing.finish`. Until it has ended, the copy counts as lost."""
-        if not self._is_coded:
+        if self._is_coded:
+            self._messages.finish(node_shard, adds=True)
+            self.state, self.number = CopyState.DECODED, self.number + 1
+        else:
             self._exact.finish(node_shard)
             self.state, self.number = CopyState.EXACT, 0
-            return
-        for part, values, piece in self._messages.finish(node_shard):
-            if piece.is_exact:
-                part.copy_(values)
-            else:
-                part.add_(values)
-        self.state, self.number = CopyState.DECODED, self.number + 1
 
     def forget(self) -> None:
         """See `WeightCrossing.forget`."""
@@ -247,4 +236,4 @@ def crossing_of(bucket: Bucket, node: Communicator, copies_of: CopiesOf) -> Weig
     """The way in which a bucket's weights cross between nodes."""
     if bucket.wire.sends_differences:
         return CodedDifferences(bucket, node, copies_of(bucket.cluster))
-    return ExactWeights(bucket, node) if bucket.wire.weights == "exact" else CodedValues(bucket, node)
+    return WeightCrossing(bucket, node) if bucket.wire.weights == "exact" else CodedValues(bucket, node)

@@ -19,7 +19,7 @@ from enum import Enum, auto
 import torch
 
 from laconic import _compat
-from laconic.comm.collectives import Communicator, Pending
+from laconic.comm.collectives import NOTHING, Communicator
 from laconic.shard.bucket import Bucket
 from laconic.shard.difference import CopiesOf, crossing_of
 from laconic.shard.extension import Observer
@@ -35,6 +35,9 @@ class GatherState(Enum):
     LOCAL = auto()
     """The gather inside the node has begun."""
     FULL = auto()
+    """Compute may use the full buffers."""
+    SHOWN = auto()
+    """The modules show the gathered parameters, too."""
 
 
 class BucketGather:
@@ -46,7 +49,7 @@ class BucketGather:
         self._local = Communicator(bucket.cluster, "local", bucket)
         self._crossing = crossing_of(bucket, self._node, copies_of)
         self._is_crossing = False
-        self._pending: Pending | None = None
+        self._pending = NOTHING
         self._version: int | None = None
         self._loaded: Event = None
         self._arrived: Event = None
@@ -120,9 +123,8 @@ class BucketGather:
     def finish(self) -> Event:
         """Finish the gather. Returns the event after which the full buffer may be used."""
         with self._lanes.gather_local.going_on():
-            if self._pending is not None:
-                self._pending.wait()
-        self._pending = self._loaded = None
+            self._pending.wait()
+        self._pending, self._loaded = NOTHING, None
         event = self._lanes.gather_local.record_event()
         cached = self.bucket.cached
         if cached is not None and not self._comes_from_cache:  # now, so that the copy runs beside the next computation
@@ -193,18 +195,25 @@ class UnitGather:
                 gather.start_local()
             self.state = GatherState.LOCAL
 
-    def finish(self) -> None:
-        """Gather: on return, compute may use the full buffers.
+    def show(self) -> None:
+        """Gather, and show the gathered parameters in the modules: compute may use them on return.
 
         Raises:
+            RuntimeError: a module's sharded parameter was replaced; the replacement would be lost now.
             Exception: the observer has found damage.
         """
         self.begin()
         self._complete()
         self._observer.gathered(self)
+        for bucket in self.buckets:
+            if self.state is GatherState.SHOWN:
+                bucket.full.follow_requires_grad()
+            else:
+                bucket.full.show()
+        self.state = GatherState.SHOWN
 
     def _complete(self) -> None:
-        if self.state is GatherState.FULL:
+        if self.state in (GatherState.FULL, GatherState.SHOWN):
             return
         self.start_local()
         for event in self._events or [gather.finish() for gather in self._gathers]:
@@ -216,13 +225,21 @@ class UnitGather:
         self.state = GatherState.FULL
 
     def release(self) -> None:
-        """Free the full buffers. A gather that has begun is finished first."""
+        """Show the sharded parameters, and free the full buffers. A gather that has begun is finished first.
+
+        Raises:
+            RuntimeError: a gathered parameter was edited in place; the edit would be lost.
+        """
         if self.state is GatherState.IDLE:
             return
         self._complete()
-        for gather in self._gathers:
-            gather.release()
-        self.state = GatherState.IDLE
+        was_shown, self.state = self.state is GatherState.SHOWN, GatherState.IDLE
+        try:
+            for bucket in self.buckets if was_shown else ():
+                bucket.full.hide()
+        finally:
+            for gather in self._gathers:
+                gather.release()
 
     def let_host_edit(self) -> None:
         """Wait on the host until the weights that rest in host memory have been read by a gather that is complete."""

@@ -9,14 +9,14 @@ goes to a later job of that lane, which starts after compute. So the engine need
 use depends on what has been issued, not on when the host learns that a transfer is done. docs/races.md proves it.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 Event = torch.Event | None
 """An event of the accelerator; None on CPU."""
+_HERE = nullcontext()
 
 
 class Lane:
@@ -29,28 +29,23 @@ class Lane:
         if device.type != "cpu":
             self._stream = torch.get_device_module(device).Stream(device, priority=-1 if is_urgent else 0)
 
-    @contextmanager
-    def running(self, *after: Event) -> Iterator[None]:
+    def running(self, *after: Event) -> AbstractContextManager[Any]:
         """Start a job: issue the body here, after everything on the compute stream so far and the given events."""
         if self._stream is not None:
             self._stream.wait_stream(torch.get_device_module(self._device).current_stream(self._device))
-        with self.going_on(*after):
-            yield
+        return self.going_on(*after)
 
-    @contextmanager
-    def going_on(self, *after: Event) -> Iterator[None]:
+    def going_on(self, *after: Event) -> AbstractContextManager[Any]:
         """Issue the body behind this lane's jobs so far and after the given events, without a wait for compute.
 
         The body uses no memory that compute has allocated, used or freed since those jobs began.
         """
         if self._stream is None:
-            yield
-            return
+            return _HERE
         for event in after:
             if event is not None:
                 self._stream.wait_event(event)
-        with torch.get_device_module(self._device).stream(self._stream):
-            yield
+        return torch.get_device_module(self._device).stream(self._stream)
 
     def record_event(self) -> Event:
         """An event that completes when everything issued on this lane so far is done."""

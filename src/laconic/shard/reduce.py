@@ -11,8 +11,7 @@ gradients, in a backward that adds to `.grad` of some parameter (`autograd.grad`
 on the parameters that none of them has used: [Note: Agreement on used parameters] in shard/grad.py.
 """
 
-from collections.abc import Callable, Sequence
-from enum import Enum, auto
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +19,14 @@ from torch.autograd.graph import get_gradient_edge
 
 from laconic import _compat
 from laconic._compat import GradientUse
-from laconic.codec.sums import CodedSum, CodedTotal
-from laconic.comm.collectives import Communicator, Pending
+from laconic.codec.sums import CodedSum
+from laconic.comm.collectives import Communicator
 from laconic.comm.traffic import Level
 from laconic.shard.bucket import Bucket
 from laconic.shard.crossing import Sums, SumTransfer
 from laconic.shard.extension import Observer
 from laconic.shard.grad import UsedParameters, WaitingGradient, WaitingSums, agree
-from laconic.shard.lanes import Event, Lanes, wait_for
+from laconic.shard.lanes import Lanes, wait_for
 from laconic.shard.ledger import Held, Ledger
 from laconic.shard.linear import is_gradient
 
@@ -47,8 +46,6 @@ class BucketGradients:
         self.waiting: dict[Level, Held[Tensor]] = {}
         """Sums of earlier backwards, by the level that they have yet to cross: a node's, (N * C,), wait to be summed
         across the nodes ("node"), and an island's, (C,), over the islands ("island")."""
-        self.is_due = False
-        """True if gradients of the running backward are to be reduced, whether they come on this rank or not."""
         self.used = UsedParameters(bucket)
         self._shown = WaitingSums(bucket)
         bucket.full.set_sink(self)
@@ -144,7 +141,6 @@ class BucketGradients:
                 self._view(index).zero_()
         self._full = None
         self._written.clear()
-        self.is_due = False
         return full
 
     def show_unreduced(self, probe: Callable[[Bucket, Tensor], None]) -> None:
@@ -167,10 +163,8 @@ class BucketGradients:
         cleared = self._shown.take()
         self.used.remove(cleared)
         for index in cleared:
-            if "node" in self.waiting:
-                self.bucket.part_of_node_shard(self.waiting["node"].memory, index).zero_()
-            if "island" in self.waiting:
-                self.bucket.local_view(self.waiting["island"].memory, index).zero_()
+            for sums in self.waiting.values():
+                self.bucket.part(sums.memory, index).zero_()
         return cleared
 
     def _trainable(self) -> list[int]:
@@ -191,7 +185,6 @@ class BucketGradients:
                 buffer.free()
         self._full = None
         self.waiting.clear()
-        self.is_due = False
         self._written.clear()
         self.used.forget()
         self._shown.take()
@@ -213,7 +206,7 @@ class BucketGradients:
             return
         self.ledger.hold_until_freed(shard, on_host=self.bucket.is_offloaded)
         for index, parameter in trainable:
-            local = self.bucket.local_view(shard, index)
+            local = self.bucket.part(shard, index)
             if parameter.grad is None or isinstance(parameter.grad, WaitingGradient):
                 self.used.note_new_gradient(index)
             if parameter.grad is None:
@@ -224,19 +217,6 @@ class BucketGradients:
                 parameter.grad.to_local().add_(local)  # type: ignore[attr-defined]
 
 
-class ReductionState(Enum):
-    """The progress of a reduction: the level whose sum is under way."""
-
-    LOCAL = auto()
-    NODE = auto()
-    """The sum across the nodes, or the wait of partial sums for a later backward."""
-    ISLAND = auto()
-    RETURN = auto()
-    """The way back of a sum over islands that crosses in few bits."""
-    DONE = auto()
-    """The sum is in `.grad`, among the partial sums, or dropped."""
-
-
 class Reduction:
     """The reduction of one bucket's gradients: a sum inside the node, one across the nodes, one over the replicas."""
 
@@ -245,111 +225,82 @@ class Reduction:
     ) -> None:
         """Reduce `full`, (L * N * C,); with None, only the sums that wait."""
         self.gradients = gradients
-        self.state = ReductionState.LOCAL
+        self.level: Level | None = None
+        """The level whose sum is under way; the node's, too, while sums wait for a later backward. None at the end."""
         self.changed_grad = False
         """True once `.grad` has changed."""
         self.cleared: set[int] = set()
         """Parameters whose gradients were cleared after the backward that this sum is of."""
         self._across_nodes, self._across_islands = across_nodes, across_islands
         self._keeps_sum = True
-        self._ledger, self._lane = gradients.ledger, gradients.lanes.reduce
         self._full = full
-        self._node_shard: Held[Tensor] | None = None
-        self._transfer: Held[SumTransfer] | None = None
-        self._shard: Tensor | None = None
-        self._replicas: Pending | CodedTotal | None = None
-        self._done: Event = None
-        """The lane's event after which compute may use the sum and free the bucket."""
-
-    def begin(self) -> None:
-        """Begin the sum inside the node."""
-        if self._full is not None:
-            with self._lane.running():
-                if self.gradients.bucket.divide_before != 1:
-                    self._full.memory.div_(self.gradients.bucket.divide_before)
-                self._start_transfer(self.gradients.sums.local, self._full.memory, "local")
+        self._moves = self._sum()
 
     def advance(self) -> None:
-        """Finish the sum that is under way, and begin the next one."""
-        finish = {
-            ReductionState.LOCAL: self._finish_local,
-            ReductionState.NODE: self._finish_nodes,
-            ReductionState.ISLAND: self._finish_islands,
-            ReductionState.RETURN: self._finish_return,
-        }
-        with self._lane.running():
-            self.state = finish[self.state]()
-        if self.state is ReductionState.DONE:
-            wait_for(self._done)
-        if self.state is ReductionState.DONE or self._done is None:  # no lane still reads the bucket
-            self._free_full()
+        """Finish the sum that is under way, if one is, and begin the next one."""
+        lane = self.gradients.lanes.reduce
+        with lane.running():
+            self.level = next(self._moves, None)
+            done = lane.record_event()
+        if self.level is None:
+            wait_for(done)
+        no_lane_reads = self.level is None or (done is None and self.level != "local")
+        if no_lane_reads and self._full is not None:  # [Note: Who may free a transfer buffer] in shard/lanes.py
+            self._full.free()
+            self._full = None
 
     def abandon(self) -> None:
         """Finish the transfers, and drop the sum."""
         self._keeps_sum = False
-        while self.state is not ReductionState.DONE:
+        while self.level is not None:
             self.advance()
 
-    def _finish_local(self) -> ReductionState:
-        """Finish the sum inside the node and, at the end of an optimizer step, begin the sum across nodes."""
-        fresh = None if self._transfer is None else self._finish_transfer("local")
-        self._node_shard = self._with_waiting("node", fresh, goes_on=self._across_nodes)
-        if self._node_shard is not None:
-            self._start_transfer(self.gradients.sums.node, self._node_shard.memory, "node")
-        self._done = self._lane.record_event()
-        return ReductionState.NODE
-
-    def _finish_nodes(self) -> ReductionState:
-        """Finish the sum across nodes, if it has begun, and begin the sum over the islands."""
+    def _sum(self) -> Iterator[Level]:
+        """Sum on each level, and yield it meanwhile. The result goes to `.grad`, or waits for a later backward."""
+        gradients, bucket, sums = self.gradients, self.gradients.bucket, self.gradients.sums
+        fresh = shard = None
+        if self._full is None:
+            yield "local"
+        else:
+            if bucket.divide_before != 1:
+                self._full.memory.div_(bucket.divide_before)
+            fresh = yield from self._reduce_scatter(sums.local, self._full.memory, "local")
+        node_shard = self._with_waiting("node", fresh, goes_on=self._across_nodes)
+        del fresh
+        if node_shard is None:
+            yield "node"
+        else:
+            shard = yield from self._reduce_scatter(sums.node, node_shard.memory, "node")
+            self._drop_cleared(shard)
+            node_shard.free()
         if not self._across_nodes:
-            return ReductionState.DONE
-        if self._node_shard is not None:
-            self._shard = self._finish_transfer("node")
-            self._drop_cleared()
-            self._node_shard.free()
-            self._node_shard = None
-        if not self.gradients.has_replicas:
-            return self._put_into_grad()
-        total = self._with_waiting("island", self._shard, goes_on=self._across_islands)
-        self._shard = None
-        if total is None:
-            self._done = self._lane.record_event()
-            return ReductionState.DONE
-        self._shard = total.memory
-        total.free()
-        self._replicas = self.gradients.sums.island.start_all_reduce(self._shard)
-        return ReductionState.ISLAND
-
-    def _finish_islands(self) -> ReductionState:
-        """Finish the sum over the islands."""
-        assert self._replicas is not None
-        if isinstance(self._replicas, CodedTotal):
-            self._replicas.send_back()
-            return ReductionState.RETURN
-        self._replicas.wait()
-        return self._put_into_grad()
-
-    def _finish_return(self) -> ReductionState:
-        """Finish the way back of a sum over the islands."""
-        assert isinstance(self._replicas, CodedTotal)
-        self._replicas.finish()
-        return self._put_into_grad()
-
-    def _put_into_grad(self) -> ReductionState:
-        if self._replicas is not None and self._shard is not None:
-            self.gradients.observer.replicas_summed(self.gradients.bucket, self._shard)
-        if self._shard is not None and self._keeps_sum:
-            self._drop_cleared()
-            self.gradients.accumulate(self._shard)
+            return
+        if gradients.has_replicas:
+            total = self._with_waiting("island", shard, goes_on=self._across_islands)
+            if total is None:
+                return
+            shard = total.memory
+            total.free()
+            for _ in sums.island.sum_in_place(shard):
+                yield "island"
+            gradients.observer.replicas_summed(bucket, shard)
+        if shard is not None and self._keeps_sum:
+            self._drop_cleared(shard)
+            gradients.accumulate(shard)
             self.changed_grad = True
-        self._shard = None
-        self._done = self._lane.record_event()
-        return ReductionState.DONE
 
-    def _drop_cleared(self) -> None:
-        if self._shard is not None:
-            for index in self.cleared:
-                self.gradients.bucket.local_view(self._shard, index).zero_()
+    def _reduce_scatter(
+        self, way: Communicator | CodedSum, whole: Tensor, level: Level
+    ) -> Generator[Level, None, Tensor]:
+        gradients = self.gradients
+        transfer: Held[SumTransfer] = Held(way.start_reduce_scatter(whole), gradients.ledger)
+        if len(whole):
+            gradients.observer.sum_begun(gradients.bucket, level, transfer.memory)
+        yield level
+        gradients.observer.sum_arrived(gradients.bucket, level, transfer.memory)
+        total = transfer.memory.finish()
+        transfer.free()
+        return total
 
     def _with_waiting(self, level: Level, fresh: Tensor | None, *, goes_on: bool) -> Held[Tensor] | None:
         """Add the sums that wait to cross `level` to fresh ones. Returns the total, or None if it waits, too."""
@@ -357,31 +308,15 @@ class Reduction:
         if total is not None and fresh is not None:
             total.memory.add_(fresh)
         elif fresh is not None:
-            total = Held(fresh, self._ledger)
+            total = Held(fresh, self.gradients.ledger)
         if goes_on or total is None:
             return total
         self.gradients.waiting[level] = total
         return None
 
-    def _start_transfer(self, way: Communicator | CodedSum, whole: Tensor, level: Level) -> None:
-        transfer: SumTransfer = way.start_reduce_scatter(whole)
-        self._transfer = Held(transfer, self._ledger)
-        if len(whole):
-            self.gradients.observer.sum_begun(self.gradients.bucket, level, transfer)
-
-    def _finish_transfer(self, level: Level) -> Tensor:
-        assert self._transfer is not None
-        self.gradients.observer.sum_arrived(self.gradients.bucket, level, self._transfer.memory)
-        total = self._transfer.memory.finish()
-        self._transfer.free()
-        self._transfer = None
-        return total
-
-    def _free_full(self) -> None:
-        """Free this micro-batch's gradients ([Note: Who may free a transfer buffer] in shard/lanes.py)."""
-        if self._full is not None:
-            self._full.free()
-            self._full = None
+    def _drop_cleared(self, shard: Tensor) -> None:
+        for index in self.cleared:
+            self.gradients.bucket.part(shard, index).zero_()
 
 
 class ReductionQueue:
@@ -407,11 +342,11 @@ class ReductionQueue:
 
     def is_crossing_nodes(self, gradients: BucketGradients) -> bool:
         """True if a reduction of these gradients is on its way across nodes."""
-        return any(each.gradients is gradients and each.state is ReductionState.NODE for each in self._in_flight)
+        return any(each.gradients is gradients and each.level == "node" for each in self._in_flight)
 
     def add(self, reduction: Reduction) -> None:
         """Begin a reduction, move those in flight one level on, finish its sum inside the node, and send that on."""
-        reduction.begin()
+        reduction.advance()
         self._advance()
         reduction.advance()
         self._in_flight.append(reduction)
@@ -436,7 +371,7 @@ class ReductionQueue:
             reduction.advance()
             if reduction.changed_grad:
                 self._note_use(reduction.gradients.used)
-        self._in_flight = [reduction for reduction in self._in_flight if reduction.state is not ReductionState.DONE]
+        self._in_flight = [reduction for reduction in self._in_flight if reduction.level is not None]
 
     def _note_use(self, used: UsedParameters) -> None:
         """Agree on the used parameters now, or at the end of the backward."""

@@ -80,6 +80,10 @@ class ShardedModule(FSDPModule, nn.Module):
     def _units(self, recurse: bool = True) -> list[Unit]:
         return units_below(self) if recurse else [self._laconic_unit]
 
+    def _set(self, recurse: bool, **settings: bool) -> None:
+        for unit in self._units(recurse):
+            vars(unit).update(settings)
+
     def _get_fsdp_state(self) -> Any:
         """The object whose `_pre_forward` and `_post_forward` torch's `register_fsdp_forward_method` calls."""
         return self._laconic_unit
@@ -130,13 +134,11 @@ class ShardedModule(FSDPModule, nn.Module):
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
-        for unit in self._units(recurse):
-            unit.reshard_after_forward = reshard_after_forward
+        self._set(recurse, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether parameters are freed after backward. With False they are gathered again only when they change."""
-        for unit in self._units(recurse):
-            unit.reshard_after_backward = reshard_after_backward
+        self._set(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward gathers this module's parameters.
@@ -169,8 +171,7 @@ class ShardedModule(FSDPModule, nn.Module):
         Set it to False for all micro-batches of an optimizer step but the last. Backward then sums gradients inside the
         node only, and a rank keeps one node shard of sums, in the reduce dtype, until a backward with sync sends them.
         """
-        for unit in self._units(recurse):
-            unit.requires_gradient_sync = requires_gradient_sync
+        self._set(recurse, requires_gradient_sync=requires_gradient_sync)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -193,8 +194,7 @@ class ShardedModule(FSDPModule, nn.Module):
 
         With False, each rank keeps the sums of its island until a backward sums them over the islands.
         """
-        for unit in self._units(recurse):
-            unit.requires_all_reduce = requires_all_reduce
+        self._set(recurse, requires_all_reduce=requires_all_reduce)
 
     def set_reduce_once_per_backward(self, reduce_once: bool, *, recurse: bool = True) -> None:
         """Set whether a backward through several forwards reduces gradients once, at the last, or once per forward.
@@ -202,8 +202,7 @@ class ShardedModule(FSDPModule, nn.Module):
         Once per forward is the default, as in FSDP2: it takes the memory of one forward. Once per backward sends each
         gradient once, but keeps the weights and the unreduced gradients of the whole model until then.
         """
-        for unit in self._units(recurse):
-            unit.reduce_once_per_backward = reduce_once
+        self._set(recurse, reduce_once_per_backward=reduce_once)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward of this root is the last one of its step.
@@ -331,9 +330,8 @@ class ShardedModule(FSDPModule, nn.Module):
 
 def reshard_all(model: nn.Module) -> None:
     """Show sharded parameters in place of gathered ones, in all units below `model`."""
-    for module in model.modules():
-        if isinstance(module, ShardedModule):
-            module.reshard()
+    for unit in units_below(model):
+        unit.reshard()
 
 
 def _units_of(modules: Sequence[FSDPModule]) -> list[Unit]:

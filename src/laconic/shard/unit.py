@@ -1,8 +1,9 @@
 """A sharded module's life: gathered for its forward and its backward, by hooks on the module.
 
 [Note: Phases]
-A unit rests, or is in its forward, or in its backward: `UnitPhase`. A forward that backward recomputes leaves it in its
-backward. A root has a `Backward` besides, from the first gradient anywhere below it to autograd's last callback.
+A unit rests, or is in its forward, or in its backward: `UnitPhase`. Its gathered weights have a state of their own,
+`GatherState`. A forward that backward recomputes leaves the unit in its backward. A root has a `Backward` besides, from
+the first gradient anywhere below it to autograd's last callback.
 
 [Note: When a unit is done with backward]
 A unit may free its weights and reduce its gradients when every operation of its forward has run backward. That is when
@@ -67,16 +68,15 @@ class UnitPhase(Enum):
     """From the call of its first module until all have returned: [Note: Several modules in one unit]."""
     BACKWARD = auto()
     """From the first gradient at its outputs until it is done: [Note: When a unit is done with backward]."""
+    PAUSE = auto()
+    """Between the backwards of two of its forwards, whose gradients are reduced together."""
 
 
 ALLOWED = {
     UnitPhase.REST: {UnitPhase.REST, UnitPhase.FORWARD, UnitPhase.BACKWARD},
-    UnitPhase.FORWARD: {
-        UnitPhase.REST,
-        UnitPhase.FORWARD,
-        UnitPhase.BACKWARD,
-    },  # the last: when the pass is never completed
-    UnitPhase.BACKWARD: {UnitPhase.REST, UnitPhase.FORWARD},  # the last: after a backward that raised, without the root
+    UnitPhase.FORWARD: {UnitPhase.REST, UnitPhase.FORWARD, UnitPhase.BACKWARD},  # the last: a pass is never completed
+    UnitPhase.BACKWARD: {UnitPhase.REST, UnitPhase.PAUSE, UnitPhase.FORWARD},  # the last: after a backward that raised
+    UnitPhase.PAUSE: {UnitPhase.REST, UnitPhase.BACKWARD, UnitPhase.FORWARD},
 }
 """The phases that may follow each phase."""
 
@@ -122,7 +122,6 @@ class Unit:
         self._root: Root | None = None
         self._lanes: Lanes | None = None
         self._gather: UnitGather | None = None
-        self._is_shown = False
         self._entered: set[nn.Module] = set()  # the modules called in the present pass
         self.awaited = AwaitedHooks(self)
         for module in self.modules:
@@ -220,24 +219,11 @@ class Unit:
 
     def unshard(self) -> None:
         """Gather the parameters and show them in the module."""
-        self.gather.finish()
-        for bucket in self.buckets:
-            if self._is_shown:
-                bucket.full.follow_requires_grad()
-            else:
-                bucket.full.show()
-        self._is_shown = True
+        self.gather.show()
 
     def reshard(self) -> None:
         """Show the sharded parameters in the module and free the gathered ones."""
-        if self._gather is None:
-            return
-        try:
-            if self._is_shown:
-                self._is_shown = False
-                for bucket in self.buckets:
-                    bucket.full.hide()
-        finally:
+        if self._gather is not None:
             self._gather.release()
 
     def forget_copies(self) -> None:
@@ -356,8 +342,6 @@ class Unit:
             self.unshard()
         if not backward.adds_to_grad:
             backward.adds_to_grad = any(each.adds_to_grad() for each in self.gradients)
-        for gradients in self.gradients:
-            gradients.is_due = backward.adds_to_grad and not gradients.bucket.is_frozen
 
     def reach_inputs(self, node: Any) -> None:
         """End the backward of one of this unit's forwards: [Note: When a unit is done with backward]."""
@@ -365,7 +349,11 @@ class Unit:
         if not self.reduce_once_per_backward or not self.awaited.inputs:
             self._end_backward()
         elif self.awaited.outputs:
-            self.phase = UnitPhase.REST  # the backward of another forward follows and begins at its outputs
+            self.phase = UnitPhase.PAUSE
+
+    @property
+    def _is_in_backward(self) -> bool:
+        return self._phase in (UnitPhase.BACKWARD, UnitPhase.PAUSE)
 
     @property
     def _frees_after_backward(self) -> bool:
@@ -376,10 +364,12 @@ class Unit:
         """Free the weights and begin to reduce the gradients."""
         if self._frees_after_backward:
             self.reshard()
+        backward = self.root.backward
+        reduces = self._is_in_backward and backward is not None and backward.adds_to_grad
         self.phase = UnitPhase.REST
-        # All buckets that are due, with or without gradients here: [Note: Gradients that do not come].
+        # All trained buckets, with or without gradients here: [Note: Gradients that do not come].
         for gradients in self.gradients:
-            if gradients.is_due or gradients.has_gradients:
+            if gradients.has_gradients or (reduces and not gradients.bucket.is_frozen):
                 if self.root.probe is not None:
                     gradients.show_unreduced(self.root.probe)
                 else:
@@ -395,7 +385,7 @@ class Unit:
 
     def finish_backward(self) -> None:
         """Reduce the gradients that are left and, in a micro-batch that syncs, partial sums of earlier ones."""
-        if self._phase is UnitPhase.BACKWARD or any(gradients.has_gradients for gradients in self.gradients):
+        if self._is_in_backward or any(gradients.has_gradients for gradients in self.gradients):
             self._end_backward()
         self.awaited.inputs.clear()  # of a retained graph; its next backward begins at the outputs
         if not self.requires_gradient_sync or self.root.probe is not None:
