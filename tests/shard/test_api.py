@@ -23,7 +23,7 @@ def job_keep_gathered() -> None:
     batch = sharded_net.inputs(0, dist.get_rank())
     with sharded_net.moved(model) as m:
         loss = sharded_net.squared_error(model, batch)
-        assert all(unit.gather.state is GatherState.FULL for unit in model._units())
+        assert all(unit.gather.state is GatherState.SHOWN for unit in model._units())
         loss.backward()
     assert m.weights == everything, "kept from forward to backward"
     sharded_net.assert_nothing_gathered(model)
