@@ -277,4 +277,4 @@ def test_saving_in_the_background_changes_nothing(tmp_path: Path) -> None:
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     metadata = storage.read_metadata(folder)
-    return storage.read_values(folder, metadata, storage.tensors_of(metadata))
+    return storage.read_values(folder, metadata, storage.entries_of(metadata))

@@ -121,7 +121,7 @@ class Run:
     def end_state(self) -> EndState:
         """Read the state of the run, which has come to its end."""
         folder = self._checkpoints / f"step-{STEPS}"
-        tensors = storage.tensors_of(metadata := storage.read_metadata(folder))
+        tensors = storage.entries_of(metadata := storage.read_metadata(folder))
         lines = [json.loads(line) for line in (self.folder / "out" / "metrics.jsonl").read_text().splitlines()]
         losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
         evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]

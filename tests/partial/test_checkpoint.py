@@ -82,7 +82,7 @@ def unsliced_moments(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
 
     names = [name for name in unsliced_state_dict(model) if "rotary" not in name]
     stored = open_checkpoint(folder)
-    entries = storage.tensors_of(storage.read_metadata(stored.folder))
+    entries = storage.entries_of(storage.read_metadata(stored.folder))
     keys = {name: f"optim.state.{name}.exp_avg_sq" for name in names if f"optim.state.{name}.exp_avg_sq" in entries}
     read = {key: torch.empty(entries[key].shape) for key in keys.values()}
     storage.load(read, stored.folder, offline=True)

@@ -89,7 +89,7 @@ def interrupted_all(configs: list[Config]) -> list[tuple[dict[str, Any], dict[st
 
 def everything(folder: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint by their keys, whole."""
-    entries = storage.tensors_of(storage.read_metadata(folder))
+    entries = storage.entries_of(storage.read_metadata(folder))
     tensors = {key: torch.empty(entry.shape, dtype=entry.dtype) for key, entry in entries.items()}
     storage.load(tensors, folder, offline=True)
     return tensors
