@@ -123,7 +123,7 @@ def look(model: zoo.Zoo, optimizer: torch.optim.Optimizer) -> Seen:
         whole=everything,
         logits=zoo.logits(model),
         numbers=numbers,
-        shard_dropped=unit is not None and unit.buckets[0].is_shard_dropped,
+        shard_dropped=unit is not None and unit.buckets[0].stored.is_dropped,
     )
 
 

@@ -194,20 +194,20 @@ def test_a_move_and_a_cast_keep_parameters_but_a_cached_bucket_refuses_a_cast() 
     bucket = bucket_of(module, Place(2, 1))
     account(bucket)
     parameter, before = bucket.sharded[0], bucket.version
-    bucket.convert(lambda tensor: tensor.clone())
+    bucket.stored.convert(lambda tensor: tensor.clone())
     assert bucket.sharded[0] is parameter
     assert bucket.version != before
     assert parameter.to_local().untyped_storage().data_ptr() == bucket.shard.untyped_storage().data_ptr()  # type: ignore[attr-defined]
     before = bucket.version
-    bucket.convert(lambda tensor: tensor)
+    bucket.stored.convert(lambda tensor: tensor)
     assert bucket.version == before
-    bucket.convert(lambda tensor: tensor.half())
+    bucket.stored.convert(lambda tensor: tensor.half())
     assert bucket.sharded[0] is parameter
     assert parameter.dtype is torch.float16
     assert bucket.version != before
     bucket.add_cache(Lanes(torch.device("cpu")))
     with pytest.raises(ValueError, match=r"from torch.float16 to torch.float32 after the first forward"):
-        bucket.convert(lambda tensor: tensor.float())
+        bucket.stored.convert(lambda tensor: tensor.float())
 
 
 def test_meta_parameters_become_real_ones() -> None:
@@ -216,7 +216,7 @@ def test_meta_parameters_become_real_ones() -> None:
     bucket = bucket_of(module, Place(2, 1))
     parameter = bucket.sharded[0]
     assert parameter.is_meta
-    bucket.convert(lambda tensor: torch.empty_like(tensor, device="cpu"))
+    bucket.stored.convert(lambda tensor: torch.empty_like(tensor, device="cpu"))
     assert module.up.weight is bucket.sharded[0] is parameter
     assert parameter.device.type == "cpu"
     assert parameter.to_local().device.type == "cpu"  # type: ignore[attr-defined]
@@ -235,9 +235,9 @@ def test_a_frozen_shard_lives_in_its_node_shard_until_it_trains(in_slab: bool) -
     bucket.own_part(bucket.cached.buffer()).copy_(bucket.shard)
     want, parameter, version = bucket.shard.clone(), bucket.sharded[0], bucket.version
     rest_bytes = 0 if in_slab else bucket.cached.nbytes
-    bucket.drop_shard()
-    bucket.drop_shard()
-    assert bucket.is_shard_dropped
+    bucket.stored.drop()
+    bucket.stored.drop()
+    assert bucket.stored.is_dropped
     assert ledger.device_bytes == rest_bytes
     assert bucket.version == version
     assert torch.equal(bucket.shard, want)
@@ -246,7 +246,7 @@ def test_a_frozen_shard_lives_in_its_node_shard_until_it_trains(in_slab: bool) -
     with torch.no_grad():
         parameter.add_(1)
     assert bucket.version != version
-    bucket.restore_shard()
+    bucket.stored.restore()
     assert ledger.device_bytes == rest_bytes + bucket.shard.nbytes
     assert torch.equal(parameter.to_local(), want[: parameter.to_local().numel()] + 1)  # type: ignore[attr-defined]
     assert bucket.shard.untyped_storage().data_ptr() != bucket.cached.buffer().untyped_storage().data_ptr()
@@ -258,8 +258,8 @@ def test_a_shard_is_not_dropped_into_a_node_shard_of_another_dtype() -> None:
     bucket.cached = CachedShard(
         bucket.node_shard_numel, torch.bfloat16, torch.device("cpu"), ledger, Lanes(torch.device("cpu"))
     )
-    bucket.drop_shard()
-    assert not bucket.is_shard_dropped
+    bucket.stored.drop()
+    assert not bucket.stored.is_dropped
 
 
 def test_a_ledger_keeps_the_peak_until_it_is_reset() -> None:

@@ -408,7 +408,7 @@ def job_frozen(cache: Any, caches_frozen: bool) -> None:
             assert m.weights == 4 * (per_step + sharded_net.gather_bytes("node", frozen))
         else:
             assert m.weights == per_step + (sharded_net.gather_bytes("node", frozen) if step == 0 else 0)
-            assert all(bucket.is_shard_dropped for bucket in frozen)
+            assert all(bucket.stored.is_dropped for bucket in frozen)
         assert m.gradients == sum(bucket.layout.shard_numel * 4 for bucket in trained) * (
             frozen[0].cluster.num_nodes - 1
         )
@@ -458,14 +458,14 @@ def job_unfreeze(cache: Any) -> None:
     both(lambda net: net.load_state_dict(state))
     same()
     frozen = [bucket for bucket in sharded_net.buckets(model) if bucket.is_frozen]
-    assert all(bucket.is_shard_dropped for bucket in frozen)
+    assert all(bucket.stored.is_dropped for bucket in frozen)
     for net in (plain, model):
         net[0].base.weight.requires_grad_(True)
         net[2].base.requires_grad_(True)
     both(lambda net: net[2].base.weight.mul_(0.9))  # edited after unfreezing, before the next use
     same()
     same()
-    assert [bucket.is_shard_dropped for bucket in frozen] == [False, True, False]
+    assert [bucket.stored.is_dropped for bucket in frozen] == [False, True, False]
     for net in (plain, model):
         net.requires_grad_(False)
         net[1].up.requires_grad_(True)
@@ -491,7 +491,7 @@ def job_bf16_frozen() -> None:
         model(x)
     assert first.weights == sharded_net.gather_bytes("node", sharded_net.buckets(model)) > 0
     assert second.weights == 0
-    assert not any(bucket.is_shard_dropped for bucket in sharded_net.buckets(model))
+    assert not any(bucket.stored.is_dropped for bucket in sharded_net.buckets(model))
     for name, parameter in sharded_net.build(
         lambda: nn.Sequential(sharded_net.Block(), sharded_net.Block())
     ).named_parameters():

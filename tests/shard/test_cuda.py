@@ -291,7 +291,7 @@ def lora_like(device_type: str = "cuda") -> None:
         for m in (reference, model):
             sharded_net.squared_error(m, tuple(part.to(device_type) for part in sharded_net.inputs(0, 0))).backward()  # type: ignore[arg-type]
     frozen = sharded_net.buckets(*model.blocks)
-    assert all(bucket.is_shard_dropped and bucket.shard.device.type == "cpu" for bucket in frozen)
+    assert all(bucket.stored.is_dropped and bucket.shard.device.type == "cpu" for bucket in frozen)
     whole = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
         extent = parameter.extent  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ A node shard may rest in a cache for the whole run, if it is frozen. With `on_da
 it is stored, and in a step that is checked each use begins with a look at it. The ranks agree in one small message, and
 gather the bucket again if it is damaged on any of them. The base of a difference rests from step to step. Before the
 first difference of such a step the nodes compare their copies, and cross exactly where they differ. A frozen shard may
-have no memory but the cache's (see `Bucket.drop_shard`); then its owner has nothing to send, and all ranks raise.
+have no memory but the cache's (see `StoredWeights.drop`); then its owner has nothing to send, and all ranks raise.
 
 [Note: Edits without notice]
 A cached node shard is valid while the version of its parameters stays the same. `to_local().data` and kernels that
@@ -270,8 +270,8 @@ class Inspection:
             _raise_together(self._cluster, damage, across_islands=not diverges)
         except CorruptionError:
             for bucket in dict.fromkeys(record.bucket for record in records):
-                if not bucket.is_shard_dropped:  # else the damage may be in the only copy, and must not spread
-                    bucket.note_change()
+                if not bucket.stored.is_dropped:  # else the damage may be in the only copy, and must not spread
+                    bucket.stored.note_change()
             raise
 
 
@@ -356,4 +356,4 @@ def _damage_of(bucket: Bucket, stored: Tensor) -> int:
     assert bucket.cached is not None
     node_shard = bucket.cached.kept().view(bucket.cluster.num_nodes, -1)
     are_damaged = (checksums(node_shard).cpu() != stored.cpu()).tolist()
-    return 2 if bucket.is_shard_dropped and are_damaged[bucket.cluster.node_rank] else int(any(are_damaged))
+    return 2 if bucket.stored.is_dropped and are_damaged[bucket.cluster.node_rank] else int(any(are_damaged))

@@ -218,7 +218,7 @@ def take_values(bucket: Bucket) -> list[str]:
                 f"{', '.join(names.values())} got values, but not {', '.join(missing)}, which share a bucket on the "
                 "meta device; call to_empty first, or load or assign them all at once"
             )
-        bucket.convert(lambda shard: torch.zeros_like(shard, device=bucket.cluster.device))
+        bucket.stored.convert(lambda shard: torch.zeros_like(shard, device=bucket.cluster.device))
     for index, parameter in new.items():
         bucket.sharded[index].copy_(parameter)
     return list(names.values())

@@ -30,7 +30,7 @@ from laconic.ragged.tensor import RaggedTensor
 from laconic.shard import extension
 from laconic.shard.cache import CachedShard
 from laconic.shard.lanes import Lanes
-from laconic.shard.ledger import FlatBuffer, Held, Ledger
+from laconic.shard.ledger import FlatBuffer, Ledger
 from laconic.shard.linear import GradientSink, set_sink, write_gradient_in_place
 from laconic.shard.policies import Wire
 
@@ -85,7 +85,7 @@ class Bucket:
         self.cached: CachedShard | None = None
         self.places = [item.places for item in managed]
         """Every (module, attribute) that shows each parameter."""
-        self._specs = [
+        self.specs = [
             RaggedSpec(
                 cluster=p.cluster, layout=layout, index=i, dtensor=DTensorShard.of(p.parameter, p.name, p.cluster)
             )
@@ -102,39 +102,30 @@ class Bucket:
             ],
         )
         self.full = FullBuffer(self)
-        self._epoch = 0
-        self.is_shard_dropped = False
-        """True while the shard has no memory of its own: see `drop_shard`."""
-        self._at_rest: Held[Tensor] | None = None
-        """The shard's memory, if it is counted and has any of its own."""
-        self.shard = self._rest(self._cut([item.local for item in managed]))
-        """This rank's shard, (C,)."""
-        self._device = self.shard.device
-        self.sharded = [
-            nn.Parameter(self._ragged(index), requires_grad=item.parameter.requires_grad)
-            for index, item in enumerate(managed)
-        ]
+        whole = [item.local for item in managed]
+        self.stored = StoredWeights(self, whole, [item.parameter.requires_grad for item in managed])
+        self.sharded = self.stored.parameters
+        """The sharded parameters, in the order of the layout."""
         self.show(self.sharded)
-        extension.observer_class().cut(self, [item.local for item in managed])
+        extension.observer_class().cut(self, whole)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Bucket:
         return self  # an asynchronous checkpoint copies tensors with their attributes; copies belong to this bucket
 
-    # -- the shard, and the sharded parameters that are views of it ----------------------------------------------------
+    @property
+    def shard(self) -> Tensor:
+        """This rank's shard, (C,)."""
+        return self.stored.shard
 
-    @torch.no_grad()  # the local part of a DTensor has a graph
-    def _cut(self, parameters: list[Tensor]) -> Tensor:
-        """Copy this rank's shard out of whole parameters."""
-        shard = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=parameters[0].device)
-        if not shard.is_meta:
-            for spec, part, parameter in zip(self._specs, self.parts(shard), parameters, strict=True):
-                extent = spec.extent or Extent(0, 0)
-                part.copy_(parameter.reshape(-1)[extent.start : extent.stop])
-        return shard
+    @property
+    def version(self) -> int:
+        """A number that every change of the parameters increases: [Note: Versions] in ragged/tensor.py."""
+        return self.stored.epoch + self.stored.shard._version
 
-    def _rest(self, shard: Tensor) -> Tensor:
-        """Move a shard to host memory if the policy says so."""
-        return self.host_copy(shard) if self.is_offloaded and not shard.is_meta else shard
+    @property
+    def is_offloaded(self) -> bool:
+        """True if the shard and the gradients of the sharded parameters rest in host memory: `CPUOffloadPolicy`."""
+        return isinstance(self.offload, CPUOffloadPolicy)
 
     def host_copy(self, tensor: Tensor) -> Tensor:
         """Copy a device tensor to host memory, page-locked if the policy says so; a tensor on the host stays."""
@@ -142,11 +133,6 @@ class Bucket:
             return tensor
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=getattr(self.offload, "pin_memory", False))
         return copy.copy_(tensor)
-
-    @property
-    def is_offloaded(self) -> bool:
-        """True if the shard and the gradients of the sharded parameters rest in host memory: `CPUOffloadPolicy`."""
-        return isinstance(self.offload, CPUOffloadPolicy)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -170,15 +156,7 @@ class Bucket:
 
     def parts(self, buffer: Tensor) -> list[Tensor]:
         """The elements of each parameter in a buffer: see `part`."""
-        return [self.part(buffer, index) for index in range(len(self._specs))]
-
-    def _ragged(self, index: int) -> RaggedTensor:
-        view = self.part(self.shard, index)
-        return RaggedTensor(view, self._specs[index], device=self._device, bump=self.note_change)
-
-    def note_change(self) -> None:
-        """Count a change of the parameters that autograd did not see: [Note: Versions] in ragged/tensor.py."""
-        torch.autograd.graph.increment_version(self.shard)
+        return [self.part(buffer, index) for index in range(len(self.specs))]
 
     @property
     def divide_before(self) -> float:
@@ -199,45 +177,6 @@ class Bucket:
         return self.cluster.size * (1 if self.replicas_diverge else self.cluster.num_islands)
 
     @property
-    def version(self) -> int:
-        """A number that every change of the parameters increases: [Note: Versions] in ragged/tensor.py."""
-        return self._epoch + self.shard._version
-
-    def convert(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Apply `function`, such as a move from the meta device, to the shard; parameters keep their identity.
-
-        Raises:
-            ValueError: `function` changes the dtype of a bucket whose cache has memory already.
-        """
-        self.restore_shard()
-        shard = function(self.shard)
-        if shard is self.shard:
-            return
-        if shard.dtype != self.dtype and self.cached is not None:
-            raise ValueError(
-                f"cannot change sharded parameters from {self.dtype} to {shard.dtype} after the first forward, as the "
-                "cache has memory for them: call .to(dtype) before, or compute in another dtype with "
-                "MixedPrecisionPolicy(param_dtype=...)"
-            )
-        shard = self._rest(shard)
-        self.full.drop()
-        self.dtype = shard.dtype
-        self._device = shard.device
-        self._move_shard(shard.detach(), self.version + 1)
-
-    def open_account(self, ledger: Ledger) -> None:
-        """Count this bucket's memory in `ledger` from now on."""
-        self.ledger = ledger
-        self._rest_in(self.shard)
-
-    def _rest_in(self, shard: Tensor) -> None:
-        """Let the shard's memory be that of `shard` from now on."""
-        if self._at_rest is not None:
-            self._at_rest.free()
-        self.shard = shard
-        self._at_rest = None if self.is_shard_dropped else Held(shard, self.ledger, on_host=self.is_offloaded)
-
-    @property
     def gathers_own_bits(self) -> bool:
         """True if the full buffer has the shards' elements, maybe in another dtype, but not coded or converted."""
         return self.wire.weights == "exact" and not self.form.converts
@@ -254,27 +193,20 @@ class Bucket:
         self.cached = CachedShard(self.node_shard_numel, self.form.dtype, device, self.ledger, lanes)
         return self.cached
 
+    def open_account(self, ledger: Ledger) -> None:
+        """Count this bucket's memory in `ledger` from now on."""
+        self.ledger = ledger
+        self.stored.count()
+
     def close_account(self) -> None:
         """Free all memory but the shard; another ledger will count it."""
         self.full.drop()
-        self.restore_shard()
+        self.stored.restore()
         self.cached = None
-
-    def _move_shard(self, shard: Tensor, version: int) -> None:
-        self._rest_in(shard)
-        self._epoch = version - shard._version
-        for index, old in enumerate(self.sharded):
-            new = nn.Parameter(self._ragged(index), requires_grad=old.requires_grad)
-            if (old.device, old.dtype) == (new.device, new.dtype):
-                old.move_to(new._local_tensor)  # type: ignore[attr-defined]
-            else:
-                torch.utils.swap_tensors(old, new)
-
-    # -- trainability --------------------------------------------------------------------------------------------------
 
     def part_of_gradient(self, index: int, gradient: Tensor) -> Tensor:
         """This rank's part of a gathered parameter's gradient, in the shape of its slot."""
-        dtensor = self._specs[index].dtensor
+        dtensor = self.specs[index].dtensor
         if dtensor is not None:
             return dtensor.part_of_gradient(gradient)
         return first_inner(gradient) if self.form.converts else gradient
@@ -283,26 +215,6 @@ class Bucket:
     def is_frozen(self) -> bool:
         """True if no parameter of the bucket requires a gradient now."""
         return not any(parameter.requires_grad for parameter in self.sharded)
-
-    def drop_shard(self) -> bool:
-        """Free the memory of a frozen shard and use its copy inside the cached node shard. Returns whether it did.
-
-        It does nothing if the node shard has not the parameters' own bits: under mixed precision, if parameters convert
-        themselves, and if weights cross in few bits.
-        """
-        is_other_form = self.compute_dtype != self.dtype or not self.gathers_own_bits
-        if self.cached is None or is_other_form or self.is_shard_dropped or self.is_offloaded:
-            return False
-        self.is_shard_dropped = True
-        # `.data` is an alias with its own version counter: a gather into the node shard is no edit.
-        self._move_shard(self.own_part(self.cached.buffer()).data, self.version)
-        return True
-
-    def restore_shard(self) -> None:
-        """Give the shard memory of its own again: its parameters are about to train or to move."""
-        if self.is_shard_dropped:
-            self.is_shard_dropped = False
-            self._move_shard(self.shard.to(self._device, copy=True), self.version)
 
     def own_part(self, node_shard: Tensor) -> Tensor:
         """This rank's shard within its node shard, (N * C,): [Note: A bucket's order]."""
@@ -325,6 +237,100 @@ class Bucket:
         for places, parameter in zip(self.places, parameters, strict=True):
             for module, name in places:
                 module._parameters[name] = parameter
+
+
+class StoredWeights:
+    """A bucket's weights at rest: this rank's shard, (C,), and the sharded parameters, which are views of it."""
+
+    def __init__(self, bucket: Bucket, whole: Sequence[Tensor], trains: Sequence[bool]) -> None:
+        """Copy this rank's shard out of whole parameters. `trains` says which of them require gradients."""
+        self._bucket = bucket
+        self.epoch = 0
+        self.is_dropped = False
+        """True while the shard has no memory of its own: see `drop`."""
+        self.shard = self._at_rest(self._cut(whole))
+        self._device = self.shard.device
+        self.parameters = [nn.Parameter(self._ragged(index), requires_grad=each) for index, each in enumerate(trains)]
+
+    @torch.no_grad()  # the local part of a DTensor has a graph
+    def _cut(self, whole: Sequence[Tensor]) -> Tensor:
+        bucket = self._bucket
+        shard = torch.zeros(bucket.layout.shard_numel, dtype=bucket.dtype, device=whole[0].device)
+        if not shard.is_meta:
+            for spec, part, parameter in zip(bucket.specs, bucket.parts(shard), whole, strict=True):
+                extent = spec.extent or Extent(0, 0)
+                part.copy_(parameter.reshape(-1)[extent.start : extent.stop])
+        return shard
+
+    def _at_rest(self, shard: Tensor) -> Tensor:
+        """Move a shard to host memory if the policy says so."""
+        return self._bucket.host_copy(shard) if self._bucket.is_offloaded and not shard.is_meta else shard
+
+    def _ragged(self, index: int) -> RaggedTensor:
+        bucket = self._bucket
+        view = bucket.part(self.shard, index)
+        return RaggedTensor(view, bucket.specs[index], device=self._device, bump=self.note_change)
+
+    def count(self) -> None:
+        """Count the shard's memory in the bucket's ledger, unless it has none of its own."""
+        if not self.is_dropped:
+            self._bucket.ledger.hold_until_freed(self.shard, on_host=self._bucket.is_offloaded)
+
+    def note_change(self) -> None:
+        """Count a change of the parameters that autograd did not see: [Note: Versions] in ragged/tensor.py."""
+        torch.autograd.graph.increment_version(self.shard)
+
+    def convert(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Apply `function`, such as a move from the meta device, to the shard; parameters keep their identity.
+
+        Raises:
+            ValueError: `function` changes the dtype of a bucket whose cache has memory already.
+        """
+        self.restore()
+        bucket, shard = self._bucket, function(self.shard)
+        if shard is self.shard:
+            return
+        if shard.dtype != bucket.dtype and bucket.cached is not None:
+            raise ValueError(
+                f"cannot change sharded parameters from {bucket.dtype} to {shard.dtype} after the first forward, as "
+                "the cache has memory for them: call .to(dtype) before, or compute in another dtype with "
+                "MixedPrecisionPolicy(param_dtype=...)"
+            )
+        shard = self._at_rest(shard)
+        bucket.full.drop()
+        bucket.dtype, self._device = shard.dtype, shard.device
+        self._move(shard.detach(), bucket.version + 1)
+
+    def drop(self) -> bool:
+        """Free the memory of a frozen shard and use its copy inside the cached node shard. Returns whether it did.
+
+        It does nothing if the node shard has not the parameters' own bits: under mixed precision, if parameters convert
+        themselves, and if weights cross in few bits.
+        """
+        bucket, cached = self._bucket, self._bucket.cached
+        is_other_form = bucket.compute_dtype != bucket.dtype or not bucket.gathers_own_bits
+        if cached is None or is_other_form or self.is_dropped or bucket.is_offloaded:
+            return False
+        self.is_dropped = True
+        # `.data` is an alias with its own version counter: a gather into the node shard is no edit.
+        self._move(bucket.own_part(cached.buffer()).data, bucket.version)
+        return True
+
+    def restore(self) -> None:
+        """Give the shard memory of its own again: its parameters are about to train or to move."""
+        if self.is_dropped:
+            self.is_dropped = False
+            self._move(self.shard.to(self._device, copy=True), self._bucket.version)
+
+    def _move(self, shard: Tensor, version: int) -> None:
+        self.shard, self.epoch = shard, version - shard._version
+        self.count()
+        for index, old in enumerate(self.parameters):
+            new = nn.Parameter(self._ragged(index), requires_grad=old.requires_grad)
+            if (old.device, old.dtype) == (new.device, new.dtype):
+                old.move_to(new._local_tensor)  # type: ignore[attr-defined]
+            else:
+                torch.utils.swap_tensors(old, new)
 
 
 class Form:
@@ -504,14 +510,14 @@ class FullBuffer:
         assert self._buffer is not None
         return [
             spec.assemble(self._buffer.tensor[spec.slot.offset : spec.slot.offset + spec.slot.numel])
-            for spec in self._bucket._specs
+            for spec in self._bucket.specs
         ]
 
     def _parameter(self, index: int, view: Tensor) -> nn.Parameter:
         if not view.is_floating_point():  # such as a quantised table: it can never train
             return nn.Parameter(view, requires_grad=False)
         parameter = nn.Parameter(view)
-        if self._sink is not None and self._bucket._specs[index].dtensor is None:
+        if self._sink is not None and self._bucket.specs[index].dtensor is None:
             set_sink(parameter, self._sink, index)
         return self._watched(index, parameter)
 

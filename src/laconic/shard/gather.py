@@ -149,7 +149,7 @@ class BucketGather:
         stored, self._stored = self._stored, None
         wait_for(stored)
         self.bucket.full.free()
-        if self.bucket.is_frozen and not self.is_stale and self.bucket.drop_shard() and stored is not None:
+        if self.bucket.is_frozen and not self.is_stale and self.bucket.stored.drop() and stored is not None:
             stored.synchronize()  # once in a run: from now on the host reads the parameter in the cache
 
 

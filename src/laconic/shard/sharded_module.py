@@ -117,7 +117,7 @@ class ShardedModule(FSDPModule, nn.Module):
         """
         for unit in self._units(recurse):
             for bucket in unit.buckets:
-                bucket.note_change()
+                bucket.stored.note_change()
 
     def forget_copies(self) -> None:
         """Let this module's weights cross between nodes exactly next time, also with `wire="4bit"`.

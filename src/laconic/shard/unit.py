@@ -249,7 +249,7 @@ class Unit:
             for bucket in self.buckets:
                 bucket.show(bucket.sharded)
         for bucket in self.buckets:
-            bucket.convert(function)
+            bucket.stored.convert(function)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -282,8 +282,8 @@ class Unit:
             root.begin_forward()
         self._entered.clear()
         for bucket in self.buckets:
-            if bucket.is_shard_dropped and not bucket.is_frozen:
-                bucket.restore_shard()
+            if bucket.stored.is_dropped and not bucket.is_frozen:
+                bucket.stored.restore()
         root.order.enter_forward(self.gather, _gathers(self.forward_prefetch))
 
     def _refuse_several_roots(self) -> None:
