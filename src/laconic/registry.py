@@ -39,7 +39,13 @@ class Limit:
     holds: Callable[[Any], bool]
     """Whether the strategy takes a value."""
     message: str
-    """What is wrong and what to do. "{value!r}" and "{strategy!r}" stand for the job's."""
+    """What is wrong and what to do. "{value!r}" and "{strategy!r}" stand for the job's; "{toml}" is the value as in a
+    file."""
+
+    @classmethod
+    def only(cls, key: str, *values: Any, message: str) -> Limit:
+        """A strategy takes no other values of a key."""
+        return cls(key=key, holds=lambda value: value in values, message=message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +75,10 @@ class Strategy:
     """Its keys in the section `[sync]`, over the job's own; None for ranks that sync in every step."""
     schedule: Mapping[str, Any] | None = None
     """Its keys in the section `[schedule]`, over the job's own; None for ranks that run at the same time."""
+    policy: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """Keys of the sharding policy that it sets itself, whatever the job says."""
+    takes_checks: bool = False
+    """Whether ranks may compare checksums and repeat each other's work: the keys of `Checks` and `Audits`."""
     inexact: str = ""
     """The difference from ZeRO-3's training, and the measured cost in quality; empty if both train the same."""
     package: str | None = None
@@ -128,7 +138,8 @@ class Strategy:
         for limit in self.limits:
             where, _, key = limit.key.partition(".")
             if where == section and not limit.holds(value := values[key]):
-                return limit.message.format(value=value, strategy=self.name)
+                toml = str(value).lower() if isinstance(value, bool) else repr(value)
+                return limit.message.format(value=value, toml=toml, strategy=self.name)
         return None
 
 

@@ -31,7 +31,8 @@ they are, are few.
 
 from dataclasses import dataclass
 
-from laconic.shard.policies import ZERO_PLUS_PLUS, Wire
+from laconic.shard.policies import Wire
+from laconic.strategies.known.zero_plus_plus import WIRE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class StepBytes:
         return StepBytes(node=factor * self.node, local=factor * self.local)
 
 
-CODED = {"8bit": Wire.of("8bit"), "4bit": Wire.of("4bit"), "zero++": ZERO_PLUS_PLUS}
+CODED = {"8bit": Wire.of("8bit"), "4bit": Wire.of("4bit"), "zero++": Wire.of(WIRE)}
 """The policy of crossings, by strategy."""
 
 

@@ -20,7 +20,10 @@ from laconic.policy import (
     option,
     to_keys,
 )
-from laconic.shard.policies import Cache, Checks, ShardPolicy
+from laconic.shard.policies import Audits, Cache, Checks, ShardPolicy
+
+CHECKED = (*keys_of(Checks), *keys_of(Audits))
+"""The keys of `[shard]` for strategies that take checks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,9 +213,6 @@ class ShardConfig(Section):
     cluster: str | None = None
     """With strategy = "auto": the cluster file, which `laconic plan measure` writes: docs/plan.md."""
     policy: ShardPolicy = ShardPolicy(cache=Cache(where="host"))
-    audit_every: Size = 0
-    """With strategy = "laconic": steps between two in which each rank repeats its neighbour's first micro-batch, and
-    both compare their gradients to the bit; 0: never. It takes two more forwards and backwards in such a step."""
 
     def _check_keys(self) -> None:
         precision = self.policy.precision
@@ -220,9 +220,12 @@ class ShardConfig(Section):
         self._check("reduce_dtype", precision.reduce_dtype != "float16" or precision.param_dtype == "float16", message)
         if self.strategy not in (known := registry.ways_to_train()):
             raise ConfigError(f"shard.strategy: {registry.unknown(self.strategy, known)}")
-        if problem := registry.named(self.strategy).problem("shard", to_keys(self)):
+        strategy, values = registry.named(self.strategy), to_keys(self)
+        if problem := strategy.problem("shard", values):
             raise ConfigError(problem)
-        self._check_only_with("strategy", "laconic", keys=(*keys_of(Checks), "audit_every"))
+        message = f"is for shard.strategy = 'laconic', got {self.strategy!r}; leave it out, or change shard.strategy"
+        for name in CHECKED:
+            self._check(name, strategy.takes_checks or values[name] == keys_of(ShardPolicy)[name].default, message)
         message = "needs shard.cluster, a cluster file: `laconic plan measure` under torchrun writes it"
         self._check("strategy", self.strategy != "auto" or self.cluster is not None, message)
         message = f"is for shard.strategy = 'auto', got {self.strategy!r}; leave it out"

@@ -49,9 +49,6 @@ class LaconicArguments(_Shared):
     broadcast_buffers: bool | None = None
     """Give all ranks the first rank's buffers, such as BatchNorm's statistics, as DDP does. Default: what the trainer
     would tell DDP, which is yes unless you say otherwise there."""
-    audit_every: int = 0
-    """In a Trainer: steps between two in which every rank repeats its neighbour's micro-batch and compares gradients to
-    the bit; the first step is one. 0: never."""
     units: list[str] | None = None
     """Class names of the layers to gather one by one. Default: the model's own list (_no_split_modules)."""
     local_steps: int = 0
@@ -62,7 +59,7 @@ class LaconicArguments(_Shared):
 
     def __post_init__(self) -> None:
         _ = self.policy  # refuses what does not go together
-        for key, least in {"audit_every": 0, "local_steps": 0, "islands": 1}.items():
+        for key, least in {"local_steps": 0, "islands": 1}.items():
             value = getattr(self, key)
             if value is not None and (not isinstance(value, int) or value < least):
                 raise ArgumentError(f"{key}={value!r} must be an integer of at least {least}")

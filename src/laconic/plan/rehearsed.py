@@ -45,7 +45,7 @@ class RehearsedStep(Program):
             JobError, ValueError: the trainer refuses the job.
         """
         self._checks_every = work.job.shard.policy.checks.interval
-        shard = replace(work.job.shard, audit_every=0)  # an audit repeats a micro-batch of another rank, now and then
+        shard = work.job.shard.with_keys(audit_every=0)  # an audit repeats a micro-batch of another rank, now and then
         if self._checks_every > 1:
             shard = shard.with_keys(check_every=0)
         config = self._config = replace(work.job, shard=shard)

@@ -170,10 +170,6 @@ _NAMED: dict[str, dict[str, Any]] = {
     "4bit": {"weights": "int4", "gradients": "int4"},
 }
 
-ZERO_PLUS_PLUS = Wire(weights="int8", as_values=True, gradients="int4")
-"""The crossings of ZeRO++ (arXiv 2306.10209), for comparisons: qwZ and qgZ, in blocks of 128. DeepSpeed's groups are
-larger, and it codes gradients inside the node, too. So these losses flatter it; the bytes between nodes are its own."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Checks(Policy):
@@ -198,6 +194,20 @@ class Checks(Policy):
     def _check_keys(self) -> None:
         message = "is for steps that are checked; set {check_every} too"
         self._check("on_damage", self.on_damage == "raise" or self.interval > 0, message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audits(Policy):
+    """How often a trainer lets ranks repeat each other's work: `laconic.audit`.
+
+    Raises:
+        ValueError: `interval` is negative.
+    """
+
+    interval: Size = option(0, key="audit_every")
+    """In a trainer: steps between two in which each rank repeats its neighbour's first micro-batch, and both compare
+    their gradients to the bit; the first step is one. 0: never. It takes two more forwards and backwards in such a
+    step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +261,7 @@ class ShardPolicy(Policy):
     """Parameters, gradients and the optimizer's states rest in host memory, where the optimizer steps; each shard is
     copied to the device before its gather, as under torch's `CPUOffloadPolicy`."""
     checks: Checks = Checks(interval=0)
+    audits: Audits = Audits()
     granularity: Any = option(None, of=granularity_of, plain=granularity_text, hint=dict[str, Any] | str | None)
     """The blocks that are never cut: "32 rows", "256 elements" or "whole" for every parameter. Or a table from patterns
     of a parameter's name in its layer, such as "self_attn.*", to blocks: the first pattern that matches counts, and

@@ -23,7 +23,8 @@ from laconic.config import ModelConfig, OptimizerConfig, ShardConfig
 from laconic.hf.layers import layers_to_shard
 from laconic.hf.models import materialize
 from laconic.optim import AdamW8bit
-from laconic.shard.policies import ZERO_PLUS_PLUS, Cache, ShardPolicy
+from laconic.policy import with_keys
+from laconic.shard.policies import ShardPolicy
 from laconic.strategies.islands import slice_model
 from laconic.strategies.ring import use_rings
 from laconic.strategies.stepper import Setup
@@ -125,8 +126,7 @@ def shard_policy(shard: ShardConfig, optimizer: OptimizerConfig) -> ShardPolicy:
     policy = shard.policy
     if policy.granularity is None and optimizer.name == "adamw8bit":
         policy = replace(policy, granularity=AdamW8bit.granularity)
-    if shard.strategy == "zero++":
-        return replace(policy, wire=ZERO_PLUS_PLUS, cache=Cache(where="device"))
+    policy = with_keys(policy, **registry.named(shard.strategy).policy)
     return replace(policy, wire=policy.wire.for_optimizer(optimizer.name))
 
 

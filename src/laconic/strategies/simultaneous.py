@@ -58,7 +58,7 @@ class Simultaneous(Stepper):
         self.recovered_steps = self.local.steps if self.local else 0
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._max_grad_norm = optimizer.max_grad_norm or math.inf  # an infinite limit only measures
-        self._audit_every, self._num_steps = setup.shard.audit_every, 0
+        self._audit_every, self._num_steps = setup.shard.policy.audits.interval, 0
         self._loss_scale: LossScale | None = None
         if setup.shard.policy.precision.param_dtype == "float16":
             self._loss_scale = LossScale(scale=optimizer.loss_scale, growth_steps=optimizer.loss_scale_growth_steps)

@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any
 
 from laconic.config import Config, ScheduleConfig, ShardConfig, SyncConfig
-from laconic.policy import keys_of, to_keys
-from laconic.registry import Strategy
-from laconic.shard.policies import Checks
+from laconic.config.sections import CHECKED
+from laconic.policy import keys_of
+from laconic.registry import Strategy, named, strategies
 
 
 def job_under(strategy: Strategy, config: Config) -> Config:
@@ -25,8 +25,8 @@ def job_under(strategy: Strategy, config: Config) -> Config:
     keys: dict[str, Any] = {"cache": "host", "wire": None, "cluster": None, **strategy.shard}
     if not strategy.on_engine or keys["cache"] != "host":
         keys["device_budget_bytes"] = 0
-    if keys["strategy"] != "laconic":
-        keys |= {key: to_keys(ShardConfig())[key] for key in (*keys_of(Checks), "audit_every")}
+    if not strategy.takes_checks:
+        keys |= {key: keys_of(ShardConfig)[key].default for key in CHECKED}
     sync = SyncConfig()
     if strategy.sync is not None:
         sync = config.sync if config.sync.is_local else SyncConfig(mode="local")
@@ -34,3 +34,12 @@ def job_under(strategy: Strategy, config: Config) -> Config:
     train = config.train if strategy.saves else dataclasses.replace(config.train, save_every=-1, resume="never")
     shard = config.shard.with_keys(**keys)
     return dataclasses.replace(config, shard=shard, sync=sync, schedule=ScheduleConfig(), train=train)
+
+
+def strategy_of(config: Config) -> Strategy:
+    """The registered strategy under which a job trains: its islands' or its schedule's, or that of shard.strategy."""
+    found = named(config.shard.strategy)
+    if config.schedule.is_cyclic:
+        states = {"states": config.schedule.states}
+        return next(each for each in strategies().values() if each.schedule == states)
+    return named("local-steps") if config.sync.is_local and found.is_own else found

@@ -1,7 +1,7 @@
 """DeepSpeed's forms of ZeRO-3."""
 
 from laconic.registry import Limit, Strategy
-from laconic.strategies.known.pytorch import LIMITS
+from laconic.strategies.known.pytorch import LIMITS, several_per_node
 
 _PLACE = "{key} = {{value!r}} and shard.strategy = {{strategy!r}}: DeepSpeed {reason}"
 
@@ -13,12 +13,6 @@ def _limit(key: str, value: object, reason: str, *, is_only: bool) -> Limit:
     )
 
 
-_ON_ONE_NODE = Limit(
-    key="launch.ranks_per_node",
-    holds=lambda value: value >= 2,
-    message="shard.strategy = {strategy!r} keeps parameters on the ranks of one node, so it needs at least 2 ranks per "
-    "node, got {value}; use 'deepspeed' or more ranks per node",
-)
 _DEEPSPEED = Strategy(
     name="deepspeed",
     label="DeepSpeed ZeRO-3",
@@ -54,7 +48,7 @@ _HPZ = _DEEPSPEED.variant(
     source="ZeRO++, arXiv 2306.10209, section 4.2; DeepSpeed 0.19's runtime/zero",
     colours=("#8cc5b8", "#8cc5b8"),
     shard={"strategy": "deepspeed-hpz"},
-    limits=(*_DEEPSPEED.limits, _ON_ONE_NODE),
+    limits=(*_DEEPSPEED.limits, several_per_node("deepspeed")),
 )
 
 STRATEGIES = (

@@ -9,9 +9,9 @@ _EARLIER = "sends a fragment earlier, not applies it later, so the steps would d
 
 def _without(key: str, default: object, reason: str = _NOTHING) -> Limit:
     """Take only the default of a key of `[sync]`."""
-    return Limit(
-        key=f"sync.{key}",
-        holds=lambda value: value == default,
+    return Limit.only(
+        f"sync.{key}",
+        default,
         message=f"sync.{key} = {{value!r}} and shard.strategy = {{strategy!r}}, which {reason}; leave it out",
     )
 
@@ -31,14 +31,14 @@ STRATEGIES = (
         limits=(
             *NOT_ON_ENGINE,
             CUTS_ANYWHERE,
-            Limit(
-                key="sync.mode",
-                holds=lambda value: value == "local",
+            Limit.only(
+                "sync.mode",
+                "local",
                 message="shard.strategy = {strategy!r} needs sync.mode = 'local': its islands sync now and then",
             ),
-            Limit(
-                key="sync.codec",
-                holds=lambda value: value == "fp32",
+            Limit.only(
+                "sync.codec",
+                "fp32",
                 message="sync.codec = {value!r} and shard.strategy = {strategy!r}, which sends float32 (its fp8 needs "
                 "a GPU and Triton); set sync.codec = 'fp32'",
             ),

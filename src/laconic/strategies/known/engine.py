@@ -1,32 +1,33 @@
 """The strategies on laconic's engine, and shard.strategy = "auto"."""
 
+from typing import Any
+
 from laconic.registry import AUTO, Limit, Strategy
 
 NOT_ON_ENGINE = (
-    Limit(
-        key="shard.wire",
-        holds=lambda value: value in (None, "exact"),
-        message="shard.wire = {value!r} is for shard.strategy = 'laconic'; leave it out",
+    Limit.only(
+        "shard.wire", None, "exact", message="shard.wire = {value!r} is for shard.strategy = 'laconic'; leave it out"
     ),
-    Limit(
-        key="shard.offload",
-        holds=lambda value: not value,
-        message="shard.offload = true is for shard.strategy = 'laconic'; leave it out",
-    ),
+    Limit.only("shard.offload", False, message="shard.offload = true is for shard.strategy = 'laconic'; leave it out"),
 )
 """The limits of strategies that are not on the engine."""
-CUTS_ANYWHERE = Limit(
-    key="optimizer.name",
-    holds=lambda value: value == "adamw",
+CUTS_ANYWHERE = Limit.only(
+    "optimizer.name",
+    "adamw",
     message="optimizer.name = {value!r} needs whole blocks or matrices, which shard.strategy = {strategy!r} cuts "
     "anywhere; set shard.strategy to 'laconic' (or 'ddp', which cuts nothing), or optimizer.name to 'adamw'",
 )
-SYNCS_EVERY_STEP = Limit(
-    key="sync.mode",
-    holds=lambda value: value == "every-step",
+SYNCS_EVERY_STEP = Limit.only(
+    "sync.mode",
+    "every-step",
     message="sync.mode = {value!r} needs shard.strategy = 'laconic', got {strategy!r}, which synchronises all ranks in "
     "every step; change one of the two",
 )
+
+
+def _beside_cyclic(key: str, *values: Any, reason: str) -> Limit:
+    return Limit.only(key, *values, message=f"{key} = {{toml}} and schedule.kind = 'cyclic'{reason}")
+
 
 _ROUNDED = "crossings are rounded: losses within 0.13 % of exact crossings, either way (docs/thinner.md)"
 _LOCAL = (
@@ -41,6 +42,7 @@ LACONIC = Strategy(
     note="laconic's engine, as the keys of [shard] say.",
     source="FCDP, arXiv 2602.06499",
     shard={"strategy": "laconic"},
+    takes_checks=True,
     on_engine=True,
     parallelize="laconic.strategies.parallelize:on_engine",
     predict="laconic.plan.candidates:on_engine",
@@ -64,6 +66,14 @@ _ISLANDS = _HOST.variant(
     source="DiLoCo, arXiv 2311.08105; Streaming DiLoCo, arXiv 2501.18512",
     colours=("#c51b7d", "#c51b7d"),
     inexact=_LOCAL,
+    limits=(
+        Limit(
+            key="shard.param_dtype",
+            holds=lambda value: value != "float16",
+            message="shard.param_dtype = 'float16' and sync.mode = 'local': islands would skip different steps when "
+            "gradients overflow; use shard.param_dtype = 'bfloat16'",
+        ),
+    ),
     sync={},
 )
 _CYCLIC_SCHEDULE = LACONIC.variant(
@@ -72,6 +82,37 @@ _CYCLIC_SCHEDULE = LACONIC.variant(
     note="Workers run one after the other, and each keeps everything.",
     source="CDP, arXiv 2403.08837",
     inexact=_CYCLIC,
+    limits=(
+        _beside_cyclic(
+            "sync.mode",
+            "every-step",
+            reason=": islands train on their own, but workers of the cyclic schedule exchange every gradient; change "
+            "one of the two",
+        ),
+        _beside_cyclic(
+            "train.compile",
+            False,
+            reason=": torch.compile is for layers that stay whole modules, and this schedule cuts the model into "
+            "stages; leave one of the two out",
+        ),
+        _beside_cyclic(
+            "lora.quantize",
+            None,
+            reason=", which sends whole stages in the dtype of their parameters; leave one of the two out",
+        ),
+        _beside_cyclic(
+            "train.accumulation",
+            1,
+            reason=": every worker has one micro-batch per step; raise train.micro_batch_size, or schedule.workers",
+        ),
+        _beside_cyclic(
+            "optimizer.name",
+            "adamw",
+            "adamw8bit",
+            reason=": every stage has an optimizer of its own, which cannot tell hidden layers from others; use "
+            "'adamw' or 'adamw8bit'",
+        ),
+    ),
     on_engine=False,
     schedule={"states": "replicated"},
     stepper="laconic.strategies.cyclic:CyclicStepper",
@@ -87,6 +128,7 @@ STRATEGIES = (
         label="as laconic plan says",
         note="What laconic plan recommends for the job on the machines of shard.cluster.",
         shard={"strategy": AUTO},
+        takes_checks=False,
     ),
     _HOST.variant(
         name="none",
@@ -151,6 +193,17 @@ STRATEGIES = (
         name="cyclic-shared",
         label="laconic cyclic, shared",
         note="Workers run one after the other, over devices that each keep one stage.",
+        limits=(
+            *_CYCLIC_SCHEDULE.limits,
+            Limit.only(
+                "data.packing",
+                None,
+                False,
+                message="data.packing = true and schedule.states = 'shared': the masks of packed rows do not all have "
+                "one shape, as activations that cross between devices must; set data.packing = false, or "
+                "schedule.states = 'sharded'",
+            ),
+        ),
         schedule={"states": "shared"},
     ),
 )

@@ -8,6 +8,16 @@ LIMITS = (*NOT_ON_ENGINE, CUTS_ANYWHERE, SYNCS_EVERY_STEP)
 """The limits of strategies that cut parameters anywhere and sync in every step."""
 
 
+def several_per_node(instead: str) -> Limit:
+    """The limit of a strategy that keeps copies on the ranks of one node."""
+    return Limit(
+        key="launch.ranks_per_node",
+        holds=lambda value: value >= 2,
+        message="shard.strategy = {strategy!r} keeps parameters on the ranks of one node, so it needs at least 2 ranks "
+        f"per node, got {{value}}; use {instead!r} or more ranks per node",
+    )
+
+
 def reduced_always(strategy: Strategy, source: str) -> Strategy:
     """A baseline that reduces in every micro-batch, as a user takes it whose device cannot keep whole gradients."""
     name = f"{strategy.name}-reduced"
@@ -74,9 +84,10 @@ STRATEGIES = (
         shard={"strategy": "fsdp2-gloo"},
         limits=(
             *LIMITS,
-            Limit(
-                key="launch.device",
-                holds=lambda value: value in (None, "cpu"),
+            Limit.only(
+                "launch.device",
+                None,
+                "cpu",
                 message="shard.strategy = {strategy!r} keeps Gloo's own collectives, which are for CPU; use 'fsdp2' on "
                 "{value}",
             ),
@@ -94,18 +105,13 @@ STRATEGIES = (
         shard={"strategy": "fsdp2-hpz"},
         limits=(
             *LIMITS,
-            Limit(
-                key="shard.reshard_after_forward",
-                holds=lambda value: value is None,
+            Limit.only(
+                "shard.reshard_after_forward",
+                None,
                 message="shard.reshard_after_forward = {value!r} but shard.strategy = {strategy!r} sets it to the "
                 "number of ranks per node: leave it out",
             ),
-            Limit(
-                key="launch.ranks_per_node",
-                holds=lambda value: value >= 2,
-                message="shard.strategy = {strategy!r} keeps parameters on the ranks of one node, so it needs at least "
-                "2 ranks per node, got {value}; use 'fsdp2' or more ranks per node",
-            ),
+            several_per_node("fsdp2"),
         ),
         parallelize="laconic.strategies.parallelize:fsdp2_hpz",
         predict="laconic.plan.peers_torch:fsdp2_hpz",
@@ -125,9 +131,9 @@ STRATEGIES = (
             *NOT_ON_ENGINE,
             SYNCS_EVERY_STEP,
             *(
-                Limit(
-                    key=f"shard.{key}",
-                    holds=lambda value: value is None,
+                Limit.only(
+                    f"shard.{key}",
+                    None,
                     message=f"shard.{key} = {{value!r}} but shard.strategy = {{strategy!r}} has no mixed precision: "
                     "leave it out and set model.dtype",
                 )
