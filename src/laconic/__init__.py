@@ -15,8 +15,7 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports a name when it is first 
     from laconic.hf.saving import load_safetensors, save_safetensors
     from laconic.islands.fragments import SyncSchedule
     from laconic.islands.local_steps import LocalSteps
-    from laconic.islands.membership import Membership
-    from laconic.islands.policies import Coding, OuterSGD, SyncPolicy, outer_sgd
+    from laconic.islands.policies import Coding, Membership, OuterSGD, SyncPolicy, outer_sgd
     from laconic.layout.granularity import Block, elements, rows, whole
     from laconic.optim.ema import EMA
     from laconic.partial.updates import assign_slice, partial_updates, unsliced, unsliced_state_dict
@@ -75,7 +74,7 @@ _HOMES = {
     "CyclicDataParallel": "laconic.cyclic.runtime",
     "EMA": "laconic.optim.ema",
     "LocalSteps": "laconic.islands.local_steps",
-    "Membership": "laconic.islands.membership",
+    "Membership": "laconic.islands.policies",
     "RaggedTensor": "laconic.ragged.tensor",
     "ShardedModule": "laconic.shard.sharded_module",
     "Wire": "laconic.shard.policies",

@@ -55,8 +55,8 @@ from laconic.islands.all_reduce import IslandGroup, Mean, mean_over_islands
 from laconic.islands.entrance import Entrance, Listening, in_thread, pair, tell, vector_checksums
 from laconic.islands.exchange import Beginning, Contribution, Exchange, Presence, diverged
 from laconic.islands.fragments import Position
-from laconic.islands.membership import Membership
 from laconic.islands.outer_optimizer import OuterFragment
+from laconic.islands.policies import Membership
 
 _T = TypeVar("_T")
 
@@ -425,15 +425,16 @@ class ElasticExchange(Exchange):
     def _open(self, generation: int | None = None) -> Agreements:
         """Agreements with a connection of its own to the rendezvous. Default: of the newest generation."""
         policy = self._policy
+        host, port = policy.address
         patience = timedelta(seconds=min(policy.timeout_s, _CONNECT_S))
         try:
-            store = dist.TCPStore(policy.host, policy.port, is_master=False, timeout=patience)
+            store = dist.TCPStore(host, port, is_master=False, timeout=patience)
         except dist.DistError as error:
             raise JobError(
                 f"no rendezvous answers at {policy.rendezvous} ({str(error).splitlines()[0]}); start `laconic "
-                f"rendezvous --port {policy.port}` on a machine that all islands reach"
+                f"rendezvous --port {port}` on a machine that all islands reach"
             ) from error
-        return Agreements(store, self._run, policy.rendezvous, generation)
+        return Agreements(store, self._run, str(policy.rendezvous), generation)
 
 
 class _Watcher:

@@ -17,7 +17,7 @@ from laconic.comm.entries import EntryError, decode, encode
 from laconic.errors import JobError
 from laconic.islands.agreements import SILENCE_S, Agreements
 from laconic.islands.fragments import Position
-from laconic.islands.membership import Membership
+from laconic.islands.policies import Membership
 
 _T = TypeVar("_T")
 
@@ -58,8 +58,8 @@ class Entrance:
         self._agreements.agree_on(self._terms)
         self._number = self._agreements.come(self._rounds)
         self._beats, self._heard_at = -1, time.monotonic()
-        if self._number == self._policy.islands - 1:
-            self._agreements.found(self._policy.islands)
+        if self._number == self._policy.num_founders - 1:
+            self._agreements.found(self._policy.num_founders)
 
     def _look_around(self) -> None:
         """Answer calls; leave a generation that has died out; say that this island waits, or give up."""
@@ -80,10 +80,10 @@ class Entrance:
             warnings.warn(f"{self._missing()}; this island waits", stacklevel=2)
 
     def _is_founded(self) -> bool:
-        return self._agreements.num_come() >= self._policy.islands
+        return self._agreements.num_come() >= self._policy.num_founders
 
     def _missing(self) -> str:
-        come, islands = self._agreements.num_come(), self._policy.islands
+        come, islands = self._agreements.num_come(), self._policy.num_founders
         if come < islands:
             return f"{come} of {islands} islands have come to {self._policy.rendezvous}"
         return f"the islands at {self._policy.rendezvous} have not ended a round since this one came"

@@ -11,11 +11,10 @@ quorum.
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +28,8 @@ from laconic.islands.all_reduce import Mean
 from laconic.islands.elastic import ElasticExchange
 from laconic.islands.exchange import Beginning, Contribution, Exchange, Presence, SyncReport
 from laconic.islands.fragments import Position, fragment_of
-from laconic.islands.membership import Membership
 from laconic.islands.outer_optimizer import Holders, MakeOuter, OuterFragment
-from laconic.islands.policies import SyncPolicy
+from laconic.islands.policies import Membership, SyncPolicy
 from laconic.islands.recovery import RecoveringExchange
 from laconic.policy import with_keys
 from laconic.ragged.parts import walk_sliced
@@ -69,8 +67,9 @@ class LocalSteps:
     its `step`. Such an optimizer has `settle()`, which drains the run before each sync, so that the island has one
     version of all parameters.
 
-    Islands stay until the job ends. With `membership` each island is a job of its own instead, and islands come and go
-    while the others train on. Call `enter()` after loading checkpoints and before the first forward.
+    Islands stay until the job ends. With a rendezvous (`membership`) each island is a job of its own instead, and
+    islands come and go while the others train on. Call `enter()` after loading checkpoints and before the first
+    forward.
 
     Args:
         model: the model. Its trainable parameters sync, and with `partial_updates` all slices, each averaged over the
@@ -81,13 +80,9 @@ class LocalSteps:
         outer: makes the outer optimizer of a fragment, in place of the policy's, from a list of parameter groups, one
             for each number of islands that train them: [Note: Outer parameter groups] in islands/outer_optimizer.py.
             `functools.partial(torch.optim.SGD, lr=1.0)` is such a function.
-        recovery: a folder on each machine for the states of the last syncs, from which islands go on after a restart:
-            [Note: Re-forming] in islands/recovery.py. Then `steps` is the step after which training goes on.
-        run_id: the name of the run, for `recovery` and `membership`. Only states of the same run are restored, and only
-            islands of the same run meet. Default: torchrun's `--rdzv-id`.
-        membership: where islands that come and go meet, and for how long they wait for each other. The mesh then has
-            one island, this one.
-        keys: other values of fields of the policy, such as `every=100, fragments=4, codec="int8"`.
+        membership: what follows if an island is lost or joins, in place of the policy's. With its `recovery` `steps` is
+            then the step after which training goes on; with its `rendezvous` the mesh has one island, this one.
+        keys: other values of fields of these policies, such as `every=100, fragments=4, codec="int8"`.
 
     Raises:
         ValueError: the schedule is not valid, the codec is unknown, no parameter is trainable, no slice of a sliced
@@ -107,14 +102,14 @@ class LocalSteps:
         mesh: DeviceMesh,
         policy: SyncPolicy | None = None,
         outer: MakeOuter | None = None,
-        recovery: str | Path | None = None,
-        run_id: str | None = None,
         membership: Membership | None = None,
         **keys: Any,
     ) -> None:
-        policy = with_keys(policy or SyncPolicy(), **keys)
+        policy = policy or SyncPolicy()
+        policy = with_keys(replace(policy, membership=membership or policy.membership), **keys)
+        membership = policy.membership
         codec, error_feedback = codec_named(policy.coding.codec), policy.coding.error_feedback
-        if recovery is not None and hasattr(optimizer, "settle"):
+        if membership.recovery is not None and hasattr(optimizer, "settle"):
             raise ValueError(
                 "recovery= and the optimizer of a cyclic run, whose states are with the owners of its stages: a "
                 "machine's folder would lack them; leave recovery out, and save checkpoints of the run"
@@ -144,17 +139,19 @@ class LocalSteps:
             own = {name: parameter for name, parameter in synced.items() if assigned[name] == index}
             self.fragments.append(OuterFragment(own, outer or policy.outer, holders))
         self._residuals = [torch.zeros_like(fragment.flat) for fragment in self.fragments] if error_feedback else []
-        holders.check(may_join=recovery is not None)
+        holders.check(may_join=membership.recovery is not None)
+        _refuse_misfits(membership, self.cluster.num_islands, any(holders.order(name) >= 0 for name in synced))
         of = self.cluster, codec, self.fragments
         self._exchange: Exchange = Exchange(*of)
-        if membership is not None:
-            _refuse_beside_membership(self.cluster, holders, synced, recovery is not None)
-            terms, run = asdict(self.schedule), _run_name(run_id, "membership=")
+        if membership.rendezvous is not None:
+            terms, run = asdict(self.schedule), _run_name(membership.run_id, "membership=")
             self._exchange = ElasticExchange(membership, run, *of, terms)
-        elif recovery is not None:
+        elif membership.folder is not None:
             slices = sorted({holders.order(name) for name, p in synced.items() if p.requires_grad} - {-1})
-            run, residuals = _run_name(run_id, "recovery="), self._residuals if error_feedback else None
-            self._exchange = RecoveringExchange(recovery, run, *of, self.schedule, residuals, optimizer, slices)
+            run, residuals = _run_name(membership.run_id, "recovery="), self._residuals if error_feedback else None
+            self._exchange = RecoveringExchange(
+                membership.folder, run, *of, self.schedule, residuals, optimizer, slices
+            )
         units = filter(None, map(unit_of, model.modules()))
         buckets = [bucket for unit in units for bucket in unit.buckets if bucket.cluster is self.cluster]
         for bucket in buckets:
@@ -418,19 +415,21 @@ def _run_name(given: str | None, whose: str) -> str:
     return name
 
 
-def _refuse_beside_membership(cluster: Cluster, holders: Holders, names: Iterable[str], recovers: bool) -> None:
-    """Refuse settings that do not go with `membership=`. Raises: ValueError."""
-    if cluster.num_islands > 1:
+def _refuse_misfits(membership: Membership, num_islands: int, is_sliced: bool) -> None:
+    """Refuse a mesh and a model that do not go with the policy of islands. Raises: ValueError."""
+    if membership.rendezvous is None:
+        if membership.islands not in (None, num_islands):
+            raise ValueError(
+                f"islands={membership.islands} and a mesh of {num_islands} islands; give init_mesh the same number, or "
+                "leave it out here"
+            )
+        return
+    if num_islands > 1:
         raise ValueError(
-            f"membership= and a mesh of {cluster.num_islands} islands: with membership each island is a job of its "
-            "own; start one torchrun for each, and leave islands= out of init_mesh"
+            f"membership= and a mesh of {num_islands} islands: with membership each island is a job of its own; start "
+            "one torchrun for each, and leave islands= out of init_mesh"
         )
-    if recovers:
-        raise ValueError(
-            "recovery= and membership=: an island that comes back gets the state from the others, so recovery= has "
-            "nothing to restore; leave it out, and save checkpoints against the loss of all islands"
-        )
-    if any(holders.order(name) >= 0 for name in names):
+    if is_sliced:
         raise ValueError(
             "membership= and partial_updates: a slice whose islands have gone would never change again; leave one of "
             "them out"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from laconic.islands.fragments import SyncSchedule
-from laconic.policy import Policy, Positive, ProperShare, Switch, option
+from laconic.policy import Count, Policy, Positive, ProperShare, Switch, keys_of, option
 
 if TYPE_CHECKING:
     import torch
@@ -61,9 +63,84 @@ class OuterSGD(Policy):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyncPolicy(Policy):
-    """When islands sync, in which format, and the step that they take then: `[sync]` and `LocalSteps` contain it."""
+class Membership(Policy):
+    """The islands of a run, and what follows if one is lost or joins: [Note: An island's life] in islands/exchange.py.
 
+    Without `recovery` and `rendezvous` islands stay until the job ends, or end with it.
+
+    Raises:
+        ValueError: a value is out of its range, or values do not go together.
+    """
+
+    islands: Count | None = None
+    """Number of islands, which other trainers call dp_replicate. It must divide the number of nodes, since each island
+    has equally many whole nodes, one after the other. Default: every node is an island. With `rendezvous`: the number
+    of islands with which training starts. Later any number may come and go."""
+    recovery: str | None = None
+    """A folder on each machine, best in memory (/dev/shm), for elastic runs (`torchrun --nnodes MIN:MAX`). It keeps the
+    results of the last syncs; when islands are lost or join, the run that torchrun restarts goes on from the newest.
+    Only states of the same run are used; environment variables in the path are expanded. `laconic train` needs
+    train.resume = "auto" with it."""
+    rendezvous: str | None = None
+    """HOST:PORT where `laconic rendezvous` runs, a small server that no island hosts. Each island is then a launch of
+    its own (one torchrun, one output folder), and islands come and go while the others train on."""
+    run_id: str | None = None
+    """The name of the run. Only islands of one run meet, and only states of the same run are restored. Default:
+    torchrun's --rdzv-id; `laconic train` keeps a name for `recovery` in the output folder."""
+    quorum: Count | None = None
+    """With `rendezvous`: a sync begins when this many islands have taken their steps, and the others join it with those
+    that they have, so nobody waits for a slow island; means weigh by tokens. Default: islands take equally many steps,
+    and wait for each other."""
+    timeout_s: Positive = 120.0
+    """With `rendezvous`: the longest, in seconds, that islands wait for one of them at a sync, before they go on
+    without it. It must be longer than islands are apart, and longer than the largest message takes. An island whose
+    process dies is noticed earlier."""
+    start_timeout_s: Positive = 1800.0
+    """With `rendezvous`: the longest, in seconds, that an island waits to enter, and for the state of the others."""
+
+    def _check_keys(self) -> None:
+        if self.rendezvous is None:
+            for key in ("quorum", "timeout_s", "start_timeout_s"):
+                is_default = getattr(self, key) == keys_of(Membership)[key].default
+                self._check(key, is_default, "needs {rendezvous}, where islands meet")
+            return
+        host, _, port = self.rendezvous.rpartition(":")
+        is_address = host and port.isdecimal() and 0 < int(port) < 1 << 16
+        self._check("rendezvous", bool(is_address), "must be HOST:PORT, where `laconic rendezvous` runs")
+        self._check("islands", self.islands is not None, "must say with how many islands training starts")
+        message = (
+            "does not go with {rendezvous}: the others tell an island that comes the state; leave it out, and save "
+            "checkpoints against the loss of all islands"
+        )
+        self._check("recovery", self.recovery is None, message)
+
+    @property
+    def num_founders(self) -> int:
+        """The number of islands with which training starts at the rendezvous."""
+        assert self.islands is not None
+        return self.islands
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of `recovery` on this machine."""
+        return None if self.recovery is None else Path(os.path.expandvars(self.recovery)).expanduser()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The host and the port of the rendezvous; an IPv6 address without its brackets."""
+        assert self.rendezvous is not None
+        host, _, port = self.rendezvous.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncPolicy(Policy):
+    """Which islands sync, when, in which format, and the step that they take then.
+
+    `[sync]` and `LocalSteps` contain it.
+    """
+
+    membership: Membership = Membership()
     schedule: SyncSchedule = SyncSchedule()
     coding: Coding = Coding()
     outer: OuterSGD = OuterSGD()

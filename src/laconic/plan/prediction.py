@@ -90,7 +90,7 @@ class Predictor:
         return with_shard(job, device_budget_bytes=budget_bytes)
 
     def _estimate(self, candidate: Strategy, job: Config, *, keeps_spans: bool = False) -> Estimate:
-        islands = (job.sync.islands or self.cluster.nodes) if job.sync.is_local else 1
+        islands = (job.sync.membership.islands or self.cluster.nodes) if job.sync.is_local else 1
         shape = shape_of(self.cluster, islands)
         trace = self._trace(job)
         work = work_of(job, device_type=self.device_type, trace=trace, rehearsals=self._rehearsals)

@@ -83,8 +83,8 @@ def _check_islands(config: Config) -> None:
         "two out",
     )
     _refuse_if(
-        sync.recovery is not None and config.train.resume == "never",
-        f"sync.recovery = {sync.recovery!r} is for a run that goes on when torchrun starts it again; set "
+        sync.membership.recovery is not None and config.train.resume == "never",
+        f"sync.recovery = {sync.membership.recovery!r} is for a run that goes on when torchrun starts it again; set "
         "train.resume = 'auto' (a run without anything to resume starts from step 0)",
     )
 

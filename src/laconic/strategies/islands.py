@@ -1,6 +1,5 @@
 """The islands of a job: their number, the slice that each of them trains, and their syncs."""
 
-import os
 import re
 import warnings
 from collections import Counter
@@ -17,7 +16,6 @@ from laconic.comm.cluster import Cluster
 from laconic.comm.launch import RankInfo
 from laconic.config import JobError, SyncConfig
 from laconic.islands.local_steps import LocalSteps
-from laconic.islands.membership import Membership
 from laconic.islands.outer_optimizer import check_slices
 from laconic.islands.recovery import trained_slices
 from laconic.partial.updates import partial_updates
@@ -33,15 +31,15 @@ def num_islands(sync: SyncConfig, ranks: RankInfo) -> int:
     Raises:
         JobError: islands would have unequal sizes, or there are more slices than islands.
     """
-    if not sync.is_local or sync.rendezvous is not None:
+    if not sync.is_local or sync.membership.rendezvous is not None:
         return 1
-    islands = sync.islands if sync.islands is not None else ranks.num_nodes
+    islands = sync.membership.islands if sync.membership.islands is not None else ranks.num_nodes
     if ranks.num_nodes % islands:
         raise JobError(
             f"sync.islands = {islands} does not divide the {ranks.num_nodes} nodes of this launch; an island is made "
             "of whole nodes, so use a divisor, or leave the key out to make every node an island"
         )
-    if sync.recovery is None:
+    if sync.membership.recovery is None:
         holders = Counter(assign_slices([None] * islands, sync.slices))
         try:
             check_slices([holders[index] for index in range(sync.slices)], may_join=False)
@@ -52,7 +50,7 @@ def num_islands(sync: SyncConfig, ranks: RankInfo) -> int:
 
 def num_launches(sync: SyncConfig) -> int:
     """The number of launches that share a global batch: with sync.rendezvous the islands that start, else 1."""
-    return 1 if sync.rendezvous is None else sync.islands or 1
+    return 1 if sync.membership.rendezvous is None else sync.membership.num_founders
 
 
 def make_local_steps(
@@ -66,36 +64,16 @@ def make_local_steps(
         ValueError: the model cannot be divided into these fragments, or has no trainable parameter; or a rank cannot
             write into the folder sync.recovery.
     """
-    return LocalSteps(
-        model,
-        optimizer,
-        mesh=mesh,
-        policy=sync.policy,
-        recovery=_recovery_folder(sync),
-        run_id=sync.run_id if sync.rendezvous is not None else _run_id(sync, output),
-        membership=_membership(sync),
-    )
-
-
-def _membership(sync: SyncConfig) -> Membership | None:
-    """The islands that come and go; None without sync.rendezvous."""
-    if sync.rendezvous is None or sync.islands is None:
-        return None
-    return Membership(rendezvous=sync.rendezvous, islands=sync.islands, quorum=sync.quorum, timeout_s=sync.timeout_s)
-
-
-def _recovery_folder(sync: SyncConfig) -> Path | None:
-    """The folder on this machine that keeps the last syncs; None without sync.recovery."""
-    return None if sync.recovery is None else Path(os.path.expandvars(sync.recovery)).expanduser()
+    return LocalSteps(model, optimizer, mesh=mesh, policy=sync.policy, run_id=_run_id(sync, output))
 
 
 def _run_id(sync: SyncConfig, output: Path) -> str | None:
-    """The name of the run, which rank 0 keeps in the output folder; None without sync.recovery. Collective.
+    """The name of the run. With sync.recovery rank 0 keeps one in the output folder. Collective.
 
     A run whose output folder is new has a new name, so it does not go on from what another run has left on a machine.
     """
-    if sync.recovery is None:
-        return None
+    if sync.membership.recovery is None:
+        return sync.membership.run_id
     path = output / RUN_ID
 
     def read() -> str:
@@ -134,7 +112,7 @@ def slice_model(model: nn.Module, sync: SyncConfig, output: Path, mesh: DeviceMe
 
 def _recovered_slice(sync: SyncConfig, output: Path) -> int | None:
     """The slice that this machine trained at its last sync; None if it has kept no sync. Collective."""
-    folder, run = _recovery_folder(sync), _run_id(sync, output)
+    folder, run = sync.membership.folder, _run_id(sync, output)
     slices = None if folder is None or run is None else trained_slices(folder, run)
     return slices[0] if slices and slices[0] < sync.slices else None
 

@@ -1,57 +1,10 @@
-"""The policy of islands that come and go while the others train, and the server at which they meet."""
+"""The server at which islands meet that come and go: `laconic rendezvous`."""
 
 import argparse
 import signal
 import socket
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-from laconic.policy import Count, Policy, Positive
-
-
-@dataclass(frozen=True, kw_only=True)
-class Membership(Policy):
-    """Islands that come and go while the others train on: [Note: Islands that come and go] in islands/elastic.py.
-
-    Each island is a job of its own, with its own torchrun. The islands meet at a rendezvous, a small server that none
-    of them hosts: `laconic rendezvous`.
-
-    Raises:
-        ValueError: a value is out of its range.
-    """
-
-    rendezvous: str
-    """The address of the rendezvous, "HOST:PORT"."""
-    islands: Count
-    """The number of islands with which training starts. Later any number may come and go."""
-    quorum: Count | None = None
-    """The number of islands that must have taken all steps up to a sync before the sync begins. All others then join
-    it after the step in which they are, so nobody waits for a slow island; the mean weighs islands by their tokens.
-    Until then fast islands train on. None: every island takes the same number of steps, and the islands wait for each
-    other at every sync."""
-    timeout_s: Positive = 120.0
-    """The longest, in seconds, that islands wait for one of them at a sync. Then they go on without that island. It
-    must be longer than islands are apart, and longer than the largest message takes. An island whose process dies is
-    noticed earlier."""
-    start_timeout_s: Positive = 1800.0
-    """The longest, in seconds, that an island waits to enter, and for the state of the others."""
-
-    def _check_keys(self) -> None:
-        host, _, port = self.rendezvous.rpartition(":")
-        is_address = host and port.isdecimal() and 0 < int(port) < 1 << 16
-        self._check("rendezvous", bool(is_address), "must be HOST:PORT, where `laconic rendezvous` runs")
-
-    @property
-    def host(self) -> str:
-        """The host of the rendezvous; an IPv6 address without its brackets."""
-        return self.rendezvous.rpartition(":")[0].strip("[]")
-
-    @property
-    def port(self) -> int:
-        """The port of the rendezvous."""
-        return int(self.rendezvous.rpartition(":")[2])
-
 
 _DESCRIPTION = """\
 Serve as the rendezvous of islands that come and go (sync.rendezvous, laconic.Membership), until a signal ends this
@@ -62,7 +15,7 @@ the port, so give --host the address of the network of the islands if the machin
 
 def main(argv: Sequence[str]) -> int:
     """Run `laconic rendezvous`; return the exit code: 0 after a signal, 2 if the port cannot be opened."""
-    import torch.distributed as dist  # not before: job descriptions have the policy, and need no torch
+    import torch.distributed as dist  # not before: `--help` needs no torch
 
     parser = argparse.ArgumentParser(
         prog="laconic rendezvous", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
