@@ -41,7 +41,7 @@ class Section(Policy):
     def __post_init__(self) -> None:
         for name, value in to_keys(self).items():
             refuse_absurd(value, f"{self.prefix()}{name}")
-        with self._in_own_words():
+        with self.in_own_words():
             super().__post_init__()
 
     @classmethod
@@ -56,7 +56,7 @@ class Section(Policy):
         Raises:
             ConfigError: see `Section`.
         """
-        with cls._in_own_words():
+        with cls.in_own_words():
             return from_keys(cls, values)
 
     def with_keys(self, **values: Any) -> Self:
@@ -65,13 +65,13 @@ class Section(Policy):
         Raises:
             ConfigError: see `Section`.
         """
-        with self._in_own_words():
+        with self.in_own_words():
             return with_keys(self, **values)
 
     @classmethod
     @contextmanager
-    def _in_own_words(cls) -> Iterator[None]:
-        """Let a policy's refusal name keys of this section."""
+    def in_own_words(cls) -> Iterator[None]:
+        """Let a refusal of a policy of this section name its keys."""
         try:
             yield
         except PolicyError as error:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
 from laconic.errors import JobError
+from laconic.islands.policies import Membership
 from laconic.policy import PolicyError, documented, keys_of, to_keys, with_keys
 from laconic.shard.policies import Cache, ShardPolicy
 
@@ -58,27 +60,42 @@ class LaconicArguments(_Shared):
     """With local_steps: the number of islands. Default: every node is one."""
 
     def __post_init__(self) -> None:
-        _ = self.policy  # refuses what does not go together
-        for key, least in {"local_steps": 0, "islands": 1}.items():
-            value = getattr(self, key)
-            if value is not None and (not isinstance(value, int) or value < least):
-                raise ArgumentError(f"{key}={value!r} must be an integer of at least {least}")
+        _ = self.policy, self.membership  # refuse what does not go together
+        if not isinstance(self.local_steps, int) or self.local_steps < 0:
+            raise ArgumentError(f"local_steps={self.local_steps!r} must be an integer of at least 0")
         if self.islands is not None and not self.local_steps:
             raise ArgumentError(f"islands={self.islands} needs local_steps, the steps between two syncs of islands")
         if isinstance(self.units, str) or self.units == []:
             raise ArgumentError(f"units={self.units!r} must be a list of class names, such as ['LlamaDecoderLayer']")
 
+    @staticmethod
+    @contextmanager
+    def in_own_words() -> Iterator[None]:
+        """Let a refusal of a policy name options.
+
+        Raises:
+            ArgumentError: the policy's refusal.
+        """
+        try:
+            yield
+        except PolicyError as error:
+            raise ArgumentError(error.told("", "=")) from None
+
     @property
     def policy(self) -> ShardPolicy:
-        """The policies that these options describe.
+        """How the model is sharded, as these options describe it.
 
         Raises:
             ArgumentError: a value is unknown, negative or does not go with another one.
         """
-        try:
+        with self.in_own_words():
             return with_keys(_DEFAULT, **{name: getattr(self, name) for name in keys_of(ShardPolicy)})
-        except PolicyError as error:
-            raise ArgumentError(error.told("", "=")) from None
+
+    @property
+    def membership(self) -> Membership:
+        """The islands that these options describe."""
+        with self.in_own_words():
+            return Membership(islands=self.islands)
 
     def refuse_trainers_own(self, place: str) -> None:
         """Refuse the options that need a Trainer's loop. `place` says whose loop it is instead.

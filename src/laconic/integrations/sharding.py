@@ -82,18 +82,9 @@ def mesh_for(arguments: LaconicArguments, device_type: str | None = None) -> Dev
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device_type = "cpu" if accelerator is None else accelerator.type
     ranks = RankInfo.from_environment()
-    num_nodes = ranks.num_nodes
-    islands = arguments.islands if arguments.islands is not None else num_nodes
-    if num_nodes % islands:
-        raise ArgumentError(
-            f"islands={islands} does not divide the {num_nodes} nodes of this launch; an island is made of whole "
-            "nodes, so use a divisor, or leave it out to make every node an island"
-        )
-    if arguments.audit_every and islands == ranks.world_size:
-        raise ArgumentError(
-            f"audit_every={arguments.audit_every} compares ranks that share a model, but each of the {islands} islands "
-            "has one rank; leave it out, or use fewer islands"
-        )
+    with arguments.in_own_words():
+        islands = arguments.membership.count(ranks.num_nodes)
+        arguments.policy.audits.check_ranks(ranks.world_size // islands)
     return laconic.init_mesh(device_type, islands=islands)
 
 

@@ -114,6 +114,21 @@ class Membership(Policy):
         )
         self._check("recovery", self.recovery is None, message)
 
+    def count(self, num_nodes: int) -> int:
+        """The number of islands in a launch of so many nodes; with a rendezvous each launch is one.
+
+        Raises:
+            ValueError: they do not divide the nodes.
+        """
+        if self.rendezvous is not None:
+            return 1
+        message = (
+            f"does not divide the {num_nodes} nodes of this launch; an island is made of whole nodes, so use a "
+            "divisor, or leave it out to make every node an island"
+        )
+        self._check("islands", self.islands is None or num_nodes % self.islands == 0, message)
+        return num_nodes if self.islands is None else self.islands
+
     @property
     def num_founders(self) -> int:
         """The number of islands with which training starts at the rendezvous."""

@@ -68,12 +68,12 @@ def choose(predictor: Predictor, *, allow: Collection[str] = (), names: Sequence
     found = list(predictor.all(names))
     refusals = tuple(each for each in found if isinstance(each, Refusal))
     estimates = [each for each in found if isinstance(each, Estimate)]
-    may_win = [each for each in estimates if each.fits and _may_win(each, predictor.config, allow)]
+    allowed = {*allow, *(name for name, each in CANDIDATES.items() if is_asked_for(each, predictor.config))}
+    may_win = [each for each in estimates if each.fits and _may_win(each, allowed)]
     best = _best(may_win)
     ordered = sorted(estimates, key=lambda each: (not each.fits, each.seconds_per_token))
     entries = tuple(
-        Contender(estimate=each, is_recommended=each is best, reason=_reason(each, best, predictor.config, allow))
-        for each in ordered
+        Contender(estimate=each, is_recommended=each is best, reason=_reason(each, best, allowed)) for each in ordered
     )
     return Choice(
         entries=entries,
@@ -85,11 +85,8 @@ def choose(predictor: Predictor, *, allow: Collection[str] = (), names: Sequence
     )
 
 
-def _may_win(estimate: Estimate, config: Config, allow: Collection[str]) -> bool:
-    candidate = CANDIDATES[estimate.strategy]
-    if not candidate.saves:
-        return False
-    return not estimate.inexact or candidate.name in allow or is_asked_for(candidate, config)
+def _may_win(estimate: Estimate, allowed: Collection[str]) -> bool:
+    return CANDIDATES[estimate.strategy].saves and (not estimate.inexact or estimate.strategy in allowed)
 
 
 def _best(estimates: Sequence[Estimate]) -> Estimate | None:
@@ -103,14 +100,14 @@ def _best(estimates: Sequence[Estimate]) -> Estimate | None:
     return simplest if simplest.seconds_per_token <= _TIE * fastest.seconds_per_token else fastest
 
 
-def _reason(estimate: Estimate, best: Estimate | None, config: Config, allow: Collection[str]) -> str:
+def _reason(estimate: Estimate, best: Estimate | None, allowed: Collection[str]) -> str:
     """One line about a strategy, compared with the recommended one."""
     if not estimate.fits:
         return shortfall(estimate)
     if best is None or estimate is best:
         return f"a step is bound by {_bound(estimate)}"
     slower = estimate.seconds_per_token / best.seconds_per_token
-    if not _may_win(estimate, config, allow):
+    if not _may_win(estimate, allowed):
         speed = f"{slower:.2f}x the time, and" if slower > 1 else f"{1 / slower:.2f}x as fast, but"
         return f"{speed} {f'inexact: {estimate.inexact}' if estimate.inexact else 'it is for comparisons'}"
     if slower <= 1:

@@ -209,6 +209,15 @@ class Audits(Policy):
     their gradients to the bit; the first step is one. 0: never. It takes two more forwards and backwards in such a
     step."""
 
+    def check_ranks(self, ranks_per_island: int) -> None:
+        """Refuse audits where no two ranks share a model.
+
+        Raises:
+            ValueError: an island has one rank.
+        """
+        message = "compares ranks that share a model, but each island has one rank; leave it out, or use fewer islands"
+        self._check("audit_every", not self.interval or ranks_per_island > 1, message)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Precision(Policy):

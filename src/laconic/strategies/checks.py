@@ -35,11 +35,8 @@ def check_job(config: Config, ranks: RankInfo, device_type: str | None = None) -
         check_workers(config, ranks)
     elif config.sync.is_local and strategy.is_own:
         _check_islands(config)
-    interval = config.shard.policy.audits.interval
-    _refuse_if(
-        interval > 0 and ranks.world_size == num_islands(config.sync, ranks),
-        f"shard.audit_every = {interval} compares ranks that share a model, but each island has one rank; leave it out",
-    )
+    with config.shard.in_own_words():
+        config.shard.policy.audits.check_ranks(ranks.world_size // num_islands(config.sync, ranks))
 
 
 def check_workers(config: Config, ranks: RankInfo) -> None:

@@ -31,14 +31,10 @@ def num_islands(sync: SyncConfig, ranks: RankInfo) -> int:
     Raises:
         JobError: islands would have unequal sizes, or there are more slices than islands.
     """
-    if not sync.is_local or sync.membership.rendezvous is not None:
+    if not sync.is_local:
         return 1
-    islands = sync.membership.islands if sync.membership.islands is not None else ranks.num_nodes
-    if ranks.num_nodes % islands:
-        raise JobError(
-            f"sync.islands = {islands} does not divide the {ranks.num_nodes} nodes of this launch; an island is made "
-            "of whole nodes, so use a divisor, or leave the key out to make every node an island"
-        )
+    with sync.in_own_words():
+        islands = sync.membership.count(ranks.num_nodes)
     if sync.membership.recovery is None:
         holders = Counter(assign_slices([None] * islands, sync.slices))
         try:
