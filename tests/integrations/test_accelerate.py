@@ -25,7 +25,7 @@ from laconic.integrations.accelerate import LaconicAccelerator
 from laconic.integrations.options import ArgumentError
 from tests.support.accelerate_jobs import Loop, train
 from tests.support.language_model import loss_of, make_model, make_rows
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 
 def weights(loop: Loop) -> dict[str, torch.Tensor]:
@@ -43,12 +43,6 @@ def job_same_as_ddp() -> None:
     assert len(reference["norms"]) == 5
     assert isinstance(loop.accelerator.unwrap_model(loop.model), laconic.ShardedModule)
     assert loop.accelerator.is_fsdp2
-
-
-def job_all(folder: Path) -> None:
-    job_same_as_ddp()
-    for check in (no_sync, checkpoints, whole_weights, bf16, evaluation, whole_models, other_states):
-        check(folder / check.__name__)
 
 
 def no_sync(folder: Path) -> None:
@@ -151,8 +145,11 @@ def whole_models(folder: Path) -> None:
 ONE_UNIT = "RegressionModel names no layers (_no_split_modules) and has no ModuleList, so it is one unit"
 
 
+@on_ranks(2, local=1)
 def test_a_loop_its_checkpoints_and_its_weights(tmp_path: Path) -> None:
-    run_ranks(job_all, 2, tmp_path, local=1)
+    job_same_as_ddp()
+    for check in (no_sync, checkpoints, whole_weights, bf16, evaluation, whole_models, other_states):
+        check(tmp_path / check.__name__)
 
 
 def test_three_ranks_train_as_ddp() -> None:

@@ -21,7 +21,7 @@ from laconic.integrations import LaconicArguments
 from laconic.integrations.lightning import LaconicFabricStrategy, LaconicStrategy
 from laconic.integrations.options import ArgumentError
 from tests.support.language_model import loss_of, make_model, make_rows
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 from tests.support.lightning_jobs import LightningModel, loader, make_trainer, records, train
 
 
@@ -270,16 +270,13 @@ CHECKS = (
 )
 
 
-def job_all(folder: Path) -> None:
+@on_ranks(2, local=1)
+def test_a_trainer_its_checkpoints_and_its_precisions(tmp_path: Path) -> None:
     job_same_as_ddp()
     for check in CHECKS:
-        mine = folder / check.__name__
+        mine = tmp_path / check.__name__
         mine.mkdir(exist_ok=True)
         check(mine)
-
-
-def test_a_trainer_its_checkpoints_and_its_precisions(tmp_path: Path) -> None:
-    run_ranks(job_all, 2, tmp_path, local=1)
 
 
 def test_options_that_do_not_go_with_lightning() -> None:

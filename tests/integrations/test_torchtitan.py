@@ -15,7 +15,7 @@ from laconic.integrations.torchtitan import with_laconic
 from tests.integrations import titan_model
 from tests.integrations.titan_model import SETTINGS, ParallelDims, TitanModel, forgets_to_shard, parallelize
 from tests.support.language_model import loss_of, make_rows
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 
 def job_train() -> None:
@@ -65,14 +65,11 @@ def job_refusals() -> None:
         with_laconic(forgets_to_shard)(TitanModel())
 
 
-def job_all() -> None:
+@pytest.mark.parametrize(("world", "local"), [(3, 1)])
+@on_ranks("world", local="local")
+def test_the_steps_of_torchtitans_trainer() -> None:
     job_train()
     job_refusals()
-
-
-@pytest.mark.parametrize(("world", "local"), [(3, 1)])
-def test_the_steps_of_torchtitans_trainer(world: int, local: int) -> None:
-    run_ranks(job_all, world, local=local)
 
 
 @pytest.mark.parametrize(

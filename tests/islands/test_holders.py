@@ -16,7 +16,7 @@ from laconic.islands.fragments import fragment_of
 from laconic.islands.local_steps import LocalSteps
 from laconic.islands.outer_optimizer import Holders, OuterFragment
 from tests.reference.local_steps import Islands
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 from tests.support.partial_models import MlpNet, partial_net
 from tests.support.sharded_net import inputs, squared_error
 
@@ -189,7 +189,10 @@ def test_outer_steps_by_number_of_holders(
     run_ranks(job_groups, islands * local, islands, local, held, num_slices, sharded, local=local)
 
 
-def job_one_slice() -> None:
+
+
+@on_ranks(2, local=1)
+def test_one_slice_is_plain_local_steps_to_the_bit() -> None:
     mesh = laconic.init_mesh("cpu", islands=2, nodes=1, local=1)
     torch.manual_seed(0)
     models = [partial_net(0, 1), MlpNet()]
@@ -203,10 +206,6 @@ def job_one_slice() -> None:
             steps.zero_grad()
     for (name, got), want in zip(values(models[0]).items(), values(models[1]).values(), strict=True):
         assert torch.equal(got, want), name
-
-
-def test_one_slice_is_plain_local_steps_to_the_bit() -> None:
-    run_ranks(job_one_slice, 2, local=1)
 
 
 def job_idle_slices(held: list[int], num_slices: int, folder: str) -> list[str]:

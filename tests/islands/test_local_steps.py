@@ -17,7 +17,7 @@ from laconic.errors import JobError
 from laconic.islands.fragments import fragment_of
 from laconic.islands.local_steps import LocalSteps
 from tests.reference.local_steps import Islands
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 from tests.support.partial_models import partial_net
 from tests.support.sharded_net import Net, build, shard, squared_error
 
@@ -121,7 +121,10 @@ def test_islands_move_as_in_one_process(islands: int, local: int, sharded: bool,
     run_ranks(job_trajectory, islands * local, islands, local, sharded, options, oracle, local=local)
 
 
-def job_degenerate() -> None:
+
+
+@on_ranks(2, local=2)
+def test_local_steps_equal_plain_training_in_the_limits() -> None:
     rank = dist.get_rank()
     # One island, outer lr 1, no momentum: plain training, to rounding.
     mesh = laconic.init_mesh("cpu", islands=1, nodes=1, local=2)
@@ -150,11 +153,10 @@ def job_degenerate() -> None:
         assert_equal(values(model), values(plain), atol=1e-6, rtol=1e-5)
 
 
-def test_local_steps_equal_plain_training_in_the_limits() -> None:
-    run_ranks(job_degenerate, 2, local=2)
 
 
-def job_codecs() -> None:
+@on_ranks(3, local=1)
+def test_every_codec_keeps_islands_equal_and_its_bytes() -> None:
     mesh = laconic.init_mesh("cpu", islands=3, nodes=1, local=1)
     for name, codec in CODECS.items():
         # Islands build their models with different seeds, and all start from island 0's parameters.
@@ -183,11 +185,10 @@ def job_codecs() -> None:
         assert len(set(digests)) == 1, "equal to the bit, whatever the codec loses"
 
 
-def test_every_codec_keeps_islands_equal_and_its_bytes() -> None:
-    run_ranks(job_codecs, 3, local=1)
 
 
-def job_tokens() -> None:
+@on_ranks(3, local=1)
+def test_the_mean_of_islands_that_stay_weighs_by_tokens() -> None:
     """Islands that stay, with other numbers of tokens: the mean weighs by all tokens since the last sync."""
     mesh = laconic.init_mesh("cpu", islands=3, nodes=1, local=1)
     island = dist.get_rank()
@@ -212,10 +213,6 @@ def job_tokens() -> None:
             drifts = [weight * (start - each[name]) for weight, each in zip(tokens, everywhere, strict=True)]
             want = start - torch.stack(drifts).sum(0) / sum(tokens)
             torch.testing.assert_close(values(model)[name], want, atol=1e-6, rtol=1e-5, msg=name)
-
-
-def test_the_mean_of_islands_that_stay_weighs_by_tokens() -> None:
-    run_ranks(job_tokens, 3, local=1)
 
 
 def job_resume(options: Job) -> None:
@@ -281,7 +278,10 @@ def test_a_resumed_run_equals_the_unbroken_one() -> None:
     )
 
 
-def job_refusals() -> None:
+
+
+@on_ranks(1, local=1)
+def test_bad_input_is_refused_by_name() -> None:
     mesh = laconic.init_mesh("cpu")
     model = build(make)
     with pytest.raises(ValueError, match=r"mixing=1.0\) must lie in \[0, 1\)"):
@@ -301,10 +301,6 @@ def job_refusals() -> None:
         next(model.parameters()).fill_(float("nan"))
     with pytest.raises(ValueError, match="training has diverged"):
         local.advance()
-
-
-def test_bad_input_is_refused_by_name() -> None:
-    run_ranks(job_refusals, 1, local=1)
 
 
 def job_diverged(values: list[float]) -> list[str]:

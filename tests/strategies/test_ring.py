@@ -17,7 +17,7 @@ from laconic.config import Config, JobError, ModelConfig, ShardConfig
 from laconic.strategies import ring
 from laconic.strategies.checks import check_job
 from laconic.strategies.ring import RingReduceScatter, use_rings
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 SIZES = (1, 2, 7, 1001)
 
@@ -39,13 +39,6 @@ def inputs(numel: int, dtype: torch.dtype, *, whole: bool) -> list[torch.Tensor]
     generator = torch.Generator().manual_seed(numel)
     made = [torch.randn(numel, generator=generator) for _ in range(dist.get_world_size())]
     return [(tensor.mul(8).round() if whole else tensor).to(dtype) for tensor in made]
-
-
-def job_sums() -> None:
-    sent = dist.isend = SentBytes()
-    for segments in (1, 4, 64):
-        ring._SEGMENTS = segments
-        check_sums(sent)
 
 
 def check_sums(sent: SentBytes) -> None:
@@ -80,8 +73,12 @@ def check_sums(sent: SentBytes) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_the_ring_sums_like_gloo_with_half_its_bytes(world_size: int) -> None:
-    run_ranks(job_sums, world_size)
+@on_ranks("world_size")
+def test_the_ring_sums_like_gloo_with_half_its_bytes() -> None:
+    sent = dist.isend = SentBytes()
+    for segments in (1, 4, 64):
+        ring._SEGMENTS = segments
+        check_sums(sent)
 
 
 def trained(shape: tuple[int, ...], *, rings: bool, reduce_dtype: torch.dtype | None = None) -> list[torch.Tensor]:
