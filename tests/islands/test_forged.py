@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from laconic import _compat
-from laconic.islands import membership
+from laconic.islands import rendezvous
 from laconic.islands.agreements import Agreements, RunEndedError
 from laconic.islands.saved_state import SavedState
 from tests.faults import forged
@@ -90,17 +90,17 @@ def test_the_rendezvous_lives(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "it listens on 127.0.0.1"), ("", "all addresses")])
 def test_the_rendezvous_says_where_it_listens(host: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership.threading.Event, "wait", lambda *_: True)
-    monkeypatch.setattr(membership.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(rendezvous.threading.Event, "wait", lambda *_: True)
+    monkeypatch.setattr(rendezvous.signal, "signal", lambda *_: None)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        assert membership.main(["--host", host, "--port", "0"]) == 0
+        assert rendezvous.main(["--host", host, "--port", "0"]) == 0
     assert shown in printed.getvalue()
     assert printed.getvalue().count("\n") == 1
 
 
 def test_a_rendezvous_on_one_address_is_not_on_others() -> None:
-    listener = membership._listen("127.0.0.1", 0)
+    listener = rendezvous._listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     assert store.port == port

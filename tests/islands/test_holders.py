@@ -189,8 +189,6 @@ def test_outer_steps_by_number_of_holders(
     run_ranks(job_groups, islands * local, islands, local, held, num_slices, sharded, local=local)
 
 
-
-
 @on_ranks(2, local=1)
 def test_one_slice_is_plain_local_steps_to_the_bit() -> None:
     mesh = laconic.init_mesh("cpu", islands=2, nodes=1, local=1)

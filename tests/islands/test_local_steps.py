@@ -121,8 +121,6 @@ def test_islands_move_as_in_one_process(islands: int, local: int, sharded: bool,
     run_ranks(job_trajectory, islands * local, islands, local, sharded, options, oracle, local=local)
 
 
-
-
 @on_ranks(2, local=2)
 def test_local_steps_equal_plain_training_in_the_limits() -> None:
     rank = dist.get_rank()
@@ -153,8 +151,6 @@ def test_local_steps_equal_plain_training_in_the_limits() -> None:
         assert_equal(values(model), values(plain), atol=1e-6, rtol=1e-5)
 
 
-
-
 @on_ranks(3, local=1)
 def test_every_codec_keeps_islands_equal_and_its_bytes() -> None:
     mesh = laconic.init_mesh("cpu", islands=3, nodes=1, local=1)
@@ -183,8 +179,6 @@ def test_every_codec_keeps_islands_equal_and_its_bytes() -> None:
         flat = torch.cat([value.view(-1) for value in values(model).values()])
         dist.all_gather_object(digests, hashlib.sha256(flat.numpy().tobytes()).hexdigest())
         assert len(set(digests)) == 1, "equal to the bit, whatever the codec loses"
-
-
 
 
 @on_ranks(3, local=1)
@@ -276,8 +270,6 @@ def test_a_resumed_run_equals_the_unbroken_one() -> None:
     run_ranks(
         job_resume, 4, {"every": 4, "fragments": 2, "overlap": 1, "codec": "e3m0", "error_feedback": True}, local=2
     )
-
-
 
 
 @on_ranks(1, local=1)
