@@ -31,7 +31,7 @@ from laconic.data import tokens as data
 from laconic.data.batches import Sampler
 from laconic.hf.tokenizer import load_tokenizer
 from laconic.lab.counters import interface_bytes
-from laconic.strategies.learning_rates import lr_at
+from laconic.strategies.optimizers import lr_at
 
 _VOCAB = 256
 _EVAL_ROWS_AT_ONCE = 16

@@ -29,8 +29,7 @@ from laconic.hf.tokenizer import load_tokenizer
 from laconic.strategies.checks import check_workers
 from laconic.strategies.cyclic import num_workers
 from laconic.strategies.cyclic_metrics import DeviceTimeline, combine
-from laconic.strategies.learning_rates import lr_at
-from laconic.strategies.optimizers import make_stage_optimizer
+from laconic.strategies.optimizers import lr_at, make_stage_optimizer
 from tests.hf.zoo import TINY, differing
 from tests.reference.cyclic import Oracle
 from tests.support.jobs import job, refusal, train, train_all
@@ -354,8 +353,9 @@ def test_memory_is_measured_on_one_rank(tmp_path: Path) -> None:
     summary = train(cyclic_job(tmp_path, "one", schedule={"workers": 2}, log=log, train={"save_every": -1}))
     assert summary["step_peak_bytes"] > 0
     assert summary["resting_bytes"] > 3 * 4 * summary["num_parameters"]  # weights, two moments
+    job = cyclic_job(tmp_path, "two", log=log)
     with pytest.raises(JobError, match=r"log\.memory_step = 4 and schedule\.kind = 'cyclic' on 2 ranks"):
-        check_workers(cyclic_job(tmp_path, "two", log=log), ranks(num_local=2))
+        check_workers(job.schedule, job.optimizer, job.log, ranks(num_local=2))
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:

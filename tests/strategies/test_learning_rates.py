@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from laconic.config import OptimizerConfig
-from laconic.strategies.learning_rates import lr_at
+from laconic.strategies.optimizers import lr_at
 
 
 def rates(total: int, **settings: Any) -> list[float]:

@@ -32,7 +32,7 @@ they are, are few.
 from dataclasses import dataclass
 
 from laconic.shard.policies import Wire
-from laconic.strategies.known.zero_plus_plus import WIRE
+from laconic.strategies.known.engine import ZERO_PLUS_PLUS_WIRE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class StepBytes:
         return StepBytes(node=factor * self.node, local=factor * self.local)
 
 
-CODED = {"8bit": Wire.of("8bit"), "4bit": Wire.of("4bit"), "zero++": Wire.of(WIRE)}
+CODED = {"8bit": Wire.of("8bit"), "4bit": Wire.of("4bit"), "zero++": Wire.of(ZERO_PLUS_PLUS_WIRE)}
 """The policy of crossings, by strategy."""
 
 

@@ -18,8 +18,8 @@ import torch
 from laconic.config import Config, ModelConfig
 from laconic.hf.models import build_model
 from laconic.strategies import parallelize
-from laconic.strategies.learning_rates import lr_at
-from laconic.strategies.loss_scale import LossScale
+from laconic.strategies.optimizers import lr_at
+from laconic.strategies.simultaneous import LossScale
 from laconic.train.meter import flops_per_token, peak_flops
 from tests.support.jobs import SMALL_LLAMA, job, refusal, train, train_all
 from tests.support.launch import run_ranks

@@ -16,8 +16,7 @@ from laconic.comm.traffic import Snapshot
 from laconic.lab.counters import InterfaceBytes
 from laconic.shard.ledger import Ledger
 from laconic.strategies.stepper import StepResult
-from laconic.train.loggers import JsonlLogger, TensorBoardLogger
-from laconic.train.progress import BarLogger, LineLogger, describe_step
+from laconic.train.loggers import BarLogger, JsonlLogger, LineLogger, TensorBoardLogger, describe_step
 from laconic.train.recorder import reduce_records
 from laconic.train.records import ClusterStep, StepRecord
 from tests.support.launch import run_ranks

@@ -10,9 +10,9 @@ from laconic.config.sections import (
     OptimizerConfig,
     ScheduleConfig,
     ShardConfig,
+    SyncConfig,
     TrainConfig,
 )
-from laconic.config.sync import SyncConfig
 from laconic.errors import JobError
 
 __all__ = [

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from laconic.config import sections
 from laconic.config.section import ConfigError, Section, refuse_absurd
-from laconic.config.sync import SyncConfig
+from laconic.config.sections import SyncConfig
 from laconic.policy import keys_of, shown, to_keys
 
 _T = TypeVar("_T")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from laconic.codec import CODECS
-from laconic.config.sync import SyncConfig
+from laconic.config.sections import SyncConfig
 from laconic.islands.fragments import fragment_of
 from laconic.plan.buckets import PlannedBucket, Shape, plan_buckets
 from laconic.plan.codec_cost import decode_bytes, encode_bytes

@@ -1,7 +1,17 @@
 """Refuses jobs whose sections do not fit together, or do not fit the launch, before anything is created."""
 
 from laconic.comm.launch import RankInfo
-from laconic.config import Config, JobError, ShardConfig
+from laconic.config import (
+    Config,
+    JobError,
+    LogConfig,
+    LoraConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    ShardConfig,
+    SyncConfig,
+    TrainConfig,
+)
 from laconic.cyclic.schedule import RULES, Rule
 from laconic.policy import keys_of, to_keys
 from laconic.strategies.cyclic import num_workers
@@ -32,22 +42,22 @@ def check_job(config: Config, ranks: RankInfo, device_type: str | None = None) -
     )
     if config.schedule.is_cyclic:
         _check_sharding(config.shard)
-        check_workers(config, ranks)
+        check_workers(config.schedule, config.optimizer, config.log, ranks)
     elif config.sync.is_local and strategy.is_own:
-        _check_islands(config)
+        _check_islands(config.sync, config.lora, config.train)
     with config.shard.in_own_words():
         config.shard.policy.audits.check_ranks(ranks.world_size // num_islands(config.sync, ranks))
 
 
-def check_workers(config: Config, ranks: RankInfo) -> None:
+def check_workers(schedule: ScheduleConfig, optimizer: OptimizerConfig, log: LogConfig, ranks: RankInfo) -> None:
     """Refuse settings of a cyclic schedule that its number of workers or ranks does not allow.
 
     Raises:
         JobError: the ranks do not fit; the gradient norm is clipped, but is not known in time under the rule; shared
             stages do not allow the rule; or memory is measured on several ranks.
     """
-    workers = num_workers(config.schedule, ranks)
-    rule, limit = config.schedule.rule, config.optimizer.max_grad_norm
+    workers = num_workers(schedule, ranks)
+    rule, limit = schedule.rule, optimizer.max_grad_norm
     allowed = [name for name in reversed(RULES) if Rule.named(name, workers).allows_global_norm]
     _refuse_if(
         limit > 0 and rule not in allowed,
@@ -56,31 +66,30 @@ def check_workers(config: Config, ranks: RankInfo) -> None:
         f"or schedule.rule to {' or '.join(map(repr, allowed))}",
     )
     _refuse_if(
-        config.schedule.states == "shared" and rule == "dp",
+        schedule.states == "shared" and rule == "dp",
         "schedule.states = 'shared' needs workers at different times, and under schedule.rule = 'dp' all are at the "
         "same stage at once; choose another rule",
     )
     _refuse_if(
-        config.log.memory_step > 0 and ranks.world_size > 1,
-        f"log.memory_step = {config.log.memory_step} and schedule.kind = 'cyclic' on {ranks.world_size} ranks: "
+        log.memory_step > 0 and ranks.world_size > 1,
+        f"log.memory_step = {log.memory_step} and schedule.kind = 'cyclic' on {ranks.world_size} ranks: "
         "messages are under way between steps, and torch's profiler then crashes; leave the key out, or use one rank",
     )
 
 
-def _check_islands(config: Config) -> None:
-    sync = config.sync
+def _check_islands(sync: SyncConfig, lora: LoraConfig, train: TrainConfig) -> None:
     _refuse_if(
-        sync.slices > 1 and config.lora.enabled,
+        sync.slices > 1 and lora.enabled,
         f"sync.slices = {sync.slices} and lora.enabled = true: only adapters train, and adapters are not sliced; leave "
         "sync.slices out",
     )
     _refuse_if(
-        sync.slices > 1 and config.train.compile,
+        sync.slices > 1 and train.compile,
         f"sync.slices = {sync.slices} and train.compile = true: products of slices are not compiled; leave one of the "
         "two out",
     )
     _refuse_if(
-        sync.membership.recovery is not None and config.train.resume == "never",
+        sync.membership.recovery is not None and train.resume == "never",
         f"sync.recovery = {sync.membership.recovery!r} is for a run that goes on when torchrun starts it again; set "
         "train.resume = 'auto' (a run without anything to resume starts from step 0)",
     )

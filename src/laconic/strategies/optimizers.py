@@ -1,5 +1,6 @@
-"""The optimizer of a job: its parameter groups and their learning rates."""
+"""The optimizer of a job: its parameter groups, and learning rates, which are pure functions of the step."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,6 @@ from torch import nn
 
 from laconic import optim
 from laconic.config import JobError, OptimizerConfig
-from laconic.strategies.learning_rates import lr_at
 
 _Group = dict[str, Any]
 
@@ -62,3 +62,27 @@ def _by_decay(parameters: list[nn.Parameter], settings: OptimizerConfig, **group
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0, **group},
     ]
     return [group for group in groups if group["params"]]
+
+
+def lr_at(step: int, config: OptimizerConfig, *, total_steps: int) -> float:
+    """The learning rate of optimizer step `step`, counted from 0, in a run of `total_steps`."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    return config.lr * _decay(step, config, total_steps)
+
+
+def _decay(step: int, config: OptimizerConfig, total_steps: int) -> float:
+    """The learning rate of a step after the warm-up, as a share of the peak."""
+    floor = config.min_lr_ratio
+    match config.lr_schedule:
+        case "constant":
+            return 1.0
+        case "cosine":
+            length = config.decay_steps or max(total_steps - config.warmup_steps, 1)
+            progress = min((step - config.warmup_steps) / length, 1.0)
+            return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        case "wsd":
+            length = config.decay_steps or max(total_steps // 5, 1)
+            # The first step of the decay is below the plateau already, and the last step is at the floor.
+            progress = min(max(step + 1 - (total_steps - length), 0) / length, 1.0)
+            return 1.0 - (1.0 - floor) * progress

@@ -75,7 +75,7 @@ class StepResult:
     syncs: tuple[SyncReport, ...] = ()
     """The syncs of islands that ended with this step; every rank has the same number."""
     loss_scale: float | None = None
-    """The factor of the loss in this step: [Note: Loss scaling] in loss_scale.py. None without loss scaling."""
+    """The factor of the loss in this step: [Note: Loss scaling] in simultaneous.py. None without loss scaling."""
     skipped_steps: int | None = None
     """The steps of the run so far whose gradients overflowed, so that the weights stayed; None without loss scaling."""
     timeline: DeviceTimeline | None = None

@@ -29,18 +29,16 @@ from laconic.data.batches import Batch, Division
 from laconic.hf.tokenizer import load_tokenizer, with_vocabulary
 from laconic.store import files
 from laconic.strategies.checks import check_job
-from laconic.strategies.cyclic import CyclicStepper, num_workers
-from laconic.strategies.cyclic_checkpoint import newest_cut
+from laconic.strategies.cyclic import CyclicStepper, newest_cut, num_workers
 from laconic.strategies.islands import num_launches
 from laconic.strategies.memory import measured_peak
 from laconic.strategies.optimizers import set_learning_rates
 from laconic.strategies.stepper import NotFiniteError, Setup, Stepper
 from laconic.train import prepare
 from laconic.train.lock import OutputLock, writing
-from laconic.train.loggers import JsonlLogger, Logger, TensorBoardLogger, WandbLogger
+from laconic.train.loggers import BarLogger, JsonlLogger, LineLogger, Logger, TensorBoardLogger, WandbLogger
 from laconic.train.meter import StepMeter, flops_per_token, peak_flops
 from laconic.train.prepare import with_strategy
-from laconic.train.progress import BarLogger, LineLogger
 from laconic.train.recorder import RunRecorder, reduce_records
 from laconic.train.records import StepRecord, perplexity, summarise
 from laconic.train.stopping import StopAtFurthest, StopSignals, StopTogether

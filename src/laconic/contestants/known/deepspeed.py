@@ -1,7 +1,8 @@
 """DeepSpeed's forms of ZeRO-3."""
 
 from laconic.registry import Limit, Strategy
-from laconic.strategies.known.pytorch import LIMITS, several_per_node
+from laconic.strategies.known.engine import LIMITS
+from laconic.strategies.known.pytorch import several_per_node
 
 _PLACE = "{key} = {{value!r}} and shard.strategy = {{strategy!r}}: DeepSpeed {reason}"
 

@@ -1,7 +1,7 @@
 """torchft's DiLoCo."""
 
 from laconic.registry import Limit, Strategy
-from laconic.strategies.known.pytorch import CUTS_ANYWHERE, NOT_ON_ENGINE
+from laconic.strategies.known.engine import CUTS_ANYWHERE, NOT_ON_ENGINE
 
 _NOTHING = "has nothing like it"
 _EARLIER = "sends a fragment earlier, not applies it later, so the steps would differ"

@@ -1,4 +1,4 @@
-"""The strategies on laconic's engine, and shard.strategy = "auto"."""
+"""The strategies on laconic's engine, ZeRO++'s algorithm among them, and shard.strategy = "auto"."""
 
 from typing import Any
 
@@ -23,6 +23,11 @@ SYNCS_EVERY_STEP = Limit.only(
     message="sync.mode = {value!r} needs shard.strategy = 'laconic', got {strategy!r}, which synchronises all ranks in "
     "every step; change one of the two",
 )
+LIMITS = (*NOT_ON_ENGINE, CUTS_ANYWHERE, SYNCS_EVERY_STEP)
+"""The limits of strategies that cut parameters anywhere and sync in every step."""
+ZERO_PLUS_PLUS_WIRE = {"weights": "int8", "as_values": True, "gradients": "int4"}
+"""The crossings of ZeRO++: qwZ and qgZ, in blocks of 128. DeepSpeed's groups are larger, and it codes gradients inside
+the node, too. So these losses flatter it; the bytes between nodes are its own."""
 
 
 def _beside_cyclic(key: str, *values: Any, reason: str) -> Limit:
@@ -205,5 +210,22 @@ STRATEGIES = (
             ),
         ),
         schedule={"states": "shared"},
+    ),
+    Strategy(
+        name="zero++",
+        label="ZeRO++ on our engine",
+        note="ZeRO++'s algorithm on laconic's engine: weights cross in int8 in every forward, gradients in int4 in "
+        "every backward. DeepSpeed's own runs on CUDA only.",
+        source="ZeRO++, arXiv 2306.10209",
+        maker="DeepSpeed",
+        colours=("#5e4b8b", "#9a83d6"),
+        shard={"strategy": "zero++"},
+        policy={"wire": ZERO_PLUS_PLUS_WIRE, "cache": "device", "device_budget_bytes": 0},
+        inexact="weights cross in 8 bits and gradients in 4, and nothing feeds the error back",
+        limits=LIMITS,
+        on_engine=True,
+        reduces_always=True,
+        parallelize="laconic.strategies.parallelize:on_engine",
+        predict="laconic.plan.candidates:on_engine",
     ),
 )

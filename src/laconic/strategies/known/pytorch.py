@@ -1,11 +1,9 @@
 """The strategies of PyTorch itself: FSDP2 in its forms, HSDP and DDP."""
 
 from laconic.registry import Limit, Strategy
-from laconic.strategies.known.engine import CUTS_ANYWHERE, NOT_ON_ENGINE, SYNCS_EVERY_STEP
+from laconic.strategies.known.engine import LIMITS, NOT_ON_ENGINE, SYNCS_EVERY_STEP
 
 _CODE = "torch's torch/distributed/fsdp/_fully_shard"
-LIMITS = (*NOT_ON_ENGINE, CUTS_ANYWHERE, SYNCS_EVERY_STEP)
-"""The limits of strategies that cut parameters anywhere and sync in every step."""
 
 
 def several_per_node(instead: str) -> Limit:
