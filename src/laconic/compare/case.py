@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from laconic import registry
-from laconic.config import Config, ConfigError
+from laconic.config import Config, ConfigError, SyncConfig
 from laconic.lab import format_rate
 from laconic.registry import Strategy
 from laconic.strategies.under import job_under
@@ -93,7 +93,7 @@ def config_of(base: Config, case: Case, out: Path) -> Config:
     """
     strategy = STRATEGIES[case.strategy]
     if strategy.has_islands:
-        _check_islands(base, case)
+        _check_islands(base.sync, case)
     try:
         job = job_under(strategy, base)
     except ConfigError as error:
@@ -114,8 +114,8 @@ def config_of(base: Config, case: Case, out: Path) -> Config:
     )  # fmt: skip
 
 
-def _check_islands(base: Config, case: Case) -> None:
-    label, sync = STRATEGIES[case.strategy].label, base.sync
+def _check_islands(sync: SyncConfig, case: Case) -> None:
+    label = STRATEGIES[case.strategy].label
     if not sync.is_local:
         raise ConfigError(
             f"{label} cannot run this job: its machines sync now and then, and sync.mode is 'every-step'; set "

@@ -82,7 +82,8 @@ def main(argv: list[str]) -> int:
         return 1
     results = with_predictions(measured, expected)
     words = textwrap.wrap(savings_in_words(results, options.device_bytes), 110)
-    lines = ["", *words, *_report(results, options), *_left_out(options), *_files(results, cases, base, options.out)]
+    files = _files(results, cases, options.out, has_log=base.log.tensorboard)
+    lines = ["", *words, *_report(results, options), *_left_out(options), *files]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
     return 0
 
@@ -153,7 +154,7 @@ def make_cases(base: Config, options: argparse.Namespace) -> list[Case]:
     Raises: ConfigError if a strategy cannot run the job, ValueError if a strategy, rate or number of steps is wrong.
     """
     rates = dict.fromkeys(map(parse_rate, options.rates.split(",")))
-    strategies = _strategies(base, options.strategies)
+    strategies = _strategies(options.strategies, has_islands=base.sync.is_local)
     jobs: list[Job] = ["lora"] if base.lora.enabled else ["full", "lora"] if options.lora else ["full"]
     cases = [
         Case(
@@ -177,16 +178,14 @@ def _reporter(console: Console, cases: Sequence[Case], device_bytes: float | Non
     return TableReporter(console, ScreenTable(labels, device_limit_bytes=device_bytes), num_runs=len(cases))
 
 
-def _strategies(base: Config, chosen: str | None) -> Sequence[str]:
+def _strategies(chosen: str | None, *, has_islands: bool) -> Sequence[str]:
     """The names of the strategies to run: those chosen, or all that are installed and can run the job.
 
     Raises: ConfigError if a chosen strategy is not installed.
     """
     if chosen is None:
         return [
-            name
-            for name, each in STRATEGIES.items()
-            if each.is_installed and (base.sync.is_local or not each.has_islands)
+            name for name, each in STRATEGIES.items() if each.is_installed and (has_islands or not each.has_islands)
         ]
     names = list(dict.fromkeys(registry.canonical(name.strip()) for name in chosen.split(",")))
     for name in names:
@@ -243,14 +242,14 @@ def _report(results: Sequence[Result], options: argparse.Namespace) -> list[str]
     return [*lines, f"picture:         {picture}"]
 
 
-def _files(results: Sequence[Result], cases: Sequence[Case], base: Config, out: Path) -> Iterator[str]:
+def _files(results: Sequence[Result], cases: Sequence[Case], out: Path, *, has_log: bool) -> Iterator[str]:
     """The lines that name checkpoints and logs."""
     for case, result in zip(cases, results, strict=True):
         if case.save:
             step = max((Path(result.output) / "checkpoints").glob("step-*"))
             shown = step.relative_to(Path.cwd()) if step.is_relative_to(Path.cwd()) else step
             yield f"checkpoint:      {shown}  ({case.label})"
-    if base.log.tensorboard:
+    if has_log:
         yield f"TensorBoard log: {out / 'runs'}  (tensorboard --logdir {out / 'runs'})"
 
 

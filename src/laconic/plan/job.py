@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 from laconic.config import Config
 from laconic.plan.buckets import Sharding
 from laconic.plan.job_trace import trace_job
@@ -31,12 +28,3 @@ def work_of(
         sharding=sharding,
         rehearsals=rehearsals or Rehearsals(),
     )
-
-
-def with_shard(config: Config, **keys: Any) -> Config:
-    """The job with other keys in the section `shard`.
-
-    Raises:
-        ConfigError: the keys contradict each other.
-    """
-    return dataclasses.replace(config, shard=config.shard.with_keys(**keys))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from laconic import registry
-from laconic.config import Config, ConfigError
+from laconic.config import Config, ConfigError, ScheduleConfig
 from laconic.errors import JobError
 from laconic.plan.candidates import BUDGET, CANDIDATES, candidate_named
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate, first_rank, read_program, shape_of
-from laconic.plan.job import with_shard, work_of
+from laconic.plan.job import work_of
 from laconic.plan.job_trace import trace_job, writes_in_place
 from laconic.plan.machine import Machine
 from laconic.plan.model_trace import ModelTrace
@@ -71,7 +71,7 @@ class Predictor:
         try:
             job = self.config if is_under else self.job(candidate)
             if job.schedule.is_cyclic:
-                self._check_workers(job)
+                self._check_workers(job.schedule)
             check_job(job, first_rank(self.cluster), self.device_type)
             return self._estimate(candidate, job, keeps_spans=keeps_spans)
         except TraceError:
@@ -87,7 +87,7 @@ class Predictor:
         """
         job = job_under(candidate, self.config)
         budget_bytes = self._budget_bytes() if candidate.name == BUDGET else 0
-        return with_shard(job, device_budget_bytes=budget_bytes)
+        return replace(job, shard=job.shard.with_keys(device_budget_bytes=budget_bytes))
 
     def _estimate(self, candidate: Strategy, job: Config, *, keeps_spans: bool = False) -> Estimate:
         islands = (job.sync.membership.islands or self.cluster.nodes) if job.sync.is_local else 1
@@ -105,14 +105,14 @@ class Predictor:
             notes=trace.notes if trace.method == "traced" else (trace.method, *trace.notes),
         )  # fmt: skip
 
-    def _check_workers(self, job: Config) -> None:
+    def _check_workers(self, schedule: ScheduleConfig) -> None:
         """Refuse more workers than the model has blocks, before the rule of thousands of workers is worked out.
 
         Raises:
             ConfigError: there are more.
             JobError: the ranks do not fit.
         """
-        workers = num_workers(job.schedule, first_rank(self.cluster))
+        workers = num_workers(schedule, first_rank(self.cluster))
         blocks = len(self._trace(self.config).units) + 1  # in any precision; most jobs have traced their own already
         if workers > blocks:
             raise ConfigError(f"{workers} workers need as many blocks, and the model has {blocks}; start fewer ranks")
