@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from laconic import registry
-from laconic.config import Config, ConfigError
+from laconic.config import ConfigError, ScheduleConfig, ShardConfig, SyncConfig
 from laconic.plan.buckets import Shape
 from laconic.plan.cyclic import CyclicProgram
 from laconic.plan.local_steps import LocalStepsProgram
@@ -36,13 +36,13 @@ def candidate_named(name: str) -> Strategy:
     return CANDIDATES[name]
 
 
-def is_asked_for(strategy: Strategy, config: Config) -> bool:
+def is_asked_for(strategy: Strategy, shard: ShardConfig, sync: SyncConfig, schedule: ScheduleConfig) -> bool:
     """Whether the job itself has chosen what makes this strategy inexact."""
     if strategy.has_islands or strategy.schedule is not None:
-        has_sync = strategy.has_islands and config.sync.is_local
-        return has_sync or (strategy.schedule is not None and config.schedule.is_cyclic)
+        has_sync = strategy.has_islands and sync.is_local
+        return has_sync or (strategy.schedule is not None and schedule.is_cyclic)
     wire = strategy.shard.get("wire")
-    return wire is not None and config.shard.policy.wire == Wire.of(wire)
+    return wire is not None and shard.policy.wire == Wire.of(wire)
 
 
 def on_engine(machine: Machine, work: StepWork, shape: Shape) -> Program:

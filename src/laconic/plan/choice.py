@@ -68,7 +68,8 @@ def choose(predictor: Predictor, *, allow: Collection[str] = (), names: Sequence
     found = list(predictor.all(names))
     refusals = tuple(each for each in found if isinstance(each, Refusal))
     estimates = [each for each in found if isinstance(each, Estimate)]
-    allowed = {*allow, *(name for name, each in CANDIDATES.items() if is_asked_for(each, predictor.config))}
+    own = predictor.config.shard, predictor.config.sync, predictor.config.schedule
+    allowed = {*allow, *(name for name, each in CANDIDATES.items() if is_asked_for(each, *own))}
     may_win = [each for each in estimates if each.fits and _may_win(each, allowed)]
     best = _best(may_win)
     ordered = sorted(estimates, key=lambda each: (not each.fits, each.seconds_per_token))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from laconic import registry
-from laconic.config import Config, DataConfig
+from laconic.config import Config, DataConfig, ScheduleConfig, ShardConfig
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer import load_tokenizer, with_vocabulary
 from laconic.partial.updates import partial_updates
@@ -45,7 +45,7 @@ def trace_job(config: Config, *, device_type: str | None = None, model: nn.Modul
         arguments=batch_of(config.data, config.train.micro_batch_size),
         compute_dtype=getattr(torch, precision.param_dtype) if precision.param_dtype else None,
         device_type=device_type,
-        gradients_in_place=writes_in_place(config),
+        gradients_in_place=writes_in_place(config.shard, config.schedule, config.model.dtype),
     )
     notes = []
     if config.train.compile:
@@ -53,11 +53,14 @@ def trace_job(config: Config, *, device_type: str | None = None, model: nn.Modul
     return replace(trace, notes=(*trace.notes, *notes))
 
 
-def writes_in_place(config: Config) -> bool:
-    """Whether a job runs on laconic's engine and reduces gradients in the dtype in which layers compute."""
-    shard, precision = config.shard, config.shard.policy.precision
-    param_dtype = precision.param_dtype or config.model.dtype
-    is_ours = registry.named(shard.strategy).on_engine and not config.schedule.is_cyclic
+def writes_in_place(shard: ShardConfig, schedule: ScheduleConfig, dtype: str) -> bool:
+    """Whether a job runs on laconic's engine and reduces gradients in the dtype in which layers compute.
+
+    `dtype` is that of the model's parameters.
+    """
+    precision = shard.policy.precision
+    param_dtype = precision.param_dtype or dtype
+    is_ours = registry.named(shard.strategy).on_engine and not schedule.is_cyclic
     return is_ours and (precision.reduce_dtype or param_dtype) == param_dtype
 
 

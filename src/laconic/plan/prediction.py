@@ -133,7 +133,11 @@ class Predictor:
         return spare_bytes
 
     def _trace(self, job: Config) -> ModelTrace:
-        key = writes_in_place(job), job.shard.policy.precision.param_dtype, job.sync.slices
+        key = (
+            writes_in_place(job.shard, job.schedule, job.model.dtype),
+            job.shard.policy.precision.param_dtype,
+            job.sync.slices,
+        )
         if key not in self._traces:
             self._traces[key] = trace_job(job, device_type=self.device_type, model=self._rehearsals.model(job))
         return self._traces[key]

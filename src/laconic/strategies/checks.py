@@ -30,7 +30,7 @@ def check_job(config: Config, ranks: RankInfo, device_type: str | None = None) -
         config.model.config is None and config.model.path is None,
         "no model: set model.config (a table with `model_type`, or the path of a config.json) or model.path (a folder)",
     )
-    strategy = strategy_of(config)
+    strategy = strategy_of(config.shard, config.sync, config.schedule)
     launch = {"ranks_per_node": ranks.num_local, "device": device_type}
     for section, values in {**{name: to_keys(each) for name, each in vars(config).items()}, "launch": launch}.items():
         if problem := strategy.problem(section, values):

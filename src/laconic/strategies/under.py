@@ -36,10 +36,10 @@ def job_under(strategy: Strategy, config: Config) -> Config:
     return dataclasses.replace(config, shard=shard, sync=sync, schedule=ScheduleConfig(), train=train)
 
 
-def strategy_of(config: Config) -> Strategy:
+def strategy_of(shard: ShardConfig, sync: SyncConfig, schedule: ScheduleConfig) -> Strategy:
     """The registered strategy under which a job trains: its islands' or its schedule's, or that of shard.strategy."""
-    found = named(config.shard.strategy)
-    if config.schedule.is_cyclic:
-        states = {"states": config.schedule.states}
+    found = named(shard.strategy)
+    if schedule.is_cyclic:
+        states = {"states": schedule.states}
         return next(each for each in strategies().values() if each.schedule == states)
-    return named("local-steps") if config.sync.is_local and found.is_own else found
+    return named("local-steps") if sync.is_local and found.is_own else found

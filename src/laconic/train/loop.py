@@ -149,7 +149,7 @@ class Trainer:
         self.meter = StepMeter(self.stepper, ranks, device)
         self.start_step = 0
         if config.train.resume != "never":
-            self.start_step = prepare.resume(self.stepper, config, self.peers, self.console)
+            self.start_step = prepare.resume(self.stepper, config.train, to_dict(config), self.peers, self.console)
         self.start_step = self.stepper.enter(self.start_step)
         division = Division(
             num_workers=self.stepper.num_workers,

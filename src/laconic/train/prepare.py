@@ -196,17 +196,18 @@ def _refuse_unequal(digests: list[str], ranks: RankInfo, folder: Path) -> None:
         )
 
 
-def resume(stepper: Stepper, config: Config, peers: RankGroup, console: Console) -> int:
+def resume(stepper: Stepper, train: TrainConfig, job: dict[str, Any], peers: RankGroup, console: Console) -> int:
     """Go on from the last sync of islands or from the newest checkpoint, whichever is later. Collective.
 
-    Of the same step, the checkpoint: it goes on to the same bits, also if islands sync fragment by fragment.
+    Of the same step, the checkpoint: it goes on to the same bits, also if islands sync fragment by fragment. `job` is
+    the configuration as a table.
 
     Return the number of steps that the run has taken already; 0 if there is nothing to resume.
 
     Raises:
         JobError: the checkpoint belongs to another job.
     """
-    checkpoints = checkpoints_to_load(config.train)
+    checkpoints = checkpoints_to_load(train)
     newest = peers.broadcast(newest_step(checkpoints) if peers.rank == 0 else 0)
     if stepper.recovered_steps and stepper.recovered_steps > newest:
         console.print(f"going on from the sync of islands after step {stepper.recovered_steps}", highlight=False)
@@ -218,7 +219,7 @@ def resume(stepper: Stepper, config: Config, peers: RankGroup, console: Console)
         return 0
     defaults = to_dict(Config())  # of keys that an older release did not have
     saved = {section: {**defaults.get(section, {}), **keys} for section, keys in extra["config"].items()}
-    if changed := differences(saved, to_dict(config)):
+    if changed := differences(saved, job):
         console.print(f"resuming with a changed configuration: {'; '.join(changed)}", markup=False)
     console.print(f"resuming after step {extra['step']}", highlight=False)
     if "islands" in extra:
