@@ -1,4 +1,4 @@
-"""The examples run as torchrun runs them, and `train_gpt.py` is `train_gpt_ddp.py` but for a few lines."""
+"""The examples, as users start them. `train_gpt.py` is `train_gpt_ddp.py` but for a few lines."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import runpy
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
-from tests.support.launch import launch
+from tests.support.launch import launch, run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -69,3 +70,23 @@ def test_lightning_example(tmp_path: Path) -> None:
     (printed,) = run_scripts(["train_lightning.py", *arguments])
     assert "val_loss" in printed
     assert (tmp_path / "step=1.ckpt" / "meta.pt").exists()
+
+
+TRAINERS = {"trainer": "model.safetensors", "sft_lora": "adapter_model.safetensors", "dpo": "adapter_model.safetensors"}
+
+
+def run_trainers(folder: Path) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"  # accelerate would let every rank have a thread per core
+    options = ["--use_cpu", "--max_steps", "2", "--save_steps", "2", "--disable_tqdm", "true"]
+    for name in TRAINERS:
+        sys.argv = [f"examples/{name}.py", "--output_dir", str(folder / name), *options]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 1])
+def test_examples_of_trainers(tmp_path: Path, num_ranks: int) -> None:
+    run_ranks(run_trainers, num_ranks, tmp_path)
+    for name, file in TRAINERS.items():
+        for folder in (tmp_path / name, tmp_path / name / "checkpoint-2"):
+            assert (folder / file).exists()
+        assert (tmp_path / name / "checkpoint-2" / "laconic").exists() == (num_ranks > 1)

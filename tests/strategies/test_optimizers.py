@@ -1,4 +1,4 @@
-"""The job's optimizers: parameter groups, exact resume, and refusals by name."""
+"""The job's optimizers: parameter groups, exact resume, learning rates, what they ask of the wire, and refusals."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 from torch import nn
 
-from laconic.config import Config, ConfigError, from_dict, load, to_toml
-from laconic.strategies.optimizers import make_optimizer, set_learning_rates
+import laconic
+from laconic.config import Config, ConfigError, OptimizerConfig, from_dict, load, to_toml
+from laconic.config.sections import ShardConfig
+from laconic.strategies.optimizers import lr_at, make_optimizer, set_learning_rates
+from laconic.strategies.parallelize import shard_policy
 from tests.support.jobs import job, refusal, table, train, train_all
 from tests.support.launch import run_ranks
 
@@ -158,3 +161,49 @@ def test_a_model_without_hidden_matrices_is_refused(tmp_path: Path) -> None:
         make_optimizer(
             nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4)), job(tmp_path, optimizer={"name": "muon"}).optimizer
         )
+
+
+def rates(total: int, **settings: Any) -> list[float]:
+    config = OptimizerConfig(lr=1.0, **settings)
+    return [lr_at(step, config, total_steps=total) for step in range(total)]
+
+
+def test_constant_after_warmup() -> None:
+    assert rates(5, lr_schedule="constant", warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_cosine() -> None:
+    values = rates(10, lr_schedule="cosine", warmup_steps=2, min_lr_ratio=0.2)
+    assert values[:3] == [0.5, 1.0, 1.0]
+    assert values[6] == pytest.approx(0.6)  # half way down
+    assert values[2:] == sorted(values[2:], reverse=True)
+    assert min(values) > 0.2
+    assert rates(12, lr_schedule="cosine", decay_steps=5, min_lr_ratio=0.2)[5:] == pytest.approx([0.2] * 7)
+
+
+def test_wsd() -> None:
+    values = rates(10, lr_schedule="wsd", warmup_steps=2, decay_steps=4, min_lr_ratio=0.2)
+    assert values == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+    assert rates(10, lr_schedule="wsd", min_lr_ratio=0.0) == pytest.approx([1] * 8 + [0.5, 0])  # a fifth by default
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("total", [1, 2, 3])
+def test_short_runs_have_positive_rates(schedule: str, total: int) -> None:
+    assert all(0 < rate <= 1 for rate in rates(total, lr_schedule=schedule, warmup_steps=1))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "wire", "expected"),
+    [
+        ("adamw", "4bit", {"weights": "int4", "gradients": "int4"}),
+        ("muon", "4bit", {"weights": "int4", "gradients": "int8"}),
+        ("shampoo", "4bit", {"weights": "int4", "gradients": "int8"}),
+        ("muon", {"weights": "int4", "gradients": "int4"}, {"weights": "int4", "gradients": "int4"}),
+        ("muon", "8bit", {"weights": "int8", "gradients": "int8"}),
+        ("shampoo", None, {}),
+    ],
+)
+def test_matrix_optimizers_get_gradients_in_eight_bits(optimizer: Any, wire: Any, expected: dict[str, Any]) -> None:
+    shard = ShardConfig.of_keys({"wire": wire})
+    assert shard_policy(shard, OptimizerConfig(name=optimizer)).wire == laconic.Wire(**expected)
