@@ -1,4 +1,4 @@
-"""The house's rules about names: see CONTRIBUTING.md."""
+"""The house's rules about names and arguments: see CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -39,6 +39,20 @@ def test_a_public_function_has_a_name_of_its_own() -> None:
     found = places(ast.FunctionDef)
     assert found["fully_shard"], "the walk finds functions"
     assert {name: files for name, files in found.items() if len(files) > 1 and name not in VERBS | SAME} == {}
+
+
+def test_few_functions_take_the_whole_job() -> None:
+    """The others take the sections, or the values, that they read."""
+    takers = [
+        f"{path.relative_to(ROOT)}:{node.name}"
+        for path in sorted(ROOT.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        for argument in (*node.args.args, *node.args.kwonlyargs)
+        if argument.annotation is not None and ast.unparse(argument.annotation).strip("'") == "Config"
+    ]
+    assert "train/loop.py:run" in takers, "the walk finds functions"
+    assert len(takers) <= 30, takers
 
 
 def test_type_checkers_and_the_reference_see_every_public_name() -> None:
