@@ -25,7 +25,7 @@ def plan_among_groups() -> tuple[int, bool, float]:
         rehearsals = Rehearsals(build=lambda _: model_of(model))
         work = work_of(config, device_type="cpu", trace=model, rehearsals=rehearsals)
         for nodes in (3, 5, 3):
-            assert work.rehearsals.of(config, model, nodes=nodes, local=2, islands=1).entries
+            assert work.rehearsals.of(config, model, nodes=nodes, local=2, islands=1).tape.entries
     is_kept = laconic.init_mesh("cpu") is mesh and Cluster.of(mesh) is before
     layer = laconic.fully_shard(nn.Linear(8, 8, bias=False), mesh=mesh, cache="host", wire="4bit", broadcast=True)
     layer(torch.ones(2, 8)).sum().backward()

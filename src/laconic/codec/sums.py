@@ -12,6 +12,7 @@ alike.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -53,6 +54,7 @@ class Payload:
         self._pieces, self._check = pieces, check
         self.numels = list(numels)
         """The elements of each part."""
+        self._ends = list(itertools.accumulate(self.numels))
         self.nbytes = max((part[-1].codes.stop for part in pieces if part), default=0)
         """The bytes of the message for one part."""
 
@@ -61,6 +63,14 @@ class Payload:
         """The payload of parts of `numel` values, each of which is coded at once. It refuses NaN and infinity."""
         piece = Piece(slice(0, numel), slice(0, codec.payload_bytes(numel)), codec, numel)
         return cls([[piece]] * num_rows, [numel] * num_rows, check=True)
+
+    def places(self) -> Iterator[int]:
+        """Yield the places of the parts, in order. What is coded until the next one belongs to the one yielded."""
+        return iter(range(len(self.numels)))
+
+    def part_of(self, whole: Tensor, index: int) -> Tensor:
+        """The `index`-th part of `whole`, all parts in order: a view, (n,)."""
+        return whole[self._ends[index] - self.numels[index] : self._ends[index]]
 
     def encode(self, index: int, values: Callable[[Piece], Tensor], message: Tensor) -> None:
         """Write the codes of the `index`-th part into `message`, (nbytes,), uint8.
@@ -130,8 +140,8 @@ class Messages:
         """
         assert self._all is not None
         self._pending.wait()
-        for index, message in enumerate(self._all):
-            for piece, values in self._payload.decode(index, message):
+        for index in self._payload.places():
+            for piece, values in self._payload.decode(index, self._all[index]):
                 yield index, piece, values
         self._free()
 
@@ -140,9 +150,8 @@ class Messages:
 
         Elements that only fill up the vector keep what they have.
         """
-        parts = whole.split(self._payload.numels)
         for index, piece, values in self.arrived():
-            own = parts[index][piece.values]
+            own = self._payload.part_of(whole, index)[piece.values]
             if adds and not piece.is_exact:
                 own.add_(values)
             else:
@@ -190,14 +199,17 @@ class CodedSum:
 
         Raises: ValueError if the payload checks values, and one is NaN or infinite.
         """
-        rank, parts = self._way.rank, whole.split(self._payload.numels)
-        messages = torch.empty(len(parts), self._payload.nbytes, dtype=torch.uint8, device=whole.device)
-        for index, part in enumerate(parts):
+        rank, payload = self._way.rank, self._payload
+        messages = torch.empty(len(payload.numels), payload.nbytes, dtype=torch.uint8, device=whole.device)
+        if self._feedback and not self._lost:
+            self._begin_feedback(whole)
+        for index in payload.places():
             if index != rank or not self._keeps_own:
-                self._encode(index, part, messages[index])
+                self._encode(index, payload.part_of(whole, index), messages[index])
         landing = torch.empty_like(messages)
         pending = self._way.start_all_to_all(landing, messages)
-        return CodedTransfer(self._payload, rank, parts[rank], self._keeps_own, messages, landing, pending)
+        own = payload.part_of(whole, rank)
+        return CodedTransfer(payload, rank, own, self._keeps_own, messages, landing, pending)
 
     def sum_in_place(self, whole: Tensor) -> Iterator[None]:
         """Sum `whole`, all parts in order, in place, so that all ranks get it alike. Yields during each of two trips.
@@ -223,13 +235,17 @@ class CodedSum:
             self._hold(-lost.nbytes)
         self._lost.clear()
 
+    def _begin_feedback(self, whole: Tensor) -> None:
+        for index in range(len(self._payload.numels)):
+            if index != self._way.rank or not self._keeps_own:
+                lost = torch.zeros_like(self._payload.part_of(whole, index), dtype=torch.float32)
+                self._lost[index] = lost
+                self._hold(lost.nbytes)
+
     def _encode(self, index: int, part: Tensor, message: Tensor) -> None:
         if not self._feedback:
             self._payload.encode(index, lambda piece: part[piece.values].float(), message)
             return
-        if index not in self._lost:
-            self._lost[index] = torch.zeros_like(part, dtype=torch.float32)
-            self._hold(self._lost[index].nbytes)
         lost = self._lost[index].add_(part)
         self._payload.encode(index, lambda piece: lost[piece.values], message)
         for piece, values in self._payload.decode(index, message):
@@ -257,22 +273,26 @@ class CodedTransfer:
 
     def received(self) -> Sequence[Tensor]:
         """Wait, and return what each rank has sent, (n,). This rank's own has no meaning."""
+        self._arrive()
+        return list(self.landing)
+
+    def _arrive(self) -> None:
         self.pending.wait()
         self.pending = NOTHING
-        return list(self.landing)
 
     def finish(self, weights: Sequence[float] | None = None) -> Tensor:
         """Wait, and return this rank's part of the sum: in fp32, then in the dtype of the input.
 
         `weights` has one factor for each rank's term. Default: 1 for all.
         """
+        self._arrive()
         total = torch.zeros_like(self.own, dtype=torch.float32)
-        for index, message in enumerate(self.received()):
+        for index in self.payload.places():
             weight = 1.0 if weights is None else weights[index]
             if index == self.rank and self.keeps_own:
                 total.add_(self.own, alpha=weight)
                 continue
-            sent = self.messages[index] if index == self.rank else message
+            sent = (self.messages if index == self.rank else self.landing)[index]
             for piece, values in self.payload.decode(self.rank, sent):
                 total[piece.values].add_(values, alpha=weight)
         return total.to(self.own.dtype)

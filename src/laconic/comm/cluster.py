@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from laconic import _compat
 from laconic.comm.agreement import RankGroup
 from laconic.comm.failure import watch_peers
-from laconic.comm.groups import has_peers, new_group
+from laconic.comm.groups import has_peers, is_rehearsed, new_group
 from laconic.comm.launch import start_process_group
 from laconic.comm.traffic import IslandLevel, Level, Traffic
 from laconic.comm.watch import waiting_for, watch_progress
@@ -150,6 +150,8 @@ def make_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...] |
     torch gives the groups of a mesh a timeout of their own, of half an hour on Gloo.
     """
     with waiting_for(f"the process groups of the mesh {shape}"):
+        if is_rehearsed() and names is not None:
+            return _mesh_of_one_rank(device_type, shape, names)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     assert dist.group.WORLD is not None
     timeout = _compat.timeout_of(dist.group.WORLD)
@@ -157,6 +159,14 @@ def make_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...] |
         for axis in range(mesh.ndim):
             _compat.set_timeout(mesh.get_group(axis), timeout)
     return mesh
+
+
+def _mesh_of_one_rank(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """The mesh of a rank whose peers are not there. torch makes the groups of all ranks, which takes long for many."""
+    ranks = torch.arange(dist.get_world_size()).view(shape)
+    place = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    along = [ranks[*place[:axis], :, *place[axis + 1 :]].tolist() for axis in range(ranks.ndim)]
+    return DeviceMesh.from_group([new_group(own, None) for own in along], device_type, ranks, mesh_dim_names=names)
 
 
 def _start_process_group(device_type: str, timeout: timedelta | None) -> None:
@@ -408,6 +418,6 @@ def _own_group(lists_of_ranks: list[list[int]], backend: str | None = None) -> d
     is_part = sum(map(len, lists_of_ranks)) < dist.get_world_size()  # of a larger mesh, with other groups elsewhere
     own = next(ranks for ranks in lists_of_ranks if dist.get_rank() in ranks)
     with waiting_for(f"the process group of ranks {own}"):
-        if is_part:
+        if is_part or is_rehearsed():
             return new_group(own, timeout, backend)
         return dist.new_subgroups_by_enumeration(lists_of_ranks, timeout, backend)[0]

@@ -296,15 +296,15 @@ def share_first(cluster: Cluster, tensor: Tensor) -> None:
     if tensor.is_meta:
         return
     if cluster.all_group is not None:
-        with waiting_for("the first weights", issue(cluster.all_group, "the first weights", senders=[0])):
-            dist.broadcast(tensor, group=cluster.all_group, group_src=0)
         level: Level = "node" if cluster.num_nodes > 1 else "local"
         cluster.traffic.count(level, "weights", sent_bytes=0, received_bytes=tensor.nbytes)
+        with waiting_for("the first weights", issue(cluster.all_group, "the first weights", senders=[0])):
+            dist.broadcast(tensor, group=cluster.all_group, group_src=0)
     replicas = cluster.gather_groups["island"]
     if replicas is not None:
+        cluster.traffic.count("island", "weights", sent_bytes=0, received_bytes=tensor.nbytes)
         with waiting_for("the first weights", issue(replicas, "the first weights", senders=[0])):
             dist.broadcast(tensor, group=replicas, group_src=0)
-        cluster.traffic.count("island", "weights", sent_bytes=0, received_bytes=tensor.nbytes)
 
 
 def copy_first(cluster: Cluster, tensor: Tensor, *, across_islands: bool) -> None:
@@ -395,12 +395,12 @@ def pass_on(cluster: Cluster, outgoing: Sequence[Tensor], arriving: Sequence[Ten
     group = cluster.flag_group
     assert group is not None, "a lone rank has no neighbour"
     rank, size = group.rank(), group.size()
-    with waiting_for("a batch for the audit"):
-        works = [dist.irecv(each, group=group, group_src=(rank - 1) % size) for each in arriving if each.numel()]
-        works += [dist.isend(each, group=group, group_dst=(rank + 1) % size) for each in outgoing if each.numel()]
     level: Level = "node" if cluster.num_nodes > 1 else "local"
     sent, received = (sum(each.nbytes for each in tensors) for tensors in (outgoing, arriving))
     cluster.traffic.count(level, "control", sent_bytes=sent, received_bytes=received)
+    with waiting_for("a batch for the audit"):
+        works = [dist.irecv(each, group=group, group_src=(rank - 1) % size) for each in arriving if each.numel()]
+        works += [dist.isend(each, group=group, group_dst=(rank + 1) % size) for each in outgoing if each.numel()]
     Pending(works, cluster.traffic, level).wait()
 
 

@@ -34,7 +34,12 @@ _numbers_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, .
 
 def has_peers(group: dist.ProcessGroup | None = None) -> bool:
     """True if a process group, which exists, has other ranks, and they are there."""
-    return dist.get_world_size(group) > 1 and dist.get_backend(group) not in ("fake", REHEARSED)
+    return dist.get_world_size(group) > 1 and not is_rehearsed(group)
+
+
+def is_rehearsed(group: dist.ProcessGroup | None = None) -> bool:
+    """True if the other ranks of a process group, which exists, are not there."""
+    return dist.get_backend(group) in ("fake", REHEARSED)
 
 
 def new_group(ranks: Sequence[int], timeout: timedelta | None, backend: str | None = None) -> dist.ProcessGroup:
@@ -47,7 +52,7 @@ def new_group(ranks: Sequence[int], timeout: timedelta | None, backend: str | No
     assert world is not None
     made = _numbers_made.setdefault(world, Counter())
     made[members] += 1
-    digest = hashlib.sha1(repr(members).encode(), usedforsecurity=False).hexdigest()
+    digest = hashlib.sha1(repr((world.group_name, members)).encode(), usedforsecurity=False).hexdigest()
     return _compat.named_group(f"laconic-{digest}-{made[members]}", list(members), timeout, backend)
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from laconic.comm.journal import Ticket
 from laconic.comm.watch import waiting_for
@@ -73,6 +73,9 @@ class Snapshot:
 class Traffic:
     """The counters of one rank in one cluster. They start at zero."""
 
+    observer: ClassVar[Callable[[Level, Purpose, int], None] | None] = None
+    """Gets the level, the purpose and the bytes sent of each transfer of all clusters, before it begins."""
+
     def __init__(self) -> None:
         self._sizes: Counter[tuple[Level, Purpose, Direction]] = Counter()
         self._waits: defaultdict[Level, float] = defaultdict(float)
@@ -81,6 +84,8 @@ class Traffic:
         """Add the bytes that one transfer sends from this rank and brings to it."""
         self._sizes[level, purpose, "sent"] += sent_bytes
         self._sizes[level, purpose, "received"] += received_bytes
+        if Traffic.observer is not None:
+            Traffic.observer(level, purpose, sent_bytes)
 
     @contextmanager
     def waiting(self, level: Level, transfer: str = "a message", ticket: Ticket | None = None) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The FLOPs and the bytes of one operation of torch, from the shapes of its arguments and results.
+"""The FLOPs and the bytes of operations of torch, from the shapes of their arguments and results.
 
 [Note: FLOPs that run]
 Formulas are those of torch.utils.flop_counter, with one exception. Fused attention kernels skip the blocks above the
@@ -7,7 +7,9 @@ diagonal when attention is causal, so causal attention counts half of torch's fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from laconic.plan.fake_kernels import grouped_flops
+from laconic.rehearse import Machine
 
 _ATEN = torch.ops.aten
 _ATTENTION = {
@@ -72,7 +75,7 @@ def is_attention(func: Any) -> bool:
 
 def bytes_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
     """The bytes that an operation reads and writes, if it is no view."""
-    packet = func._overloadpacket
+    packet = getattr(func, "_overloadpacket", None)  # none for a function that is one kernel
     if packet in _ALLOCATES:
         return 0.0
     written = sum(map(nbytes_of, tensors_of(out)))
@@ -107,3 +110,65 @@ def _attention_product(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     query, key = given["query"].shape, given["key"].shape
     flops = 2.0 * query[0] * query[1] * query[2] * key[2] * query[3]
     return flops / 2 if given.get("is_causal", False) else flops
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """An operation on one device, and the bytes that it reads and writes."""
+
+    nbytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A copy between the device and the host."""
+
+    nbytes: float
+    to_device: bool
+
+
+class Costs:
+    """Says what the operations of a rehearsed program cost: `rehearse.Machine.cost_of`."""
+
+    def __init__(self) -> None:
+        self.machine: Machine | None = None
+        """The machine of the rehearsal, once it is there."""
+        self.is_silent = False
+        """True while operations belong to a phase of the model, which has their cost already."""
+        self._times = 1.0
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Let the operations of the body cost nothing."""
+        before, self.is_silent = self.is_silent, True
+        try:
+            yield
+        finally:
+            self.is_silent = before
+
+    @contextmanager
+    def times(self, count: float) -> Iterator[None]:
+        """Let each operation of the body stand for `count` operations."""
+        before, self._times = self._times, count
+        try:
+            yield
+        finally:
+            self._times = before
+
+    def __call__(self, func: Any, args: Any, kwargs: Any, out: Any) -> Work | Copy | None:
+        """The cost of an operation that is no view; None for nothing, and for small messages of the host."""
+        if self.is_silent:
+            return None
+        given = [each for each in tensors_of((args, out)) if each.is_meta]
+        nbytes = self._times * bytes_of(func, args, kwargs, out) if given else 0.0
+        if not nbytes:
+            return None
+        machine = self.machine
+        assert machine is not None
+        if machine.device.type == "cpu":
+            on_host = [machine.memory(each).is_pinned for each in given if machine.knows(each)]
+        else:
+            on_host = [not machine.is_on_device(each) for each in given if machine.knows(each)]
+        if not any(on_host):
+            return Work(nbytes)
+        return None if all(on_host) else Copy(nbytes / 2, to_device=not on_host[0])

@@ -1,9 +1,9 @@
-"""Phantom layers: the modules of a model with real parameters, whose forwards play traced phases.
+"""Phantom layers: the modules of a model with real parameters, whose forwards write traced phases onto a tape.
 
 [Note: Phantom layers]
 A model's layers compute, allocate and free what a trace has found (model_trace.py), whoever runs them. What is around
 them, the engine and the trainer, runs as it is. So a phantom layer keeps its module and its parameters, and its forward
-records the phases of its unit instead of computing. A chain of autograd functions, without elements, takes the place of
+marks the phases of its unit instead of computing. A chain of autograd functions, without elements, takes the place of
 its graph. Backward runs it in reverse: one function begins each phase, then one for each gradient gives it to its
 parameter, in the order and with the activations of the trace, and the last one ends the phase.
 """
@@ -20,9 +20,34 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from laconic.plan.model_trace import ModelTrace, ParameterSpec
+from laconic.plan.op_cost import Costs
 from laconic.plan.phase import Phase
-from laconic.plan.recording import META, Compute, Mark, Peak, Rest, StepRecorder
+from laconic.rehearse import Machine
 from laconic.shard.linear import sink_of
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """On the tape: a phase of the model begins."""
+
+    name: str
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """On the tape: now the phase that runs has this many bytes of activations besides those at its start."""
+
+    extra_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """On the tape: a phase ends, and leaves activations, or has freed those of earlier ones."""
+
+    nbytes: int
 
 
 @dataclass
@@ -31,15 +56,16 @@ class _Output:
 
 
 class Phantom:
-    """The phases of a model's units, played on a recorder: [Note: Phantom layers]."""
+    """The phases of a model's units, which go onto the tape: [Note: Phantom layers]."""
 
     def __init__(
-        self, recorder: StepRecorder, trace: ModelTrace, model: nn.Module, units: Mapping[int, nn.Module]
+        self, machine: Machine, costs: Costs, trace: ModelTrace, model: nn.Module, units: Mapping[int, nn.Module]
     ) -> None:
         """Let the forwards of `model` and its layers play their phases.
 
         Args:
-            recorder: takes the phases.
+            machine: has the tape.
+            costs: says what operations cost, besides those of the phases.
             trace: the trace of the model, which may have more layers.
             model: the model, the trace's last unit.
             units: the layers of `model`, by their numbers in `trace`, in the order of execution.
@@ -47,7 +73,7 @@ class Phantom:
         Raises:
             ValueError: the units do not run one after the other, forward and then backward.
         """
-        self._recorder, self._trace = recorder, trace
+        self._machine, self._mark, self._costs, self._trace = machine, machine.mark, costs, trace
         self._root = len(trace.units) - 1
         self._modules = {**units, self._root: model}
         kept = [segment for segment in trace.segments if segment.unit in self._modules]
@@ -73,7 +99,7 @@ class Phantom:
         model.forward = self._run_model
 
     def _run_model(self, *_: Any, **__: Any) -> Any:
-        hidden = torch.empty(0, device=META)
+        hidden = torch.empty(0, device=_META)
         for segment in self._forward:
             if segment.unit == self._root:
                 self._begin(segment.unit, segment.phase, is_backward=False)
@@ -83,7 +109,9 @@ class Phantom:
             hidden = self._modules[segment.unit](hidden)
         self.end()
         hidden = self._chain(hidden, self._root, self._root_backward.get(None, []))
-        return _Output(hidden.sum())
+        loss = hidden.sum()
+        self._machine.take(loss, is_device=self._machine.device.type != "cpu")  # what follows is the trainer's own
+        return _Output(loss)
 
     def _run_layer(self, unit: int, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         for segment in self._forward:
@@ -97,21 +125,21 @@ class Phantom:
     def _begin(self, unit: int, phase: Phase, *, is_backward: bool) -> None:
         self.end()
         if unit != self._root:
-            self._recorder.entries.append(Mark((unit, is_backward)))
-        self._recorder.entries.append(Compute(self._trace.units[unit].name, phase))
+            self._mark((unit, is_backward))
+        self._mark(Compute(self._trace.units[unit].name, phase))
         self._rest = phase.end_bytes
 
     def _note_peak(self) -> None:
         """Note the most activations since the last gradient, now that the engine has taken memory for it."""
         if self._peak is not None:
-            self._recorder.entries.append(Peak(self._peak))
+            self._mark(Peak(self._peak))
             self._peak = None
 
     def end(self) -> None:
         """End the phase that runs, if one does."""
         self._note_peak()
         if self._rest is not None:
-            self._recorder.entries.append(Rest(self._rest))
+            self._mark(Rest(self._rest))
             self._rest = None
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -145,7 +173,7 @@ class Phantom:
         self._note_peak()
         self._peak = peak_bytes
         sink = sink_of(parameter)
-        with self._recorder.silent():
+        with self._costs.silent():
             if spec.is_written_in_place and sink is not None and sink[0].accepts(sink[1], spec.shape, parameter.dtype):
                 rows, columns = spec.shape
                 dtype = parameter.dtype
@@ -172,4 +200,4 @@ class _Step(torch.autograd.Function):
 def hidden_tensor(*shape: int, dtype: torch.dtype) -> Tensor:
     """A tensor without elements, whose memory nobody records."""
     with _disable_current_modes():
-        return torch.empty(*shape, dtype=dtype, device=META)
+        return torch.empty(*shape, dtype=dtype, device=_META)

@@ -1,12 +1,13 @@
 """A step of the trainer, rehearsed on phantom layers: the real engine, optimizer and stepper as one rank of a cluster.
 
 [Note: Rehearsed steps]
-The trainer's own `Simultaneous` shards the model and takes two steps; the second is read. The first fills caches, makes
-the optimizer's states and learns the order of units. Layers are phantoms, and tensors have no elements: [Note: Phantom
-layers], [Note: Tensors without elements]. The clock comes later: a machine plays the record at any cluster's rates.
+The trainer's own `Simultaneous` shards the model and takes two steps in a rehearsal (laconic.rehearse); the second is
+read. The first fills caches, makes the optimizer's states and learns the order of units. Layers are phantoms, and
+tensors have no values: [Note: Phantom layers], [Note: Data without values] in rehearse/operations.py. The clock comes
+later: a machine plays the tape at any cluster's rates.
 
 All ranks are alike but for the payloads of coded crossings, which depend on a rank's place in its node. So where bytes
-are coded, the record has the mean over the places. Messages of many nodes are alike, too: a few of them are coded and
+are coded, the tape has the mean over the places. Messages of many nodes are alike, too: a few of them are coded and
 decoded, and each stands for as many.
 """
 
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.codec import Codec
-from laconic.codec.sums import CodedSum, Messages, Payload, Piece
+from laconic.codec.sums import Payload, Piece
 from laconic.comm.launch import RankInfo
 from laconic.config import Config
 from laconic.data.batches import Batch
@@ -36,10 +37,10 @@ from laconic.plan.equal_layers import list_of_equal
 from laconic.plan.job_trace import batch_of, build_untrained
 from laconic.plan.machine import Kind
 from laconic.plan.model_trace import ModelTrace
-from laconic.plan.phantom import Phantom, hidden_tensor
-from laconic.plan.recording import Entry, Mark, StepRecorder, record
+from laconic.plan.op_cost import Costs
+from laconic.plan.phantom import Phantom
+from laconic.rehearse import Machine, Tape, rehearsal
 from laconic.shard import crossing
-from laconic.shard import unit as unit_room
 from laconic.shard.bucket import Bucket
 from laconic.shard.crossing import Part, parts_of_islands, payload_of, shards_of_nodes
 from laconic.shard.unit import units_below
@@ -48,6 +49,8 @@ from laconic.strategies.simultaneous import Simultaneous
 from laconic.strategies.stepper import Setup
 
 STEPS = 2
+END = "end"
+"""The mark after the last step."""
 _MOST_CODED = 4
 """The messages of a crossing that are coded, and the pieces of a message; each stands for as many as are left out."""
 _MOST_PARTS = 64
@@ -56,9 +59,9 @@ _MOST_PARTS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """The record of one rank's steps, and what a reader must know besides."""
+    """The tape of one rank's steps, and what a reader must know besides."""
 
-    entries: Sequence[Entry]
+    tape: Tape
     kinds: Mapping[int, Kind]
     """What the memories are that outlive the engine's work: by their numbers."""
     buckets: Sequence[tuple[str, BucketLayout, bool]]
@@ -126,39 +129,44 @@ def _rehearse(
 ) -> Rehearsal:
     world_size = nodes * local * islands
     ranks = RankInfo(rank=0, world_size=world_size, local_rank=0, num_local=local, num_nodes=nodes * islands)
-    recorder = StepRecorder(trace.device_type)
     layers = layers_to_shard(model)
     kinds: dict[int | None, Kind] = {}
-    batch = _batch(job)
-    with record(recorder, world_size=world_size, num_local=local), _trainer_on(recorder, model):
-        stepper = Simultaneous(model, Setup.of(job, ranks, recorder.device))
-        phantom = Phantom(recorder, trace, model, dict(zip(kept or range(len(layers)), layers, strict=True)))
+    batch, costs = _batch(job), Costs()
+    cluster = {"nodes": nodes, "local": local, "islands": islands}
+    with (
+        rehearsal(**cluster, device_type=trace.device_type, cost_of=costs) as machine,
+        _trainer_on(machine, costs),
+        machine.recording() as tape,
+    ):
+        costs.machine = machine
+        stepper = Simultaneous(model, Setup.of(job, ranks, machine.device))
+        phantom = Phantom(machine, costs, trace, model, dict(zip(kept or range(len(layers)), layers, strict=True)))
 
         def begin_update(*_: Any) -> None:
-            recorder.entries.append(Mark("update"))
-            kinds.update(_kinds_of_gradients(recorder, model))
+            machine.mark("update")
+            kinds.update(_kinds_of_gradients(machine, model))
 
         stepper.optimizer.register_step_pre_hook(begin_update)
         for step in range(STEPS):
-            recorder.entries.append(Mark(("step", step)))
+            machine.mark(("step", step))
             stepper.begin()
             stepper.step([batch] * job.train.accumulation, is_last=False)
             phantom.end()
-        recorder.entries.append(Mark("end"))
+        machine.mark(END)
         for tensor in (*model.parameters(), *model.buffers()):
-            kinds[recorder.number_of(_local(tensor))] = "parameters"
+            kinds[_number_of(machine, tensor)] = "parameters"
         for state in stepper.optimizer.state.values():
-            kinds.update({recorder.number_of(_local(each)): "optimizer" for each in _tensors(state)})
+            kinds.update({_number_of(machine, each): "optimizer" for each in _tensors(state)})
         units = units_below(model)
         unit_of = {parameter: unit.name for unit in units for b in unit.buckets for parameter in b.sharded}
         owned = getattr(stepper.optimizer, "matrices", {}).items()
-    return Rehearsal(
-        entries=recorder.entries,
-        kinds={number: kind for number, kind in kinds.items() if number is not None},
-        buckets=[(unit.name, bucket.layout, not bucket.is_frozen) for unit in units for bucket in unit.buckets],
-        cached_bytes=[sum(each.cached.nbytes for each in unit.buckets if each.cached is not None) for unit in units],
-        matrices=[(unit_of[parameter], matrix) for parameter, matrices in owned for matrix in matrices],
-    )
+        return Rehearsal(
+            tape=tape,
+            kinds={number: kind for number, kind in kinds.items() if number is not None},
+            buckets=[(unit.name, bucket.layout, not bucket.is_frozen) for unit in units for bucket in unit.buckets],
+            cached_bytes=[sum(each.cached.nbytes for each in unit.buckets if each.cached) for unit in units],
+            matrices=[(unit_of[parameter], matrix) for parameter, matrices in owned for matrix in matrices],
+        )
 
 
 def _batch(job: Config) -> Batch:
@@ -171,8 +179,10 @@ def _batch(job: Config) -> Batch:
     )  # fmt: skip
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return getattr(tensor, "_local_tensor", tensor)
+def _number_of(machine: Machine, tensor: Tensor) -> int | None:
+    """The number of a tensor's memory; None if nobody has recorded it."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return machine.memory(local).id if machine.knows(local) else None
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -183,23 +193,20 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def _kinds_of_gradients(recorder: StepRecorder, model: nn.Module) -> dict[int | None, Kind]:
-    return {recorder.number_of(_local(p.grad)): "gradients" for p in model.parameters() if p.grad is not None}
+def _kinds_of_gradients(machine: Machine, model: nn.Module) -> dict[int | None, Kind]:
+    return {_number_of(machine, p.grad): "gradients" for p in model.parameters() if p.grad is not None}
 
 
 # -- what the trainer finds --------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _trainer_on(recorder: StepRecorder, model: nn.Module) -> Iterator[None]:
-    """Let the trainer find weights without elements, host memory of any size, and messages that stand for others."""
+def _trainer_on(machine: Machine, costs: Costs) -> Iterator[None]:
+    """Let the trainer find weights without values, and messages that stand for others."""
 
     def materialize(model: nn.Module, config: Any, device: torch.device) -> int:
         model.to_empty(device=device)
         return 0
-
-    def make_slab(nbytes: int, device: torch.device, *, num_local: int = 1) -> Tensor:
-        return recorder.put_on_host(hidden_tensor(nbytes, dtype=torch.uint8))
 
     def apart(model: nn.Module, optimizer: torch.optim.Optimizer, *_: object) -> Any:
         """Islands that take steps on their own; their syncs are no part of a step."""
@@ -213,62 +220,57 @@ def _trainer_on(recorder: StepRecorder, model: nn.Module) -> Iterator[None]:
         for target, name, value in (
             (parallelize, "materialize", materialize),
             (simultaneous, "make_local_steps", apart),
-            (unit_room, "make_slab", make_slab),
-            (crossing, "payload_of", partial(_AlikePayload, recorder)),
-            (Messages, "start", _scaled(recorder, Messages.start)),
-            (CodedSum, "start_reduce_scatter", _scaled(recorder, CodedSum.start_reduce_scatter)),
+            (crossing, "payload_of", partial(_AlikePayload, machine, costs)),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         yield
 
 
-def _scaled(recorder: StepRecorder, method: Any) -> Any:
-    """A method that begins a crossing, whose bytes are a mean over the places in a node."""
-
-    def start(self: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder.factor = self._payload.mean_nbytes / max(1, self._payload.nbytes)
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            recorder.factor = 1.0
-
-    return start
-
-
 class _AlikePayload(Payload):
-    """A payload some of whose parts stand for all: [Note: Rehearsed steps]."""
+    """A payload some of whose parts, and of their pieces, stand for all: [Note: Rehearsed steps].
+
+    This rank's part is the first, and stands for itself.
+    """
 
     def __init__(
-        self, recorder: StepRecorder, bucket: Bucket, parts: Sequence[Part], codec: Codec, **keys: Any
+        self, machine: Machine, costs: Costs, bucket: Bucket, parts: Sequence[Part], codec: Codec, **keys: Any
     ) -> None:
-        self._recorder = recorder
-        self._stride, self._turn = -(-len(parts) // _MOST_CODED), 0
-        coded = payload_of(bucket, parts[:: self._stride], codec, **keys)
+        self._machine, self._costs = machine, costs
+        self._stride = max(1, -(-(len(parts) - 1) // _MOST_CODED))
+        self._alike = 1
+        """The parts for which the one stands that is coded now."""
+        places = [0, *range(1, len(parts), self._stride)]
+        coded = payload_of(bucket, [parts[place] for place in places], codec, **keys)
         few = [pieces[:_MOST_CODED] for pieces in coded._pieces]
-        self._shares = [_numel(some) / max(1, _numel(every)) for some, every in zip(few, coded._pieces, strict=True)]
         super().__init__(few, [part.numel for part in parts])
+        self._pieces: Mapping[int, Sequence[Piece]] = dict(zip(places, few, strict=True))
+        self._shares = {
+            place: _numel(every) / max(1, _numel(some))
+            for place, some, every in zip(places, few, coded._pieces, strict=True)
+        }
         self.nbytes = coded.nbytes
         stride = -(-len(parts) // _MOST_PARTS)
         sizes = [payload_of(bucket, each[::stride], codec, **keys).nbytes for each in _elsewhere(bucket.layout, parts)]
-        self.mean_nbytes = sum(sizes) / len(sizes)
+        self._factor = sum(sizes) / len(sizes) / max(1, self.nbytes)
+        """The mean of a message's bytes over the places in a node, in multiples of this rank's."""
 
-    def _stands_for_others(self) -> bool:
-        self._turn += 1
-        return self._turn % self._stride == 0
+    def places(self) -> Iterator[int]:
+        """See `Payload.places`."""
+        for place in self._pieces:
+            self._alike = 1 if place == 0 else min(self._stride, len(self.numels) - place)
+            yield place
+        self._alike = 1
 
-    def encode(self, index: int, values: Any, payload: Tensor) -> None:
+    def encode(self, index: int, values: Any, message: Tensor) -> None:
         """See `Payload.encode`."""
-        if index == 0 or self._stands_for_others():  # its own part, if that has one sender
-            place = index // self._stride
-            with self._recorder.times((1 if index == 0 else self._stride) / (self._shares[place] or 1)):
-                super().encode(place, values, payload)
+        self._machine.factor = self._factor  # a transfer follows
+        with self._costs.times(self._alike * self._shares[index]):
+            super().encode(index, values, message)
 
-    def decode(self, index: int, payload: Tensor) -> Iterator[Any]:
+    def decode(self, index: int, message: Tensor) -> Iterator[Any]:
         """See `Payload.decode`."""
-        if self._stands_for_others():
-            place = index // self._stride
-            with self._recorder.times(self._stride / (self._shares[place] or 1)):
-                yield from super().decode(place, payload)
+        with self._costs.times(self._alike * self._shares[index]):
+            yield from super().decode(index, message)
 
 
 def _numel(pieces: Sequence[Piece]) -> int:

@@ -31,12 +31,14 @@ def rehearsal(
     rank: int = 0,
     backend: str = "nccl",
     has_values: bool = False,
+    device_type: str = "cuda",
+    cost_of: Callable[[Any, Any, Any, Any], Any] | None = None,
 ) -> Iterator[Machine]:
     """Let this process be one rank of a cluster with accelerators; yield its machine, which records nothing yet.
 
-    In the body, "cuda" is an accelerator that is not there, and torch.distributed has a process group of all ranks,
-    which is made anew. torchrun's environment is set. `laconic.init_mesh("cuda", ...)` and torch's `init_device_mesh`
-    make meshes. Collectives give each rank what this one has.
+    In the body, "cuda" is an accelerator that is not there, and torch.distributed has a process group of all ranks, in
+    place of the process's own. torchrun's environment is set. `laconic.init_mesh("cuda", ...)` and torch's
+    `init_device_mesh` make meshes. Collectives give each rank what this one has.
 
     Args:
         nodes: the number of nodes in one island.
@@ -46,9 +48,12 @@ def rehearsal(
         backend: of tensors on the accelerator: "nccl", or "gloo", with which waiting blocks the host.
         has_values: False for tensors that have shapes and places only, of any size:
             [Note: Data without values] in operations.py. With values, tensors lie in host memory.
+        device_type: "cpu" for ranks without accelerators, whose only stream is the program; the backend is Gloo.
+        cost_of: says what an operation costs, without values: `Machine.cost_of`.
     """
     _forget_constants()
-    with accelerator(has_values=has_values) as machine:
+    with accelerator(has_values=has_values, device_type=device_type, cost_of=cost_of) as machine:
+        backend = "gloo" if device_type == "cpu" else backend
         world = World(machine=machine, islands=islands, nodes=nodes, local=local, rank=rank, backend=backend)
         _machines.append(machine)
         try:
@@ -62,7 +67,7 @@ def rehearsal(
 def _forget_constants() -> None:
     """Let `codec` make its tables anew: those of a rehearsal are on no device, and others are not on its device."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("laconic.codec."):
+        if name.startswith(("laconic.codec.", "laconic.optim.")):
             for function in vars(module).values():
                 if hasattr(function, "cache_clear"):
                     function.cache_clear()
@@ -78,7 +83,7 @@ def run(program: Callable[[], Any], **cluster: Any) -> Tape:
     return tape
 
 
-def mark(name: str) -> None:
+def mark(label: Any) -> None:
     """Give a name to this place in the program, on the tape. Outside of a rehearsal this does nothing."""
     if _machines:
-        _machines[-1].mark(name)
+        _machines[-1].mark(label)

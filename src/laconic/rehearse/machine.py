@@ -6,15 +6,16 @@ on which timeline ([Note: Timelines] in order.py). The modes of modes.py run pro
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import sysconfig
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ import torch.distributed.fsdp._fully_shard as fully_shard_of_torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from laconic.comm.traffic import Level
 from laconic.rehearse.tape import HOST, Access, Free, Mark, Memory, Record, Site, Step, Tape, Transfer, Wait
 
 aten: Any = torch.ops.aten
@@ -32,9 +34,12 @@ CPU = torch.device("cpu")
 _LIBRARY = str(Path(__file__).parents[1])
 _OWN = str(Path(__file__).parent)
 FSDP2 = str(Path(fully_shard_of_torch.__file__).parent)
+_OPTIMIZERS = str(Path(torch.optim.__file__).parent)
 _NOT_THE_PROGRAM = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), "<")
 _BELOW_SITES = ("shard/lanes.py", "comm/collectives.py")
 _MAX_RUNS = 4096
+_FEW_BYTES = 1024
+"""Tensors with values that are no larger are single numbers of the program, of which no cost is told."""
 
 
 class Event:
@@ -102,13 +107,27 @@ class Stream:
 class Machine:
     """The machine and its recorder. See the docstring of this file."""
 
-    def __init__(self, *, has_values: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        has_values: bool = True,
+        device_type: str = "cuda",
+        cost_of: Callable[[Any, Any, Any, Any], Any] | None = None,
+    ) -> None:
         self.tape = Tape()
+        self.device = CPU if device_type == "cpu" else CUDA
+        """The device that computes."""
         self.has_values = has_values
         """False if tensors have shapes and places only: [Note: Data without values] in operations.py."""
         self.is_recording = False
-        self.cost_of: Callable[[Any, Any, Any, Any], Any] | None = None
-        """Says what an operation costs, of (function, args, kwargs, result); the tape keeps what it says."""
+        self.cost_of = cost_of
+        """Says what an operation costs, of (function, args, kwargs, result), or None if nothing. Then the tape has the
+        steps that cost something, and no order of them: no sites, and what steps access is left out."""
+        self.factor = 1.0
+        """The bytes of the next transfer that laconic counts, of all ranks that it stands for, in multiples of its own.
+        """
+        self._counted: tuple[str, dict[Level, float]] | None = None
+        """The purpose and the bytes by level that laconic has counted for the next transfer."""
         self.letters: list[Tensor] = []
         """Messages that other ranks send: [Note: Messages of the machine] in world.py."""
         self._transfer: Transfer | None = None
@@ -197,6 +216,8 @@ class Machine:
 
     def site(self, call: str, event: Event | None = None) -> Site | None:
         """The call in laconic or torch's FSDP2 that makes this wait or event; None if the program itself makes it."""
+        if self.cost_of is not None:
+            return None
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             file, code = frame.f_code.co_filename, frame.f_code
@@ -263,11 +284,15 @@ class Machine:
 
     def _register(self, storage: Any, *, is_device: bool, is_new: bool = False) -> Memory:
         timeline = self.current.timeline if is_device else self.thread
-        memory = Memory(next(self._numbers), storage.nbytes(), is_device, timeline, self._place())
-        self.memory_of[storage._cdata] = self.tape.memories[memory.id] = memory
-        self.storages[memory.id] = weakref.ref(storage)
-        weakref.finalize(storage, self._free, storage._cdata, memory).atexit = False
-        if self.is_recording:
+        place = self._place() if self.cost_of is None else _origin()
+        memory = Memory(next(self._numbers), storage.nbytes(), is_device, timeline, place)
+        address = storage._cdata
+        self.memory_of[address] = self.tape.memories[memory.id] = memory
+        self.storages[memory.id] = weakref.ref(storage, lambda _: self._free(address, memory))
+        if self.is_recording and self.cost_of is not None:
+            if is_new and memory.nbytes > (0 if storage.device.type == "meta" else _FEW_BYTES):
+                self.tape.entries.append(Step(timeline, self.thread, "allocation", "", (), allocates=memory.id))
+        elif self.is_recording:
             for freed, place in self._free_blocks.pop(timeline, []) if is_new else []:
                 self._touch_all(freed, "next allocation after the free", place, is_reuse=True)
             if not is_new and memory.nbytes and self.has_values:
@@ -282,7 +307,7 @@ class Machine:
             del self.memory_of[address]
         if self.is_recording and not memory.is_freed:
             self.tape.entries.append(Free(memory.id, memory.timeline))
-            if not memory.is_pinned:
+            if not memory.is_pinned and self.cost_of is None:
                 self._free_blocks.setdefault(memory.timeline, []).append((memory, self._place()))
         memory.is_freed = True
 
@@ -327,10 +352,25 @@ class Machine:
 
     # -- accesses ------------------------------------------------------------------------------------------------------
 
-    def mark(self, name: str) -> None:
-        """Give a name to this place in the program."""
+    def mark(self, label: Any) -> None:
+        """Give a name to this place in the program, or tell a reader something."""
         if self.is_recording:
-            self.tape.entries.append(Mark(name, self.thread))
+            self.tape.entries.append(Mark(label, self.thread))
+
+    def count(self, level: Level, purpose: str, sent_bytes: int) -> None:
+        """Note what laconic counts for its next transfer."""
+        if self._counted is None:
+            self._counted = purpose, {}
+        sent = self._counted[1]
+        sent[level] = sent.get(level, 0.0) + sent_bytes
+
+    def take_counted(self) -> tuple[str, dict[Level, float]] | None:
+        """The purpose and the bytes by level of the transfer that begins now; None if laconic has not counted it."""
+        counted, self._counted = self._counted, None
+        if counted is not None and self.factor != 1.0:
+            counted = counted[0], {level: self.factor * nbytes for level, nbytes in counted[1].items()}
+            self.factor = 1.0
+        return counted
 
     def transfer(
         self, transfer: Transfer, outputs: Sequence[Tensor], inputs: Sequence[Tensor], body: Callable[[], Any]
@@ -338,13 +378,25 @@ class Machine:
         """Run a transfer on the current stream. What it does to the data is `body`, if there are values."""
         before, self._transfer = self._transfer, transfer
         try:
+            is_whole = self.cost_of is not None
             if self.has_values or self._are_real([*outputs, *inputs]):
-                body()
-            elif self.is_recording:
+                with self._paused() if is_whole else nullcontext():
+                    body()
+            else:
+                is_whole = True
+            if is_whole and self.is_recording and (self.cost_of is None or transfer.route.sent or transfer.message):
                 touched = [*((each, True) for each in outputs), *((each, False) for each in inputs)]
                 self.add_step(transfer.op, touched, None)
         finally:
             self._transfer = before
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        before, self.is_recording = self.is_recording, False
+        try:
+            yield
+        finally:
+            self.is_recording = before
 
     def _are_real(self, tensors: Sequence[Tensor]) -> bool:
         with torch._C.DisableTorchFunction():
@@ -354,14 +406,18 @@ class Machine:
         """Write down an operation that touches these tensors, and whether it writes them. Returns its timeline."""
         is_on_device = any(self.is_on_device(tensor) for tensor, _ in touched)
         timeline = self.current.timeline if is_on_device else self.thread
-        accesses = [each for tensor, is_write in touched for each in self._accesses(tensor, is_write)]
-        step = Step(timeline, self.thread, name, self._place(), accesses, run, transfer=self._transfer, cost=cost)
+        accesses: Sequence[Access] = ()
+        place = ""
+        if self.cost_of is None:
+            accesses = [each for tensor, is_write in touched for each in self._accesses(tensor, is_write)]
+            place = self._place()
+        step = Step(timeline, self.thread, name, place, accesses, run, transfer=self._transfer, cost=cost)
         self.tape.entries.append(step)
         return timeline
 
     def note_read(self, tensor: Tensor, name: str) -> int:
         """Write down that somebody reads memory, which torch does not show to a mode. Returns the timeline."""
-        if not self.is_recording:
+        if not self.is_recording or self.cost_of is not None:
             return self.thread
         run = Run(aten.clone.default, (self.reference(tensor),), {}, [], None, gives_value=True)
         return self.add_step(name, [(tensor, False)], run if self.has_values else None)
@@ -398,6 +454,28 @@ class Machine:
                     return Path(file).name + line
             frame = frame.f_back
         return "?"
+
+
+def _origin() -> str:
+    """The file and the function of the library, or of torch's FSDP2 or optimizers, that asks for memory."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        origin = _origin_of(frame.f_code)
+        if origin:
+            return origin
+        frame = frame.f_back
+    return ""
+
+
+@functools.cache
+def _origin_of(code: CodeType) -> str:
+    file = code.co_filename
+    if file.startswith(_LIBRARY) and not file.startswith(_OWN):
+        return f"{file[len(_LIBRARY) + 1 :]}:{code.co_name}"
+    for root in (FSDP2, _OPTIMIZERS):
+        if file.startswith(root):
+            return f"{Path(root).name}{file[len(root) :]}:{code.co_name}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

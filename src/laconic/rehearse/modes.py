@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,15 +16,18 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from laconic.codec import blocked
 from laconic.rehearse.machine import CPU, CUDA, Event, Machine, Run, Stream, aten
 from laconic.rehearse.operations import Inputs, Kind, inputs_of, kind_of, run, stands_for, value_without
 from laconic.rehearse.tape import HOST
 from laconic.rehearse.threads import threads_of
 from laconic.rehearse.world import COLLECTIVES
+from laconic.shard import unit
 
 _DEVICE = torch.Tensor.device.__get__
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
@@ -34,12 +38,15 @@ _OF_PLACES = {_DEVICE, _IS_CUDA, _IS_CPU, _IS_META}
 
 
 @contextmanager
-def accelerator(*, has_values: bool = True) -> Iterator[Machine]:
-    """Yield a machine. In the body it is what torch finds as its accelerator.
+def accelerator(
+    *, has_values: bool = True, device_type: str = "cuda", cost_of: Callable[[Any, Any, Any, Any], Any] | None = None
+) -> Iterator[Machine]:
+    """Yield a machine. In the body it is what torch finds as its accelerator; with "cpu" it has none.
 
-    Without values, tensors have shapes and places only: [Note: Data without values] in operations.py.
+    Without values, tensors have shapes and places only: [Note: Data without values] in operations.py. `cost_of`: see
+    `Machine`; for machines without values.
     """
-    machine = Machine(has_values=has_values)
+    machine = Machine(has_values=has_values, device_type=device_type, cost_of=cost_of)
     streams = SimpleNamespace(
         Stream=lambda device=None, priority=0: Stream(machine),
         Event=lambda **kwargs: Event(machine),
@@ -86,14 +93,23 @@ def accelerator(*, has_values: bool = True) -> Iterator[Machine]:
     def hooks_of_saved_tensors(hooks: Any, pack: Any, unpack: Any) -> None:
         real_hooks(hooks, _within(devices, pack), _within(devices, unpack))  # torch has left the mode for the operation
 
-    with ExitStack() as patches:
-        for target, name, value in (
+    def make_slab(nbytes: int, device: torch.device, *, num_local: int = 1) -> Tensor:
+        with _placing(machine, (False, True)):  # of any size, in no memory
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+    kernel: Callable[[Any], Any] = lambda function: function  # noqa: E731
+    replaced: list[tuple[Any, str, Any]] = []
+    if not has_values:
+        replaced += [
+            (unit, "make_slab", make_slab),
+            (torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(_by_device_and_dtype)),
+        ]
+    if cost_of is not None:
+        kernel = lambda function: partial(_as_one_kernel, machine, function)  # noqa: E731
+        replaced.append((clip_grad, "_group_tensors_by_device_and_dtype", _by_device_and_dtype))
+    if device_type == "cuda":
+        replaced += [
             (torch, "get_device_module", module_of),
-            (torch.autograd.graph.saved_tensors_hooks, "__init__", hooks_of_saved_tensors),
-            (torch, "save", save),
-            (torch.UntypedStorage, "resize_", resize),
-            (torch.UntypedStorage, "__getitem__", part_of),
-            (torch.autograd, "_engine_run_backward", backward),
             (torch.accelerator, "current_device_index", lambda: 0),
             (torch.accelerator, "current_accelerator", lambda check_available=False: CUDA),
             (torch.accelerator, "set_device_index", lambda index: None),
@@ -110,15 +126,48 @@ def accelerator(*, has_values: bool = True) -> Iterator[Machine]:
             (torch.cuda, "Event", streams.Event),
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "device_count", lambda: 1),
+        ]
+    with ExitStack() as patches:
+        for target, name, value in (
+            *replaced,
+            (torch.autograd.graph.saved_tensors_hooks, "__init__", hooks_of_saved_tensors),
+            (torch, "save", save),
+            (torch.UntypedStorage, "resize_", resize),
+            (torch.UntypedStorage, "__getitem__", part_of),
+            (torch.autograd, "_engine_run_backward", backward),
+            (blocked, "_fused", kernel),
         ):
             patches.enter_context(mock.patch.object(target, name, value))
-        patches.enter_context(mock.patch("laconic.codec.blocked._fused", lambda function: function))
         patches.enter_context(threads_of(machine))
         patches.enter_context(devices)
         with _Operations(machine, devices):
             yield machine
     machine.is_recording = False
     machine.memory_of.clear()
+
+
+def _as_one_kernel(machine: Machine, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function that torch.compile would make one kernel of: it reads its arguments and writes its results."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        results = function(*arguments)
+        is_device = any(isinstance(each, Tensor) and machine.is_on_device(each) for each in arguments)
+        for tensor in pytree.tree_leaves(results):
+            machine.take(tensor, is_device=is_device)
+        if machine.is_recording and machine.cost_of is not None:
+            cost = machine.cost_of(function, arguments, {}, results)
+            machine.add_step("coding", [(each, True) for each in pytree.tree_leaves(results)], None, cost)
+    return results
+
+
+def _by_device_and_dtype(lists: Sequence[Sequence[Any]], with_indices: bool = False) -> Any:
+    """Group tensors as torch does for its foreach functions, by what they say of themselves."""
+    groups: dict[Any, Any] = {}
+    for index, first in enumerate(lists[0]):
+        columns, indices = groups.setdefault((first.device, first.dtype), ([[] for _ in lists], []))
+        for column, values in zip(columns, lists, strict=True):
+            column.extend(values[index : index + 1])
+        indices.append(index)
+    return groups
 
 
 # -- every operation ---------------------------------------------------------------------------------------------------
@@ -169,6 +218,8 @@ class _Operations(TorchDispatchMode):
             is_elsewhere = not machine.has_values and any(machine.placing or ())
             number = torch.empty_like(args[0], device="meta") if is_elsewhere else function(*args, **kwargs)
             machine.adopt(number)
+            if is_elsewhere:
+                machine.memory(number).stands_for = args[0]
             return number
         for tensor, _ in inputs:
             machine.memory(tensor)
@@ -181,15 +232,19 @@ class _Operations(TorchDispatchMode):
             self._note_values(kind, args, inputs, fresh)
         if not machine.is_recording:
             return result
+        if machine.cost_of is not None:
+            cost = machine.cost_of(function, args, kwargs, result) if fresh or kind.writes_any else None
+            if cost is not None:
+                machine.add_step(kind.name, [*inputs, *((tensor, True) for _, tensor in fresh)], None, cost)
+            return result
         is_view = not fresh and not any(is_write for _, is_write in inputs)
         if (is_view and not kind.needs_host) or kind.is_empty:
             return result
         touched = inputs if kind.reads_values else [pair for pair in inputs if pair[1]]
         touched = [*touched, *((tensor, True) for _, tensor in fresh)]
         by_value, waits = self._host_side(kind, function, args, kwargs, touched)
-        cost = None if machine.cost_of is None else machine.cost_of(function, args, kwargs, result)
         if not machine.has_values:
-            timeline = machine.add_step(kind.name, touched, None, cost)
+            timeline = machine.add_step(kind.name, touched, None)
             if waits:
                 machine.join(timeline)
             return result
@@ -208,7 +263,7 @@ class _Operations(TorchDispatchMode):
             state,
             gives_value=kind.gives_value,
         )
-        timeline = machine.add_step(kind.name, touched, step, cost)
+        timeline = machine.add_step(kind.name, touched, step)
         if waits:
             machine.join(timeline)
         return result

@@ -30,7 +30,7 @@ Filling = float | Tensor
 Inputs = Sequence[tuple[Tensor, bool]]
 """The tensors that an operation gets, and whether it writes them."""
 _META, _CPU = torch.device("meta"), torch.device("cpu")
-_MOST_REAL_NUMBERS = 1 << 15
+_MOST_REAL_NUMBERS = 1 << 16  # the ranks of a large mesh are real
 _WHOLE = {torch.int16, torch.int32, torch.int64, torch.bool}  # bytes may be parts of anything
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     f"aten::{each.__name__}": each
@@ -57,6 +57,7 @@ class Kind:
     writes: tuple[bool, ...]
     """By the position of the argument: whether the operation writes it."""
     writes_by_name: dict[str, bool]
+    writes_any: bool
     is_view: bool
     """True if it touches no memory, and its results are views of its arguments."""
     is_empty: bool
@@ -80,6 +81,7 @@ def kind_of(function: Any) -> Kind:
         name=schema.name,
         writes=tuple(by_name.values()),
         writes_by_name=by_name,
+        writes_any=any(by_name.values()),
         is_view=bool(aliases) and all(aliases) and not any(by_name.values()) and not gives_value,
         is_empty=schema.name in _EMPTY,
         makes=schema.name in _EMPTY | _LIKE or ("device" in by_name and not _takes_tensors(schema)),
@@ -143,6 +145,9 @@ def stands_for(machine: Machine, kind: Kind, args: Sequence[Any], inputs: Inputs
     if kind.name in _COMPARISONS and len(args) == 2 and len(numbers) == len(values) > 0:
         others = [each for each in args if isinstance(each, int | float)]
         return int(_COMPARISONS[kind.name](numbers[0], [*numbers[1:], *others, 0][0]))
+    if kind.name in _COMPARISONS and len(values) == 1 and not numbers and isinstance(args[1], int | float):
+        with _disable_current_modes():
+            return _COMPARISONS[kind.name](values[0], args[1])
     if kind.name == "aten::logical_not" and numbers:
         return int(not numbers[0])
     if kind.name in _KEEPS and values and all(each is values[0] for each in values):
@@ -170,7 +175,11 @@ def answer(machine: Machine, function: Any, tensor: Tensor) -> Any:
     if function in (aten.equal.default, aten.allclose.default):
         return True
     if function is aten.nonzero.default:
-        num_found = 0 if machine.memory(tensor).stands_for == 0 else tensor.numel()
+        value = machine.memory(tensor).stands_for
+        if isinstance(value, Tensor) and value.shape == tensor.shape:
+            with _disable_current_modes():
+                return value.nonzero()
+        num_found = tensor.numel() if isinstance(value, int | float) and value else 0
         return torch.empty(num_found, tensor.dim(), dtype=torch.int64, device=_META)
     raise ValueError(
         f"{function} has a result whose shape hangs on values, and this rehearsal has none; rehearse with "

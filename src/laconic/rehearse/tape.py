@@ -65,13 +65,15 @@ class Transfer:
     level: str
     """The farthest level between two ranks of the group: see `laconic.comm.traffic.Level`."""
     purpose: str
-    """Why, and for which unit, if it is laconic's own: as it says to its journal."""
+    """Why, if it is laconic's own: as it counts it, or else as it says to its journal."""
     unit: str
+    """For which unit, if it is laconic's own."""
     sent_bytes: int
     """What leaves this rank, if the group moves it as a ring does."""
     received_bytes: int
     route: Route
-    """What leaves a rank on each level, as a mean over the ranks of the group."""
+    """What leaves a rank on each level, as a mean over the ranks of the group; what laconic counts of its own
+    transfers, without hops. Of messages that it sends at once the first has the bytes of all."""
     message: tuple[str, int, int] | None = None
     """The group, the distance in places, and the number of a message. All ranks do alike: so what this rank receives
     arrives when the message with the same number has left it."""
@@ -87,6 +89,7 @@ class Step:
     name: str
     place: str
     accesses: Sequence[Access]
+    """Empty if the machine asks for costs, and no order can be read then."""
     run: Any = None
     """What the executor needs to run it again; None for allocations and frees."""
     is_reuse: bool = False
@@ -127,9 +130,9 @@ class Free:
 
 @dataclass(slots=True)
 class Mark:
-    """A place in the program to which it has given a name."""
+    """A place in the program to which it has given a name, or what a reader wants to know there."""
 
-    name: str
+    label: Any
     timeline: int
 
 

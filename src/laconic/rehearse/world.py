@@ -32,11 +32,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from laconic.comm import cluster
 from laconic.comm.groups import REHEARSED
 from laconic.comm.journal import Label, last_label
+from laconic.comm.traffic import Traffic
 from laconic.rehearse.machine import FSDP2, Event, Machine, Stream
 from laconic.rehearse.rings import Places, Ring, Route
 from laconic.rehearse.tape import Site, Transfer
@@ -79,6 +82,8 @@ class World:
         return next(self._contents)
 
 
+_FIRST_NAME = 10**6
+"""The number that is the name of a rehearsal's first group: no other group of the process has it."""
 _worlds: list[World] = []
 """The world in which this process is a rank; empty outside of rehearsals."""
 
@@ -270,7 +275,9 @@ class Group(_ProcessGroup):
         return self._transfer(op, sent, received, route, (self._name, distance, number))
 
     def _link(self, tensor: Tensor, peer: int) -> Stream:
-        if not self._machine.is_on_device(tensor):
+        if self._machine.cost_of is not None:  # nobody asks for their order
+            peer = 0
+        elif not self._machine.is_on_device(tensor):
             return Stream(self._machine, f"Gloo, a message of {peer}")
         if peer not in self._streams:
             self._streams[peer] = Stream(self._machine, f"NCCL {self._name}, messages of {peer}")
@@ -297,7 +304,16 @@ class Group(_ProcessGroup):
     def _transfer(
         self, op: str, sent_bytes: int, received_bytes: int, route: Route, message: tuple[str, int, int] | None = None
     ) -> Transfer:
-        purpose, unit = _label_of_torch() or last_label(self) or ("", "")
+        purpose, unit = label = last_label(self) or ("", "")
+        counted = self._machine.take_counted()
+        if counted is not None:
+            purpose, sent = counted
+            route, message = Route(sent=sent), None
+        else:
+            of_torch = _label_of_torch()
+            purpose, unit = of_torch or label
+            if of_torch is None and any(label):  # laconic's own, counted with another one, or not at all
+                route, message = Route(), None
         return Transfer(
             op=op, group=self._name, size=self._size, level=self._level, purpose=purpose, unit=unit,
             sent_bytes=sent_bytes, received_bytes=received_bytes, route=route, message=message,
@@ -426,11 +442,9 @@ def _make_group(options: Any, backend_options: Any) -> Group:
 
 @contextmanager
 def one_rank(world: World) -> Iterator[World]:
-    """Let this process be one rank of a cluster. The process group is replaced; afterwards there is none."""
+    """Let this process be one rank of a cluster. Afterwards it has the process groups that it had."""
     if REHEARSED.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(REHEARSED, _make_group, extended_api=True, devices=["cpu", "cuda"])
-    if dist.is_initialized():
-        dist.destroy_process_group()
     place = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
@@ -440,10 +454,44 @@ def one_rank(world: World) -> Iterator[World]:
         "MASTER_PORT": 0,
     }
     _worlds.append(world)
-    with mock.patch.dict(os.environ, {name: str(value) for name, value in place.items()}):
+    with (
+        mock.patch.dict(os.environ, {name: str(value) for name, value in place.items()}),
+        mock.patch.object(Traffic, "observer", staticmethod(world.machine.count)),
+        _no_groups(),
+    ):
         dist.init_process_group(REHEARSED, store=dist.HashStore(), rank=world.rank, world_size=world.size)
         try:
             yield world
         finally:
-            dist.destroy_process_group()
             _worlds.pop()
+
+
+_GROUPS: list[dict[Any, Any]] = [
+    *(
+        getattr(distributed_c10d, name)
+        for name in ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
+    ),
+    cluster._made_on,
+]
+"""What a process knows of its groups."""
+
+
+@contextmanager
+def _no_groups() -> Iterator[None]:
+    """Put the process's own groups aside, and bring them back."""
+    own, default, count = list(map(dict, _GROUPS)), dist.group.WORLD, distributed_c10d._world.group_count
+    _set_groups([{} for _ in _GROUPS], None, _FIRST_NAME)
+    try:
+        yield
+    finally:
+        for name in distributed_c10d._pg_names.values():
+            torch._C._distributed_c10d._unregister_process_group(name)
+        _set_groups(own, default, count)
+
+
+def _set_groups(tables: Sequence[dict[Any, Any]], default: Any, count: int) -> None:
+    for known, table in zip(_GROUPS, tables, strict=True):
+        known.clear()
+        known.update(table)
+    distributed_c10d._update_default_pg(default)
+    distributed_c10d._world.group_count = count
