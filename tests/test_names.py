@@ -12,7 +12,7 @@ ROOT = Path(laconic.__file__).parent
 VERBS = {"begin", "commit", "decode", "describe", "encode", "load", "main", "parse", "run", "save", "to_toml", "write"}
 """Functions that callers name with their module, such as `commit.begin`: the module says of what."""
 PLANNERS = {
-    "Compute", "Free", "Lane", "Machine", "Mark", "Record", "Ring", "Send", "Transfer", "Update", "Wait", "Work",
+    "Lane", "Machine", "Ring", "Transfer", "Update", "Work",
 }  # fmt: skip
 """Classes whose second meaning goes with the planner's own recording."""
 SAME = {"cost_of", "ddp", "fsdp2", "fsdp2_hpz", "fsdp2_on_gloo", "hsdp", "on_engine"}

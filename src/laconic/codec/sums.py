@@ -13,7 +13,7 @@ alike.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,7 +51,8 @@ class Payload:
 
     def __init__(self, pieces: Sequence[Sequence[Piece]], numels: Sequence[int], *, check: bool = False) -> None:
         """Take the pieces and the number of elements of each part. With `check`, refuse NaN and infinity."""
-        self._pieces, self._check = pieces, check
+        self._pieces: Mapping[int, Sequence[Piece]] = dict(enumerate(pieces))
+        self._check = check
         self.numels = list(numels)
         """The elements of each part."""
         self._ends = list(itertools.accumulate(self.numels))

@@ -67,7 +67,7 @@ class Transfer:
     purpose: Purpose
     sent: dict[Level, float]
     """The payload bytes that one rank sends on each level. A ring of all ranks sends on two at once."""
-    hops: int | Mapping[Level, int] = 1
+    hops: int | Mapping[Level, float] = 1
     """The messages that wait for each other: on the busiest level, or on each, if they pass several."""
 
 

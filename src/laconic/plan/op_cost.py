@@ -149,7 +149,7 @@ class Costs:
     @contextmanager
     def times(self, count: float) -> Iterator[None]:
         """Let each operation of the body stand for `count` operations."""
-        before, self._times = self._times, count
+        before, self._times = self._times, self._times * count
         try:
             yield
         finally:

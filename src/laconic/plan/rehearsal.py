@@ -132,9 +132,9 @@ def _rehearse(
     layers = layers_to_shard(model)
     kinds: dict[int | None, Kind] = {}
     batch, costs = _batch(job), Costs()
-    cluster = {"nodes": nodes, "local": local, "islands": islands}
+    device_type = trace.device_type
     with (
-        rehearsal(**cluster, device_type=trace.device_type, cost_of=costs) as machine,
+        rehearsal(nodes=nodes, local=local, islands=islands, device_type=device_type, cost_of=costs) as machine,
         _trainer_on(machine, costs),
         machine.recording() as tape,
     ):
@@ -237,16 +237,14 @@ class _AlikePayload(Payload):
     ) -> None:
         self._machine, self._costs = machine, costs
         self._stride = max(1, -(-(len(parts) - 1) // _MOST_CODED))
-        self._alike = 1
-        """The parts for which the one stands that is coded now."""
         places = [0, *range(1, len(parts), self._stride)]
         coded = payload_of(bucket, [parts[place] for place in places], codec, **keys)
-        few = [pieces[:_MOST_CODED] for pieces in coded._pieces]
+        every = list(coded._pieces.values())
+        few = [pieces[:_MOST_CODED] for pieces in every]
         super().__init__(few, [part.numel for part in parts])
-        self._pieces: Mapping[int, Sequence[Piece]] = dict(zip(places, few, strict=True))
+        self._pieces = dict(zip(places, few, strict=True))
         self._shares = {
-            place: _numel(every) / max(1, _numel(some))
-            for place, some, every in zip(places, few, coded._pieces, strict=True)
+            place: _numel(whole) / max(1, _numel(some)) for place, some, whole in zip(places, few, every, strict=True)
         }
         self.nbytes = coded.nbytes
         stride = -(-len(parts) // _MOST_PARTS)
@@ -257,19 +255,18 @@ class _AlikePayload(Payload):
     def places(self) -> Iterator[int]:
         """See `Payload.places`."""
         for place in self._pieces:
-            self._alike = 1 if place == 0 else min(self._stride, len(self.numels) - place)
-            yield place
-        self._alike = 1
+            with self._costs.times(1 if place == 0 else min(self._stride, len(self.numels) - place)):
+                yield place
 
     def encode(self, index: int, values: Any, message: Tensor) -> None:
         """See `Payload.encode`."""
         self._machine.factor = self._factor  # a transfer follows
-        with self._costs.times(self._alike * self._shares[index]):
+        with self._costs.times(self._shares[index]):
             super().encode(index, values, message)
 
     def decode(self, index: int, message: Tensor) -> Iterator[Any]:
         """See `Payload.decode`."""
-        with self._costs.times(self._alike * self._shares[index]):
+        with self._costs.times(self._shares[index]):
             yield from super().decode(index, message)
 
 
