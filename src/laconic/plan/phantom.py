@@ -29,7 +29,7 @@ _META = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
+class PhaseBegin:
     """On the tape: a phase of the model begins."""
 
     name: str
@@ -126,7 +126,7 @@ class Phantom:
         self.end()
         if unit != self._root:
             self._mark((unit, is_backward))
-        self._mark(Compute(self._trace.units[unit].name, phase))
+        self._mark(PhaseBegin(self._trace.units[unit].name, phase))
         self._rest = phase.end_bytes
 
     def _note_peak(self) -> None:

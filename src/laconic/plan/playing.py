@@ -15,7 +15,7 @@ from typing import Any
 
 from laconic.plan.machine import Job, Kind, Lane, Machine, Reading, Transfer
 from laconic.plan.op_cost import Copy, Work
-from laconic.plan.phantom import Compute, Peak, Rest
+from laconic.plan.phantom import Peak, PhaseBegin, Rest
 from laconic.plan.rehearsal import END, STEPS, Rehearsal
 from laconic.rehearse.machine import COMPUTE
 from laconic.rehearse.tape import HOST, Entry, Free, Mark, Record, Step, Wait
@@ -105,7 +105,7 @@ class Player:
     def _mark(self, label: object) -> None:
         machine = self._machine
         match label:
-            case Compute(name, phase):
+            case PhaseBegin(name, phase):
                 machine.compute(name, phase, ends=False)
             case Peak(extra_bytes):
                 machine.note_peak(extra_bytes)
@@ -153,4 +153,4 @@ class Player:
 
 
 def _is_phase(label: object) -> bool:
-    return isinstance(label, Compute | Peak | Rest)
+    return isinstance(label, PhaseBegin | Peak | Rest)
