@@ -214,7 +214,8 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=19, **SMALL_LLAMA)).eval()
 
 
-def job_generation(folder: Path) -> None:
+@on_ranks(2, local=1)
+def test_generation_and_saving(tmp_path: Path) -> None:
     """Generate with sharded weights, then save them through the full state dict."""
     plain, model = llama(), llama()
     for layer in model.model.layers:
@@ -227,13 +228,9 @@ def job_generation(folder: Path) -> None:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=options)
     if dist.get_rank() == 0:
-        model.save_pretrained(folder, state_dict=state)
-        loaded = AutoModelForCausalLM.from_pretrained(folder)
+        model.save_pretrained(tmp_path, state_dict=state)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
         for name, parameter in plain.named_parameters():
             assert torch.equal(loaded.get_parameter(name), parameter), name
     else:
         assert state == {}
-
-
-def test_generation_and_saving(tmp_path: Path) -> None:
-    run_ranks(job_generation, 2, tmp_path, local=1)

@@ -94,7 +94,8 @@ def test_shared_stages_resume() -> None:
     run_ranks(job_resumes, 6, 3, STAGGERED, ("shared",))
 
 
-def job_folder(folder: str) -> None:
+@on_ranks(3)
+def test_folder_moves_between_placements(tmp_path: Path) -> None:
     """Save with torch.distributed.checkpoint, and load into other placements."""
     mesh = init_device_mesh("cpu", (3,))
     worker = dist.get_rank()
@@ -102,12 +103,12 @@ def job_folder(folder: str) -> None:
     train_oracle(oracle, range(3))
     run = make(3, 0, "adamw", mesh, states="sharded")
     train(run, range(3), worker)
-    dcp.save(run.state_dict(), checkpoint_id=folder)
+    dcp.save(run.state_dict(), checkpoint_id=tmp_path)
     train_oracle(oracle, range(3, END))
     for states in ("replicated", "sharded"):
         resumed = make(3, 1, "adamw", mesh, states=states)
         state = resumed.blank_state_dict()
-        dcp.load(state, checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=tmp_path)
         resumed.load_state_dict(state)
         assert resumed.optimizer.param_groups[0]["lr"] == run.optimizer.param_groups[0]["lr"]
         train(resumed, range(3, END), worker)
@@ -115,10 +116,6 @@ def job_folder(folder: str) -> None:
         with resumed.consistent_parameters():
             assert_equal(resumed, oracle, states)
     run.drain()
-
-
-def test_folder_moves_between_placements(tmp_path: Path) -> None:
-    run_ranks(job_folder, 3, str(tmp_path))
 
 
 def make_after(rule: str) -> Any:

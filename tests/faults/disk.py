@@ -22,16 +22,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from laconic.config import Config, from_dict, to_toml
+from laconic.config import Config, to_toml
 from tests.faults.bench import Bench, campaign_row, faults_row
+from tests.support import jobs
 from tests.support.launch import free_port, launch
 from tests.support.record import Row
 
 Fault = Callable[[Path], AbstractContextManager[None]]
 STEPS, SAVE_EVERY = 4, 2
 HARMS = ("silent", "tracebacks or several lines", "losses of data", "restarts blocked")
-_SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-_TEXT = "".join(f"{n} bottles of beer on the wall, take one down, pass it around: {n - 1}.\n" for n in range(99, 0, -1))
 _MOUNT_BYTES = 1 << 26
 
 
@@ -189,7 +188,6 @@ def try_all(names: Sequence[str], work: Path) -> list[str]:
 
 
 def _try(situation: Situation, work: Path, second: Connection) -> Iterator[str]:
-    (work / "corpus.txt").write_text(_TEXT)
     run = functools.partial(_run, second)
     goal = [] if situation.exports else _losses(run(_job(work, work / "whole", situation))[2])
     job = _job(work, work / "out", situation)
@@ -238,17 +236,15 @@ def _lost(out: Path) -> Iterator[str]:
 
 
 def _job(work: Path, output: Path, situation: Situation) -> Config:
-    table: dict[str, dict[str, Any]] = {
-        "model": {"config": {"model_type": "llama", **_SIZES, "max_position_embeddings": 16}},
-        "data": {"kind": "text", "path": str(work / "corpus.txt"), "sequence_length": 16, "eval_fraction": 0.0},
-        "optimizer": {"lr": 0.01, "lr_schedule": "constant"},
-        "train": {"steps": STEPS, "micro_batch_size": 2, "device": "cpu", "output": str(output)},
+    cache = work / ("tokens" if output.name == "out" else "other-tokens")
+    sections: dict[str, dict[str, Any]] = {
+        "data": {"eval_fraction": 0.0, "cache": str(cache)},
+        "log": {"tensorboard": True},
     }
-    table["data"]["cache"] = str(work / ("tokens" if output.name == "out" else "other-tokens"))
-    table["train"] |= {"save_every": SAVE_EVERY, "log_every": 1}
+    sections["train"] = {"steps": STEPS, "output": str(output), "save_every": SAVE_EVERY, "log_every": 1}
     for section, values in situation.settings.items():
-        table[section] = {**table.get(section, {}), **values}
-    return from_dict(Config, table)
+        sections[section] = {**sections.get(section, {}), **values}
+    return jobs.job(work, **sections)
 
 
 def _changed(job: Config, **train: Any) -> Config:

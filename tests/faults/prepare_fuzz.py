@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from laconic.config import Config, JobError, from_dict
 from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.faults.config_fuzz import values_of
+from tests.support.jobs import corpus
 from tests.support.launch import launch
 from tests.support.record import Row
 
 HARMS = ("foreign tracebacks", "no reason given")
 NUM_JOBS, NUM_PER_PROCESS = 1_000, 100
-_TEXT = "".join(f"{n} bottles of beer on the wall, take one down, pass it around: {n - 1}.\n" for n in range(60, 0, -1))
 _SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 _MODELS: tuple[dict[str, Any], ...] = (
     {"model_type": "llama", **_SIZES, "num_key_value_heads": 1},
@@ -66,7 +66,7 @@ def wrong_paths(folder: Path) -> list[Path]:
 
 def job_with_path(key: str, path: Path, folder: Path) -> dict[str, Any]:
     """The table of a small job in `folder` whose `key` is the path."""
-    (folder / "corpus.txt").write_text(_TEXT)
+    corpus(folder)
     table: dict[str, dict[str, Any]] = {
         "model": {} if key == "model.path" else {"config": _MODELS[0]},
         "data": {"kind": "text", "path": str(folder / "corpus.txt"), "sequence_length": 16},
@@ -105,7 +105,7 @@ def try_jobs(num: int, folder: Path, number: int = 0) -> tuple[int, list[str]]:
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "corpus.txt").write_text(_TEXT)
+    corpus(folder)
     (folder / "chat.jsonl").write_text("".join(_conversation(index) for index in range(40)))
     (folder / "empty.txt").write_text("")
     found: list[str] = []

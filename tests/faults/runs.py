@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from laconic.checkpoint import commit, open_checkpoint, storage
-from laconic.config import Config, from_dict, to_toml
+from laconic.config import Config, to_toml
 from tests.faults.victims import Place, Victim
+from tests.support.jobs import SMALL_LLAMA, job
 
 STEPS, SAVE_EVERY = 12, 2
 PEER_TIMEOUT_S = 10.0
@@ -25,10 +26,6 @@ LIMIT_S = PEER_TIMEOUT_S + 25
 A rank may have just been started when another is killed, and its imports take 10 s on a busy machine.
 """
 
-_MODEL = {
-    "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32, "tie_word_embeddings": False,
-}  # fmt: skip
 _CYCLIC = {"optimizer": {"max_grad_norm": 0.0}, "schedule": {"kind": "cyclic", "cut_by": "parameters"}}
 _ISLANDS = {"mode": "local", "every": 2, "recovery": "$FOLDER/recovery"}
 
@@ -131,22 +128,18 @@ class Run:
 
 
 def _config(strategy: Strategy, folder: Path) -> Config:
-    text = "".join(f"{n} bottles of beer on the wall, take one down, pass it around.\n" for n in range(300, 0, -1))
-    (folder / "corpus.txt").write_text(text)
-    job: dict[str, dict[str, Any]] = {
-        "model": {"config": _MODEL},
-        "data": {"kind": "text", "path": str(folder / "corpus.txt"), "sequence_length": 16, "eval_fraction": 0.1},
-        "optimizer": {"lr": 0.01, "lr_schedule": "constant"},
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"config": {"model_type": "llama", **SMALL_LLAMA, "num_hidden_layers": 4}},
         "train": {
-            "steps": STEPS, "micro_batch_size": 1, "device": "cpu", "output": str(folder / "out"),
-            "save_every": SAVE_EVERY, "eval_every": STEPS, "log_every": 1, "timeout_s": PEER_TIMEOUT_S,
+            "steps": STEPS, "micro_batch_size": 1, "save_every": SAVE_EVERY, "eval_every": STEPS, "log_every": 1,
+            "timeout_s": PEER_TIMEOUT_S,
         },
-        "log": {"tensorboard": False, "progress": False},
+        "log": {"progress": False},
     }  # fmt: skip
     for section, values in strategy.sections.items():
         filled = {k: v.replace("$FOLDER", str(folder)) if isinstance(v, str) else v for k, v in values.items()}
-        job[section] = {**job.get(section, {}), **filled}
-    return from_dict(Config, job)
+        sections[section] = {**sections.get(section, {}), **filled}
+    return job(folder, **sections)
 
 
 def difference(found: EndState, expected: EndState) -> str:

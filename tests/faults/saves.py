@@ -17,9 +17,11 @@ from torch import nn
 from laconic import checkpoint
 from laconic.checkpoint import CheckpointError, commit, sidecar, storage
 from laconic.checkpoint.commit import CheckpointManifest
+from laconic.config import Config
 from laconic.store import folder as store
 from laconic.store.folder import CrashPoint
 from tests.faults.power_loss import Recorder, attached, attached_to, served
+from tests.support.jobs import SMALL_LLAMA, corpus, job
 from tests.support.launch import launch
 
 COMMITTED = "committed"
@@ -37,7 +39,6 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 """The jobs that the trainer runs on two nodes of a rank each: three steps with a checkpoint after each, two kept."""
 _RANKS = 2
-_TEXT = "".join(f"{n} bottles of beer on the wall.\n" for n in range(99, 0, -1))
 
 
 def small_model() -> nn.Module:
@@ -62,7 +63,7 @@ def record(kinds: list[str], root: Path, timeout_s: float = 90) -> dict[str, Rec
         if kind in STEPS:
             _save(recorders[kind], STEPS[kind])
     if jobs := [kind for kind in kinds if kind in JOBS]:
-        (root / "corpus.txt").write_text(_TEXT)
+        corpus(root)
         with served(recorders) as address:
             launch(_train, jobs, address, str(root), num_ranks=_RANKS, num_local=1, timeout_s=timeout_s)
     return recorders
@@ -106,20 +107,17 @@ def _train(kinds: list[str], address: str, root: str) -> None:
             dist.barrier()
 
 
-def _job(root: Path, kind: str) -> Any:
-    from laconic.config import Config, from_dict
-
-    llama = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+def _job(root: Path, kind: str) -> Config:
+    small = {"hidden_size": 8, "intermediate_size": 8}
     sections: dict[str, dict[str, Any]] = {
-        "model": {"config": {"model_type": "llama", "num_key_value_heads": 1, "tie_word_embeddings": False, **llama}},
-        "data": {"kind": "text", "path": str(root / "corpus.txt"), "sequence_length": 8, "cache": str(root / "tokens")},
-        "optimizer": {"lr": 0.01, "lr_schedule": "constant"},
-        "train": {"steps": 3, "micro_batch_size": 1, "device": "cpu", "output": str(root / kind), "save_every": 1},
-        "log": {"tensorboard": False, "progress": False},
+        "model": {"config": {"model_type": "llama", **SMALL_LLAMA, **small}},
+        "data": {"sequence_length": 8},
+        "train": {"steps": 3, "micro_batch_size": 1, "output": str(root / kind), "save_every": 1},
+        "log": {"progress": False},
     }
     for section, values in JOBS[kind].items():
         sections[section] = {**sections.get(section, {}), **values}
-    return from_dict(Config, sections)
+    return job(root, **sections)
 
 
 # -- stored ------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import laconic
 from laconic.checkpoint import load_checkpoint, save_checkpoint
 from laconic.ragged.tensor import RaggedTensor
 from tests.ragged.test_reductions import SHAPES, Some
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 STEPS = 3
 
@@ -40,7 +40,8 @@ def compare(sharded: Any, plain: nn.Module) -> None:
         torch.testing.assert_close(got, parameter.detach(), rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def job(folder: str) -> None:
+@on_ranks(3)
+def test_adafactor_equals_the_unsharded_one_and_resumes_to_the_bit(tmp_path: Path) -> None:
     for case, make in OPTIMIZERS.items():
         plain, sharded, resumed = (
             Some(),
@@ -49,8 +50,8 @@ def job(folder: str) -> None:
         optimizers = [make(model.requires_grad_().parameters()) for model in (plain, sharded, resumed)]
         for step in range(2 * STEPS):
             if step == STEPS:
-                save_checkpoint(f"{folder}/{case}", step, model=sharded, optimizer=optimizers[1], extra={})
-                load_checkpoint(f"{folder}/{case}", model=resumed, optimizer=optimizers[2])
+                save_checkpoint(f"{tmp_path}/{case}", step, model=sharded, optimizer=optimizers[1], extra={})
+                load_checkpoint(f"{tmp_path}/{case}", model=resumed, optimizer=optimizers[2])
             for model, optimizer in list(zip((plain, sharded, resumed), optimizers, strict=True))[
                 : 2 + (step >= STEPS)
             ]:
@@ -59,7 +60,3 @@ def job(folder: str) -> None:
         compare(sharded, plain)
         for name, parameter in sharded.named_parameters():
             assert torch.equal(resumed.get_parameter(name).full_tensor(), parameter.full_tensor()), name
-
-
-def test_adafactor_equals_the_unsharded_one_and_resumes_to_the_bit(tmp_path: Path) -> None:
-    run_ranks(job, 3, str(tmp_path))

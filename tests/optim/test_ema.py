@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import laconic
-from tests.support.launch import run_ranks
 from tests.support.sharded_net import Net, build, full_parameters, moved, shard, train_step
+from tests.support.launch import on_ranks
 
 
 class Normed(Net):
@@ -97,13 +97,10 @@ def fail_inside(ema: laconic.EMA) -> None:
         raise ZeroDivisionError
 
 
-def job_both(folder: str) -> None:
-    job(f"{folder}/without", use_buffers=False)
-    job(f"{folder}/with", use_buffers=True)
-
-
+@on_ranks(3, local=1)
 def test_ema_equals_an_averaged_model(tmp_path: Path) -> None:
-    run_ranks(job_both, 3, str(tmp_path), local=1)
+    job(f"{tmp_path}/without", use_buffers=False)
+    job(f"{tmp_path}/with", use_buffers=True)
 
 
 def test_averages_of_low_precision_are_kept_in_float32() -> None:

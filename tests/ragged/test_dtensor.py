@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import laconic
 from laconic.optim import AdamW8bit, Muon
-from tests.support.launch import on_ranks, run_ranks
 from tests.support.sharded_net import Block, Net, assert_nothing_gathered, build, full_parameters, squared_error
+from tests.support.launch import on_ranks
 
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
@@ -38,7 +38,9 @@ def tensor_parallel(replicas: int, cache: str, *, seed: int = 0, hidden: int = 3
     return laconic.fully_shard(model, mesh=data, cache=cache), mesh
 
 
-def job_tensor_parallel(replicas: int, folder: str) -> None:
+@pytest.mark.parametrize(("ranks", "replicas"), [(4, 2), (3, 1), (6, 3)])
+@on_ranks("ranks", local=1)
+def test_tensor_parallel_training_is_the_unsharded_one(replicas: int, tmp_path: Path) -> None:
     model, mesh = tensor_parallel(replicas, "host")
     plain = build(lambda: Net(2, 17, 30))
     assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
@@ -59,24 +61,19 @@ def job_tensor_parallel(replicas: int, folder: str) -> None:
     for name, value in full_parameters(model).items():
         torch.testing.assert_close(value, plain.get_parameter(name), msg=name)
 
-    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
     other = laconic.init_mesh("cpu")  # every rank for data, none for tensors
     again = build(lambda: Net(2, 17, 30), seed=1)
     for block in again.blocks:  # type: ignore[union-attr]
         laconic.fully_shard(block, mesh=other)
     laconic.fully_shard(again, mesh=other)
-    dcp.load({"model": again.state_dict()}, checkpoint_id=folder)
+    dcp.load({"model": again.state_dict()}, checkpoint_id=tmp_path)
     for name, value in full_parameters(again).items():
         torch.testing.assert_close(value, plain.get_parameter(name), msg=name)
     back, _ = tensor_parallel(replicas, "none", seed=2)
-    dcp.load({"model": back.state_dict()}, checkpoint_id=folder)
+    dcp.load({"model": back.state_dict()}, checkpoint_id=tmp_path)
     for name, value in full_parameters(back).items():
         torch.testing.assert_close(value, plain.get_parameter(name), msg=name)
-
-
-@pytest.mark.parametrize(("ranks", "replicas"), [(4, 2), (3, 1), (6, 3)])
-def test_tensor_parallel_training_is_the_unsharded_one(ranks: int, replicas: int, tmp_path: Path) -> None:
-    run_ranks(job_tensor_parallel, ranks, replicas, str(tmp_path), local=1)
 
 
 class Experts(nn.Module):

@@ -17,7 +17,7 @@ from laconic.optim import AdamW8bit
 from laconic.ragged.tensor import RaggedTensor
 from tests.ragged.test_state_dict import Mixed, assert_ragged, set_gradients, sharded
 from tests.support import sharded_net
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
     "foreach": lambda parameters: AdamW(parameters, lr=1e-2, foreach=True, amsgrad=True),
@@ -101,10 +101,7 @@ def job_loads(name: str, folder: Path) -> None:
         assert_equals(state_of(other, other_optimizer), after)
 
 
-def job_all_loads(folder: Path) -> None:
-    for name in OPTIMIZERS:
-        job_loads(name, folder / name)
-
-
+@on_ranks(3, local=1)
 def test_whole_state_trains_on_as_without_sharding(tmp_path: Path) -> None:
-    run_ranks(job_all_loads, 3, tmp_path, local=1)
+    for name in OPTIMIZERS:
+        job_loads(name, tmp_path / name)

@@ -124,36 +124,6 @@ def plain_loss(plain: nn.Module, step: int, replicas: int, *shape: int) -> Tenso
     return torch.stack([plain(rows(step, r, *shape)).square().mean() for r in range(replicas)]).mean()
 
 
-def job_mixture(folder: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "ep", "tp"))
-    model, plain = mixture(mesh, CUT), build(Mixture)
-    own, outer = mesh.get_local_rank("dp"), {"up": 2, "scale": 2, "bias": 2, "gain": 0}
-    for name, axes in outer.items():
-        spec = model.experts.get_parameter(name).spec
-        assert len(spec.outer_groups) == axes
-        assert spec.layout.num_shards == 2
-        assert axes == 0 or spec.slot.shape == spec.dtensor.local_shape
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (model, plain)]
-    losses: list[Callable[[int], Tensor]] = [
-        lambda step: model(rows(step, own, 4, 5)).square().mean(),
-        lambda step: plain_loss(plain, step, 2, 4, 5),
-    ]
-    assert_equal_steps([model, plain], optimizers, losses)
-    save_checkpoint(folder, 1, model=model, optimizer=optimizers[0], extra={})
-    check_messages(model)
-    check_found_inf(model)
-    check_random_fills(model)
-    check_named_axes(mesh)
-
-    for again in (mixture(mesh, OTHER_CUT, seed=1), mixture(mesh, CUT, seed=1), build_uncut()):
-        optimizer = torch.optim.AdamW(again.parameters(), lr=0.01)
-        load_checkpoint(folder, model=again, optimizer=optimizer)
-        assert_equal_parameters(again, plain)
-        for parameter, want in zip(again.parameters(), plain.parameters(), strict=True):
-            moment = optimizer.state[parameter]["exp_avg"].full_tensor()
-            torch.testing.assert_close(moment, optimizers[1].state[want]["exp_avg"])
-
-
 def build_uncut() -> Any:
     return laconic.fully_shard(build(Mixture, seed=1), mesh=laconic.init_mesh("cpu", local=1))
 
@@ -218,8 +188,35 @@ def check_named_axes(mesh: DeviceMesh) -> None:
         assert (cluster.num_islands, cluster.island_rank, cluster.size, cluster.shard_index) == want
 
 
+@on_ranks(8, local=1)
 def test_experts_cut_over_two_axes_train_as_the_unsharded_ones(tmp_path: Path) -> None:
-    run_ranks(job_mixture, 8, str(tmp_path), local=1)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "ep", "tp"))
+    model, plain = mixture(mesh, CUT), build(Mixture)
+    own, outer = mesh.get_local_rank("dp"), {"up": 2, "scale": 2, "bias": 2, "gain": 0}
+    for name, axes in outer.items():
+        spec = model.experts.get_parameter(name).spec
+        assert len(spec.outer_groups) == axes
+        assert spec.layout.num_shards == 2
+        assert axes == 0 or spec.slot.shape == spec.dtensor.local_shape
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (model, plain)]
+    losses: list[Callable[[int], Tensor]] = [
+        lambda step: model(rows(step, own, 4, 5)).square().mean(),
+        lambda step: plain_loss(plain, step, 2, 4, 5),
+    ]
+    assert_equal_steps([model, plain], optimizers, losses)
+    save_checkpoint(tmp_path, 1, model=model, optimizer=optimizers[0], extra={})
+    check_messages(model)
+    check_found_inf(model)
+    check_random_fills(model)
+    check_named_axes(mesh)
+
+    for again in (mixture(mesh, OTHER_CUT, seed=1), mixture(mesh, CUT, seed=1), build_uncut()):
+        optimizer = torch.optim.AdamW(again.parameters(), lr=0.01)
+        load_checkpoint(tmp_path, model=again, optimizer=optimizer)
+        assert_equal_parameters(again, plain)
+        for parameter, want in zip(again.parameters(), plain.parameters(), strict=True):
+            moment = optimizer.state[parameter]["exp_avg"].full_tensor()
+            torch.testing.assert_close(moment, optimizers[1].state[want]["exp_avg"])
 
 
 # -- context parallelism -----------------------------------------------------------------------------------------------
