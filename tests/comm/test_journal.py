@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record as reported
 
 from laconic.comm import watch
+from laconic.comm.entries import decode, encode
 from laconic.comm.journal import Awaited, Entries, Journal, RankRecord, Ticket, reasons_to_wait, waits
 from laconic.comm.watch import find_proof, report_waits
 from laconic.errors import RanksDifferError
@@ -140,7 +141,7 @@ def job_host_goes_on() -> str:
     watch._watch._host_waits = False  # type: ignore[union-attr]
     with redirect_stderr(StringIO()) as printed:
         if dist.get_rank() == 0:
-            model._laconic_unit.progress.enter_forward()
+            model._laconic_unit.progress.note("in forward")
         time.sleep(2.0)
     return printed.getvalue()
 
@@ -207,7 +208,7 @@ def test_it_can_be_turned_off() -> None:
 def record(*counts: tuple[str, int, int] | None, **changes: Any) -> RankRecord:
     fields = {"last": 0, "action": "in forward", "awaited": "weights", "since": time.time(), "has_ended": False}
     numbered = {str(number): count for number, count in enumerate(counts) if count is not None}
-    return RankRecord.decode(RankRecord(counts=numbered, **(fields | changes)).encode().encode())
+    return decode(RankRecord, encode(RankRecord(counts=numbered, **(fields | changes))).encode())
 
 
 def test_records_say_who_is_behind() -> None:
@@ -243,7 +244,7 @@ def told(ticket: Awaited | None, has_ended: bool = False, **groups: Entries) -> 
         counts={"0": ("a", 1, 0)}, last=0, action="in forward", awaited="weights of a", since=time.time(),
         has_ended=has_ended, ticket=ticket, groups=groups,
     )  # fmt: skip
-    return RankRecord.decode(told.encode().encode())
+    return decode(RankRecord, encode(told).encode())
 
 
 def test_ranks_that_wait_for_each_other_are_a_proof() -> None:

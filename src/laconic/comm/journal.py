@@ -27,8 +27,6 @@ from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
-from laconic.comm.entries import decode, encode
-
 _KEPT = 32  # names of the last transfers of a group
 
 Label = tuple[str, str]
@@ -140,12 +138,13 @@ class Waits:
 
         While another thread of Python waits, such as a saver's, the program goes on: it proves nothing.
         """
-        others = {each.ident for each in threading.enumerate() if not _is_program(each)}
+        main = threading.main_thread()
+        others = {
+            each.ident
+            for each in threading.enumerate()
+            if each is not main and not isinstance(each, threading._DummyThread)
+        }
         return next((ticket for thread, ticket in list(self._tickets.items()) if thread not in others), None)
-
-
-def _is_program(thread: threading.Thread) -> bool:
-    return thread is threading.main_thread() or isinstance(thread, threading._DummyThread)
 
 
 waits = Waits()
@@ -168,23 +167,11 @@ class UnitProgress:
         """The units that this process had made before."""
         here.add(self)
 
-    def enter_forward(self) -> None:
-        """Count a forward that begins."""
-        self.forwards += 1
-        here.note(self, "in forward")
-
-    def leave_forward(self) -> None:
-        """Note that a forward has ended."""
-        here.note(self, "after forward")
-
-    def enter_backward(self) -> None:
-        """Count a backward that begins."""
-        self.backwards += 1
-        here.note(self, "in backward")
-
-    def leave_backward(self) -> None:
-        """Note that a backward has ended."""
-        here.note(self, "after backward")
+    def note(self, action: Action) -> None:
+        """Note what the unit does, and count a pass that begins."""
+        self.forwards += action == "in forward"
+        self.backwards += action == "in backward"
+        here.note(self, action)
 
 
 class Here:
@@ -247,15 +234,6 @@ class RankRecord:
     """The numbered transfer for which the rank waits: [Note: Proof that a transfer never ends] in journal.py."""
     groups: dict[str, Entries] = field(default_factory=dict)
     """What the rank has issued on each process group."""
-
-    def encode(self) -> str:
-        """Return the record as an entry of a store."""
-        return encode(self)
-
-    @staticmethod
-    def decode(text: bytes) -> RankRecord:
-        """Return the record of `encode`. Raises: EntryError."""
-        return decode(RankRecord, text)
 
     @property
     def idle_s(self) -> int:

@@ -123,12 +123,9 @@ def _awaited(rank: int, records: Mapping[int, RankRecord]) -> list[int]:
     ticket = records[rank].ticket
     if ticket is None:
         return []
-    others = [other for other in ticket.ranks if other != rank and other in records]
-    return [other for other in others if _issued(records[other], ticket.group) < ticket.number]
-
-
-def _issued(record: RankRecord, group: str) -> int:
-    return record.groups[group].issued if group in record.groups else 0
+    groups = {other: records[other].groups for other in ticket.ranks if other != rank and other in records}
+    issued = {other: own[ticket.group].issued if ticket.group in own else 0 for other, own in groups.items()}
+    return [other for other, count in issued.items() if count < ticket.number]
 
 
 def _reason(rank: int, other: int, records: Mapping[int, RankRecord]) -> str:
@@ -387,7 +384,7 @@ class _Board:
     def write(self, rank: int, record: RankRecord | None) -> None:
         """Write the record of a rank; None takes it back."""
         with self._reaching():
-            self._store.set(f"{_KEY}/{rank}", "" if record is None else record.encode())
+            self._store.set(f"{_KEY}/{rank}", "" if record is None else encode(record))
 
     def tell(self, ranks: list[int], line: str) -> None:
         """Write a proof about `ranks`, for all."""
@@ -396,18 +393,7 @@ class _Board:
 
     def verdict(self) -> tuple[list[int], str] | None:
         """Read the last proof that a rank has written; None if there is none, or a damaged one."""
-        key = f"{_KEY}/verdict"
-        with self._reaching():
-            text = self._store.get(key) if self._store.check([key]) else b""
-        try:
-            return decode(tuple[list[int], str], text) if text else None
-        except EntryError as error:  # the proof can be found again
-            print(
-                f"laconic: the entry {key} of the store is damaged ({error}), and is not used",
-                file=sys.stderr,
-                flush=True,
-            )
-            return None
+        return self._read(tuple[list[int], str], "verdict")  # a damaged one can be found again
 
     def acknowledge(self, rank: int) -> None:
         """Say that `rank` has read the proof."""
@@ -424,13 +410,17 @@ class _Board:
 
     def read(self, rank: int) -> RankRecord | None:
         """Read the record of a rank; None if the rank has none, or a damaged one, which a line names."""
-        key = f"{_KEY}/{rank}"
+        return self._read(RankRecord, str(rank))
+
+    def _read(self, kind: Any, name: str) -> Any:
+        key = f"{_KEY}/{name}"
         with self._reaching():
             text = self._store.get(key) if self._store.check([key]) else b""
         try:
-            return RankRecord.decode(text) if text else None
+            return decode(kind, text) if text else None
         except EntryError as error:
-            print(f"laconic: the entry {key} of the store is damaged ({error})", file=sys.stderr, flush=True)
+            told = f"laconic: the entry {key} of the store is damaged ({error}), and is not used"
+            print(told, file=sys.stderr, flush=True)
             return None
 
     @contextlib.contextmanager

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from laconic.config import JobError
+from laconic.errors import JobError, writing
 from laconic.store.files import make_folder, replacing, sync
 from laconic.store.folder import (
     CrashPoint,
@@ -105,13 +105,8 @@ def writing_to(folder: Path) -> Iterator[None]:
         make_folder(folder)
     except OSError as error:
         raise JobError(f"cannot create the folder for tokenised data {str(folder)!r}: {error}") from error
-    try:
+    with writing("tokenised data", folder, ", or set data.cache to a folder on another disk"):
         yield
-    except OSError as error:
-        raise JobError(
-            f"cannot write tokenised data into {str(folder)!r}: {error}; make room there, or set data.cache to a "
-            "folder on another disk"
-        ) from error
 
 
 @contextlib.contextmanager

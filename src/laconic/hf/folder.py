@@ -13,7 +13,6 @@ import copy
 import importlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +26,7 @@ from laconic.comm.agreement import RankGroup
 from laconic.errors import JobError
 from laconic.extras import how_to_install
 from laconic.shard.sharded_module import plain_class
+from laconic.store.files import make_folder, remove, sync
 
 INDEX = "model.safetensors.index.json"
 """The file of a folder that says which file holds which tensor."""
@@ -156,7 +156,7 @@ def refuse_existing(out: Path) -> None:
 def whole_or_nothing(out: Path, ranks: RankGroup) -> Iterator[Path]:
     """Yield a new folder beside `out`, and rename it to `out` if the block succeeds. Collective over `ranks`.
 
-    Rank 0 makes the folder, renames it, and removes it if the block fails on rank 0.
+    Rank 0 makes the folder, renames it once its files are on the disk, and removes it if the block fails on rank 0.
 
     Raises:
         JobError: rank 0 cannot make or rename the folder, or `out` has something in it. Every rank raises it.
@@ -167,21 +167,25 @@ def whole_or_nothing(out: Path, ranks: RankGroup) -> Iterator[Path]:
         yield writing
     except BaseException:
         if ranks.rank == 0:
-            shutil.rmtree(writing, ignore_errors=True)
+            remove(writing)
         raise
     ranks.on_rank_0(partial(_finish, out, writing), f"cannot write {out}")
 
 
 def _begin(out: Path, writing: Path) -> None:
     refuse_existing(out)
-    shutil.rmtree(writing, ignore_errors=True)
-    writing.mkdir(parents=True)
+    remove(writing)
+    make_folder(out.parent)
+    writing.mkdir()
 
 
 def _finish(out: Path, writing: Path) -> None:
+    for path in (*writing.iterdir(), writing):
+        sync(path)
     if out.exists():
         out.rmdir()
     writing.rename(out)
+    sync(out.parent)
 
 
 def write_tensors(

@@ -147,7 +147,11 @@ def _gather_for_plain_targets(
         ValueError: `func` changes RaggedTensors, too.
     """
     targets = list(_leaves(_changed(func, args, kwargs)))
-    plain = {id(target) for target in targets if isinstance(target, Tensor) and _is_whole(target)}
+    plain = {
+        id(target)
+        for target in targets
+        if isinstance(target, Tensor) and not isinstance(target, RaggedTensor) and target.dim() > 0
+    }
     if not plain:
         return args, kwargs
     lists = [value for value in (*args, *kwargs.values()) if _is_tensor_list(value)]
@@ -171,10 +175,6 @@ def _gather_for_plain_targets(
         return whole(value, is_gathered=not lists)
 
     return tuple(map(each, args)), {key: each(value) for key, value in kwargs.items()}
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    return not isinstance(tensor, RaggedTensor) and tensor.dim() > 0
 
 
 @cache

@@ -202,9 +202,6 @@ def _compare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return first.shape == second.shape and bool((first == second).all())
 
 
-aten = torch.ops.aten
-
-
 def _norms(tensors: Mapping[int, RaggedTensor], order: float) -> dict[int, Tensor]:
     """The norms of tensors over one cluster, by the tensors' keys, in float32 or wider. Collective.
 

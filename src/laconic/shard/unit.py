@@ -275,7 +275,7 @@ class Unit:
 
     def _begin_pass(self) -> None:
         """Begin the forward of the unit: [Note: Several modules in one unit]."""
-        self.progress.enter_forward()
+        self.progress.note("in forward")
         root = self.root
         if self.is_root:
             self._refuse_several_roots()
@@ -317,7 +317,7 @@ class Unit:
         else:
             self.gather.let_host_edit()
         self.root.order.leave_forward(self.gather)
-        self.progress.leave_forward()
+        self.progress.note("after forward")
 
     def _is_recomputed(self) -> bool:
         """True in a forward whose graph will be thrown away: [Note: Recomputed forwards]."""
@@ -336,7 +336,7 @@ class Unit:
         if self._phase is UnitPhase.BACKWARD:
             return
         self.phase = UnitPhase.BACKWARD
-        self.progress.enter_backward()
+        self.progress.note("in backward")
         if self.unshard_in_backward:
             self.root.order.enter_backward(self.gather, _gathers(self.backward_prefetch))
             self.unshard()
@@ -374,7 +374,7 @@ class Unit:
                     gradients.show_unreduced(self.root.probe)
                 else:
                     self._reduce(gradients, gradients.take_full())
-        self.progress.leave_backward()
+        self.progress.note("after backward")
 
     def _reduce(self, gradients: BucketGradients, full: Held[Tensor] | None) -> None:
         across_nodes = self.requires_gradient_sync

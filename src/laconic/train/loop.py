@@ -26,6 +26,7 @@ from laconic.comm.failure import failing_together, set_peer_timeout
 from laconic.comm.launch import RankInfo, ending_with_launcher, pick_device, process_group
 from laconic.config import Config, JobError, to_dict, to_toml
 from laconic.data.batches import Batch, Division
+from laconic.errors import writing
 from laconic.hf.tokenizer import load_tokenizer, with_vocabulary
 from laconic.store import files
 from laconic.strategies.checks import check_job
@@ -35,7 +36,7 @@ from laconic.strategies.memory import measured_peak
 from laconic.strategies.optimizers import set_learning_rates
 from laconic.strategies.stepper import NotFiniteError, Setup, Stepper
 from laconic.train import prepare
-from laconic.train.lock import OutputLock, writing
+from laconic.train.lock import OutputLock
 from laconic.train.loggers import BarLogger, JsonlLogger, LineLogger, Logger, TensorBoardLogger, WandbLogger
 from laconic.train.meter import StepMeter, flops_per_token, peak_flops
 from laconic.train.prepare import with_strategy
@@ -66,7 +67,7 @@ def run(config: Config) -> dict[str, Any]:
         ending_with_launcher(),
         process_group(ranks, device, config.train.timeout_s) as group,
         failing_together(ranks.world_size),
-        _saves_as_job_errors(config.train.output),
+        writing("a checkpoint", Path(config.train.output), _MEND, CheckpointError),
         contextlib.ExitStack() as lock,
     ):
         peers = RankGroup(group)
@@ -100,16 +101,7 @@ def key_of(job: Mapping[str, Mapping[str, Any]], filename: object) -> str | None
     return max(found)[1] if found else None
 
 
-@contextlib.contextmanager
-def _saves_as_job_errors(output: str) -> Iterator[None]:
-    """Turn the error of a checkpoint that could not be written, on all ranks, into a JobError."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise JobError(
-            f"cannot write a checkpoint into {output!r}: {error}; make room there or mend the folder, and "
-            "go on with --train.resume auto"
-        ) from error
+_MEND = " or mend the folder, and go on with --train.resume auto"
 
 
 class Trainer:
@@ -241,7 +233,7 @@ class Trainer:
         """
 
         def write() -> _T:
-            with writing(what, self.output):
+            with writing(what, self.output, _MEND):
                 return action()
 
         return self.peers.agree(write, only=self.ranks.is_main)
