@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import laconic
-from tests.support.sharded_net import Net, build, full_parameters, moved, shard, train_step
 from tests.support.launch import on_ranks
+from tests.support.sharded_net import Net, build, full_parameters, moved, shard, train_step
 
 
 class Normed(Net):

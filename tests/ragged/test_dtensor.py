@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import laconic
 from laconic.optim import AdamW8bit, Muon
-from tests.support.sharded_net import Block, Net, assert_nothing_gathered, build, full_parameters, squared_error
 from tests.support.launch import on_ranks
+from tests.support.sharded_net import Block, Net, assert_nothing_gathered, build, full_parameters, squared_error
 
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
