@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from laconic import fully_shard
 from tests.support.jobs import SMALL_LLAMA
-from tests.support.launch import on_ranks, run_ranks
+from tests.support.launch import on_ranks
 
 
 class Attention(nn.Module):
@@ -140,7 +140,8 @@ def test_autocast_and_loss_scaling(dtype: torch.dtype) -> None:
     assert_same_parameters(model, plain, rtol=0.05, atol=2e-3)
 
 
-def job_preferences() -> None:
+@on_ranks(2, local=1)
+def test_a_step_of_preference_optimization() -> None:
     """A step of DPO: two forwards of the policy and two of a frozen reference, then one backward."""
     policy, plain = make_pair()
     reference, plain_reference = make_pair(seed=1, cache="host")
@@ -162,10 +163,6 @@ def job_preferences() -> None:
     for name, parameter in policy.named_parameters():
         torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, msg=name)  # type: ignore[union-attr]
     assert all(parameter.grad is None for parameter in reference.parameters())
-
-
-def test_a_step_of_preference_optimization() -> None:
-    run_ranks(job_preferences, 2, local=1)
 
 
 @on_ranks(2, local=1)

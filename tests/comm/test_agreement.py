@@ -16,7 +16,7 @@ from laconic import _compat
 from laconic.comm import agreement
 from laconic.comm.agreement import RankGroup
 from laconic.errors import JobError
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 
 class OwnError(ValueError):
@@ -146,7 +146,8 @@ VALUES = [
 ]  # fmt: skip
 
 
-def job_values() -> list[object]:
+@on_ranks(3)
+def test_values_of_every_kind_and_length_arrive() -> None:
     """Every rank sends another value of the list in each round: short and long ones meet."""
     ranks, found = RankGroup(), []
     for shift in range(len(VALUES)):
@@ -156,12 +157,7 @@ def job_values() -> list[object]:
     found.append([math.isnan(number) for number in ranks.gather(float("nan"))] == [True] * 3)
     mine = ["mine"]
     found.append(all(value is not mine for value in ranks.gather(mine)))
-    return found
-
-
-def test_values_of_every_kind_and_length_arrive() -> None:
-    for found in run_ranks(job_values, 3):
-        assert all(found), found
+    assert all(found), found
 
 
 class Named(str):
@@ -190,7 +186,8 @@ def test_other_values_are_refused(value: object, problem: str) -> None:
         ranks.on_rank_0(lambda: {"result": object()}, "no")
 
 
-def job_wrong_bytes() -> list[str]:
+@on_ranks(2)
+def test_bytes_that_are_no_value_are_named() -> None:
     """Rank 1 sends what is no message: another collective, a damaged header, damaged text, a damaged rest."""
     own, problems = RankGroup(), []
     for place, text in ((None, ""), (3, "short"), (14, "short"), (90, "l" + 100 * "o" + "ng")):
@@ -211,27 +208,18 @@ def job_wrong_bytes() -> list[str]:
             problems.append(str(error))
         if dist.get_rank() == 1:
             agreement._encoded = encode
-    return problems
+    assert len(problems) == 4
+    for problem in problems:
+        assert re.match(r"rank 1 of the group sent (64|117) bytes that are no value: [0-9a-f ]+ \.\.\.", problem)
+        assert "all ranks must make the same calls" in problem
 
 
-def test_bytes_that_are_no_value_are_named() -> None:
-    for problems in run_ranks(job_wrong_bytes, 2):
-        assert len(problems) == 4
-        for problem in problems:
-            assert re.match(r"rank 1 of the group sent (64|117) bytes that are no value: [0-9a-f ]+ \.\.\.", problem)
-            assert "all ranks must make the same calls" in problem
-
-
-def job_trips() -> list[int]:
-    """The number of collectives, and the bytes, of a gather of short values and of longer ones."""
+@on_ranks(2)
+def test_short_values_take_one_trip() -> None:
+    """A longer one takes a second trip with the rest of the longest: 12 bytes of header and 102 of JSON in all."""
     sent: list[int] = []
     gather = _compat.all_gather_flat
     _compat.all_gather_flat = lambda output, own, **more: sent.append(len(own)) or gather(output, own, **more)  # type: ignore[assignment,func-returns-value]
     RankGroup().gather([True, ""])
     RankGroup().gather("x" * 100 * dist.get_rank())
-    return sent
-
-
-def test_short_values_take_one_trip() -> None:
-    """A longer one takes a second trip with the rest of the longest: 12 bytes of header and 102 of JSON in all."""
-    assert run_ranks(job_trips, 2) == [[64, 64, 12 + 102 - 64]] * 2
+    assert sent == [64, 64, 12 + 102 - 64]

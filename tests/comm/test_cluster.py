@@ -362,13 +362,10 @@ def test_a_group_is_made_again_although_some_ranks_still_hold_the_last(members: 
     assert all(sums == [expected] * 4 for sums in all_sums if sums)
 
 
-def job_order() -> list[int]:
+@on_ranks(3, local=1)
+def test_members_are_in_ascending_order() -> None:
     group = new_group([2, 0, 1], None)
     assert dist.get_process_group_ranks(group) == [0, 1, 2]
     pieces: list[int] = [-1] * 3
     dist.all_gather_object(pieces, dist.get_rank(), group=group)
-    return pieces
-
-
-def test_members_are_in_ascending_order() -> None:
-    assert run_ranks(job_order, 3, local=1) == [[0, 1, 2]] * 3
+    assert pieces == [0, 1, 2]

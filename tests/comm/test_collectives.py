@@ -160,7 +160,8 @@ def test_islands_sum_gradients(num_islands: int) -> None:
     run_ranks(job_replicas, 2 * num_islands, local=2)
 
 
-def job_on_a_stream() -> None:
+@on_ranks(3)
+def test_a_backend_with_streams_runs_collectives_on_the_current_one() -> None:
     """As on an accelerator: the backend's collectives without `async_op`, and an event for the work."""
     cluster = laconic.Cluster.of(laconic.init_mesh("cpu", local=1))
     node = Communicator(cluster, "node")
@@ -185,10 +186,6 @@ def job_on_a_stream() -> None:
     torch.testing.assert_close(total, whole * node.size)
     torch.testing.assert_close(node.start_reduce_scatter(whole).finish(), own * node.size)
     assert issued == [False, False, False]
-
-
-def test_a_backend_with_streams_runs_collectives_on_the_current_one() -> None:
-    run_ranks(job_on_a_stream, 3)
 
 
 @on_ranks(4, local=2)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from laconic.cyclic.cut import cut
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.cyclic.stage import partition, restoring_random_states, synchronize, unstage
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 VOCAB = 61
 COMMON = {
@@ -412,13 +412,10 @@ def test_shared_modules_across_stages_are_refused() -> None:
         cut([linear, nn.Linear(3, 3), linear], 2, by="parameters")
 
 
-def job_cut() -> list[int]:
+@on_ranks(2)
+def test_all_ranks_cut_alike() -> None:
     """Costs that differ between ranks, as measured costs do."""
     import torch.distributed as dist
 
     costs = [[1, 1, 1, 3], [3, 1, 1, 1]][dist.get_rank()]
-    return [stage.num_blocks for stage in cut([nn.Linear(2, 2) for _ in range(4)], 2, by=costs)]
-
-
-def test_all_ranks_cut_alike() -> None:
-    assert run_ranks(job_cut, 2) == [[3, 1], [3, 1]]
+    assert [stage.num_blocks for stage in cut([nn.Linear(2, 2) for _ in range(4)], 2, by=costs)] == [3, 1]

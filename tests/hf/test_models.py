@@ -18,7 +18,7 @@ from laconic.hf.folder import ModelFolderError
 from laconic.hf.layers import layers_to_shard
 from laconic.hf.models import build_model
 from tests.hf.zoo import LORA, NO_LORA, STRATEGIES, TINY, differing, spread, tokens, whole
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 SEED = 5
 
@@ -60,7 +60,11 @@ def test_folder_gives_what_from_pretrained_gives(name: str, folders: dict[str, P
     assert torch.equal(model(tokens()).logits, pretrained(tokens()).logits)
 
 
-def on_ranks(folders: dict[str, Path], lora: LoraConfig) -> list[str]:
+@pytest.mark.parametrize("lora", [NO_LORA, LORA], ids=["full", "lora"])
+@on_ranks(2)
+def test_sharded_models_hold_the_same_numbers_and_read_only_their_part(
+    folders: dict[str, Path], lora: LoraConfig
+) -> None:
     """Compare every architecture under every strategy with the unsharded model; return each mismatch as text."""
     wrong = []
     for name, folder in folders.items():
@@ -74,15 +78,7 @@ def on_ranks(folders: dict[str, Path], lora: LoraConfig) -> list[str]:
                 total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
                 if config.path and strategy != "ddp" and name != "mixtral" and bytes_read > 0.6 * total:
                     wrong.append(f"{name} {strategy} read {bytes_read} of {total} bytes")
-    return wrong
-
-
-@pytest.mark.parametrize("lora", [NO_LORA, LORA], ids=["full", "lora"])
-def test_sharded_models_hold_the_same_numbers_and_read_only_their_part(
-    lora: LoraConfig, folders: dict[str, Path]
-) -> None:
-    for wrong in run_ranks(on_ranks, 2, folders, lora):
-        assert wrong == []
+    assert wrong == []
 
 
 def test_tied_weights_stay_tied() -> None:

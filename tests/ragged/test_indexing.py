@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from laconic.layout.bucket import Extent
 from laconic.ragged.tensor import RaggedTensor
-from tests.support.launch import on_ranks, run_ranks
+from tests.support.launch import on_ranks
 from tests.support.sharded_net import build, inputs, moved, ragged, shard, whole
 
 RANKS = 4
@@ -217,7 +217,8 @@ def optimizers() -> list[type[torch.optim.Optimizer]]:
     return [each for each in found if issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer]
 
 
-def job_optimizers() -> None:
+@on_ranks(2, local=1)
+def test_optimizers_step_or_say_what_to_use() -> None:
     """Every optimizer of torch steps sharded parameters as plain ones, or says what to use instead."""
     refused = set()
     for kind in optimizers():
@@ -253,10 +254,6 @@ def job_optimizers() -> None:
             torch.testing.assert_close(models[0][0].weight.full_tensor(), models[1][0].weight.detach())
     assert "LBFGS" in refused
     assert not refused & {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam"}
-
-
-def test_optimizers_step_or_say_what_to_use() -> None:
-    run_ranks(job_optimizers, 2, local=1)
 
 
 def initialisers() -> list[str]:

@@ -22,7 +22,7 @@ import laconic
 from laconic.checkpoint import load_checkpoint, save_checkpoint
 from laconic.comm.collectives import Communicator
 from laconic.ragged.dtensor import whole_of
-from tests.support.launch import on_ranks, run_ranks
+from tests.support.launch import on_ranks
 from tests.support.sharded_net import Block, assert_nothing_gathered, build, full_gradients, full_parameters
 
 R = Replicate()
@@ -297,7 +297,9 @@ class TwoBlocks(nn.Module):
         return self.second(self.first(x))
 
 
-def job_named_axes(folder: str, case: str) -> None:
+@pytest.mark.parametrize("case", list(NAMED))
+@on_ranks(4, local=1)
+def test_dtensors_over_the_axes_that_dp_mesh_dims_names(tmp_path: Path, case: str) -> None:
     """Blocks whose parameters and inputs are DTensors over the whole mesh; the axis "other" cuts rows or matrices."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "data"))
     is_parallel = case == "beside_tensor_parallelism"
@@ -320,15 +322,10 @@ def job_named_axes(folder: str, case: str) -> None:
 
     optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (model, plain)]
     assert_equal_steps([model, plain], optimizers, [loss, lambda step: plain_loss(plain, step, num_replicas, 4, 5)])
-    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
     other = laconic.fully_shard(build(TwoBlocks, seed=1), mesh=laconic.init_mesh("cpu", local=1))
-    dcp.load({"model": other.state_dict()}, checkpoint_id=folder)
+    dcp.load({"model": other.state_dict()}, checkpoint_id=tmp_path)
     assert_equal_parameters(other, plain)
-
-
-@pytest.mark.parametrize("case", list(NAMED))
-def test_dtensors_over_the_axes_that_dp_mesh_dims_names(case: str, tmp_path: Path) -> None:
-    run_ranks(job_named_axes, 4, str(tmp_path), case, local=1)
 
 
 @on_ranks(4, local=1)

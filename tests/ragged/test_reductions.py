@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import laconic
 from laconic.ragged.tensor import RaggedTensor
-from tests.support.launch import on_ranks, run_ranks
+from tests.support.launch import on_ranks
 
 SHAPES = {
     "matrix": (5, 3),
@@ -109,44 +109,6 @@ class Some(nn.Module):
     def forward(self) -> None: ...
 
 
-def job() -> None:
-    """Compare on ranks whose borders cut rows."""
-    plain, sharded = Some(), laconic.fully_shard(Some(), mesh=laconic.init_mesh("cpu"), granularity=laconic.elements(1))
-    for name, x in plain.named_parameters():
-        ragged: Any = sharded.get_parameter(name)
-        compare(name, x, ragged, ALL if name in ("matrix", "cube") else SOME)
-    traffic = sharded.traffic.snapshot()
-    sharded.cube.sum(0)
-    moved = (sharded.traffic.snapshot() - traffic).total(direction="sent")
-    assert moved == 2 * (dist.get_world_size() - 1) * 20 * 4 // dist.get_world_size()
-    plain_total = nn.utils.get_total_norm(list(plain.parameters()))
-    for foreach in (True, False):
-        torch.testing.assert_close(
-            nn.utils.get_total_norm(list(sharded.parameters()), foreach=foreach) + 0, plain_total
-        )
-        plain.matrix.grad, sharded.matrix.grad = plain.matrix.clone(), sharded.matrix.clone()
-        for model in (plain, sharded):
-            nn.utils.clip_grad_value_(model.parameters(), 0.3, foreach=foreach)
-        torch.testing.assert_close(sharded.matrix.grad.full_tensor(), plain.matrix.grad)
-    whole = torch.randn(5, 3)
-    torch.testing.assert_close(whole.clone().mul_(sharded.matrix), whole * plain.matrix)
-    (changed,) = [whole.clone()]
-    torch._foreach_mul_([changed, sharded.vector], [sharded.matrix, sharded.vector.clone()])
-    torch.testing.assert_close(changed, whole * plain.matrix)
-    torch.testing.assert_close(sharded.vector.full_tensor(), plain.vector * plain.vector)
-    vector = torch.randn(sum(p.numel() for p in plain.parameters()))
-    for model in (plain, sharded):  # assigns to `.data`
-        nn.utils.vector_to_parameters(vector, model.parameters())
-    for name, x in plain.named_parameters():
-        assert torch.equal(sharded.get_parameter(name).full_tensor(), x)
-    with pytest.raises(TypeError, match="convert the model"):
-        sharded.matrix.data = sharded.matrix.data.double()
-    with pytest.raises(NotImplementedError, match="full_tensor"):
-        nn.utils.parameters_to_vector(sharded.parameters())
-    with pytest.raises(RuntimeError, match="mean"):
-        (sharded.matrix > 0).mean()
-
-
 ALL = ROUNDED | EXACT | ELEMENTWISE
 SOME = (
     "sum",
@@ -183,8 +145,43 @@ def compare(name: str, x: Tensor, ragged: Any, cases: Iterable[str] = ALL) -> No
             torch.testing.assert_close(got, want, equal_nan=True, msg=lambda m, c=case: f"{name} {c}: {m}")
 
 
+@on_ranks(3)
 def test_reductions_equal_those_of_the_whole_tensor() -> None:
-    run_ranks(job, 3)
+    """Compare on ranks whose borders cut rows."""
+    plain, sharded = Some(), laconic.fully_shard(Some(), mesh=laconic.init_mesh("cpu"), granularity=laconic.elements(1))
+    for name, x in plain.named_parameters():
+        ragged: Any = sharded.get_parameter(name)
+        compare(name, x, ragged, ALL if name in ("matrix", "cube") else SOME)
+    traffic = sharded.traffic.snapshot()
+    sharded.cube.sum(0)
+    moved = (sharded.traffic.snapshot() - traffic).total(direction="sent")
+    assert moved == 2 * (dist.get_world_size() - 1) * 20 * 4 // dist.get_world_size()
+    plain_total = nn.utils.get_total_norm(list(plain.parameters()))
+    for foreach in (True, False):
+        torch.testing.assert_close(
+            nn.utils.get_total_norm(list(sharded.parameters()), foreach=foreach) + 0, plain_total
+        )
+        plain.matrix.grad, sharded.matrix.grad = plain.matrix.clone(), sharded.matrix.clone()
+        for model in (plain, sharded):
+            nn.utils.clip_grad_value_(model.parameters(), 0.3, foreach=foreach)
+        torch.testing.assert_close(sharded.matrix.grad.full_tensor(), plain.matrix.grad)
+    whole = torch.randn(5, 3)
+    torch.testing.assert_close(whole.clone().mul_(sharded.matrix), whole * plain.matrix)
+    (changed,) = [whole.clone()]
+    torch._foreach_mul_([changed, sharded.vector], [sharded.matrix, sharded.vector.clone()])
+    torch.testing.assert_close(changed, whole * plain.matrix)
+    torch.testing.assert_close(sharded.vector.full_tensor(), plain.vector * plain.vector)
+    vector = torch.randn(sum(p.numel() for p in plain.parameters()))
+    for model in (plain, sharded):  # assigns to `.data`
+        nn.utils.vector_to_parameters(vector, model.parameters())
+    for name, x in plain.named_parameters():
+        assert torch.equal(sharded.get_parameter(name).full_tensor(), x)
+    with pytest.raises(TypeError, match="convert the model"):
+        sharded.matrix.data = sharded.matrix.data.double()
+    with pytest.raises(NotImplementedError, match="full_tensor"):
+        nn.utils.parameters_to_vector(sharded.parameters())
+    with pytest.raises(RuntimeError, match="mean"):
+        (sharded.matrix > 0).mean()
 
 
 @on_ranks(4)

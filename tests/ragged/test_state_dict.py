@@ -226,7 +226,9 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def job_own_optimizer(name: str) -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(2, local=1)
+def test_state_in_other_cuts_loads(name: str) -> None:
     def with_steps(seed: int) -> tuple[Any, torch.optim.Optimizer]:
         model = shard(build(Matrices, seed=seed), [], granularity=laconic.whole())
         optimizer = OPTIMIZERS[name](model)
@@ -247,8 +249,3 @@ def job_own_optimizer(name: str) -> None:
         assert {key: after[key].spec for key in specs} == specs
         set_gradients(model, 2)
         optimizer.step()
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_in_other_cuts_loads(name: str) -> None:
-    run_ranks(job_own_optimizer, 2, name, local=1)

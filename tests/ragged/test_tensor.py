@@ -336,7 +336,8 @@ def test_norms_of_half_precision_do_not_overflow(dtype: torch.dtype) -> None:
     assert float(norm) == 640.0
 
 
-def job_control_bytes() -> None:
+@on_ranks(4, local=2)
+def test_clipping_costs_one_message_and_full_tensor_moves_each_element_once() -> None:
     model = shard(build(Odd), [])
     with_gradients(model)
     messages: list[tuple[str, int]] = []
@@ -368,10 +369,6 @@ def job_control_bytes() -> None:
     assert m.snapshot.total("node", "control", "received") == 4 * other
     assert m.snapshot.total("local", "control", "sent") == 4 * (own + other)
     assert m.snapshot.total("local", "control", "received") == 4 * rest
-
-
-def test_clipping_costs_one_message_and_full_tensor_moves_each_element_once() -> None:
-    run_ranks(job_control_bytes, 4, local=2)
 
 
 @on_ranks(3, local=1)
