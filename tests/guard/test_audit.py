@@ -13,7 +13,7 @@ import laconic
 from laconic import Checks, CorruptionError
 from tests.support import sharded_net
 from tests.support.flips import flipping_in_gradients, flipping_in_use
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 
 class Noisy(sharded_net.Net):
@@ -67,17 +67,15 @@ def _train(model: Any, *, audits: bool) -> list[Tensor]:
     return [*losses, *whole, *model.buffers(), torch.get_rng_state()]
 
 
-def job_undisturbed() -> None:
+@on_ranks(4, local=2)
+def test_an_audit_disturbs_nothing() -> None:
     for policies in ({"cache": "none"}, {"cache": "host", "checks": Checks(interval=1, unnoticed_edits=True)}):
         plain, audited = (_train(_build(**policies), audits=audits) for audits in (False, True))
         assert all(torch.equal(one, two) for one, two in zip(plain, audited, strict=True)), policies
 
 
-def test_an_audit_disturbs_nothing() -> None:
-    run_ranks(job_undisturbed, 4, local=2)
-
-
-def job_damage() -> None:
+@on_ranks(3, local=1)
+def test_damage_on_one_rank_is_seen_by_all() -> None:
     model = _build(cache="host")
     torch.manual_seed(dist.get_rank())
     for injure in (flipping_in_use, flipping_in_gradients):
@@ -93,11 +91,8 @@ def job_damage() -> None:
     laconic.audit(model, _batch(0), _loss)
 
 
-def test_damage_on_one_rank_is_seen_by_all() -> None:
-    run_ranks(job_damage, 3, local=1)
-
-
-def job_refusals() -> None:
+@on_ranks(2, local=1)
+def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(ValueError, match=r"module of laconic\.fully_shard, got Linear"):
         laconic.audit(nn.Linear(2, 2), None, _loss)
     alone = sharded_net.shard(sharded_net.build(), mesh=laconic.init_mesh("cpu", islands=2, nodes=1, local=1))
@@ -106,7 +101,3 @@ def job_refusals() -> None:
     batch = _batch(0) | ({"ids": torch.zeros(1, dtype=torch.int64)} if dist.get_rank() else {})
     with pytest.raises(ValueError, match="one structure on all ranks"):
         laconic.audit(_build(mesh=laconic.init_mesh("cpu", nodes=2, local=1)), batch, _loss)
-
-
-def test_what_cannot_be_compared_is_refused() -> None:
-    run_ranks(job_refusals, 2, local=1)

@@ -16,7 +16,7 @@ from laconic import Checks, CorruptionError, Wire
 from laconic.guard import inspection
 from tests.support import sharded_net
 from tests.support.flips import Flip, flip_bit, flipping
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 _ALL = Checks(interval=1, on_damage="regather", unnoticed_edits=True)
 _SETTINGS: list[dict[str, Any]] = [
@@ -72,7 +72,8 @@ def _outcome(model: Any, flip: Flip) -> str:
     return ""
 
 
-def job_wire() -> None:
+@on_ranks(4, local=2)
+def test_a_flipped_bit_on_the_wire_is_found_on_all_ranks() -> None:
     for settings in (_SETTINGS[0], _SETTINGS[2], _SETTINGS[3]):
         model = sharded_net.shard(sharded_net.build(), checks=Checks(interval=1), **settings)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -86,18 +87,11 @@ def job_wire() -> None:
         assert not _outcome(model, Flip(rank=-1, purpose="weights", level="node", bit=0)), settings  # no flip, no error
 
 
-def test_a_flipped_bit_on_the_wire_is_found_on_all_ranks() -> None:
-    run_ranks(job_wire, 4, local=2)
-
-
-def job_interval() -> None:
+@on_ranks(2, local=1)
+def test_only_steps_of_the_interval_are_checked() -> None:
     model = sharded_net.shard(sharded_net.build(), checks=Checks(interval=3))
     flip = Flip(rank=1, purpose="gradients", level="node", bit=3)
     assert [bool(_outcome(model, flip)) for _ in range(5)] == [True, False, False, True, False]
-
-
-def test_only_steps_of_the_interval_are_checked() -> None:
-    run_ranks(job_interval, 2, local=1)
 
 
 def _loss_with_damage(model: Any, *, victim: int, part: int) -> torch.Tensor:
@@ -160,17 +154,16 @@ def _freeze_blocks() -> torch.nn.Module:
     return model
 
 
-def job_caches() -> None:
+@on_ranks(2, local=1)
+def test_damage_in_the_host_cache_is_found_or_healed() -> None:
     for frozen in (False, True):
         job_cache(frozen)
     job_copies()
 
 
-def test_damage_in_the_host_cache_is_found_or_healed() -> None:
-    run_ranks(job_caches, 2, local=1)
-
-
-def job_unnoticed_edit(cache: str) -> None:
+@pytest.mark.parametrize("cache", ["host", "device"])
+@on_ranks(3, local=1)
+def test_an_edit_without_notice_is_named(cache: str) -> None:
     model = sharded_net.shard(
         sharded_net.build(_freeze_blocks), cache=cache, checks=Checks(interval=0, unnoticed_edits=True)
     )
@@ -196,12 +189,8 @@ def job_unnoticed_edit(cache: str) -> None:
         torch.testing.assert_close(model(x), plain(x))
 
 
-@pytest.mark.parametrize("cache", ["host", "device"])
-def test_an_edit_without_notice_is_named(cache: str) -> None:
-    run_ranks(job_unnoticed_edit, 3, cache, local=1)
-
-
-def job_inference() -> None:
+@on_ranks(2, local=1)
+def test_forwards_without_gradients_are_steps() -> None:
     model = sharded_net.shard(sharded_net.build(), cache="none", checks=Checks(interval=2))
     damaged = []
     for _ in range(4):
@@ -212,10 +201,6 @@ def job_inference() -> None:
         except CorruptionError:
             damaged.append(True)
     assert damaged == [True, False, True, False]
-
-
-def test_forwards_without_gradients_are_steps() -> None:
-    run_ranks(job_inference, 2, local=1)
 
 
 def test_a_policy_says_what_it_does_not_know() -> None:

@@ -16,7 +16,7 @@ from laconic.errors import RanksDifferError
 from laconic.guard.comparison import IssuedProgram, compare, describe_units, first_difference
 from laconic.shard.unit import Unit
 from tests.support import sharded_net
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -40,7 +40,8 @@ def described_with(**changes: Any) -> Any:
     return describe_units([future])
 
 
-def job_new_settings() -> None:
+@on_ranks(1)
+def test_a_new_setting_takes_part_by_itself() -> None:
     base = described_with()
     assert first_difference(base, described_with(), "rank 0") == ""
     other = described_with(flavour="sour")
@@ -49,11 +50,8 @@ def job_new_settings() -> None:
     assert "taste Cache(where=host" in first_difference(base, other, "rank 0")
 
 
-def test_a_new_setting_takes_part_by_itself() -> None:
-    run_ranks(job_new_settings, 1)
-
-
-def job_compare() -> None:
+@on_ranks(4)
+def test_all_ranks_learn_the_first_difference() -> None:
     group = dist.group.WORLD
     rank = dist.get_rank()
     equal = {"a": {"x": "1", "wire of the island": str(rank // 2)}, "b": {}}
@@ -67,11 +65,8 @@ def job_compare() -> None:
         compare(group, "another call" if rank == 1 else "a test", equal, island=rank // 2)
 
 
-def test_all_ranks_learn_the_first_difference() -> None:
-    run_ranks(job_compare, 4)
-
-
-def job_programs() -> None:
+@on_ranks(2, local=1)
+def test_an_optimizer_never_uses_gradients_of_programs_that_differ() -> None:
     cluster = Cluster.of(laconic.init_mesh("cpu"))
     program, rank = IssuedProgram(cluster), dist.get_rank()
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
@@ -92,11 +87,8 @@ def job_programs() -> None:
     program.settle()
 
 
-def test_an_optimizer_never_uses_gradients_of_programs_that_differ() -> None:
-    run_ranks(job_programs, 2, local=1)
-
-
-def job_engine() -> None:
+@on_ranks(2, local=1)
+def test_the_engine_notes_all_that_it_issues() -> None:
     """The names of both passes reach the comparison. Messages that fit would otherwise be mixed without a word."""
     model: Any = sharded_net.shard(sharded_net.build())
     program = model._laconic_unit.root.observer._program
@@ -106,7 +98,3 @@ def job_engine() -> None:
     gathers = [f"the gather of {name}" for name in ("Net", "blocks.0", "blocks.1", "blocks.2")]
     reductions = [f"the reduction of {name}" for name in ("blocks.2", "blocks.1", "blocks.0", "Net")]
     assert sorted(noted) == sorted([*gathers, *gathers[1:], *reductions])
-
-
-def test_the_engine_notes_all_that_it_issues() -> None:
-    run_ranks(job_engine, 2, local=1)

@@ -10,7 +10,7 @@ from torch import Tensor
 from laconic.guard.guard import Guard
 from laconic.shard import extension
 from tests.support import sharded_net
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 
 def _trained(observer: type[extension.Observer]) -> list[Tensor]:
@@ -22,11 +22,8 @@ def _trained(observer: type[extension.Observer]) -> list[Tensor]:
     return [*losses, *sharded_net.full_parameters(model).values()]
 
 
-def job_equal() -> None:
+@on_ranks(4, local=2)
+def test_the_engine_trains_to_the_same_bits_without_a_guard() -> None:
     assert extension.observer_class() is Guard, "the package attaches the guard"
     for guarded, alone in zip(_trained(Guard), _trained(extension.Observer), strict=True):
         assert torch.equal(guarded, alone)
-
-
-def test_the_engine_trains_to_the_same_bits_without_a_guard() -> None:
-    run_ranks(job_equal, 4, local=2)

@@ -14,7 +14,7 @@ from torch import nn
 
 import laconic
 from tests.support import sharded_net
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 BATCH = torch.zeros(2, 5)
 
@@ -32,7 +32,8 @@ def build_apart() -> nn.Module:
     return sharded_net.build(seed=dist.get_rank())
 
 
-def job_old_optimizer() -> None:
+@on_ranks(2, local=1)
+def test_an_optimizer_built_before_is_named() -> None:
     plain = sharded_net.build()
     old = list(plain.parameters())
     optimizer = torch.optim.AdamW(old)
@@ -50,11 +51,8 @@ def job_old_optimizer() -> None:
         sharded_net.train_step(model, late)
 
 
-def test_an_optimizer_built_before_is_named() -> None:
-    run_ranks(job_old_optimizer, 2, local=1)
-
-
-def job_added() -> None:
+@on_ranks(2, local=1)
+def test_a_parameter_added_afterwards_is_named() -> None:
     model: Any = sharded_net.shard(sharded_net.build())
     model.blocks[1].adapter = nn.Linear(3, 3)
     model.blocks[1].frozen = nn.Linear(3, 3).requires_grad_(False)
@@ -67,11 +65,10 @@ def job_added() -> None:
         model(BATCH)
 
 
-def test_a_parameter_added_afterwards_is_named() -> None:
-    run_ranks(job_added, 2, local=1)
-
-
-def job_unequal(broadcast: bool, islands: int) -> None:
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize(("world", "local", "islands"), [(3, 1, 1), (4, 2, 2)])
+@on_ranks("world", local="local")
+def test_ranks_must_begin_with_equal_weights(broadcast: bool, islands: int) -> None:
     mesh = laconic.init_mesh("cpu", islands=islands)
     model = build_apart()
     model.blocks[1].up.weight.requires_grad_(False)
@@ -86,13 +83,8 @@ def job_unequal(broadcast: bool, islands: int) -> None:
             model(BATCH)
 
 
-@pytest.mark.parametrize("broadcast", [False, True])
-@pytest.mark.parametrize(("world", "local", "islands"), [(3, 1, 1), (4, 2, 2)])
-def test_ranks_must_begin_with_equal_weights(world: int, local: int, islands: int, broadcast: bool) -> None:
-    run_ranks(job_unequal, world, broadcast, islands, local=local)
-
-
-def job_quiet() -> None:
+@on_ranks(2, local=1)
+def test_correct_use_is_quiet() -> None:
     """No mistake: weights loaded afterwards, ignored parameters, meta, and an optimizer built in time."""
     model: Any = sharded_net.shard(build_apart())
     model.load_state_dict({name: value.clone() for name, value in sharded_net.build().state_dict().items()})
@@ -107,7 +99,3 @@ def job_quiet() -> None:
         for each in (model, late, ignoring):
             each(BATCH)
         optimizer.step()
-
-
-def test_correct_use_is_quiet() -> None:
-    run_ranks(job_quiet, 2, local=1)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import laconic
 from tests.support import sharded_net
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 USE_IT = "cannot wrap a model that laconic.fully_shard has sharded.*se the sharded model as it is"
 
@@ -58,7 +58,8 @@ INSIDE: list[tuple[Callable[[nn.Module], Any], str]] = [
 ]
 
 
-def job_refusals() -> None:
+@on_ranks(2, local=1)
+def test_what_cannot_go_together_is_refused() -> None:
     model = sharded_net.shard(sharded_net.build())
     for wrap, error, error_of_outer in AROUND:
         for module, pattern in ((model, error), (Outer(model), error_of_outer)):
@@ -81,7 +82,3 @@ def job_refusals() -> None:
                 save(value)
     with pytest.raises(AssertionError, match="copy the model before fully_shard"):
         copy.deepcopy(model)
-
-
-def test_what_cannot_go_together_is_refused() -> None:
-    run_ranks(job_refusals, 2, local=1)

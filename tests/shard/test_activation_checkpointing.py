@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from laconic.shard.unit import UnitPhase, unit_of
 from tests.support import sharded_net
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 
 class Checkpointed(sharded_net.Net):
@@ -82,7 +82,8 @@ def test_activation_checkpointing_gathers_no_more_often(kind: str, reentrant: bo
     run_ranks(job_checkpointing, 4, cache, kind, reentrant, local=2)
 
 
-def job_states() -> None:
+@on_ranks(2, local=1)
+def test_a_recomputed_forward_is_part_of_backward() -> None:
     model = sharded_net.shard(sharded_net.build(lambda: Checkpointed("each", False)), cache="none")
     units = [unit_of(block) for block in model.blocks]
     states: list[bool] = []
@@ -96,7 +97,3 @@ def job_states() -> None:
         sharded_net.train_step(model)
         assert states == [True] * len(units), "a recomputed forward took a unit out of its backward"
         sharded_net.assert_nothing_gathered(model)
-
-
-def test_a_recomputed_forward_is_part_of_backward() -> None:
-    run_ranks(job_states, 2, local=1)

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 import laconic
 from laconic.shard.gather import GatherState
 from tests.support import sharded_net
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 # -- setters ----------------------------------------------------------------------------------------------------------
 
 
-def job_keep_gathered() -> None:
+@on_ranks(4, local=2)
+def test_units_stay_gathered_as_their_setters_say() -> None:
     model = sharded_net.shard(sharded_net.build(), cache="none", reshard_after_forward=False)
     everything = sharded_net.gather_bytes("node", sharded_net.buckets(model))
     batch = sharded_net.inputs(0, dist.get_rank())
@@ -66,11 +67,8 @@ def job_keep_gathered() -> None:
     sharded_net.assert_nothing_gathered(model)
 
 
-def test_units_stay_gathered_as_their_setters_say() -> None:
-    run_ranks(job_keep_gathered, 4, local=2)
-
-
-def job_divide() -> None:
+@on_ranks(3, local=1)
+def test_the_divide_factor_can_be_set() -> None:
     model = sharded_net.shard(sharded_net.build(), cache="none")
     oracle, batches = sharded_net.oracle_of(model), sharded_net.micro_batches(1)
     sharded_net.set_divide_factors(model, 1.0)
@@ -90,11 +88,8 @@ def job_divide() -> None:
             model.set_gradient_divide_factor(factor)
 
 
-def test_the_divide_factor_can_be_set() -> None:
-    run_ranks(job_divide, 3, local=1)
-
-
-def job_manual_unshard() -> None:
+@on_ranks(4, local=2)
+def test_unshard_and_reshard_by_hand() -> None:
     model = sharded_net.shard(sharded_net.build(), cache="none")
     plain = dict(sharded_net.build().named_parameters())
     with sharded_net.moved(model) as m:
@@ -120,11 +115,8 @@ def job_manual_unshard() -> None:
     )
 
 
-def test_unshard_and_reshard_by_hand() -> None:
-    run_ranks(job_manual_unshard, 4, local=2)
-
-
-def job_unshard_ahead() -> None:
+@on_ranks(4, local=2)
+def test_unshard_before_the_first_forward_and_before_an_edit() -> None:
     batch, plain = sharded_net.inputs(0, 0), sharded_net.build()
     model = sharded_net.shard(sharded_net.build(), cache="host")
     for block in model.blocks:
@@ -148,11 +140,8 @@ def job_unshard_ahead() -> None:
     )
 
 
-def test_unshard_before_the_first_forward_and_before_an_edit() -> None:
-    run_ranks(job_unshard_ahead, 4, local=2)
-
-
-def job_names() -> None:
+@on_ranks(3, local=1)
+def test_names_classes_and_identities_stay() -> None:
     plain, model = sharded_net.build(), sharded_net.shard(sharded_net.build(), cache="none")
     assert type(model).__name__ == "ShardedNet"
     assert isinstance(model, laconic.ShardedModule)
@@ -172,10 +161,6 @@ def job_names() -> None:
     assert all(isinstance(value, laconic.RaggedTensor) for value in model.state_dict().values())
 
 
-def test_names_classes_and_identities_stay() -> None:
-    run_ranks(job_names, 3, local=1)
-
-
 # -- edits of gathered parameters -------------------------------------------------------------------------------------
 
 
@@ -188,7 +173,8 @@ class Edits(sharded_net.Net):
         return super().forward(x)
 
 
-def job_edit_gathered() -> None:
+@on_ranks(2, local=1)
+def test_editing_a_gathered_parameter_is_refused() -> None:
     for make in (Edits, sharded_net.Net):
         model = sharded_net.shard(sharded_net.build(make), cache="host")
         if make is Edits:
@@ -208,11 +194,8 @@ def job_edit_gathered() -> None:
         assert all(isinstance(p, laconic.RaggedTensor) for p in model.parameters())
 
 
-def test_editing_a_gathered_parameter_is_refused() -> None:
-    run_ranks(job_edit_gathered, 2, local=1)
-
-
-def job_replaced() -> None:
+@on_ranks(2, local=1)
+def test_a_replaced_parameter_is_taken_at_first_and_refused_later() -> None:
     model = sharded_net.shard(sharded_net.build(), cache="none")
     sharded, x = model.blocks[1].up.weight, sharded_net.inputs(0, 0)[0]
     model.blocks[1].up.weight = nn.Parameter(torch.zeros(29, 17))
@@ -228,11 +211,8 @@ def job_replaced() -> None:
         model(x)
 
 
-def test_a_replaced_parameter_is_taken_at_first_and_refused_later() -> None:
-    run_ranks(job_replaced, 2, local=1)
-
-
-def job_compiled() -> None:
+@on_ranks(2, local=1)
+def test_compiled_modules_have_the_same_gradients() -> None:
     """Blocks compiled before they are sharded, in place or wrapped, and a compiled root."""
     batch = sharded_net.inputs(0, dist.get_rank())
     _, want = sharded_net.oracle_of(sharded_net.shard(sharded_net.build())).gradients(sharded_net.micro_batches(1))
@@ -254,7 +234,3 @@ def job_compiled() -> None:
     check(sharded_net.shard(wrapped), wrapped)
     root = sharded_net.shard(sharded_net.build())
     check(torch.compile(root, backend="eager"), root)
-
-
-def test_compiled_modules_have_the_same_gradients() -> None:
-    run_ranks(job_compiled, 2, local=1)

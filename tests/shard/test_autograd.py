@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
 from tests.support import sharded_net
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 
 def assert_mean_gradients(model: nn.Module, plain: nn.Module, batches: list[list[tuple[Tensor, Tensor]]]) -> None:
@@ -24,7 +24,9 @@ def assert_mean_gradients(model: nn.Module, plain: nn.Module, batches: list[list
         torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
 
 
-def job_gradients_of_inputs_only(cache: str) -> None:
+@pytest.mark.parametrize(("world", "cache"), [(1, "none"), (3, "host")])
+@on_ranks("world", local=1)
+def test_gradients_of_inputs_leave_those_of_weights_alone(cache: str) -> None:
     """`autograd.grad` of an input leaves no gradient behind, and sends none."""
     model, plain = sharded_net.shard(sharded_net.build(), cache=cache), sharded_net.build()
     rank = dist.get_rank()
@@ -41,24 +43,8 @@ def job_gradients_of_inputs_only(cache: str) -> None:
     sharded_net.assert_gradients(model, oracle, batches)
 
 
-@pytest.mark.parametrize(("world", "cache"), [(1, "none"), (3, "host")])
-def test_gradients_of_inputs_leave_those_of_weights_alone(world: int, cache: str) -> None:
-    run_ranks(job_gradients_of_inputs_only, world, cache, local=1)
-
-
-def job_gradient_penalty(cache: str) -> None:
-    """The gradient of a gradient needs the weights once more."""
-    model, plain = sharded_net.shard(sharded_net.build(), cache=cache), sharded_net.build()
-    for module in (model, plain):
-        x = sharded_net.inputs(0, 0)[0].requires_grad_()
-        (slope,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
-        slope.square().sum().backward()
-    for name, gradient in sharded_net.full_gradients(model).items():
-        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
-    sharded_net.assert_nothing_gathered(model)
-
-
-def job_penalty_past_the_outputs() -> None:
+@on_ranks(2, local=1)
+def test_a_penalty_may_not_reach_the_outputs() -> None:
     """The gradient of a linear model does not depend on its outputs, so their hooks never run."""
     torch.manual_seed(0)
     plain, model = (nn.Sequential(nn.Linear(5, 3, bias=False)) for _ in range(2))
@@ -72,13 +58,18 @@ def job_penalty_past_the_outputs() -> None:
     sharded_net.assert_nothing_gathered(model)
 
 
-def test_a_penalty_may_not_reach_the_outputs() -> None:
-    run_ranks(job_penalty_past_the_outputs, 2, local=1)
-
-
 @pytest.mark.parametrize(("world", "cache"), [(1, "none"), (2, "none"), (2, "host"), (2, "device")])
-def test_gradient_penalty(world: int, cache: str) -> None:
-    run_ranks(job_gradient_penalty, world, cache, local=1)
+@on_ranks("world", local=1)
+def test_gradient_penalty(cache: str) -> None:
+    """The gradient of a gradient needs the weights once more."""
+    model, plain = sharded_net.shard(sharded_net.build(), cache=cache), sharded_net.build()
+    for module in (model, plain):
+        x = sharded_net.inputs(0, 0)[0].requires_grad_()
+        (slope,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+        slope.square().sum().backward()
+    for name, gradient in sharded_net.full_gradients(model).items():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
+    sharded_net.assert_nothing_gathered(model)
 
 
 class Wide(nn.Module):
@@ -175,7 +166,8 @@ class Chosen(nn.Module):
         return sum(self.layers[index](x) for index in chosen)  # type: ignore[return-value]
 
 
-def job_use_is_forgotten() -> None:
+@on_ranks(2, local=1)
+def test_use_in_one_step_does_not_count_in_the_next() -> None:
     """The second backward of a step has nothing to agree on; its use must not count in the next step."""
     model: Any = laconic.fully_shard(Chosen())
     for _ in range(2):
@@ -186,11 +178,8 @@ def job_use_is_forgotten() -> None:
     assert model.layers[1].weight.grad is None
 
 
-def test_use_in_one_step_does_not_count_in_the_next() -> None:
-    run_ranks(job_use_is_forgotten, 2, local=1)
-
-
-def job_in_place() -> None:
+@on_ranks(2, local=1)
+def test_inputs_may_be_changed_in_place() -> None:
     """A unit may change its inputs in place; FSDP2 of torch 2.13 refuses."""
     torch.manual_seed(0)
     plain, model = (nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))) for _ in "ab")
@@ -203,11 +192,8 @@ def job_in_place() -> None:
         torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
 
 
-def test_inputs_may_be_changed_in_place() -> None:
-    run_ranks(job_in_place, 2, local=1)
-
-
-def job_inference_first() -> None:
+@on_ranks(2, local=1)
+def test_training_may_follow_inference_mode() -> None:
     model = sharded_net.shard(sharded_net.build(), cache="host")
     with torch.inference_mode():
         model(sharded_net.inputs(0, 0)[0])
@@ -216,11 +202,9 @@ def job_inference_first() -> None:
         sharded_net.train_step(model, optimizer, seed)
 
 
-def test_training_may_follow_inference_mode() -> None:
-    run_ranks(job_inference_first, 2, local=1)
-
-
-def job_accumulation_with_hooks(has_hooks: bool) -> None:
+@pytest.mark.parametrize("has_hooks", [False, True])
+@on_ranks(2, local=1)
+def test_micro_batches_keep_what_they_have_used(has_hooks: bool) -> None:
     """Micro-batches without synchronisation neither run hooks nor forget which parameters were used."""
     model: Any = sharded_net.shard(sharded_net.build())
     oracle, batches, rank = sharded_net.oracle_of(model), sharded_net.micro_batches(2), dist.get_rank()
@@ -239,12 +223,8 @@ def job_accumulation_with_hooks(has_hooks: bool) -> None:
     assert len(seen) == 2 * has_hooks * len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("has_hooks", [False, True])
-def test_micro_batches_keep_what_they_have_used(has_hooks: bool) -> None:
-    run_ranks(job_accumulation_with_hooks, 2, has_hooks, local=1)
-
-
-def job_frozen_between() -> None:
+@on_ranks(2, local=1)
+def test_parameters_may_be_frozen_between_micro_batches() -> None:
     """Parameters that are frozen between two micro-batches keep the gradient of the first."""
     model, plain = sharded_net.shard(sharded_net.build()), sharded_net.build()
     for micro_batch in range(2):
@@ -259,11 +239,9 @@ def job_frozen_between() -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, msg=name)
 
 
-def test_parameters_may_be_frozen_between_micro_batches() -> None:
-    run_ranks(job_frozen_between, 2, local=1)
-
-
-def job_optimizer_in_backward() -> None:
+@pytest.mark.parametrize("world", [1, 3])
+@on_ranks("world", local=1)
+def test_hooks_run_when_the_reduced_gradient_is_in_place() -> None:
     """Each hook sees the reduced gradient, takes a step, and frees the gradient."""
     model, plain = sharded_net.shard(sharded_net.build()), sharded_net.build()
     seen = []
@@ -287,11 +265,6 @@ def job_optimizer_in_backward() -> None:
     assert sorted(seen) == sorted(2 * [name for name, _ in plain.named_parameters()])
     for name, whole in sharded_net.full_parameters(model).items():
         torch.testing.assert_close(whole, plain.get_parameter(name).detach(), msg=name)
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_hooks_run_when_the_reduced_gradient_is_in_place(world: int) -> None:
-    run_ranks(job_optimizer_in_backward, world, local=1)
 
 
 @dataclass(frozen=True)
@@ -320,18 +293,17 @@ class RecordNet(sharded_net.Net):
         return self.out(record.hidden)
 
 
-def job_dataclasses() -> None:
+@on_ranks(2, local=1)
+def test_dataclasses_of_tensors_go_in_and_out() -> None:
     model = sharded_net.shard(sharded_net.build(RecordNet))
     batches = sharded_net.micro_batches(1)
     sharded_net.squared_error(model, batches[0][dist.get_rank()]).backward()
     assert_mean_gradients(model, sharded_net.build(RecordNet), batches)
 
 
-def test_dataclasses_of_tensors_go_in_and_out() -> None:
-    run_ranks(job_dataclasses, 2, local=1)
-
-
-def job_forward_mode() -> None:
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks("world", local=1)
+def test_forward_mode_derivatives() -> None:
     model, plain = sharded_net.shard(sharded_net.build()), sharded_net.build()
     x, tangent = sharded_net.inputs(0, 0)[0], sharded_net.inputs(1, 0)[0]
     found, expected = (torch.func.jvp(module, (x,), (tangent,)) for module in (model, plain))
@@ -344,18 +316,10 @@ def job_forward_mode() -> None:
         torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_forward_mode_derivatives(world: int) -> None:
-    run_ranks(job_forward_mode, world, local=1)
-
-
-def job_half_precision() -> None:
+@on_ranks(4, local=2)
+def test_sums_in_half_precision_do_not_overflow() -> None:
     """The sum of 4 gradients of 30,000 exceeds the largest float16, 65,504; their mean does not."""
     policy = MixedPrecisionPolicy(param_dtype=torch.float16)
     model = laconic.fully_shard(nn.Linear(1, 1, bias=False), mp_policy=policy)
     model(torch.full((1, 1), 30_000.0)).sum().backward()
     assert model.weight.grad.full_tensor().item() == pytest.approx(30_000, rel=1e-3)  # type: ignore[union-attr]
-
-
-def test_sums_in_half_precision_do_not_overflow() -> None:
-    run_ranks(job_half_precision, 4, local=2)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 WIDTH = 6
 
@@ -79,14 +79,6 @@ def job_as_ddp(islands: int, nodes: int, local: int) -> None:
     run(model, lambda index: torch.testing.assert_close(buffers_of(model), want[index], rtol=1e-4, atol=1e-5))
 
 
-def job_kinds() -> None:
-    job_as_ddp(1, 2, 1)
-    counted_bytes()
-    inner_units()
-    as_fsdp2()
-    apart()
-
-
 def counted_bytes() -> None:
     """One message per dtype, counted; none in a forward that DDP sends nothing in; none without the option."""
     mesh = laconic.init_mesh("cpu", nodes=2, local=1)
@@ -149,8 +141,13 @@ def apart() -> None:
     assert differs(model[0][1].running_mean)  # type: ignore[arg-type,index,union-attr]
 
 
+@on_ranks(2, local=1)
 def test_two_ranks() -> None:
-    run_ranks(job_kinds, 2, local=1)
+    job_as_ddp(1, 2, 1)
+    counted_bytes()
+    inner_units()
+    as_fsdp2()
+    apart()
 
 
 @pytest.mark.parametrize(("islands", "nodes", "local"), [(1, 2, 2), (2, 1, 2)])

@@ -20,7 +20,7 @@ from laconic.shard.ledger import Ledger
 from laconic.shard.policies import Cache
 from laconic.shard.unit import Root, unit_of
 from tests.support import sharded_net
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 CPU = torch.device("cpu")
 
@@ -112,7 +112,9 @@ def test_a_tight_memlock_limit_falls_back_to_pageable_memory(monkeypatch: pytest
     assert slab.fill_(3).sum() == 3 * 4096
 
 
-def job_pinned(pins: bool) -> int:
+@pytest.mark.parametrize("pins", [True, False])
+@on_ranks(2, local=1)
+def test_the_user_says_whether_the_host_cache_is_page_locked(pins: bool) -> None:
     """The number of slabs that are page-locked if the ranks have GPUs, which are pretended while a slab is made."""
     model = sharded_net.shard(sharded_net.build(), cache=Cache(where="host", pin_memory=pins))
     with pytest.MonkeyPatch.context() as patched:
@@ -125,12 +127,7 @@ def job_pinned(pins: bool) -> int:
 
         patched.setattr(Root, "_place_caches", place_on_gpu)
         sharded_net.train_step(model)
-    return len(calls)
-
-
-@pytest.mark.parametrize("pins", [True, False])
-def test_the_user_says_whether_the_host_cache_is_page_locked(pins: bool) -> None:
-    assert run_ranks(job_pinned, 2, pins, local=1) == [int(pins)] * 2
+    assert len(calls) == int(pins)
 
 
 def test_only_the_host_cache_can_do_without_page_locking() -> None:
@@ -332,7 +329,8 @@ def test_a_nodes_host_memory_is_one_copy_of_the_weights(
         assert one_copy <= sum(by_rank[node * local : (node + 1) * local]) <= 1.01 * one_copy
 
 
-def job_budget() -> None:
+@on_ranks(2, local=1)
+def test_a_budget_keeps_the_last_layers_on_the_device() -> None:
     model = sharded_net.build(lambda: sharded_net.Net(4))
     units = [*model.blocks]
     unit_bytes = 4 * 2 * 516  # two nodes: a node shard is the whole bucket of a block, 1032 elements
@@ -350,21 +348,14 @@ def job_budget() -> None:
     assert held == 4 * sum(bucket.layout.shard_numel for bucket in sharded_net.buckets(model)) + 2 * unit_bytes
 
 
-def test_a_budget_keeps_the_last_layers_on_the_device() -> None:
-    run_ranks(job_budget, 2, local=1)
-
-
-def job_one_node() -> None:
+@on_ranks(2, local=2)
+def test_on_one_node_nothing_is_cached() -> None:
     model = sharded_net.shard(sharded_net.build(), cache="host")
     with sharded_net.moved(model) as m:
         sharded_net.train_step(model)
     assert m.weights == m.gradients == 0
     assert model.memory().host_bytes == 0
     assert all(bucket.cached is None for bucket in sharded_net.buckets(model))
-
-
-def test_on_one_node_nothing_is_cached() -> None:
-    run_ranks(job_one_node, 2, local=2)
 
 
 class Adapted(nn.Module):
@@ -426,7 +417,9 @@ def test_frozen_weights_cross_once_in_the_run_and_leave_the_device(cache: Any) -
     run_ranks(job_frozen, 4, cache, cache != "none", local=2)
 
 
-def job_unfreeze(cache: Any) -> None:
+@pytest.mark.parametrize("cache", CACHES[:2])
+@on_ranks(4, local=2)
+def test_unfreezing_loading_and_merging_into_frozen_weights(cache: Any) -> None:
     """Frozen, used, edited, loaded, unfrozen, trained: the values always equal those of a plain model."""
     plain, model = sharded_net.build(adapted), sharded_net.build(adapted)
     sharded_net.shard(model, list(model), cache=cache)
@@ -473,12 +466,8 @@ def job_unfreeze(cache: Any) -> None:
     same()
 
 
-@pytest.mark.parametrize("cache", CACHES[:2])
-def test_unfreezing_loading_and_merging_into_frozen_weights(cache: Any) -> None:
-    run_ranks(job_unfreeze, 4, cache, local=2)
-
-
-def job_bf16_frozen() -> None:
+@on_ranks(2, local=1)
+def test_frozen_weights_keep_their_bits_under_mixed_precision() -> None:
     """A node shard in the compute dtype has not the bits of fp32 weights, so the shard stays."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -496,7 +485,3 @@ def job_bf16_frozen() -> None:
         lambda: nn.Sequential(sharded_net.Block(), sharded_net.Block())
     ).named_parameters():
         assert torch.equal(model.get_parameter(name).full_tensor(), parameter)  # type: ignore[operator]
-
-
-def test_frozen_weights_keep_their_bits_under_mixed_precision() -> None:
-    run_ranks(job_bf16_frozen, 2, local=1)

@@ -15,7 +15,7 @@ import laconic
 import laconic.optim
 from laconic.shard.difference import CopyState
 from tests.shard.wire_helpers import assert_nodes_agree, crossings_after, states
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 from tests.support.sharded_net import buckets, build, full_parameters, inputs, shard, squared_error, train_step
 
 
@@ -70,7 +70,8 @@ def test_policies_that_make_no_sense_are_refused(arguments: dict[str, Any], mess
         laconic.Wire(**arguments)
 
 
-def job_not_finite() -> None:
+@on_ranks(4, local=2)
+def test_an_overflow_reaches_every_rank_and_passes() -> None:
     """A gradient that overflows on one rank makes the norm of all not finite, and a skipped step leaves nothing."""
     wire = laconic.Wire(weights="int4", gradients="int4", feedback=True)
     model = shard(build(), cache="host", wire=wire)
@@ -87,11 +88,8 @@ def job_not_finite() -> None:
     assert_nodes_agree(model)
 
 
-def test_an_overflow_reaches_every_rank_and_passes() -> None:
-    run_ranks(job_not_finite, 4, local=2)
-
-
-def job_beside() -> None:
+@on_ranks(4, local=2)
+def test_other_features_go_together_with_it() -> None:
     """Coded runs stay near exact ones, and all ranks compute with equal weights."""
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     cases: dict[str, dict[str, Any]] = {
@@ -111,11 +109,8 @@ def job_beside() -> None:
         torch.testing.assert_close(losses["4bit"], losses["exact"], rtol=0.02, atol=0.01, msg=f"{what}: {losses}")
 
 
-def test_other_features_go_together_with_it() -> None:
-    run_ranks(job_beside, 4, local=2)
-
-
-def job_frozen() -> None:
+@on_ranks(4, local=2)
+def test_frozen_weights_stay_exact() -> None:
     """Frozen weights cross once and exactly; weights that are frozen later keep their exact shard."""
     model = build()
     for parameter in model.blocks.parameters():  # type: ignore[union-attr]
@@ -133,11 +128,8 @@ def job_frozen() -> None:
     assert all(torch.equal(value, exact[name]) for name, value in full_parameters(model).items())
 
 
-def test_frozen_weights_stay_exact() -> None:
-    run_ranks(job_frozen, 4, local=2)
-
-
-def job_islands() -> None:
+@on_ranks(4, local=1)
+def test_replicas_stay_equal() -> None:
     """Replicas of two nodes each. Gradients cross in four bits between nodes, then between replicas."""
     mesh = laconic.init_mesh("cpu", islands=2, nodes=2, local=1)
     model = shard(build(), mesh=mesh, cache="host", wire="4bit")
@@ -146,11 +138,16 @@ def job_islands() -> None:
     assert_nodes_agree(model)
 
 
-def test_replicas_stay_equal() -> None:
-    run_ranks(job_islands, 4, local=1)
+def edit_by_hand(model: Any) -> None:
+    for seed in range(12):
+        train_step(model, seed=seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.99)
 
 
-def job_other_optimizers() -> None:
+@on_ranks(2, local=1)
+def test_only_optimizers_make_differences() -> None:
     """Edits inside any optimizer's step are differences; edits outside are named after a while."""
     for make in (
         lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
@@ -163,15 +160,3 @@ def job_other_optimizers() -> None:
         assert states(model) == {CopyState.DECODED}
     with pytest.warns(UserWarning, match=r"exactly, not in few bits, because something else than an optimizer's step"):
         edit_by_hand(model)
-
-
-def edit_by_hand(model: Any) -> None:
-    for seed in range(12):
-        train_step(model, seed=seed)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.99)
-
-
-def test_only_optimizers_make_differences() -> None:
-    run_ranks(job_other_optimizers, 2, local=1)

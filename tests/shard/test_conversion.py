@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from tests.support import sharded_net
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -111,7 +111,22 @@ class Rounded(nn.Module):
         return functional_call(self.model, rounded, (x,))
 
 
-def job_training(weight_class: type[Float8Weight], options: dict[str, Any], gathers: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "local", "weight_class", "options", "gathers"),
+    [
+        (1, 1, Float8Weight, {}, 2),
+        (3, 1, ScaledOnly, {}, 2),
+        (4, 2, Float8Weight, {"cache": "host"}, 1),
+        (3, 1, Float8Weight, {"cache": "device"}, 1),
+        (2, 1, Float8Weight, {"reshard_after_forward": False}, 1),
+        (2, 1, Float8Weight, {"cache": "host", "offload_policy": CPUOffloadPolicy()}, 1),
+    ],
+    ids=["alone", "none", "host", "device", "kept", "offloaded"],
+)
+@on_ranks("world", local="local")
+def test_converted_weights_train_as_rounded_ones(
+    weight_class: type[Float8Weight], options: dict[str, Any], gathers: int
+) -> None:
     """Three steps as the oracle's, whose first two micro-batches are one step; converted weights cross as bytes."""
     world, rank = dist.get_world_size(), dist.get_rank()
     plain = sharded_net.build()
@@ -146,25 +161,8 @@ def job_training(weight_class: type[Float8Weight], options: dict[str, Any], gath
         torch.testing.assert_close(whole, plain.get_parameter(name).detach(), msg=name)
 
 
-@pytest.mark.parametrize(
-    ("world", "local", "weight_class", "options", "gathers"),
-    [
-        (1, 1, Float8Weight, {}, 2),
-        (3, 1, ScaledOnly, {}, 2),
-        (4, 2, Float8Weight, {"cache": "host"}, 1),
-        (3, 1, Float8Weight, {"cache": "device"}, 1),
-        (2, 1, Float8Weight, {"reshard_after_forward": False}, 1),
-        (2, 1, Float8Weight, {"cache": "host", "offload_policy": CPUOffloadPolicy()}, 1),
-    ],
-    ids=["alone", "none", "host", "device", "kept", "offloaded"],
-)
-def test_converted_weights_train_as_rounded_ones(
-    world: int, local: int, weight_class: type[Float8Weight], options: dict[str, Any], gathers: int
-) -> None:
-    run_ranks(job_training, world, weight_class, options, gathers, local=local)
-
-
-def job_frozen() -> None:
+@on_ranks(2, local=1)
+def test_frozen_converted_weights_cross_once() -> None:
     """Frozen converted weights cross the wire once, and their scales stay."""
     model = sharded_net.build()
     model.blocks.requires_grad_(False)
@@ -179,11 +177,8 @@ def job_frozen() -> None:
         model.zero_grad()
 
 
-def test_frozen_converted_weights_cross_once() -> None:
-    run_ranks(job_frozen, 2, local=1)
-
-
-def job_meta_and_replicas() -> None:
+@on_ranks(4, local=1)
+def test_conversion_starts_on_meta_and_spares_replicas() -> None:
     """On the meta device first, over replicas, in bfloat16: only the mesh that shards converts."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     with torch.device("meta"):
@@ -198,10 +193,6 @@ def job_meta_and_replicas() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = [float(sharded_net.train_step(model, optimizer)) for _ in range(5)]
     assert losses[-1] < losses[0]
-
-
-def test_conversion_starts_on_meta_and_spares_replicas() -> None:
-    run_ranks(job_meta_and_replicas, 4, local=1)
 
 
 def job_refusals() -> None:

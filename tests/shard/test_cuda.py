@@ -29,7 +29,7 @@ from laconic.shard import lanes, unit
 from laconic.shard.cache import make_slab
 from laconic.shard.unit import unit_of
 from tests.support import sharded_net
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 pytestmark = [
     pytest.mark.cuda,
@@ -313,7 +313,8 @@ def test_frozen_weights_rest_in_host_memory() -> None:
 # -- page-locked memory ------------------------------------------------------------------------------------------------
 
 
-def page_locked_twice() -> list[bool]:
+@on_ranks(2, local=1)
+def test_host_slab_is_page_locked_for_every_model_of_a_process() -> None:
     """Return whether the slabs of two models, one after the other in one process, are page-locked."""
     found = []
     for _ in range(2):
@@ -327,13 +328,8 @@ def page_locked_twice() -> list[bool]:
         ]
         del model
         gc.collect()
-    return found
-
-
-def test_host_slab_is_page_locked_for_every_model_of_a_process() -> None:
-    for found in run_ranks(page_locked_twice, 2, local=1):
-        assert len(found) >= 8
-        assert all(found)
+    assert len(found) >= 8
+    assert all(found)
 
 
 def refused() -> str:

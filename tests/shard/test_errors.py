@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 from tests.support.sharded_net import Net, build, inputs, shard, squared_error, train_step
 
 
@@ -290,7 +290,8 @@ def test_the_first_lines_of_the_readme_work_without_a_launcher_but_say_what_is_m
         laconic.fully_shard(nn.Linear(2, 2))
 
 
-def job_skipped_loss() -> None:
+@on_ranks(2, local=1)
+def test_a_skipped_loss_is_no_mistake() -> None:
     """It is no mistake to throw a loss away on all ranks."""
     model = shard(build())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -302,7 +303,3 @@ def job_skipped_loss() -> None:
         optimizer.step()
         optimizer.zero_grad()
     train_step(model)
-
-
-def test_a_skipped_loss_is_no_mistake() -> None:
-    run_ranks(job_skipped_loss, 2, local=1)

@@ -16,7 +16,7 @@ import laconic.optim
 from laconic.checkpoint import load_checkpoint, save_checkpoint
 from laconic.shard.difference import CopyState
 from tests.shard.wire_helpers import assert_nodes_agree, crossings, crossings_after, is_exact, states
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 from tests.support.sharded_net import build, full_parameters, inputs, moved, shard, squared_error, train_step
 
 
@@ -96,7 +96,8 @@ def test_weights_cross_exactly_for_each_cause(mesh: tuple[int, int], tmp_path: P
     run_ranks(job_causes, mesh[0] * mesh[1], str(tmp_path), local=mesh[1])
 
 
-def job_disagree() -> None:
+@on_ranks(2, local=1)
+def test_copies_that_differ_are_made_equal_once_and_then_named() -> None:
     model = shard(build(), cache="host", wire=laconic.Wire(weights="int4", exact_every=4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     damaged = next(each for each in crossings_after(model, optimizer) if "up" in each.bucket.layout.slots[0].name)
@@ -115,15 +116,12 @@ def job_disagree() -> None:
             crossings_after(model, optimizer, steps=8)
 
 
-def test_copies_that_differ_are_made_equal_once_and_then_named() -> None:
-    run_ranks(job_disagree, 2, local=1)
-
-
 class Interrupted(Exception):
     """Stands for what may arrive while a difference is added."""
 
 
-def job_interrupted() -> None:
+@on_ranks(2, local=1)
+def test_a_difference_that_is_added_in_part_is_never_a_base() -> None:
     """An exception comes in the middle of adding a difference. The weights cross exactly next time, on all ranks."""
     model = shard(build(), units=[], cache="host", wire="4bit")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -147,28 +145,21 @@ def job_interrupted() -> None:
     assert_nodes_agree(model)
 
 
-def test_a_difference_that_is_added_in_part_is_never_a_base() -> None:
-    run_ranks(job_interrupted, 2, local=1)
-
-
-def job_resumed(folder: str) -> None:
+@on_ranks(4, local=2)
+def test_a_resumed_run_has_the_bits_of_the_one_that_saved(tmp_path: Path) -> None:
     """A run that saves, and one that resumes from what it saved, go on with the same bits."""
     wire = laconic.Wire(weights="int4", gradients="int2", feedback=True)
     model = shard(build(), cache="host", wire=wire)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for seed in range(4):
         train_step(model, optimizer, seed)
-    save_checkpoint(folder, 4, model=model, optimizer=optimizer, extra={})
+    save_checkpoint(tmp_path, 4, model=model, optimizer=optimizer, extra={})
     for seed in range(4, 8):
         train_step(model, optimizer, seed)
     resumed = shard(build(seed=1), cache="device", wire=wire)
     second = torch.optim.AdamW(resumed.parameters(), lr=1e-2)
-    assert load_checkpoint(folder, model=resumed, optimizer=second) is not None
+    assert load_checkpoint(tmp_path, model=resumed, optimizer=second) is not None
     for seed in range(4, 8):
         train_step(resumed, second, seed)
     for name, value in full_parameters(model).items():
         assert torch.equal(value, full_parameters(resumed)[name]), name
-
-
-def test_a_resumed_run_has_the_bits_of_the_one_that_saved(tmp_path: Path) -> None:
-    run_ranks(job_resumed, 4, str(tmp_path), local=2)

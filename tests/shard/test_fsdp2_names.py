@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method, sha
 import laconic
 from laconic.shard.sharded_module import ShardedModule
 from tests.support import sharded_net
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 
 def public_methods() -> list[str]:
@@ -29,7 +29,8 @@ def test_every_method_of_fsdp2_is_ours(name: str) -> None:
     assert getattr(ShardedModule, name) is not getattr(FSDPModule, name)
 
 
-def job_names() -> None:
+@on_ranks(1)
+def test_names() -> None:
     model: Any = sharded_net.shard(sharded_net.build())
     assert isinstance(model, FSDPModule)
     assert isinstance(model, sharded_net.Net)
@@ -53,19 +54,12 @@ def job_names() -> None:
         model(torch.ones(1, 5)), model.blocks[0].reset_iter_state()
 
 
-def test_names() -> None:
-    run_ranks(job_names, 1)
-
-
-def job_slice() -> None:
+@on_ranks(1)
+def test_a_slice_of_a_sharded_container_is_plain() -> None:
     model = laconic.fully_shard(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)))
     part = model[:2]
     assert type(part) is nn.Sequential
     assert part[0] is model[0]
-
-
-def test_a_slice_of_a_sharded_container_is_plain() -> None:
-    run_ranks(job_slice, 1)
 
 
 class Encoder(nn.Module):
@@ -77,7 +71,8 @@ class Encoder(nn.Module):
         return self.linear(x)
 
 
-def job_other_forward() -> None:
+@on_ranks(2)
+def test_torch_registers_other_forward_methods() -> None:
     torch.manual_seed(0)
     model = Encoder()
     expected = model.encode(torch.ones(2, 5))
@@ -88,10 +83,6 @@ def job_other_forward() -> None:
     found.sum().backward()
     assert torch.equal(model.linear.bias.grad.full_tensor(), torch.full((3,), 2.0))  # type: ignore[union-attr]
     sharded_net.assert_nothing_gathered(model)
-
-
-def test_torch_registers_other_forward_methods() -> None:
-    run_ranks(job_other_forward, 2)
 
 
 class Tied(nn.Module):
@@ -110,7 +101,8 @@ class Tied(nn.Module):
         return self.head(x)
 
 
-def job_lists_by_hand() -> None:
+@on_ranks(2)
+def test_lists_are_gathered_by_hand_but_are_no_roots() -> None:
     """A list of modules may be gathered by hand before any forward, but cannot be a root."""
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     laconic.fully_shard([first, second])
@@ -123,11 +115,8 @@ def job_lists_by_hand() -> None:
     model(torch.ones(1, 3)).sum().backward()
 
 
-def test_lists_are_gathered_by_hand_but_are_no_roots() -> None:
-    run_ranks(job_lists_by_hand, 2)
-
-
-def job_shared_lanes() -> None:
+@on_ranks(2)
+def test_torch_shares_lanes_among_roots() -> None:
     models = [laconic.fully_shard(nn.Linear(3, 3)) for _ in range(2)]
     share_comm_ctx(models)
     for model in models:
@@ -138,11 +127,8 @@ def job_shared_lanes() -> None:
         share_comm_ctx([laconic.fully_shard(nn.Linear(3, 3)), models[0]])
 
 
-def test_torch_shares_lanes_among_roots() -> None:
-    run_ranks(job_shared_lanes, 2)
-
-
-def job_replicated_around() -> None:
+@on_ranks(2)
+def test_replicate_leaves_sharded_modules_alone() -> None:
     """Torch's `replicate` takes the parameters that fully_shard does not have."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -156,11 +142,9 @@ def job_replicated_around() -> None:
     assert torch.equal(gradients[0], gradients[1])
 
 
-def test_replicate_leaves_sharded_modules_alone() -> None:
-    run_ranks(job_replicated_around, 2)
-
-
-def job_list(runs_all: bool) -> None:
+@pytest.mark.parametrize(("world", "runs_all"), [(1, True), (3, True), (2, False)])
+@on_ranks("world", local=1)
+def test_a_list_of_modules_is_one_unit(runs_all: bool) -> None:
     """Two modules in one unit; `runs_all` is False if the head runs twice, outside the model's forward."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -193,12 +177,8 @@ def job_list(runs_all: bool) -> None:
         plain.zero_grad()
 
 
-@pytest.mark.parametrize(("world", "runs_all"), [(1, True), (3, True), (2, False)])
-def test_a_list_of_modules_is_one_unit(world: int, runs_all: bool) -> None:
-    run_ranks(job_list, world, runs_all, local=1)
-
-
-def job_integer() -> None:
+@on_ranks(4, local=1)
+def test_integers_reshard_to_a_node() -> None:
     """FSDP2's integer keeps the parameters among the ranks of a node until backward."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
     weights = {}
@@ -218,11 +198,12 @@ def job_integer() -> None:
         laconic.fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=2)
 
 
-def test_integers_reshard_to_a_node() -> None:
-    run_ranks(job_integer, 4, local=1)
+def _raise(*_: Any) -> None:
+    raise ZeroDivisionError
 
 
-def job_recovery() -> None:
+@on_ranks(2, local=1)
+def test_reset_iter_state_recovers() -> None:
     """An exception in forward or backward does not spoil the next step."""
     model: Any = sharded_net.shard(sharded_net.build())
     oracle, batches, rank = sharded_net.oracle_of(model), sharded_net.micro_batches(1), dist.get_rank()
@@ -242,15 +223,8 @@ def job_recovery() -> None:
         model.zero_grad()
 
 
-def _raise(*_: Any) -> None:
-    raise ZeroDivisionError
-
-
-def test_reset_iter_state_recovers() -> None:
-    run_ranks(job_recovery, 2, local=1)
-
-
-def job_hooks_and_events() -> None:
+@on_ranks(2, local=1)
+def test_reduced_shards_pass_a_hook() -> None:
     model: Any = sharded_net.shard(sharded_net.build())
     sizes = []
 
@@ -269,11 +243,9 @@ def job_hooks_and_events() -> None:
         model.set_all_reduce_hook(double, stream=object())
 
 
-def test_reduced_shards_pass_a_hook() -> None:
-    run_ranks(job_hooks_and_events, 2, local=1)
-
-
-def job_changed_behind_autograd(cache: str) -> None:
+@pytest.mark.parametrize("cache", ["host", "device"])
+@on_ranks(2, local=1)
+def test_a_user_can_say_that_weights_changed(cache: str) -> None:
     model: Any = sharded_net.shard(sharded_net.build(), cache=cache)
     plain, x = sharded_net.build(), torch.ones(1, 5)
     with torch.no_grad():
@@ -286,12 +258,8 @@ def job_changed_behind_autograd(cache: str) -> None:
         torch.testing.assert_close(model(x), plain(x))
 
 
-@pytest.mark.parametrize("cache", ["host", "device"])
-def test_a_user_can_say_that_weights_changed(cache: str) -> None:
-    run_ranks(job_changed_behind_autograd, 2, cache, local=1)
-
-
-def job_last_backward() -> None:
+@on_ranks(2, local=1)
+def test_the_last_backward_completes_the_gradients() -> None:
     """With set_is_last_backward(False), gradients are complete after the last backward."""
     model: Any = sharded_net.shard(sharded_net.build())
     oracle, batches, rank = sharded_net.oracle_of(model), sharded_net.micro_batches(3), dist.get_rank()
@@ -299,7 +267,3 @@ def job_last_backward() -> None:
         model.set_is_last_backward(number == 2)
         sharded_net.squared_error(model, batch[rank]).backward()
     sharded_net.assert_gradients(model, oracle, batches)
-
-
-def test_the_last_backward_completes_the_gradients() -> None:
-    run_ranks(job_last_backward, 2, local=1)

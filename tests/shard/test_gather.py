@@ -13,7 +13,7 @@ from torch import Tensor
 from laconic.shard.gather import GatherState, UnitGather
 from laconic.shard.unit import unit_of
 from tests.support import sharded_net
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 
 def events_of(model: Any, run: Callable[[], Any]) -> list[str]:
@@ -51,7 +51,8 @@ def gathered_before(events: list[str], compute: str) -> set[str]:
     return begun - {event.split()[1] for event in events[: place + 1] if event.startswith("forward")}
 
 
-def job_prefetch() -> None:
+@on_ranks(4, local=2)
+def test_the_next_unit_is_gathered_while_this_one_computes() -> None:
     model = sharded_net.shard(sharded_net.build(lambda: sharded_net.Net(4)), cache="none")
     batch = sharded_net.inputs(0, dist.get_rank())
     forward = events_of(model, lambda: sharded_net.squared_error(model, batch))
@@ -86,11 +87,8 @@ def job_prefetch() -> None:
     sharded_net.assert_nothing_gathered(model)
 
 
-def test_the_next_unit_is_gathered_while_this_one_computes() -> None:
-    run_ranks(job_prefetch, 4, local=2)
-
-
-def job_prefetch_with_cache() -> None:
+@on_ranks(4, local=2)
+def test_with_a_cache_two_units_are_gathered_ahead() -> None:
     """Node shards that arrive in the cache take no memory early, so two gathers across nodes begin ahead."""
     model = sharded_net.shard(sharded_net.build(lambda: sharded_net.Net(4)), cache="host")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -105,11 +103,8 @@ def job_prefetch_with_cache() -> None:
     ]
 
 
-def test_with_a_cache_two_units_are_gathered_ahead() -> None:
-    run_ranks(job_prefetch_with_cache, 4, local=2)
-
-
-def job_changing_order() -> None:
+@on_ranks(4, local=2)
+def test_another_order_than_the_recorded_one_is_only_slower() -> None:
     """An order that differs from the recorded one makes prefetching useless; the numbers stay right."""
 
     class Reordered(sharded_net.Net):
@@ -143,15 +138,13 @@ def job_changing_order() -> None:
         sharded_net.assert_nothing_gathered(model)
 
 
-def test_another_order_than_the_recorded_one_is_only_slower() -> None:
-    run_ranks(job_changing_order, 4, local=2)
-
-
 class Interrupted(Exception):
     """Stands for what may arrive while a gather waits."""
 
 
-def job_interrupted(cache: str) -> None:
+@pytest.mark.parametrize("cache", ["none", "host"])
+@on_ranks(2, local=1)
+def test_a_gather_that_is_cut_short_is_begun_anew(cache: str) -> None:
     """An exception cuts a gather short: what arrived counts as nothing, and the next use gathers anew."""
     model = sharded_net.shard(sharded_net.build(), cache=cache)
     gather = model.blocks[1]._laconic_unit.gather._gathers[0]
@@ -170,8 +163,3 @@ def job_interrupted(cache: str) -> None:
     batches = sharded_net.micro_batches(1)
     sharded_net.squared_error(model, batches[0][dist.get_rank()]).backward()
     sharded_net.assert_gradients(model, sharded_net.oracle_of(model), batches)
-
-
-@pytest.mark.parametrize("cache", ["none", "host"])
-def test_a_gather_that_is_cut_short_is_begun_anew(cache: str) -> None:
-    run_ranks(job_interrupted, 2, cache, local=1)

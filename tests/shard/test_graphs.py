@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import laconic
 from tests.support import sharded_net
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 
 class Shared(sharded_net.Net):
@@ -174,7 +174,8 @@ def test_unusual_graphs_have_the_oracles_gradients(name: str) -> None:
     run_ranks(job_graph, 4, name, ("host", "none", "device")[index % 3], local=2)
 
 
-def job_unused_bytes() -> None:
+@on_ranks(2, local=1)
+def test_unused_units_send_nothing() -> None:
     """An unused unit sends nothing, and its parameters get no gradient."""
     model: Any = sharded_net.build(Unused)
     sharded_net.shard(model, cache="host")
@@ -187,11 +188,8 @@ def job_unused_bytes() -> None:
     assert model.blocks[2].idle.weight.grad is None
 
 
-def test_unused_units_send_nothing() -> None:
-    run_ranks(job_unused_bytes, 2, local=1)
-
-
-def job_two_losses() -> None:
+@on_ranks(4, local=2)
+def test_two_forwards_or_two_backwards_of_one_graph() -> None:
     """Two forwards before one backward, and a graph run backward twice."""
     model = sharded_net.shard(sharded_net.build(), cache="host")
     oracle = sharded_net.oracle_of(model)
@@ -208,11 +206,8 @@ def job_two_losses() -> None:
     sharded_net.assert_nothing_gathered(model)
 
 
-def test_two_forwards_or_two_backwards_of_one_graph() -> None:
-    run_ranks(job_two_losses, 4, local=2)
-
-
-def job_gradients_of_inputs() -> None:
+@on_ranks(4, local=2)
+def test_inputs_get_their_gradients() -> None:
     model, plain = sharded_net.shard(sharded_net.build()), sharded_net.build()
     x = sharded_net.inputs(0, dist.get_rank())[0]
     sharded_input, plain_input = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -225,11 +220,8 @@ def job_gradients_of_inputs() -> None:
     sharded_net.assert_nothing_gathered(model)
 
 
-def test_inputs_get_their_gradients() -> None:
-    run_ranks(job_gradients_of_inputs, 4, local=2)
-
-
-def job_two_roots() -> None:
+@on_ranks(4, local=2)
+def test_two_models_share_a_mesh() -> None:
     """Two sharded models on one mesh: a teacher without a graph, then both in one loss."""
     mesh, rank = laconic.init_mesh("cpu"), dist.get_rank()
     student, teacher = (
@@ -263,7 +255,3 @@ def job_two_roots() -> None:
                 torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
             sharded_net.assert_nothing_gathered(model)
             model.zero_grad()
-
-
-def test_two_models_share_a_mesh() -> None:
-    run_ranks(job_two_roots, 4, local=2)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import distribute_tensor
 
 from laconic.ragged.tensor import RaggedTensor
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 from tests.support.sharded_net import Net, build, full_parameters, inputs, shard, squared_error, train_step
 
 
@@ -29,7 +29,20 @@ FORMS: dict[str, Callable[[RaggedTensor, Tensor], Tensor]] = {
 }
 
 
-def job_assign() -> None:
+def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert list(got) == list(want)
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+def on_meta() -> Any:
+    with torch.device("meta"):
+        model = Net()
+    return shard(model)
+
+
+@on_ranks(3, local=1)
+def test_assigned_values_are_taken() -> None:
     for form in FORMS.values():
         model = shard(build(), cache="host")
         parameters = dict(model.named_parameters())
@@ -47,19 +60,8 @@ def job_assign() -> None:
         assert not torch.equal(model.out.weight.full_tensor(), want["out.weight"]), "the optimizer trains what is shown"
 
 
-def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert list(got) == list(want)
-    for name, value in want.items():
-        assert torch.equal(got[name], value), name
-
-
-def on_meta() -> Any:
-    with torch.device("meta"):
-        model = Net()
-    return shard(model)
-
-
-def job_meta() -> None:
+@on_ranks(4, local=2)
+def test_a_model_on_the_meta_device_gets_memory() -> None:
     want = build(seed=1).state_dict()
     for broadcast in (True, False):
         model = on_meta()
@@ -73,7 +75,8 @@ def job_meta() -> None:
     assert_equal(full_parameters(model), want)
 
 
-def job_refusals() -> None:
+@on_ranks(2, local=1)
+def test_what_would_be_lost_is_refused() -> None:
     model, want = shard(build()), build(seed=1).state_dict()
     with pytest.raises(RuntimeError, match=r"torch.float32 of shape .*, cannot become torch.float64.*convert"):
         model.load_state_dict({name: v.double() for name, v in want.items()}, assign=True)
@@ -83,15 +86,3 @@ def job_refusals() -> None:
     assert_equal(full_parameters(model), want)
     with pytest.raises(RuntimeError, match=r"got values, but not out.bias, .*; call to_empty first"):
         on_meta().load_state_dict({k: v for k, v in want.items() if k != "out.bias"}, assign=True, strict=False)
-
-
-def test_assigned_values_are_taken() -> None:
-    run_ranks(job_assign, 3, local=1)
-
-
-def test_a_model_on_the_meta_device_gets_memory() -> None:
-    run_ranks(job_meta, 4, local=2)
-
-
-def test_what_would_be_lost_is_refused() -> None:
-    run_ranks(job_refusals, 2, local=1)

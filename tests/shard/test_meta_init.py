@@ -12,7 +12,7 @@ from torch import nn
 
 import laconic
 from tests.shard import test_models
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 from tests.support.sharded_net import Net, buckets, full_parameters, inputs, shard, train_step
 
 
@@ -83,7 +83,9 @@ def initialise(model: nn.Module, init: Callable[[nn.Module], Any]) -> None:
     init(model)
 
 
-def job_init() -> None:
+@pytest.mark.parametrize(("world_size", "local"), [(1, 1), (3, 1), (4, 2)])
+@on_ranks("world_size", local="local")
+def test_initialising_parts_draws_the_same_numbers() -> None:
     mesh = laconic.init_mesh("cpu")
     for name, (make, init) in CASES.items():
         plain, model = on_meta(make), on_meta(make)
@@ -104,12 +106,18 @@ def job_init() -> None:
             assert torch.equal(model.get_buffer(key), want) or not want.is_floating_point(), f"{name}: {key}"
 
 
-@pytest.mark.parametrize(("world_size", "local"), [(1, 1), (3, 1), (4, 2)])
-def test_initialising_parts_draws_the_same_numbers(world_size: int, local: int) -> None:
-    run_ranks(job_init, world_size, local=local)
+@pytest.mark.parametrize("cache", ["none", "host"])
+@on_ranks(2, local=1)
+def test_parameters_left_on_meta_are_named(cache: str) -> None:
+    model: Any = shard(on_meta(Net), cache=cache)
+    for block in model.blocks:
+        block.to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match=r"out.weight.* are on the meta device; call model.to_empty"):
+        model(torch.zeros(2, 5))
 
 
-def job_trains() -> None:
+@on_ranks(4, local=2)
+def test_a_model_from_meta_trains() -> None:
     """No rank holds more than its shard before the first forward. Afterwards the model trains like any other."""
     mesh = laconic.init_mesh("cpu")
     model: Any = on_meta(Net)
@@ -129,24 +137,8 @@ def job_trains() -> None:
     assert all(not torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("cache", ["none", "host"])
-def test_parameters_left_on_meta_are_named(cache: str) -> None:
-    run_ranks(job_left_on_meta, 2, cache, local=1)
-
-
-def job_left_on_meta(cache: str) -> None:
-    model: Any = shard(on_meta(Net), cache=cache)
-    for block in model.blocks:
-        block.to_empty(device="cpu")
-    with pytest.raises(RuntimeError, match=r"out.weight.* are on the meta device; call model.to_empty"):
-        model(torch.zeros(2, 5))
-
-
-def test_a_model_from_meta_trains() -> None:
-    run_ranks(job_trains, 4, local=2)
-
-
-def job_tied() -> None:
+@on_ranks(2, local=1)
+def test_tied_parameters_stay_tied() -> None:
     """Weights that are tied before sharding stay tied."""
     model: Any = on_meta(test_models.gpt2)
     laconic.fully_shard(model, mesh=laconic.init_mesh("cpu"))
@@ -155,7 +147,3 @@ def job_tied() -> None:
     assert model.lm_head.weight is model.transformer.wte.weight
     model.lm_head.weight.detach().fill_(0.25)
     assert model.transformer.wte.weight.full_tensor().eq(0.25).all()
-
-
-def test_tied_parameters_stay_tied() -> None:
-    run_ranks(job_tied, 2, local=1)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import laconic
 from tests.reference.step import Oracle
 from tests.support import sharded_net
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -24,7 +24,12 @@ def error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (model(x.to(dtype)).float() - y).square().mean()
 
 
-def job_training(cache: str, reduce_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "local", "cache", "reduce_dtype"),
+    [(4, 2, "host", FP32), (4, 2, "none", None), (3, 1, "device", FP32), (1, 1, "none", FP32), (2, 2, "none", BF16)],
+)
+@on_ranks("world_size", local="local")
+def test_bf16_compute_trains_fp32_masters(cache: str, reduce_dtype: torch.dtype | None) -> None:
     """Three steps with fp32 masters and bf16 compute, accumulated over two micro-batches."""
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype)
     model: Any = sharded_net.build()
@@ -77,16 +82,6 @@ def job_training(cache: str, reduce_dtype: torch.dtype | None) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("world_size", "local", "cache", "reduce_dtype"),
-    [(4, 2, "host", FP32), (4, 2, "none", None), (3, 1, "device", FP32), (1, 1, "none", FP32), (2, 2, "none", BF16)],
-)
-def test_bf16_compute_trains_fp32_masters(
-    world_size: int, local: int, cache: str, reduce_dtype: torch.dtype | None
-) -> None:
-    run_ranks(job_training, world_size, cache, reduce_dtype, local=local)
-
-
 class Weighted(nn.Module):
     """A module whose gradient is its input."""
 
@@ -122,7 +117,9 @@ def test_gradients_are_summed_in_the_reduce_dtype(
     assert run_ranks(job_rounding, 2, param_dtype, reduce_dtype, local=1) == [total, total]
 
 
-def job_partial_sums(local: int) -> float:
+@pytest.mark.parametrize("local", [1, 2])
+@on_ranks(2, local="local")
+def test_micro_batches_are_summed_in_the_reduce_dtype(local: int) -> None:
     """Micro-batches add up in the reduce dtype too, not in the compute dtype."""
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
     model: Any = laconic.fully_shard(Weighted(), mesh=laconic.init_mesh("cpu"), mp_policy=policy)
@@ -130,12 +127,7 @@ def job_partial_sums(local: int) -> float:
     for number in range(4):
         model.set_requires_gradient_sync(number == 3)
         model(torch.full((4,), 256.0 if number == 0 else 1.0)).backward()
-    return float(model.w.grad.full_tensor()[0])
-
-
-@pytest.mark.parametrize("local", [1, 2])
-def test_micro_batches_are_summed_in_the_reduce_dtype(local: int) -> None:
-    assert run_ranks(job_partial_sums, 2, local, local=local) == [518.0, 518.0]
+    assert float(model.w.grad.full_tensor()[0]) == 518.0
 
 
 class Probe(nn.Module):
@@ -167,7 +159,9 @@ def seen(policy: MixedPrecisionPolicy) -> dict[str, Any]:
     return model.seen | {"y": output["y"].dtype}
 
 
-def job_dtypes() -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks("world_size", local=1)
+def test_only_floating_point_inputs_and_parameters_are_cast() -> None:
     everything_fp32 = {"x": FP32, "ids": torch.long, "extra": FP32, "weight": FP32, "table": FP32, "y": FP32}
     assert seen(MixedPrecisionPolicy()) == everything_fp32
     compute = {"x": BF16, "extra": BF16, "weight": BF16, "y": BF16}
@@ -175,11 +169,6 @@ def job_dtypes() -> None:
     assert seen(MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP32)) == everything_fp32 | compute | {"y": FP32}
     kept = seen(MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False))
     assert kept == everything_fp32 | {"weight": BF16, "y": BF16}
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_only_floating_point_inputs_and_parameters_are_cast(world_size: int) -> None:
-    run_ranks(job_dtypes, world_size, local=1)
 
 
 class Mixed(nn.Module):
@@ -197,7 +186,9 @@ class Mixed(nn.Module):
         return y * self.scale.sum().float() + self.table.sum()
 
 
-def job_mix_of_dtypes(cache: str) -> None:
+@pytest.mark.parametrize("cache", ["none", "host"])
+@on_ranks(4, local=2)
+def test_a_unit_may_mix_dtypes(cache: str) -> None:
     plain = sharded_net.build(Mixed)
     model: Any = laconic.fully_shard(sharded_net.build(Mixed), mesh=laconic.init_mesh("cpu"), cache=cache)  # type: ignore[arg-type]
     assert sorted(str(bucket.dtype) for bucket in sharded_net.buckets(model)) == [
@@ -218,12 +209,8 @@ def job_mix_of_dtypes(cache: str) -> None:
     torch.testing.assert_close(model_output, plain_output)
 
 
-@pytest.mark.parametrize("cache", ["none", "host"])
-def test_a_unit_may_mix_dtypes(cache: str) -> None:
-    run_ranks(job_mix_of_dtypes, 4, cache, local=2)
-
-
-def job_integers_under_a_policy() -> None:
+@on_ranks(2, local=1)
+def test_integers_are_never_cast() -> None:
     """`param_dtype` applies to floating-point parameters only."""
     policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
     model: Any = laconic.fully_shard(sharded_net.build(Mixed), mesh=laconic.init_mesh("cpu"), mp_policy=policy)
@@ -232,10 +219,6 @@ def job_integers_under_a_policy() -> None:
     assert model.adapter.weight.dtype == BF16
     assert torch.equal(model.table, sharded_net.build(Mixed).table)
     assert torch.equal(model.adapter.weight, sharded_net.build(Mixed).adapter.weight.to(BF16))
-
-
-def test_integers_are_never_cast() -> None:
-    run_ranks(job_integers_under_a_policy, 2, local=1)
 
 
 def job_off_is_off(local: int) -> list[Tensor]:

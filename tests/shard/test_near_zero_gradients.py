@@ -18,7 +18,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import laconic
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 NUM_STEPS, LR = 4, 1e-3
 EPS = {"AdamW": 1e-8, "AdamW, large eps": 1e-4, "SGD": None}
@@ -63,7 +63,8 @@ def loss(model: Any, tokens: Tensor) -> Tensor:
     return model(input_ids=tokens, labels=tokens).loss
 
 
-def job() -> None:
+@on_ranks(2, local=1, timeout_s=110)
+def test_weights_differ_only_where_adamw_divides_rounding_by_rounding() -> None:
     mesh, rank, size = laconic.init_mesh("cpu"), dist.get_rank(), dist.get_world_size()
     for name in EPS:
         model, plain = build(), build()
@@ -87,7 +88,3 @@ def job() -> None:
             assert distance.max() <= 2 * LR * NUM_STEPS, key
             smallest = torch.stack([gradients[key].abs() for gradients in want_gradients]).amin(0)
             assert (smallest[distance > 1e-6] < 100 * noise).all(), f"{key}: a gradient that is not near zero"
-
-
-def test_weights_differ_only_where_adamw_divides_rounding_by_rounding() -> None:
-    run_ranks(job, 2, local=1, timeout_s=110)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 from tests.support.sharded_net import (
     Net,
     buckets,
@@ -45,7 +45,8 @@ def fail_inside(model: Any, units: list[Any]) -> None:
         raise ZeroDivisionError
 
 
-def job() -> None:
+@on_ranks(3, local=1)
+def test_accumulation_equals_one_large_batch_and_crosses_the_wire_once() -> None:
     model = shard(build(Net))
     model.blocks[0].set_requires_gradient_sync(False)
     units = [module._laconic_unit for module in (model, *model.blocks)]
@@ -62,7 +63,3 @@ def job() -> None:
     squared_error(oracle, large).backward()
     for name, parameter in oracle.named_parameters():
         torch.testing.assert_close(got[name], parameter.grad)
-
-
-def test_accumulation_equals_one_large_batch_and_crosses_the_wire_once() -> None:
-    run_ranks(job, 3, local=1)

@@ -14,10 +14,12 @@ from torch.distributed.tensor import Shard
 
 import laconic
 from tests.support import sharded_net
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 
-def job_offload(cache: str) -> None:
+@pytest.mark.parametrize(("world", "cache"), [(1, "none"), (3, "none"), (2, "host")])
+@on_ranks("world", local=1)
+def test_offloaded_shards_take_no_device_memory(cache: str) -> None:
     """Shards and gradients are counted in host memory; the numbers are those of a model without offloading."""
     models: list[Any] = [
         sharded_net.shard(sharded_net.build(), cache=cache, offload_policy=policy)
@@ -38,12 +40,8 @@ def job_offload(cache: str) -> None:
     assert offloaded.device_peak_bytes <= memory.device_peak_bytes - shards
 
 
-@pytest.mark.parametrize(("world", "cache"), [(1, "none"), (3, "none"), (2, "host")])
-def test_offloaded_shards_take_no_device_memory(world: int, cache: str) -> None:
-    run_ranks(job_offload, world, cache, local=1)
-
-
-def job_placement() -> None:
+@on_ranks(4, local=1)
+def test_parameters_of_one_unit_may_lie_on_two_meshes() -> None:
     """Parameters of one unit on two meshes: the weight of a layer on all ranks, its bias on pairs of ranks."""
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
 
@@ -73,11 +71,8 @@ def job_placement() -> None:
         laconic.fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda parameter: "rows")
 
 
-def test_parameters_of_one_unit_may_lie_on_two_meshes() -> None:
-    run_ranks(job_placement, 4, local=1)
-
-
-def job_cast() -> None:
+@on_ranks(2, local=1)
+def test_models_can_be_cast_after_fully_shard() -> None:
     model: Any = sharded_net.shard(sharded_net.build())
     model.to(torch.float64)
     assert all(parameter.dtype is torch.float64 for parameter in model.parameters())
@@ -91,7 +86,3 @@ def job_cast() -> None:
     cached(x.float())
     with pytest.raises(ValueError, match="after the first forward, as the cache has memory"):
         cached.to(torch.float64)
-
-
-def test_models_can_be_cast_after_fully_shard() -> None:
-    run_ranks(job_cast, 2, local=1)

@@ -21,7 +21,7 @@ import laconic
 from laconic.shard.policies import Checks, Wire
 from tests.shard.test_conversion import Float8Weight, converting
 from tests.support import sharded_net
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 
 class RowScaled(Float8Weight):
@@ -115,7 +115,19 @@ def train_as_oracle(model: Any, rounding: Callable[[Tensor], Tensor], *, steps: 
         torch.testing.assert_close(whole, plain.get_parameter(name).detach(), msg=name)
 
 
-def job_packed(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("world", "local", "options"),
+    [
+        (1, 1, {}),
+        (3, 1, {"checks": Checks(interval=1)}),
+        (4, 2, {"cache": "host"}),
+        (3, 1, {"cache": "device", "offload_policy": CPUOffloadPolicy()}),
+        (2, 1, {"reshard_after_forward": False}),
+    ],
+    ids=["alone", "checked", "host", "device", "kept"],
+)
+@on_ranks("world", local="local")
+def test_elements_and_their_scales_are_gathered_together(options: dict[str, Any]) -> None:
     model: Any = sharded_net.shard(converting(sharded_net.build(), RowScaled), granularity=laconic.rows(1), **options)
     train_as_oracle(model, rounded_by_rows)
     packed = [bucket for bucket in sharded_net.buckets(*model.blocks) if bucket.form.is_packed]
@@ -137,22 +149,9 @@ def job_packed(options: dict[str, Any]) -> None:
         sharded_net.assert_nothing_gathered(model)
 
 
-@pytest.mark.parametrize(
-    ("world", "local", "options"),
-    [
-        (1, 1, {}),
-        (3, 1, {"checks": Checks(interval=1)}),
-        (4, 2, {"cache": "host"}),
-        (3, 1, {"cache": "device", "offload_policy": CPUOffloadPolicy()}),
-        (2, 1, {"reshard_after_forward": False}),
-    ],
-    ids=["alone", "checked", "host", "device", "kept"],
-)
-def test_elements_and_their_scales_are_gathered_together(world: int, local: int, options: dict[str, Any]) -> None:
-    run_ranks(job_packed, world, options, local=local)
-
-
-def job_chunks(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("world", "options"), [(2, {"cache": "host"}), (4, {})], ids=["two", "four"])
+@on_ranks("world", local=1)
+def test_conversions_that_fill_up_equal_chunks(options: dict[str, Any]) -> None:
     model: Any = sharded_net.shard(converting(sharded_net.build(), BF16InChunks), **options)
     train_as_oracle(model, rounded_to_bf16)
     converted = [bucket for bucket in sharded_net.buckets(*model.blocks) if bucket.form.dtype is torch.bfloat16]
@@ -160,11 +159,6 @@ def job_chunks(options: dict[str, Any]) -> None:
     for bucket in converted:
         (slot,) = bucket.layout.slots
         assert bucket.layout.shard_numel == math.ceil(slot.shape[0] / bucket.cluster.size) * slot.shape[1]
-
-
-@pytest.mark.parametrize(("world", "options"), [(2, {"cache": "host"}), (4, {})], ids=["two", "four"])
-def test_conversions_that_fill_up_equal_chunks(world: int, options: dict[str, Any]) -> None:
-    run_ranks(job_chunks, world, options, local=1)
 
 
 class Twins(TwoTensor):  # type: ignore[misc]
@@ -209,7 +203,8 @@ def train_twins(fully_shard: Any, **options: Any) -> tuple[list[Tensor], list[Te
     return losses, [getattr(whole, "a", whole).detach() for whole in wholes]
 
 
-def job_twins() -> None:
+@on_ranks(2, local=1)
+def test_weights_of_two_tensors_train_as_under_fsdp2() -> None:
     wanted = train_twins(torch_fully_shard)
     for options in ({}, {"reshard_after_forward": False}, {"cache": "host"}):
         torch.testing.assert_close(train_twins(laconic.fully_shard, **options), wanted)
@@ -217,10 +212,6 @@ def job_twins() -> None:
     other.weight = nn.Parameter(Twins(torch.zeros(4, 4), torch.ones(4, 4)))
     with pytest.raises(NotImplementedError, match=r"a Twins .* consists of 2 tensors \(a, b\).* several equal ones"):
         laconic.fully_shard(other)
-
-
-def test_weights_of_two_tensors_train_as_under_fsdp2() -> None:
-    run_ranks(job_twins, 2, local=1)
 
 
 # -- methods on local tensors ------------------------------------------------------------------------------------------
@@ -258,7 +249,13 @@ def patch(model: nn.Module, before: Callable[..., Any] = to_bf16) -> nn.Module:
     return model
 
 
-def job_patched(before: Callable[..., Any], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("before", "options"),
+    [(to_bf16, {}), (to_bf16_with_largest, {"cache": "host"})],
+    ids=["one_tensor", "two_tensors_cached"],
+)
+@on_ranks(3, local=1)
+def test_methods_on_local_tensors_are_called(before: Callable[..., Any], options: dict[str, Any]) -> None:
     with torch.device("meta"):
         model: Any = sharded_net.Net()
     sharded_net.shard(model, **options)
@@ -272,16 +269,8 @@ def job_patched(before: Callable[..., Any], options: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("before", "options"),
-    [(to_bf16, {}), (to_bf16_with_largest, {"cache": "host"})],
-    ids=["one_tensor", "two_tensors_cached"],
-)
-def test_methods_on_local_tensors_are_called(before: Callable[..., Any], options: dict[str, Any]) -> None:
-    run_ranks(job_patched, 3, before, options, local=1)
-
-
-def job_refusals() -> None:
+@on_ranks(2, local=1)
+def test_methods_on_local_tensors_are_never_ignored() -> None:
     batch = sharded_net.inputs(0, 0)[0]
     late: Any = sharded_net.shard(sharded_net.build())
     late(batch)
@@ -297,7 +286,3 @@ def job_refusals() -> None:
     moved.to(torch.float64)
     with pytest.raises(RuntimeError, match=r"whose memory has moved since.*put it on the new _local_tensor"):
         moved(batch.double())
-
-
-def test_methods_on_local_tensors_are_never_ignored() -> None:
-    run_ranks(job_refusals, 2, local=1)

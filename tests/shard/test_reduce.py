@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import laconic
 from tests.support import sharded_net
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 
 def job_accumulation(cache: Any, num_micro_batches: int) -> None:
@@ -79,7 +79,9 @@ def integer_batch(seed: int, rank: int) -> Tensor:
     return torch.randint(-3, 4, (4, 7), generator=torch.Generator().manual_seed(100 * seed + rank)).float()
 
 
-def job_exact(cache: Any) -> None:
+@pytest.mark.parametrize(("world_size", "local", "cache"), [(4, 2, "host"), (6, 3, "none"), (3, 1, "device")])
+@on_ranks("world_size", local="local")
+def test_gradients_of_integers_are_exact(cache: Any) -> None:
     model = sharded_net.shard(sharded_net.build(Line), cache=cache)
     size = dist.get_world_size()
 
@@ -94,12 +96,8 @@ def job_exact(cache: Any) -> None:
     sharded_net.assert_gradients(model, oracle, batches, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("world_size", "local", "cache"), [(4, 2, "host"), (6, 3, "none"), (3, 1, "device")])
-def test_gradients_of_integers_are_exact(world_size: int, local: int, cache: str) -> None:
-    run_ranks(job_exact, world_size, cache, local=local)
-
-
-def job_sync_of_partial_sums() -> None:
+@on_ranks(4, local=2)
+def test_partial_sums_of_a_unit_the_last_micro_batch_skips_are_sent() -> None:
     """The last micro-batch skips a block: the partial sums of the earlier ones must still be sent."""
     model = sharded_net.shard(sharded_net.build(), cache="host")
     batches = sharded_net.micro_batches(2)
@@ -132,11 +130,8 @@ def job_sync_of_partial_sums() -> None:
         torch.testing.assert_close(got[name], value + second.get(name, 0), msg=name)
 
 
-def test_partial_sums_of_a_unit_the_last_micro_batch_skips_are_sent() -> None:
-    run_ranks(job_sync_of_partial_sums, 4, local=2)
-
-
-def job_two_backwards_with_sync() -> None:
+@on_ranks(4, local=2)
+def test_accumulating_with_synchronisation_on_gives_the_same_gradients() -> None:
     """Without turning synchronisation off, gradients add up as well, at the cost of sending each time."""
     model = sharded_net.shard(sharded_net.build(), cache="host")
     batches = sharded_net.micro_batches(2)
@@ -146,10 +141,6 @@ def job_two_backwards_with_sync() -> None:
     assert m.gradients == 2 * sharded_net.reduce_bytes("node", sharded_net.buckets(model))
     assert m.weights == sharded_net.gather_bytes("node", sharded_net.buckets(model))
     sharded_net.assert_gradients(model, sharded_net.oracle_of(model), batches)
-
-
-def test_accumulating_with_synchronisation_on_gives_the_same_gradients() -> None:
-    run_ranks(job_two_backwards_with_sync, 4, local=2)
 
 
 class Routed(nn.Module):
@@ -180,7 +171,9 @@ def routed_error(model: nn.Module, batch: tuple[Tensor, bool]) -> Tensor:
     return model(*batch).square().mean()
 
 
-def job_routed(cache: str) -> None:
+@pytest.mark.parametrize("cache", ["none", "host"])
+@on_ranks(4, local=2, timeout_s=60)
+def test_a_bucket_that_only_some_ranks_use(cache: str) -> None:
     model = sharded_net.shard(sharded_net.build(Router), cache=cache)
     oracle = sharded_net.oracle_of(model, Router, routed_error)
     for chosen in ({0}, {1, 3}, {0, 1, 2, 3}):
@@ -190,12 +183,8 @@ def job_routed(cache: str) -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize("cache", ["none", "host"])
-def test_a_bucket_that_only_some_ranks_use(cache: str) -> None:
-    run_ranks(job_routed, 4, cache, local=2, timeout_s=60)
-
-
-def job_zeroed_in_place() -> None:
+@on_ranks(4, local=2)
+def test_gradients_zeroed_in_place() -> None:
     """`zero_grad(set_to_none=False)`: the next gradients are added to the zeros."""
     model = sharded_net.shard(sharded_net.build(), cache="host")
     oracle, batches = sharded_net.oracle_of(model), sharded_net.micro_batches(1)
@@ -206,11 +195,8 @@ def job_zeroed_in_place() -> None:
         assert all(p.grad.to_local().eq(0).all() for p in model.parameters())
 
 
-def test_gradients_zeroed_in_place() -> None:
-    run_ranks(job_zeroed_in_place, 4, local=2)
-
-
-def job_products() -> None:
+@on_ranks(1)
+def test_a_sink_takes_whole_matrices_only_and_a_resized_output_is_an_error() -> None:
     class Stack(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -231,7 +217,3 @@ def job_products() -> None:
     resize = "import torch; torch.mm(torch.ones(2, 3), torch.ones(3, 2), out=torch.ones(2, 3, 5))"
     with pytest.raises(UserWarning, match="was resized"):
         exec(resize, {"__name__": "laconic.shard.reduce"})
-
-
-def test_a_sink_takes_whole_matrices_only_and_a_resized_output_is_an_error() -> None:
-    run_ranks(job_products, 1)

@@ -11,10 +11,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import laconic
 from tests.support import sharded_net
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 
-def job_replicas(names: tuple[str, str], accumulation: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "names", "accumulation"),
+    [(2, ("dp_replicate", "dp_shard"), 1), (4, ("outer", "inner"), 1), (6, ("dp_replicate", "dp_shard"), 3)],
+)
+@on_ranks("world", local=1)
+def test_replicas_train_as_one_model(names: tuple[str, str], accumulation: int) -> None:
     """Train two steps as the mean over all ranks, and count the bytes between the replicas."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=names)
     other = sharded_net.shard(sharded_net.build(), mesh=mesh)
@@ -47,15 +52,8 @@ def job_replicas(names: tuple[str, str], accumulation: int) -> None:
         torch.testing.assert_close(whole, plain.get_parameter(name).detach(), msg=name)
 
 
-@pytest.mark.parametrize(
-    ("world", "names", "accumulation"),
-    [(2, ("dp_replicate", "dp_shard"), 1), (4, ("outer", "inner"), 1), (6, ("dp_replicate", "dp_shard"), 3)],
-)
-def test_replicas_train_as_one_model(world: int, names: tuple[str, str], accumulation: int) -> None:
-    run_ranks(job_replicas, world, names, accumulation, local=1)
-
-
-def job_uneven_sync() -> None:
+@on_ranks(4, local=1)
+def test_units_may_synchronise_replicas_at_different_times() -> None:
     """Only the root sums its gradients over the replicas in the first backward; all units do in the second."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     model: Any = sharded_net.shard(sharded_net.build(), mesh=mesh)
@@ -70,11 +68,8 @@ def job_uneven_sync() -> None:
         torch.testing.assert_close(gradient, plain.get_parameter(name).grad, msg=name)
 
 
-def test_units_may_synchronise_replicas_at_different_times() -> None:
-    run_ranks(job_uneven_sync, 4, local=1)
-
-
-def job_unused_on_one_replica() -> None:
+@on_ranks(2, local=1)
+def test_replicas_agree_on_the_parameters_that_were_used() -> None:
     """A gradient that only one replica has reaches the other; one that none has stays None."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
@@ -83,7 +78,3 @@ def job_unused_on_one_replica() -> None:
     model(torch.ones(2, 3)).sum().backward()
     assert torch.equal(model[1].bias.grad.full_tensor(), torch.ones(3))  # the mean of 2 and nothing
     assert model[2].bias.grad is None
-
-
-def test_replicas_agree_on_the_parameters_that_were_used() -> None:
-    run_ranks(job_unused_on_one_replica, 2, local=1)

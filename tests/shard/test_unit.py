@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from laconic.shard.gather import GatherState
 from laconic.shard.unit import unit_of
 from tests.support import sharded_net
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 
-def job_freeze_while_gathered() -> None:
+@on_ranks(2, local=1)
+def test_freezing_works_while_gathered() -> None:
     """A parameter that is frozen while its unit is gathered gets no gradient in the next backward."""
     model = sharded_net.shard(sharded_net.build())
     frozen = model.inp.weight
@@ -28,11 +29,9 @@ def job_freeze_while_gathered() -> None:
     assert model.inp.bias.grad is not None
 
 
-def test_freezing_works_while_gathered() -> None:
-    run_ranks(job_freeze_while_gathered, 2, local=1)
-
-
-def job_forward_only(cache: str) -> None:
+@pytest.mark.parametrize("cache", ["none", "host", "device"])
+@on_ranks(4, local=2)
+def test_forward_without_gradients_leaves_nothing_gathered(cache: str) -> None:
     model = sharded_net.shard(sharded_net.build(), cache=cache)
     x = sharded_net.inputs(0, dist.get_rank())[0]
     want = sharded_net.build()(x).detach()
@@ -62,11 +61,8 @@ def job_forward_only(cache: str) -> None:
 
 
 @pytest.mark.parametrize("cache", ["none", "host", "device"])
-def test_forward_without_gradients_leaves_nothing_gathered(cache: str) -> None:
-    run_ranks(job_forward_only, 4, cache, local=2)
-
-
-def job_let_go(cache: str) -> None:
+@on_ranks(2, local=1)
+def test_a_model_without_references_is_freed(cache: str) -> None:
     model = sharded_net.shard(sharded_net.build(), cache=cache)
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(2):
@@ -75,11 +71,6 @@ def job_let_go(cache: str) -> None:
     del model, optimizer
     gc.collect()
     assert [reference() for reference in known] == [None] * len(known)
-
-
-@pytest.mark.parametrize("cache", ["none", "host", "device"])
-def test_a_model_without_references_is_freed(cache: str) -> None:
-    run_ranks(job_let_go, 2, cache, local=1)
 
 
 def job_memory() -> dict[str, int]:
@@ -130,7 +121,8 @@ def gathered_in_backward(model: Any, batch: Any) -> list[list[str]]:
     return seen
 
 
-def job_forward_without_backward() -> None:
+@on_ranks(4, local=2)
+def test_a_forward_without_backward_leaves_no_trace() -> None:
     """A loss without backward (not finite, for example) must not change the memory and gradients of later steps."""
     model, reference = (
         sharded_net.shard(sharded_net.build(lambda: sharded_net.Net(5)), cache="none") for _ in range(2)
@@ -149,10 +141,6 @@ def job_forward_without_backward() -> None:
     ):
         assert torch.equal(got, gradient), name
     sharded_net.assert_nothing_gathered(model)
-
-
-def test_a_forward_without_backward_leaves_no_trace() -> None:
-    run_ranks(job_forward_without_backward, 4, local=2)
 
 
 class Raises(torch.autograd.Function):
@@ -181,7 +169,9 @@ class Fragile(sharded_net.Net):
         return self.out(x)
 
 
-def job_exceptions(cache: str) -> None:
+@pytest.mark.parametrize("cache", ["none", "host"])
+@on_ranks(4, local=2)
+def test_a_step_after_an_exception_is_an_ordinary_step(cache: str) -> None:
     model = sharded_net.shard(sharded_net.build(Fragile), cache=cache)
     oracle = sharded_net.oracle_of(model)
     batches = sharded_net.micro_batches(1)
@@ -206,8 +196,3 @@ def job_exceptions(cache: str) -> None:
                 model.fail = ""
             model(batches[0][0][0])
         sharded_net.assert_nothing_gathered(model)
-
-
-@pytest.mark.parametrize("cache", ["none", "host"])
-def test_a_step_after_an_exception_is_an_ordinary_step(cache: str) -> None:
-    run_ranks(job_exceptions, 4, cache, local=2)

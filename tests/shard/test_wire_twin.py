@@ -19,7 +19,7 @@ from laconic.shard.bucket import Bucket
 from laconic.shard.crossing import payload_of, shards_of_nodes
 from tests.reference.wire import Twin
 from tests.shard.wire_helpers import Aligned, Toy, computed_weights, crossings_after, cuts_of, runs_of, toy_inputs
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 from tests.support.sharded_net import buckets, build, full_parameters, inputs, moved, shard, squared_error
 
 LR = 0.01
@@ -121,7 +121,8 @@ def test_equals_the_twin_to_the_bit(mesh: tuple[int, int], runs: list[tuple[str,
     run_ranks(job_twin, mesh[0] * mesh[1], runs, local=mesh[1])
 
 
-def job_adapters() -> None:
+@on_ranks(4, local=2)
+def test_adapters_beside_frozen_weights_equal_the_twin() -> None:
     """As with LoRA: most weights of a block are frozen, and the rest has a bucket of its own."""
     whole = build(Toy)
     for name, parameter in whole.named_parameters():
@@ -132,11 +133,8 @@ def job_adapters() -> None:
     assert_equals_twin(model, twin_of(model, wire), optimizer, steps=4, accumulation=2, exactly=set())
 
 
-def test_adapters_beside_frozen_weights_equal_the_twin() -> None:
-    run_ranks(job_adapters, 4, local=2)
-
-
-def job_aligned() -> None:
+@on_ranks(3, local=1)
+def test_tensors_that_are_coded_together_equal_the_twin() -> None:
     """Tensors that are coded together have the codes that each would have alone.
 
     Gradients cross in int8, which are not rotated: the bits of a product of matrices depend on its size.
@@ -150,10 +148,6 @@ def job_aligned() -> None:
     assert sum(map(len, payload._pieces.values())) < num_runs
     twin = twin_of(model, wire, Aligned)
     assert_equals_twin(model, twin, sgd(model.parameters()), Aligned, steps=3, accumulation=1, exactly=set())
-
-
-def test_tensors_that_are_coded_together_equal_the_twin() -> None:
-    run_ranks(job_aligned, 3, local=1)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +205,8 @@ def job_bytes() -> None:
     assert (m.weights, m.gradients) == (3 * weights, 3 * gradients)
 
 
-def job_bytes_of_replicas() -> None:
+@on_ranks(3, local=1)
+def test_bytes_of_replicas_are_those_of_two_trips() -> None:
     """Two trips over the islands: every other island's part in four bits, then this island's in eight bits."""
     world = dist.get_world_size()
     model = shard(build(), mesh=laconic.init_mesh("cpu", islands=world), wire=laconic.Wire(gradients="int4"))
@@ -230,10 +225,6 @@ def job_bytes_of_replicas() -> None:
                 back[island] += 4 * numel if is_vector else numel + 2 * -(-numel // 128)
         expected += (world - 1) * (max(there) + max(back))
     assert m.sent("island", "gradients") == expected
-
-
-def test_bytes_of_replicas_are_those_of_two_trips() -> None:
-    run_ranks(job_bytes_of_replicas, 3, local=1)
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), (3, 1)], ids=str)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from laconic.shard import linear
 from tests.support import sharded_net
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 _COPIES = (
     "copy_",
@@ -53,7 +53,9 @@ def _plain(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if type(leaf) in (Tensor, nn.Parameter)]
 
 
-def job_watch(cache: str) -> None:
+@pytest.mark.parametrize("cache", ["none", "host"])
+@on_ranks(4, local=2)
+def test_nothing_as_large_as_a_bucket_is_allocated_or_copied(cache: str) -> None:
     model = sharded_net.shard(sharded_net.build(lambda: sharded_net.Net(2, 64, 96)), cache=cache)
     optimizer = torch.optim.AdamW(model.parameters())
     watches = []
@@ -81,11 +83,6 @@ def job_watch(cache: str) -> None:
     slices = sum(bucket.node_shard_numel * 4 for bucket in all_buckets)
     gathers = {"none": 2 * shards, "host": shards + 2 * slices}[cache]
     assert sum(nbytes for _, nbytes in watches[3].copied) <= gathers + vectors, watches[3].copied
-
-
-@pytest.mark.parametrize("cache", ["none", "host"])
-def test_nothing_as_large_as_a_bucket_is_allocated_or_copied(cache: str) -> None:
-    run_ranks(job_watch, 4, cache, local=2)
 
 
 class Sink:
@@ -168,7 +165,8 @@ def test_a_gradient_of_a_gradient() -> None:
     torch.testing.assert_close(found, plain.weight.grad)
 
 
-def job_accumulate() -> None:
+@on_ranks(3, local=1)
+def test_gradients_of_several_steps_are_added_by_bucket() -> None:
     model = sharded_net.shard(sharded_net.build(), cache="host")
     oracle, batches = sharded_net.oracle_of(model), sharded_net.micro_batches(3)
     for number, batch in enumerate(batches):  # every micro-batch is reduced, and added to `.grad` in one operation
@@ -179,7 +177,3 @@ def job_accumulate() -> None:
         assert bases == first
     assert len(first) == len(sharded_net.buckets(model.blocks[0]))
     sharded_net.assert_gradients(model, oracle, batches)
-
-
-def test_gradients_of_several_steps_are_added_by_bucket() -> None:
-    run_ranks(job_accumulate, 3, local=1)
