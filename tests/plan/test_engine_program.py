@@ -10,14 +10,11 @@ import torch
 
 from laconic.config import Config, ShardConfig, SyncConfig, TrainConfig
 from laconic.plan.buckets import Shape, Sharding, plan_buckets
-from laconic.plan.job import work_of
 from laconic.plan.local_steps import LocalStepsProgram
 from laconic.plan.machine import KINDS, Machine, Reading
 from laconic.plan.model_trace import ModelTrace, ParameterSpec, UnitSpec
-from laconic.plan.program import StepWork
-from laconic.plan.rehearsal import Rehearsals
 from laconic.plan.rehearsed import RehearsedStep
-from tests.plan.traces import cluster, model_of, spec, trace
+from tests.plan.traces import cluster, spec, trace, work
 from tests.support.step_bytes import step_bytes
 
 SHAPES = [(2, 2), (3, 1), (2, 3), (1, 4), (5, 1)]
@@ -30,11 +27,6 @@ def layers(count: int = 3, **keys: Any) -> list[list[ParameterSpec]]:
 
 def islands_of(**keys: Any) -> SyncConfig:
     return SyncConfig.of_keys({"mode": "local", **keys})
-
-
-def work(model: ModelTrace, config: Config, device: str = "cpu") -> StepWork:
-    rehearsals = Rehearsals(build=lambda _: model_of(model))
-    return work_of(config, device_type=device, trace=replace(model, device_type=device), rehearsals=rehearsals)
 
 
 def run(

@@ -204,7 +204,7 @@ def test_memory_is_in_the_order_of_what_ranks_keep(device_type: str) -> None:
     assert flat.resting_bytes == pytest.approx(hpz.resting_bytes)
     assert hsdp.resting_bytes == pytest.approx(4 * flat.resting_bytes, rel=0.05)
     _, numel = model_numels(job())
-    assert ddp.resting_bytes == pytest.approx(16 * numel)  # parameters, two states, buckets
+    assert ddp.resting_bytes == pytest.approx(16 * numel, rel=1e-3)  # parameters, two states, buckets; counts of steps
     assert flat.peak_bytes < hpz.peak_bytes < ddp.peak_bytes
     assert flat.peak_bytes < hsdp.peak_bytes < ddp.peak_bytes
 

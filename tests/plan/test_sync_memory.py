@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import laconic
-from laconic.config import SyncConfig
+from laconic.config import Config, SyncConfig, from_dict
 from laconic.islands.local_steps import LocalSteps
 from laconic.islands.policies import OuterSGD
-from laconic.plan.sync_memory import sync_memory
+from laconic.plan.buckets import Shape
+from laconic.plan.candidates import CANDIDATES
+from laconic.plan.estimates import Estimate
+from laconic.plan.local_steps import LocalStepsProgram
+from laconic.plan.machine import Machine
+from laconic.plan.prediction import Predictor
 from laconic.strategies.memory import measured_peak
+from tests.plan.traces import cluster, spec, trace, work
+from tests.support.jobs import corpus, table
 from tests.support.launch import run_ranks
-from tests.support.partial_models import partial_net
 
 NUMEL = 3 * 2**16
 SETTINGS: list[dict[str, Any]] = [
@@ -52,8 +58,8 @@ def vector_bytes(local: LocalSteps) -> int:
     return sum(vector.nbytes for vector in vectors)
 
 
-def job_measured() -> list[tuple[float, float]]:
-    """For each of the settings the resting bytes and the peak of a sync, for one element."""
+def job_measured() -> list[float]:
+    """For each of the settings what a rank keeps and the peak of a sync, for one element."""
     found = []
     for settings in SETTINGS:
         local = make_local(nn.Linear(NUMEL // 512, 512, bias=False), **settings)
@@ -63,26 +69,25 @@ def job_measured() -> list[tuple[float, float]]:
             with measured_peak() as peak:
                 local.advance()
         assert peak.nbytes is not None
-        found.append((vector_bytes(local) / NUMEL, peak.nbytes / NUMEL))
+        found.append((vector_bytes(local) + peak.nbytes) / NUMEL)
     return found
 
 
 def test_a_sync_takes_what_the_allocator_says() -> None:
-    for settings, (resting, peak) in zip(SETTINGS, run_ranks(job_measured, 2, local=1)[0], strict=True):
-        planned = sync_memory(SyncConfig.of_keys({"mode": "local", **settings}), 2)
-        assert planned.resting == pytest.approx(resting, rel=0.01), settings
-        assert planned.working == pytest.approx(peak, rel=0.02), settings
+    for settings, measured in zip(SETTINGS, run_ranks(job_measured, 2, local=1)[0], strict=True):
+        model, machine = trace([[spec("weight", 512, NUMEL // 512)]]), Machine(cluster(2, 1), device_type="cpu")
+        config = Config(sync=SyncConfig.of_keys({"mode": "local", "islands": 2, **settings}))
+        reading = LocalStepsProgram(machine, work(model, config), Shape(nodes=1, local=1, islands=2)).read(machine)
+        assert reading.peak["transfers"] / NUMEL == pytest.approx(measured, rel=0.02), settings
 
 
-def job_sliced() -> float:
-    local = make_local(partial_net(dist.get_rank(), 2))
-    local.advance()
-    local.finish()
-    return vector_bytes(local) / sum(fragment.flat.numel() for fragment in local.fragments)
-
-
-def test_slices_keep_two_vectors_more() -> None:
-    planned = sync_memory(SyncConfig(mode="local", slices=2), 2)
-    assert run_ranks(job_sliced, 2, local=1) == pytest.approx([planned.resting] * 2, rel=0.01)
-    whole = sync_memory(SyncConfig(mode="local"), 2)
-    assert planned.resting == pytest.approx(whole.resting + 8)
+def test_slices_keep_two_vectors_more(tmp_path: Path) -> None:
+    """The divisors, and which elements train here: as many bytes as the outer parameters and their momentum."""
+    corpus(tmp_path)
+    resting = []
+    for slices in (1, 2):
+        job = table(tmp_path, sync={"mode": "local", "slices": slices})
+        estimate = Predictor(from_dict(Config, job), cluster(2, 1)).estimate(CANDIDATES["local-steps"])
+        assert isinstance(estimate, Estimate), estimate
+        resting.append(estimate.resting["transfers"])
+    assert resting[1] == pytest.approx(2 * resting[0], rel=0.03)  # of slices, which are not the whole model

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
+from laconic.config import Config
 from laconic.plan.cluster_spec import ClusterSpec
+from laconic.plan.job import work_of
 from laconic.plan.model_trace import ModelTrace, ParameterSpec, Segment, UnitSpec
 from laconic.plan.phase import Operations, Phase
+from laconic.plan.program import StepWork
+from laconic.plan.rehearsal import Rehearsals
 
 FLOPS_PER_S, MEMORY_BYTES_PER_S = 1e10, 1e9
 
@@ -60,6 +65,12 @@ def model_of(trace: ModelTrace) -> nn.Module:
             module.register_parameter(each.name, nn.Parameter(tensor, requires_grad=each.is_trained))
         module.forward = lambda *args, **kwargs: None  # phantoms replace it
     return model
+
+
+def work(model: ModelTrace, config: Config, device: str = "cpu") -> StepWork:
+    """What a job with the model of a trace has to do."""
+    rehearsals = Rehearsals(build=lambda _: model_of(model))
+    return work_of(config, device_type=device, trace=replace(model, device_type=device), rehearsals=rehearsals)
 
 
 def cluster(nodes: int = 2, local: int = 2, **figures: object) -> ClusterSpec:

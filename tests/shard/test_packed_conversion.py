@@ -19,8 +19,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import laconic
 from laconic.shard.policies import Checks, Wire
-from tests.shard.test_conversion import Float8Weight, converting
+from tests.shard.test_conversion import converting
 from tests.support import sharded_net
+from tests.support.float8 import Float8Weight
 from tests.support.launch import on_ranks
 
 

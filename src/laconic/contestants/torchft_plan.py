@@ -15,7 +15,7 @@ from laconic.config import SyncConfig
 from laconic.plan.buckets import Shape
 from laconic.plan.machine import Machine, Reading, Transfer
 from laconic.plan.peers_fsdp2 import Fsdp2, Fsdp2Options
-from laconic.plan.program import Program, StepWork, WrittenProgram, add_sync
+from laconic.plan.program import Program, StepWork, WrittenProgram, add_share
 
 
 def diloco(machine: Machine, work: StepWork, shape: Shape) -> Program:
@@ -54,7 +54,7 @@ class TorchftDiloco(WrittenProgram):
         """Read a step, and add its share of a sync."""
         reading = super().read(machine)
         sync = self._read_sync()
-        add_sync(reading, sync, self._sync.policy.schedule.fragments / self._sync.policy.schedule.every)
+        add_share(reading, sync, self._sync.policy.schedule.fragments / self._sync.policy.schedule.every)
         return reading
 
     def _read_sync(self) -> Reading:

@@ -84,6 +84,13 @@ class IslandGroup:
         return [each.tolist() for each in told]
 
 
+def sent_bytes_of(numel: int, islands: int, codec: Codec) -> int:
+    """The bytes that a rank sends for the mean of `numel` values over islands."""
+    if codec.is_sparse:  # [Note: A sparse mean]
+        return (islands - 1) * codec.payload_bytes(numel)
+    return 2 * (islands - 1) * codec.payload_bytes(-(-numel // islands))
+
+
 @torch.no_grad()
 def mean_over_islands(
     values: Tensor,
@@ -109,7 +116,8 @@ def mean_over_islands(
     began = time.perf_counter()
     codec = codec if islands.size > 1 else CODECS["fp32"]
     trips = _in_one_trip if codec.is_sparse else _in_two_trips
-    value, sent, sent_bytes = trips(values, islands, codec, divisor, _scales(weights))
+    value, sent = trips(values, islands, codec, divisor, _scales(weights))
+    sent_bytes = sent_bytes_of(values.numel(), islands.size, codec)
     traffic.count("island", "outer", sent_bytes=sent_bytes, received_bytes=sent_bytes)
     took_s = time.perf_counter() - began
     return Mean(value=value, sent=sent, sent_bytes=sent_bytes, num_islands=islands.size, took_s=took_s)
@@ -117,8 +125,8 @@ def mean_over_islands(
 
 def _in_two_trips(
     values: Tensor, islands: IslandGroup, codec: Codec, divisor: Tensor | None, scales: Sequence[float] | None
-) -> tuple[Tensor, Tensor, int]:
-    """The mean, what this island has sent, and the bytes: [Note: The two trips of an all-reduce]."""
+) -> tuple[Tensor, Tensor]:
+    """The mean, and what this island has sent: [Note: The two trips of an all-reduce]."""
     size, numel = islands.size, values.numel()
     part = -(-numel // size)
     payload = Payload.of_rows(codec, size, part)
@@ -136,12 +144,12 @@ def _in_two_trips(
     back = Messages(islands, payload, _no_account, "outer")
     back.start(mean, mean.device)
     back.finish(rows)
-    return rows[:numel], sent.view(-1)[:numel], 2 * (size - 1) * payload.nbytes
+    return rows[:numel], sent.view(-1)[:numel]
 
 
 def _in_one_trip(
     values: Tensor, islands: IslandGroup, codec: Codec, divisor: Tensor | None, scales: Sequence[float] | None
-) -> tuple[Tensor, Tensor, int]:
+) -> tuple[Tensor, Tensor]:
     """The same of a sparse codec: [Note: A sparse mean]."""
     size, numel = islands.size, values.numel()
     payload = Payload.of_rows(codec, size, numel)
@@ -152,7 +160,7 @@ def _in_one_trip(
         total.add_(decoded, alpha=1.0 if scales is None else scales[island])
         sent = decoded if island == islands.rank else sent
     value = _divided(total, torch.full_like(total, size) if divisor is None else divisor)
-    return value, sent, (size - 1) * payload.nbytes
+    return value, sent
 
 
 def _padded(values: Tensor, numel: int, filling: float = 0.0) -> Tensor:

@@ -129,6 +129,7 @@ class OuterFragment:
         self.flat = self.copy_inner()
         """The outer parameters, (numel,)."""
         counts = holders.counts(self.parameters)
+        self._unheld = {name for name, count in (counts or {}).items() if count == 0}
         self.divisor = self._spread(counts) if counts is not None else None
         """The number of islands that train each coordinate, (numel,); None if all islands train all."""
         trained = {name: float(parameter.requires_grad) for name, parameter in self.parameters.items()}
@@ -173,17 +174,18 @@ class OuterFragment:
 
     def step(self, mean: Tensor) -> None:
         """Step along the mean pseudo-gradient, (numel,). Coordinates that no island trains keep value and momentum."""
-        kept: list[tuple[Tensor, Tensor, Tensor]] = []
+        kept: list[tuple[Tensor, Tensor]] = []
         for section in self._sections:
             section.parameter.grad = mean[section.run]
-            if self.divisor is not None:
-                unheld = self.divisor[section.run] == 0
-                kept += [(vector, unheld, vector[unheld]) for vector in self._vectors_of(section.parameter)]
+            for name in self._unheld.intersection(section.names):
+                part, begin = self._parts[name], section.run.start
+                parts = [each[part.start - begin : part.stop - begin] for each in self._vectors_of(section.parameter)]
+                kept += [(each, each.clone()) for each in parts]
         self.optimizer.step()
         for section in self._sections:
             section.parameter.grad = None
-        for vector, unheld, values in kept:
-            vector[unheld] = values
+        for part_of_vector, values in kept:
+            part_of_vector.copy_(values)
 
     def _vectors_of(self, parameter: nn.Parameter) -> list[Tensor]:
         """Return an outer parameter, and the vectors of the outer optimizer's state that are like it."""

@@ -12,10 +12,9 @@ from laconic.config import ConfigError
 from laconic.cyclic.links import NUMBER_BYTES, PURPOSES, ByteLayout
 from laconic.cyclic.schedule import Message
 from laconic.cyclic.stage import partition
-from laconic.plan.buckets import Shape, plan_buckets
 from laconic.plan.machine import Machine
-from laconic.plan.model_trace import ModelTrace, ParameterSpec, UnitSpec
-from laconic.plan.optimizer_cost import OptimizerCost, Trained, optimizer_cost
+from laconic.plan.model_trace import ModelTrace, ParameterSpec
+from laconic.plan.optimizer_cost import OptimizerCost, plain_cost
 from laconic.plan.phase import LayerInput, Phase
 from laconic.plan.program import StepWork
 
@@ -135,17 +134,9 @@ def _sizes(blocks: Sequence[_Block], machine: Machine, cut_by: str) -> list[floa
 def _stage(blocks: Sequence[_Block], machine: Machine, work: StepWork) -> PlannedStage:
     parameters = tuple(each for block in blocks for each in block.parameters)
     trained = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in parameters if each.is_trained]
-    message_bytes, alone = ByteLayout(trained).num_bytes, Shape(nodes=1, local=1)
-    buckets = plan_buckets(UnitSpec(name="stage", parameters=parameters), alone, work.sharding)
-    update = optimizer_cost(
-        work.optimizer,
-        [
-            Trained(layout=bucket.layout, itemsize=bucket.dtype.itemsize, is_hidden=True)
-            for bucket in buckets
-            if not bucket.is_frozen
-        ],
-        alone,
-    )
+    message_bytes = ByteLayout(trained).num_bytes
+    tensors = tuple((tuple(each.shape), each.dtype) for each in trained)
+    update = plain_cost(work.optimizer, tensors, machine.device_type)
     copy_s = 2 * message_bytes / machine.cluster.device_memory_bytes_per_s  # an update steps on a copy
     return PlannedStage(
         forward=tuple(block.forward for block in blocks),

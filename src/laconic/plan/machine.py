@@ -45,6 +45,8 @@ class Lane(Enum):
     """The network between the ranks of a node."""
     TO_HOST = "copies to the host"
     TO_DEVICE = "copies to the device"
+    HOST = "the host"
+    """Work in host memory, and on a CPU that of other threads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +173,13 @@ class Machine:
     def touch(self, name: str, nbytes: float) -> None:
         """Run simple kernels that read and write `nbytes` of device memory in all."""
         self._work(name, nbytes * self._memory_s)
+
+    def on_host(self, name: str, nbytes: float, *after: Job | None, since: float | None = None) -> Job:
+        """Begin work on the host that reads and writes `nbytes`, of which each rank of the node has as much."""
+        memory_s, rate = self._memory_s, self.cluster.host_memory_bytes_per_s
+        if self.device_type != "cpu" and rate is not None:
+            memory_s = max(memory_s, self.cluster.ranks_per_node / rate)
+        return self._occupy(Lane.HOST, name, nbytes * memory_s, after, since)
 
     def _work(self, name: str, seconds: float) -> None:
         begin_s, self.now_s = self.now_s, self.now_s + seconds

@@ -78,13 +78,22 @@ def bytes_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     packet = getattr(func, "_overloadpacket", None)  # none for a function that is one kernel
     if packet in _ALLOCATES:
         return 0.0
-    written = sum(map(nbytes_of, tensors_of(out)))
+    written = sum(map(nbytes_of, tensors_of(out))) if out is not None else _changed_bytes(func, args, kwargs)
     read = [nbytes_of(tensor) for tensor in tensors_of((args, kwargs))]
     if read and packet in _READS_NONE:
         read[0] = 0
     elif read and packet in _READS_ROWS:
         read[0] = min(read[0], written)
     return float(written + sum(read))
+
+
+def _changed_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """The bytes that an operation writes in place that returns nothing."""
+    arguments = func._schema.arguments
+    named = {**dict(zip((each.name for each in arguments), args, strict=False)), **kwargs}
+    changed = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    changed = [name for name in changed if name != "grads"]  # fused optimizers write those only to unscale them
+    return sum(map(nbytes_of, tensors_of([named.get(name) for name in changed])))
 
 
 def nbytes_of(tensor: Tensor) -> int:
@@ -114,9 +123,10 @@ def _attention_product(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """An operation on one device, and the bytes that it reads and writes."""
+    """An operation on the device or on the host, and the bytes that it reads and writes."""
 
     nbytes: float
+    on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +179,6 @@ class Costs:
             on_host = [machine.memory(each).is_pinned for each in given if machine.knows(each)]
         else:
             on_host = [not machine.is_on_device(each) for each in given if machine.knows(each)]
-        if not any(on_host):
-            return Work(nbytes)
-        return None if all(on_host) else Copy(nbytes / 2, to_device=not on_host[0])
+        if any(on_host) and not all(on_host):
+            return Copy(nbytes / 2, to_device=not on_host[0])
+        return Work(nbytes, on_host=any(on_host) and machine.device.type != "cpu")

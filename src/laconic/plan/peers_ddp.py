@@ -11,13 +11,12 @@ gradients have memory of their own beside the buckets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from laconic.plan.buckets import Shape, plan_buckets
+from laconic.plan.buckets import Shape
 from laconic.plan.machine import Job, Machine
 from laconic.plan.model_trace import ModelTrace, ParameterSpec
-from laconic.plan.optimizer_cost import Trained, optimizer_cost
+from laconic.plan.optimizer_cost import optimizer_cost
 from laconic.plan.program import StepWork, Update, WrittenProgram
 from laconic.plan.rings import Ring
 
@@ -51,7 +50,7 @@ class Ddp(WrittenProgram):
         self._has_grads, self._own_bytes = False, 0.0
         """Whether micro-batches before have left gradients, and the memory of these beside the buckets."""
         self._update = Update(
-            machine, optimizer_cost(work.optimizer, _trained(work), Shape(nodes=1, local=1)),
+            machine, optimizer_cost(work.optimizer, work.rehearsals.model(work.job), machine.device_type),
             gradient_bytes=self._gradient_bytes, num_tensors=len(trained),
         )  # fmt: skip
 
@@ -124,14 +123,3 @@ def _in_order_of_readiness(trace: ModelTrace, last: dict[int, int]) -> list[tupl
             found.append((pending.pop(0), index))
     end = max(last.values(), default=0)
     return [*found, *((each, end) for pending in left.values() for each in pending)]
-
-
-def _trained(work: StepWork) -> Sequence[Trained]:
-    """The trained parameters as whole tensors, for the cost of the optimizer."""
-    root, alone = len(work.trace.units) - 1, Shape(nodes=1, local=1)
-    return [
-        Trained(layout=bucket.layout, itemsize=bucket.dtype.itemsize, is_hidden=index != root)
-        for index, unit in enumerate(work.trace.units)
-        for bucket in plan_buckets(unit, alone, work.sharding)
-        if not bucket.is_frozen
-    ]

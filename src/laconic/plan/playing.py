@@ -10,7 +10,8 @@ costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from laconic.plan.machine import Job, Kind, Lane, Machine, Reading, Transfer
@@ -33,8 +34,19 @@ class Player:
     def __init__(self, machine: Machine, rehearsal: Rehearsal) -> None:
         self.machine = self._machine = machine
         self._rehearsal, self._memories = rehearsal, rehearsal.tape.memories
+        self._entries = rehearsal.tape.entries
+        self._stretches: list[tuple[Any, int]] = [
+            (entry.label, place)
+            for place, entry in enumerate(self._entries)
+            if isinstance(entry, Mark) and not _is_phase(entry.label)
+        ]
+        """The label and the place of each mark that begins a stretch."""
+        self._done = 0
+        """The entries that have been played."""
         self.peaks: dict[object, dict[Kind, float]] = {}
-        """The memory at its fullest in each stretch of the last step."""
+        """The memory at its fullest in each stretch of the last reading."""
+        self.host_peak_bytes = 0.0
+        """The host memory at its fullest: that of the syncs, as a step keeps what it has."""
         self._is_cpu = machine.device_type == "cpu"
         self._program = HOST if self._is_cpu else COMPUTE
         """The timeline that computes."""
@@ -43,17 +55,34 @@ class Player:
         self._streams: dict[int, Job | None] = {}
         """The last job of each other timeline."""
         self._events: dict[int, Job | None] = {}
+        self._threads = rehearsal.tape.threads - {HOST}
+        self._awaited = {each.event for each in self._entries if isinstance(each, Wait) and each.timeline == HOST}
+        self._beside = self._most_beside = 0
+        """The memory that other threads hold, and the most of their last work."""
+        self._working: dict[int, tuple[Kind | None, int]] = {}
+        """The working memory of other threads until the events that end their work."""
 
     def run(self) -> Reading:
         """Play all steps, and read the last."""
-        entries = self._rehearsal.tape.entries
-        stretches = [i for i, each in enumerate(entries) if isinstance(each, Mark) and not _is_phase(each.label)]
-        labels: list[Any] = [entries[i].label for i in stretches]  # type: ignore[union-attr]  # they are marks
-        last, end = labels.index(("step", STEPS - 1)), labels.index(END)
-        self._play(entries[: stretches[last]])
+        return self.read(("step", STEPS - 1), END)
+
+    def all(self) -> Iterator[Reading]:
+        """Play all, and read the last plain step, and then the steps in which each fragment of islands syncs."""
+        yield self.run()
+        self.host_peak_bytes = self._machine.host_bytes
+        for number in range(len(self._rehearsal.fragments)):
+            yield self.read(("sync", number), ("synced", number))
+
+    def read(self, first: object, last: object) -> Reading:
+        """Play on to a mark, and read from there to another one."""
+        labels = [label for label, _ in self._stretches]
+        begin, end = labels.index(first), labels.index(last)
+        self._play(self._entries[self._done : self._stretches[begin][1]])
+        self.peaks.clear()
         with self._machine.reading() as reading:
-            for label, begin, stop in zip(labels[last:end], stretches[last:end], stretches[last + 1 :], strict=False):
-                self._play_stretch(label, entries[begin:stop])
+            for (label, start), (_, stop) in pairwise(self._stretches[begin : end + 1]):
+                self._play_stretch(label, self._entries[start:stop])
+        self._done = self._stretches[end][1]
         reading.peak = max(self.peaks.values(), key=lambda peak: sum(peak.values()))
         return reading
 
@@ -72,11 +101,12 @@ class Player:
                 case Free():
                     self._free(entry.memory)
                 case Record():
+                    self._end_beside(entry)
                     is_now = entry.timeline in (self._program, HOST)
                     job = Job(None, self._machine.now_s) if is_now else self._streams.get(entry.timeline)
                     self._events[entry.event] = job
                 case Wait():
-                    self._wait(entry.timeline, self._events.get(entry.event))
+                    self._wait(entry.timeline, entry.event)
                 case Mark():
                     self._mark(entry.label)
 
@@ -100,7 +130,20 @@ class Player:
         elif isinstance(cost, Copy):
             machine.touch(step.name, 2 * cost.nbytes)
         elif isinstance(cost, Work):
-            machine.touch(step.name, cost.nbytes)
+            self._work(step, cost)
+
+    def _work(self, step: Step, work: Work) -> None:
+        """Compute, or let the host or another thread compute. Compute waits for what its own thread does there."""
+        is_beside = step.timeline in self._threads
+        if not work.on_host and not is_beside:
+            self._machine.touch(step.name, work.nbytes)
+            return
+        since, after = self._place_of(step.timeline) if is_beside else (None, None)
+        job = self._machine.on_host(step.name, work.nbytes, after, since=since)
+        if is_beside:
+            self._streams[step.timeline] = job
+        else:
+            self._machine.wait(job, step.name)
 
     def _mark(self, label: object) -> None:
         machine = self._machine
@@ -119,13 +162,29 @@ class Player:
         self._held[number] = kind
         self._hold(kind, memory.nbytes)
 
+        if memory.timeline in self._threads:
+            self._beside += memory.nbytes
+            self._most_beside = max(self._most_beside, self._beside)
+
+    def _end_beside(self, record: Record) -> None:
+        """Hold the working memory of another thread until its end is waited for: it works beside what follows."""
+        is_end = record.timeline in self._threads and record.event in self._awaited
+        if is_end and self._most_beside > self._beside:
+            kind: Kind | None = "transfers" if self._is_cpu else None
+            self._working[record.event] = kind, self._most_beside - self._beside
+            self._hold(*self._working[record.event])
+            self._most_beside = self._beside
+
     def _free(self, number: int) -> None:
+        if number in self._held and self._memories[number].timeline in self._threads:
+            self._beside -= self._memories[number].nbytes
         if number in self._held:
             self._hold(self._held.pop(number), -self._memories[number].nbytes)
 
     def _hold(self, kind: Kind | None, nbytes: int) -> None:
         if kind is None:
             self._machine.host_bytes += nbytes
+            self.host_peak_bytes = max(self.host_peak_bytes, self._machine.host_bytes)
         else:
             self._machine.hold(kind, nbytes)
 
@@ -141,10 +200,14 @@ class Player:
         """When a timeline's next job may begin: now, for the program's, or after another job."""
         return (None, None) if timeline == self._program else (0.0, self._streams.get(timeline))
 
-    def _wait(self, timeline: int, job: Job | None) -> None:
+    def _wait(self, timeline: int, event: int) -> None:
+        if event in self._working and timeline == HOST:
+            kind, nbytes = self._working.pop(event)
+            self._hold(kind, -nbytes)
+        job = self._events.get(event)
         if job is None:
             return
-        if timeline == self._program or (timeline == HOST and job.lane in (Lane.WIRE, Lane.LOCAL)):
+        if timeline == self._program or (timeline == HOST and job.lane in (Lane.WIRE, Lane.LOCAL, Lane.HOST)):
             self._machine.wait(job)
             return
         before = self._streams.get(timeline)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from laconic.comm.traffic import Level
 from laconic.config import Config, OptimizerConfig
@@ -84,10 +83,7 @@ class Update:
             self._has_states = True
             machine.hold("optimizer", self._cost.state_bytes)
         with machine.holding("transfers", self._cost.transient_bytes):
-            moves = Transfer(name="matrices", purpose="optimizer", sent=dict(self._cost.sent_bytes))
-            job = machine.send(moves)
             machine.compute("optimizer", self._cost.phase)
-            machine.wait(job, "matrices")
 
 
 def all_reduce_bytes(nbytes: int, shape: Shape) -> dict[Level, float]:
@@ -96,25 +92,12 @@ def all_reduce_bytes(nbytes: int, shape: Shape) -> dict[Level, float]:
     return {level: 2 * (size - 1) * nbytes // size for level, size in sizes.items()}
 
 
-def mean_of(reading: Reading, seldom: Reading, share: float) -> Reading:
-    """The mean step if a `share` of all steps is as `seldom`: its seconds, bytes, waits and work. The highest peak."""
-    found = replace(reading, seconds=(1 - share) * reading.seconds + share * seldom.seconds)
+def add_share(reading: Reading, other: Reading, share: float) -> None:
+    """Add a share of another reading: its seconds, bytes, waits and work. The higher peak counts."""
+    reading.seconds += share * other.seconds
     for name in ("sent_bytes", "waits_s", "busy_s"):
-        plain, other = getattr(reading, name), getattr(seldom, name)
-        mean = {key: (1 - share) * plain[key] + share * other[key] for key in plain | other}
-        setattr(found, name, Counter(mean))
-    if seldom.peak_bytes > reading.peak_bytes:
-        found.peak = seldom.peak
-    return found
-
-
-def add_sync(reading: Reading, sync: Reading, share: float) -> None:
-    """Add a share of a sync to the reading of a step: its seconds, bytes, waits and work. The higher peak counts."""
-    reading.seconds += share * sync.seconds
-    if sync.peak_bytes > reading.peak_bytes:
-        reading.peak = sync.peak
-    for counter, more in (
-        (reading.sent_bytes, sync.sent_bytes), (reading.waits_s, sync.waits_s), (reading.busy_s, sync.busy_s),
-    ):  # fmt: skip
-        for key, value in more.items():
-            counter[key] += share * value  # type: ignore[index,assignment]
+        counter = getattr(reading, name)
+        for key, value in getattr(other, name).items():
+            counter[key] += share * value
+    if other.peak_bytes > reading.peak_bytes:
+        reading.peak = other.peak

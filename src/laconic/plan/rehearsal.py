@@ -16,9 +16,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,10 +26,14 @@ from torch import Tensor, nn
 
 from laconic.codec import Codec
 from laconic.codec.sums import Payload, Piece
+from laconic.comm.cluster import Cluster
 from laconic.comm.launch import RankInfo
 from laconic.config import Config
 from laconic.data.batches import Batch
 from laconic.hf.layers import layers_to_shard
+from laconic.islands import outer_optimizer
+from laconic.islands.local_steps import LocalSteps
+from laconic.islands.policies import Membership
 from laconic.layout.bucket import BucketLayout
 from laconic.optim.owners import Matrix
 from laconic.plan.equal_layers import list_of_equal
@@ -39,12 +42,13 @@ from laconic.plan.machine import Kind
 from laconic.plan.model_trace import ModelTrace
 from laconic.plan.op_cost import Costs
 from laconic.plan.phantom import Phantom
+from laconic.ragged.spec import RaggedSpec
 from laconic.rehearse import Machine, Tape, rehearsal
 from laconic.shard import crossing
 from laconic.shard.bucket import Bucket
 from laconic.shard.crossing import Part, parts_of_islands, payload_of, shards_of_nodes
 from laconic.shard.unit import units_below
-from laconic.strategies import parallelize, simultaneous
+from laconic.strategies import parallelize
 from laconic.strategies.simultaneous import Simultaneous
 from laconic.strategies.stepper import Setup
 
@@ -64,12 +68,14 @@ class Rehearsal:
     tape: Tape
     kinds: Mapping[int, Kind]
     """What the memories are that outlive the engine's work: by their numbers."""
-    buckets: Sequence[tuple[str, BucketLayout, bool]]
-    """The name of a bucket's unit, its layout, and whether islands sync its parameters."""
+    buckets: Sequence[tuple[str, BucketLayout]]
+    """The name of each bucket's unit, and its layout."""
     cached_bytes: Sequence[int]
     """The bytes of each unit's node shard, the root first, as the engine counts units; 0 without a cache."""
     matrices: Sequence[tuple[str, Matrix]]
     """What owners work on, by the names of units, in the order of the optimizer's parameters: optim/owners.py."""
+    fragments: Sequence[Sequence[RaggedSpec]]
+    """What islands sync, fragment by fragment; none without islands."""
 
 
 @dataclass
@@ -129,13 +135,13 @@ def _rehearse(
 ) -> Rehearsal:
     world_size = nodes * local * islands
     ranks = RankInfo(rank=0, world_size=world_size, local_rank=0, num_local=local, num_nodes=nodes * islands)
-    layers = layers_to_shard(model)
+    job, layers = _rarely_synced(job), layers_to_shard(model)
     kinds: dict[int | None, Kind] = {}
     batch, costs = _batch(job), Costs()
     device_type = trace.device_type
     with (
         rehearsal(nodes=nodes, local=local, islands=islands, device_type=device_type, cost_of=costs) as machine,
-        _trainer_on(machine, costs),
+        _trainer_on(machine, costs, job.sync.slices),
         machine.recording() as tape,
     ):
         costs.machine = machine
@@ -147,12 +153,18 @@ def _rehearse(
             kinds.update(_kinds_of_gradients(machine, model))
 
         stepper.optimizer.register_step_pre_hook(begin_update)
-        for step in range(STEPS):
-            machine.mark(("step", step))
+
+        def take_step() -> None:
             stepper.begin()
             stepper.step([batch] * job.train.accumulation, is_last=False)
             phantom.end()
+
+        for number in range(STEPS):
+            machine.mark(("step", number))
+            take_step()
         machine.mark(END)
+        if stepper.local is not None:
+            _sync_all(machine, stepper.local, take_step)
         for tensor in (*model.parameters(), *model.buffers()):
             kinds[_number_of(machine, tensor)] = "parameters"
         for state in stepper.optimizer.state.values():
@@ -160,13 +172,48 @@ def _rehearse(
         units = units_below(model)
         unit_of = {parameter: unit.name for unit in units for b in unit.buckets for parameter in b.sharded}
         owned = getattr(stepper.optimizer, "matrices", {}).items()
+        fragments = stepper.local.fragments if stepper.local is not None else ()
         return Rehearsal(
             tape=tape,
             kinds={number: kind for number, kind in kinds.items() if number is not None},
-            buckets=[(unit.name, bucket.layout, not bucket.is_frozen) for unit in units for bucket in unit.buckets],
+            buckets=[(unit.name, bucket.layout) for unit in units for bucket in unit.buckets],
             cached_bytes=[sum(each.cached.nbytes for each in unit.buckets if each.cached) for unit in units],
             matrices=[(unit_of[parameter], matrix) for parameter, matrices in owned for matrix in matrices],
+            fragments=[[_spec_of(each) for each in fragment.parameters.values()] for fragment in fragments],
         )
+
+
+def _spec_of(parameter: Any) -> RaggedSpec:
+    spec: RaggedSpec = parameter.spec  # the engine's
+    return spec
+
+
+def _sync_all(machine: Machine, local: LocalSteps, take_step: Callable[[], None]) -> None:
+    """Let each fragment sync twice. The steps of the second time are marked."""
+    schedule = local.schedule
+    while local.rounds < schedule.fragments:
+        local.advance()
+    for number in range(schedule.fragments):
+        while (local.steps + 1) % schedule.interval:
+            local.advance()
+        machine.mark(("sync", number))
+        for _ in range(1 + schedule.overlap):
+            take_step()
+        machine.mark(("synced", number))
+
+
+def _rarely_synced(job: Config) -> Config:
+    """The job, whose plain steps come before the first sync; an exchange has one step to hide behind, or none.
+
+    Its islands are there from the begin to the end.
+    """
+    if not job.sync.is_local:
+        return job
+    policy = job.sync.policy
+    fragments, overlap = policy.schedule.fragments, min(1, policy.schedule.overlap)
+    schedule = replace(policy.schedule, every=fragments * (STEPS + 2), overlap=overlap)
+    policy = replace(policy, schedule=schedule, membership=Membership(islands=policy.membership.islands))
+    return replace(job, sync=replace(job.sync, policy=policy))
 
 
 def _batch(job: Config) -> Batch:
@@ -201,25 +248,20 @@ def _kinds_of_gradients(machine: Machine, model: nn.Module) -> dict[int | None, 
 
 
 @contextmanager
-def _trainer_on(machine: Machine, costs: Costs) -> Iterator[None]:
-    """Let the trainer find weights without values, and messages that stand for others."""
+def _trainer_on(machine: Machine, costs: Costs, slices: int) -> Iterator[None]:
+    """Let the trainer find weights without values, messages that stand for others, and islands for all slices."""
 
     def materialize(model: nn.Module, config: Any, device: torch.device) -> int:
         model.to_empty(device=device)
         return 0
 
-    def apart(model: nn.Module, optimizer: torch.optim.Optimizer, *_: object) -> Any:
-        """Islands that take steps on their own; their syncs are no part of a step."""
-        for unit in units_below(model):
-            for bucket in unit.buckets:
-                bucket.replicas_diverge = True
-        step = lambda tokens: optimizer.step()  # noqa: E731
-        return SimpleNamespace(step=step, reports=(), steps=0, schedule=SimpleNamespace(interval=1))
+    def holders(cluster: Cluster, values: Sequence[int]) -> list[int]:
+        return [cluster.num_islands // slices] * len(values)  # of parts; other islands train other slices
 
     with ExitStack() as stack:
         for target, name, value in (
             (parallelize, "materialize", materialize),
-            (simultaneous, "make_local_steps", apart),
+            (outer_optimizer, "sum_over_islands", holders),
             (crossing, "payload_of", partial(_AlikePayload, machine, costs)),
         ):
             stack.enter_context(mock.patch.object(target, name, value))

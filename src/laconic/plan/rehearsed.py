@@ -14,6 +14,7 @@ one that is rehearsed with checks, and the others without. Memory is that of the
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ from laconic.optim.owners import Matrix, assign
 from laconic.plan.buckets import Shape
 from laconic.plan.machine import KINDS, Machine, Reading
 from laconic.plan.playing import Player
-from laconic.plan.program import Program, StepWork, mean_of
+from laconic.plan.program import Program, StepWork, add_share
 from laconic.plan.rehearsal import Rehearsal
 from laconic.shard.cache import choose_device_shards
 
@@ -44,28 +45,37 @@ class RehearsedStep(Program):
         Raises:
             JobError, ValueError: the trainer refuses the job.
         """
-        self._checks_every = work.job.shard.policy.checks.interval
-        shard = work.job.shard.with_keys(audit_every=0)  # an audit repeats a micro-batch of another rank, now and then
-        if self._checks_every > 1:
-            shard = shard.with_keys(check_every=0)
-        config = self._config = replace(work.job, shard=shard)
         self._work, self._shape = work, shape
-        layers = 0 if machine.keeps_spans else work.rehearsals.equal_layers(config)
-        self._num_layers = layers if layers > _KEPT + 1 else 0
-        """The number of layers of which a few are kept; 0 if all are."""
+        self._checks_every = work.job.shard.policy.checks.interval
+        """The steps from one that checks to the next; 1 if all do, 0 if none does."""
+        config = self._config = self._job(checks=self._checks_every == 1)
+        self._num_layers = self.num_layers(machine, work)
         self._micro_batches = config.train.accumulation
         self._few = self._micro_batches if machine.keeps_spans else min(self._micro_batches, _MICRO_BATCHES)
         self.rehearsal = self._rehearse(self._with_micro_batches(self._few), self._ids(_KEPT, 0))
 
+    def _job(self, *, checks: bool) -> Config:
+        """The job in which every step checks, or none. No audit repeats a micro-batch of another rank now and then."""
+        shard = self._work.job.shard
+        keys = {"check_every": 1} if checks else {"check_every": 0, "on_damage": "raise"}
+        return replace(self._work.job, shard=shard.with_keys(audit_every=0, **keys))
+
+    @staticmethod
+    def num_layers(machine: Machine, work: StepWork) -> int:
+        """The number of layers of which a few are rehearsed; 0 if all are."""
+        layers = 0 if machine.keeps_spans else work.rehearsals.equal_layers(work.job)
+        return layers if layers > _KEPT + 1 else 0
+
     def read(self, machine: Machine) -> Reading:
         """See `Program.read`: [Note: A few layers for all], [Note: Steps now and then]."""
-        reading = self._read(machine)
+        reading = self._step(machine)
         if self._checks_every > 1:
-            job = self._work.job
-            checked = replace(job, shard=job.shard.with_keys(check_every=1))
-            other = Machine(machine.cluster, device_type=machine.device_type)
-            more = RehearsedStep(other, replace(self._work, job=checked), self._shape).read(other)
-            reading = mean_of(reading, more, 1 / self._checks_every)
+            plain, other = copy.deepcopy(reading), copy.copy(self)
+            other._config = self._job(checks=True)
+            other.rehearsal = other._rehearse(other._with_micro_batches(self._few), self._ids(_KEPT, 0))
+            checked = other._step(Machine(machine.cluster, device_type=machine.device_type))
+            add_share(reading, checked, 1 / self._checks_every)
+            add_share(reading, plain, -1 / self._checks_every)
         for key, size in self._moved_bytes().items():
             reading.sent_bytes[key] = size
         return reading
@@ -84,21 +94,34 @@ class RehearsedStep(Program):
 
     def _matrices(self) -> list[Matrix]:
         """What owners work on, in all layers: those that are left out are as the last one."""
-        last, *_ = self.rehearsal.buckets[-1]
-        left_out = max(0, self._num_layers - _KEPT)
+        last, _ = self.rehearsal.buckets[-1]
         every: list[Matrix] = []
         for unit, pairs in groupby(self.rehearsal.matrices, lambda pair: pair[0]):
-            every += [matrix for _, matrix in pairs] * (1 + left_out if unit == last else 1)
+            every += [matrix for _, matrix in pairs] * (1 + self._left_out if unit == last else 1)
         return every
 
-    def _read(self, machine: Machine) -> Reading:
+    @property
+    def _left_out(self) -> int:
+        """The layers that `rehearsal` does not have. They are as its last one."""
+        return max(0, self._num_layers - _KEPT)
+
+    def _step(self, machine: Machine) -> Reading:
+        """A step without what comes now and then."""
+        (reading,) = self._readings(machine)
+        return reading
+
+    def _readings(self, machine: Machine) -> list[Reading]:
+        """A plain step, and the sync of each fragment if there are islands."""
         if not self._num_layers and self._micro_batches == self._few:
-            return Player(machine, self.rehearsal).run()
+            player = Player(machine, self.rehearsal)
+            readings = list(player.all())
+            machine.host_bytes = player.host_peak_bytes
+            return readings
         few = self._few
         total = self._all_layers(machine, few)
         if self._micro_batches > few:
             total = _extended(total, self._all_layers(machine, few + 1), self._micro_batches - few)
-        return _reading_of(total, machine)
+        return _readings_of(total, machine)
 
     def _all_layers(self, machine: Machine, micro_batches: int) -> Figures:
         """The figures of all layers, with so many micro-batches."""
@@ -152,12 +175,14 @@ class RehearsedStep(Program):
             Machine(machine.cluster, device_type=machine.device_type),
             self._rehearse(config, self._ids(on_host, on_device)),
         )
-        reading = player.run()
-        found: Figures = {("seconds",): reading.seconds, ("host",): player.machine.host_bytes}
-        for name in ("sent_bytes", "waits_s", "busy_s"):
-            found |= {(name, key): value for key, value in getattr(reading, name).items()}
-        found |= {("held", kind): player.machine.held[kind] for kind in KINDS}
-        return found | {("peak", at, kind): peak[kind] for at, peak in player.peaks.items() for kind in KINDS}
+        found: Figures = {}
+        for number, reading in enumerate(player.all()):
+            found[number, "seconds"] = reading.seconds
+            for name in ("sent_bytes", "waits_s", "busy_s"):
+                found |= {(number, name, key): value for key, value in getattr(reading, name).items()}
+            found |= {(number, "peak", at, kind): peak[kind] for at, peak in player.peaks.items() for kind in KINDS}
+        held = {("held", kind): player.machine.held[kind] for kind in KINDS}
+        return found | held | {("host",): player.host_peak_bytes}
 
 
 def _extended(figures: Figures, with_one_more: Figures, left: int) -> Figures:
@@ -165,16 +190,17 @@ def _extended(figures: Figures, with_one_more: Figures, left: int) -> Figures:
     return {key: value + left * (with_one_more.get(key, 0.0) - value) for key, value in figures.items()}
 
 
-def _reading_of(figures: Figures, machine: Machine) -> Reading:
-    """The reading that has these figures. The machine ends as it would have ended."""
-    reading = Reading(seconds=figures["seconds",])
-    for (name, *keys), value in figures.items():
-        if name in ("sent_bytes", "waits_s", "busy_s"):
-            getattr(reading, name)[keys[0]] = value
-        elif name == "held":
-            machine.hold(keys[0], value)  # type: ignore[arg-type]
+def _readings_of(figures: Figures, machine: Machine) -> list[Reading]:
+    """The readings that have these figures. The machine ends as it would have ended."""
+    for kind in KINDS:
+        machine.hold(kind, figures["held", kind])
     machine.host_bytes += figures["host",]
-    places = {keys[0] for (name, *keys) in figures if name == "peak"}
-    peaks = [{kind: figures["peak", at, kind] for kind in KINDS} for at in places]
-    reading.peak = max(peaks, key=lambda peak: sum(peak.values()))
-    return reading
+    readings = [Reading(seconds=value) for (number, *name), value in figures.items() if name == ["seconds"]]
+    for (number, name, *keys), value in ((key, value) for key, value in figures.items() if len(key) > 2):
+        if name != "peak":
+            getattr(readings[number], name)[keys[0]] = value  # type: ignore[call-overload]
+    for number, reading in enumerate(readings):
+        places = dict.fromkeys(key[2] for key in figures if key[:2] == (number, "peak"))
+        peaks = [{kind: figures[number, "peak", at, kind] for kind in KINDS} for at in places]
+        reading.peak = max(peaks, key=lambda peak: sum(peak.values()))
+    return readings

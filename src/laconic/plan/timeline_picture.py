@@ -9,7 +9,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 """The endings of file names that `draw_timeline` accepts."""
 _COLOURS = {
     Lane.COMPUTE: "#56b4e9", Lane.WIRE: "#d55e00", Lane.LOCAL: "#e69f00", Lane.TO_HOST: "#009e73",
-    Lane.TO_DEVICE: "#7fc8ac",
+    Lane.TO_DEVICE: "#7fc8ac", Lane.HOST: "#999999",
 }  # fmt: skip
 """After the palette of Okabe and Ito."""
 _MAX_LABELLED = 60

@@ -358,7 +358,9 @@ class Machine:
             self.tape.entries.append(Mark(label, self.thread))
 
     def count(self, level: Level, purpose: str, sent_bytes: int) -> None:
-        """Note what laconic counts for its next transfer."""
+        """Note what laconic counts for its next transfer. Islands count theirs when they have ended."""
+        if purpose == "outer":
+            return
         if self._counted is None:
             self._counted = purpose, {}
         sent = self._counted[1]

@@ -1,0 +1,74 @@
+"""Weights that cross in float8, as torchao's do: predicted bytes against those that the engine counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from laconic import fully_shard, init_mesh
+from laconic.comm.cluster import Cluster
+from laconic.config import Config, ShardConfig
+from laconic.plan.buckets import Shape
+from laconic.plan.job import work_of
+from laconic.plan.machine import Machine
+from laconic.plan.rehearsal import Rehearsals
+from laconic.plan.rehearsed import RehearsedStep
+from tests.plan.traces import cluster, model_of, spec, trace
+from tests.support.float8 import Float8Weight
+from tests.support.launch import run_ranks
+
+WIDTH = 48
+TRACE = trace([[spec("weight", WIDTH, WIDTH)] for _ in range(3)])
+CACHES: dict[str, dict[str, Any]] = {
+    "none": {"cache": "none"}, "host": {"cache": "host"}, "device": {"cache": "device"},
+    "kept": {"cache": "none", "reshard_after_forward": False},
+}  # fmt: skip
+
+
+def predicted(keys: dict[str, Any], nodes: int, local: int) -> dict[str, float]:
+    def build(job: Config) -> nn.Module:
+        model = model_of(TRACE)
+        for layer in model.layers:
+            layer.weight = nn.Parameter(Float8Weight(layer.weight.detach()))
+        return model
+
+    config, machine = Config(shard=ShardConfig.of_keys(keys)), Machine(cluster(nodes, local), device_type="cpu")
+    work = work_of(config, device_type="cpu", trace=TRACE, rehearsals=Rehearsals(build=build))
+    reading = RehearsedStep(machine, work, Shape(nodes=nodes, local=local)).read(machine)
+    return {f"{level} {purpose}": size for (level, purpose), size in reading.sent_bytes.items() if purpose != "control"}
+
+
+def job_counted(nodes: int) -> dict[str, dict[str, int]]:
+    """By cache: the bytes of the third step, in which caches and orders are known."""
+    found = {}
+    for name, keys in CACHES.items():
+        mesh = init_mesh("cpu", nodes=nodes)
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]
+        for layer in layers:
+            layer.weight = nn.Parameter(Float8Weight(layer.weight.detach()))
+            fully_shard(layer, mesh=mesh, **keys)
+        model = fully_shard(nn.Sequential(*layers), mesh=mesh, **keys)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        traffic = Cluster.of(mesh).traffic
+        for _ in range(3):
+            before = traffic.snapshot()
+            model(torch.ones(1, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sizes = (traffic.snapshot() - before).sizes
+        found[name] = {
+            f"{level} {purpose}": size
+            for (level, purpose, way), size in sizes.items()
+            if way == "sent" and purpose != "control"
+        }
+    return found
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 1)])
+def test_predicted_bytes_of_float8_gathers_are_the_counted_ones(nodes: int, local: int) -> None:
+    counted = run_ranks(job_counted, nodes * local, nodes, local=local)[0]
+    for name, keys in CACHES.items():
+        assert predicted(keys, nodes, local) == pytest.approx(counted[name]), name
