@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from laconic.config import Config, ShardConfig, SyncConfig, TrainConfig
-from laconic.plan.buckets import Shape, Sharding, plan_buckets
+from laconic.plan.buckets import Shape
 from laconic.plan.local_steps import LocalStepsProgram
 from laconic.plan.machine import KINDS, Machine, Reading
-from laconic.plan.model_trace import ModelTrace, ParameterSpec, UnitSpec
+from laconic.plan.model_trace import ModelTrace, ParameterSpec
 from laconic.plan.rehearsed import RehearsedStep
 from tests.plan.traces import cluster, spec, trace, work
 from tests.support.step_bytes import step_bytes
@@ -172,22 +170,3 @@ def test_a_few_layers_stand_for_all(device: str, keys: dict[str, Any], monkeypat
     assert few.seconds == pytest.approx(whole.seconds, rel=1e-3)
     assert small.host_bytes == pytest.approx(machine.host_bytes)
     assert [small.held[kind] for kind in KINDS] == pytest.approx([machine.held[kind] for kind in KINDS])
-
-
-def test_buckets_are_those_of_fully_shard() -> None:
-    """One bucket for each dtype and trainability, in order of appearance; slices apart."""
-    unit = UnitSpec(
-        name="layer",
-        parameters=(
-            spec("base", 64, 64, is_trained=False),
-            spec("lora_a", 8, 64),
-            spec("codes", 64, 32, dtype=torch.uint8, is_trained=False),
-            spec("lora_b", 64, 8),
-            replace(spec("up.weight_slice0", 64, 64), slice_index=0),
-            replace(spec("up.weight_slice1", 64, 64), slice_index=1),
-        ),
-    )
-    buckets = plan_buckets(unit, Shape(nodes=2, local=2), Sharding())
-    names = [[slot.name for slot in bucket.layout.slots] for bucket in buckets]
-    assert names == [["base"], ["lora_a", "lora_b"], ["codes"], ["up.weight_slice0"], ["up.weight_slice1"]]
-    assert [bucket.is_frozen for bucket in buckets] == [True, False, True, False, False]

@@ -1,8 +1,7 @@
-"""The kinds of parameters that share a bucket: one rule for the engine and for the planner."""
+"""The kinds of parameters that share a bucket."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -10,11 +9,8 @@ import torch
 from torch import nn
 
 from laconic.layout.bucket import BucketLayout
-from laconic.plan.buckets import Shape, Sharding, plan_buckets
-from laconic.plan.model_trace import UnitSpec
 from laconic.shard.api import BucketKind, group_by_kind
 from laconic.shard.policies import Wire
-from tests.plan.traces import spec
 
 MATRIX = BucketLayout.whole_in(0, name="weight", shape=(4, 3), num_shards=2)
 VECTOR = BucketLayout.whole_in(0, name="bias", shape=(4,), num_shards=2)
@@ -56,18 +52,12 @@ def test_only_gradients_cross_between_islands_of_one_node() -> None:
     assert (found.weights, found.gradients) == ("exact", "int8")
 
 
-def test_the_planner_makes_a_bucket_for_each_kind() -> None:
-    """The engine's buckets are compared with the planner's bytes in tests/plan/test_bytes_counted.py."""
+def test_parameters_that_differ_in_dtype_trainability_or_slice_are_apart() -> None:
     half = {"dtype": torch.bfloat16}
-    parameters = (
-        spec("base", 6, 5, is_trained=False), spec("half", 6, 5, **half),
-        dataclasses.replace(spec("up_slice0", 6, 5), slice_index=0),
-        dataclasses.replace(spec("up_slice1", 6, 5), slice_index=1), spec("adapter", 6, 5),
-        spec("other", 6, 5, is_trained=False), dataclasses.replace(spec("down_slice0", 6, 5), slice_index=0),
-        spec("last", 6, 5, **half),
-    )  # fmt: skip
-    planned = plan_buckets(UnitSpec(name="Model", parameters=parameters), Shape(nodes=2, local=1), Sharding())
-    assert [{slot.name for slot in bucket.layout.slots} for bucket in planned] == [
-        {"base", "other"}, {"half", "last"}, {"up_slice0", "down_slice0"}, {"up_slice1"}, {"adapter"},
+    parameters: dict[str, dict[str, Any]] = {
+        "base": {"is_trained": False}, "half": half, "up_slice0": {"part": 0}, "up_slice1": {"part": 1}, "adapter": {},
+        "other": {"is_trained": False}, "down_slice0": {"part": 0}, "last": half,
+    }  # fmt: skip
+    assert list(group_by_kind(parameters, lambda name: kind(**parameters[name])).values()) == [
+        ["base", "other"], ["half", "last"], ["up_slice0", "down_slice0"], ["up_slice1"], ["adapter"],
     ]  # fmt: skip
-    assert [bucket.is_frozen for bucket in planned] == [True, False, False, False, False]

@@ -111,7 +111,7 @@ class Deepspeed(WrittenProgram):
         machine.hold("optimizer", self._sum_bytes)  # the fp32 masters
         machine.hold("gradients", self._sum_bytes + self._bucket_numel * self._reduce_itemsize)
         cost = replace(adamw_cost(work.optimizer, numel, 4), transient_bytes=self._sum_bytes)
-        self._update = Update(machine, cost, gradient_bytes=self._sum_bytes, num_tensors=2)
+        self._update = Update(machine, cost, gradient_bytes=self._sum_bytes)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ class Ddp(WrittenProgram):
         """Whether micro-batches before have left gradients, and the memory of these beside the buckets."""
         self._update = Update(
             machine, optimizer_cost(work.optimizer, work.rehearsals.model(work.job), machine.device_type),
-            gradient_bytes=self._gradient_bytes, num_tensors=len(trained),
+            gradient_bytes=self._gradient_bytes,
         )  # fmt: skip
 
     def step(self) -> None:

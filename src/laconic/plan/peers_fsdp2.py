@@ -165,8 +165,7 @@ class Fsdp2(WrittenProgram):
         itemsize = trained[0].trained_itemsize
         numel = sum(group.trained_numel for group in trained)
         cost = adamw_cost(self._work.optimizer, numel, itemsize)
-        num_trained = sum(group.num_trained for group in trained)
-        return Update(self._machine, cost, gradient_bytes=numel * itemsize, num_tensors=num_trained)
+        return Update(self._machine, cost, gradient_bytes=numel * itemsize)
 
     def _forward_order(self) -> list[int]:
         """The units in the order in which their forwards begin: the root, whose embedding comes first, and layers."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from laconic.comm.traffic import Level
 from laconic.config import Config, OptimizerConfig
-from laconic.plan.buckets import Shape, Sharding
+from laconic.plan.buckets import Sharding
 from laconic.plan.machine import Machine, Reading, Transfer
 from laconic.plan.model_trace import ModelTrace
 from laconic.plan.optimizer_cost import OptimizerCost
@@ -67,10 +67,10 @@ class WrittenProgram(Program):
 class Update:
     """The gradient norm and the optimizer's step, which follow backward."""
 
-    def __init__(self, machine: Machine, cost: OptimizerCost, *, gradient_bytes: float, num_tensors: int) -> None:
-        """`gradient_bytes` are those of this rank's gradients. `num_tensors` counts the norms that are reduced."""
+    def __init__(self, machine: Machine, cost: OptimizerCost, *, gradient_bytes: float) -> None:
+        """`gradient_bytes` are those of this rank's gradients."""
         self._machine, self._cost = machine, cost
-        self._gradient_bytes, self._num_tensors = gradient_bytes, num_tensors
+        self._gradient_bytes = gradient_bytes
         self._has_states = False
 
     def run(self, norms: Mapping[Level, float]) -> None:
@@ -84,12 +84,6 @@ class Update:
             machine.hold("optimizer", self._cost.state_bytes)
         with machine.holding("transfers", self._cost.transient_bytes):
             machine.compute("optimizer", self._cost.phase)
-
-
-def all_reduce_bytes(nbytes: int, shape: Shape) -> dict[Level, float]:
-    """The bytes that a rank sends to sum `nbytes`, first inside the nodes, then across: as a ring moves them."""
-    sizes: dict[Level, int] = {"local": shape.local, "node": shape.nodes}
-    return {level: 2 * (size - 1) * nbytes // size for level, size in sizes.items()}
 
 
 def add_share(reading: Reading, other: Reading, share: float) -> None:
