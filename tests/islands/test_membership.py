@@ -19,7 +19,7 @@ import laconic
 from laconic import LocalSteps, Membership
 from laconic.islands.agreements import Agreements, Outcome, Roster, Verdict
 from tests.faults.islanders import EVERY, Island, adamw, equal_rounds, loss, make_model, meeting
-from tests.reference.membership import ChangingIslands
+from tests.reference.local_steps import ChangingIslands
 from tests.support import launch
 
 
