@@ -15,8 +15,8 @@ from torch import nn
 import laconic
 import laconic.optim
 from laconic.codec import CODECS
+from laconic.codec.payload import payload_of, shards_of_nodes
 from laconic.shard.bucket import Bucket
-from laconic.shard.crossing import payload_of, shards_of_nodes
 from tests.reference.wire import Twin
 from tests.shard.wire_helpers import Aligned, Toy, computed_weights, crossings_after, cuts_of, runs_of, toy_inputs
 from tests.support.launch import on_ranks, run_ranks
@@ -143,7 +143,7 @@ def test_tensors_that_are_coded_together_equal_the_twin() -> None:
     model = shard(build(Aligned), units=[], cache="host", wire=wire)
     (bucket,) = buckets(model)
     parts = shards_of_nodes(bucket.layout, bucket.peers)
-    payload = payload_of(bucket, parts, CODECS["int4"], plain=torch.float32)
+    payload = payload_of(bucket.layout, parts, CODECS["int4"], plain=torch.float32, device_type="cpu")
     num_runs = sum(start < stop for runs in runs_of(model).values() for start, stop in runs)
     assert sum(map(len, payload._pieces.values())) < num_runs
     twin = twin_of(model, wire, Aligned)

@@ -12,84 +12,16 @@ alike.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from laconic.codec.base import Codec
-from laconic.codec.blocked import rotate
+from laconic.codec.payload import Payload, Piece
 from laconic.comm.collectives import NOTHING, Pending
 from laconic.comm.traffic import Purpose
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A run of a part's values that is coded at once, and its codes in the message."""
-
-    values: slice
-    codes: slice
-    codec: Codec
-    coded_numel: int
-    """The values, with the zeros that fill up the last rotation."""
-    is_rotated: bool = False
-    is_exact: bool = False
-    """True for vectors, whose values travel as they are."""
-
-    @property
-    def numel(self) -> int:
-        """The number of values."""
-        return self.values.stop - self.values.start
-
-
-class Payload:
-    """Encodes and decodes the parts of a vector, one for each rank. All messages are as long as the longest."""
-
-    def __init__(self, pieces: Sequence[Sequence[Piece]], numels: Sequence[int], *, check: bool = False) -> None:
-        """Take the pieces and the number of elements of each part. With `check`, refuse NaN and infinity."""
-        self._pieces: Mapping[int, Sequence[Piece]] = dict(enumerate(pieces))
-        self._check = check
-        self.numels = list(numels)
-        """The elements of each part."""
-        self._ends = list(itertools.accumulate(self.numels))
-        self.nbytes = max((part[-1].codes.stop for part in pieces if part), default=0)
-        """The bytes of the message for one part."""
-
-    @classmethod
-    def of_rows(cls, codec: Codec, num_rows: int, numel: int) -> Payload:
-        """The payload of parts of `numel` values, each of which is coded at once. It refuses NaN and infinity."""
-        piece = Piece(slice(0, numel), slice(0, codec.payload_bytes(numel)), codec, numel)
-        return cls([[piece]] * num_rows, [numel] * num_rows, check=True)
-
-    def places(self) -> Iterator[int]:
-        """Yield the places of the parts, in order. What is coded until the next one belongs to the one yielded."""
-        return iter(range(len(self.numels)))
-
-    def part_of(self, whole: Tensor, index: int) -> Tensor:
-        """The `index`-th part of `whole`, all parts in order: a view, (n,)."""
-        return whole[self._ends[index] - self.numels[index] : self._ends[index]]
-
-    def encode(self, index: int, values: Callable[[Piece], Tensor], message: Tensor) -> None:
-        """Write the codes of the `index`-th part into `message`, (nbytes,), uint8.
-
-        `values` returns the values of a piece, (n,), fp32.
-        """
-        for piece in self._pieces[index]:
-            given = values(piece)
-            if piece.is_rotated:
-                filling = piece.coded_numel - piece.numel
-                given = rotate(F.pad(given, (0, filling)) if filling else given)
-            message[piece.codes] = piece.codec.encode(given, check=self._check)
-
-    def decode(self, index: int, message: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-        """Yield the pieces of a part and their values, (n,), fp32, that `encode` has written."""
-        for piece in self._pieces[index]:
-            values = piece.codec.decode(message[piece.codes], piece.coded_numel)
-            yield piece, (rotate(values)[: piece.numel] if piece.is_rotated else values)
 
 
 class Way(Protocol):

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from laconic import _compat
 from laconic.codec import CODECS, Codec
-from laconic.codec.sums import CodedSum, Messages, Payload
+from laconic.codec.payload import Payload
+from laconic.codec.sums import CodedSum, Messages
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import NOTHING, Pending
 from laconic.comm.traffic import Purpose, Traffic

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.codec import Codec
-from laconic.codec.sums import Payload, Piece
+from laconic.codec.payload import Part, Payload, Piece, parts_of_islands, payload_of, shards_of_nodes
 from laconic.comm.cluster import Cluster
 from laconic.comm.launch import RankInfo
 from laconic.config import Config
@@ -45,8 +45,6 @@ from laconic.plan.phantom import Phantom
 from laconic.ragged.spec import RaggedSpec
 from laconic.rehearse import Machine, Tape, rehearsal
 from laconic.shard import crossing
-from laconic.shard.bucket import Bucket
-from laconic.shard.crossing import Part, parts_of_islands, payload_of, shards_of_nodes
 from laconic.shard.unit import units_below
 from laconic.strategies import parallelize
 from laconic.strategies.simultaneous import Simultaneous
@@ -275,12 +273,12 @@ class _AlikePayload(Payload):
     """
 
     def __init__(
-        self, machine: Machine, costs: Costs, bucket: Bucket, parts: Sequence[Part], codec: Codec, **keys: Any
+        self, machine: Machine, costs: Costs, layout: BucketLayout, parts: Sequence[Part], codec: Codec, **keys: Any
     ) -> None:
         self._machine, self._costs = machine, costs
         self._stride = max(1, -(-(len(parts) - 1) // _MOST_CODED))
         places = [0, *range(1, len(parts), self._stride)]
-        coded = payload_of(bucket, [parts[place] for place in places], codec, **keys)
+        coded = payload_of(layout, [parts[place] for place in places], codec, **keys)
         every = list(coded._pieces.values())
         few = [pieces[:_MOST_CODED] for pieces in every]
         super().__init__(few, [part.numel for part in parts])
@@ -290,7 +288,7 @@ class _AlikePayload(Payload):
         }
         self.nbytes = coded.nbytes
         stride = -(-len(parts) // _MOST_PARTS)
-        sizes = [payload_of(bucket, each[::stride], codec, **keys).nbytes for each in _elsewhere(bucket.layout, parts)]
+        sizes = [payload_of(layout, each[::stride], codec, **keys).nbytes for each in _elsewhere(layout, parts)]
         self._factor = sum(sizes) / len(sizes) / max(1, self.nbytes)
         """The mean of a message's bytes over the places in a node, in multiples of this rank's."""
 

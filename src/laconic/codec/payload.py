@@ -1,0 +1,181 @@
+"""The messages of tensors that cross in few bits: which values each has, in which codec, at which bytes.
+
+[Note: Payloads]
+No block of a codec has values of two tensors. So tensors are coded on their own, or together with the tensors before
+them if those end on a block's border, as they mostly do. Long runs are coded in pieces that fit into a processor's
+cache. Vectors (norms, biases) are few and matter much, so they travel as they are, between the codes of matrices. So a
+bucket is one message, and its layout does not depend on the wire. Between nodes the shards of a node shard cross, and
+between islands the parts of one shard. They hold different tensors, so their payloads differ by some bytes. All are as
+long as the longest, since collectives want equal sizes. Every rank works out all of it from the layout: a message has
+no header.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from laconic.codec import CODECS, Codec
+from laconic.codec.blocked import SIZE as ROTATED
+from laconic.codec.blocked import rotate
+from laconic.layout.bucket import BucketLayout
+from laconic.layout.packing import round_up
+
+HOST_PIECE_NUMEL, DEVICE_PIECE_NUMEL = 1 << 18, 1 << 22
+"""The values that are coded at once: 1 MiB of fp32 on a CPU, whose caches they should fit, and 16 MiB elsewhere."""
+_PART_ALIGNMENT = 128
+"""The elements of a codec's block. A part of a shard has whole blocks, but for the last part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of a part's values that is coded at once, and its codes in the message."""
+
+    values: slice
+    codes: slice
+    codec: Codec
+    coded_numel: int
+    """The values, with the zeros that fill up the last rotation."""
+    is_rotated: bool = False
+    is_exact: bool = False
+    """True for vectors, whose values travel as they are."""
+
+    @property
+    def numel(self) -> int:
+        """The number of values."""
+        return self.values.stop - self.values.start
+
+
+class Payload:
+    """Encodes and decodes the parts of a vector, one for each rank. All messages are as long as the longest."""
+
+    def __init__(self, pieces: Sequence[Sequence[Piece]], numels: Sequence[int], *, check: bool = False) -> None:
+        """Take the pieces and the number of elements of each part. With `check`, refuse NaN and infinity."""
+        self._pieces: Mapping[int, Sequence[Piece]] = dict(enumerate(pieces))
+        self._check = check
+        self.numels = list(numels)
+        """The elements of each part."""
+        self._ends = list(itertools.accumulate(self.numels))
+        self.nbytes = max((part[-1].codes.stop for part in pieces if part), default=0)
+        """The bytes of the message for one part."""
+
+    @classmethod
+    def of_rows(cls, codec: Codec, num_rows: int, numel: int) -> Payload:
+        """The payload of parts of `numel` values, each of which is coded at once. It refuses NaN and infinity."""
+        piece = Piece(slice(0, numel), slice(0, codec.payload_bytes(numel)), codec, numel)
+        return cls([[piece]] * num_rows, [numel] * num_rows, check=True)
+
+    def places(self) -> Iterator[int]:
+        """Yield the places of the parts, in order. What is coded until the next one belongs to the one yielded."""
+        return iter(range(len(self.numels)))
+
+    def part_of(self, whole: Tensor, index: int) -> Tensor:
+        """The `index`-th part of `whole`, all parts in order: a view, (n,)."""
+        return whole[self._ends[index] - self.numels[index] : self._ends[index]]
+
+    def encode(self, index: int, values: Callable[[Piece], Tensor], message: Tensor) -> None:
+        """Write the codes of the `index`-th part into `message`, (nbytes,), uint8.
+
+        `values` returns the values of a piece, (n,), fp32.
+        """
+        for piece in self._pieces[index]:
+            given = values(piece)
+            if piece.is_rotated:
+                filling = piece.coded_numel - piece.numel
+                given = rotate(F.pad(given, (0, filling)) if filling else given)
+            message[piece.codes] = piece.codec.encode(given, check=self._check)
+
+    def decode(self, index: int, message: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+        """Yield the pieces of a part and their values, (n,), fp32, that `encode` has written."""
+        for piece in self._pieces[index]:
+            values = piece.codec.decode(message[piece.codes], piece.coded_numel)
+            yield piece, (rotate(values)[: piece.numel] if piece.is_rotated else values)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The elements [begin, end) of a shard."""
+
+    shard: int
+    begin: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.end - self.begin
+
+
+def shards_of_nodes(layout: BucketLayout, peers: Sequence[int]) -> list[Part]:
+    """Return the parts that cross between nodes, in the order of nodes: the whole shards of a rank's node shard."""
+    return [Part(shard, 0, layout.shard_numel) for shard in peers]
+
+
+def parts_of_islands(layout: BucketLayout, shard: int, num_islands: int) -> list[Part]:
+    """Return the parts that cross between islands, in the order of islands: one shard, cut."""
+    size = round_up(-(-layout.shard_numel // num_islands), _PART_ALIGNMENT)
+    begins = [min(island * size, layout.shard_numel) for island in range(num_islands + 1)]
+    return [Part(shard, begin, end) for begin, end in itertools.pairwise(begins)]
+
+
+def payload_of(
+    layout: BucketLayout,
+    parts: Sequence[Part],
+    codec: Codec,
+    *,
+    plain: torch.dtype,
+    device_type: str,
+    rotates: bool = False,
+) -> Payload:
+    """Return the payload of parts of a bucket that cross on this rank's way: [Note: Payloads].
+
+    Args:
+        layout: the bucket's layout.
+        parts: one part for each rank of the way, in their order.
+        codec: the codec of matrices.
+        plain: the dtype in which vectors travel.
+        device_type: the type of the device that codes.
+        rotates: rotate matrices in runs of 32 first.
+    """
+    exact = CODECS["bf16" if plain is torch.bfloat16 else "fp32"]
+    piece_numel = HOST_PIECE_NUMEL if device_type == "cpu" else DEVICE_PIECE_NUMEL
+
+    def pieces_of(part: Part) -> Iterator[Piece]:
+        begin_byte = 0
+        for first, last, is_exact in _runs_of(layout, part, {True: exact.block, False: codec.block}):
+            chosen, is_rotated = (exact, False) if is_exact else (codec, rotates)
+            for begin in range(first, last, piece_numel):
+                end = min(begin + piece_numel, last)
+                coded_numel = round_up(end - begin, ROTATED) if is_rotated else end - begin
+                end_byte = begin_byte + chosen.payload_bytes(coded_numel)
+                codes = slice(begin_byte, end_byte)
+                yield Piece(slice(begin, end), codes, chosen, coded_numel, is_rotated, is_exact)
+                begin_byte = end_byte
+
+    return Payload([list(pieces_of(part)) for part in parts], [part.numel for part in parts])
+
+
+def _runs_of(layout: BucketLayout, part: Part, blocks: Mapping[bool, int]) -> list[tuple[int, int, bool]]:
+    """The runs (begin, end, is_exact) of a part's values that are coded together, in order: [Note: Payloads].
+
+    `blocks` has the blocks of the codecs of runs that are exact, and of those that are not.
+    """
+    runs: list[tuple[int, int, bool]] = []
+    for index, slot in enumerate(layout.slots):
+        extent, offset = layout.extent(index, part.shard), layout.offset_in_shard(index, part.shard)
+        if extent is None:
+            continue
+        begin = first = max(offset, part.begin) - part.begin
+        end = min(offset + extent.numel, part.end) - part.begin
+        if begin >= end:
+            continue
+        is_exact = len(slot.shape) < 2
+        if runs and runs[-1][1:] == (first, is_exact) and (first - runs[-1][0]) % blocks[is_exact] == 0:
+            begin, _, _ = runs.pop()
+        runs.append((begin, end, is_exact))
+    return runs
