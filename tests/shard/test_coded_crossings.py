@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import laconic
 import laconic.optim
-from laconic.shard.difference import CopyState
+from laconic.shard.crossing import CopyState
 from tests.shard.wire_helpers import assert_nodes_agree, crossings_after, states
 from tests.support.launch import on_ranks, run_ranks
 from tests.support.sharded_net import buckets, build, full_parameters, inputs, shard, squared_error, train_step

@@ -14,7 +14,7 @@ from torch import Tensor
 import laconic
 import laconic.optim
 from laconic.checkpoint import load_checkpoint, save_checkpoint
-from laconic.shard.difference import CopyState
+from laconic.shard.crossing import CopyState
 from tests.shard.wire_helpers import assert_nodes_agree, crossings, crossings_after, is_exact, states
 from tests.support.launch import on_ranks, run_ranks
 from tests.support.sharded_net import build, full_parameters, inputs, moved, shard, squared_error, train_step

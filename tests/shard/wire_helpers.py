@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from laconic.shard.difference import CopyState
+from laconic.shard.crossing import CopyState
 from tests.support.sharded_net import buckets, full_parameters, train_step
 
 

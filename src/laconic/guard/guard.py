@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from laconic.comm.cluster import Cluster
-from laconic.comm.traffic import Level
 from laconic.guard.comparison import IssuedProgram, compare, compare_broadcast, describe_units, num_parts
 from laconic.guard.inspection import Inspection
 from laconic.guard.traps import (
@@ -19,22 +17,18 @@ from laconic.guard.traps import (
     take_values_and_warn,
 )
 from laconic.shard.bucket import Bucket, ManagedParameter
-from laconic.shard.crossing import SumTransfer
-from laconic.shard.extension import Observer
 from laconic.shard.gather import UnitGather
 from laconic.shard.unit import Root, Unit
 
 
-class Guard(Observer):
+class Guard(Inspection):
     """Looks for mistakes and damage in the training of one root: see `Observer` for the events."""
 
     def __init__(self, root: Root) -> None:
         """See `Observer`."""
+        super().__init__(root)
         self._root, self._units, self._buckets = root, root.units, root.buckets
         self._program = IssuedProgram(root.cluster)
-        self._inspection = Inspection(
-            root.cluster, {each: unit.checks for unit in self._units for each in unit.buckets}
-        )
         self._strays: Strays | None = None
 
     @classmethod
@@ -91,47 +85,15 @@ class Guard(Observer):
         if self._strays is not None:
             self._strays.look_again()
         self._program.settle()
-        self._inspection.begin_forward()
-
-    def before_gather(self, gather: UnitGather) -> Sequence[Bucket]:
-        """See `Observer`."""
-        return self._inspection.find_damaged(gather)
+        super().begin_forward()
 
     def gather_begun(self, gather: UnitGather) -> None:
         """See `Observer`."""
         self._program.note(f"the gather of {gather.buckets[0].unit_name}")
 
-    def arrived(self, gather: UnitGather) -> None:
-        """See `Observer`."""
-        self._inspection.note_stored(gather)
-
-    def gathered(self, gather: UnitGather) -> None:
-        """See `Observer`."""
-        self._inspection.look_at_gathered(gather)
-
-    def mistrusts_copies(self, bucket: Bucket) -> bool:
-        """See `Observer`."""
-        return self._inspection.heals(bucket)
-
-    def different_copies(self, cluster: Cluster, buckets: Sequence[Bucket]) -> list[Bucket]:
-        """See `Observer`."""
-        return self._inspection.different_copies(cluster, buckets)
-
     def reducing(self, unit: Unit, *, across_nodes: bool) -> None:
         """See `Observer`."""
         self._program.note(f"the reduction of {unit.name}{'' if across_nodes else ' inside the node'}")
-
-    def sum_begun(self, bucket: Bucket, level: Level, transfer: SumTransfer) -> None:
-        """See `Observer`."""
-        self._inspection.note_sent(bucket, transfer)
-
-    def sum_arrived(self, bucket: Bucket, level: Level, transfer: SumTransfer) -> None:
-        """See `Observer`."""
-        self._inspection.note_sum(bucket, level, transfer)
-
-    def replicas_summed(self, bucket: Bucket, shard: Tensor) -> None:
-        """See `Observer`."""
-        self._inspection.note_replicas(bucket, shard)
 
     def all_issued(self) -> None:
         """See `Observer`."""
@@ -141,12 +103,9 @@ class Guard(Observer):
         """See `Observer`."""
         if not self._root.top.gather.is_stream_ordered:  # transfers let the host wait anyway
             self._program.settle()
-        if ends_step:
-            self._inspection.end_step()
-        if is_last:
-            self._inspection.conclude()
+        super().settled(ends_step=ends_step, is_last=is_last)
 
     def abandoned(self) -> None:
         """See `Observer`."""
-        self._inspection.forget()
+        super().abandoned()
         self._program.forget()

@@ -27,7 +27,7 @@ checksum of each parameter's elements with their version, and compares at each u
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,8 +40,10 @@ from laconic.comm.traffic import Level
 from laconic.guard.checksum import checksum_of, checksums, digest_of
 from laconic.shard.bucket import Bucket
 from laconic.shard.crossing import SumTransfer
+from laconic.shard.extension import Observer
 from laconic.shard.gather import UnitGather
 from laconic.shard.policies import Checks
+from laconic.shard.unit import Root
 
 _SHOWN = 3
 """The names in a message."""
@@ -68,13 +70,14 @@ class CheckedTransfer:
     """R counts the islands, whose results must be equal. Otherwise it counts the ranks of this island."""
 
 
-class Inspection:
-    """The steps of one root, and what is checked in them: [Note: Checks]."""
+class Inspection(Observer):
+    """The steps of one root, and what is checked in them: [Note: Checks]. Its methods are the engine's events."""
 
-    def __init__(self, cluster: Cluster, policies: Mapping[Bucket, Checks | None]) -> None:
-        """Check the buckets of `policies` between the ranks of a root's cluster."""
-        self._cluster = cluster
-        self._policies = {bucket: checks or Checks(interval=0) for bucket, checks in policies.items()}
+    def __init__(self, root: Root) -> None:
+        """Check the buckets of a root as the policies of their units say."""
+        self._cluster = root.cluster
+        off = Checks(interval=0)
+        self._policies = {bucket: unit.checks or off for unit in root.units for bucket in unit.buckets}
         self._looks_at_weights = any(each.interval or each.unnoticed_edits for each in self._policies.values())
         self._step = 0
         self._has_ended = False
@@ -91,27 +94,33 @@ class Inspection:
         checks = self._policies[bucket]
         return checks.interval > 0 and self._step % checks.interval == 0
 
-    def heals(self, bucket: Bucket) -> bool:
+    def mistrusts_copies(self, bucket: Bucket) -> bool:
         """True in a step that looks for damage in the bucket's cache, and mends it."""
         return self._policies[bucket].on_damage == "regather" and self.is_due(bucket)
 
     def begin_forward(self) -> None:
-        """Begin a forward of the root: it is in the same step until `end_step`."""
+        """Begin a forward of the root: it is in the same step until a step ends."""
         self._step += self._has_ended
         self._has_ended = False
 
-    def end_step(self) -> None:
-        """End the step: the next forward begins another."""
-        self._has_ended = True
+    def settled(self, *, ends_step: bool, is_last: bool) -> None:
+        """End the step if the next forward begins another, and compare unless transfers may be under way.
 
-    def forget(self) -> None:
+        Raises:
+            CorruptionError: see `_conclude`.
+        """
+        self._has_ended = self._has_ended or ends_step
+        if is_last:
+            self._conclude()
+
+    def abandoned(self) -> None:
         """Drop the records of a forward or backward that raised."""
         self._records.clear()
         self._sent.clear()
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def look_at_gathered(self, gather: UnitGather) -> None:
+    def gathered(self, gather: UnitGather) -> None:
         """Look at a unit's full buffers, which compute is about to use. Collective with `unnoticed_edits`.
 
         Raises:
@@ -124,9 +133,9 @@ class Inspection:
                 self._refuse_unnoticed_edits(bucket, crossing)
         for bucket in gather.buckets:
             if self.is_due(bucket):
-                self.note_weights(bucket)
+                self._note_weights(bucket)
 
-    def note_stored(self, gather: UnitGather) -> None:
+    def arrived(self, gather: UnitGather) -> None:
         """Take the checksums of node shards that have just been stored: [Note: Damage in a cache]."""
         if not self._looks_at_weights:
             return
@@ -138,7 +147,7 @@ class Inspection:
                 parts = bucket.full.node_shard().view(bucket.cluster.num_nodes, -1)
                 self._stored[bucket] = crossing, checksums(parts)
 
-    def find_damaged(self, gather: UnitGather) -> list[Bucket]:
+    def before_gather(self, gather: UnitGather) -> list[Bucket]:
         """The buckets whose cached node shards are damaged on some rank, with a warning. Collective if it is time.
 
         Raises:
@@ -149,7 +158,7 @@ class Inspection:
         stored = {
             bucket: self._stored[bucket][1]
             for bucket, crossing in gather.crossings()
-            if self.heals(bucket) and bucket.valid_cache is not None
+            if self.mistrusts_copies(bucket) and bucket.valid_cache is not None
             and self._stored.get(bucket, (None,))[0] == crossing
         }  # fmt: skip
         damaged = []
@@ -202,7 +211,7 @@ class Inspection:
                 "or change the parameter itself under torch.no_grad()"
             )
 
-    def note_weights(self, bucket: Bucket) -> None:
+    def _note_weights(self, bucket: Bucket) -> None:
         """Take the checksums of a full buffer that compute is about to use."""
         cluster = bucket.cluster
         if cluster.size == 1:
@@ -222,12 +231,12 @@ class Inspection:
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
-    def note_sent(self, bucket: Bucket, transfer: SumTransfer) -> None:
+    def sum_begun(self, bucket: Bucket, level: Level, transfer: SumTransfer) -> None:
         """Take the checksums of what this rank sends for a sum of gradients, in a step that is checked."""
         if self.is_due(bucket):
             self._sent[transfer] = checksums(transfer.messages)
 
-    def note_sum(self, bucket: Bucket, level: Level, transfer: SumTransfer) -> None:
+    def sum_arrived(self, bucket: Bucket, level: Level, transfer: SumTransfer) -> None:
         """Take the checksums of what came for a sum of gradients, unless only the backend has seen it. It waits."""
         sent = self._sent.pop(transfer, None)
         if sent is None:
@@ -243,14 +252,14 @@ class Inspection:
                 record[0, rank], record[1, rank] = sent[index], checksum_of(part)
         self._records.append(CheckedTransfer(bucket=bucket, what="gradients", sent=record[0], got=record[1]))
 
-    def note_replicas(self, bucket: Bucket, shard: Tensor) -> None:
+    def replicas_summed(self, bucket: Bucket, shard: Tensor) -> None:
         """Take the checksum of a sum over the islands, (C,), which all of them must have alike."""
         if not self.is_due(bucket):
             return
         own = _checksum_of_extents(bucket, bucket.cluster.shard_index, shard).expand(bucket.cluster.num_islands)
         self._records.append(CheckedTransfer(bucket=bucket, what="gradients", sent=own, got=own, across_islands=True))
 
-    def conclude(self) -> None:
+    def _conclude(self) -> None:
         """Compare the records of all ranks, and drop them. Collective over the mesh if there are any.
 
         Raises:

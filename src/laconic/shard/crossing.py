@@ -15,25 +15,54 @@ sum). A move changes it along one axis:
 | `.grad` | whole | cut | cut | |
 
 A cache keeps a node shard; sums of a node or an island wait for a later micro-batch. Inside a node everything is exact.
-Weights that cross as differences need the receivers' copies: they are in difference.py.
+
+[Note: Differences]
+A cache still has the node shard of the version before. The owner of a shard codes the difference between its weights
+and its part of that node shard, and sends it to all nodes. Every node, the owner's too, adds the decoded difference to
+its node shard. So all nodes compute with equal weights, which lag behind the optimizer's by what the codec lost. The
+next difference contains that, so nothing is lost for good: the error feeds back by itself, without memory. The
+optimizer always moves the exact shard. Source: SDP4Bit (arXiv 2410.15526), which keeps a full replica on every rank;
+here the copy is the cache's.
+
+[Note: Exact crossings]
+A difference is small only if an optimizer's step has made it, and means something only if all nodes have the same copy.
+So weights cross exactly when there is no copy yet, or it was lost; after any edit that was not an optimizer's step, as
+a load is; after a backward that failed; when a state dict is taken, so that a resumed run goes on with the same bits;
+and every `exact_every` steps. Before the first crossing of new weights the ranks agree on it, bucket by bucket, in one
+small message: a crossing is exact if any rank needs that. The message has the number of differences since the last
+exact crossing, too, in which ranks must not differ. Every `exact_every` steps they compare the copies themselves, and
+in the steps of `Checks(on_damage="regather")`. If they differ, they cross exactly. If they differ again, training
+stops, since something else changes weights.
+
+[Note: Versions of the optimizer]
+`Bucket.version` counts all edits. Hooks before and after each optimizer's step tell its edits from others: the version
+after the step is trusted if the version before was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from enum import Enum, auto
+from typing import Any
+from weakref import WeakSet
 
+import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from laconic.codec import CODECS
 from laconic.codec.payload import Part, Payload, parts_of_islands, payload_of, shards_of_nodes
-from laconic.codec.sums import CodedSum, Messages
-from laconic.comm.collectives import NOTHING, Communicator
+from laconic.codec.sums import CodedSum, CodedTransfer, Messages
+from laconic.comm.cluster import Cluster
+from laconic.comm.collectives import NOTHING, Communicator, ReduceScatter, start_flags
 from laconic.comm.traffic import Level
 from laconic.shard.bucket import Bucket
+from laconic.shard.extension import Observer
 
 LEVELS: tuple[Level, ...] = ("island", "node", "local")
+_EDITS_BEFORE_WARNING = 8
 
 
 class WeightCrossing:
@@ -86,22 +115,203 @@ class CodedValues(WeightCrossing):
         self._messages.finish(node_shard)
 
 
-class SumTransfer(Protocol):
-    """A sum across nodes or islands that has begun."""
+class CopyState(Enum):
+    """The use of the node shard in a cache as the base of a difference."""
+
+    LOST = auto()
+    """It is no base: it was never written, it is being written, or `forget` was called."""
+    EXACT = auto()
+    """It is equal to the weights of the version that crossed last."""
+    DECODED = auto()
+    """It is equal on all nodes, and lags behind the weights by the error of the codec."""
+
+
+class CodedDifferences(CodedValues):
+    """The gather of one bucket as differences: [Note: Differences]."""
+
+    def __init__(self, bucket: Bucket, node: Communicator, copies: Copies) -> None:
+        super().__init__(bucket, node)
+        self._copies = copies
+        self.state = CopyState.LOST
+        self.number = 0
+        """The differences since the last exact crossing."""
+        self.edits = 0
+        """The exact crossings in a row that an edit has caused."""
+        self._version_before_step: int | None = None
+        self._trusted_version: int | None = None
+        self._exact = WeightCrossing(bucket, node)
+        self._is_coded = False
+        copies.add(self)
+        _all.add(self)
 
     @property
-    def nbytes(self) -> int:
-        """The bytes that it takes besides its input."""
+    def was_edited(self) -> bool:
+        """True if something else than an optimizer's step has changed the weights since their last crossing."""
+        return self.state is not CopyState.LOST and self.bucket.version != self._trusted_version
 
-    @property
-    def messages(self) -> Tensor:
-        """The parts, (R, n): row r is what this rank sends to rank r. Its own row has no meaning."""
+    def note_step_begins(self) -> None:
+        """Remember the version before an optimizer's step: [Note: Versions of the optimizer]."""
+        self._version_before_step = self.bucket.version
 
-    def received(self) -> Sequence[Tensor] | None:
-        """Wait, and return what each rank has sent, (n,); None if only the backend has seen it."""
+    def note_step_ended(self) -> None:
+        """Trust the version after an optimizer's step if that before was trusted."""
+        if self._version_before_step == self._trusted_version:
+            self._trusted_version = self.bucket.version
 
-    def finish(self) -> Tensor:
-        """Wait, and return this rank's part of the sum."""
+    def prepare(self) -> bool:
+        """See `WeightCrossing.prepare`. Collective, once for each version of the weights under one root."""
+        self._is_coded = not self.bucket.is_frozen and self._copies.may_code(self)
+        return self._is_coded
+
+    def start(self, node_shard: Tensor) -> None:
+        """See `WeightCrossing.start`."""
+        self.state = CopyState.LOST
+        self._trusted_version = self.bucket.version
+        if self._is_coded:
+            self._messages.start(self.bucket.shard, node_shard.device, base=self.bucket.own_part(node_shard))
+        else:
+            self._exact.start(node_shard)
+
+    def finish(self, node_shard: Tensor) -> None:
+        """See `WeightCrossing.finish`. Until it has ended, the copy counts as lost."""
+        if self._is_coded:
+            self._messages.finish(node_shard, adds=True)
+            self.state, self.number = CopyState.DECODED, self.number + 1
+        else:
+            self._exact.finish(node_shard)
+            self.state, self.number = CopyState.EXACT, 0
+
+    def forget(self) -> None:
+        """See `WeightCrossing.forget`."""
+        self.state = CopyState.LOST
+        self._copies.ask_again(self)
+
+
+_all: WeakSet[CodedDifferences] = WeakSet()
+
+
+def _begin_step(*_: Any) -> None:
+    for each in _all:
+        each.note_step_begins()
+
+
+def _end_step(*_: Any) -> None:
+    for each in _all:
+        each.note_step_ended()
+
+
+register_optimizer_step_pre_hook(_begin_step)
+register_optimizer_step_post_hook(_end_step)
+
+
+class Copies:
+    """The copies of all buckets of one cluster under one root, and what its ranks agree on: [Note: Exact crossings]."""
+
+    def __init__(self, cluster: Cluster, observer: Observer) -> None:
+        self._cluster, self._observer = cluster, observer
+        self._members: list[CodedDifferences] = []
+        self._decided: dict[CodedDifferences, tuple[int, bool]] = {}  # the version, and whether it is coded
+        self._steps = 0  # since the last exact crossing of all
+        self._has_differed = False
+
+    def add(self, member: CodedDifferences) -> None:
+        """Add a bucket, in the same order on all ranks."""
+        self._members.append(member)
+
+    def may_code(self, member: CodedDifferences) -> bool:
+        """Whether the bucket's present version crosses as a difference, on all ranks alike.
+
+        Collective when asked for a version for the first time.
+
+        Raises:
+            RuntimeError: nodes have different copies for the second time.
+        """
+        if self._decided.get(member, (None,))[0] != member.bucket.version:
+            self._decide()
+        _, may_code = self._decided.pop(member)  # a gather that is begun anew asks anew
+        return may_code
+
+    def ask_again(self, member: CodedDifferences) -> None:
+        """Drop what was agreed on for a bucket that has not crossed since."""
+        self._decided.pop(member, None)
+
+    def _decide(self) -> None:
+        """Agree on the next crossing of each bucket. Collective over the cluster."""
+        self._warn_of_edits()
+        must_be_exact, differing, is_due = self._ask_all_ranks()
+        is_mistrusted = any(self._observer.mistrusts_copies(each.bucket) for each in self._members)
+        if (is_due or is_mistrusted) and not differing:
+            known = {each.bucket: each for each in self._members if each not in must_be_exact}
+            differing = [known[bucket] for bucket in self._observer.different_copies(self._cluster, list(known))]
+        self._note_differences(differing)
+        if is_due or differing:
+            must_be_exact = set(self._members)
+        self._steps = 0 if len(must_be_exact) == len(self._members) else self._steps + 1
+        self._decided = {each: (each.bucket.version, each not in must_be_exact) for each in self._members}
+
+    def _ask_all_ranks(self) -> tuple[set[CodedDifferences], list[CodedDifferences], bool]:
+        """Return, alike on all ranks, three answers in one small message.
+
+        They are the buckets that some rank must send exactly; those of the others in whose differences ranks have come
+        to different numbers; and whether it is time to compare copies, and to cross exactly.
+        """
+        needs = [each.state is CopyState.LOST or each.was_edited for each in self._members]
+        numbers = [each.number % 256 for each in self._members]
+        is_due = self._steps + 1 >= min(each.bucket.wire.exact_every for each in self._members)
+        mine = [*needs, *numbers, *(255 - number for number in numbers), is_due]
+        flags = start_flags(self._cluster, torch.tensor(mine, dtype=torch.uint8)).wait().tolist()  # the largest of each
+        some_need, highest, lowest_from_255 = (flags[i : i + len(needs)] for i in range(0, 3 * len(needs), len(needs)))
+        must_be_exact = {each for each, flag in zip(self._members, some_need, strict=True) if flag}
+        differing = [
+            each
+            for each, high, low in zip(self._members, highest, lowest_from_255, strict=True)
+            if high != 255 - low and each not in must_be_exact
+        ]
+        return must_be_exact, differing, bool(flags[-1])
+
+    def _note_differences(self, differing: list[CodedDifferences]) -> None:
+        if not differing:
+            return
+        names = ", ".join(each.bucket.layout.slots[0].name for each in differing[:3])
+        if self._has_differed:
+            raise RuntimeError(
+                f"nodes have different copies of {len(differing)} buckets, those of {names}, though they were made "
+                "equal before: something changes gathered weights, or memory is damaged. Train with wire='exact', and "
+                "look at what runs between the forwards"
+            )
+        self._has_differed = True
+        warnings.warn(
+            f"nodes have different copies of {len(differing)} buckets, those of {names}; the weights cross exactly "
+            "now, which makes them equal",
+            stacklevel=2,
+        )
+
+    def _warn_of_edits(self) -> None:
+        for each in self._members:
+            each.edits = each.edits + 1 if each.was_edited else 0
+        worst = max(self._members, key=lambda each: each.edits)
+        if worst.edits == _EDITS_BEFORE_WARNING:
+            warnings.warn(
+                f"the weights of {worst.bucket.layout.slots[0].name} cross the wire exactly, not in few bits, because "
+                f"something else than an optimizer's step() has edited them {worst.edits} times in a row; change "
+                "weights inside an optimizer of torch, or train with wire='exact'",
+                stacklevel=2,
+            )
+
+
+CopiesOf = Callable[[Cluster], Copies]
+"""A function that finds the copies of a cluster under one root."""
+
+
+def crossing_of(bucket: Bucket, node: Communicator, copies_of: CopiesOf) -> WeightCrossing:
+    """The way in which a bucket's weights cross between nodes."""
+    if bucket.wire.sends_differences:
+        return CodedDifferences(bucket, node, copies_of(bucket.cluster))
+    return WeightCrossing(bucket, node) if bucket.wire.weights == "exact" else CodedValues(bucket, node)
+
+
+SumTransfer = ReduceScatter | CodedTransfer
+"""A sum across nodes or islands that has begun."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ import torch
 from laconic import _compat
 from laconic.comm.collectives import NOTHING, Communicator
 from laconic.shard.bucket import Bucket
-from laconic.shard.difference import CopiesOf, crossing_of
+from laconic.shard.crossing import CopiesOf, crossing_of
 from laconic.shard.extension import Observer
 from laconic.shard.lanes import Event, Lanes, wait_for
 
@@ -254,7 +254,7 @@ class UnitGather:
             self._gathers[self.buckets.index(bucket)].forget()
 
     def forget_copies(self) -> None:
-        """Let the weights cross exactly next time: [Note: Exact crossings] in shard/difference.py."""
+        """Let the weights cross exactly next time: [Note: Exact crossings] in shard/crossing.py."""
         for gather in self._gathers:
             gather.forget()
 

@@ -75,7 +75,7 @@ class Wire(Policy):
 
     weights: WireWeights = "exact"
     """The codec of weights. "exact" sends weights. The others send differences to the weights in the receivers' caches:
-    [Note: Differences] in shard/difference.py. int3 is experimental."""
+    [Note: Differences] in shard/crossing.py. int3 is experimental."""
     gradients: WireGradients = "exact"
     """The codec of gradients, once per optimizer step, after the sums inside the nodes. Codecs of four bits and fewer
     rotate them first. Sums over islands come back in eight bits, or in bf16 if gradients cross in bf16. int3 and int2

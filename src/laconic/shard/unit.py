@@ -51,7 +51,7 @@ from laconic.shard import extension
 from laconic.shard.bucket import Bucket
 from laconic.shard.buffers import Buffers
 from laconic.shard.cache import CachedShard, choose_device_shards, free_slab, make_slab
-from laconic.shard.difference import Copies
+from laconic.shard.crossing import Copies
 from laconic.shard.gather import Order, UnitGather
 from laconic.shard.hooks import AwaitedHooks, OutputGradients, map_tensors
 from laconic.shard.lanes import Lanes
@@ -227,7 +227,7 @@ class Unit:
             self._gather.release()
 
     def forget_copies(self) -> None:
-        """Let the weights cross exactly next time: [Note: Exact crossings] in shard/difference.py."""
+        """Let the weights cross exactly next time: [Note: Exact crossings] in shard/crossing.py."""
         if self._gather is not None:
             self._gather.forget_copies()
         for gradients in self.gradients:
@@ -468,7 +468,7 @@ class Root:
         return [gradients for unit in self.units for gradients in unit.gradients]
 
     def copies_of(self, cluster: Cluster) -> Copies:
-        """The copies of the weights that the nodes of `cluster` have: [Note: Exact crossings] in difference.py."""
+        """The copies of the weights that the nodes of `cluster` have: [Note: Exact crossings] in crossing.py."""
         return self._copies.setdefault(cluster, Copies(cluster, self.observer))
 
     def _place_caches(self) -> None:
