@@ -30,7 +30,7 @@ from laconic.ragged.tensor import RaggedTensor
 from laconic.shard import extension
 from laconic.shard.cache import CachedShard
 from laconic.shard.lanes import Lanes
-from laconic.shard.ledger import FlatBuffer, Ledger
+from laconic.shard.ledger import Ledger
 from laconic.shard.linear import GradientSink, set_sink, write_gradient_in_place
 from laconic.shard.policies import Wire
 
@@ -445,11 +445,22 @@ class Form:
 
 
 class FullBuffer:
-    """The gathered weights of one bucket, (L * N * C,), and the gathered parameters that are views of them."""
+    """The gathered weights of one bucket, (L * N * C,), and the gathered parameters that are views of them.
+
+    [Note: Views that outlive their memory]
+    Modules and autograd keep views of a bucket while its memory is freed. So `free` empties the storage in place,
+    `allocate` fills it again, and the views never change. Autograd also remembers the version of every tensor that it
+    saves, and a refill with the same values must not look like an edit. So the engine writes through an alias with its
+    own version counter. All parameter views come from the tensor itself, which therefore counts only a user's edits.
+    """
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._buffer: FlatBuffer | None = None
+        self._tensor: Tensor | None = None
+        self._alias: Tensor | None = None
+        self.is_allocated = False
+        """True while it has memory of its own."""
+        self._is_shard = False
         self.parameters: list[nn.Parameter] = []
         """The gathered parameters, in the order of `Bucket.sharded`; empty before the first gather."""
         self._version = 0
@@ -458,28 +469,37 @@ class FullBuffer:
     @property
     def is_made(self) -> bool:
         """True if parameters may be views of it."""
-        return self._buffer is not None
-
-    @property
-    def is_allocated(self) -> bool:
-        """True if it has memory now."""
-        return self._buffer is not None and self._buffer.is_allocated
+        return self._tensor is not None
 
     def allocate(self) -> Tensor:
-        """Allocate its memory in the dtype of the wire, (L * N * C,), unless it is allocated already."""
-        if self._buffer is None:
-            bucket, form = self._bucket, self._bucket.form
-            # An inference tensor has no versions and could not be trained with later.
-            with torch.inference_mode(False), torch.enable_grad():
-                device = bucket.cluster.device if bucket.is_offloaded else bucket.shard.device
-                is_shard = bucket.cluster.size == 1 and bucket.shard.device == device
-                if is_shard and bucket.compute_dtype == bucket.dtype and not form.converts:  # the shard is the bucket
-                    self._buffer = FlatBuffer(bucket.shard.data, None)
-                else:
-                    numel = form.numel * bucket.layout.num_shards
-                    self._buffer = FlatBuffer(torch.empty(numel, dtype=form.dtype, device=device), bucket.ledger)
-                self.parameters = [] if form.converts else list(map(self._parameter, count(), self.views()))
-        return self._buffer.allocate()
+        """Allocate its memory in the dtype of the wire, unless it is allocated already. Returns the engine's alias."""
+        if self._tensor is None:
+            self._make()
+        elif not self.is_allocated and not self._is_shard:
+            self._tensor.untyped_storage().resize_(self._tensor.nbytes)
+            self._count(is_allocated=True)
+        assert self._alias is not None
+        return self._alias
+
+    def _make(self) -> None:
+        bucket, form = self._bucket, self._bucket.form
+        # An inference tensor has no versions and could not be trained with later.
+        with torch.inference_mode(False), torch.enable_grad():
+            device = bucket.cluster.device if bucket.is_offloaded else bucket.shard.device
+            is_whole = bucket.cluster.size == 1 and bucket.shard.device == device
+            self._is_shard = is_whole and bucket.compute_dtype == bucket.dtype and not form.converts
+            if self._is_shard:
+                self._tensor = bucket.shard.data
+            else:
+                self._tensor = torch.empty(form.numel * bucket.layout.num_shards, dtype=form.dtype, device=device)
+                self._count(is_allocated=True)
+            self._alias = self._tensor.data
+            self.parameters = [] if form.converts else list(map(self._parameter, count(), self.views()))
+
+    def _count(self, *, is_allocated: bool) -> None:
+        assert self._tensor is not None
+        self.is_allocated = is_allocated
+        self._bucket.ledger.hold(self._tensor.nbytes if is_allocated else -self._tensor.nbytes)
 
     def decode(self) -> None:
         """Make the gathered parameters out of a buffer that is complete, if they convert: [Note: Conversion]."""
@@ -495,21 +515,22 @@ class FullBuffer:
 
     def free(self) -> None:
         """Free the memory, and what was decoded from it. Views stay."""
-        if self._buffer is not None and self._buffer.is_allocated:
-            self._buffer.free()
+        if self._tensor is not None and self.is_allocated:
+            self._tensor.untyped_storage().resize_(0)
+            self._count(is_allocated=False)
             self._bucket.form.free()
 
     def drop(self) -> None:
         """Free the memory for good: the next gather makes another buffer, with other gathered parameters."""
         self.free()
-        self._buffer = None
+        self._tensor = self._alias = None
         self._bucket.form.forget()
 
     def views(self) -> list[Tensor]:
         """The elements of each parameter, in its shape."""
-        assert self._buffer is not None
+        assert self._tensor is not None
         return [
-            spec.assemble(self._buffer.tensor[spec.slot.offset : spec.slot.offset + spec.slot.numel])
+            spec.assemble(self._tensor[spec.slot.offset : spec.slot.offset + spec.slot.numel])
             for spec in self._bucket.specs
         ]
 
@@ -542,7 +563,7 @@ class FullBuffer:
         Raises:
             RuntimeError: a module's sharded parameter was replaced; the replacement would be lost now.
         """
-        assert self._buffer is not None
+        assert self._tensor is not None
         for places, sharded, slot in zip(
             self._bucket.places, self._bucket.sharded, self._bucket.layout.slots, strict=True
         ):
@@ -553,7 +574,7 @@ class FullBuffer:
                 )
         self.follow_requires_grad()
         self._bucket.show(self.parameters)
-        self._version = self._buffer.tensor._version
+        self._version = self._tensor._version
 
     def follow_requires_grad(self) -> None:
         """Freeze and unfreeze gathered parameters as the sharded ones are now."""
@@ -568,8 +589,8 @@ class FullBuffer:
             RuntimeError: a gathered parameter was edited in place; the edit would be lost.
         """
         self._bucket.show(self._bucket.sharded)
-        if self._buffer is not None and self._buffer.tensor._version != self._version:
-            self._version = self._buffer.tensor._version
+        if self._tensor is not None and self._tensor._version != self._version:
+            self._version = self._tensor._version
             names = ", ".join(slot.name for slot in self._bucket.layout.slots)
             raise RuntimeError(
                 f"one of the gathered parameters {names} was edited in place, which does not change the sharded "

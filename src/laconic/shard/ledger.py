@@ -67,39 +67,3 @@ class Held(Generic[_M]):
         if self._memory is not None:
             self._memory = None
             self._ledger.hold(-self._nbytes, on_host=self._on_host)
-
-
-class FlatBuffer:
-    """A flat device buffer whose memory is freed and allocated again under views that stay.
-
-    [Note: Views that outlive their memory]
-    Modules and autograd keep views of a bucket while its memory is freed. So `free` empties the storage in place,
-    `allocate` fills it again, and the views never change. Autograd also remembers the version of every tensor that it
-    saves, and a refill with the same values must not look like an edit. So the engine writes through `raw`, an alias
-    with its own version counter. All parameter views come from `tensor`, which therefore counts only a user's edits.
-    """
-
-    def __init__(self, tensor: Tensor, ledger: Ledger | None) -> None:
-        """Count the memory of `tensor` in `ledger`. None says that another tensor owns it: then it is never freed."""
-        self.tensor, self.raw = tensor, tensor.data
-        self._ledger = ledger
-        self._nbytes = tensor.nbytes
-        self._storage = tensor.untyped_storage()
-        self.is_allocated = ledger is not None
-        if ledger is not None:
-            ledger.hold(self._nbytes)
-
-    def allocate(self) -> Tensor:
-        """Return `raw`, with memory of unspecified content unless it was allocated already."""
-        if self._ledger is not None and not self.is_allocated:
-            self._storage.resize_(self._nbytes)
-            self._ledger.hold(self._nbytes)
-            self.is_allocated = True
-        return self.raw
-
-    def free(self) -> None:
-        """Free the memory; views stay valid for the next allocation."""
-        if self._ledger is not None and self.is_allocated:
-            self._storage.resize_(0)
-            self._ledger.hold(-self._nbytes)
-            self.is_allocated = False
