@@ -16,8 +16,18 @@ import laconic.optim
 from laconic.checkpoint import load_checkpoint, save_checkpoint
 from laconic.shard.crossing import CopyState
 from tests.shard.wire_helpers import assert_nodes_agree, crossings, crossings_after, is_exact, states
+from tests.support import sharded_net
 from tests.support.launch import on_ranks, run_ranks
-from tests.support.sharded_net import build, full_parameters, inputs, moved, shard, squared_error, train_step
+from tests.support.sharded_net import (
+    build,
+    full_parameters,
+    held_bytes,
+    inputs,
+    moved,
+    shard,
+    squared_error,
+    train_step,
+)
 
 
 def job_causes(folder: str) -> None:
@@ -153,6 +163,9 @@ def test_a_resumed_run_has_the_bits_of_the_one_that_saved(tmp_path: Path) -> Non
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for seed in range(4):
         train_step(model, optimizer, seed)
+    coded = [bucket for bucket in sharded_net.buckets(model) if bucket.wire.feedback]
+    lost = sum(4 * bucket.layout.shard_numel for bucket in coded)
+    assert model.memory().device_bytes == held_bytes(model) + lost > held_bytes(model), "what a codec lost is counted"
     save_checkpoint(tmp_path, 4, model=model, optimizer=optimizer, extra={})
     for seed in range(4, 8):
         train_step(model, optimizer, seed)

@@ -27,18 +27,16 @@ from laconic.shard.crossing import Sums, SumTransfer
 from laconic.shard.extension import Observer
 from laconic.shard.grad import UsedParameters, WaitingGradient, WaitingSums, agree
 from laconic.shard.lanes import Lanes, wait_for
-from laconic.shard.ledger import Held, Ledger
+from laconic.shard.ledger import Held
 from laconic.shard.linear import is_gradient
 
 
 class BucketGradients:
     """The gradients of one bucket, from the first one in a backward to `.grad` of the sharded parameters."""
 
-    def __init__(
-        self, bucket: Bucket, lanes: Lanes, ledger: Ledger, begin_backward: Callable[[], object], observer: Observer
-    ) -> None:
+    def __init__(self, bucket: Bucket, lanes: Lanes, begin_backward: Callable[[], object], observer: Observer) -> None:
         """`begin_backward` is called in a backward before the first gradient is written."""
-        self.bucket, self.lanes, self.ledger, self.observer = bucket, lanes, ledger, observer
+        self.bucket, self.lanes, self.observer = bucket, lanes, observer
         self._begin_backward = begin_backward
         self.sums = Sums.of(bucket)
         self._full: Held[Tensor] | None = None
@@ -119,7 +117,7 @@ class BucketGradients:
             self._begin_backward()
             device = self.bucket.cluster.device
             full = torch.empty(self.bucket.layout.numel, dtype=self.bucket.reduce_dtype, device=device)
-            self._full = Held(full, self.ledger)
+            self._full = Held(full, self.bucket.ledger)
         return self._full
 
     def _view(self, index: int) -> Tensor:
@@ -204,7 +202,7 @@ class BucketGradients:
         if base is not None and all(getattr(parameter.grad, "base", None) is base for _, parameter in trainable):
             base.add_(shard)  # one operation for all gradients
             return
-        self.ledger.hold_until_freed(shard, on_host=self.bucket.is_offloaded)
+        self.bucket.ledger.hold_until_freed(shard, on_host=self.bucket.is_offloaded)
         for index, parameter in trainable:
             local = self.bucket.part(shard, index)
             if parameter.grad is None or isinstance(parameter.grad, WaitingGradient):
@@ -293,7 +291,7 @@ class Reduction:
         self, way: Communicator | CodedSum, whole: Tensor, level: Level
     ) -> Generator[Level, None, Tensor]:
         gradients = self.gradients
-        transfer: Held[SumTransfer] = Held(way.start_reduce_scatter(whole), gradients.ledger)
+        transfer: Held[SumTransfer] = Held(way.start_reduce_scatter(whole), gradients.bucket.ledger)
         if len(whole):
             gradients.observer.sum_begun(gradients.bucket, level, transfer.memory)
         yield level
@@ -308,7 +306,7 @@ class Reduction:
         if total is not None and fresh is not None:
             total.memory.add_(fresh)
         elif fresh is not None:
-            total = Held(fresh, self.gradients.ledger)
+            total = Held(fresh, self.gradients.bucket.ledger)
         if goes_on or total is None:
             return total
         self.gradients.waiting[level] = total

@@ -166,14 +166,13 @@ class Unit:
             for bucket in self.buckets:
                 bucket.close_account()
         self._root = root
+        for bucket in self.buckets:
+            bucket.open_account(root.ledger)
         # A unit may have another mesh than its root: [Note: Two parallelisms, two meshes] in ragged/dtensor.py.
         self._gather = UnitGather(self.buckets, root.lanes, root.copies_of, root.observer)
         self.gradients = [
-            BucketGradients(bucket, root.lanes, root.ledger, root.begin_backward, root.observer)
-            for bucket in self.buckets
+            BucketGradients(bucket, root.lanes, root.begin_backward, root.observer) for bucket in self.buckets
         ]
-        for bucket in self.buckets:
-            bucket.open_account(root.ledger)
 
     # torch's share_comm_ctx reads and sets these two names of FSDP2's state
 
