@@ -10,8 +10,8 @@ sum). A move changes it along one axis:
 | node shard | whole | whole | cut | gather inside the node |
 | full buffer | whole | whole | whole | |
 | gradients as they come | partial | partial | partial | reduce-scatter inside the node |
-| sums of a node | partial | partial | cut | reduce-scatter across the nodes: `Sums.node` |
-| sums of an island | partial | cut | cut | all-reduce over the islands: `Sums.island` |
+| sums of a node | partial | partial | cut | reduce-scatter across the nodes: `ways_of_sums` |
+| sums of an island | partial | cut | cut | all-reduce over the islands: `ways_of_sums` |
 | `.grad` | whole | cut | cut | |
 
 A cache keeps a node shard; sums of a node or an island wait for a later micro-batch. Inside a node everything is exact.
@@ -42,9 +42,9 @@ after the step is trusted if the version before was.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -53,7 +53,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from laconic.codec import CODECS
-from laconic.codec.payload import Part, Payload, parts_of_islands, payload_of, shards_of_nodes
+from laconic.codec.payload import parts_of_islands, payload_of, shards_of_nodes
 from laconic.codec.sums import CodedSum, CodedTransfer, Messages
 from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import NOTHING, Communicator, ReduceScatter, start_flags
@@ -314,45 +314,24 @@ SumTransfer = ReduceScatter | CodedTransfer
 """A sum across nodes or islands that has begun."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sums:
-    """The ways of one bucket's gradients."""
+def ways_of_sums(bucket: Bucket) -> dict[Level, Communicator | CodedSum]:
+    """The ways in which a bucket's gradients are summed on each level, as its wire says.
 
-    local: Communicator
-    node: Communicator | CodedSum
-    island: Communicator | CodedSum
-
-    @classmethod
-    def of(cls, bucket: Bucket) -> Sums:
-        """The ways that the bucket's wire says.
-
-        A rank's own term stays exact. The second trip of a sum over islands has eight bits (bf16 if gradients cross in
-        bf16). That of qgZ has four; a sum that all ranks use is worth more.
-        """
-        island, node, local = (Communicator(bucket.cluster, level, bucket) for level in LEVELS)
-        ways: dict[str, Communicator | CodedSum] = {"node": node, "island": island}
-        if bucket.wire.gradients != "exact" and node.size > 1:
-            ways["node"] = _coded_sum(bucket, node, shards_of_nodes(bucket.layout, bucket.peers))
-        if bucket.wire.gradients != "exact" and island.size > 1:
-            parts = parts_of_islands(bucket.layout, bucket.cluster.shard_index, island.size)
-            codec = CODECS["bf16" if bucket.wire.gradients == "bf16" else "int8"]
-            kind = bucket.cluster.device_type
-            back = payload_of(bucket.layout, parts, codec, plain=bucket.reduce_dtype, device_type=kind)
-            ways["island"] = _coded_sum(bucket, island, parts, back)
-        return cls(local=local, **ways)
-
-    def forget_lost(self) -> None:
-        """Drop what a codec has lost of earlier gradients."""
-        for way in (self.node, self.island):
-            if isinstance(way, CodedSum):
-                way.forget()
-
-
-def _coded_sum(bucket: Bucket, way: Communicator, parts: Sequence[Part], back: Payload | None = None) -> CodedSum:
-    codec, wire = bucket.wire.gradient_codec, bucket.wire
-    assert codec is not None
-    payload = payload_of(
-        bucket.layout, parts, codec,
-        plain=bucket.reduce_dtype, device_type=bucket.cluster.device_type, rotates=wire.rotates_gradients,
-    )  # fmt: skip
-    return CodedSum(way, payload, bucket.ledger.hold, keeps_own=True, feedback=wire.feedback, back=back)
+    A rank's own term stays exact. The second trip of a sum over islands has eight bits (bf16 if gradients cross in
+    bf16). That of qgZ has four; a sum that all ranks use is worth more.
+    """
+    exact = {level: Communicator(bucket.cluster, level, bucket) for level in LEVELS}
+    ways: dict[Level, Communicator | CodedSum] = {**exact}
+    wire, layout, codec = bucket.wire, bucket.layout, bucket.wire.gradient_codec
+    if codec is None:
+        return ways
+    payload = partial(payload_of, layout, plain=bucket.reduce_dtype, device_type=bucket.cluster.device_type)
+    coded = partial(CodedSum, hold=bucket.ledger.hold, keeps_own=True, feedback=wire.feedback)
+    if bucket.cluster.num_nodes > 1:
+        parts = shards_of_nodes(layout, bucket.peers)
+        ways["node"] = coded(exact["node"], payload(parts, codec, rotates=wire.rotates_gradients))
+    if bucket.cluster.num_islands > 1:
+        parts = parts_of_islands(layout, bucket.cluster.shard_index, bucket.cluster.num_islands)
+        back = payload(parts, CODECS["bf16" if wire.gradients == "bf16" else "int8"])
+        ways["island"] = coded(exact["island"], payload(parts, codec, rotates=wire.rotates_gradients), back=back)
+    return ways

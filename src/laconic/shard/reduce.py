@@ -20,10 +20,9 @@ from torch.autograd.graph import get_gradient_edge
 from laconic import _compat
 from laconic._compat import GradientUse
 from laconic.codec.sums import CodedSum
-from laconic.comm.collectives import Communicator
 from laconic.comm.traffic import Level
 from laconic.shard.bucket import Bucket
-from laconic.shard.crossing import Sums, SumTransfer
+from laconic.shard.crossing import SumTransfer, ways_of_sums
 from laconic.shard.extension import Observer
 from laconic.shard.grad import UsedParameters, WaitingGradient, WaitingSums, agree
 from laconic.shard.lanes import Lanes, wait_for
@@ -38,7 +37,7 @@ class BucketGradients:
         """`begin_backward` is called in a backward before the first gradient is written."""
         self.bucket, self.lanes, self.observer = bucket, lanes, observer
         self._begin_backward = begin_backward
-        self.sums = Sums.of(bucket)
+        self.ways = ways_of_sums(bucket)
         self._full: Held[Tensor] | None = None
         self._written: set[int] = set()
         self.waiting: dict[Level, Held[Tensor]] = {}
@@ -149,7 +148,9 @@ class BucketGradients:
 
     def forget_lost(self) -> None:
         """Drop what a codec has lost of earlier gradients."""
-        self.sums.forget_lost()
+        for way in self.ways.values():
+            if isinstance(way, CodedSum):
+                way.forget()
 
     def show_waiting(self) -> None:
         """Let `.grad` stand for sums that wait until the next backward: [Note: Cleared gradients] in grad.py."""
@@ -255,20 +256,20 @@ class Reduction:
 
     def _sum(self) -> Iterator[Level]:
         """Sum on each level, and yield it meanwhile. The result goes to `.grad`, or waits for a later backward."""
-        gradients, bucket, sums = self.gradients, self.gradients.bucket, self.gradients.sums
+        gradients, bucket = self.gradients, self.gradients.bucket
         fresh = shard = None
         if self._full is None:
             yield "local"
         else:
             if bucket.divide_before != 1:
                 self._full.memory.div_(bucket.divide_before)
-            fresh = yield from self._reduce_scatter(sums.local, self._full.memory, "local")
+            fresh = yield from self._reduce_scatter("local", self._full.memory)
         node_shard = self._with_waiting("node", fresh, goes_on=self._across_nodes)
         del fresh
         if node_shard is None:
             yield "node"
         else:
-            shard = yield from self._reduce_scatter(sums.node, node_shard.memory, "node")
+            shard = yield from self._reduce_scatter("node", node_shard.memory)
             self._drop_cleared(shard)
             node_shard.free()
         if not self._across_nodes:
@@ -279,7 +280,7 @@ class Reduction:
                 return
             shard = total.memory
             total.free()
-            for _ in sums.island.sum_in_place(shard):
+            for _ in gradients.ways["island"].sum_in_place(shard):
                 yield "island"
             gradients.observer.replicas_summed(bucket, shard)
         if shard is not None and self._keeps_sum:
@@ -287,11 +288,9 @@ class Reduction:
             gradients.accumulate(shard)
             self.changed_grad = True
 
-    def _reduce_scatter(
-        self, way: Communicator | CodedSum, whole: Tensor, level: Level
-    ) -> Generator[Level, None, Tensor]:
+    def _reduce_scatter(self, level: Level, whole: Tensor) -> Generator[Level, None, Tensor]:
         gradients = self.gradients
-        transfer: Held[SumTransfer] = Held(way.start_reduce_scatter(whole), gradients.bucket.ledger)
+        transfer: Held[SumTransfer] = Held(gradients.ways[level].start_reduce_scatter(whole), gradients.bucket.ledger)
         if len(whole):
             gradients.observer.sum_begun(gradients.bucket, level, transfer.memory)
         yield level
