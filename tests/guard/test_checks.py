@@ -1,19 +1,23 @@
-"""Damage on the wire and in caches, and edits without notice, are found; a run without damage is not disturbed."""
+"""Damage and edits without notice are found; without them, and without a guard, training has the same bits."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import laconic
 from laconic import Checks, CorruptionError, Wire
 from laconic.guard import inspection
+from laconic.guard.guard import Guard
+from laconic.shard import extension
 from tests.support import sharded_net
 from tests.support.flips import Flip, flip_bit, flipping
 from tests.support.launch import on_ranks, run_ranks
@@ -209,3 +213,19 @@ def test_a_policy_says_what_it_does_not_know() -> None:
     with pytest.raises(ValueError, match=r"'heal'.*'raise', 'regather'"):
         Checks(on_damage="heal")  # type: ignore[arg-type]
     assert inspection._joined(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+
+
+def _trained(observer: type[extension.Observer]) -> list[Tensor]:
+    with mock.patch.object(extension, "observer_class", return_value=observer):
+        model = sharded_net.shard(sharded_net.build(), cache="host")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        losses = [sharded_net.train_step(model, optimizer, seed) for seed in range(2)]
+    assert type(model._laconic_unit.root.observer) is observer  # type: ignore[union-attr]
+    return [*losses, *sharded_net.full_parameters(model).values()]
+
+
+@on_ranks(4, local=2)
+def test_the_engine_trains_to_the_same_bits_without_a_guard() -> None:
+    assert extension.observer_class() is Guard, "the package attaches the guard"
+    for guarded, alone in zip(_trained(Guard), _trained(extension.Observer), strict=True):
+        assert torch.equal(guarded, alone)

@@ -1,22 +1,36 @@
-"""Coded crossings beside other features, their refusals, and numbers that are not finite."""
+"""Weights and gradients that cross between nodes in few bits, and when they cross exactly."""
 
 from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import laconic
 import laconic.optim
+from laconic.checkpoint import load_checkpoint, save_checkpoint
 from laconic.shard.crossing import CopyState
-from tests.shard.wire_helpers import assert_nodes_agree, crossings_after, states
+from tests.shard.wire_helpers import assert_nodes_agree, crossings, crossings_after, is_exact, states
+from tests.support import sharded_net
 from tests.support.launch import on_ranks, run_ranks
-from tests.support.sharded_net import buckets, build, full_parameters, inputs, shard, squared_error, train_step
+from tests.support.sharded_net import (
+    buckets,
+    build,
+    full_parameters,
+    held_bytes,
+    inputs,
+    moved,
+    shard,
+    squared_error,
+    train_step,
+)
 
 
 def job_refusals() -> None:
@@ -160,3 +174,151 @@ def test_only_optimizers_make_differences() -> None:
         assert states(model) == {CopyState.DECODED}
     with pytest.warns(UserWarning, match=r"exactly, not in few bits, because something else than an optimizer's step"):
         edit_by_hand(model)
+
+
+def job_causes(folder: str) -> None:
+    model = shard(build(), cache="host", wire="4bit")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(seed: int = 0) -> None:
+        train_step(model, optimizer, seed)
+
+    step()
+    assert states(model) == {CopyState.EXACT}, "the first crossing is exact"
+    step()
+    assert states(model) == {CopyState.DECODED}
+    assert not is_exact(model)
+    assert_nodes_agree(model)
+
+    def expect_exact(cause: str) -> None:
+        assert is_exact(model), cause
+        assert_nodes_agree(model)
+        step()
+        step()
+        assert states(model) == {CopyState.DECODED}, f"differences again after {cause}"
+
+    with torch.no_grad():  # one rank of one node edits
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+    expect_exact("an edit")
+    squared_error(model, inputs(6, dist.get_rank())).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+    optimizer.step()
+    model.zero_grad()
+    expect_exact("an edit between a backward and its step")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    expect_exact("a state dict")
+    model.load_state_dict(state)
+    expect_exact("a load")
+    if dist.get_rank() == 1:  # its memory was lost
+        crossings(model)[0].forget()
+    step()
+    assert {each.state for each in crossings(model)} == {CopyState.EXACT, CopyState.DECODED}
+    step()
+    loss = squared_error(model, failing_inputs(3))
+    with pytest.raises(RuntimeError, match="on purpose"):
+        loss.backward()
+    model.zero_grad()
+    step()  # the weights are the same, so nothing crosses before its forward
+    step()
+    assert states(model) == {CopyState.EXACT}, "after a backward that failed"
+    step()
+    for _ in range(2):  # a skipped step changes nothing, so nothing crosses
+        with moved(model) as m:
+            squared_error(model, inputs(5, dist.get_rank())).backward()
+        model.zero_grad()
+    assert m.weights == 0
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise RuntimeError("on purpose")
+
+
+def failing_inputs(seed: int) -> tuple[Tensor, Tensor]:
+    x, y = inputs(seed, dist.get_rank())
+    return FailsInBackward.apply(x.requires_grad_()), y
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (3, 1)], ids=str)
+def test_weights_cross_exactly_for_each_cause(mesh: tuple[int, int], tmp_path: Path) -> None:
+    run_ranks(job_causes, mesh[0] * mesh[1], str(tmp_path), local=mesh[1])
+
+
+@on_ranks(2, local=1)
+def test_copies_that_differ_are_made_equal_once_and_then_named() -> None:
+    model = shard(build(), cache="host", wire=laconic.Wire(weights="int4", exact_every=4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    damaged = next(each for each in crossings_after(model, optimizer) if "up" in each.bucket.layout.slots[0].name)
+    for attempt in range(2):
+        if dist.get_rank() == 0:
+            damaged.bucket.cached.buffer()[0] += 1  # a flipped bit
+        if attempt == 0:
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                for seed in range(4):
+                    train_step(model, optimizer, seed)
+            assert any("different copies of 1 buckets, those of up.weight" in str(each.message) for each in seen)
+            assert_nodes_agree(model)
+            continue
+        with pytest.raises(RuntimeError, match=r"different copies of 1 buckets, those of up\.weight.*is damaged"):
+            crossings_after(model, optimizer, steps=8)
+
+
+class Interrupted(Exception):
+    """Stands for what may arrive while a difference is added."""
+
+
+@on_ranks(2, local=1)
+def test_a_difference_that_is_added_in_part_is_never_a_base() -> None:
+    """An exception comes in the middle of adding a difference. The weights cross exactly next time, on all ranks."""
+    model = shard(build(), units=[], cache="host", wire="4bit")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    (victim,) = crossings_after(model, optimizer)
+    arrived = victim._messages.arrived
+
+    def interrupted() -> Any:
+        first, *_ = list(arrived())
+        yield first
+        raise Interrupted
+
+    victim._messages.arrived = interrupted
+    with pytest.raises(Interrupted):
+        model.unshard()
+    victim._messages.arrived = arrived
+    assert victim.state is CopyState.LOST
+    model.reshard()
+    assert is_exact(model)
+    assert victim.state is CopyState.EXACT
+    crossings_after(model, optimizer)
+    assert_nodes_agree(model)
+
+
+@on_ranks(4, local=2)
+def test_a_resumed_run_has_the_bits_of_the_one_that_saved(tmp_path: Path) -> None:
+    """A run that saves, and one that resumes from what it saved, go on with the same bits."""
+    wire = laconic.Wire(weights="int4", gradients="int2", feedback=True)
+    model = shard(build(), cache="host", wire=wire)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for seed in range(4):
+        train_step(model, optimizer, seed)
+    coded = [bucket for bucket in sharded_net.buckets(model) if bucket.wire.feedback]
+    lost = sum(4 * bucket.layout.shard_numel for bucket in coded)
+    assert model.memory().device_bytes == held_bytes(model) + lost > held_bytes(model), "what a codec lost is counted"
+    save_checkpoint(tmp_path, 4, model=model, optimizer=optimizer, extra={})
+    for seed in range(4, 8):
+        train_step(model, optimizer, seed)
+    resumed = shard(build(seed=1), cache="device", wire=wire)
+    second = torch.optim.AdamW(resumed.parameters(), lr=1e-2)
+    assert load_checkpoint(tmp_path, model=resumed, optimizer=second) is not None
+    for seed in range(4, 8):
+        train_step(resumed, second, seed)
+    for name, value in full_parameters(model).items():
+        assert torch.equal(value, full_parameters(resumed)[name]), name
