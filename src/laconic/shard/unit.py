@@ -76,7 +76,7 @@ ALLOWED = {
     UnitPhase.REST: {UnitPhase.REST, UnitPhase.FORWARD, UnitPhase.BACKWARD},
     UnitPhase.FORWARD: {UnitPhase.REST, UnitPhase.FORWARD, UnitPhase.BACKWARD},  # the last: a pass is never completed
     UnitPhase.BACKWARD: {UnitPhase.REST, UnitPhase.PAUSE, UnitPhase.FORWARD},  # the last: after a backward that raised
-    UnitPhase.PAUSE: {UnitPhase.REST, UnitPhase.BACKWARD, UnitPhase.FORWARD},
+    UnitPhase.PAUSE: {UnitPhase.REST, UnitPhase.PAUSE, UnitPhase.BACKWARD, UnitPhase.FORWARD},
 }
 """The phases that may follow each phase."""
 
@@ -348,7 +348,7 @@ class Unit:
         if not self.reduce_once_per_backward or not self.awaited.inputs:
             self._end_backward()
         elif self.awaited.outputs:
-            self.phase = UnitPhase.PAUSE
+            self.phase = UnitPhase.PAUSE if self._is_in_backward else UnitPhase.REST
 
     @property
     def _is_in_backward(self) -> bool:
