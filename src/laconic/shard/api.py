@@ -21,7 +21,7 @@ from laconic.comm.cluster import Cluster, default_mesh
 from laconic.comm.collectives import share_first
 from laconic.layout.bucket import BucketLayout, row_block
 from laconic.layout.granularity import Blocks, Granularity, resolve
-from laconic.layout.packing import SHARD_ALIGNMENT_BYTES, UnitPlan, plan_unit, warn_if_wasteful
+from laconic.layout.packing import SHARD_ALIGNMENT_BYTES, plan_unit, warn_if_wasteful
 from laconic.ragged.conversion import check_convertible, converts, needs_equal_chunks
 from laconic.ragged.dtensor import check_dtensor, uneven_cut
 from laconic.ragged.parts import slice_of_parameter
@@ -374,28 +374,6 @@ def _kind_of(item: ManagedParameter, *, precision: MixedPrecisionPolicy) -> Buck
     )
 
 
-def plan_kind(
-    kind: BucketKind,
-    tensors: Sequence[tuple[str, Sequence[int], int]],
-    precision: MixedPrecisionPolicy,
-    *,
-    num_shards: int,
-    may_shrink: bool,
-) -> UnitPlan:
-    """Plan the buckets of a unit's parameters of one kind, for the engine and for the planner.
-
-    `tensors` has the name and the shape of each parameter, and the elements of its blocks.
-    """
-    names, shapes, blocks = zip(*tensors, strict=True)
-    compute_dtype = compute_dtype_of(kind.dtype, precision)
-    itemsize = min(each.itemsize for each in (kind.dtype, compute_dtype, precision.reduce_dtype or compute_dtype))
-    if kind.converted:
-        itemsize = 1  # a conversion may make single bytes
-    if kind.chunk is not None:  # shards are FSDP2's chunks, wherever they begin
-        blocks, itemsize, may_shrink = tuple(map(row_block, shapes)), SHARD_ALIGNMENT_BYTES, False
-    return plan_unit(names, shapes, blocks, num_shards=num_shards, itemsize=itemsize, may_shrink=may_shrink)
-
-
 def _make_buckets(
     kind: BucketKind,
     group: list[ManagedParameter],
@@ -406,9 +384,18 @@ def _make_buckets(
     *,
     may_shrink: bool,
 ) -> list[Bucket]:
-    numels, cluster = dict(zip(blocks.names, blocks.numels, strict=True)), group[0].cluster
-    tensors = [(item.name, tuple(item.local.shape), numels[item.name]) for item in group]
-    plan = plan_kind(kind, tensors, precision, num_shards=cluster.size, may_shrink=may_shrink)
+    cluster, shapes = group[0].cluster, [tuple(item.local.shape) for item in group]
+    numels, compute_dtype = dict(zip(blocks.names, blocks.numels, strict=True)), compute_dtype_of(kind.dtype, precision)
+    block_numels = [numels[item.name] for item in group]
+    itemsize = min(each.itemsize for each in (kind.dtype, compute_dtype, precision.reduce_dtype or compute_dtype))
+    if kind.converted:
+        itemsize = 1  # a conversion may make single bytes
+    if kind.chunk is not None:  # shards are FSDP2's chunks, wherever they begin
+        block_numels, itemsize, may_shrink = list(map(row_block, shapes)), SHARD_ALIGNMENT_BYTES, False
+    plan = plan_unit(
+        [item.name for item in group], shapes, block_numels,
+        num_shards=cluster.size, itemsize=itemsize, may_shrink=may_shrink,
+    )  # fmt: skip
     warn_if_wasteful(plan, kind.dtype.itemsize)
     num_nodes, num_islands = cluster.num_nodes, cluster.num_islands
     return [
