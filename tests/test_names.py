@@ -11,10 +11,8 @@ import laconic
 ROOT = Path(laconic.__file__).parent
 VERBS = {"begin", "commit", "decode", "describe", "encode", "load", "main", "parse", "run", "save", "to_toml", "write"}
 """Functions that callers name with their module, such as `commit.begin`: the module says of what."""
-PLANNERS = {
-    "Lane", "Machine", "Ring", "Transfer", "Update", "Work",
-}  # fmt: skip
-"""Classes whose second meaning goes with the planner's own recording."""
+PLANNERS = {"Lane", "Machine", "Ring", "Transfer", "Update", "Work"}
+"""Classes of the planner that another room has, too."""
 SAME = {"cost_of", "ddp", "fsdp2", "fsdp2_hpz", "fsdp2_on_gloo", "hsdp", "on_engine"}
 """Functions that mean the same in each room: of an optimizer, of a strategy."""
 

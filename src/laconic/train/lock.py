@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 from laconic.config import JobError
@@ -26,6 +27,15 @@ from laconic.config import JobError
 LOCK = ".lock"
 """The name of the file in the output folder."""
 _PATIENCE_S = 5.0  # for a process that is being killed
+
+
+@contextlib.contextmanager
+def as_output(folder: Path) -> Iterator[None]:
+    """Turn an OSError of the block, which begins to use the output folder, into a JobError."""
+    try:
+        yield
+    except OSError as error:
+        raise JobError(f"train.output = {str(folder)!r} cannot be written: {error}; choose another folder") from error
 
 
 class OutputLock:
@@ -37,13 +47,9 @@ class OutputLock:
         Raises:
             JobError: another run holds it, or the folder cannot be written.
         """
-        try:
+        with as_output(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error:
-            raise JobError(
-                f"train.output = {str(folder)!r} cannot be written: {error}; choose another folder"
-            ) from error
         try:
             self._take(folder)
         except BaseException:
@@ -77,13 +83,9 @@ class OutputLock:
                 )
             time.sleep(0.1)
         owner = json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
-        try:
+        with as_output(folder):
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"{owner}\n".encode(), 0)
-        except OSError as error:
-            raise JobError(
-                f"train.output = {str(folder)!r} cannot be written: {error}; choose another folder"
-            ) from error
 
     def _is_taken(self, folder: Path) -> bool:
         """Try to take the lock. A file system without locks gives it to everybody."""

@@ -43,6 +43,7 @@ from laconic.strategies.checks import check_job
 from laconic.strategies.cyclic import num_workers
 from laconic.strategies.parallelize import shard_policy
 from laconic.strategies.stepper import Setup, Stepper
+from laconic.train.lock import as_output
 
 CHECKPOINTS = "checkpoints"
 CONFIGURATION = "config.toml"
@@ -56,13 +57,11 @@ def open_output(train: TrainConfig) -> None:
             names a folder without a checkpoint.
     """
     output = Path(train.output)
-    try:
+    with as_output(output):
         output.mkdir(parents=True, exist_ok=True)
         probe = output / f".writable-{os.getpid()}"
         probe.write_bytes(b"")
         probe.unlink()
-    except OSError as error:
-        raise JobError(f"train.output = {str(output)!r} cannot be written: {error}; choose another folder") from error
     if train.resume == "never" and (results := _results_of_a_run(output)):
         raise JobError(
             f"train.output = {str(output)!r} already holds {' and '.join(results)} of a run; go on with that run with "
