@@ -22,7 +22,7 @@ from laconic.rehearse.machine import COMPUTE
 from laconic.rehearse.tape import HOST, Entry, Free, Mark, Record, Step, Wait
 
 _KINDS: Mapping[str, Kind] = {
-    "shard/ledger.py": "parameters", "shard/bucket.py": "parameters", "shard/reduce.py": "gradients",
+    "shard/bucket.py": "parameters", "shard/reduce.py": "gradients",
     "shard/cache.py": "cache",
 }  # fmt: skip
 """The kind of memory that a file of the engine asks for. All others take it for transfers and for work."""
