@@ -107,7 +107,7 @@ def _check_program(script: str, arguments: list[str], *, is_module: bool, words:
     if not is_module:
         assert (ROOT / script).is_file() or script.startswith("your_"), f"{words}: no file {script}"
     elif script == "laconic.train":
-        _check_job(arguments)
+        check_job(arguments)
     else:
         assert importlib.util.find_spec(script) is not None, f"{words}: no module {script}"
 
@@ -115,7 +115,7 @@ def _check_program(script: str, arguments: list[str], *, is_module: bool, words:
 def _check_laconic(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert arguments[0] in COMMANDS, arguments
     if arguments[0] == "train":
-        _check_job(arguments[1:])
+        check_job(arguments[1:])
         return
     if "--help" in arguments:
         return
@@ -137,7 +137,7 @@ def _check_laconic(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
     raise AssertionError(f"laconic {' '.join(arguments)} ended with {code} before its arguments were parsed")
 
 
-def _check_job(arguments: list[str]) -> None:
+def check_job(arguments: list[str]) -> None:
     """Parse a job and its options. A file of the reader's own, `my_...`, is as good as an example."""
     if arguments and arguments[0] == "--help":
         return

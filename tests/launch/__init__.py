@@ -1,0 +1,1 @@
+"""Files of examples/launch under the tools that they are for."""
