@@ -35,6 +35,12 @@ def test_the_first_screen_defines_the_three_words() -> None:
     assert all(f"| **{word}** |" in screen for word in ("wire", "node", "island"))
 
 
+def test_pages_that_describe_a_process_have_a_picture() -> None:
+    for page in ("choose", "thinner", "local-steps", "cyclic", "checks", "layouts", "index"):
+        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        assert re.search(r"^```mermaid$|^!\[.+\]\(.+\)$", text, re.MULTILINE), page
+
+
 def test_the_list_of_strategies_is_the_registrys() -> None:
     page = strategies.PAGE.read_text(encoding="utf-8")
     assert page == strategies.render(page), "run python -m tests.docs.strategies"

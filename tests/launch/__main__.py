@@ -170,7 +170,7 @@ def check_slurm() -> str:
             return lambda: log.exists() and text in log.read_text()
 
         try:
-            until(says("step       2/"))
+            until(says("/100000 | loss"))
             run("scancel", "--batch", "--signal", "USR1", number, **env)  # what --signal does before the limit
             until(says("stopped by SIGTERM, with a checkpoint"))
             until(lambda: "PD" in run("squeue", "--noheader", "--format", "%t", "--job", number, **env))
