@@ -24,7 +24,7 @@ from laconic.comm.ring import PeerRing
 from laconic.config import to_toml
 from laconic.errors import JobError
 from tests.support.jobs import job
-from tests.support.launch import PRELOADED, _context, free_port, run_ranks, torchrun_environment
+from tests.support.launch import free_port, run_ranks, started, torchrun_environment
 
 
 def job_record() -> tuple[str, str, str]:
@@ -103,12 +103,9 @@ def wait_in_vain(rank: int, port: int, folder: str) -> None:
 
 
 def test_ranks_end_if_another_one_dies_before_all_have_met(tmp_path: Path) -> None:
-    _context.set_forkserver_preload([*PRELOADED, "tests.support.fork_server"])
     port = free_port()
     jobs = [(meet, 0), (meet, 1), (wait_in_vain, 2)]
-    processes = [_context.Process(target=job, args=(rank, port, str(tmp_path)), daemon=True) for job, rank in jobs]
-    for process in processes:
-        process.start()
+    processes = [started(job, rank, port, str(tmp_path)) for job, rank in jobs]
     for process in processes:
         process.join(60)
         process.kill()
@@ -148,11 +145,8 @@ def lose_the_host(rank: int, port: int, folder: str) -> None:
 
 def run_both(job: Any, folder: Path) -> tuple[list[int | None], list[str]]:
     """Run a job on two ranks; return their exit codes and what they have printed."""
-    _context.set_forkserver_preload([*PRELOADED, "tests.support.fork_server"])
     port = free_port()
-    processes = [_context.Process(target=job, args=(rank, port, str(folder)), daemon=True) for rank in range(2)]
-    for process in processes:
-        process.start()
+    processes = [started(job, rank, port, str(folder)) for rank in range(2)]
     for process in processes:
         process.join(40)
         process.kill()

@@ -253,8 +253,7 @@ def watch_with_many_files() -> None:
 
 @pytest.mark.timeout(120)
 def test_a_process_with_more_than_1024_files_keeps_its_watcher() -> None:
-    process = launch._context.Process(target=watch_with_many_files)
-    process.start()
+    process = launch.started(watch_with_many_files)
     process.join()
     assert process.exitcode == 0
 

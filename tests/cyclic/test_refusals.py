@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -19,7 +18,7 @@ from laconic.cyclic.placement import VersionError
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.cyclic.schedule import Rule
 from tests.cyclic.toys import OPTIMIZERS, WIDTH, make_batch, make_stages
-from tests.support.launch import free_port, on_ranks, run_ranks
+from tests.support.launch import free_port, on_ranks, run_ranks, started
 
 loss_fn, sgd = nn.functional.cross_entropy, OPTIMIZERS["sgd"]
 
@@ -155,10 +154,8 @@ def _live_or_die(how: str, states: str, rank: int, port: int, folder: str) -> No
 @pytest.mark.parametrize("how", ["raises", "killed"])
 @pytest.mark.parametrize("states", ["replicated", "sharded"])
 def test_a_dying_worker_ends_all(how: str, states: str, tmp_path: Path) -> None:
-    context, port = multiprocessing.get_context("forkserver"), free_port()
-    ranks = [context.Process(target=_live_or_die, args=(how, states, r, port, str(tmp_path))) for r in range(3)]
-    for process in ranks:
-        process.start()
+    port = free_port()
+    ranks = [started(_live_or_die, how, states, rank, port, str(tmp_path)) for rank in range(3)]
     try:
         for process in ranks:
             process.join(30)

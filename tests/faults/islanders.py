@@ -148,15 +148,9 @@ class Island:
 
     def __init__(self, life: Life, folder: Path, size: int = 1) -> None:
         """Start `size` ranks, which leave their files in `folder`."""
-        launch._context.set_forkserver_preload([*launch.PRELOADED, "tests.support.fork_server"])
         folder.mkdir()
-        self.folder, self.size, self._queue = folder, size, launch._context.Queue()
-        self.processes: list[Any] = [
-            launch._context.Process(target=live, args=(life, rank, size, folder, self._queue), daemon=True)
-            for rank in range(size)
-        ]
-        for process in self.processes:
-            process.start()
+        self.folder, self.size, self._queue = folder, size, launch.context.Queue()
+        self.processes = [launch.started(live, life, rank, size, folder, self._queue) for rank in range(size)]
 
     def result(self) -> Any:
         """The result of rank 0, or the message of its error. Waits for all ranks."""

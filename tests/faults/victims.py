@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import multiprocessing
 import os
 import signal
 import sys
@@ -22,9 +21,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from tests.support.launch import PRELOADED, free_port
-
-_context = multiprocessing.get_context("forkserver")
+from tests.support.launch import free_port, started
 
 _GRACE_S = 2.0  # of laconic.comm.failure
 _STACKS_S = 1.0  # for a rank that hangs to write its stacks
@@ -74,20 +71,14 @@ class Victim:
             grace_s: the grace of `laconic.comm.failure`; None: its own.
             rank_0_hosts: rank 0 hosts the store in which ranks meet, as without torchrun; else the campaign does.
         """
-        _context.set_forkserver_preload([*PRELOADED, "tests.support.fork_server"])
         port = free_port()
         store = None
         if not rank_0_hosts:
             store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-        processes = []
-        for rank in range(place.num_ranks):
-            process = _context.Process(
-                target=_be_rank,
-                args=(list(arguments), place, rank, port, str(log), grace_s, rank_0_hosts),
-                daemon=True,
-            )
-            process.start()
-            processes.append(process)
+        processes = [
+            started(_be_rank, list(arguments), place, rank, port, str(log), grace_s, rank_0_hosts)
+            for rank in range(place.num_ranks)
+        ]
         return Victim(processes=processes, log=log, store=store, port=port)
 
     def alive(self) -> list[int]:

@@ -177,7 +177,6 @@ def lose(strategy: str, kind: str, rank: int, delay_s: float, cause_s: float | N
 
     A rank whose transfer fails waits `cause_s` seconds for the name of the lost rank; by default as long as in a job.
     """
-    launch._context.set_forkserver_preload([*launch.PRELOADED, "tests.support.fork_server"])
     port = launch.free_port()
     with tempfile.TemporaryDirectory(prefix="laconic-waits-") as folder:
         processes: list[Any] = []
@@ -186,8 +185,7 @@ def lose(strategy: str, kind: str, rank: int, delay_s: float, cause_s: float | N
             for each in range(NUM_RANKS):
                 environment = launch.torchrun_environment(each, NUM_RANKS, NUM_RANKS, port)
                 job = (strategy, folder, environment, TIMEOUTS_S[kind], GRACE_S, loops, cause_s)
-                processes.append(launch._context.Process(target=live, args=job, daemon=True))
-                processes[-1].start()
+                processes.append(launch.started(live, *job))
             _wait_for_steps(processes, Path(folder))
             time.sleep(delay_s)
             begun = time.monotonic()

@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_context = multiprocessing.get_context("forkserver")
+context = multiprocessing.get_context("forkserver")
 
 PRELOADED = (
     "torch",
@@ -57,6 +57,14 @@ def free_port() -> int:
             return port
 
 
+def started(function: Callable[..., Any], *args: Any, preloaded: Sequence[str] = PRELOADED) -> Any:
+    """Start a process that calls `function(*args)`, a fork of the server: [Note: Fork server]."""
+    context.set_forkserver_preload([*preloaded, "tests.support.fork_server"])
+    process = context.Process(target=function, args=args, daemon=True)
+    process.start()
+    return process
+
+
 def launch(
     function: Callable[..., Any],
     *args: Any,
@@ -81,7 +89,6 @@ def launch(
         RuntimeError: a rank failed. The message has its traceback; the other ranks are killed.
         TimeoutError: some ranks have no result after `timeout_s`; all ranks are killed.
     """
-    _context.set_forkserver_preload([*preloaded, "tests.support.fork_server"])
     num_local, port = num_local or num_ranks, free_port()
     processes: list[Any] = []
     connections: dict[Any, int] = {}
@@ -89,11 +96,10 @@ def launch(
     store = f"file://{folder.name}/store"  # [Note: A file to meet in]
     try:
         for rank in range(num_ranks):
-            receiver, sender = _context.Pipe(duplex=False)
+            receiver, sender = context.Pipe(duplex=False)
             environment = torchrun_environment(rank, num_ranks, num_local, port)
             job = (sender, environment, store, backend, function, args)
-            process = _context.Process(target=_run_rank, args=job, daemon=True)
-            process.start()
+            process = started(_run_rank, *job, preloaded=preloaded)
             processes.append(process)
             sender.close()
             connections[receiver] = rank
