@@ -28,7 +28,7 @@ from laconic.codec import Codec
 from laconic.codec.payload import Part, Payload, Piece, parts_of_islands, payload_of, shards_of_nodes
 from laconic.comm.cluster import Cluster
 from laconic.comm.launch import RankInfo
-from laconic.config import Config
+from laconic.config import Config, DataConfig, SyncConfig
 from laconic.data.batches import Batch
 from laconic.hf.layers import layers_to_shard
 from laconic.islands import outer_optimizer
@@ -133,9 +133,9 @@ def _rehearse(
 ) -> Rehearsal:
     world_size = nodes * local * islands
     ranks = RankInfo(rank=0, world_size=world_size, local_rank=0, num_local=local, num_nodes=nodes * islands)
-    job, layers = _rarely_synced(job), layers_to_shard(model)
+    job, layers = replace(job, sync=_rarely_synced(job.sync)), layers_to_shard(model)
     kinds: dict[int | None, Kind] = {}
-    batch, costs = _batch(job), Costs()
+    batch, costs = _batch(job.data, job.train.micro_batch_size), Costs()
     device_type = trace.device_type
     with (
         rehearsal(nodes=nodes, local=local, islands=islands, device_type=device_type, cost_of=costs) as machine,
@@ -200,23 +200,23 @@ def _sync_all(machine: Machine, local: LocalSteps, take_step: Callable[[], None]
         machine.mark(("synced", number))
 
 
-def _rarely_synced(job: Config) -> Config:
-    """The job, whose plain steps come before the first sync; an exchange has one step to hide behind, or none.
+def _rarely_synced(sync: SyncConfig) -> SyncConfig:
+    """The section of a job whose plain steps come before the first sync.
 
-    Its islands are there from the begin to the end.
+    An exchange has one step to hide behind, or none. Its islands are there from the begin to the end.
     """
-    if not job.sync.is_local:
-        return job
-    policy = job.sync.policy
+    if not sync.is_local:
+        return sync
+    policy = sync.policy
     fragments, overlap = policy.schedule.fragments, min(1, policy.schedule.overlap)
     schedule = replace(policy.schedule, every=fragments * (STEPS + 2), overlap=overlap)
     policy = replace(policy, schedule=schedule, membership=Membership(islands=policy.membership.islands))
-    return replace(job, sync=replace(job.sync, policy=policy))
+    return replace(sync, policy=policy)
 
 
-def _batch(job: Config) -> Batch:
+def _batch(data: DataConfig, rows: int) -> Batch:
     """A micro-batch, whose memory is in no plan."""
-    given = batch_of(job.data, job.train.micro_batch_size)
+    given = batch_of(data, rows)
     num_items = torch.tensor(1.0) if "num_items_in_batch" in given else None
     return Batch(
         input_ids=given["input_ids"], labels=given["labels"], position_ids=given.get("position_ids"),
