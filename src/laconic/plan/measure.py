@@ -172,9 +172,9 @@ class _Measuring:
         yield Figure(key="host_memory_bytes_per_s", values=values, how="copies by all ranks of a node")
 
     def _memory(self) -> Iterator[Figure]:
-        machines = self.ranks.gather(_machine())
+        machines = self.ranks.gather(machine_id())
         sharing = machines.count(machines[self.ranks.rank]) // self.cluster.num_local  # as in a lab
-        host = min(self.ranks.gather(_host_memory_bytes() // max(1, sharing)))
+        host = min(self.ranks.gather(host_memory_bytes() // max(1, sharing)))
         how = "the least of all nodes" if sharing <= 1 else f"one machine plays {sharing} nodes"
         if self.device == self.host:
             device, on = host // self.cluster.num_local, "a rank's part of the host's memory"
@@ -443,7 +443,7 @@ def _counters() -> _Counters:
     return _Counters({name: counts.bytes_sent for name, counts in counted.items() if name != "lo"})
 
 
-def _machine() -> str:
+def machine_id() -> str:
     """A text that is the same for processes of one machine, also in different containers of it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -451,9 +451,19 @@ def _machine() -> str:
         return platform.node()
 
 
-def _host_memory_bytes() -> int:
+def host_memory_bytes() -> int:
     """The memory that processes here may use: the machine's, or less if a control group limits it."""
-    limits = [psutil.virtual_memory().total]
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_limits())])
+
+
+def free_host_memory_bytes() -> int:
+    """The memory that processes here can still get without swapping, on the machine and in their control groups."""
+    free = [limit - used for limit, used in _memory_limits()]
+    return max(0, min([psutil.virtual_memory().available, *free]))
+
+
+def _memory_limits() -> Iterator[tuple[int, int]]:
+    """The limit of each control group that has one, and the bytes used in it, without files that can be read again."""
     root = Path("/sys/fs/cgroup")
     try:
         group = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()[0].split(":", 2)[2]
@@ -464,7 +474,8 @@ def _host_memory_bytes() -> int:
         if path == root.parent:
             break
         try:
-            limits.append(int((path / "memory.max").read_text(encoding="utf-8")))
+            limit, used = (int((path / name).read_text(encoding="utf-8")) for name in ("memory.max", "memory.current"))
+            counts = dict(line.split() for line in (path / "memory.stat").read_text("utf-8").splitlines())
         except (OSError, ValueError):  # no such file, or "max"
             continue
-    return min(limits)
+        yield limit, used - int(counts.get("inactive_file", 0))

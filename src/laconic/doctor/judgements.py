@@ -1,0 +1,393 @@
+"""What is wrong with a cluster, judged from the facts of its ranks and from what they measured: pure functions.
+
+A limit lies far from what a healthy cluster shows, since a doctor that often errs is not heard.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from laconic.doctor.facts import Interface, RankFacts, is_loopback, named_interfaces
+from laconic.doctor.probes import Measured
+from laconic.plan.cluster_spec import ClusterSpec
+from laconic.plan.units import format_quantity
+
+Kind = Literal[
+    "interface", "unreachable", "versions", "devices", "memlock", "open-files", "disk", "host-memory", "device-memory",
+    "clock", "slow-link", "slow-node", "slower-than-before",
+]  # fmt: skip
+"""What can be found; docs/doctor.md has a line for each."""
+
+_LEAST_LOCKED_BYTES = 4e9
+"""A model that needs sharding has a larger host cache, and RDMA locks its buffers as well."""
+_FILES, _FILES_PER_RANK = 256, 16
+"""What a rank opens: libraries, data and checkpoints; and the connections of its groups to each other rank."""
+_LEAST_DISK_BYTES = 1e9
+"""A checkpoint of the smallest models; on a fuller disk logs and caches fail first."""
+_LEAST_HOST_BYTES = 1e9
+"""For each rank. torch itself takes half of it."""
+_UNEQUAL = 0.5
+"""Nodes that do the same work have the same memory free, but for what else runs there."""
+_LEAST_DEVICE_SHARE = 0.8
+"""A desktop takes less than a tenth of a device; another job takes more."""
+_MOST_SKEW_S = 1.0
+"""NTP keeps clocks within a tenth of a second; file systems and log files are read by the second."""
+_SLOW_LINK = 0.5
+"""Links of one kind differ by less than a tenth. A wrong cable or port costs half or more: adapters' rates are 1, 2.5,
+5, 10 Gbit/s and so on."""
+_SOCKET_BITS_PER_S = 10e9
+"""What a few TCP connections reach on ordinary processors. A faster adapter is not slow because they do not fill it."""
+_SLOW_NODE = {"cpu": 0.4}
+"""Ranks on CPU share cores, and two threads of a core have half of it each."""
+_SLOW_DEVICE = 0.8
+"""Equal devices differ by a few percent; heat, a power limit or another process cost more."""
+_BEFORE = 0.5
+"""Of a figure in the cluster file; measurements that are repeated differ by less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that is wrong."""
+
+    severity: Literal["error", "warning"]
+    """error: a run fails, or gives what nobody wants. warning: it is slower than it need be, or may fail later."""
+    kind: Kind
+    what: str
+    """Where and what it is."""
+    cost: str
+    remedy: str
+    """What to do: a command or a variable, where one helps."""
+    stops: bool = False
+    """Whether it keeps the ranks from making a process group, so that nothing can be measured."""
+
+    def __str__(self) -> str:
+        return f"{self.severity:7} {self.kind}: {self.what}. Cost: {self.cost}. Remedy: {self.remedy}"
+
+
+def judge_facts(facts: Sequence[RankFacts]) -> list[Finding]:
+    """Judge what the ranks have read, by rank, before they have a process group."""
+    judges: tuple[Callable[[Sequence[RankFacts]], Iterator[Finding]], ...] = (
+        judge_interfaces, judge_versions, judge_limits, judge_disks, judge_memory,
+    )  # fmt: skip
+    return [finding for judge in judges for finding in judge(facts)]
+
+
+def judge_measured(facts: Sequence[RankFacts], measured: Measured, before: ClusterSpec | None = None) -> list[Finding]:
+    """Judge what the ranks have measured together. `before` is the cluster file of a time when all was well."""
+    return [
+        *judge_clocks(facts, measured.clocks_s),
+        *judge_links(facts, measured.links),
+        *judge_products(facts, measured.products_s),
+        *judge_against(before, measured.figures),
+    ]
+
+
+def judge_interfaces(facts: Sequence[RankFacts]) -> Iterator[Finding]:
+    """interface: a variable names none, one that is down, or loopback; or Gloo would choose loopback by itself."""
+    if len({own.network for own in facts}) == 1:
+        return  # one machine talks to itself over any
+    for own in _first_of_nodes(facts):
+        better = f"export {{}}={own.route or 'NAME'} on {_node(own)}, before torchrun; `ip -brief address` lists names"
+        stops = True
+        for variable, value in own.chosen.items():
+            is_gloo = variable.startswith("GLOO")
+            stops = is_gloo or own.device_type == "cuda"
+            exact = [name for name in value.split(",") if name in own.interfaces]
+            names = exact if is_gloo else named_interfaces(value, own.interfaces)
+            problem = _problem(own.interfaces, names)
+            if problem:
+                yield Finding(
+                    severity="error",
+                    kind="interface",
+                    what=f"{_node(own)}: {variable}={value} names {problem}",
+                    cost="the ranks cannot reach each other: the first step hangs or fails",
+                    remedy=better.format(variable),
+                    stops=stops,
+                )
+        if "GLOO_SOCKET_IFNAME" not in own.chosen and is_loopback(own.own_address):
+            yield Finding(
+                severity="error",
+                kind="interface",
+                what=f"{_node(own)}: the host's own name means {own.own_address}, where Gloo would listen",
+                cost="ranks of other nodes cannot reach it: the first step hangs or fails",
+                remedy=better.format("GLOO_SOCKET_IFNAME"),
+                stops=True,
+            )
+        used = own.interfaces.get(own.interface())
+        fastest = max(own.interfaces.items(), key=lambda item: _rate(item[1]))
+        if used and used.bits_per_s and _rate(fastest[1]) > used.bits_per_s:
+            yield Finding(
+                severity="warning",
+                kind="interface",
+                what=f"{_node(own)} talks over {own.interface()}, of {format_quantity(used.bits_per_s, 'bit/s')}, and "
+                f"has {fastest[0]}, of {format_quantity(_rate(fastest[1]), 'bit/s')}",
+                cost="every transfer takes longer by that factor, if the faster one reaches the other nodes",
+                remedy=f"export NCCL_SOCKET_IFNAME={fastest[0]} GLOO_SOCKET_IFNAME={fastest[0]} and give torchrun the "
+                "address of that network",
+            )
+
+
+def judge_unreachable(facts: Sequence[RankFacts], pairs: Sequence[tuple[int, int, str]]) -> Iterator[Finding]:
+    """unreachable: one node cannot open a connection to another."""
+    nodes = _first_of_nodes(facts)
+    for of, to, reason in pairs:
+        yield Finding(
+            severity="error",
+            kind="unreachable",
+            what=f"{_node(nodes[of])} cannot connect to {_node(nodes[to])} at {reason}",
+            cost="the ranks cannot reach each other: the first step hangs or fails",
+            remedy=f"let {_node(nodes[to])} accept TCP on all ports from the cluster, such as `ufw allow from "
+            "NETWORK/24`; or name an interface that both have in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
+            stops=True,
+        )
+
+
+def judge_versions(facts: Sequence[RankFacts]) -> Iterator[Finding]:
+    """versions, devices: ranks have unlike software or unlike devices."""
+    names = dict.fromkeys(name for own in facts for name in own.versions)
+    for name in names:
+        found = _ranks_by({own.rank: own.versions.get(name, "none") for own in facts})
+        if len(found) > 1:
+            yield Finding(
+                severity="warning" if name in ("Python", "NVIDIA driver") else "error",
+                kind="versions",
+                what=f"{name} is {found}",
+                cost="ranks may compute differently, wait for each other for ever, or refuse each other's messages",
+                remedy=f"install the same {name} on all nodes; one lock file or one image for all of them is simplest",
+            )
+    found = _ranks_by({own.rank: own.device for own in facts})
+    if len(found) > 1:
+        yield Finding(
+            severity="warning",
+            kind="devices",
+            what=f"the device is {found}",
+            cost="every step takes as long as on the slowest, and every rank's memory is that of the smallest",
+            remedy="run equal devices together; islands with local steps may have unlike ones (docs/local-steps.md)",
+        )
+
+
+def judge_limits(facts: Sequence[RankFacts]) -> Iterator[Finding]:
+    """memlock, open-files: a process may lock too little memory, or open too few files."""
+    most = max(_locked(own) for own in facts)
+    for own in _first_of_nodes(facts):
+        locks = own.device_type != "cpu" or own.has_rdma
+        if _locked(own) < (min(most, _LEAST_LOCKED_BYTES) if not locks else _LEAST_LOCKED_BYTES):
+            others = f", elsewhere {_limit(most)}" if _locked(own) < most else ""
+            yield Finding(
+                severity="error" if own.has_rdma else "warning",
+                kind="memlock",
+                what=f"{_node(own)}: a process may lock {_limit(_locked(own))} of memory{others}",
+                cost="a host cache is not page-locked, so its copies are several times slower; RDMA does not start",
+                remedy="`ulimit -l unlimited`; for good: `* - memlock unlimited` in /etc/security/limits.conf, "
+                "LimitMEMLOCK=infinity in the unit of Slurm or Docker, --ulimit memlock=-1 of docker run",
+            )
+        needed = _FILES + _FILES_PER_RANK * len(facts)
+        if own.open_files < needed:
+            yield Finding(
+                severity="error",
+                kind="open-files",
+                what=f"{_node(own)}: a process may open {own.open_files} files; {len(facts)} ranks need {needed}",
+                cost="the run fails with `Too many open files`, often after hours",
+                remedy="`ulimit -n 65536`; for good: `* - nofile 65536` in /etc/security/limits.conf",
+            )
+
+
+def judge_disks(facts: Sequence[RankFacts]) -> Iterator[Finding]:
+    """disk: a folder of the run is full, or cannot be written."""
+    for own in _first_of_nodes(facts):
+        for folder, (free, problem) in own.disks.items():
+            if problem or free < _LEAST_DISK_BYTES:
+                left = problem or f"has {format_quantity(free, 'B')} left"
+                yield Finding(
+                    severity="error",
+                    kind="disk",
+                    what=f"{_node(own)}: {folder}: {left}",
+                    cost="checkpoints, logs or temporary files cannot be written, and the run fails then",
+                    remedy=f"make room (`du -xh {folder} | sort -h | tail`), or use another: --train.output, TMPDIR",
+                )
+
+
+def judge_memory(facts: Sequence[RankFacts]) -> Iterator[Finding]:
+    """host-memory, device-memory: something else has the memory that the ranks need."""
+    nodes = _first_of_nodes(facts)
+    most = max(own.free_host_bytes for own in nodes)
+    for own in nodes:
+        sharing = sum(other.machine == own.machine for other in facts)
+        is_less = own.free_host_bytes < _UNEQUAL * most and own.host_bytes >= _UNEQUAL * most
+        is_little = own.free_host_bytes < _LEAST_HOST_BYTES * sharing
+        if is_little or is_less:
+            others = f"; other nodes have up to {format_quantity(most, 'B')}" if is_less else ""
+            yield Finding(
+                severity="error" if is_little else "warning",
+                kind="host-memory",
+                what=f"{_node(own)}: {format_quantity(own.free_host_bytes, 'B')} of host memory are free, of "
+                f"{format_quantity(own.host_bytes, 'B')}, for {sharing} ranks{others}",
+                cost="a host cache or the data swaps, or the kernel kills a rank",
+                remedy='`ps aux --sort -rss | head` shows what has it; cache = "none" or "device" needs less',
+            )
+    for own in facts:
+        if own.device_bytes and own.free_device_bytes < _LEAST_DEVICE_SHARE * own.device_bytes:
+            yield Finding(
+                severity="warning",
+                kind="device-memory",
+                what=f"rank {own.rank} on {_node(own)}: {format_quantity(own.free_device_bytes, 'B')} of the device's "
+                f"{format_quantity(own.device_bytes, 'B')} are free",
+                cost="the run has that much less, and shares the device's time",
+                remedy="`nvidia-smi` shows the processes that use it",
+            )
+
+
+def judge_clocks(facts: Sequence[RankFacts], clocks_s: Sequence[tuple[float, float]]) -> Iterator[Finding]:
+    """clock: a node's clock is surely ahead of, or behind, that of node 0."""
+    for own in _first_of_nodes(facts):
+        low, high = clocks_s[own.rank]
+        sure = max(low, -high)
+        if sure > _MOST_SKEW_S:
+            yield Finding(
+                severity="warning",
+                kind="clock",
+                what=f"{_node(own)}: its clock is {format_quantity(sure, 's')} {'ahead of' if low > 0 else 'behind'} "
+                f"that of {_node(facts[0])}",
+                cost="log files of nodes do not line up, files on a shared disk seem new or old, certificates may fail",
+                remedy="`timedatectl set-ntp true` on both, or chrony with one server for all nodes",
+            )
+
+
+def judge_links(facts: Sequence[RankFacts], links: Mapping[tuple[int, int], float]) -> Iterator[Finding]:
+    """slow-link: a node's link is slower than the others', or all are slower than their adapters.
+
+    A link counts as slow beside the best links of most nodes. The node that has most of the slow links is named first.
+    """
+    if not links:
+        return
+    nodes = _first_of_nodes(facts)
+    typical = statistics.median_high([max(rate for pair, rate in links.items() if own.node in pair) for own in nodes])
+    slow = {pair: rate for pair, rate in links.items() if rate < _SLOW_LINK * typical}
+    while slow:
+
+        def blame(node: int) -> tuple[int, int]:
+            return sum(node in pair for pair in slow), sum(node == pair[0] for pair in slow)
+
+        worst = max(range(len(nodes)), key=blame)
+        own = {pair: slow.pop(pair) for pair in list(slow) if worst in pair}
+        pairs = ", ".join(f"{of} to {to}" for of, to in own)
+        yield Finding(
+            severity="warning",
+            kind="slow-link",
+            what=f"{_node(nodes[worst])}: {format_quantity(min(own.values()), 'bit/s')} from node {pairs}; other links "
+            f"give {format_quantity(typical, 'bit/s')}",
+            cost=f"every step waits for it: what crosses takes {typical / min(own.values()):.1f} times as long",
+            remedy=f"{_look_at(nodes[worst])}, then cable, port of the switch, duplex, and what else uses the link",
+        )
+    rates = [rate for rate in (_rate(own.interfaces.get(own.interface())) for own in nodes) if rate]
+    expected = min([*rates, _SOCKET_BITS_PER_S])
+    if len(rates) == len(nodes) and typical < _SLOW_LINK * expected:
+        yield Finding(
+            severity="warning",
+            kind="slow-link",
+            what=f"the wire gives {format_quantity(typical, 'bit/s')}; the adapters agreed on "
+            f"{format_quantity(min(rates), 'bit/s')} or more",
+            cost=f"what crosses takes {expected / typical:.1f} times as long as it need",
+            remedy="look for what else uses the network, and for a switch, a firewall or a tunnel between the nodes",
+        )
+    if rates and max(rates) > min(rates):
+        slowest = min(nodes, key=lambda own: _rate(own.interfaces.get(own.interface())) or float("inf"))
+        yield Finding(
+            severity="warning",
+            kind="slow-link",
+            what=f"{_node(slowest)}: its adapter agreed on {format_quantity(min(rates), 'bit/s')}, others on "
+            f"{format_quantity(max(rates), 'bit/s')}",
+            cost="every step waits for the slowest link",
+            remedy=f"{_look_at(slowest)}, then another cable or port",
+        )
+
+
+def judge_products(facts: Sequence[RankFacts], products_s: Sequence[float]) -> Iterator[Finding]:
+    """slow-node: a rank takes much longer for the same product than most others."""
+    typical = statistics.median_low(products_s)
+    slow = [own for own in facts if typical / products_s[own.rank] < _SLOW_NODE.get(own.device_type, _SLOW_DEVICE)]
+    for node in dict.fromkeys(own.node for own in slow):
+        ranks = [own for own in slow if own.node == node]
+        factor = max(products_s[own.rank] for own in ranks) / typical
+        tool = "`top`" if ranks[0].device_type == "cpu" else "`nvidia-smi -q -d CLOCK,POWER,TEMPERATURE`"
+        yield Finding(
+            severity="warning",
+            kind="slow-node",
+            what=f"{_node(ranks[0])}: for the same product rank {', '.join(str(own.rank) for own in ranks)} takes "
+            f"{factor:.1f} times as long as others",
+            cost=f"every step waits for it: compute takes up to {factor:.1f} times as long",
+            remedy=f"see {tool} for another process, heat or a power limit",
+        )
+
+
+def judge_against(before: ClusterSpec | None, figures: Mapping[str, float]) -> Iterator[Finding]:
+    """slower-than-before: a rate is far below that of the cluster file that was given."""
+    for key, now in figures.items():
+        section, _, dtype = key.partition(".")
+        then = getattr(before, section, None)
+        then = then.get(dtype) if dtype and then else then
+        if then and section.endswith("_per_s") and now < _BEFORE * then:
+            unit: Literal["bit/s", "FLOP/s", "B/s"] = "bit/s" if "bits" in key else "FLOP/s" if dtype else "B/s"
+            yield Finding(
+                severity="warning",
+                kind="slow-link" if section.startswith("wire") else "slower-than-before",
+                what=f"{key} is {format_quantity(now, unit)}; the cluster file says {format_quantity(then, unit)}",
+                cost="plans made with that file are wrong, and steps are slower",
+                remedy="find what has changed, or measure again: `laconic plan measure --out FILE`",
+            )
+
+
+def _first_of_nodes(facts: Sequence[RankFacts]) -> list[RankFacts]:
+    """The facts of the first rank of each node, by node."""
+    return list({own.node: own for own in reversed(facts)}.values())[::-1]
+
+
+def _node(own: RankFacts) -> str:
+    return f"node {own.node} ({own.host})"
+
+
+def _locked(own: RankFacts) -> float:
+    return float("inf") if own.locked_bytes is None else own.locked_bytes
+
+
+def _limit(nbytes: float) -> str:
+    return "as much as it likes" if nbytes == float("inf") else format_quantity(nbytes, "B")
+
+
+def _problem(interfaces: Mapping[str, Interface], names: Sequence[str]) -> str:
+    """What is wrong with all of the interfaces that a variable names; "" if one of them is right."""
+    if not names:
+        return f"no interface (there are {', '.join(interfaces)})"
+    problems = {name: _problem_of(interfaces[name]) for name in names}
+    return "" if "" in problems.values() else ", ".join(f"{name}, which {problems[name]}" for name in names)
+
+
+def _problem_of(interface: Interface) -> str:
+    if interface.is_loopback:
+        return "reaches this machine alone"
+    return "has no address" if not interface.addresses else "" if interface.is_up else "is down"
+
+
+def _rate(interface: Interface | None) -> float:
+    return interface.bits_per_s or 0.0 if interface and interface.is_up and interface.addresses else 0.0
+
+
+def _look_at(own: RankFacts) -> str:
+    return f"`ethtool {own.interface() or 'INTERFACE'}` on {_node(own)}"
+
+
+class _RanksBy(dict[str, list[int]]):
+    """The ranks that have each value."""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in self.items())
+
+
+def _ranks_by(values: Mapping[int, str]) -> _RanksBy:
+    found = _RanksBy()
+    for rank, value in values.items():
+        found.setdefault(value, []).append(rank)
+    return found

@@ -1,0 +1,224 @@
+"""What the ranks measure together, besides `laconic plan measure`: clocks, each link, each device, each placement.
+
+[Note: Sure bounds of a clock]
+All ranks write down their clock, exchange what they wrote, and look at the clock again. Rank 0's first look came before
+rank r's second one, and rank r's first before rank 0's second. So r's clock minus 0's lies between (r's first - 0's
+second) and (r's second - 0's first), however slow the network or the machine is. Rounds make the bounds narrower.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from laconic.comm.agreement import RankGroup
+from laconic.comm.cluster import Cluster
+from laconic.plan.measure import Effort, Figure, measure
+from laconic.shard.api import fully_shard
+from laconic.shard.policies import Where
+
+QUICK = Effort(repetitions=3, enough_s=0.05)
+"""Enough to show the figures; `laconic plan measure` takes more repetitions."""
+_CLOCK_ROUNDS = 10
+_MOST_SHIFTS = 7
+"""Each node measures its links with at most this many other nodes at its left, and as many at its right."""
+_LINK_BYTES = tuple(2**power for power in range(17, 30, 2))
+_LINK_S = 0.25
+"""Long beside the bursts that a switch or a filter lets through."""
+_REPETITIONS = 3
+_PRODUCTS = 30
+_PRODUCT_ROWS = {"cpu": 512}
+_DEVICE_ROWS = 8192
+_PLACEMENT_S = 3.0
+"""The steps of a placement take this long together, and at least one step."""
+_MOST_STEPS = 10
+_LAYERS = 6
+_CROSSING_S = 0.25
+"""The model of a placement is so large that its weights cross the wire in about this time."""
+_WIDTHS = (64, 4096)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementStep:
+    """A step of a small model with its node shards in one place."""
+
+    where: Where
+    step_s: float
+    """The median of the steps, each on its slowest rank."""
+    sent_bytes: int
+    """Payload that a node sends in a step."""
+    numel: int
+    """Of the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What all ranks have measured together; equal on all of them."""
+
+    clocks_s: list[tuple[float, float]]
+    """By rank: the least and the most that its clock is ahead of rank 0's: [Note: Sure bounds of a clock]."""
+    links: dict[tuple[int, int], float]
+    """By sending and receiving node: payload bits per second, while the other direction works too."""
+    products_s: list[float]
+    """By rank: the time of the same product, the shortest of many, while all ranks compute."""
+    figures: dict[str, float]
+    """The medians of `laconic plan measure`, by key of the cluster file."""
+    steps: list[PlacementStep]
+
+
+def measure_all(cluster: Cluster, ranks: RankGroup, figures: list[Figure]) -> Measured:
+    """Measure everything besides `figures`, which were measured before. Collective over all ranks."""
+    by_key = {figure.key: figure.median for figure in figures}
+    return Measured(
+        clocks_s=clock_bounds(ranks),
+        products_s=product_times(cluster, ranks),
+        links=link_rates(cluster, ranks),
+        figures=by_key,
+        steps=placement_steps(cluster, ranks, by_key.get("wire_bits_per_s")),
+    )
+
+
+def measure_figures(cluster: Cluster, ranks: RankGroup, *, is_thorough: bool) -> list[Figure]:
+    """The figures of a cluster file, as `laconic plan measure` measures them, or with less effort."""
+    return measure(cluster, ranks, None if is_thorough else QUICK)
+
+
+def wall_clock() -> float:
+    """The time that log files and the file system have, in seconds."""
+    return time.time()
+
+
+def clock_bounds(ranks: RankGroup) -> list[tuple[float, float]]:
+    """See `Measured.clocks_s`. Collective."""
+    looks = []
+    for _ in range(_CLOCK_ROUNDS):
+        first = wall_clock()
+        ranks.gather(None)
+        looks.append([first, wall_clock()])
+    by_rank = ranks.gather(looks)
+    return [
+        (
+            max(own[0] - zero[1] for own, zero in zip(rounds, by_rank[0], strict=True)),
+            min(own[1] - zero[0] for own, zero in zip(rounds, by_rank[0], strict=True)),
+        )
+        for rounds in by_rank
+    ]
+
+
+def link_rates(cluster: Cluster, ranks: RankGroup) -> dict[tuple[int, int], float]:
+    """See `Measured.links`. Collective.
+
+    In turn k, every node sends to the k-th after it, so each node has one sender and one receiver. All its ranks send
+    at once, each to the rank with its place, as in training. The best of some repetitions counts: other work on the
+    machines can only make a link look slower than it is.
+    """
+    group, nodes = cluster.gather_groups["node"], cluster.num_nodes
+    if group is None:
+        return {}
+    device = torch.device("cpu") if dist.get_backend(group) == "gloo" else cluster.device
+
+    def seconds(shift: int, nbytes: int) -> float:
+        """The time until this rank has what the node before it sends."""
+        sent, received = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+        to, of = (cluster.node_rank + shift) % nodes, (cluster.node_rank - shift) % nodes
+        operations = [
+            dist.P2POp(dist.isend, sent, group=group, group_peer=to),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=of),
+        ]
+        ranks.gather(None)  # all ranks begin together
+        start = time.perf_counter()
+        sending, *receiving = dist.batch_isend_irecv(operations)  # NCCL: one work for both
+        for work in receiving or [sending]:
+            work.wait()
+        _finish(device)
+        elapsed = time.perf_counter() - start
+        sending.wait()
+        return elapsed
+
+    seconds(1, _LINK_BYTES[0])  # connects
+    for nbytes in _LINK_BYTES:
+        if max(ranks.gather(seconds(1, nbytes))) >= _LINK_S:
+            break
+    rates: dict[tuple[int, int], float] = {}
+    for shift in range(1, min(nodes - 1, _MOST_SHIFTS) + 1):
+        best = min(seconds(shift, nbytes) for _ in range(_REPETITIONS))
+        own = (cluster.node_rank - shift) % nodes, cluster.node_rank, 8 * nbytes / best
+        for of, to, rate in ranks.gather(own):
+            rates[of, to] = rates.get((of, to), 0.0) + rate
+    return rates
+
+
+def product_times(cluster: Cluster, ranks: RankGroup) -> list[float]:
+    """See `Measured.products_s`. Collective. The shortest of many is free of what else a processor does meanwhile."""
+    device = cluster.device
+    rows = _PRODUCT_ROWS.get(device.type, _DEVICE_ROWS)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    factors = [torch.randn(rows, rows, device=device).to(dtype) for _ in range(2)]
+    product = torch.empty_like(factors[0])
+    ranks.gather(None)
+    own = []
+    for _ in range(_PRODUCTS):
+        start = time.perf_counter()
+        multiply(factors[0], factors[1], product)
+        _finish(device)
+        own.append(time.perf_counter() - start)
+    return ranks.gather(min(own))
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor, product: torch.Tensor) -> None:
+    """The work by which devices are compared."""
+    torch.matmul(a, b, out=product)
+
+
+def placement_steps(cluster: Cluster, ranks: RankGroup, wire_bits_per_s: float | None) -> list[PlacementStep]:
+    """Steps of a small model with each place for its node shards, by the engine itself. Collective."""
+    dtype = torch.float32 if cluster.device_type == "cpu" else torch.bfloat16
+    crossing_bytes = (wire_bits_per_s or 1e9) / 8 * _CROSSING_S
+    width = int((crossing_bytes / dtype.itemsize / _LAYERS) ** 0.5) // 64 * 64
+    width = min(max(width, _WIDTHS[0]), _WIDTHS[1])
+    return [_steps_with(where, cluster, ranks, width, dtype) for where in get_args(Where)]
+
+
+def _steps_with(where: Where, cluster: Cluster, ranks: RankGroup, width: int, dtype: torch.dtype) -> PlacementStep:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(_LAYERS)]
+    model = nn.Sequential(*layers).to(cluster.device, dtype)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    for layer in (*layers, model):
+        fully_shard(layer, mesh=cluster.mesh, cache=where)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    batch = torch.ones(64, width, device=cluster.device, dtype=dtype)
+
+    def step() -> None:
+        model(batch).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    _timed(step, ranks, cluster.device)  # makes buffers
+    durations: list[float] = []
+    before = cluster.traffic.snapshot()
+    while sum(durations) < _PLACEMENT_S and len(durations) < _MOST_STEPS:
+        durations.append(_timed(step, ranks, cluster.device))
+    sent = (cluster.traffic.snapshot() - before).total("node", direction="sent") // len(durations)
+    in_node = cluster.num_local * sent
+    return PlacementStep(where=where, step_s=statistics.median(durations), sent_bytes=in_node, numel=numel)
+
+
+def _timed(action: Callable[[], None], ranks: RankGroup, device: torch.device) -> float:
+    """The duration of an action on the slowest rank. Collective."""
+    start = time.perf_counter()
+    action()
+    _finish(device)
+    return max(ranks.gather(time.perf_counter() - start))
+
+
+def _finish(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize()

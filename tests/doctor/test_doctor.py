@@ -1,0 +1,242 @@
+"""`laconic doctor`: a healthy lab has no finding, each planted fault has one; and the judgements on facts made up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from laconic.doctor import judgements
+from laconic.doctor.facts import Interface, RankFacts, named_interfaces
+from laconic.doctor.judgements import Finding, Kind, judge_facts
+from laconic.doctor.probes import Measured
+from laconic.lab import Lab
+from laconic.plan.cluster_file import parse_cluster
+
+LO = Interface(addresses=("127.0.0.1", "::1"), is_up=True, bits_per_s=None)
+ETH = Interface(addresses=("10.0.0.1",), is_up=True, bits_per_s=10e9)
+FACTS = RankFacts(
+    rank=0, node=0, host="box", machine="m", network="n", device_type="cuda", device="H100",
+    versions={"torch": "2.13.0", "NCCL": "2.27.5", "Python": "3.12.1"}, locked_bytes=None, open_files=1024,
+    has_rdma=False, host_bytes=128 * 10**9, free_host_bytes=100 * 10**9, device_bytes=80 * 10**9,
+    free_device_bytes=79 * 10**9, disks={"/out": (10**12, "")}, interfaces={"lo": LO, "eth0": ETH}, chosen={},
+    route="eth0", own_address="10.0.0.1",
+)  # fmt: skip
+
+
+def healthy(nodes: int = 2, local: int = 2, **changed: Any) -> list[RankFacts]:
+    """The facts of all ranks; `changed` on the ranks of the last node."""
+    ranks = [
+        replace(FACTS, rank=rank, node=rank // local, machine=f"m{rank // local}", network=f"n{rank // local}")
+        for rank in range(nodes * local)
+    ]
+    return [replace(own, **changed) if own.node == nodes - 1 else own for own in ranks]
+
+
+def kinds(findings: list[Finding] | Iterator[Finding]) -> list[tuple[str, str]]:
+    return [(finding.kind, finding.severity) for finding in findings]
+
+
+# -- in the lab
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with Lab(nodes=2, rate_bits_per_s=200e6) as lab:
+        lab.warm_up(["tests.doctor.planted", "torch._dynamo"])
+        yield lab
+
+
+def examine(lab: Lab, folder: Path, *faults: str) -> tuple[int, str, list[str]]:
+    """The exit code, the output of rank 0, and the kinds of its findings."""
+    result = lab.run(["-m", "tests.doctor.planted", str(folder), ",".join(faults)], show=False, timeout_s=90)
+    said = result.nodes[0].output
+    assert not result.timed_out, said
+    return result.exit_code, said, re.findall(r"^(?:error|warning) +([a-z-]+): ", said, re.M)
+
+
+def test_a_healthy_lab_has_no_finding(lab: Lab, tmp_path: Path) -> None:
+    code, said, found = examine(lab, tmp_path)
+    assert (code, found) == (0, []), said
+    assert said.startswith("2 nodes, 2 ranks\nnode 0 ")
+    for line in (r"node 1 +\S+: 1 x .* talks over wire0", r"versions +torch \S+, Python", r"wire +.*bit/s, .*latency"):
+        assert re.search(line, said), said
+    steps = re.findall(r'^step +cache = "(\w+)": .* a node sends (.*)$', said, re.M)
+    assert [where for where, _ in steps] == ["none", "host", "device"]
+    assert steps[0][1] != steps[1][1] == steps[2][1], "a cache saves a gather"
+    assert said.endswith("all is well\n")
+
+
+def test_seven_faults_of_a_node_are_found_together(lab: Lab, tmp_path: Path) -> None:
+    faults = ["slow-link", "memlock", "clock", "versions", "disk", "host-memory", "slow-node"]
+    code, said, found = examine(lab, tmp_path, *faults)
+    assert sorted(found) == sorted(faults), said
+    assert code == 1
+    blamed = [line for line in said.splitlines() if re.match("error|warning", line) and "node 1" in line]
+    assert len(blamed) == 6, said
+    assert "torch is " in said
+    assert "2.12.0 on rank 1" in said
+    assert f"{tmp_path}: " in said
+
+
+@pytest.mark.parametrize(("fault", "text"), [("loopback", "lo, which reaches this"), ("missing", "no interface")])
+def test_a_wrong_interface_is_found_before_ranks_hang(lab: Lab, tmp_path: Path, fault: str, text: str) -> None:
+    code, said, found = examine(lab, tmp_path, fault)
+    assert (code, found) == (1, ["interface"]), said
+    assert text in said
+    assert "export GLOO_SOCKET_IFNAME=wire0 on node 1" in said
+    assert "nothing was measured" in said
+
+
+# -- on facts made up
+
+
+def test_healthy_facts_have_no_finding_and_survive_the_journey() -> None:
+    facts = healthy()
+    assert judge_facts(facts) == []
+    assert [RankFacts.from_json(own.to_json()) for own in facts] == facts
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "severity"),
+    [
+        ({"locked_bytes": 8 << 20}, "memlock", "warning"),
+        ({"locked_bytes": 8 << 20, "has_rdma": True}, "memlock", "error"),
+        ({"open_files": 256}, "open-files", "error"),
+        ({"versions": {**FACTS.versions, "torch": "2.12.0"}}, "versions", "error"),
+        ({"versions": {"torch": "2.13.0", "Python": "3.12.1"}}, "versions", "error"),
+        ({"versions": {**FACTS.versions, "Python": "3.11.2"}}, "versions", "warning"),
+        ({"disks": {"/out": (10**12, "Disk quota exceeded")}}, "disk", "error"),
+        ({"disks": {"/out": (10**6, "")}}, "disk", "error"),
+        ({"free_host_bytes": 10**9}, "host-memory", "error"),
+        ({"free_host_bytes": 30 * 10**9}, "host-memory", "warning"),
+        ({"chosen": {"NCCL_SOCKET_IFNAME": "ib"}}, "interface", "error"),
+        ({"chosen": {"GLOO_SOCKET_IFNAME": "eth"}}, "interface", "error"),
+        ({"interfaces": {"eth0": replace(ETH, is_up=False)}, "chosen": {"GLOO_SOCKET_IFNAME": "eth0"}}, "interface",
+         "error"),
+        ({"own_address": "127.0.1.1"}, "interface", "error"),
+        ({"interfaces": {"eth0": ETH, "eth1": replace(ETH, bits_per_s=100e9)}}, "interface", "warning"),
+    ],
+)  # fmt: skip
+def test_a_fault_of_one_node_is_one_finding(changed: dict[str, Any], kind: str, severity: str) -> None:
+    findings = judge_facts(healthy(**changed))
+    assert kinds(findings) == [(kind, severity)], findings
+    assert "node 1" in findings[0].what or "rank 2, 3" in findings[0].what
+
+
+def test_other_devices_and_devices_in_use_are_found() -> None:
+    assert kinds(judge_facts(healthy(device="A100"))) == [("devices", "warning")]
+    assert kinds(judge_facts(healthy(free_device_bytes=40 * 10**9))) == [("device-memory", "warning")] * 2
+
+
+def test_a_processor_locks_nothing_so_equal_small_limits_are_no_fault() -> None:
+    small = [replace(own, locked_bytes=65536, device_type="cpu", device_bytes=0) for own in healthy()]
+    assert judge_facts(small) == []
+
+
+def test_one_machine_may_talk_over_loopback() -> None:
+    alone = [replace(own, chosen={"GLOO_SOCKET_IFNAME": "lo"}) for own in healthy(nodes=1)]
+    assert judge_facts(alone) == []
+
+
+def test_values_of_nccl_are_prefixes_exact_names_or_exclusions() -> None:
+    names = ["lo", "eth0", "eth1", "docker0"]
+    assert named_interfaces("eth", names) == ["eth0", "eth1"]
+    assert named_interfaces("=eth", names) == []
+    assert named_interfaces("=eth1", names) == ["eth1"]
+    assert named_interfaces("^docker,lo", names) == ["eth0", "eth1"]
+    assert named_interfaces("eth1,eth0", names) == ["eth0", "eth1"]
+
+
+def links(nodes: int, slow: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+    return {(of, to): slow.get((of, to), 9.4e9) for of in range(nodes) for to in range(nodes) if of != to}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "slow", "named"),
+    [
+        (2, {(1, 0): 0.9e9}, ["node 1"]),
+        (3, {(0, 2): 0.9e9, (1, 2): 0.9e9, (2, 0): 0.9e9, (2, 1): 0.9e9}, ["node 2"]),
+        (4, {(0, 1): 0.9e9}, ["node 0"]),
+        (4, {(0, 1): 0.9e9, (0, 2): 0.9e9, (0, 3): 0.9e9, (3, 2): 0.9e9}, ["node 0", "node 3"]),
+        (3, {(0, 1): 8e9}, []),
+    ],
+)
+def test_slow_links_are_blamed_on_the_node_that_explains_most(
+    nodes: int, slow: dict[tuple[int, int], float], named: list[str]
+) -> None:
+    found = list(judgements.judge_links(healthy(nodes, 1), links(nodes, slow)))
+    assert [finding.what.partition(" (")[0] for finding in found] == named
+
+
+def test_a_wire_is_judged_by_its_adapters_and_by_earlier_days() -> None:
+    slow = dict.fromkeys(links(2, {}), 0.94e9)
+    (finding,) = judgements.judge_links(healthy(), slow)
+    assert "the wire gives 940 Mbit/s; the adapters agreed on 10 Gbit/s" in finding.what
+    one = {"lo": LO, "eth0": replace(ETH, bits_per_s=1e9)}
+    (finding,) = judgements.judge_links(healthy(interfaces=one), slow)
+    assert "its adapter agreed on 1 Gbit/s, others on 10 Gbit/s" in finding.what
+    assert not list(judgements.judge_links([replace(own, interfaces={"lo": LO}) for own in healthy()], slow))
+    then = parse_cluster(CLUSTER)
+    figures = {"wire_bits_per_s": 0.9e9, "device_flops_per_s.float32": 0.4e12, "wire_latency_s": 1.0, "nodes": 2.0}
+    found = list(judgements.judge_against(then, figures))
+    assert [finding.kind for finding in found] == ["slow-link", "slower-than-before"]
+    assert found[0].what == "wire_bits_per_s is 900 Mbit/s; the cluster file says 10 Gbit/s"
+    assert not list(judgements.judge_against(then, {"wire_bits_per_s": 9e9}))
+    assert not list(judgements.judge_against(None, figures))
+
+
+CLUSTER = """
+nodes = 2
+ranks_per_node = 1
+device_memory_bytes = "80 GB"
+device_memory_bytes_per_s = "3 TB/s"
+host_memory_bytes = "128 GB"
+host_to_device_bytes_per_s = "50 GB/s"
+device_to_host_bytes_per_s = "50 GB/s"
+wire_bits_per_s = "10 Gbit/s"
+wire_latency_s = "20 us"
+[device_flops_per_s]
+float32 = "1 TFLOP/s"
+"""
+
+
+def test_only_a_sure_skew_is_a_finding() -> None:
+    facts = healthy(2, 1)
+    for bounds, word in (((89.0, 91.0), "ahead of"), ((-91.0, -89.0), "behind")):
+        (finding,) = judgements.judge_clocks(facts, [(0.0, 0.0), bounds])
+        assert f"its clock is 89 s {word} that of node 0" in finding.what
+    assert not list(judgements.judge_clocks(facts, [(0.0, 0.0), (-20.0, 91.0)])), "a busy network proves nothing"
+
+
+def test_a_slow_device_is_a_finding_and_a_shared_core_is_not() -> None:
+    assert kinds(judgements.judge_products(healthy(), [1.0, 1.0, 1.0, 1.4])) == [("slow-node", "warning")]
+    on_cpu = [replace(own, device_type="cpu") for own in healthy()]
+    assert not list(judgements.judge_products(on_cpu, [1.0, 1.0, 1.0, 2.0]))
+    (finding,) = judgements.judge_products(on_cpu, [1.0, 1.0, 3.0, 3.0])
+    assert "rank 2, 3 takes 3.0 times as long" in finding.what
+
+
+def test_all_measurements_are_judged() -> None:
+    ill = Measured(
+        clocks_s=[(0.0, 0.0), (9.0, 9.1)], links=links(2, {(1, 0): 1e9}), products_s=[1.0, 2.0], figures={}, steps=[]
+    )
+    found = judgements.judge_measured(healthy(2, 1), ill)
+    assert [finding.kind for finding in found] == ["clock", "slow-link", "slow-node"]
+    well = replace(ill, clocks_s=[(-0.1, 0.1)] * 2, links=links(2, {}), products_s=[1.0, 1.1])
+    assert judgements.judge_measured(healthy(2, 1), well) == []
+
+
+def test_an_unreachable_node_is_named() -> None:
+    (finding,) = judgements.judge_unreachable(healthy(), [(0, 1, "10.0.0.2: timed out")])
+    assert finding.stops
+    assert "node 0 (box) cannot connect to node 1 (box) at 10.0.0.2: timed out" in str(finding)
+
+
+def test_the_page_has_a_line_for_each_kind() -> None:
+    page = (Path(__file__).parents[2] / "docs/doctor.md").read_text()
+    assert set(re.findall(r"^\| `([a-z-]+)` \|", page, re.M)) == set(get_args(Kind))
