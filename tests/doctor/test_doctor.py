@@ -13,7 +13,7 @@ import pytest
 from laconic.doctor import judgements
 from laconic.doctor.facts import Interface, RankFacts, named_interfaces
 from laconic.doctor.judgements import Finding, Kind, judge_facts
-from laconic.doctor.probes import Measured
+from laconic.doctor.probes import Measured, turns
 from laconic.lab import Lab
 from laconic.plan.cluster_file import parse_cluster
 
@@ -47,7 +47,7 @@ def kinds(findings: list[Finding] | Iterator[Finding]) -> list[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     with Lab(nodes=2, rate_bits_per_s=200e6) as lab:
-        lab.warm_up(["tests.doctor.planted", "torch._dynamo"])
+        lab.warm_up(["laconic.doctor.cli", "pyroute2", "torch._dynamo"])
         yield lab
 
 
@@ -154,6 +154,13 @@ def test_values_of_nccl_are_prefixes_exact_names_or_exclusions() -> None:
 
 def links(nodes: int, slow: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
     return {(of, to): slow.get((of, to), 9.4e9) for of in range(nodes) for to in range(nodes) if of != to}
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 7, 8, 9])
+def test_in_a_turn_a_node_does_one_thing_and_all_nodes_meet(nodes: int) -> None:
+    order = list(turns(nodes))
+    assert all(len({node for pair in turn for node in pair}) == 2 * len(turn) for turn in order)
+    assert sorted(pair for turn in order for pair in turn) == sorted(links(nodes, {}))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import get_args
 
@@ -27,8 +27,8 @@ from laconic.shard.policies import Where
 QUICK = Effort(repetitions=3, enough_s=0.05)
 """Enough to show the figures; `laconic plan measure` takes more repetitions."""
 _CLOCK_ROUNDS = 10
-_MOST_SHIFTS = 7
-"""Each node measures its links with at most this many other nodes at its left, and as many at its right."""
+_MOST_DISTANCE = 4
+"""Among many nodes, each measures its links with this many before it and after it."""
 _LINK_BYTES = tuple(2**power for power in range(17, 30, 2))
 _LINK_S = 0.25
 """Long beside the bursts that a switch or a filter lets through."""
@@ -65,7 +65,7 @@ class Measured:
     clocks_s: list[tuple[float, float]]
     """By rank: the least and the most that its clock is ahead of rank 0's: [Note: Sure bounds of a clock]."""
     links: dict[tuple[int, int], float]
-    """By sending and receiving node: payload bits per second, while the other direction works too."""
+    """By sending and receiving node: payload bits per second."""
     products_s: list[float]
     """By rank: the time of the same product, the shortest of many, while all ranks compute."""
     figures: dict[str, float]
@@ -112,46 +112,63 @@ def clock_bounds(ranks: RankGroup) -> list[tuple[float, float]]:
     ]
 
 
+def turns(nodes: int) -> Iterator[list[tuple[int, int]]]:
+    """The turns in which links are measured: (sending, receiving) nodes. In a turn each node sends, receives or waits.
+
+    A node that did both would blame the other direction: the acknowledgements of what it receives wait behind what it
+    sends. Nodes at most `_MOST_DISTANCE` apart meet, in a circle.
+    """
+    met = set()
+    for distance in range(1, min(nodes // 2, _MOST_DISTANCE) + 1):
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for node in range(nodes):
+            pair = node, (node + distance) % nodes
+            if frozenset(pair) not in met:
+                met.add(frozenset(pair))
+                groups.setdefault(2 if pair[1] < node else node // distance % 2, []).append(pair)
+        for pairs in groups.values():
+            yield pairs
+            yield [(to, of) for of, to in pairs]
+
+
 def link_rates(cluster: Cluster, ranks: RankGroup) -> dict[tuple[int, int], float]:
     """See `Measured.links`. Collective.
 
-    In turn k, every node sends to the k-th after it, so each node has one sender and one receiver. All its ranks send
-    at once, each to the rank with its place, as in training. The best of some repetitions counts: other work on the
-    machines can only make a link look slower than it is.
+    All ranks of a node send at once, each to the rank with its place, as in training. The best of some repetitions
+    counts: other work on the machines can only make a link look slower than it is.
     """
-    group, nodes = cluster.gather_groups["node"], cluster.num_nodes
+    group = cluster.gather_groups["node"]
     if group is None:
         return {}
     device = torch.device("cpu") if dist.get_backend(group) == "gloo" else cluster.device
 
-    def seconds(shift: int, nbytes: int) -> float:
-        """The time until this rank has what the node before it sends."""
-        sent, received = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-        to, of = (cluster.node_rank + shift) % nodes, (cluster.node_rank - shift) % nodes
-        operations = [
-            dist.P2POp(dist.isend, sent, group=group, group_peer=to),
-            dist.P2POp(dist.irecv, received, group=group, group_peer=of),
+    def seconds(turn: list[tuple[int, int]], nbytes: int) -> float:
+        """The time until this rank has what it receives in this turn; 0 if it receives nothing."""
+        buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        sends = [
+            dist.P2POp(dist.isend, buffer, group=group, group_peer=to) for of, to in turn if of == cluster.node_rank
+        ]
+        takes = [
+            dist.P2POp(dist.irecv, buffer, group=group, group_peer=of) for of, to in turn if to == cluster.node_rank
         ]
         ranks.gather(None)  # all ranks begin together
         start = time.perf_counter()
-        sending, *receiving = dist.batch_isend_irecv(operations)  # NCCL: one work for both
-        for work in receiving or [sending]:
+        for work in dist.batch_isend_irecv(sends + takes) if sends + takes else []:
             work.wait()
         _finish(device)
-        elapsed = time.perf_counter() - start
-        sending.wait()
-        return elapsed
+        return time.perf_counter() - start if takes else 0.0
 
-    seconds(1, _LINK_BYTES[0])  # connects
-    for nbytes in _LINK_BYTES:
-        if max(ranks.gather(seconds(1, nbytes))) >= _LINK_S:
-            break
     rates: dict[tuple[int, int], float] = {}
-    for shift in range(1, min(nodes - 1, _MOST_SHIFTS) + 1):
-        best = min(seconds(shift, nbytes) for _ in range(_REPETITIONS))
-        own = (cluster.node_rank - shift) % nodes, cluster.node_rank, 8 * nbytes / best
-        for of, to, rate in ranks.gather(own):
-            rates[of, to] = rates.get((of, to), 0.0) + rate
+    for turn in turns(cluster.num_nodes):
+        seconds(turn, 1)  # connects
+        for nbytes in _LINK_BYTES:
+            elapsed = seconds(turn, nbytes)
+            if max(ranks.gather(elapsed)) >= _LINK_S:
+                break
+        best = min([elapsed, *(seconds(turn, nbytes) for _ in range(_REPETITIONS - 1))])
+        by_rank = ranks.gather(8 * nbytes / best if best else 0.0)
+        for of, to in turn:
+            rates[of, to] = sum(by_rank[to * cluster.num_local : (to + 1) * cluster.num_local])
     return rates
 
 
