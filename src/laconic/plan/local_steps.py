@@ -10,7 +10,7 @@ from statistics import fmean
 from laconic.codec import CODECS
 from laconic.islands.all_reduce import sent_bytes_of
 from laconic.plan.buckets import Shape
-from laconic.plan.machine import KINDS, Lane, Machine, Reading
+from laconic.plan.machine import Lane, Machine, Reading
 from laconic.plan.program import StepWork, add_share
 from laconic.plan.rehearsed import RehearsedStep
 from laconic.ragged.spec import RaggedSpec
@@ -34,7 +34,6 @@ class LocalStepsProgram(RehearsedStep):
         self._sync = work.job.sync
         self._schedule = self._sync.policy.schedule
         self._stands_for = self._schedule.fragments if self.num_layers(machine, work) else 1
-        """The fragments for which each rehearsed one stands."""
         if self._stands_for > 1:
             one = self._sync.with_keys(fragments=1)
             work = replace(work, job=replace(work.job, sync=one))
@@ -48,12 +47,10 @@ class LocalStepsProgram(RehearsedStep):
         reading, overlap = copy.deepcopy(plain), self._schedule.overlap
         steps, share = 1 + min(1, overlap), 1 / self._schedule.every
         for sync in syncs:
-            hidden_s = min(sync.waits_s[Lane.WIRE], max(0, overlap - 1) * plain.seconds)  # one step hides some already
+            more = max(0, self._stands_for * overlap - 1)  # steps that hide exchanges besides the one that is rehearsed
+            hidden_s = min(sync.waits_s[Lane.WIRE], more * plain.seconds)
             sync.waits_s[Lane.WIRE] -= hidden_s  # type: ignore[assignment]
             sync.seconds -= hidden_s
-            if sync.peak_bytes > plain.peak_bytes:
-                more = {kind: sync.peak[kind] - plain.peak[kind] for kind in KINDS}
-                sync.peak = {kind: plain.peak[kind] + more[kind] / self._stands_for for kind in KINDS}
             add_share(reading, sync, share)
             add_share(reading, plain, -steps * share)
         for key in [key for key in reading.sent_bytes if key[0] == "island"]:

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 from laconic.comm.traffic import Level, Purpose
 from laconic.config import Config
@@ -27,7 +28,7 @@ from laconic.plan.buckets import Shape
 from laconic.plan.machine import KINDS, Machine, Reading
 from laconic.plan.playing import Player
 from laconic.plan.program import Program, StepWork, add_share
-from laconic.plan.rehearsal import Rehearsal
+from laconic.plan.rehearsal import STEPS, Rehearsal
 from laconic.shard.cache import choose_device_shards
 
 _KEPT = 4
@@ -38,6 +39,9 @@ Figures = dict[tuple[object, ...], float]
 
 class RehearsedStep(Program):
     """A strategy of the trainer's `Simultaneous`, rehearsed."""
+
+    _stands_for = 1
+    """The fragments of islands for which each rehearsed one stands."""
 
     def __init__(self, machine: Machine, work: StepWork, shape: Shape) -> None:
         """Rehearse the job under the strategy.
@@ -121,7 +125,7 @@ class RehearsedStep(Program):
         total = self._all_layers(machine, few)
         if self._micro_batches > few:
             total = _extended(total, self._all_layers(machine, few + 1), self._micro_batches - few)
-        return _readings_of(total, machine)
+        return _readings_of(_of_one(total, self._stands_for), machine)
 
     def _all_layers(self, machine: Machine, micro_batches: int) -> Figures:
         """The figures of all layers, with so many micro-batches."""
@@ -182,12 +186,23 @@ class RehearsedStep(Program):
                 found |= {(number, name, key): value for key, value in getattr(reading, name).items()}
             found |= {(number, "peak", at, kind): peak[kind] for at, peak in player.peaks.items() for kind in KINDS}
         held = {("held", kind): player.machine.held[kind] for kind in KINDS}
-        return found | held | {("host",): player.host_peak_bytes}
+        resting = player.machine.host_bytes
+        return found | held | {("host",): resting + (player.host_peak_bytes - resting) / self._stands_for}
 
 
 def _extended(figures: Figures, with_one_more: Figures, left: int) -> Figures:
     """The figures with `left` more of what `with_one_more` has one more of."""
     return {key: value + left * (with_one_more.get(key, 0.0) - value) for key, value in figures.items()}
+
+
+def _of_one(figures: Figures, fragments: int) -> Figures:
+    """The figures in which a sync works in the memory of one of the fragments that it has synced as one."""
+
+    def share(number: object, name: object, at: Any, kind: object) -> float:
+        plain = figures.get((0, name, ("step", STEPS - 1) if at[0] == "sync" else at, kind), 0.0)
+        return plain + (figures[number, name, at, kind] - plain) / fragments
+
+    return {key: share(*key) if key[0] and key[1:2] == ("peak",) else value for key, value in figures.items()}
 
 
 def _readings_of(figures: Figures, machine: Machine) -> list[Reading]:
