@@ -127,7 +127,7 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
             daemon.wait(30)
 
 
-def until(is_so: Callable[[], bool], timeout_s: float = 120.0) -> None:
+def until(is_so: Callable[[], bool], timeout_s: float = 300.0) -> None:
     """Wait.
 
     Raises:
