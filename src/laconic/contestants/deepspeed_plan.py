@@ -33,7 +33,7 @@ from laconic.plan.model_trace import ParameterSpec, Segment
 from laconic.plan.optimizer_cost import adamw_cost
 from laconic.plan.phase import Phase
 from laconic.plan.program import Program, StepWork, Update, WrittenProgram
-from laconic.plan.rings import Ring
+from laconic.rehearse.rings import Places, Ring
 
 _QWZ_GROUP = 8000
 """The values that share a scale under qwZ, at most: `CUDAQuantizer.target_group_size`."""
@@ -80,7 +80,8 @@ class Deepspeed(WrittenProgram):
         """Partition the units of `work.trace`."""
         self._machine, self._work, self._shape, self._options = machine, work, shape, options
         self._is_cpu = machine.device_type == "cpu"
-        self._all, self._node = (Ring(shape=shape, among=among) for among in ("all", "node"))
+        places = Places(nodes=shape.nodes, local=shape.local)
+        self._all, self._node = (Ring(range(size), places) for size in (shape.ranks, shape.local))
         units = [[_parameter(each, shape.ranks) for each in unit.parameters] for unit in work.trace.units]
         layers = [sum(each.numel for each in own) for own in units[:-1]]
         root = sum(each.numel for each in units[-1])
@@ -119,7 +120,7 @@ class Deepspeed(WrittenProgram):
         """See `Program.step`."""
         for _ in range(self._work.micro_batches):
             self._run()
-        self._update.run(self._all.all_reduce("norm", "control", 4).sent)
+        self._update.run(self._all.all_reduce(4).sent)
         self._machine.touch("copy masters", self._sum_bytes * (1 + self._compute_itemsize / 4))
         for parameter in self._parameters:
             if parameter.is_trained and parameter.has_secondary:
@@ -156,7 +157,7 @@ class Deepspeed(WrittenProgram):
             self._machine.touch("encode", numel / ring.size * (self._compute_itemsize + 1))
         elif self._is_cpu:
             self._machine.touch("copy in", 2 * nbytes / ring.size)
-        return self._machine.send(ring.gather("gather", "weights", nbytes)), float(nbytes)
+        return self._machine.send(Transfer.along(ring.gather(nbytes), "gather", "weights")), float(nbytes)
 
     def _keep(self, parameter: Parameter) -> None:
         """Under hpZ, keep a node shard of a parameter that is released."""
@@ -215,10 +216,11 @@ class Deepspeed(WrittenProgram):
         ranks, local, nodes = self._shape.ranks, self._shape.local, self._shape.nodes
         if not (self._options.quantizes and nodes > 1):
             numel = sum(each.partition_numel for each in members) * ranks
-            return [self._all.reduce_scatter("reduce", "gradients", numel * self._reduce_itemsize)]
+            return [Transfer.along(self._all.reduce_scatter(numel * self._reduce_itemsize), "reduce", "gradients")]
         coded = [each for each in members if each.has_two_dims and not each.numel % (2 * ranks)]
         plain = sum(each.partition_numel for each in members if each not in coded) * ranks
-        found = [self._all.reduce_scatter("reduce", "gradients", plain * self._reduce_itemsize)] if plain else []
+        route = self._all.reduce_scatter(plain * self._reduce_itemsize)
+        found = [Transfer.along(route, "reduce", "gradients")] if plain else []
         code_bytes = sum(each.numel / 2 + 4 * each.num_scales for each in coded)
         inside: dict[Level, float] = {"local": (local - 1) / local * code_bytes}
         across: dict[Level, float] = {"node": (nodes - 1) / nodes * code_bytes / local}

@@ -11,25 +11,19 @@ step, and the new parameters are copied to the host. The inner gradients are the
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from laconic.config import SyncConfig
 from laconic.plan.buckets import Shape
 from laconic.plan.machine import Machine, Reading, Transfer
-from laconic.plan.peers_fsdp2 import Fsdp2, Fsdp2Options
-from laconic.plan.program import Program, StepWork, WrittenProgram, add_share
+from laconic.plan.program import Program, StepWork, add_share
+from laconic.plan.rehearsed import RehearsedStep
 
 
-def diloco(machine: Machine, work: StepWork, shape: Shape) -> Program:
-    """Torchft's DiLoCo: a `Make`."""
-    reshards = work.job.shard.policy.reshard_after_forward is not False
-    return TorchftDiloco(machine, work, shape, work.job.sync, reshards=reshards)
+class TorchftDiloco(Program):
+    """torchft's DiLoCo on a machine, a `Make`: [Note: torchft's DiLoCo]."""
 
-
-class TorchftDiloco(WrittenProgram):
-    """torchft's DiLoCo on a machine: [Note: torchft's DiLoCo]."""
-
-    def __init__(
-        self, machine: Machine, work: StepWork, shape: Shape, sync: SyncConfig, *, reshards: bool = True
-    ) -> None:
+    def __init__(self, machine: Machine, work: StepWork, shape: Shape) -> None:
         """Shard inside each island of `shape`; islands sync every `sync.every` steps, in `sync.fragments` parts.
 
         Raises:
@@ -37,22 +31,22 @@ class TorchftDiloco(WrittenProgram):
         """
         if shape.islands < 2:
             raise ValueError("DiLoCo needs at least 2 islands, and the cluster has one node; use 'fsdp2'")
-        self._machine, self._sync, self._shape = machine, sync, shape
-        self.inner = Fsdp2(machine, work, shape, Fsdp2Options(reshards=reshards))
-        self._bytes = float(sum(group.trained_numel * group.trained_itemsize for group in self.inner.groups))
+        self._machine, self._sync, self._shape = machine, work.job.sync, shape
+        alone = replace(work.job, shard=replace(work.job.shard, strategy="fsdp2"), sync=SyncConfig())
+        self.inner = RehearsedStep(machine, replace(work, job=alone), replace(shape, islands=1))
+        trained = [each for unit in work.trace.units for each in unit.parameters if each.is_trained]
+        rows = (-(-each.shape[0] // shape.ranks) / each.shape[0] for each in trained)
+        self._bytes = sum(share * each.nbytes for share, each in zip(rows, trained, strict=True))
         """This rank's trained parameters."""
-        if sync.policy.outer.momentum:
-            machine.hold("optimizer", self._bytes)
-        machine.host_bytes += self._bytes
-        self.inexact = f"islands agree every {sync.policy.schedule.every} steps"
-
-    def step(self) -> None:
-        """See `Program.step`: a step without a sync."""
-        self.inner.step()
+        self.inexact = f"islands agree every {self._sync.policy.schedule.every} steps"
 
     def read(self, machine: Machine) -> Reading:
         """Read a step, and add its share of a sync."""
-        reading = super().read(machine)
+        reading = self.inner.read(machine)
+        machine.host_bytes += self._bytes
+        if self._sync.policy.outer.momentum:
+            machine.hold("optimizer", self._bytes)
+            reading.peak["optimizer"] += self._bytes
         sync = self._read_sync()
         add_share(reading, sync, self._sync.policy.schedule.fragments / self._sync.policy.schedule.every)
         return reading

@@ -29,6 +29,7 @@ from typing import Literal
 from laconic.comm.traffic import Level, Purpose
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.model_trace import Phase
+from laconic.rehearse.rings import Route
 
 Kind = Literal["parameters", "gradients", "optimizer", "transfers", "activations", "cache"]
 """What device memory holds."""
@@ -71,6 +72,11 @@ class Transfer:
     """The payload bytes that one rank sends on each level. A ring of all ranks sends on two at once."""
     hops: int | Mapping[Level, float] = 1
     """The messages that wait for each other: on the busiest level, or on each, if they pass several."""
+
+    @classmethod
+    def along(cls, route: Route, name: str, purpose: Purpose) -> Transfer:
+        """A transfer along a route."""
+        return cls(name=name, purpose=purpose, sent=dict(route.sent), hops=route.hops or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +127,8 @@ class Machine:
         self.keeps_spans = keeps_spans
         self._reading = Reading()
         self._total = 0.0
+        self._extra_bytes = 0.0
+        """The activations and temporaries that are alive besides what is held."""
         self._peak_total = -1.0
         self._memory_s = 1.0 / cluster.device_memory_bytes_per_s
 
@@ -130,8 +138,8 @@ class Machine:
         """Allocate device memory; a negative number frees it."""
         self.held[kind] += nbytes  # type: ignore[assignment]
         self._total += nbytes
-        if self._total > self._peak_total:
-            self._note_peak(0.0)
+        if self._total + self._extra_bytes > self._peak_total:
+            self._note_peak(self._extra_bytes)
 
     @contextmanager
     def holding(self, kind: Kind, nbytes: float) -> Iterator[None]:
@@ -141,6 +149,16 @@ class Machine:
             yield
         finally:
             self.hold(kind, -nbytes)
+
+    def set_extra(self, extra_bytes: float) -> None:
+        """Let `extra_bytes` of activations and temporaries be alive besides what is held, until the next call."""
+        self._extra_bytes = extra_bytes
+        self.note_peak(extra_bytes)
+
+    def leave(self, nbytes: float) -> None:
+        """Hold `nbytes` of activations, or free some of earlier phases, and let none be alive besides."""
+        self._extra_bytes = 0.0
+        self.hold("activations", nbytes)
 
     def note_peak(self, extra_bytes: float) -> None:
         """Note that `extra_bytes` of activations and temporaries are alive besides what is held."""
@@ -187,6 +205,24 @@ class Machine:
 
     def send(self, transfer: Transfer, *after: Job | None, since: float | None = None) -> Job | None:
         """Begin a collective, now or when its stream has come to it. None if it sends nothing."""
+        lane, latency_s, bytes_s = self._cost_of(transfer)
+        if lane is None:
+            return None
+        job = self._occupy(lane, transfer.name, latency_s + bytes_s, after, since)
+        self._expose(transfer, lane, bytes_s, latency_s)
+        return job
+
+    def send_message(self, transfer: Transfer) -> Job | None:
+        """Begin one of many messages, now. The next one follows on its lane, whatever the latency of this one."""
+        lane, latency_s, bytes_s = self._cost_of(transfer)
+        if lane is None:
+            return None
+        sent = self._occupy(lane, transfer.name, bytes_s, ())
+        self._expose(transfer, lane, bytes_s, 0.0)
+        return Job(lane, sent.end_s + latency_s, sent.cause)
+
+    def _cost_of(self, transfer: Transfer) -> tuple[Lane | None, float, float]:
+        """Count a transfer; return its lane, if it sends anything, its latency, and the seconds of its bytes."""
         lane, latency_s, bytes_s, seconds = None, 0.0, 0.0, 0.0
         for level, nbytes in transfer.sent.items():
             if nbytes <= 0:
@@ -197,15 +233,14 @@ class Machine:
             if sum(each) >= seconds:
                 (latency_s, bytes_s), seconds = each, sum(each)
             lane = Lane.LOCAL if level == "local" and lane is None else Lane.WIRE if level != "local" else lane
-        if lane is None:
-            return None
-        if not isinstance(transfer.hops, int):
+        if lane is not None and not isinstance(transfer.hops, int):
             latency_s = sum(hops * self.cluster.latency_s(level) for level, hops in transfer.hops.items() if hops)
-        job = self._occupy(lane, transfer.name, latency_s + bytes_s, after, since)
+        return lane, latency_s, bytes_s
+
+    def _expose(self, transfer: Transfer, lane: Lane, bytes_s: float, latency_s: float) -> None:
         exposed_s = self.exposed_s("local" if lane is Lane.LOCAL else "node", bytes_s=bytes_s, latency_s=latency_s)
         if exposed_s:
             self._work(transfer.name, exposed_s)
-        return job
 
     def bytes_s(self, level: Level, nbytes: float) -> float:
         """The seconds of `nbytes` from each rank. The ranks of a node share its wire."""

@@ -14,11 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from laconic.plan.buckets import Shape
-from laconic.plan.machine import Job, Machine
+from laconic.plan.machine import Job, Machine, Transfer
 from laconic.plan.model_trace import ModelTrace, ParameterSpec
 from laconic.plan.optimizer_cost import optimizer_cost
 from laconic.plan.program import StepWork, Update, WrittenProgram
-from laconic.plan.rings import Ring
+from laconic.rehearse.rings import Places, Ring
 
 FIRST_BUCKET_BYTES = 2**20
 """`torch.distributed._DEFAULT_FIRST_BUCKET_BYTES`."""
@@ -40,7 +40,7 @@ class Ddp(WrittenProgram):
         """Replicate the units of `work.trace`."""
         self._machine, self._work = machine, work
         self._trace: ModelTrace = work.trace
-        self._ring = Ring(shape=shape, among="all")
+        self._ring = Ring(range(shape.ranks), Places(nodes=shape.nodes, local=shape.local))
         parameters = [each for unit in self._trace.units for each in unit.parameters]
         trained = [each for each in parameters if each.is_trained]
         self._gradient_bytes = float(sum(each.nbytes for each in trained))
@@ -84,7 +84,8 @@ class Ddp(WrittenProgram):
 
     def _begin(self, place: int, bucket: _Bucket) -> Job | None:
         self._machine.touch(f"divide bucket {place}", 2 * bucket.nbytes)
-        return self._machine.send(self._ring.all_reduce(f"reduce bucket {place}", "gradients", bucket.nbytes))
+        route = self._ring.all_reduce(bucket.nbytes)
+        return self._machine.send(Transfer.along(route, f"reduce bucket {place}", "gradients"))
 
 
 def _buckets(trace: ModelTrace) -> list[_Bucket]:

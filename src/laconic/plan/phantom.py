@@ -5,7 +5,8 @@ A model's layers compute, allocate and free what a trace has found (model_trace.
 them, the engine and the trainer, runs as it is. So a phantom layer keeps its module and its parameters, and its forward
 marks the phases of its unit instead of computing. A chain of autograd functions, without elements, takes the place of
 its graph. Backward runs it in reverse: one function begins each phase, then one for each gradient gives it to its
-parameter, in the order and with the activations of the trace, and the last one ends the phase.
+parameter, in the order and with the activations of the trace, and the last one ends the phase. A gradient has memory of
+its own, as autograd's has, until the engine has taken it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from laconic.plan.model_trace import ModelTrace, ParameterSpec
 from laconic.plan.op_cost import Costs
-from laconic.plan.phase import Phase
+from laconic.plan.phase import Arrival, Phase
 from laconic.rehearse import Machine
 from laconic.shard.linear import sink_of
 
@@ -37,8 +38,8 @@ class PhaseBegin:
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
-    """On the tape: now the phase that runs has this many bytes of activations besides those at its start."""
+class Alive:
+    """On the tape: from now on the phase that runs has this many bytes of activations besides those at its start."""
 
     extra_bytes: int
 
@@ -50,8 +51,7 @@ class Rest:
     nbytes: int
 
 
-@dataclass
-class _Output:
+class _Output(NamedTuple):
     loss: Tensor
 
 
@@ -92,7 +92,8 @@ class Phantom:
         back = list(dict.fromkeys(s.unit for s in reversed(kept) if s.is_backward and s.unit != self._root))
         if len(set(order)) != len(order) or [unit for unit in order if unit in back] != back:
             raise ValueError("the layers of this model do not run one after the other, so no plan can follow them")
-        self._peak: int | None = None
+        self._after: int | None = None
+        """The most activations since the last gradient."""
         self._rest: int | None = None
         for unit, module in units.items():
             module.forward = partial(self._run_layer, unit)
@@ -129,15 +130,14 @@ class Phantom:
         self._mark(PhaseBegin(self._trace.units[unit].name, phase))
         self._rest = phase.end_bytes
 
-    def _note_peak(self) -> None:
-        """Note the most activations since the last gradient, now that the engine has taken memory for it."""
-        if self._peak is not None:
-            self._mark(Peak(self._peak))
-            self._peak = None
+    def _note_after(self) -> None:
+        if self._after is not None:
+            self._mark(Alive(self._after))
+            self._after = None
 
     def end(self) -> None:
         """End the phase that runs, if one does."""
-        self._note_peak()
+        self._note_after()
         if self._rest is not None:
             self._mark(Rest(self._rest))
             self._rest = None
@@ -149,12 +149,13 @@ class Phantom:
         parameters = {spec.name: (spec, self._shown(unit, spec)) for spec in self._trace.units[unit].parameters}
         for phase in reversed(phases):
             hidden = _Step.apply(hidden, None, self._end_backward)
-            come = phase.gradient_peaks
+            come = phase.arrivals
             if not come and phase is phases[-1]:  # a formula does not say when gradients come
-                come = tuple((name, phase.peak_bytes) for name, (spec, _) in parameters.items() if spec.is_trained)
-            for name, peak_bytes in reversed(come):
-                spec, parameter = parameters[name]
-                hidden = _Step.apply(hidden, parameter, partial(self._give, spec, peak_bytes))
+                peak = phase.peak_bytes
+                come = tuple(Arrival(name, peak, peak) for name, (spec, _) in parameters.items() if spec.is_trained)
+            for arrival in reversed(come):
+                spec, parameter = parameters[arrival.name]
+                hidden = _Step.apply(hidden, parameter, partial(self._give, spec, arrival))
             hidden = _Step.apply(hidden, None, partial(self._begin_backward, unit, phase))
         return hidden
 
@@ -168,20 +169,22 @@ class Phantom:
     def _end_backward(self, _: None) -> None:
         self.end()
 
-    def _give(self, spec: ParameterSpec, peak_bytes: int, parameter: Tensor) -> Tensor | None:
-        """Give a parameter its gradient. The phase's cost and activations have it already."""
-        self._note_peak()
-        self._peak = peak_bytes
+    def _give(self, spec: ParameterSpec, arrival: Arrival, parameter: Tensor) -> Tensor | None:
+        """Give a parameter its gradient. The phase's cost has it already."""
+        self._note_after()
+        self._after = arrival.after_bytes
         sink = sink_of(parameter)
         with self._costs.silent():
             if spec.is_written_in_place and sink is not None and sink[0].accepts(sink[1], spec.shape, parameter.dtype):
+                self._mark(Alive(arrival.at_bytes))
                 rows, columns = spec.shape
                 dtype = parameter.dtype
                 sink[0].add_product(
                     sink[1], hidden_tensor(rows, 1, dtype=dtype), hidden_tensor(1, columns, dtype=dtype)
                 )
                 return None
-            return hidden_tensor(*parameter.shape, dtype=parameter.dtype)
+            self._mark(Alive(arrival.at_bytes - parameter.nbytes))
+            return torch.empty_like(parameter)
 
 
 class _Step(torch.autograd.Function):
@@ -190,7 +193,7 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, parameter: Tensor | None, action: Callable[[Any], Tensor | None]) -> Tensor:
         ctx.parameter, ctx.action = parameter, action
-        return hidden.view_as(hidden)
+        return torch.empty_like(hidden)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

@@ -39,6 +39,18 @@ class LayerInput:
     requires_grad: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """The moment at which autograd has the gradient of a parameter, and whoever waits for it may take memory for it."""
+
+    name: str
+    """The parameter's name in its unit."""
+    at_bytes: int
+    """The activations alive then, minus those alive at the start of the phase. A gradient of autograd's is one."""
+    after_bytes: int
+    """The most from then on until the next gradient. Without this gradient, of which its taker knows."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Phase:
     """One uninterrupted stretch of one unit's forward or backward.
@@ -59,9 +71,8 @@ class Phase:
     """The bytes of all gradients of parameters that autograd handed over."""
     peak_with_gradients_bytes: int = 0
     """As `peak_bytes`, but the gradients that were handed over in this phase stay."""
-    gradient_peaks: tuple[tuple[str, int], ...] = ()
-    """For each gradient of a parameter, in the order in which they come: the parameter's name in its unit; as
-    `peak_bytes`, but from this gradient to the next. The engine allocates a bucket's gradients at the first of them."""
+    arrivals: tuple[Arrival, ...] = ()
+    """The gradients of parameters, in the order in which they come."""
 
     @property
     def flops(self) -> Mapping[str, float]:

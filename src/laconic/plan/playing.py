@@ -6,6 +6,10 @@ transfer begins when its stream has come to it and the lane is free. Kernels bes
 from it, since they share the device. What compute waits for is what an event of another stream was recorded behind.
 The host waits for transfers of its own, and compute with it; it is never late itself, so what it waits for besides
 costs nothing.
+
+[Note: What others send]
+All ranks do alike. So what a rank receives has arrived when it has sent the message of the same number itself. A thread
+of Gloo frees its memory when it gets there.
 """
 
 from __future__ import annotations
@@ -16,16 +20,20 @@ from typing import Any
 
 from laconic.plan.machine import Job, Kind, Lane, Machine, Reading, Transfer
 from laconic.plan.op_cost import Copy, Work
-from laconic.plan.phantom import Peak, PhaseBegin, Rest
+from laconic.plan.phantom import Alive, PhaseBegin, Rest
 from laconic.plan.rehearsal import END, STEPS, Rehearsal
 from laconic.rehearse.machine import COMPUTE
 from laconic.rehearse.tape import HOST, Entry, Free, Mark, Record, Step, Wait
+from laconic.rehearse.tape import Transfer as TapedTransfer
 
 _KINDS: Mapping[str, Kind] = {
     "shard/bucket.py": "parameters", "shard/reduce.py": "gradients",
-    "shard/cache.py": "cache",
+    "shard/cache.py": "cache", "plan/phantom.py": "gradients",
+    "_fully_shard/_fsdp_param.py": "parameters", "_fully_shard/_fsdp_param.py:to_sharded_post_forward": "cache",
+    "_fully_shard/_fsdp_param.py:to_accumulated_grad_if_needed": "gradients",
 }  # fmt: skip
-"""The kind of memory that a file of the engine asks for. All others take it for transfers and for work."""
+"""The kind of memory that a file of an engine, or a function of it, asks for. All others take it for transfers and for
+work."""
 
 
 class Player:
@@ -54,7 +62,14 @@ class Player:
         """The memories that are alive; those of the host have no kind."""
         self._streams: dict[int, Job | None] = {}
         """The last job of each other timeline."""
-        self._events: dict[int, Job | None] = {}
+        self._events: dict[int, Any] = {}
+        """The job before each event, or the number of a message that another rank has to send."""
+        self._arriving: dict[int, Any] = {}
+        """The number of the last message that arrives on a timeline."""
+        self._sent: dict[Any, Job | None] = {}
+        """The messages of this rank by their numbers: [Note: What others send]."""
+        self._late: list[tuple[Job, int]] = []
+        """The memories that threads of Gloo free after a job."""
         self._threads = rehearsal.tape.threads - {HOST}
         self._awaited = {each.event for each in self._entries if isinstance(each, Wait) and each.timeline == HOST}
         self._beside = self._most_beside = 0
@@ -99,12 +114,12 @@ class Player:
                 case Step():
                     self._step(entry)
                 case Free():
-                    self._free(entry.memory)
+                    self._free_later(entry)
                 case Record():
                     self._end_beside(entry)
                     is_now = entry.timeline in (self._program, HOST)
                     job = Job(None, self._machine.now_s) if is_now else self._streams.get(entry.timeline)
-                    self._events[entry.event] = job
+                    self._events[entry.event] = self._arriving.pop(entry.timeline, None) or job
                 case Wait():
                     self._wait(entry.timeline, entry.event)
                 case Mark():
@@ -115,14 +130,7 @@ class Player:
         if step.allocates is not None:
             self._allocate(step.allocates)
         elif step.transfer is not None:
-            purpose: Any = step.transfer.purpose
-            route = step.transfer.route
-            name = f"{purpose} {step.transfer.unit}".strip()
-            transfer = Transfer(name=name, purpose=purpose, sent=dict(route.sent), hops=route.hops or 1)
-            since, after = self._place_of(step.timeline)
-            job = machine.send(transfer, after, since=since)
-            if job is not None and step.timeline != self._program:
-                self._streams[step.timeline] = job
+            self._transfer(step.transfer, step.timeline)
         elif isinstance(cost, Copy) and not self._is_cpu:
             since, after = self._place_of(step.timeline)
             job = machine.copy(step.name, cost.nbytes, after, to_device=cost.to_device, since=since)
@@ -145,15 +153,30 @@ class Player:
         else:
             self._machine.wait(job, step.name)
 
+    def _transfer(self, taped: TapedTransfer, timeline: int) -> None:
+        if taped.op == "receive" and taped.message is not None:
+            self._arriving[timeline] = taped.message
+            return
+        purpose: Any = taped.purpose
+        transfer = Transfer.along(taped.route, f"{purpose} {taped.unit}".strip(), purpose)
+        if taped.message is not None:
+            self._sent[taped.message] = self._machine.send_message(transfer)
+            return
+        since, after = self._place_of(timeline)
+        job = self._machine.send(transfer, after, since=since)
+        if job is not None and timeline != self._program:
+            self._streams[timeline] = job
+
     def _mark(self, label: object) -> None:
         machine = self._machine
         match label:
             case PhaseBegin(name, phase):
+                self._free_late()
                 machine.compute(name, phase, ends=False)
-            case Peak(extra_bytes):
-                machine.note_peak(extra_bytes)
+            case Alive(extra_bytes):
+                machine.set_extra(extra_bytes)
             case Rest(nbytes):
-                machine.hold("activations", nbytes)
+                machine.leave(nbytes)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -161,7 +184,6 @@ class Player:
         memory, kind = self._memories[number], self._kind_of(number)
         self._held[number] = kind
         self._hold(kind, memory.nbytes)
-
         if memory.timeline in self._threads:
             self._beside += memory.nbytes
             self._most_beside = max(self._most_beside, self._beside)
@@ -174,6 +196,21 @@ class Player:
             self._working[record.event] = kind, self._most_beside - self._beside
             self._hold(*self._working[record.event])
             self._most_beside = self._beside
+
+    def _free_later(self, entry: Free) -> None:
+        """Free a memory, now or when its thread of Gloo gets there."""
+        is_on_gloo = self._is_cpu and entry.timeline != HOST and entry.timeline not in self._threads
+        job = self._streams.get(entry.timeline) if is_on_gloo else None
+        if job is None or job.end_s <= self._machine.now_s:
+            self._free(entry.memory)
+        else:
+            self._late.append((job, entry.memory))
+
+    def _free_late(self) -> None:
+        for each in list(self._late):
+            if each[0].end_s <= self._machine.now_s:
+                self._late.remove(each)
+                self._free(each[1])
 
     def _free(self, number: int) -> None:
         if number in self._held and self._memories[number].timeline in self._threads:
@@ -192,7 +229,8 @@ class Player:
         memory = self._memories[number]
         if memory.is_pinned if self._is_cpu else not memory.is_device:
             return None
-        return self._rehearsal.kinds.get(number) or _KINDS.get(memory.place.partition(":")[0], "transfers")
+        own = self._rehearsal.kinds.get(number) or _KINDS.get(memory.place)
+        return own or _KINDS.get(memory.place.partition(":")[0], "transfers")
 
     # -- order ---------------------------------------------------------------------------------------------------------
 
@@ -205,10 +243,13 @@ class Player:
             kind, nbytes = self._working.pop(event)
             self._hold(kind, -nbytes)
         job = self._events.get(event)
+        if isinstance(job, tuple):  # the number of a message
+            job = self._sent.pop(job, None)
         if job is None:
             return
         if timeline == self._program or (timeline == HOST and job.lane in (Lane.WIRE, Lane.LOCAL, Lane.HOST)):
             self._machine.wait(job)
+            self._free_late()
             return
         before = self._streams.get(timeline)
         if before is None or job.end_s > before.end_s:
@@ -216,4 +257,4 @@ class Player:
 
 
 def _is_phase(label: object) -> bool:
-    return isinstance(label, PhaseBegin | Peak | Rest)
+    return isinstance(label, Alive | PhaseBegin | Rest)

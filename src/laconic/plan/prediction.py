@@ -76,7 +76,7 @@ class Predictor:
             return self._estimate(candidate, job, keeps_spans=keeps_spans)
         except TraceError:
             raise
-        except (ConfigError, JobError, ValueError) as error:
+        except (ConfigError, JobError, ValueError, AssertionError) as error:  # torch's FSDP2 asserts what it needs
             return Refusal(strategy=candidate.name, label=candidate.label, reason=str(error))
 
     def job(self, candidate: Strategy) -> Config:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from laconic.plan.fake_kernels import grouped_product
 from laconic.plan.op_cost import bytes_of, flops_of, is_attention, tensors_of
-from laconic.plan.phase import Operations, Phase
+from laconic.plan.phase import Arrival, Operations, Phase
 
 _ADD = torch.ops.aten.add.Tensor
 _WRAPPERS = ("_compile.py", "eval_frame.py")
@@ -48,7 +48,7 @@ class _OpenPhase:
     peak_with_gradients_bytes: int
     largest_gradient_bytes: int = 0
     gradient_bytes: int = 0
-    gradient_peaks: list[tuple[str, int]] = field(default_factory=list)
+    arrivals: list[Arrival] = field(default_factory=list)
 
     def close(self, end_bytes: int) -> Phase:
         work = [
@@ -65,7 +65,10 @@ class _OpenPhase:
             largest_gradient_bytes=self.largest_gradient_bytes,
             gradient_bytes=self.gradient_bytes,
             peak_with_gradients_bytes=self.peak_with_gradients_bytes - self.start_with_gradients_bytes,
-            gradient_peaks=tuple((name, peak_bytes - self.start_bytes) for name, peak_bytes in self.gradient_peaks),
+            arrivals=tuple(
+                Arrival(each.name, each.at_bytes - self.start_bytes, each.after_bytes - self.start_bytes)
+                for each in self.arrivals
+            ),
         )
 
 
@@ -113,9 +116,8 @@ class Recorder(TorchDispatchMode):
 
     def hand_over(self, name: str, gradient: Tensor) -> None:
         """Count the gradient of parameter `name` as one that has arrived."""
-        self._note_gradient(name)
-        key = gradient.untyped_storage()._cdata
-        nbytes = self._sizes.pop(key, 0)
+        nbytes = self._sizes.pop(gradient.untyped_storage()._cdata, 0)
+        self._note_gradient(name, nbytes)
         self._alive_bytes -= nbytes
         self._gradient_bytes += nbytes
         if self._phase is not None:
@@ -127,7 +129,7 @@ class Recorder(TorchDispatchMode):
 
         Shapes: (m, k) @ (k, n).
         """
-        self._note_gradient(name)
+        self._note_gradient(name, 0)
         rows, inner = left.shape
         columns = right.shape[1]
         nbytes = left.nbytes + right.nbytes + rows * columns * itemsize
@@ -167,18 +169,19 @@ class Recorder(TorchDispatchMode):
             if self._alive_bytes > before_bytes - own_bytes:
                 self._note_peak(before_bytes + own_bytes)
 
-    def _note_gradient(self, name: str) -> None:
+    def _note_gradient(self, name: str, nbytes: int) -> None:
+        """Note the gradient of parameter `name`, of which `nbytes` were activations."""
         self._settle_sum()
         if self._phase is not None:
-            self._phase.gradient_peaks.append((name, self._alive_bytes))
+            self._phase.arrivals.append(Arrival(name, self._alive_bytes, self._alive_bytes - nbytes))
 
     def _note_peak(self, alive_bytes: int) -> None:
         phase = self._phase
         if phase is not None:
             phase.peak_bytes = max(phase.peak_bytes, alive_bytes)
-            if phase.gradient_peaks:
-                name, before_bytes = phase.gradient_peaks[-1]
-                phase.gradient_peaks[-1] = name, max(before_bytes, alive_bytes)
+            if phase.arrivals:
+                last = phase.arrivals[-1]
+                phase.arrivals[-1] = replace(last, after_bytes=max(last.after_bytes, alive_bytes))
             both = alive_bytes + self._gradient_bytes
             phase.peak_with_gradients_bytes = max(phase.peak_with_gradients_bytes, both)
 

@@ -139,7 +139,7 @@ def _rehearse(
     device_type = trace.device_type
     with (
         rehearsal(nodes=nodes, local=local, islands=islands, device_type=device_type, cost_of=costs) as machine,
-        _trainer_on(machine, costs, job.sync.slices),
+        _trainer_on(machine, costs, batch, job.sync.slices),
         machine.recording() as tape,
     ):
         costs.machine = machine
@@ -246,8 +246,13 @@ def _kinds_of_gradients(machine: Machine, model: nn.Module) -> dict[int | None, 
 
 
 @contextmanager
-def _trainer_on(machine: Machine, costs: Costs, slices: int) -> Iterator[None]:
-    """Let the trainer find weights without values, messages that stand for others, and islands for all slices."""
+def _trainer_on(machine: Machine, costs: Costs, batch: Batch, slices: int) -> Iterator[None]:
+    """Let the trainer find weights without values, messages that stand for others, and islands for all slices.
+
+    The batch is on the device.
+    """
+    for tensor in batch.arguments().values():
+        machine.take(tensor, is_device=machine.device.type != "cpu")
 
     def materialize(model: nn.Module, config: Any, device: torch.device) -> int:
         model.to_empty(device=device)

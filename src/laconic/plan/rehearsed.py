@@ -98,8 +98,8 @@ class RehearsedStep(Program):
 
     def _matrices(self) -> list[Matrix]:
         """What owners work on, in all layers: those that are left out are as the last one."""
-        last, _ = self.rehearsal.buckets[-1]
         every: list[Matrix] = []
+        last = self.rehearsal.buckets[-1][0] if self.rehearsal.buckets else ""
         for unit, pairs in groupby(self.rehearsal.matrices, lambda pair: pair[0]):
             every += [matrix for _, matrix in pairs] * (1 + self._left_out if unit == last else 1)
         return every

@@ -348,6 +348,8 @@ class _Devices(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if function in _OF_PLACES and type(args[0]) is DTensor:
             args = (args[0]._local_tensor, *args[1:])
+        if function is torch.Tensor.to and type(args[0]) is DTensor and not kwargs and _is_there(self._machine, *args):
+            return args[0]
         if special is not None and not isinstance(args[0], DTensor) and self._machine.knows(args[0]):
             return special(self._machine, function, *args, **kwargs)
         device, is_pinned = kwargs.get("device"), kwargs.pop("pin_memory", False)
@@ -383,6 +385,12 @@ def _placing(machine: Machine, where: tuple[bool, bool]) -> Iterator[None]:
 
 def _device_of(machine: Machine, function: Any, tensor: Tensor, *rest: Any) -> torch.device:
     return CUDA if machine.is_on_device(tensor) else CPU
+
+
+def _is_there(machine: Machine, tensor: DTensor, *wanted: Any) -> bool:
+    """Whether `to` asks for no more than the device on which a tensor lies already."""
+    is_device = len(wanted) == 1 and isinstance(wanted[0], torch.device | str)
+    return is_device and (torch.device(wanted[0]).type == "cuda") == machine.is_on_device(tensor._local_tensor)
 
 
 def _to(machine: Machine, function: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:

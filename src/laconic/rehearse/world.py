@@ -312,7 +312,7 @@ class Group(_ProcessGroup):
             route, message = Route(sent=sent), None
         else:
             of_torch = _label_of_torch()
-            purpose, unit = of_torch or label
+            purpose, unit = of_torch or (label if any(label) else ("control", ""))
             if of_torch is None and any(label):  # laconic's own, counted with another one, or not at all
                 route, message = Route(), None
         return Transfer(

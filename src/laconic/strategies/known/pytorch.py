@@ -48,7 +48,7 @@ FSDP2 = Strategy(
     shard={"strategy": "fsdp2"},
     limits=LIMITS,
     parallelize="laconic.strategies.parallelize:fsdp2",
-    predict="laconic.plan.peers_torch:fsdp2",
+    predict="laconic.plan.rehearsed:RehearsedStep",
 )
 _HSDP = FSDP2.variant(
     name="hsdp",
@@ -58,7 +58,6 @@ _HSDP = FSDP2.variant(
     colours=("#4a78a8", "#6f9fd0"),
     shard={"strategy": "hsdp"},
     parallelize="laconic.strategies.parallelize:hsdp",
-    predict="laconic.plan.peers_torch:hsdp",
 )
 
 STRATEGIES = (
@@ -91,7 +90,6 @@ STRATEGIES = (
             ),
         ),
         parallelize="laconic.strategies.parallelize:fsdp2_on_gloo",
-        predict="laconic.plan.peers_torch:fsdp2_on_gloo",
     ),
     FSDP2.variant(
         name="fsdp2-hpz",
@@ -112,7 +110,6 @@ STRATEGIES = (
             several_per_node("fsdp2"),
         ),
         parallelize="laconic.strategies.parallelize:fsdp2_hpz",
-        predict="laconic.plan.peers_torch:fsdp2_hpz",
     ),
     _HSDP,
     reduced_always(FSDP2, "PyTorch FSDP, arXiv 2304.11277, section 3.4"),
@@ -139,6 +136,6 @@ STRATEGIES = (
             ),
         ),
         parallelize="laconic.strategies.parallelize:ddp",
-        predict="laconic.plan.peers_torch:ddp",
+        predict="laconic.plan.peers_ddp:Ddp",
     ),
 )
