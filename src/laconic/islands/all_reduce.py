@@ -135,8 +135,8 @@ def _in_two_trips(
     terms = CodedSum(islands, payload, _no_account, keeps_own=False)
     transfer = terms.start_reduce_scatter(rows)
     sent = torch.empty(size, part)
-    for row, message in enumerate(transfer.messages):  # so that no more than one part is there twice
-        for piece, decoded in payload.decode(row, message):
+    for row in payload.places():  # so that no more than one part is there twice
+        for piece, decoded in payload.decode(row, transfer.messages[row]):
             sent[row, piece.values] = decoded
     own = None if divisor is None else _padded(divisor[islands.rank * part :][:part], part, 1.0)
     sums = transfer.finish(scales)

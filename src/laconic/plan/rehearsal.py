@@ -17,21 +17,24 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
+from laconic import _compat
 from laconic.codec import Codec
 from laconic.codec.payload import Part, Payload, Piece, parts_of_islands, payload_of, shards_of_nodes
 from laconic.comm.cluster import Cluster
+from laconic.comm.collectives import NOTHING, Pending
 from laconic.comm.launch import RankInfo
 from laconic.config import Config, DataConfig, SyncConfig
 from laconic.data.batches import Batch
 from laconic.hf.layers import layers_to_shard
 from laconic.islands import outer_optimizer
+from laconic.islands.all_reduce import IslandGroup
 from laconic.islands.local_steps import LocalSteps
 from laconic.islands.policies import Membership
 from laconic.layout.bucket import BucketLayout
@@ -266,9 +269,53 @@ def _trainer_on(machine: Machine, costs: Costs, batch: Batch, slices: int) -> It
             (parallelize, "materialize", materialize),
             (outer_optimizer, "sum_over_islands", holders),
             (crossing, "payload_of", partial(_AlikePayload, machine, costs)),
+            (Payload, "of_rows", partial(_AlikeRows.among, costs)),
+            (IslandGroup, "start_all_to_all", partialmethod(_send_alike, machine)),
+            (IslandGroup, "gather", lambda islands, *values: [list(values)] * islands.size),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         yield
+
+
+def _alike(count: int) -> dict[int, int]:
+    """The places of a few of `count` ranks, the first among them, and for how many each stands; it for itself."""
+    stride = max(1, -(-(count - 1) // _MOST_CODED))
+    return {0: 1, **{place: min(stride, count - place) for place in range(1, count, stride)}}
+
+
+def _send_alike(islands: IslandGroup, machine: Machine, landings: Tensor, messages: Tensor) -> Pending:
+    """`IslandGroup.start_all_to_all`, in which a few messages stand for all."""
+    group, works = islands._group, []
+    if group is not None and messages.shape[-1]:
+        others = {place: count for place, count in _alike(islands.size).items() if place}
+        works += [_compat.irecv(landings[place], group, place) for place in others]
+        for place, count in others.items():
+            machine.alike = count
+            works.append(_compat.isend(messages[place], group, place))
+        machine.alike = 1
+        for work in works:
+            work.wait()
+    return NOTHING
+
+
+class _AlikeRows(Payload):
+    """Equal parts of islands, some of which stand for all."""
+
+    _costs: Costs
+
+    @classmethod
+    def among(cls, costs: Costs, codec: Codec, num_rows: int, numel: int) -> Payload:
+        """See `Payload.of_rows`."""
+        piece = Piece(slice(0, numel), slice(0, codec.payload_bytes(numel)), codec, numel)
+        rows = cls([[piece]] * num_rows, [numel] * num_rows)
+        rows._costs = costs
+        return rows
+
+    def places(self) -> Iterator[int]:
+        """See `Payload.places`."""
+        for place, count in _alike(len(self.numels)).items():
+            with self._costs.times(count):
+                yield place
 
 
 class _AlikePayload(Payload):
@@ -281,8 +328,7 @@ class _AlikePayload(Payload):
         self, machine: Machine, costs: Costs, layout: BucketLayout, parts: Sequence[Part], codec: Codec, **keys: Any
     ) -> None:
         self._machine, self._costs = machine, costs
-        self._stride = max(1, -(-(len(parts) - 1) // _MOST_CODED))
-        places = [0, *range(1, len(parts), self._stride)]
+        places = list(_alike(len(parts)))
         coded = payload_of(layout, [parts[place] for place in places], codec, **keys)
         every = list(coded._pieces.values())
         few = [pieces[:_MOST_CODED] for pieces in every]
@@ -299,8 +345,8 @@ class _AlikePayload(Payload):
 
     def places(self) -> Iterator[int]:
         """See `Payload.places`."""
-        for place in self._pieces:
-            with self._costs.times(1 if place == 0 else min(self._stride, len(self.numels) - place)):
+        for place, count in _alike(len(self.numels)).items():
+            with self._costs.times(count):
                 yield place
 
     def encode(self, index: int, values: Any, message: Tensor) -> None:

@@ -126,6 +126,8 @@ class Machine:
         self.factor = 1.0
         """The bytes of the next transfer that laconic counts, of all ranks that it stands for, in multiples of its own.
         """
+        self.alike = 1
+        """The messages for which each one stands that is sent now."""
         self._counted: tuple[str, dict[Level, float]] | None = None
         """The purpose and the bytes by level that laconic has counted for the next transfer."""
         self.letters: list[Tensor] = []

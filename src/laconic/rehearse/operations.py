@@ -30,7 +30,7 @@ Filling = float | Tensor
 Inputs = Sequence[tuple[Tensor, bool]]
 """The tensors that an operation gets, and whether it writes them."""
 _META, _CPU = torch.device("meta"), torch.device("cpu")
-_MOST_REAL_NUMBERS = 1 << 16  # the ranks of a large mesh are real
+_MOST_REAL_NUMBERS = 1 << 20  # a few for each rank of a large mesh
 _WHOLE = {torch.int16, torch.int32, torch.int64, torch.bool}  # bytes may be parts of anything
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     f"aten::{each.__name__}": each

@@ -29,6 +29,13 @@ class Route:
     hops: Mapping[Level, float] = field(default_factory=dict)
     """The latencies of each level that pass one after the other."""
 
+    def times(self, count: int) -> Route:
+        """The route of `count` messages, one after the other."""
+        if count == 1:
+            return self
+        sent, hops = ({level: count * each for level, each in by.items()} for by in (self.sent, self.hops))
+        return Route(sent=sent, hops=hops)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:

@@ -272,7 +272,7 @@ class Group(_ProcessGroup):
     def _message(self, op: str, tensor: Tensor, distance: int) -> Transfer:
         number = self._numbers[op][distance] = self._numbers[op][distance] + 1
         sent, received = (tensor.nbytes, 0) if op == "send" else (0, tensor.nbytes)
-        route = self._ring.message(tensor.nbytes, distance) if sent else Route()
+        route = self._ring.message(tensor.nbytes, distance).times(self._machine.alike) if sent else Route()
         return self._transfer(op, sent, received, route, (self._name, distance, number))
 
     def _link(self, tensor: Tensor, peer: int) -> Stream:
