@@ -10,7 +10,7 @@ from laconic.contestants.deepspeed_fetch import Coordinator, FetchSizes, Paramet
 from laconic.plan.buckets import Shape
 from laconic.plan.candidates import CANDIDATES
 from laconic.plan.job import work_of
-from laconic.plan.machine import Machine
+from laconic.plan.machine import Simulator
 from laconic.plan.prediction import Refusal
 from laconic.strategies.under import job_under
 from tests.plan.test_peers import LAYERS, SHAPES, estimated, job, model_numels, padded_numel, payload, predict, spec
@@ -91,7 +91,7 @@ def test_resting_memory_is_what_stage_3_allocates() -> None:
 def test_every_byte_is_freed_between_steps(name: str) -> None:
     """What a program holds between two steps does not grow from step to step."""
     config = job_under(CANDIDATES[name], job(train={"accumulation": 2}))
-    machine = Machine(spec(2, 2), device_type="cuda")
+    machine = Simulator(spec(2, 2), device_type="cuda")
     work, shape = work_of(config, device_type="cuda"), Shape(nodes=2, local=2)
     program = registry.load(CANDIDATES[name].predict)(machine, work, shape)
     program.step()
@@ -110,7 +110,7 @@ def test_diloco_holds_shards_and_momentum_between_steps() -> None:
 
 def coordinator(numels: list[int], sizes: FetchSizes) -> tuple[Coordinator, list[list[int]], list[Parameter]]:
     """A coordinator of modules with one parameter each, forward and backward; the messages that it sends; and these."""
-    machine = Machine(spec(2, 2), device_type="cuda")
+    machine = Simulator(spec(2, 2), device_type="cuda")
     parameters = [
         Parameter(
             numel=numel, itemsize=4, partition_numel=numel, is_trained=True, has_two_dims=True, num_scales=1

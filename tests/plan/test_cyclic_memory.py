@@ -23,7 +23,7 @@ from laconic.cyclic.stage import trainable
 from laconic.cyclic.worker import Worker
 from laconic.plan.cyclic_memory import DeviceMemory, messages_by_target
 from laconic.plan.cyclic_stages import PlannedStage, Stages
-from laconic.plan.machine import Machine
+from laconic.plan.machine import Simulator
 from laconic.plan.optimizer_cost import OptimizerCost
 from laconic.plan.phase import Phase
 from tests.cyclic.toys import OPTIMIZERS, WIDTH, make_stages, train
@@ -141,7 +141,7 @@ def planned(states: StatePlacement, count: int, rule: str) -> list[list[int]]:
     schedule = Schedule(Rule.named(rule, count), states)
     devices = [
         Watched(
-            machine=Machine(cluster(), device_type="cpu"), schedule=schedule, stages=stages,
+            machine=Simulator(cluster(), device_type="cpu"), schedule=schedule, stages=stages,
             number=number, pass_after=0,
         )
         for number in range(schedule.num_devices)

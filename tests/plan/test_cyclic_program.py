@@ -11,7 +11,7 @@ from laconic.config import Config, ConfigError, JobError, OptimizerConfig, Sched
 from laconic.cyclic.schedule import Rule
 from laconic.plan.cyclic import CyclicProgram
 from laconic.plan.job import work_of
-from laconic.plan.machine import Machine, Reading
+from laconic.plan.machine import Reading, Simulator
 from laconic.plan.phase import LayerInput
 from tests.plan.traces import cluster, spec, trace
 
@@ -28,7 +28,7 @@ def num_devices(states: str, workers: int) -> int:
 
 
 def program(
-    ranks: int, rule: Any = "lag2", states: Any = "replicated", *, machine: Machine, seconds: float = 1.0,
+    ranks: int, rule: Any = "lag2", states: Any = "replicated", *, machine: Simulator, seconds: float = 1.0,
     **changes: object,
 ) -> CyclicProgram:  # fmt: skip
     """One layer for each worker, and no parameters outside of layers."""
@@ -41,7 +41,7 @@ def program(
 
 
 def run(ranks: int, rule: Any = "lag2", states: Any = "replicated", seconds: float = 1.0, **figures: object) -> Reading:
-    machine = Machine(cluster(num_devices(states, ranks), 1, **figures), device_type="cpu")
+    machine = Simulator(cluster(num_devices(states, ranks), 1, **figures), device_type="cpu")
     return program(ranks, rule, states, machine=machine, seconds=seconds).read(machine)
 
 
@@ -85,7 +85,7 @@ def test_memory_of_a_device(workers: int) -> None:
     """A worker saves the activations of all stages; a device of a shared stage those of one micro-batch's stage."""
     stage_bytes = WIDTH * WIDTH * 4
     for states, kept, saved in (("replicated", workers, workers), ("sharded", 1, workers), ("shared", 1, 1)):
-        machine = Machine(cluster(num_devices(states, workers), 1))
+        machine = Simulator(cluster(num_devices(states, workers), 1))
         reading = program(workers, states=states, machine=machine).read(machine)
         assert reading.peak["activations"] == saved * SAVED_BYTES
         assert machine.held["parameters"] + machine.held["transfers"] >= kept * stage_bytes
@@ -108,7 +108,7 @@ def test_a_slow_wire_sets_the_pace() -> None:
 def test_refusals() -> None:
     with pytest.raises(ConfigError, match="one rank"):
         run(1)
-    machine = Machine(cluster(2, 1))
+    machine = Simulator(cluster(2, 1))
     with pytest.raises(JobError, match="2 ranks does not fit; start 3 ranks"):
         program(2, states="shared", machine=machine)
     with pytest.raises(ConfigError, match=r"wte.*second name.*untie"):

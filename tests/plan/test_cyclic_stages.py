@@ -14,7 +14,7 @@ from laconic.cyclic.stage import trainable
 from laconic.hf.models import build_model, materialize
 from laconic.plan.cyclic_stages import cut_trace
 from laconic.plan.job import work_of
-from laconic.plan.machine import Machine
+from laconic.plan.machine import Simulator
 from tests.plan.traces import cluster
 
 ROWS, TOKENS = 3, 37
@@ -59,7 +59,7 @@ def job(table: dict[str, Any], **sections: Any) -> Config:
     ids=[*MODELS, "adapters"],
 )
 def test_planned_stages_are_those_of_the_cut(config: Config, num_stages: int) -> None:
-    planned = cut_trace(Machine(cluster()), work_of(config, device_type="cpu"), num_stages)
+    planned = cut_trace(Simulator(cluster()), work_of(config, device_type="cpu"), num_stages)
     model = build_model(config.model, config.lora)
     materialize(model, config.model, torch.device("cpu"))
     ids = torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS)

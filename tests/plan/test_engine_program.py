@@ -9,7 +9,7 @@ import pytest
 from laconic.config import Config, ShardConfig, SyncConfig, TrainConfig
 from laconic.plan.buckets import Shape
 from laconic.plan.local_steps import LocalStepsProgram
-from laconic.plan.machine import KINDS, Machine, Reading
+from laconic.plan.machine import KINDS, Reading, Simulator
 from laconic.plan.model_trace import ModelTrace, ParameterSpec
 from laconic.plan.rehearsed import RehearsedStep
 from tests.plan.traces import cluster, spec, trace, work
@@ -30,10 +30,10 @@ def islands_of(**keys: Any) -> SyncConfig:
 def run(
     model: ModelTrace, nodes: int, local: int, *, device: str = "cpu", micro_batches: int = 1, cache: Any = "host",
     budget: int = 0, wire: str | None = None, dtype: str | None = None, **figures: object,
-) -> tuple[Reading, Machine]:  # fmt: skip
+) -> tuple[Reading, Simulator]:  # fmt: skip
     shard = ShardConfig.of_keys({"cache": cache, "device_budget_bytes": budget, "wire": wire, "param_dtype": dtype})
     config = Config(shard=shard, train=TrainConfig(accumulation=micro_batches))
-    machine = Machine(cluster(nodes, local, **figures), device_type=device)
+    machine = Simulator(cluster(nodes, local, **figures), device_type=device)
     program = RehearsedStep(machine, work(model, config, device), Shape(nodes=nodes, local=local))
     return program.read(machine), machine
 
@@ -134,7 +134,7 @@ def test_islands_share_bytes_out_over_their_interval() -> None:
     for every, fragments, codec, nbytes in ((10, 1, "fp32", 4 * numel), (12, 3, "bf16", 2 * numel)):
         sync = islands_of(islands=3, every=every, fragments=fragments, codec=codec)
         config = Config(sync=sync, shard=ShardConfig.of_keys({"cache": "none"}))
-        machine = Machine(cluster(3, 2), device_type="cpu")
+        machine = Simulator(cluster(3, 2), device_type="cpu")
         program = LocalStepsProgram(machine, work(model, config), shape)
         reading = program.read(machine)
         assert reading.sent_bytes["island", "outer"] == pytest.approx(2 * 2 / 3 * nbytes / every, rel=1e-6)
@@ -148,7 +148,7 @@ def test_overlap_hides_an_exchange() -> None:
     for overlap in (0, 1, 4):
         sync = islands_of(islands=2, every=5, codec="fp32", overlap=overlap)
         config = Config(sync=sync, shard=ShardConfig.of_keys({"cache": "none"}))
-        machine = Machine(cluster(2, 1), device_type="cpu")
+        machine = Simulator(cluster(2, 1), device_type="cpu")
         seconds.append(LocalStepsProgram(machine, work(model, config), shape).read(machine).seconds)
     assert seconds[0] > seconds[1] >= seconds[2]
 

@@ -13,7 +13,7 @@ from laconic.comm.cluster import Cluster
 from laconic.config import Config, ShardConfig
 from laconic.plan.buckets import Shape
 from laconic.plan.job import work_of
-from laconic.plan.machine import Machine
+from laconic.plan.machine import Simulator
 from laconic.plan.rehearsal import Rehearsals
 from laconic.plan.rehearsed import RehearsedStep
 from tests.plan.traces import cluster, model_of, spec, trace
@@ -35,7 +35,7 @@ def predicted(keys: dict[str, Any], nodes: int, local: int) -> dict[str, float]:
             layer.weight = nn.Parameter(Float8Weight(layer.weight.detach()))
         return model
 
-    config, machine = Config(shard=ShardConfig.of_keys(keys)), Machine(cluster(nodes, local), device_type="cpu")
+    config, machine = Config(shard=ShardConfig.of_keys(keys)), Simulator(cluster(nodes, local), device_type="cpu")
     work = work_of(config, device_type="cpu", trace=TRACE, rehearsals=Rehearsals(build=build))
     reading = RehearsedStep(machine, work, Shape(nodes=nodes, local=local)).read(machine)
     return {f"{level} {purpose}": size for (level, purpose), size in reading.sent_bytes.items() if purpose != "control"}

@@ -4,37 +4,37 @@ from __future__ import annotations
 
 import pytest
 
-from laconic.plan.machine import Lane, Machine, Transfer
+from laconic.plan.machine import PlanLane, PlanTransfer, Simulator
 from tests.plan.traces import cluster, phase
 
 
-def wire(nbytes: float, name: str = "gather") -> Transfer:
-    return Transfer(name=name, purpose="weights", sent={"node": nbytes})
+def wire(nbytes: float, name: str = "gather") -> PlanTransfer:
+    return PlanTransfer(name=name, purpose="weights", sent={"node": nbytes})
 
 
 def test_a_transfer_runs_beside_compute() -> None:
     """The wire carries 10 MB/s, shared by two ranks, so 1 MB of each rank takes 0.2 s."""
-    machine = Machine(cluster(), device_type="cpu")
+    machine = Simulator(cluster(), device_type="cpu")
     with machine.reading() as reading:
         job = machine.send(wire(1e6))
         machine.compute("layer", phase(0.15))
         machine.wait(job)
     assert reading.seconds == pytest.approx(0.2)
-    assert reading.waits_s == {Lane.WIRE: pytest.approx(0.05)}
-    assert reading.busy_s == {Lane.WIRE: pytest.approx(0.2), Lane.COMPUTE: pytest.approx(0.15)}
+    assert reading.waits_s == {PlanLane.WIRE: pytest.approx(0.05)}
+    assert reading.busy_s == {PlanLane.WIRE: pytest.approx(0.2), PlanLane.COMPUTE: pytest.approx(0.15)}
     assert reading.sent_bytes == {("node", "weights"): 1e6}
 
 
 def test_a_lane_has_one_transfer_at_a_time_and_waits_have_their_cause() -> None:
-    machine = Machine(cluster(), device_type="cpu")
+    machine = Simulator(cluster(), device_type="cpu")
     with machine.reading() as reading:
         first, second = machine.send(wire(1e6)), machine.send(wire(1e6))
-        inside = machine.send(Transfer(name="inside", purpose="weights", sent={"local": 1e6}), second)
+        inside = machine.send(PlanTransfer(name="inside", purpose="weights", sent={"local": 1e6}), second)
         machine.wait(inside)
         machine.wait(first)
     assert reading.seconds == pytest.approx(0.2 + 0.2 + 0.01)
-    assert reading.waits_s[Lane.WIRE] == pytest.approx(0.4)
-    assert reading.waits_s[Lane.LOCAL] == pytest.approx(0.01)
+    assert reading.waits_s[PlanLane.WIRE] == pytest.approx(0.4)
+    assert reading.waits_s[PlanLane.LOCAL] == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_cores_that_compute_also_copy(device_type: str, overlap: float, beside: 
     """A transfer of 0.2 s after a latency of 0.01 s, beside 0.3 s of compute, and with nothing beside it."""
     spec = cluster(wire_latency_s=0.01, wire_overlap=overlap)
     for compute_s, seconds in ((0.3, beside), (0.0, blocking)):
-        machine = Machine(spec, device_type=device_type)
+        machine = Simulator(spec, device_type=device_type)
         job = machine.send(wire(1e6))
         machine.compute("layer", phase(compute_s))
         machine.wait(job)
@@ -53,25 +53,25 @@ def test_cores_that_compute_also_copy(device_type: str, overlap: float, beside: 
 
 
 def test_a_ring_of_all_ranks_takes_as_long_as_its_slowest_edge() -> None:
-    machine = Machine(cluster(), device_type="cpu")
-    both = Transfer(name="ring", purpose="gradients", sent={"node": 1e6, "local": 5e6}, hops=3)
+    machine = Simulator(cluster(), device_type="cpu")
+    both = PlanTransfer(name="ring", purpose="gradients", sent={"node": 1e6, "local": 5e6}, hops=3)
     job = machine.send(both)
     assert job is not None
-    assert job.lane is Lane.WIRE
+    assert job.lane is PlanLane.WIRE
     assert job.end_s == pytest.approx(0.2)
-    assert machine.send(Transfer(name="none", purpose="gradients", sent={"node": 0.0})) is None
+    assert machine.send(PlanTransfer(name="none", purpose="gradients", sent={"node": 0.0})) is None
 
 
 def test_copies_to_the_host_take_time_on_accelerators_alone() -> None:
-    assert Machine(cluster(), device_type="cpu").copy("store", 1e8, to_device=False) is None
-    machine = Machine(cluster(ranks_per_host_link=2), device_type="cuda")
+    assert Simulator(cluster(), device_type="cpu").copy("store", 1e8, to_device=False) is None
+    machine = Simulator(cluster(ranks_per_host_link=2), device_type="cuda")
     job = machine.copy("store", 1e8, to_device=False)
     assert job is not None
-    assert (job.lane, job.end_s) == (Lane.TO_HOST, pytest.approx(2.0))
+    assert (job.lane, job.end_s) == (PlanLane.TO_HOST, pytest.approx(2.0))
 
 
 def test_the_peak_is_split_by_kind_and_counted_anew_in_each_reading() -> None:
-    machine = Machine(cluster(), device_type="cpu")
+    machine = Simulator(cluster(), device_type="cpu")
     machine.hold("parameters", 100)
     with machine.reading() as reading:
         machine.hold("transfers", 30)
@@ -90,7 +90,7 @@ def test_the_peak_is_split_by_kind_and_counted_anew_in_each_reading() -> None:
 
 
 def test_held_memory_is_free_after_the_body() -> None:
-    machine = Machine(cluster(), device_type="cpu")
+    machine = Simulator(cluster(), device_type="cpu")
     machine.hold("transfers", 100)
     with machine.reading() as reading, machine.holding("transfers", 10):
         machine.compute("layer", phase(0.1, peak=5, end=1))
@@ -100,7 +100,7 @@ def test_held_memory_is_free_after_the_body() -> None:
 
 @pytest.mark.parametrize(("late", "last", "peak"), [(10, 0, 190), (80, 0, 220), (80, 70, 230)])
 def test_memory_for_gradients_is_taken_at_the_first_of_them(late: int, last: int, peak: int) -> None:
-    machine = Machine(cluster(), device_type="cpu")
+    machine = Simulator(cluster(), device_type="cpu")
     machine.hold("parameters", 100)
     with machine.reading() as reading:
         machine.compute("layer", phase(peak=90))

@@ -19,7 +19,7 @@ from laconic.plan.buckets import Shape
 from laconic.plan.candidates import CANDIDATES
 from laconic.plan.estimates import Estimate
 from laconic.plan.local_steps import LocalStepsProgram
-from laconic.plan.machine import Machine
+from laconic.plan.machine import Simulator
 from laconic.plan.prediction import Predictor
 from laconic.strategies.memory import measured_peak
 from tests.plan.traces import cluster, spec, trace, work
@@ -75,7 +75,7 @@ def job_measured() -> list[float]:
 
 def test_a_sync_takes_what_the_allocator_says() -> None:
     for settings, measured in zip(SETTINGS, run_ranks(job_measured, 2, local=1)[0], strict=True):
-        model, machine = trace([[spec("weight", 512, NUMEL // 512)]]), Machine(cluster(2, 1), device_type="cpu")
+        model, machine = trace([[spec("weight", 512, NUMEL // 512)]]), Simulator(cluster(2, 1), device_type="cpu")
         config = Config(sync=SyncConfig.of_keys({"mode": "local", "islands": 2, **settings}))
         reading = LocalStepsProgram(machine, work(model, config), Shape(nodes=1, local=1, islands=2)).read(machine)
         assert reading.peak["transfers"] / NUMEL == pytest.approx(measured, rel=0.02), settings

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from laconic.plan.machine import Job, Machine
+from laconic.plan.machine import Job, Simulator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ Send = Callable[[Sequence[Parameter]], tuple[Job | None, float]]
 class Coordinator:
     """DeepSpeed's coordinator on a machine: [Note: DeepSpeed's coordinator]."""
 
-    machine: Machine
+    machine: Simulator
     order: Sequence[Sequence[Parameter]]
     """The parameters of each module, in the order in which modules run in forward, then in backward."""
     sizes: FetchSizes

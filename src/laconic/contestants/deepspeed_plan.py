@@ -28,11 +28,11 @@ from dataclasses import dataclass, replace
 from laconic.comm.traffic import Level
 from laconic.contestants.deepspeed_fetch import Coordinator, FetchSizes, Parameter
 from laconic.plan.buckets import Shape
-from laconic.plan.machine import Job, Machine, Transfer
+from laconic.plan.machine import Job, PlanTransfer, Simulator
 from laconic.plan.model_trace import ParameterSpec, Segment
 from laconic.plan.optimizer_cost import adamw_cost
 from laconic.plan.phase import Phase
-from laconic.plan.program import Program, StepWork, Update, WrittenProgram
+from laconic.plan.program import Program, StepWork, UpdateCost, WrittenProgram
 from laconic.rehearse.rings import Places, Ring
 
 _QWZ_GROUP = 8000
@@ -63,7 +63,7 @@ class _Step:
     is_backward: bool
 
 
-def deepspeed(machine: Machine, work: StepWork, shape: Shape) -> Program:
+def deepspeed(machine: Simulator, work: StepWork, shape: Shape) -> Program:
     """DeepSpeed under any of its values of shard.strategy: a `Make`."""
     options = DeepspeedOptions(
         hpz=work.job.shard.strategy != "deepspeed",
@@ -76,7 +76,7 @@ def deepspeed(machine: Machine, work: StepWork, shape: Shape) -> Program:
 class Deepspeed(WrittenProgram):
     """DeepSpeed's ZeRO-3 on a machine: [Note: DeepSpeed's order of work]."""
 
-    def __init__(self, machine: Machine, work: StepWork, shape: Shape, options: DeepspeedOptions) -> None:
+    def __init__(self, machine: Simulator, work: StepWork, shape: Shape, options: DeepspeedOptions) -> None:
         """Partition the units of `work.trace`."""
         self._machine, self._work, self._shape, self._options = machine, work, shape, options
         self._is_cpu = machine.device_type == "cpu"
@@ -112,7 +112,7 @@ class Deepspeed(WrittenProgram):
         machine.hold("optimizer", self._sum_bytes)  # the fp32 masters
         machine.hold("gradients", self._sum_bytes + self._bucket_numel * self._reduce_itemsize)
         cost = replace(adamw_cost(work.optimizer, numel, 4), transient_bytes=self._sum_bytes)
-        self._update = Update(machine, cost, gradient_bytes=self._sum_bytes)
+        self._update = UpdateCost(machine, cost, gradient_bytes=self._sum_bytes)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class Deepspeed(WrittenProgram):
             self._machine.touch("encode", numel / ring.size * (self._compute_itemsize + 1))
         elif self._is_cpu:
             self._machine.touch("copy in", 2 * nbytes / ring.size)
-        return self._machine.send(Transfer.along(ring.gather(nbytes), "gather", "weights")), float(nbytes)
+        return self._machine.send(PlanTransfer.along(ring.gather(nbytes), "gather", "weights")), float(nbytes)
 
     def _keep(self, parameter: Parameter) -> None:
         """Under hpZ, keep a node shard of a parameter that is released."""
@@ -211,22 +211,22 @@ class Deepspeed(WrittenProgram):
             if parameter.numel > self._bucket_numel:
                 machine.hold("gradients", -parameter.nbytes)
 
-    def _reduction(self, members: Sequence[Parameter]) -> list[Transfer]:
+    def _reduction(self, members: Sequence[Parameter]) -> list[PlanTransfer]:
         """The transfers of a bucket, each after the one before."""
         ranks, local, nodes = self._shape.ranks, self._shape.local, self._shape.nodes
         if not (self._options.quantizes and nodes > 1):
             numel = sum(each.partition_numel for each in members) * ranks
-            return [Transfer.along(self._all.reduce_scatter(numel * self._reduce_itemsize), "reduce", "gradients")]
+            return [PlanTransfer.along(self._all.reduce_scatter(numel * self._reduce_itemsize), "reduce", "gradients")]
         coded = [each for each in members if each.has_two_dims and not each.numel % (2 * ranks)]
         plain = sum(each.partition_numel for each in members if each not in coded) * ranks
         route = self._all.reduce_scatter(plain * self._reduce_itemsize)
-        found = [Transfer.along(route, "reduce", "gradients")] if plain else []
+        found = [PlanTransfer.along(route, "reduce", "gradients")] if plain else []
         code_bytes = sum(each.numel / 2 + 4 * each.num_scales for each in coded)
         inside: dict[Level, float] = {"local": (local - 1) / local * code_bytes}
         across: dict[Level, float] = {"node": (nodes - 1) / nodes * code_bytes / local}
         for name, sent in (("reduce inside", inside), ("reduce", across)):
             if coded:
-                found.append(Transfer(name=name, purpose="gradients", sent=sent))
+                found.append(PlanTransfer(name=name, purpose="gradients", sent=sent))
         return found
 
 

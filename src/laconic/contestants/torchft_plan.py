@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from laconic.config import SyncConfig
 from laconic.plan.buckets import Shape
-from laconic.plan.machine import Machine, Reading, Transfer
+from laconic.plan.machine import PlanTransfer, Reading, Simulator
 from laconic.plan.program import Program, StepWork, add_share
 from laconic.plan.rehearsed import RehearsedStep
 
@@ -23,7 +23,7 @@ from laconic.plan.rehearsed import RehearsedStep
 class TorchftDiloco(Program):
     """torchft's DiLoCo on a machine, a `Make`: [Note: torchft's DiLoCo]."""
 
-    def __init__(self, machine: Machine, work: StepWork, shape: Shape) -> None:
+    def __init__(self, machine: Simulator, work: StepWork, shape: Shape) -> None:
         """Shard inside each island of `shape`; islands sync every `sync.every` steps, in `sync.fragments` parts.
 
         Raises:
@@ -40,7 +40,7 @@ class TorchftDiloco(Program):
         """This rank's trained parameters."""
         self.inexact = f"islands agree every {self._sync.policy.schedule.every} steps"
 
-    def read(self, machine: Machine) -> Reading:
+    def read(self, machine: Simulator) -> Reading:
         """Read a step, and add its share of a sync."""
         reading = self.inner.read(machine)
         machine.host_bytes += self._bytes
@@ -56,7 +56,7 @@ class TorchftDiloco(Program):
         machine, islands = self._machine, self._shape.islands
         nbytes = self._bytes / self._sync.policy.schedule.fragments
         sent_bytes = 2 * (islands - 1) / islands * nbytes
-        transfer = Transfer(
+        transfer = PlanTransfer(
             name="islands", purpose="outer", sent={"island": sent_bytes}, hops={"island": 2 * (islands - 1)}
         )
         pseudo_gradients = machine.holding("transfers", nbytes)

@@ -9,13 +9,13 @@ from laconic.config import ConfigError, ScheduleConfig, ShardConfig, SyncConfig
 from laconic.plan.buckets import Shape
 from laconic.plan.cyclic import CyclicProgram
 from laconic.plan.local_steps import LocalStepsProgram
-from laconic.plan.machine import Machine
+from laconic.plan.machine import Simulator
 from laconic.plan.program import Program, StepWork
 from laconic.plan.rehearsed import RehearsedStep
 from laconic.registry import Strategy
 from laconic.shard.policies import Wire
 
-Make = Callable[[Machine, StepWork, Shape], Program]
+Make = Callable[[Simulator, StepWork, Shape], Program]
 """What `Strategy.predict` names: it makes a program from an idle machine, the work of a job under the strategy, and its
 ranks."""
 CANDIDATES: Mapping[str, Strategy] = {name: each for name, each in registry.strategies().items() if each.in_plan}
@@ -45,11 +45,11 @@ def is_asked_for(strategy: Strategy, shard: ShardConfig, sync: SyncConfig, sched
     return wire is not None and shard.policy.wire == Wire.of(wire)
 
 
-def on_engine(machine: Machine, work: StepWork, shape: Shape) -> Program:
+def on_engine(machine: Simulator, work: StepWork, shape: Shape) -> Program:
     """The engine, with islands or without: a `Make`."""
     return (LocalStepsProgram if work.job.sync.is_local else RehearsedStep)(machine, work, shape)
 
 
-def cyclic(machine: Machine, work: StepWork, shape: Shape) -> Program:
+def cyclic(machine: Simulator, work: StepWork, shape: Shape) -> Program:
     """The cyclic schedule: a `Make`."""
     return CyclicProgram(machine, work)

@@ -16,7 +16,7 @@ from laconic.config import Config, ConfigError
 from laconic.plan.candidates import CANDIDATES, is_asked_for
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate
-from laconic.plan.machine import Lane
+from laconic.plan.machine import PlanLane
 from laconic.plan.prediction import Predictor, Refusal
 from laconic.plan.units import format_quantity
 
@@ -114,12 +114,12 @@ def _reason(estimate: Estimate, best: Estimate | None, allowed: Collection[str])
     if slower <= 1:
         virtue = "is simpler" if best.is_peer else "takes less device memory"
         return f"as fast within {_TIE - 1:.0%}, but {best.label} {virtue}"
-    more = {lane: estimate.waits_s.get(lane, 0.0) - best.waits_s.get(lane, 0.0) for lane in Lane}
+    more = {lane: estimate.waits_s.get(lane, 0.0) - best.waits_s.get(lane, 0.0) for lane in PlanLane}
     lane = max(more, key=lambda each: more[each])
     if more[lane] <= 0.2 * (estimate.seconds - best.seconds):
         return f"{slower:.2f}x the time: it computes and copies more"
     text = f"{slower:.2f}x the time: waits {format_quantity(max(0.0, more[lane]), 's')} longer for {_words(lane)}"
-    if lane is Lane.WIRE and best.wire_bytes:
+    if lane is PlanLane.WIRE and best.wire_bytes:
         text += f", {estimate.wire_bytes / best.wire_bytes:.2f}x the bytes"
     return text
 
@@ -138,8 +138,8 @@ def _bound(estimate: Estimate) -> str:
     return _words(estimate.bound_by)
 
 
-def _words(lane: Lane) -> str:
-    words = {Lane.COMPUTE: "compute", Lane.WIRE: "the wire", Lane.LOCAL: "the network inside the node"}
+def _words(lane: PlanLane) -> str:
+    words = {PlanLane.COMPUTE: "compute", PlanLane.WIRE: "the wire", PlanLane.LOCAL: "the network inside the node"}
     return words.get(lane, lane.value)
 
 

@@ -13,7 +13,7 @@ from laconic.plan.cyclic_devices import read_steady_state
 from laconic.plan.cyclic_memory import fullest_device
 from laconic.plan.cyclic_stages import cut_trace
 from laconic.plan.estimates import first_rank
-from laconic.plan.machine import Machine, Reading
+from laconic.plan.machine import Reading, Simulator
 from laconic.plan.program import StepWork, WrittenProgram
 from laconic.strategies.cyclic import num_workers
 
@@ -23,7 +23,7 @@ class CyclicProgram(WrittenProgram):
 
     inexact = "some gradients are one step old, so it wants a smaller learning rate (docs/cyclic.md)"
 
-    def __init__(self, machine: Machine, work: StepWork) -> None:
+    def __init__(self, machine: Simulator, work: StepWork) -> None:
         cluster, settings = machine.cluster, work.job.schedule
         if cluster.ranks < 2:
             raise ConfigError(
@@ -47,7 +47,7 @@ class CyclicProgram(WrittenProgram):
     def step(self) -> None:
         """See `Program.step`: devices run whole batches, in `read`."""
 
-    def read(self, machine: Machine) -> Reading:
+    def read(self, machine: Simulator) -> Reading:
         """Read the steady state: see `Program.read`. Memory is that of the fullest device."""
         reading = read_steady_state(machine, self._schedule, self._stages, pass_after=self._pass_after)
         reading.peak, held = fullest_device(machine, self._schedule, self._stages, pass_after=self._pass_after)

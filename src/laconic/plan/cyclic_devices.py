@@ -22,7 +22,7 @@ from laconic.cyclic.links import NUMBER_BYTES, PURPOSES
 from laconic.cyclic.program import program
 from laconic.cyclic.schedule import Compute, Instruction, Message, Receive, Schedule, Send, Update
 from laconic.plan.cyclic_stages import Stages
-from laconic.plan.machine import Lane, Machine, Reading
+from laconic.plan.machine import PlanLane, Reading, Simulator
 
 _FIRST = 2
 """The first batch of the steady state: earlier ones have no messages of batches before them."""
@@ -30,7 +30,7 @@ _LEAST, _MOST = 3, 12
 """The batches of a reading. Above the most, bytes are means over some of the batches of a period."""
 
 
-def read_steady_state(machine: Machine, schedule: Schedule, stages: Stages, *, pass_after: int) -> Reading:
+def read_steady_state(machine: Simulator, schedule: Schedule, stages: Stages, *, pass_after: int) -> Reading:
     """Read one batch of the steady state, as a mean over devices: its seconds, bytes, waits and compute.
 
     Args:
@@ -49,7 +49,7 @@ def read_steady_state(machine: Machine, schedule: Schedule, stages: Stages, *, p
     for lane, seconds in run.waits_s.items():
         reading.waits_s[lane] += seconds * share  # type: ignore[assignment]
     busy_s = sum(stage.forward_s + stage.backward_s for stage in stages.stages)  # of one worker
-    reading.busy_s[Lane.COMPUTE] = busy_s * schedule.num_stages / schedule.num_devices  # type: ignore[assignment]
+    reading.busy_s[PlanLane.COMPUTE] = busy_s * schedule.num_stages / schedule.num_devices  # type: ignore[assignment]
     return reading
 
 
@@ -65,18 +65,20 @@ def _num_batches(schedule: Schedule) -> int:
 class _Run:
     """All devices in some batches, each with a clock of its own."""
 
-    def __init__(self, machine: Machine, schedule: Schedule, stages: Stages, pass_after: int, num_batches: int) -> None:
+    def __init__(
+        self, machine: Simulator, schedule: Schedule, stages: Stages, pass_after: int, num_batches: int
+    ) -> None:
         self._machine, self._schedule, self._stages = machine, schedule, stages
         self._pass_after, self._num_batches = pass_after, num_batches
         devices = range(schedule.num_devices)
         self._now_s = dict.fromkeys(devices, 0.0)
         self._ready_s: dict[int | str, float] = {}
         """When each sender's network is free: that of a node between nodes, that of a rank inside."""
-        self._arrivals_s: dict[tuple[object, int], tuple[float, Lane]] = {}
-        self._batons_s: dict[tuple[int, int], tuple[float, Lane]] = {}
+        self._arrivals_s: dict[tuple[object, int], tuple[float, PlanLane]] = {}
+        self._batons_s: dict[tuple[int, int], tuple[float, PlanLane]] = {}
         self._ends_s = {device: [0.0] * num_batches for device in devices}
         self.sent_bytes: Counter[tuple[Level, Purpose]] = Counter()
-        self.waits_s: Counter[Lane] = Counter()
+        self.waits_s: Counter[PlanLane] = Counter()
         self._pending = {device: self._steps(device) for device in devices}
 
     def finish(self) -> list[float]:
@@ -161,10 +163,10 @@ class _Run:
         if has_next and done == self._pass_after:
             self._batons_s[following, batch] = self._send(device, following, NUMBER_BYTES, "control", batch)
 
-    def _send(self, source: int, target: int, nbytes: float, purpose: Purpose, batch: int) -> tuple[float, Lane]:
+    def _send(self, source: int, target: int, nbytes: float, purpose: Purpose, batch: int) -> tuple[float, PlanLane]:
         now_s = self._now_s[source]
         if source == target:
-            return now_s, Lane.COMPUTE
+            return now_s, PlanLane.COMPUTE
         cluster, level = self._machine.cluster, self._level(source, target)
         if batch >= _FIRST:
             self.sent_bytes[level, purpose] += nbytes  # type: ignore[assignment]
@@ -172,10 +174,10 @@ class _Run:
         begin_s = max(now_s, self._ready_s.get(link, 0.0))
         self._ready_s[link] = begin_s + nbytes / cluster.bytes_per_s(level)
         self._lose_compute(source, level, nbytes)
-        lane = Lane.LOCAL if level == "local" else Lane.WIRE
+        lane = PlanLane.LOCAL if level == "local" else PlanLane.WIRE
         return self._ready_s[link] + cluster.latency_s(level), lane
 
-    def _wait(self, device: int, arrival_s: float, lane: Lane, batch: int) -> None:
+    def _wait(self, device: int, arrival_s: float, lane: PlanLane, batch: int) -> None:
         waited_s = arrival_s - self._now_s[device]
         if waited_s > 0:
             if batch >= _FIRST:

@@ -19,7 +19,7 @@ from laconic.cyclic.program import program
 from laconic.cyclic.schedule import Compute, Instruction, Key, Message, Op, Receive, Schedule, Send, Update
 from laconic.cyclic.worker import DUE_WITH_OP, LOOKAHEAD
 from laconic.plan.cyclic_stages import Stages
-from laconic.plan.machine import Kind, Machine
+from laconic.plan.machine import Kind, Simulator
 
 _BATCHES = 4
 """The batches that fill the memory. The last one is read."""
@@ -30,7 +30,7 @@ _Received = Mapping[int, Sequence[Message]]
 class _Buffer:
     """Memory that its last user frees: [Note: Buffers as objects]."""
 
-    def __init__(self, machine: Machine, kind: Kind, nbytes: float) -> None:
+    def __init__(self, machine: Simulator, kind: Kind, nbytes: float) -> None:
         self.machine, self.kind, self.nbytes = machine, kind, nbytes
         machine.hold(kind, nbytes)
 
@@ -51,7 +51,7 @@ class _PendingBackward:
 class DeviceMemory:
     """The buffers of one device."""
 
-    machine: Machine
+    machine: Simulator
     """Empty; it counts the memory."""
     schedule: Schedule
     stages: Stages
@@ -212,13 +212,13 @@ class DeviceMemory:
 
 
 def fullest_device(
-    machine: Machine, schedule: Schedule, stages: Stages, *, pass_after: int
+    machine: Simulator, schedule: Schedule, stages: Stages, *, pass_after: int
 ) -> tuple[dict[Kind, float], dict[Kind, float]]:
     """The memory of the device that has the highest peak: at its peak, and between two steps."""
     by_batch = [messages_by_target(schedule, batch) for batch in range(_BATCHES)]
     fullest: tuple[dict[Kind, float], dict[Kind, float]] = {}, {}
     for number in range(schedule.num_devices):
-        empty = Machine(machine.cluster, device_type=machine.device_type)
+        empty = Simulator(machine.cluster, device_type=machine.device_type)
         device = DeviceMemory(machine=empty, schedule=schedule, stages=stages, number=number, pass_after=pass_after)
         for batch, received in enumerate(by_batch):
             with empty.reading() as reading:

@@ -12,7 +12,7 @@ from laconic.config import ConfigError
 from laconic.cyclic.links import NUMBER_BYTES, PURPOSES, ByteLayout
 from laconic.cyclic.schedule import Message
 from laconic.cyclic.stage import partition
-from laconic.plan.machine import Machine
+from laconic.plan.machine import Simulator
 from laconic.plan.model_trace import ModelTrace, ParameterSpec
 from laconic.plan.optimizer_cost import OptimizerCost, plain_cost
 from laconic.plan.phase import LayerInput, Phase
@@ -76,7 +76,7 @@ class _Block:
         return any(each.is_trained for each in self.parameters)
 
 
-def cut_trace(machine: Machine, work: StepWork, num_stages: int) -> Stages:
+def cut_trace(machine: Simulator, work: StepWork, num_stages: int) -> Stages:
     """Cut a traced model as `laconic.cyclic.cut` cuts the model.
 
     Raises:
@@ -122,7 +122,7 @@ def _blocks(trace: ModelTrace) -> list[_Block]:
     ]
 
 
-def _sizes(blocks: Sequence[_Block], machine: Machine, cut_by: str) -> list[float]:
+def _sizes(blocks: Sequence[_Block], machine: Simulator, cut_by: str) -> list[float]:
     """The sizes that stages share equally."""
     if cut_by == "parameters":
         return [float(sum(each.numel for each in block.parameters)) for block in blocks]
@@ -131,7 +131,7 @@ def _sizes(blocks: Sequence[_Block], machine: Machine, cut_by: str) -> list[floa
     return [machine.seconds(block.forward) + machine.seconds(block.backward) for block in blocks]
 
 
-def _stage(blocks: Sequence[_Block], machine: Machine, work: StepWork) -> PlannedStage:
+def _stage(blocks: Sequence[_Block], machine: Simulator, work: StepWork) -> PlannedStage:
     parameters = tuple(each for block in blocks for each in block.parameters)
     trained = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in parameters if each.is_trained]
     message_bytes = ByteLayout(trained).num_bytes

@@ -9,7 +9,7 @@ from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import WIRE_LEVELS, Level, Purpose
 from laconic.plan.buckets import Shape
 from laconic.plan.cluster_spec import ClusterSpec
-from laconic.plan.machine import Kind, Lane, Machine, Reading, Span
+from laconic.plan.machine import Kind, PlanLane, Reading, Simulator, Span
 from laconic.plan.program import Program
 
 MARGIN = 0.03
@@ -32,9 +32,9 @@ class Estimate:
     """The tokens that all ranks train on in a step."""
     sent_bytes: Mapping[tuple[Level, Purpose], float]
     """The payload bytes that one rank sends in a step, by level and purpose."""
-    waits_s: Mapping[Lane, float]
+    waits_s: Mapping[PlanLane, float]
     """The seconds of a step in which compute waits, by the lane that it waits for."""
-    busy_s: Mapping[Lane, float]
+    busy_s: Mapping[PlanLane, float]
     """The seconds of a step in which each lane works."""
     peak: Mapping[Kind, float]
     """The device memory at its fullest, in bytes by kind."""
@@ -96,15 +96,15 @@ class Estimate:
         return self.wire_bytes / self.tokens
 
     @property
-    def bound_by(self) -> Lane:
+    def bound_by(self) -> PlanLane:
         """What a step takes most of its time for: compute, or the lane that it waits for longest."""
         waited = sum(self.waits_s.values())
-        most = max(self.waits_s, key=lambda lane: self.waits_s[lane], default=Lane.COMPUTE)
-        return most if self.waits_s.get(most, 0.0) > self.seconds - waited else Lane.COMPUTE
+        most = max(self.waits_s, key=lambda lane: self.waits_s[lane], default=PlanLane.COMPUTE)
+        return most if self.waits_s.get(most, 0.0) > self.seconds - waited else PlanLane.COMPUTE
 
 
 def read_program(
-    program: Program, machine: Machine, *, strategy: str, label: str, is_peer: bool, inexact: str, tokens: int,
+    program: Program, machine: Simulator, *, strategy: str, label: str, is_peer: bool, inexact: str, tokens: int,
     notes: tuple[str, ...],
 ) -> Estimate:  # fmt: skip
     """Run a program until it is warm, and read a step."""

@@ -10,7 +10,7 @@ from statistics import fmean
 from laconic.codec import CODECS
 from laconic.islands.all_reduce import sent_bytes_of
 from laconic.plan.buckets import Shape
-from laconic.plan.machine import Lane, Machine, Reading
+from laconic.plan.machine import PlanLane, Reading, Simulator
 from laconic.plan.program import StepWork, add_share
 from laconic.plan.rehearsed import RehearsedStep
 from laconic.ragged.spec import RaggedSpec
@@ -25,7 +25,7 @@ class LocalStepsProgram(RehearsedStep):
     A model of which a few layers are rehearsed has one fragment, which stands for all: they are equally large.
     """
 
-    def __init__(self, machine: Machine, work: StepWork, shape: Shape) -> None:
+    def __init__(self, machine: Simulator, work: StepWork, shape: Shape) -> None:
         """Rehearse steps with and without a sync.
 
         Raises:
@@ -41,15 +41,15 @@ class LocalStepsProgram(RehearsedStep):
         self.inexact = f"islands agree every {self._schedule.every} steps{slices}"
         super().__init__(machine, work, shape)
 
-    def _step(self, machine: Machine) -> Reading:
+    def _step(self, machine: Simulator) -> Reading:
         """A step, with its share of the syncs."""
         plain, *syncs = self._readings(machine)
         reading, overlap = copy.deepcopy(plain), self._schedule.overlap
         steps, share = 1 + min(1, overlap), 1 / self._schedule.every
         for sync in syncs:
             more = max(0, self._stands_for * overlap - 1)  # steps that hide exchanges besides the one that is rehearsed
-            hidden_s = min(sync.waits_s[Lane.WIRE], more * plain.seconds)
-            sync.waits_s[Lane.WIRE] -= hidden_s  # type: ignore[assignment]
+            hidden_s = min(sync.waits_s[PlanLane.WIRE], more * plain.seconds)
+            sync.waits_s[PlanLane.WIRE] -= hidden_s  # type: ignore[assignment]
             sync.seconds -= hidden_s
             add_share(reading, sync, share)
             add_share(reading, plain, -steps * share)

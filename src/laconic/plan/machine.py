@@ -36,7 +36,7 @@ Kind = Literal["parameters", "gradients", "optimizer", "transfers", "activations
 KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "transfers", "activations", "cache")
 
 
-class Lane(Enum):
+class PlanLane(Enum):
     """The resources that work at the same time."""
 
     COMPUTE = "compute"
@@ -54,7 +54,7 @@ class Lane(Enum):
 class Span:
     """The time in which a lane worked, or in which compute waited for it."""
 
-    lane: Lane
+    lane: PlanLane
     name: str
     begin_s: float
     end_s: float
@@ -63,7 +63,7 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Transfer:
+class PlanTransfer:
     """A collective, as a mean over the ranks of a node."""
 
     name: str
@@ -74,7 +74,7 @@ class Transfer:
     """The messages that wait for each other: on the busiest level, or on each, if they pass several."""
 
     @classmethod
-    def along(cls, route: Route, name: str, purpose: Purpose) -> Transfer:
+    def along(cls, route: Route, name: str, purpose: Purpose) -> PlanTransfer:
         """A transfer along a route."""
         return cls(name=name, purpose=purpose, sent=dict(route.sent), hops=route.hops or 1)
 
@@ -83,7 +83,7 @@ class Transfer:
 class Job:
     """Work on a lane that has begun."""
 
-    lane: Lane | None
+    lane: PlanLane | None
     """None for work of the compute stream, for which it never waits itself."""
     end_s: float
     cause: Job | None = None
@@ -98,9 +98,9 @@ class Reading:
     seconds: float = 0.0
     sent_bytes: Counter[tuple[Level, Purpose]] = field(default_factory=Counter)
     """The payload bytes that one rank sends, as a mean over ranks."""
-    waits_s: Counter[Lane] = field(default_factory=Counter)
+    waits_s: Counter[PlanLane] = field(default_factory=Counter)
     """The seconds that compute waits, by the lane that it waits for."""
-    busy_s: Counter[Lane] = field(default_factory=Counter)
+    busy_s: Counter[PlanLane] = field(default_factory=Counter)
     """The seconds that each lane works."""
     peak: dict[Kind, float] = field(default_factory=dict)
     """The device memory at its fullest, by kind, in bytes."""
@@ -112,7 +112,7 @@ class Reading:
         return sum(self.peak.values())
 
 
-class Machine:
+class Simulator:
     """The machine of [Note: One program, three readings]."""
 
     def __init__(self, cluster: ClusterSpec, *, device_type: str = "cuda", keeps_spans: bool = False) -> None:
@@ -123,7 +123,7 @@ class Machine:
         """The device memory that one rank holds, in bytes."""
         self.host_bytes = 0.0
         """The host memory that one rank needs."""
-        self._last: dict[Lane, Job | None] = dict.fromkeys(Lane)
+        self._last: dict[PlanLane, Job | None] = dict.fromkeys(PlanLane)
         self.keeps_spans = keeps_spans
         self._reading = Reading()
         self._total = 0.0
@@ -197,13 +197,13 @@ class Machine:
         memory_s, rate = self._memory_s, self.cluster.host_memory_bytes_per_s
         if self.device_type != "cpu" and rate is not None:
             memory_s = max(memory_s, self.cluster.ranks_per_node / rate)
-        return self._occupy(Lane.HOST, name, nbytes * memory_s, after, since)
+        return self._occupy(PlanLane.HOST, name, nbytes * memory_s, after, since)
 
     def _work(self, name: str, seconds: float) -> None:
         begin_s, self.now_s = self.now_s, self.now_s + seconds
-        self._note(Lane.COMPUTE, name, begin_s, self.now_s)
+        self._note(PlanLane.COMPUTE, name, begin_s, self.now_s)
 
-    def send(self, transfer: Transfer, *after: Job | None, since: float | None = None) -> Job | None:
+    def send(self, transfer: PlanTransfer, *after: Job | None, since: float | None = None) -> Job | None:
         """Begin a collective, now or when its stream has come to it. None if it sends nothing."""
         lane, latency_s, bytes_s = self._cost_of(transfer)
         if lane is None:
@@ -212,7 +212,7 @@ class Machine:
         self._expose(transfer, lane, bytes_s, latency_s)
         return job
 
-    def send_message(self, transfer: Transfer) -> Job | None:
+    def send_message(self, transfer: PlanTransfer) -> Job | None:
         """Begin one of many messages, now. The next one follows on its lane, whatever the latency of this one."""
         lane, latency_s, bytes_s = self._cost_of(transfer)
         if lane is None:
@@ -221,7 +221,7 @@ class Machine:
         self._expose(transfer, lane, bytes_s, 0.0)
         return Job(lane, sent.end_s + latency_s, sent.cause)
 
-    def _cost_of(self, transfer: Transfer) -> tuple[Lane | None, float, float]:
+    def _cost_of(self, transfer: PlanTransfer) -> tuple[PlanLane | None, float, float]:
         """Count a transfer; return its lane, if it sends anything, its latency, and the seconds of its bytes."""
         lane, latency_s, bytes_s, seconds = None, 0.0, 0.0, 0.0
         for level, nbytes in transfer.sent.items():
@@ -232,13 +232,13 @@ class Machine:
             each = hops * self.cluster.latency_s(level) if hops else 0.0, self.bytes_s(level, nbytes)
             if sum(each) >= seconds:
                 (latency_s, bytes_s), seconds = each, sum(each)
-            lane = Lane.LOCAL if level == "local" and lane is None else Lane.WIRE if level != "local" else lane
+            lane = PlanLane.LOCAL if level == "local" and lane is None else PlanLane.WIRE if level != "local" else lane
         if lane is not None and not isinstance(transfer.hops, int):
             latency_s = sum(hops * self.cluster.latency_s(level) for level, hops in transfer.hops.items() if hops)
         return lane, latency_s, bytes_s
 
-    def _expose(self, transfer: Transfer, lane: Lane, bytes_s: float, latency_s: float) -> None:
-        exposed_s = self.exposed_s("local" if lane is Lane.LOCAL else "node", bytes_s=bytes_s, latency_s=latency_s)
+    def _expose(self, transfer: PlanTransfer, lane: PlanLane, bytes_s: float, latency_s: float) -> None:
+        exposed_s = self.exposed_s("local" if lane is PlanLane.LOCAL else "node", bytes_s=bytes_s, latency_s=latency_s)
         if exposed_s:
             self._work(transfer.name, exposed_s)
 
@@ -257,11 +257,11 @@ class Machine:
         """Begin a copy between host and device, now or when its stream has come to it. On CPU there is none."""
         if self.device_type == "cpu" or not nbytes:
             return None
-        lane = Lane.TO_DEVICE if to_device else Lane.TO_HOST
+        lane = PlanLane.TO_DEVICE if to_device else PlanLane.TO_HOST
         return self._occupy(lane, name, nbytes / self.cluster.host_bytes_per_s(to_device=to_device), after, since)
 
     def _occupy(
-        self, lane: Lane, name: str, seconds: float, after: tuple[Job | None, ...], since: float | None = None
+        self, lane: PlanLane, name: str, seconds: float, after: tuple[Job | None, ...], since: float | None = None
     ) -> Job:
         ready_s = self.now_s if since is None else since
         causes = [job for job in (self._last[lane], *after) if job is not None and job.end_s > ready_s]
@@ -290,7 +290,7 @@ class Machine:
             self._reading.spans.append(span)
         self.now_s = job.end_s
 
-    def _note(self, lane: Lane, name: str, begin_s: float, end_s: float) -> None:
+    def _note(self, lane: PlanLane, name: str, begin_s: float, end_s: float) -> None:
         self._reading.busy_s[lane] += end_s - begin_s  # type: ignore[assignment]
         if self.keeps_spans and end_s > begin_s:
             self._reading.spans.append(Span(lane=lane, name=name, begin_s=begin_s, end_s=end_s))

@@ -122,7 +122,7 @@ def _attention_product(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class OpWork:
     """An operation on the device or on the host, and the bytes that it reads and writes."""
 
     nbytes: float
@@ -165,7 +165,7 @@ class Costs:
         finally:
             self._times = before
 
-    def __call__(self, func: Any, args: Any, kwargs: Any, out: Any) -> Work | Copy | None:
+    def __call__(self, func: Any, args: Any, kwargs: Any, out: Any) -> OpWork | Copy | None:
         """The cost of an operation that is no view; None for nothing, and for small messages of the host."""
         if self.is_silent:
             return None
@@ -181,4 +181,4 @@ class Costs:
             on_host = [not machine.is_on_device(each) for each in given if machine.knows(each)]
         if any(on_host) and not all(on_host):
             return Copy(nbytes / 2, to_device=not on_host[0])
-        return Work(nbytes, on_host=any(on_host) and machine.device.type != "cpu")
+        return OpWork(nbytes, on_host=any(on_host) and machine.device.type != "cpu")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from laconic.config import OptimizerConfig
-from laconic.plan.op_cost import Costs, Work
+from laconic.plan.op_cost import Costs, OpWork
 from laconic.plan.phase import Operations, Phase
 from laconic.rehearse import rehearsal
 from laconic.rehearse.tape import Free, Mark, Step
@@ -54,7 +54,7 @@ def optimizer_cost(settings: OptimizerConfig, model: nn.Module, device_type: str
                 held -= tape.memories[entry.memory].nbytes
             elif isinstance(entry, Step) and entry.allocates is not None:
                 held += tape.memories[entry.allocates].nbytes
-            elif isinstance(entry, Step) and isinstance(entry.cost, Work):
+            elif isinstance(entry, Step) and isinstance(entry.cost, OpWork):
                 work.append(Operations(dtype=None, flops=0.0, memory_bytes=entry.cost.nbytes, count=1))
             most = max(most, held)
     phase = Phase(work=tuple(work), peak_bytes=0, end_bytes=0)

@@ -14,10 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from laconic.plan.buckets import Shape
-from laconic.plan.machine import Job, Machine, Transfer
+from laconic.plan.machine import Job, PlanTransfer, Simulator
 from laconic.plan.model_trace import ModelTrace, ParameterSpec
 from laconic.plan.optimizer_cost import optimizer_cost
-from laconic.plan.program import StepWork, Update, WrittenProgram
+from laconic.plan.program import StepWork, UpdateCost, WrittenProgram
 from laconic.rehearse.rings import Places, Ring
 
 FIRST_BUCKET_BYTES = 2**20
@@ -36,7 +36,7 @@ class _Bucket:
 class Ddp(WrittenProgram):
     """DDP on a machine: [Note: DDP's buckets]."""
 
-    def __init__(self, machine: Machine, work: StepWork, shape: Shape) -> None:
+    def __init__(self, machine: Simulator, work: StepWork, shape: Shape) -> None:
         """Replicate the units of `work.trace`."""
         self._machine, self._work = machine, work
         self._trace: ModelTrace = work.trace
@@ -49,7 +49,7 @@ class Ddp(WrittenProgram):
         machine.hold("gradients", self._gradient_bytes)
         self._has_grads, self._own_bytes = False, 0.0
         """Whether micro-batches before have left gradients, and the memory of these beside the buckets."""
-        self._update = Update(
+        self._update = UpdateCost(
             machine, optimizer_cost(work.optimizer, work.rehearsals.model(work.job), machine.device_type),
             gradient_bytes=self._gradient_bytes,
         )  # fmt: skip
@@ -85,7 +85,7 @@ class Ddp(WrittenProgram):
     def _begin(self, place: int, bucket: _Bucket) -> Job | None:
         self._machine.touch(f"divide bucket {place}", 2 * bucket.nbytes)
         route = self._ring.all_reduce(bucket.nbytes)
-        return self._machine.send(Transfer.along(route, f"reduce bucket {place}", "gradients"))
+        return self._machine.send(PlanTransfer.along(route, f"reduce bucket {place}", "gradients"))
 
 
 def _buckets(trace: ModelTrace) -> list[_Bucket]:

@@ -18,13 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from laconic.plan.machine import Job, Kind, Lane, Machine, Reading, Transfer
-from laconic.plan.op_cost import Copy, Work
+from laconic.plan.machine import Job, Kind, PlanLane, PlanTransfer, Reading, Simulator
+from laconic.plan.op_cost import Copy, OpWork
 from laconic.plan.phantom import Alive, PhaseBegin, Rest
 from laconic.plan.rehearsal import END, STEPS, Rehearsal
 from laconic.rehearse.machine import COMPUTE
-from laconic.rehearse.tape import HOST, Entry, Free, Mark, Record, Step, Wait
-from laconic.rehearse.tape import Transfer as TapedTransfer
+from laconic.rehearse.tape import HOST, Entry, Free, Mark, Record, Step, Transfer, Wait
 
 _KINDS: Mapping[str, Kind] = {
     "shard/bucket.py": "parameters", "shard/reduce.py": "gradients",
@@ -39,7 +38,7 @@ work."""
 class Player:
     """Plays a rehearsal on a machine: [Note: Streams on a machine]."""
 
-    def __init__(self, machine: Machine, rehearsal: Rehearsal) -> None:
+    def __init__(self, machine: Simulator, rehearsal: Rehearsal) -> None:
         self.machine = self._machine = machine
         self._rehearsal, self._memories = rehearsal, rehearsal.tape.memories
         self._entries = rehearsal.tape.entries
@@ -137,10 +136,10 @@ class Player:
             self._streams[step.timeline] = job
         elif isinstance(cost, Copy):
             machine.touch(step.name, 2 * cost.nbytes)
-        elif isinstance(cost, Work):
+        elif isinstance(cost, OpWork):
             self._work(step, cost)
 
-    def _work(self, step: Step, work: Work) -> None:
+    def _work(self, step: Step, work: OpWork) -> None:
         """Compute, or let the host or another thread compute. Compute waits for what its own thread does there."""
         is_beside = step.timeline in self._threads
         if not work.on_host and not is_beside:
@@ -153,12 +152,12 @@ class Player:
         else:
             self._machine.wait(job, step.name)
 
-    def _transfer(self, taped: TapedTransfer, timeline: int) -> None:
+    def _transfer(self, taped: Transfer, timeline: int) -> None:
         if taped.op == "receive" and taped.message is not None:
             self._arriving[timeline] = taped.message
             return
         purpose: Any = taped.purpose
-        transfer = Transfer.along(taped.route, f"{purpose} {taped.unit}".strip(), purpose)
+        transfer = PlanTransfer.along(taped.route, f"{purpose} {taped.unit}".strip(), purpose)
         if taped.message is not None:
             self._sent[taped.message] = self._machine.send_message(transfer)
             return
@@ -247,7 +246,9 @@ class Player:
             job = self._sent.pop(job, None)
         if job is None:
             return
-        if timeline == self._program or (timeline == HOST and job.lane in (Lane.WIRE, Lane.LOCAL, Lane.HOST)):
+        if timeline == self._program or (
+            timeline == HOST and job.lane in (PlanLane.WIRE, PlanLane.LOCAL, PlanLane.HOST)
+        ):
             self._machine.wait(job)
             self._free_late()
             return

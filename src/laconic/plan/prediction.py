@@ -14,7 +14,7 @@ from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate, first_rank, read_program, shape_of
 from laconic.plan.job import work_of
 from laconic.plan.job_trace import trace_job, writes_in_place
-from laconic.plan.machine import Machine
+from laconic.plan.machine import Simulator
 from laconic.plan.model_trace import ModelTrace
 from laconic.plan.rehearsal import Rehearsals
 from laconic.plan.tracing import TraceError
@@ -94,7 +94,7 @@ class Predictor:
         shape = shape_of(self.cluster, islands)
         trace = self._trace(job)
         work = work_of(job, device_type=self.device_type, trace=trace, rehearsals=self._rehearsals)
-        machine = Machine(self.cluster, device_type=self.device_type, keeps_spans=keeps_spans)
+        machine = Simulator(self.cluster, device_type=self.device_type, keeps_spans=keeps_spans)
         program = registry.load(candidate.predict)(machine, work, shape)
         train = job.train
         batches = num_workers(job.schedule, first_rank(self.cluster)) or train.accumulation * self.cluster.ranks

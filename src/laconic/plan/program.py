@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from laconic.comm.traffic import Level
 from laconic.config import Config, OptimizerConfig
 from laconic.plan.buckets import Sharding
-from laconic.plan.machine import Machine, Reading, Transfer
+from laconic.plan.machine import PlanTransfer, Reading, Simulator
 from laconic.plan.model_trace import ModelTrace
 from laconic.plan.optimizer_cost import OptimizerCost
 from laconic.plan.rehearsal import Rehearsals
@@ -44,7 +44,7 @@ class Program(ABC):
     """What the strategy trains otherwise than ZeRO-3, in words; empty if it trains the same."""
 
     @abstractmethod
-    def read(self, machine: Machine) -> Reading:
+    def read(self, machine: Simulator) -> Reading:
         """Read a step after caches and optimizer states are warm."""
 
 
@@ -55,7 +55,7 @@ class WrittenProgram(Program):
     def step(self) -> None:
         """Run one optimizer step."""
 
-    def read(self, machine: Machine) -> Reading:
+    def read(self, machine: Simulator) -> Reading:
         """See `Program.read`."""
         for _ in range(2):
             self.step()
@@ -64,10 +64,10 @@ class WrittenProgram(Program):
         return reading
 
 
-class Update:
+class UpdateCost:
     """The gradient norm and the optimizer's step, which follow backward."""
 
-    def __init__(self, machine: Machine, cost: OptimizerCost, *, gradient_bytes: float) -> None:
+    def __init__(self, machine: Simulator, cost: OptimizerCost, *, gradient_bytes: float) -> None:
         """`gradient_bytes` are those of this rank's gradients."""
         self._machine, self._cost = machine, cost
         self._gradient_bytes = gradient_bytes
@@ -77,7 +77,7 @@ class Update:
         """Clip, and step. `norms` has the bytes that a rank sends on each level for the norms."""
         machine = self._machine
         machine.touch("norm", self._gradient_bytes)
-        machine.wait(machine.send(Transfer(name="norm", purpose="control", sent=dict(norms))), "norm")
+        machine.wait(machine.send(PlanTransfer(name="norm", purpose="control", sent=dict(norms))), "norm")
         machine.touch("clip", 2 * self._gradient_bytes)
         if not self._has_states:
             self._has_states = True

@@ -25,7 +25,7 @@ from laconic.comm.traffic import Level, Purpose
 from laconic.config import Config
 from laconic.optim.owners import Matrix, assign
 from laconic.plan.buckets import Shape
-from laconic.plan.machine import KINDS, Machine, Reading
+from laconic.plan.machine import KINDS, Reading, Simulator
 from laconic.plan.playing import Player
 from laconic.plan.program import Program, StepWork, add_share
 from laconic.plan.rehearsal import STEPS, Rehearsal
@@ -43,7 +43,7 @@ class RehearsedStep(Program):
     _stands_for = 1
     """The fragments of islands for which each rehearsed one stands."""
 
-    def __init__(self, machine: Machine, work: StepWork, shape: Shape) -> None:
+    def __init__(self, machine: Simulator, work: StepWork, shape: Shape) -> None:
         """Rehearse the job under the strategy.
 
         Raises:
@@ -65,19 +65,19 @@ class RehearsedStep(Program):
         return replace(self._work.job, shard=shard.with_keys(audit_every=0, **keys))
 
     @staticmethod
-    def num_layers(machine: Machine, work: StepWork) -> int:
+    def num_layers(machine: Simulator, work: StepWork) -> int:
         """The number of layers of which a few are rehearsed; 0 if all are."""
         layers = 0 if machine.keeps_spans else work.rehearsals.equal_layers(work.job)
         return layers if layers > _KEPT + 1 else 0
 
-    def read(self, machine: Machine) -> Reading:
+    def read(self, machine: Simulator) -> Reading:
         """See `Program.read`: [Note: A few layers for all], [Note: Steps now and then]."""
         reading = self._step(machine)
         if self._checks_every > 1:
             plain, other = copy.deepcopy(reading), copy.copy(self)
             other._config = self._job(checks=True)
             other.rehearsal = other._rehearse(other._with_micro_batches(self._few), self._ids(_KEPT, 0))
-            checked = other._step(Machine(machine.cluster, device_type=machine.device_type))
+            checked = other._step(Simulator(machine.cluster, device_type=machine.device_type))
             add_share(reading, checked, 1 / self._checks_every)
             add_share(reading, plain, -1 / self._checks_every)
         for key, size in self._moved_bytes().items():
@@ -109,12 +109,12 @@ class RehearsedStep(Program):
         """The layers that `rehearsal` does not have. They are as its last one."""
         return max(0, self._num_layers - _KEPT)
 
-    def _step(self, machine: Machine) -> Reading:
+    def _step(self, machine: Simulator) -> Reading:
         """A step without what comes now and then."""
         (reading,) = self._readings(machine)
         return reading
 
-    def _readings(self, machine: Machine) -> list[Reading]:
+    def _readings(self, machine: Simulator) -> list[Reading]:
         """A plain step, and the sync of each fragment if there are islands."""
         if not self._num_layers and self._micro_batches == self._few:
             player = Player(machine, self.rehearsal)
@@ -127,7 +127,7 @@ class RehearsedStep(Program):
             total = _extended(total, self._all_layers(machine, few + 1), self._micro_batches - few)
         return _readings_of(_of_one(total, self._stands_for), machine)
 
-    def _all_layers(self, machine: Machine, micro_batches: int) -> Figures:
+    def _all_layers(self, machine: Simulator, micro_batches: int) -> Figures:
         """The figures of all layers, with so many micro-batches."""
         on_device = self._num_on_device()
         on_host = self._num_layers - on_device
@@ -170,13 +170,13 @@ class RehearsedStep(Program):
         kept = [*range(first), *last] if not on_device else list(range(on_host))
         return [*kept, *range(begin, self._num_layers)]
 
-    def _figures(self, machine: Machine, on_host: int, on_device: int, micro_batches: int) -> Figures:
+    def _figures(self, machine: Simulator, on_host: int, on_device: int, micro_batches: int) -> Figures:
         config = self._with_micro_batches(micro_batches)
         if on_device and self._num_layers:
             budget_bytes = on_device * self.rehearsal.cached_bytes[1]
             config = replace(config, shard=config.shard.with_keys(device_budget_bytes=budget_bytes))
         player = Player(
-            Machine(machine.cluster, device_type=machine.device_type),
+            Simulator(machine.cluster, device_type=machine.device_type),
             self._rehearse(config, self._ids(on_host, on_device)),
         )
         found: Figures = {}
@@ -205,7 +205,7 @@ def _of_one(figures: Figures, fragments: int) -> Figures:
     return {key: share(*key) if key[0] and key[1:2] == ("peak",) else value for key, value in figures.items()}
 
 
-def _readings_of(figures: Figures, machine: Machine) -> list[Reading]:
+def _readings_of(figures: Figures, machine: Simulator) -> list[Reading]:
     """The readings that have these figures. The machine ends as it would have ended."""
     for kind in KINDS:
         machine.hold(kind, figures["held", kind])

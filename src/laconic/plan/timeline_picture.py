@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from laconic.plan.estimates import Estimate
-from laconic.plan.machine import Lane
+from laconic.plan.machine import PlanLane
 
 SUFFIXES = (".png", ".svg", ".pdf")
 """The endings of file names that `draw_timeline` accepts."""
 _COLOURS = {
-    Lane.COMPUTE: "#56b4e9", Lane.WIRE: "#d55e00", Lane.LOCAL: "#e69f00", Lane.TO_HOST: "#009e73",
-    Lane.TO_DEVICE: "#7fc8ac", Lane.HOST: "#999999",
+    PlanLane.COMPUTE: "#56b4e9", PlanLane.WIRE: "#d55e00", PlanLane.LOCAL: "#e69f00", PlanLane.TO_HOST: "#009e73",
+    PlanLane.TO_DEVICE: "#7fc8ac", PlanLane.HOST: "#999999",
 }  # fmt: skip
 """After the palette of Okabe and Ito."""
 _MAX_LABELLED = 60
@@ -25,7 +25,7 @@ def draw_timeline(estimate: Estimate, path: Path) -> None:
     from matplotlib.figure import Figure  # not pyplot, which would look for a display
     from matplotlib.patches import Patch
 
-    lanes = [lane for lane in Lane if any(span.lane is lane for span in estimate.spans)]
+    lanes = [lane for lane in PlanLane if any(span.lane is lane for span in estimate.spans)]
     figure = Figure(figsize=(11, 1.5 + 0.6 * len(lanes)), layout="constrained", dpi=120)
     axes = figure.subplots()
     for row, lane in enumerate(lanes):
@@ -38,7 +38,7 @@ def draw_timeline(estimate: Estimate, path: Path) -> None:
             if is_wide and len(work) <= _MAX_LABELLED:
                 middle_s = begin_s + (span.end_s - span.begin_s) / 2
                 axes.text(middle_s, row, span.name, ha="center", va="center", fontsize=6, clip_on=True)
-    row = lanes.index(Lane.COMPUTE)
+    row = lanes.index(PlanLane.COMPUTE)
     for span in estimate.spans:
         if span.is_wait:
             axes.barh(row, span.end_s - span.begin_s, left=span.begin_s - estimate.begin_s, height=0.7, fill=False,
