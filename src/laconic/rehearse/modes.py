@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
@@ -107,6 +108,7 @@ def accelerator(
     if cost_of is not None:
         kernel = lambda function: partial(_as_one_kernel, machine, function)  # noqa: E731
         replaced.append((clip_grad, "_group_tensors_by_device_and_dtype", _by_device_and_dtype))
+        replaced.append((_fsdp_param, "_chunk_with_empty", _Chunks))
     if device_type == "cuda":
         replaced += [
             (torch, "get_device_module", module_of),
@@ -157,6 +159,20 @@ def _as_one_kernel(machine: Machine, function: Callable[..., Any], *arguments: A
             cost = machine.cost_of(function, arguments, {}, results)
             machine.add_step("coding", [(each, True) for each in pytree.tree_leaves(results)], None, cost)
     return results
+
+
+class _Chunks:
+    """The chunks of a tensor as FSDP2 cuts it. It takes one or two of them, and makes those of all ranks."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._size = max(1, -(-tensor.shape[dim] // num_chunks))
+
+    def __getitem__(self, index: int) -> Tensor:
+        begin, rows = index * self._size, self._tensor.shape[self._dim]
+        if begin >= rows and index:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, begin, min(self._size, rows - begin))
 
 
 def _by_device_and_dtype(lists: Sequence[Sequence[Any]], with_indices: bool = False) -> Any:
