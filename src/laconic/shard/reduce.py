@@ -25,7 +25,7 @@ from laconic.shard.bucket import Bucket
 from laconic.shard.crossing import SumTransfer, ways_of_sums
 from laconic.shard.extension import Observer
 from laconic.shard.grad import UsedParameters, WaitingGradient, WaitingSums, agree
-from laconic.shard.lanes import Lanes, wait_for
+from laconic.shard.lanes import Event, Lanes, wait_for
 from laconic.shard.ledger import Held
 from laconic.shard.linear import is_gradient
 
@@ -233,6 +233,9 @@ class Reduction:
         self._across_nodes, self._across_islands = across_nodes, across_islands
         self._keeps_sum = True
         self._full = full
+        self._done: Event = None
+        """The lane's event after which compute may use the sum and free the bucket. It is of this bucket's last move:
+        the lane may have begun the next bucket's sum meanwhile, for which compute need not wait."""
         self._moves = self._sum()
 
     def advance(self) -> None:
@@ -240,10 +243,11 @@ class Reduction:
         lane = self.gradients.lanes.reduce
         with lane.running():
             self.level = next(self._moves, None)
-            done = lane.record_event()
+            if self.level is not None or self._across_nodes:  # otherwise nothing has run since the event before
+                self._done = lane.record_event()
         if self.level is None:
-            wait_for(done)
-        no_lane_reads = self.level is None or (done is None and self.level != "local")
+            wait_for(self._done)
+        no_lane_reads = self.level is None or (self._done is None and self.level != "local")
         if no_lane_reads and self._full is not None:  # [Note: Who may free a transfer buffer] in shard/lanes.py
             self._full.free()
             self._full = None
