@@ -32,7 +32,7 @@ if ! ping -c 1 -W 5 -M "do" -s $((MTU - 28)) "$other" > /dev/null; then # in one
 fi
 # shellcheck source=/dev/null
 source "${VENV:-.venv}/bin/activate"
-export NCCL_SOCKET_IFNAME=$NETWORK GLOO_SOCKET_IFNAME=$NETWORK
+export NCCL_SOCKET_IFNAME=$NETWORK GLOO_SOCKET_IFNAME=$NETWORK TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240
 ulimit -l unlimited || echo "locked memory is limited: add 'memlock unlimited' to /etc/security/limits.conf" >&2
 exec torchrun --nnodes 2 --node-rank "$box" --nproc-per-node "$RANKS" \
   --master-addr "${addresses[0]}" --master-port "$PORT" "$@"
