@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -333,7 +334,9 @@ def test_by_memory_and_by_costs() -> None:
 def test_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only layers advance the clock. Stages take the same time, or the first stage takes more."""
     clock = SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr("laconic.cyclic.cut.time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    monkeypatch.setattr(
+        importlib.import_module("laconic.cyclic.cut"), "time", SimpleNamespace(perf_counter=lambda: clock.now_s)
+    )
 
     class Busy(nn.Linear):
         def __init__(self, seconds: float) -> None:

@@ -108,7 +108,7 @@ def test_the_tapes_of_torchs_collectives_have_their_bytes() -> None:
         for level, nbytes in (("node", expected.node), ("local", expected.local)):
             both = found.get(f"{level} weights", 0) + found.get(f"{level} gradients", 0)
             assert local * both == pytest.approx(nbytes), (name, nodes, local, level)
-    assert sent == {"node ": pytest.approx(0.5 * 0.75 * 320), "local ": pytest.approx(0.5 * 0.75 * 320)}
+    assert sent == {level: pytest.approx(0.5 * 0.75 * 320) for level in ("node control", "local control")}
     for op in ("send", "receive"):  # what is received has the number of what is sent
         assert sorted(number for each, number in messages if each == op) == list(range(1, 13))
     assert sum(on_gloo.values()) == pytest.approx(3 * 0.75 * 320)

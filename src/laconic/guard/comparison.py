@@ -205,7 +205,7 @@ def _dtensor_of(parameter: Any) -> DTensorShard | None:
 
 
 def _of_bucket(bucket: Bucket, *, has_parts: bool) -> dict[str, str]:
-    hidden = ("unit_name", "sharded", "ledger")  # the unit's own, what `_of_parameters` says, and bytes
+    hidden = ("unit_name", "sharded", "specs", "ledger")  # the unit's own, what `_of_parameters` says, and bytes
     values = {name: value for name, value in vars(bucket).items() if name[0] != "_" and name not in hidden}
     return _settings(values, has_parts=has_parts)
 

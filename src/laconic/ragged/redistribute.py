@@ -143,14 +143,14 @@ class Redistribution:
     def _exchange(self, plan: TransferPlan, cluster: Cluster, dtype: torch.dtype) -> None:
         """Send and receive the elements of one dtype."""
         outgoing, incoming = self._to_peers(plan.sends, cluster, dtype), self._to_peers(plan.receives, cluster, dtype)
-        for peer in {**outgoing, **incoming}:
-            sent, received = (_numel(runs.get(peer, [])) * dtype.itemsize for runs in (outgoing, incoming))
-            cluster.traffic.count(cluster.level_to(peer), plan.purpose, sent_bytes=sent, received_bytes=received)
         messages = {peer: _packed([run.view(self._parts) for run in runs]) for peer, runs in outgoing.items()}
         assert cluster.all_group is not None
         if cluster.device_type == "cpu" and _compat.backend_of(cluster.all_group, "cpu") == "gloo":
-            works = self._send_each(messages, incoming, cluster)
+            works = self._send_each(messages, incoming, cluster, plan.purpose)
         else:
+            for peer in {**outgoing, **incoming}:
+                sent, received = (_numel(runs.get(peer, [])) * dtype.itemsize for runs in (outgoing, incoming))
+                cluster.traffic.count(cluster.level_to(peer), plan.purpose, sent_bytes=sent, received_bytes=received)
             works = self._all_to_all(messages, incoming, cluster, dtype)
         self._pending.append(Pending(works, cluster.traffic, "node" if cluster.num_nodes > 1 else "local"))
 
@@ -160,7 +160,7 @@ class Redistribution:
         return {peer: own for peer, own in chosen.items() if own and peer != cluster.shard_index}
 
     def _send_each(
-        self, messages: Mapping[int, Tensor], incoming: _RunsByPeer, cluster: Cluster
+        self, messages: Mapping[int, Tensor], incoming: _RunsByPeer, cluster: Cluster, purpose: Purpose
     ) -> list[dist.Work | None]:
         """Receive single runs straight into the new parts: [Note: Collectives on Gloo] in comm/collectives.py."""
         works = []
@@ -168,8 +168,10 @@ class Redistribution:
             first = runs[0].view(self._new_parts)
             message = first if len(runs) == 1 else first.new_empty(_numel(runs))
             self._arrivals.append((message, runs))
+            cluster.traffic.count(cluster.level_to(peer), purpose, sent_bytes=0, received_bytes=message.nbytes)
             works.append(dist.irecv(message, src=cluster.global_rank(peer), group=cluster.all_group))
         for peer, message in messages.items():
+            cluster.traffic.count(cluster.level_to(peer), purpose, sent_bytes=message.nbytes, received_bytes=0)
             works.append(dist.isend(message, dst=cluster.global_rank(peer), group=cluster.all_group))
         self._departures += messages.values()
         return works
