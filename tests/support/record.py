@@ -109,8 +109,9 @@ def _sections() -> list[str]:
     return re.findall(r"^## (.+)$", RESULTS.read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
-def write_head(path: Path = RESULTS) -> None:
-    """Write what RESULTS.md opens with: shortfalls, the claims that matter, and the sections."""
+def write_head(path: Path | None = None) -> None:
+    """Write what RESULTS.md, or `path`, opens with: shortfalls, the claims that matter, and the sections."""
+    path = path or RESULTS  # which tests replace
     rows = recorded_rows()
     short = [(section, row) for (section, _), row in rows.items() if not row.is_met]
     chosen = [(section, rows[section, key]) for section, key in HEADLINES if (section, key) in rows]
