@@ -8,18 +8,28 @@ import pytest
 
 from benchmarks.plan import memory
 from benchmarks.plan.bench import Bench, any_cluster
+from benchmarks.plan.jobs import ISLANDS, Case, make_case
 from laconic.plan.prediction import Refusal
 
+SLICES = "islands int4, 2 slices"
 HELD = {
     "demo, none, LoRA": "the root's weights stay to the end of backward, though nothing of it trains",
+    SLICES: "sliced weights are joined for their products, and keep copies of inputs",
     "qwen2, ddp": "autograd sums the gradients of tied weights in new memory",
 }
+
+
+def sliced_case(out: Path) -> Case:
+    """Rows so many that a step takes more than a sync, of which the profiler sees nothing."""
+    layers = {"log": {"memory_step": 2}}, ISLANDS[SLICES], {"sync": {"every": 3}}, {"train": {"micro_batch_size": 8}}
+    return make_case(SLICES, "demo", *layers, out=out, candidate="local-steps")
 
 
 @pytest.mark.timeout(240)
 def test_peaks_are_the_allocators(tmp_path: Path) -> None:
     bench = Bench(tmp_path, quick=False)
     cases = [case for case in memory.cases(bench) if case.name in HELD]
+    cases.append(sliced_case(tmp_path))
     assert len(cases) == len(HELD)
     for case, summary in zip(cases, bench.train(cases, 2, 2), strict=True):
         estimate = bench.predictions.of(case, any_cluster(2, 2))

@@ -240,6 +240,12 @@ class LocalSteps:
         """See `torch.optim.Optimizer.zero_grad`."""
         self.optimizer.zero_grad(set_to_none)
 
+    def kept_tensors(self) -> Iterator[Tensor]:
+        """What this rank keeps between syncs, in host memory: outer parameters, their states, what a codec has lost."""
+        for fragment in self.fragments:
+            yield from fragment.kept_tensors()
+        yield from self._residuals
+
     @torch.no_grad()
     def advance(self, *, tokens: int = 1) -> None:
         """Count an inner step that other code took or skipped, such as a gradient scaler, and sync if it is due."""

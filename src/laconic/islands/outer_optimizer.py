@@ -162,6 +162,13 @@ class OuterFragment:
             spread[part] = values[name]
         return spread
 
+    def kept_tensors(self) -> Iterator[Tensor]:
+        """What it keeps between syncs, in host memory."""
+        yield self.flat
+        yield from (each for each in (self.divisor, self._is_trained) if each is not None)
+        states = (value for state in self.optimizer.state.values() for value in state.values())
+        yield from (value for value in states if isinstance(value, Tensor))
+
     def copy_inner(self) -> Tensor:
         """Copy the present inner parameters: (numel,), fp32, on the host."""
         parts = [flat_local(parameter).to("cpu", torch.float32) for parameter in self.parameters.values()]

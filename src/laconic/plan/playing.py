@@ -226,7 +226,7 @@ class Player:
 
     def _kind_of(self, number: int) -> Kind | None:
         memory = self._memories[number]
-        if memory.is_pinned if self._is_cpu else not memory.is_device:
+        if number in self._rehearsal.outer_states or (memory.is_pinned if self._is_cpu else not memory.is_device):
             return None
         own = self._rehearsal.kinds.get(number) or _KINDS.get(memory.place)
         return own or _KINDS.get(memory.place.partition(":")[0], "transfers")

@@ -14,7 +14,7 @@ decoded, and each stands for as many.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, partialmethod
@@ -69,6 +69,8 @@ class Rehearsal:
     tape: Tape
     kinds: Mapping[int, Kind]
     """What the memories are that outlive the engine's work: by their numbers."""
+    outer_states: Set[int]
+    """The memories of what islands keep between syncs. They are the host's, on a CPU too, as `OuterFragment` says."""
     buckets: Sequence[tuple[str, BucketLayout]]
     """The name of each bucket's unit, and its layout."""
     cached_bytes: Sequence[int]
@@ -164,8 +166,7 @@ def _rehearse(
             machine.mark(("step", number))
             take_step()
         machine.mark(END)
-        if stepper.local is not None:
-            _sync_all(machine, stepper.local, take_step)
+        outer_states = set() if stepper.local is None else _sync_all(machine, stepper.local, take_step)
         for tensor in (*model.parameters(), *model.buffers()):
             kinds[_number_of(machine, tensor)] = "parameters"
         for state in stepper.optimizer.state.values():
@@ -177,6 +178,7 @@ def _rehearse(
         return Rehearsal(
             tape=tape,
             kinds={number: kind for number, kind in kinds.items() if number is not None},
+            outer_states=outer_states,
             buckets=[(unit.name, bucket.layout) for unit in units for bucket in unit.buckets],
             cached_bytes=[sum(each.cached.nbytes for each in unit.buckets if each.cached) for unit in units],
             matrices=[(unit_of[parameter], matrix) for parameter, matrices in owned for matrix in matrices],
@@ -184,23 +186,30 @@ def _rehearse(
         )
 
 
+def _outer_states(machine: Machine, local: LocalSteps) -> Iterator[int]:
+    """The memories of what is kept between syncs now."""
+    return (machine.memory(tensor).id for tensor in local.kept_tensors())
+
+
 def _spec_of(parameter: Any) -> RaggedSpec:
     spec: RaggedSpec = parameter.spec  # the engine's
     return spec
 
 
-def _sync_all(machine: Machine, local: LocalSteps, take_step: Callable[[], None]) -> None:
-    """Let each fragment sync twice. The steps of the second time are marked."""
-    schedule = local.schedule
+def _sync_all(machine: Machine, local: LocalSteps, take_step: Callable[[], None]) -> set[int]:
+    """Let each fragment sync twice. The steps of the second time are marked. Returns the memories of outer states."""
+    schedule, found = local.schedule, set(_outer_states(machine, local))
     while local.rounds < schedule.fragments:
         local.advance()
     for number in range(schedule.fragments):
         while (local.steps + 1) % schedule.interval:
             local.advance()
+        found |= set(_outer_states(machine, local))  # a sync makes new ones of what a codec has lost
         machine.mark(("sync", number))
         for _ in range(1 + schedule.overlap):
             take_step()
         machine.mark(("synced", number))
+    return found | set(_outer_states(machine, local))
 
 
 def _rarely_synced(sync: SyncConfig) -> SyncConfig:
