@@ -46,4 +46,4 @@ def test_the_head_is_of_the_rows_that_are_on_record(tmp_path: Path) -> None:
     short = [row for row in recorded_rows().values() if not row.is_met]
     assert short
     assert all(row.claim in head for row in short)
-    assert head.index(short[-1].claim) < head.index("What matters most")
+    assert head.index(short[-1].claim) < head.index("The claims on which most users decide")

@@ -84,7 +84,7 @@ Every figure that the documentation quotes, with the command that measures it; r
 
 {short}
 
-What matters most, as measured:
+The claims on which most users decide, as measured:
 
 {chosen}
 

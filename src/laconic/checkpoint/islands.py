@@ -1,4 +1,4 @@
-"""What islands and slices change in a checkpoint: the slices, the optimizer's state by parts, and local steps.
+"""The parts of a checkpoint that only islands and slices have: slices, the optimizer's state by parts, local steps.
 
 [Note: The layout of a checkpoint]
 The keys under `model.` and `optim.` are those of one unsliced model, from which any other run can go on. With local
@@ -117,7 +117,8 @@ _IN_FLIGHT = ("mean", "drift", "sent")
 _COUNTS = ("steps", "rounds", "since")
 """The counts of `Position`. Without `membership`, the last two follow from the steps."""
 _TOKENS = "tokens"
-"""What each fragment's next pseudo-gradient comes from: in a checkpoint by island, in `state_dict` of this island."""
+"""The tensors from which each fragment makes its next pseudo-gradient. A checkpoint has those of all islands, a
+`state_dict` those of this island."""
 _Vectors = dict[str, dict[str, Tensor]]
 """Tensors by kind (outer, lost, mean, ...) or by the outer optimizer's key, and then by parameter."""
 

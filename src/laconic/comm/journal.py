@@ -1,4 +1,4 @@
-"""What this rank has done: the numbered transfers of each process group, by name, and the units that ran.
+"""The record of this rank's work: the numbered transfers of each process group, by name, and the units that ran.
 
 [Note: Proof that a transfer never ends]
 A process group matches transfers by their order, so rank A's transfer 57 of a group ends once every other rank of the
@@ -233,7 +233,7 @@ class RankRecord:
     ticket: Awaited | None = None
     """The numbered transfer for which the rank waits: [Note: Proof that a transfer never ends] in journal.py."""
     groups: dict[str, Entries] = field(default_factory=dict)
-    """What the rank has issued on each process group."""
+    """The transfers that the rank has issued on each process group."""
 
     @property
     def idle_s(self) -> int:

@@ -35,7 +35,7 @@ _DEMOS = {
     "quick": {**_DEMO, "strategies": "fsdp2,hsdp,host,4bit", "steps": 5, "lora": False},
     "full": {**_DEMO, "steps": 10},
 }
-"""What the options of each length of demo are, if the user does not give them."""
+"""The options of each length of demo that the user has not given."""
 
 _DESCRIPTION = """\
 Run the training job of CONFIG.toml under PyTorch's own strategies and under laconic's, on emulated nodes at one or

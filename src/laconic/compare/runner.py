@@ -22,7 +22,7 @@ _WARM = (
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.utils.tensorboard",
     "transformers.models.llama.modeling_llama", "peft",
 )  # fmt: skip
-"""What every rank imports, sooner or later."""
+"""The modules that every rank imports, sooner or later."""
 _SHOWN_LINES = 30  # of the output of a run that failed
 
 
