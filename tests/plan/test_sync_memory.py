@@ -49,15 +49,6 @@ def make_local(model: nn.Module, codec: str = "int4", outer_momentum: float = 0.
     return LocalSteps(model, optimizer, mesh=mesh, every=1, codec=codec, outer=outer, **settings)
 
 
-def vector_bytes(local: LocalSteps) -> int:
-    """The bytes of all vectors of a rank's elements between syncs."""
-    vectors = list(local._residuals)
-    for fragment in local.fragments:
-        more = (fragment.divisor, fragment._is_trained)
-        vectors += [*fragment.vectors(), *(each for each in more if each is not None)]
-    return sum(vector.nbytes for vector in vectors)
-
-
 def job_measured() -> list[tuple[float, float]]:
     """For each of the settings what a rank keeps, and the peak of a sync besides, for one element."""
     found = []
@@ -69,7 +60,7 @@ def job_measured() -> list[tuple[float, float]]:
             with measured_peak() as peak:
                 local.advance()
         assert peak.nbytes is not None
-        found.append((vector_bytes(local) / NUMEL, peak.nbytes / NUMEL))
+        found.append((sum(each.nbytes for each in local.kept_tensors()) / NUMEL, peak.nbytes / NUMEL))
     return found
 
 

@@ -241,7 +241,7 @@ class LocalSteps:
         self.optimizer.zero_grad(set_to_none)
 
     def kept_tensors(self) -> Iterator[Tensor]:
-        """What this rank keeps between syncs, in host memory: outer parameters, their states, what a codec has lost."""
+        """Yield all tensors that rest in host memory between syncs: of fragments, and what a codec has lost of them."""
         for fragment in self.fragments:
             yield from fragment.kept_tensors()
         yield from self._residuals

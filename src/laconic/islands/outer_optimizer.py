@@ -162,13 +162,6 @@ class OuterFragment:
             spread[part] = values[name]
         return spread
 
-    def kept_tensors(self) -> Iterator[Tensor]:
-        """What it keeps between syncs, in host memory."""
-        yield self.flat
-        yield from (each for each in (self.divisor, self._is_trained) if each is not None)
-        states = (value for state in self.optimizer.state.values() for value in state.values())
-        yield from (value for value in states if isinstance(value, Tensor))
-
     def copy_inner(self) -> Tensor:
         """Copy the present inner parameters: (numel,), fp32, on the host."""
         parts = [flat_local(parameter).to("cpu", torch.float32) for parameter in self.parameters.values()]
@@ -203,6 +196,10 @@ class OuterFragment:
         """Return the outer parameters and all tensors of the outer optimizer's state, in an order all islands share."""
         states = [self.optimizer.state.get(section.parameter, {}) for section in self._sections]
         return [self.flat, *(v for state in states for _, v in sorted(state.items()) if isinstance(v, Tensor))]
+
+    def kept_tensors(self) -> list[Tensor]:
+        """Return all tensors that rest in host memory between syncs."""
+        return [*self.vectors(), *(each for each in (self.divisor, self._is_trained) if each is not None)]
 
     def write_inner(self, values: Tensor, keep: float = 0.0) -> None:
         """Set the inner parameters to keep * inner + (1 - keep) * values, with values of shape (numel,)."""
