@@ -1,5 +1,6 @@
 """Settings for all tests and for the processes that they start."""
 
+import gc
 import json
 import os
 import signal
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+
+pytest_plugins = ("tests.support.times",)
 
 # A shell's background job, and many a CI runner, starts with SIGINT ignored, and children inherit that. Tests send it
 # to their children.
@@ -41,15 +44,12 @@ sys.path.remove(str(_AUDIT))
 LONGEST_FIRST = (
     "strategies/test_islands_checkpoint.py",
     "islands/test_membership.py",
-    "faults/test_samples.py",
     "compare/test_run.py",
     "comm/test_failure.py",
     "cyclic/test_runtime.py",
     "islands/test_recovery.py",
-    "composition/test_kernel_paths.py",
     "shard/test_cleared.py",
     "train/test_stopping.py",
-    "islands/test_ends.py",
     "shard/test_models.py",
     "lab/test_torchrun.py",
     "train/test_loop.py",
@@ -68,6 +68,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest; the others stay in their order."""
     places = {Path(__file__).parent / "tests" / name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is there now out of each collection of garbage: to look at it takes longer than most tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

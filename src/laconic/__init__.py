@@ -8,6 +8,8 @@ from laconic.shard import extension
 
 if TYPE_CHECKING:  # at run time, `__getattr__` imports a name when it is first used
     from laconic.codec.linear import quantize_
+    from laconic.codec.scaled import ScaledFormat
+    from laconic.codec.scaled_linear import convert_to_scaled_training
     from laconic.comm.cluster import Cluster, default_mesh, init_mesh
     from laconic.cyclic.runtime import CyclicDataParallel
     from laconic.guard.audit import audit
@@ -39,12 +41,14 @@ __all__ = [
     "Membership",
     "OuterSGD",
     "RaggedTensor",
+    "ScaledFormat",
     "ShardedModule",
     "SyncPolicy",
     "SyncSchedule",
     "Wire",
     "assign_slice",
     "audit",
+    "convert_to_scaled_training",
     "default_mesh",
     "elements",
     "fully_shard",
@@ -76,10 +80,12 @@ _HOMES = {
     "LocalSteps": "laconic.islands.local_steps",
     "Membership": "laconic.islands.policies",
     "RaggedTensor": "laconic.ragged.tensor",
+    "ScaledFormat": "laconic.codec.scaled",
     "ShardedModule": "laconic.shard.sharded_module",
     "Wire": "laconic.shard.policies",
     "assign_slice": "laconic.partial.updates",
     "audit": "laconic.guard.audit",
+    "convert_to_scaled_training": "laconic.codec.scaled_linear",
     "default_mesh": "laconic.comm.cluster",
     "elements": "laconic.layout.granularity",
     "fully_shard": "laconic.shard.api",

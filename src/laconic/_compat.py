@@ -200,6 +200,11 @@ plain_results: Any = torch._C._disabled_torch_function_impl
 """
 
 
+def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two tensors lie in one storage. Unlike pointers, tensors that torch.compile traces can tell."""
+    return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
+
+
 def let_optimizers_batch(tensor_type: type[torch.Tensor]) -> None:
     """Let optimizers and `clip_grad_norm_` choose their foreach implementations for this type."""
     from torch.optim.optimizer import _foreach_supported_types as of_optimizers
@@ -253,6 +258,26 @@ class GradientUse(Enum):
     """It adds the gradient to `.grad`."""
     RETURNED = auto()
     """`autograd.grad` returns the gradient."""
+
+
+class _Edge(torch.autograd.Function):
+    """A node behind a leaf, made without an operation on it."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> None:
+        return None
+
+
+def accumulator_of(leaf: torch.Tensor) -> Any:
+    """Return the AccumulateGrad node of a leaf. torch makes a view of it, which other classes of tensors may lack."""
+    if type(leaf) is torch.nn.Parameter:
+        return torch.autograd.graph.get_gradient_edge(leaf).node
+    with torch.enable_grad():
+        return _Edge.apply(leaf).grad_fn.next_functions[0][0]
 
 
 def gradient_use(accumulator: Any) -> GradientUse:

@@ -36,9 +36,9 @@ def _note(unpickler=None):
     if any(cls.__name__ == _RESTRICTED for cls in type(unpickler).__mro__):
         return
     # Frame by frame, and no text of source lines: ranks unpickle a thousand times in a test, mostly without laconic.
-    while frame is not None and not _is_own(frame.f_code.co_filename):
+    while frame is not None and _PACKAGE not in frame.f_code.co_filename:
         frame = frame.f_back
-    if frame is None:
+    if frame is None or frame.f_code.co_filename.endswith(_RUNS_SCRIPTS):
         return
     if frame.f_code.co_filename.endswith(_OF_LIGHTNING[0]) and frame.f_code.co_name == _OF_LIGHTNING[1]:
         return
@@ -46,10 +46,6 @@ def _note(unpickler=None):
     file = os.open(os.environ[VARIABLE], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.write(file, json.dumps(lines).encode() + b"\n")
     os.close(file)
-
-
-def _is_own(filename):
-    return _PACKAGE in filename and not filename.endswith(_RUNS_SCRIPTS)
 
 
 def loads(*args, **options):

@@ -38,7 +38,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, See
     return folder, seen
 
 
-@pytest.mark.parametrize(("world_size", "local"), [(3, 3), (1, 1), (6, 3)])
+@pytest.mark.parametrize(("world_size", "local"), [(3, 3), (1, 1), pytest.param(6, 3, marks=pytest.mark.campaign)])
 def test_any_number_of_ranks_loads_it(world_size: int, local: int, saved: tuple[Path, dict[str, Seen]]) -> None:
     folder, expected = saved
     for rank, seen in enumerate(run_ranks(load_each, world_size, str(folder), local=local)):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,14 +154,12 @@ def run_both(job: Any, folder: Path) -> tuple[list[int | None], list[str]]:
     return [process.exitcode for process in processes], [(folder / str(rank)).read_text() for rank in range(2)]
 
 
-@pytest.mark.timeout(120)
 def test_a_rank_that_dies_before_its_neighbour_has_come_ends_the_others(tmp_path: Path) -> None:
     codes, printed = run_both(die_unfound, tmp_path)
     assert codes == [1, 9]
     assert "rank 0 is stuck because rank 1 is gone" in printed[0]
 
 
-@pytest.mark.timeout(120)
 def test_the_end_of_the_host_ends_ranks_that_wait_for_their_first_connections(tmp_path: Path) -> None:
     codes, printed = run_both(lose_the_host, tmp_path)
     assert codes == [9, 1]
@@ -191,6 +190,35 @@ def test_a_rank_that_fails_by_itself_shows_all_of_its_error() -> None:
     assert "ValueError: the disk is on fire" in own
 
 
+def hang(error: type[Exception], rank: int, port: int, folder: str) -> None:
+    """Rank 0 hangs when rank 1 has failed."""
+    os.dup2(os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    failure._GRACE_S = 0.1
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    with failing_together(2):
+        if rank == 1:
+            raise error("the disk is on fire")
+        time.sleep(80)
+
+
+def test_a_rank_that_hangs_ends_with_the_first_failure(tmp_path: Path) -> None:
+    codes, printed = run_both(partial(hang, RuntimeError), tmp_path)
+    assert codes == [1, 1]
+    assert "rank 0 is stuck because rank 1 failed first:" in printed[0]
+    assert "RuntimeError: the disk is on fire" in printed[0]
+
+
+def test_a_rank_that_hangs_ends_with_one_line_after_a_job_error(tmp_path: Path) -> None:
+    codes, printed = run_both(partial(hang, JobError), tmp_path)
+    assert codes[0] == 2
+    assert printed[0] == "rank 0 is stuck because rank 1 failed first: the disk is on fire\n"
+
+
+def test_one_rank_alone_needs_no_process_group() -> None:
+    with pytest.raises(RuntimeError, match="as it is"), failing_together(1):
+        raise RuntimeError("as it is")
+
+
 def run_all(commands: list[list[str]]) -> tuple[list[int], list[str]]:
     """Run Python with each list of arguments, all at once; return exit codes and outputs."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -206,41 +234,6 @@ def run_all(commands: list[list[str]]) -> tuple[list[int], list[str]]:
         for process in processes:
             process.kill()
     return [process.returncode for process in processes], outputs
-
-
-HANGS = """
-import sys, time
-import torch.distributed as dist
-from laconic.comm import failure
-from laconic.errors import JobError
-
-failure._GRACE_S = 0.1
-dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
-with failure.failing_together(2):
-    if dist.get_rank() == 1:
-        raise {"RuntimeError": RuntimeError, "JobError": JobError}[sys.argv[3]]("the disk is on fire")
-    time.sleep(600)
-"""
-
-
-def test_a_rank_that_hangs_ends_with_the_first_failure(tmp_path: Path) -> None:
-    address = f"file://{tmp_path}/store"  # a port could be taken before the ranks have it
-    codes, outputs = run_all([["-c", HANGS, address, str(rank), "RuntimeError"] for rank in range(2)])
-    assert codes == [1, 1]
-    assert "rank 0 is stuck because rank 1 failed first:" in outputs[0]
-    assert "RuntimeError: the disk is on fire" in outputs[0]
-
-
-def test_a_rank_that_hangs_ends_with_one_line_after_a_job_error(tmp_path: Path) -> None:
-    address = f"file://{tmp_path}/store"  # a port could be taken before the ranks have it
-    codes, outputs = run_all([["-c", HANGS, address, str(rank), "JobError"] for rank in range(2)])
-    assert codes[0] == 2
-    assert outputs[0] == "rank 0 is stuck because rank 1 failed first: the disk is on fire\n"
-
-
-def test_one_rank_alone_needs_no_process_group() -> None:
-    with pytest.raises(RuntimeError, match="as it is"), failing_together(1):
-        raise RuntimeError("as it is")
 
 
 CRASH = """
@@ -259,6 +252,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.campaign
 def test_the_exception_of_one_rank_ends_all_ranks_and_all_show_it(tmp_path: Path) -> None:
     """A training job under torchrun on two logical nodes."""
     script, config = tmp_path / "crash.py", tmp_path / "job.toml"

@@ -102,8 +102,7 @@ def _loss_with_damage(model: Any, *, victim: int, part: int) -> torch.Tensor:
     """Run forward, damage a block's host cache on one rank in the given node's part, and run backward."""
     loss = sharded_net.squared_error(model, sharded_net.inputs(0, dist.get_rank()))
     if dist.get_rank() == victim:
-        cached = sharded_net.buckets(model.blocks[1])[0].cached
-        assert cached is not None
+        cached = sharded_net.buckets(model.blocks[1])[0].node_shard
         flip_bit(cached.buffer().view(2, -1)[part], bit=20, seed=3)
     loss.backward()
     return loss
@@ -140,8 +139,7 @@ def job_copies() -> None:
         for seed in range(2):  # the second step's weights cross as differences
             sharded_net.train_step(model, optimizer, seed)
         if dist.get_rank() == 0:
-            cached = sharded_net.buckets(model.blocks[1])[0].cached
-            assert cached is not None
+            cached = sharded_net.buckets(model.blocks[1])[0].node_shard
             flip_bit(cached.buffer(), bit=20, seed=3)
         if policy == "raise":
             with pytest.raises(CorruptionError, match=r"\w+ of blocks\.1"):

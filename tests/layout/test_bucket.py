@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import laconic
-from laconic.layout.bucket import BucketLayout, DerivedLayout, Extent, Slot, boxes, row_block
+from laconic.layout.bucket import (
+    BucketLayout,
+    DerivedLayout,
+    Extent,
+    JointLayout,
+    SelectedLayout,
+    Slot,
+    boxes,
+    row_block,
+)
 from laconic.layout.packing import plan_bucket
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
@@ -196,3 +205,32 @@ def test_entries_are_gathered_copied_and_saved_like_any_tensor(tmp_path: Path) -
     """Through torch's checkpoints to another number of ranks, some of which hold nothing."""
     assert run_ranks(_use, 3, str(tmp_path), local=1) == [(True, True, True, True)] * 3
     assert run_ranks(_load, 6, str(tmp_path), local=3) == [True] * 6
+
+
+def test_a_selection_may_be_cut_anywhere() -> None:
+    layout = SelectedLayout(name="selected", shape=(7,), stops=(3, 3, 7))
+    assert [(slot.offset, slot.block) for slot in layout.slots] == [(0, 1)]
+    assert [layout.extent(0, shard) for shard in range(3)] == [Extent(0, 3), None, Extent(3, 7)]
+
+
+def test_a_tensor_may_be_whole_in_one_shard() -> None:
+    layout = BucketLayout.whole_in(1, name="w", shape=(2, 3), num_shards=3)
+    assert [layout.extent(0, shard) for shard in range(3)] == [None, Extent(0, 6), None]
+    derived = DerivedLayout(base=layout, index=0, shape=(6,), elements=1, items=1)
+    assert derived.num_shards == layout.num_shards
+    assert [derived.extent(0, shard) for shard in range(3)] == [None, Extent(0, 6), None]
+
+
+def test_a_joint_layout_lays_its_parts_one_after_the_other() -> None:
+    """Unequal parts in buckets of different sizes, of which one is empty; shards in any order."""
+    shapes, numbers = [(3, 5), (0, 5), (2, 5)], [3, 3, 2]
+    parts = tuple(
+        BucketLayout(slots=(Slot(name="t", shape=shape, block=5, offset=5),), num_shards=number, shard_numel=10)
+        for shape, number in zip(shapes, numbers, strict=True)
+    )
+    places = tuple((part, shard) for shard in range(3) for part in range(3) if shard < numbers[part])
+    joint = JointLayout(parts=parts, places=places)
+    (slot,) = joint.slots
+    assert (slot.shape, joint.num_shards) == ((25,), 8)
+    held = {places[shard]: extent for shard in joint.holders(0) if (extent := joint.extent(0, shard)) is not None}
+    assert held == {(0, 0): Extent(0, 5), (0, 1): Extent(5, 15), (2, 0): Extent(15, 20), (2, 1): Extent(20, 25)}

@@ -155,3 +155,8 @@ def test_adapters_are_cut_anywhere_by_default() -> None:
     (bucket,) = module._laconic_unit.buckets
     assert bucket.layout.padding * 200 <= bucket.layout.numel
     assert [slot.name for slot in bucket.layout.slots] == ["0.weight", "1.weight"]
+
+
+def test_a_block_is_one_of_its_unit_by_default() -> None:
+    assert Block(unit="rows") == rows(1)
+    assert Block(unit="elements") == elements(1)

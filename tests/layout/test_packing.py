@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,11 +12,11 @@ from hypothesis import strategies as st
 
 from laconic.layout import packing
 from laconic.layout.bucket import BucketLayout, row_block
-from laconic.layout.explain import Cause, explain, explain_bucket
+from laconic.layout.explain import Cause, _gaps, explain, explain_bucket
 from laconic.layout.granularity import rows
 from laconic.layout.packing import UnitPlan, plan_unit, warn_if_wasteful
-from laconic.plan.shapes import DEEPSEEK_V3, GPT_OSS_120B, KNOWN, LLAMA_3_70B
 from tests.reference import planner as reference
+from tests.support.layers import DEEPSEEK_V3, GPT_OSS_120B, LLAMA_3_70B
 
 Shapes = list[tuple[int, ...]]
 
@@ -97,6 +98,14 @@ def test_another_order_may_be_better_than_the_definition() -> None:
     assert reference.smallest_shard_of_any_order(tensors, 2, 1) == 4
     assert plan.members == ((1, 0, 2),)
     assert plan.padding == 0
+
+
+def test_a_part_may_take_all_that_the_others_leave() -> None:
+    """The shard of the last part is just as large as the best so far allows."""
+    tensors = [(312, 13), (416, 16), (384, 16), (810, 30)]
+    plan = plan_flat(tensors, 10)
+    assert plan.members == ((3,), (1, 2), (0,))
+    assert plan.numel < 10 * reference.smallest_shard(tensors, 10, 1)
 
 
 # -- alignment ---------------------------------------------------------------------------------------------------------
@@ -276,6 +285,23 @@ def test_every_bucket_of_a_plan_is_explained() -> None:
     assert found[1].tensors == ("t3",)
 
 
+def test_only_tensors_behind_a_gap_are_named() -> None:
+    layout = packing.plan_bucket(["a", "b"], [(4,), (4,)], [1, 1], num_shards=2, itemsize=16)
+    assert layout.padding == 0
+    assert list(_gaps(layout)) == []
+    first, second = layout.slots
+    moved = replace(first, offset=1), replace(second, offset=8)
+    assert list(_gaps(replace(layout, slots=moved, shard_numel=6))) == [(moved[0], 1), (moved[1], 3)]
+
+
+def test_partitions_are_all_of_them_with_as_many_parts_as_allowed() -> None:
+    items = [("a",), ("b",), ("c",)]
+    for most, count in ((1, 1), (2, 4), (3, 5), (4, 5)):
+        found = list(packing._partitions(items, most))
+        assert len(set(found)) == len(found) == count
+        assert max(map(len, found)) <= most
+
+
 # -- warnings ----------------------------------------------------------------------------------------------------------
 
 
@@ -396,22 +422,19 @@ def test_a_block_of_no_elements_is_refused() -> None:
         packing.plan_bucket(["weight"], [(4,)], [0], num_shards=2, itemsize=4)
 
 
-LLAMA_70B, GPT_OSS_120B, DEEPSEEK_V3 = (list(layer.shapes) for (layer,) in KNOWN.values())
-
-
 @pytest.mark.parametrize(
     ("shapes", "num_shards", "padding_percent"),
     [
-        (LLAMA_70B, 64, 0.37),
-        (LLAMA_70B, 100, 0.53),
-        (LLAMA_70B, 256, 1.22),
-        (LLAMA_70B, 1024, 2.94),
-        (GPT_OSS_120B, 64, 0.01),
-        (GPT_OSS_120B, 384, 0.09),
-        (GPT_OSS_120B, 1024, 5.74),
-        (DEEPSEEK_V3, 128, 0.02),
-        (DEEPSEEK_V3, 512, 0.16),
-        (DEEPSEEK_V3, 1024, 1.04),
+        (LAYERS["llama"], 64, 0.37),
+        (LAYERS["llama"], 100, 0.53),
+        (LAYERS["llama"], 256, 1.22),
+        (LAYERS["llama"], 1024, 2.94),
+        (LAYERS["gpt-oss"], 64, 0.01),
+        (LAYERS["gpt-oss"], 384, 0.09),
+        (LAYERS["gpt-oss"], 1024, 5.74),
+        (LAYERS["deepseek"], 128, 0.02),
+        (LAYERS["deepseek"], 512, 0.16),
+        (LAYERS["deepseek"], 1024, 1.04),
     ],
     ids=lambda value: value if isinstance(value, (int, float)) else f"{len(value)}-tensors",
 )

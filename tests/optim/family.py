@@ -23,8 +23,8 @@ from laconic.checkpoint import load_checkpoint, save_checkpoint
 from laconic.optim import AdamW8bit, Muon, Shampoo, Tiling, matrices_and_rest
 from laconic.ragged.tensor import RaggedTensor
 
-STEPS = 6
-SAVED_AFTER = 3
+STEPS = 4
+SAVED_AFTER = 2
 
 
 class Small(nn.Module):

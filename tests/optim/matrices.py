@@ -15,6 +15,7 @@ from laconic.layout.packing import plan_bucket
 from laconic.optim import matrices_and_rest
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
+from tests.support.owner_bytes import sum_over_ranks
 from tests.support.sharded_net import build, full_gradients, full_parameters, inputs, shard, squared_error
 
 Shape = tuple[int, ...]
@@ -87,12 +88,6 @@ def assert_same_owners(results: Sequence[dict[str, Any]]) -> None:
     """All ranks have the same owners, and matrices move if there are several ranks."""
     assert all(result == results[0] for result in results)
     assert (results[0]["moved"] == 0) == (len(results) == 1)
-
-
-def sum_over_ranks(value: int) -> int:
-    total = torch.tensor(value)
-    dist.all_reduce(total)
-    return int(total)
 
 
 def optimizer_bytes(cluster: Cluster) -> int:

@@ -9,21 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
 
 import laconic
 from laconic.comm.cluster import Cluster
-from laconic.layout.packing import plan_bucket
 from laconic.optim.matrix import matrices_and_rest
 from laconic.optim.muon import COEFFICIENTS, Muon, orthogonalize
 from laconic.optim.shampoo import Shampoo
-from laconic.ragged.dtensor import DTensorShard
-from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 from tests.optim import matrices as helpers
 from tests.reference import muon as reference
 from tests.support.launch import run_ranks
-from tests.support.sharded_net import MESHES, Net, Place
+from tests.support.sharded_net import MESHES, Net
 
 MATRICES = [(7, 5), (12, 33), (33, 12), (20, 20), (1, 9), (9, 1), (4, 5, 6), (5, 6, 4)]
 VECTORS = [(3,), (40,), (), (2, 3, 4, 5)]
@@ -282,23 +278,3 @@ def test_matrices_and_rest() -> None:
     matrices, _ = matrices_and_rest(model)
     assert {names[p] for p in matrices["params"]} == {"experts", "head.weight"}
     Muon(matrices_and_rest(Net()))
-
-
-@pytest.mark.parametrize("optimizer", [Muon, Shampoo])
-def test_a_matrix_over_another_mesh_axis_is_refused_by_name(optimizer: Any) -> None:
-    layout = plan_bucket(["up.weight"], [(2, 6)], [6], num_shards=1, itemsize=4)
-    half = DTensorShard(
-        mesh=None,  # type: ignore[arg-type]
-        placements=(Shard(0),),
-        outer_axes=(0,),
-        shape=(4, 6),
-        offset=(0, 0),
-        local_shape=(2, 6),
-    )
-    spec = RaggedSpec(cluster=Place(), layout=layout, index=0, dtensor=half)  # type: ignore[arg-type]
-    parameter = nn.Parameter(RaggedTensor(torch.zeros(12), spec))
-    with pytest.raises(
-        ValueError, match=r'up\.weight of shape .* is cut over another mesh axis as well.*algorithm="adamw"'
-    ):
-        optimizer([parameter])
-    optimizer([{"params": [parameter], "algorithm": "adamw"}])

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import laconic
-from laconic.optim import AdamW8bit, Muon
 from tests.support.launch import on_ranks
 from tests.support.sharded_net import Block, Net, assert_nothing_gathered, build, full_parameters, squared_error
 
@@ -129,18 +128,6 @@ def test_experts_on_their_own_mesh() -> None:
             optimizer.zero_grad()
     for name, value in full_parameters(model).items():
         torch.testing.assert_close(value, plain.get_parameter(name), msg=name)
-
-
-@on_ranks(2, local=1)
-def test_optimizers_of_blocks_and_matrices_refuse_parameters_of_another_axis() -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    block = parallelize_module(Block(64, 128), mesh["tp"], PLAN)
-    laconic.fully_shard(block, mesh=mesh["dp"], granularity=laconic.rows(32))
-    with pytest.raises(ValueError, match=r"shape \(128, 64\) is cut over another mesh axis as well"):
-        AdamW8bit(block.parameters())
-    matrices = [parameter for parameter in block.parameters() if parameter.ndim == 2]
-    with pytest.raises(ValueError, match="is cut over another mesh axis as well"):
-        Muon(matrices)
 
 
 @on_ranks(2, local=1)

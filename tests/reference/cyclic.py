@@ -3,6 +3,9 @@
 Every worker computes its gradient with the versions that the rule gives it. Gradients are divided by N and then added
 in the order of workers. Then each stage's optimizer steps from the newest version.
 
+With a wire, a sum of gradients that leaves a node is what its receiver decodes, and a new version is what all workers
+decode; the optimizer steps exact weights. Every value is coded as in tests/reference/wire.py.
+
 Source: arXiv 2403.08837, equations CDP-v1 and CDP-v2.
 """
 
@@ -15,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from laconic.cyclic.schedule import Rule
+from laconic.shard.policies import Wire
+from tests.reference.wire import coded
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -30,7 +35,15 @@ class Oracle:
         rule: Rule,
         max_grad_norm: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
+        wire: Wire | None = None,
+        nodes: Sequence[int] = (),
+        states: str = "replicated",
     ) -> None:
+        """`nodes` has the node of each device, for a wire."""
+        self.wire, self.nodes, self.states = wire or Wire(), nodes, states
+        self.has_wire = len(set(nodes)) > 1
+        self.lost: dict[tuple[int, int], list[Tensor]] = {}
+        self.version = 0  # over all runs
         self.stages, self.loss_fn, self.rule, self.max_grad_norm = stages, loss_fn, rule, max_grad_norm
         self.scaler, self.scale, self.good_batches = grad_scaler, 1.0, 0
         if grad_scaler is not None:
@@ -42,8 +55,10 @@ class Oracle:
 
     def restart(self) -> None:
         """End a run, as a drain does: all workers have the newest version, and the next batch begins a run."""
-        self.newest = [[p.detach().clone() for p in parameters] for parameters in self.parameters]
-        self.older = self.newest
+        self.exact = [[p.detach().clone() for p in parameters] for parameters in self.parameters]
+        decodes_first = self.states == "sharded" and self.wire.weights != "exact"
+        self.newest = [self._crossed(stage) for stage in range(len(self.stages))] if decodes_first else self.exact
+        self.older, self.batch = self.newest, 0
         while self.unseen:
             self._see(self.unseen.pop(0))
 
@@ -71,28 +86,71 @@ class Oracle:
             losses.append(loss.detach())
             for stage, parameters in enumerate(self.parameters):
                 grads = [torch.zeros_like(p) if p.grad is None else p.grad / count for p in parameters]
-                sums[stage] = grads if worker == 0 else [s + g for s, g in zip(sums[stage], grads, strict=True)]
+                came = [] if worker == 0 else self._sent(sums[stage], worker - 1, stage)
+                sums[stage] = grads if worker == 0 else [s + g for s, g in zip(came, grads, strict=True)]
                 for p in parameters:
                     p.grad = None
-        self.older = self.newest
-        if not self._ready(sums):
-            return losses
+        totals = [self._sent(sums[stage], count - 1, stage) for stage in range(count)]
+        is_ready = self._ready(sums, totals)
         for stage, parameters in enumerate(self.parameters):
-            self._put(stage, self.newest[stage])
-            for p, grad in zip(parameters, sums[stage], strict=True):
+            self._put(stage, self.exact[stage])
+            for p, grad in zip(parameters, totals[stage], strict=True):
                 p.grad = grad
-            self.optimizers[stage].step()
+            if is_ready:
+                self.optimizers[stage].step()
             for p in parameters:
                 p.grad = None
-        self.newest = [[p.detach().clone() for p in parameters] for parameters in self.parameters]
+        self.batch, self.version = self.batch + 1, self.version + 1
+        self.older, self.exact = self.newest, [[p.detach().clone() for p in ps] for ps in self.parameters]
+        self.newest = [self._crossed(stage) for stage in range(count)]
         return losses
+
+    def _crossed(self, stage: int) -> list[Tensor]:
+        """A new version of a stage as all workers have it."""
+        wire = self.wire
+        if not self.has_wire or wire.weights == "exact":
+            return self.exact[stage]
+        if wire.as_values:
+            return [coded_like(value, wire.weights) for value in self.exact[stage]]
+        if self.version % wire.exact_every == 0:
+            return self.exact[stage]
+        return [
+            exact if exact.ndim < 2 else old + coded_like(exact - old, wire.weights)
+            for exact, old in zip(self.exact[stage], self.newest[stage], strict=True)
+        ]
+
+    def _sent(self, sums: list[Tensor], worker: int, stage: int) -> list[Tensor]:
+        """A sum of gradients as the next worker has it or, after the last worker, all devices that apply it."""
+        wire, last = self.wire, len(self.stages) - 1
+        devices = [self._device(worker, stage), self._device(worker + 1, stage)]
+        if worker == last:
+            devices = [last, self.rule.owner(stage)]
+            if self.states == "shared":
+                devices = [self._device(each, stage) for each in range(last + 1)]
+        if not self.has_wire or wire.gradients == "exact" or len({self.nodes[device] for device in devices}) == 1:
+            return sums
+        place = (self._device(worker, stage), stage)
+        lost = self.lost.get(place, [torch.zeros_like(s) for s in sums])
+        whole = [s + rest for s, rest in zip(sums, lost, strict=True)]
+        sent = [coded_like(value, wire.gradients) for value in whole]
+        if wire.feedback:
+            self.lost[place] = [value - own for value, own in zip(whole, sent, strict=True)]
+        return sent
+
+    def _device(self, worker: int, stage: int) -> int:
+        """The device that has a worker's micro-batch at a stage; devices of shared stages take turns."""
+        if self.states != "shared":
+            return worker
+        count = len(self.stages)
+        first, turns = sum(count - j for j in range(stage)), count - stage
+        return first + (self.batch * count + worker) % turns
 
     def _put(self, stage: int, values: list[Tensor]) -> None:
         for p, value in zip(self.parameters[stage], values, strict=True):
             p.data = value.clone()
 
-    def _ready(self, sums: list[list[Tensor]]) -> bool:
-        """Undo the loss scale and clip; False if the batch overflowed."""
+    def _ready(self, sums: list[list[Tensor]], totals: list[list[Tensor]]) -> bool:
+        """Undo the loss scale of the totals and clip them by the norm of `sums`; False if the batch overflowed."""
         square = torch.zeros((), dtype=torch.float64)
         for stage_sums in reversed(sums):  # the last stage's sum is complete first
             square = square + torch.stack([s.double().square().sum() for s in stage_sums]).sum()
@@ -100,10 +158,10 @@ class Oracle:
             self.unseen.append(bool(torch.isfinite(square)))
             if not self.unseen[-1]:
                 return False
-            self._multiply(sums, torch.tensor(1 / self.scale))
+            self._multiply(totals, torch.tensor(1 / self.scale))
         if self.max_grad_norm is not None:
             norm = square.sqrt() * (1 / self.scale)
-            self._multiply(sums, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+            self._multiply(totals, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
         return True
 
     def _multiply(self, sums: list[list[Tensor]], factor: Tensor) -> None:
@@ -119,3 +177,10 @@ class Oracle:
             self.scale *= self.scaler.get_backoff_factor()
         elif self.good_batches == self.scaler.get_growth_interval():
             self.scale, self.good_batches = self.scale * self.scaler.get_growth_factor(), 0
+
+
+def coded_like(value: Tensor, codec: str) -> Tensor:
+    """Return the value that a receiver decodes. A vector crosses exactly."""
+    if value.ndim < 2:
+        return value
+    return coded(value.flatten(), codec, rotated=codec in ("int4", "int3", "int2", "e2m1")).view_as(value)

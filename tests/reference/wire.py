@@ -76,10 +76,12 @@ class Twin:
         gradients: str,
         feedback: bool = False,
         frozen: Collection[str] = (),
+        as_values: bool = False,
+        codes_frozen: bool = False,
         num_islands: int = 1,
         cuts: Cuts | None = None,
     ) -> None:
-        """Tensors of one dimension and frozen ones cross exactly.
+        """Tensors of one dimension and, unless `codes_frozen`, frozen ones cross exactly.
 
         `cuts` has, for each tensor and shard, the first element of its run that belongs to each island, and the end.
         """
@@ -87,7 +89,9 @@ class Twin:
         self.num_islands, self.cuts = num_islands, cuts or {}
         self.weights, self.gradients, self.feedback = weights, gradients, feedback
         self.shape = {name: value.shape for name, value in parameters.items()}
-        self.is_coded = {name: value.ndim > 1 and name not in frozen for name, value in parameters.items()}
+        self.as_values = as_values
+        covered = [name for name in parameters if codes_frozen or name not in frozen]
+        self.is_coded = {name: value.ndim > 1 and name in covered for name, value in parameters.items()}
         self.trained = [name for name in parameters if name not in frozen]
         self.shards = {
             (name, shard): torch.nn.Parameter(value.flatten()[start:stop].clone())
@@ -106,7 +110,9 @@ class Twin:
             copy = self.copies.setdefault(name, torch.zeros(math.prod(self.shape[name])))
             for shard, (start, stop) in enumerate(runs):
                 exact = self.shards[name, shard].detach()
-                if is_first or exactly or not self.is_coded[name] or self.weights == "exact":
+                if self.as_values and self.is_coded[name]:
+                    copy[start:stop] = coded(exact, self.weights)
+                elif is_first or exactly or not self.is_coded[name] or self.weights == "exact":
                     copy[start:stop] = exact
                 else:
                     copy[start:stop] += coded(exact - copy[start:stop], self.weights)

@@ -294,17 +294,24 @@ class Program:
     wrap: Callable[[Any, torch.optim.Optimizer, Any], Any] = lambda model, optimizer, mesh: optimizer
     """Makes what takes the steps, of the sharded model, its optimizer and the mesh."""
 
+    def make_mesh(self) -> Any:
+        """The mesh over which the model is sharded."""
+        return init_mesh("cuda", nodes=self.nodes, local=self.local, islands=self.islands)
+
+    def shard(self, module: nn.Module, mesh: Any) -> None:
+        """Make a unit of a module."""
+        fully_shard(module, mesh=mesh, **self.options)
+
     def record(self, *, has_values: bool = True) -> Machine:
         """Run the program on a machine, which has its tape."""
         torch.manual_seed(0)
         shape = {"nodes": self.nodes, "local": self.local, "islands": self.islands}
         with rehearsal(backend=self.backend, has_values=has_values, **shape) as machine:
-            mesh = init_mesh("cuda", **shape)
+            mesh = self.make_mesh()
             model = Net(self.width).to("cuda")
             self.prepare(model)
-            for block in model.blocks:
-                fully_shard(block, mesh=mesh, **self.options)
-            fully_shard(model, mesh=mesh, **self.options)
+            for module in (*model.blocks, model):
+                self.shard(module, mesh)
             self.sharded(model)
             optimizer = self.optimizer([p for p in model.parameters() if p.requires_grad])
             optimizer = self.wrap(model, optimizer, mesh)
@@ -333,6 +340,12 @@ ENGINE: dict[str, Program] = {
     "frozen, cache host": Program(options={"cache": "host"}, prepare=freeze_blocks, train=training(steps=3)),
     "LoRA, cache host": Program(options={"cache": "host"}, prepare=adapt, train=training(steps=3, micro_batches=2)),
     "LoRA, cache budget": Program(options={"cache": _BUDGET}, prepare=adapt, train=training(steps=3)),
+    "LoRA, cache host until backward": Program(
+        options={"cache": Cache(where="host", until="backward")}, prepare=adapt, train=training(steps=3)
+    ),
+    "LoRA, cache device until backward": Program(
+        options={"cache": Cache(where="device", until="backward")}, prepare=adapt, train=training(micro_batches=2)
+    ),
     "frozen, read by the host": Program(options={"cache": "host"}, prepare=freeze_blocks, train=read_by_host),
     "thawed, cache host": Program(options={"cache": "host"}, prepare=freeze_blocks, train=thawed),
     "accumulation": Program(train=training(micro_batches=3)),

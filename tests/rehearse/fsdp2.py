@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,17 +10,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from laconic.rehearse import Machine, rehearsal
-from tests.rehearse.engine import Body, Net, adapt, batch, freeze_blocks, loss_of, recompute, training, without_reading
-
-_WIDTH = 16
-
-
-def prefetching(model: Any) -> None:
-    """Set what each block prefetches."""
-    for block, following in pairwise(model.blocks):
-        block.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([block])
+from tests.rehearse.engine import (
+    Program,
+    adapt,
+    batch,
+    freeze_blocks,
+    loss_of,
+    prefetch,
+    recompute,
+    training,
+    without_reading,
+)  # fmt: skip
 
 
 def without_unshard_after_backward(model: Any) -> None:
@@ -76,42 +73,21 @@ def edited_by_host(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fsdp2:
-    """A model, how FSDP2 shards it, and how it is trained."""
+class Fsdp2(Program):
+    """A program under torch's `fully_shard`; with several islands it is HSDP, and each is a replica."""
 
-    options: dict[str, Any] = field(default_factory=dict)
-    """Arguments of torch's `fully_shard`."""
-    replicas: int = 1
-    """With more than one it is HSDP."""
-    ranks: int = 4
-    """The ranks of a replica: two on each node."""
-    train: Body = field(default_factory=training)
-    prepare: Callable[[Net], None] = lambda model: None
-    sharded: Callable[[Any], None] = lambda model: None
+    width: int = 16
 
-    def record(self, *, has_values: bool = True) -> Machine:
-        """Run the program on a machine, which has its tape."""
-        torch.manual_seed(0)
-        nodes = self.replicas * self.ranks // 2
-        with rehearsal(nodes=nodes, local=2, has_values=has_values) as machine:
-            model = Net(_WIDTH).to("cuda")
-            self.prepare(model)
-            if self.replicas > 1:
-                mesh = init_device_mesh("cuda", (self.replicas, self.ranks), mesh_dim_names=("replicate", "shard"))
-            else:
-                mesh = init_device_mesh("cuda", (self.ranks,), mesh_dim_names=("shard",))
-            for block in model.blocks:
-                fully_shard(block, mesh=mesh, **self.options)
-            fully_shard(model, mesh=mesh, **self.options)
-            self.sharded(model)
-            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-            with machine.recording():
-                self.train(model, optimizer)
-            if has_values:
-                machine.keep_last_contents()
-            del model, optimizer
-            gc.collect()
-        return machine
+    def make_mesh(self) -> Any:
+        """See `Program.make_mesh`."""
+        ranks = self.nodes * self.local
+        if self.islands == 1:
+            return init_device_mesh("cuda", (ranks,), mesh_dim_names=("shard",))
+        return init_device_mesh("cuda", (self.islands, ranks), mesh_dim_names=("replicate", "shard"))
+
+    def shard(self, module: nn.Module, mesh: Any) -> None:
+        """See `Program.shard`."""
+        fully_shard(module, mesh=mesh, **self.options)
 
 
 _HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -135,15 +111,15 @@ FSDP2: dict[str, Fsdp2] = {
     "FSDP2, offload, mixed precision": Fsdp2(options={"offload_policy": _OFFLOAD, "mp_policy": _HALF}),
     "FSDP2, frozen": Fsdp2(prepare=freeze_blocks),
     "FSDP2, LoRA": Fsdp2(prepare=adapt, train=training(micro_batches=2)),
-    "FSDP2, prefetch": Fsdp2(sharded=prefetching),
+    "FSDP2, prefetch": Fsdp2(sharded=prefetch),
     "FSDP2, recomputation": Fsdp2(prepare=recompute),
     "FSDP2, clipping": Fsdp2(train=clipped),
     "FSDP2, evaluation": Fsdp2(train=evaluated),
     "FSDP2, gathered early": Fsdp2(train=unsharded_early),
     "FSDP2, weights kept": Fsdp2(sharded=without_unshard_after_backward, train=training(micro_batches=2)),
-    "HSDP": Fsdp2(replicas=2, ranks=2),
-    "HSDP, not read by the host": Fsdp2(replicas=2, ranks=2, train=without_reading),
-    "HSDP, accumulation": Fsdp2(replicas=2, ranks=2, train=training(micro_batches=2)),
-    "HSDP, late sums": Fsdp2(replicas=2, ranks=2, train=training(micro_batches=2, late_sums=True)),
-    "HSDP, mixed precision": Fsdp2(replicas=2, ranks=2, options={"mp_policy": _HALF}),
+    "HSDP": Fsdp2(islands=2, nodes=1),
+    "HSDP, not read by the host": Fsdp2(islands=2, nodes=1, train=without_reading),
+    "HSDP, accumulation": Fsdp2(islands=2, nodes=1, train=training(micro_batches=2)),
+    "HSDP, late sums": Fsdp2(islands=2, nodes=1, train=training(micro_batches=2, late_sums=True)),
+    "HSDP, mixed precision": Fsdp2(islands=2, nodes=1, options={"mp_policy": _HALF}),
 }

@@ -262,7 +262,6 @@ def test_kinds_and_members_stay_in_order_of_appearance() -> None:
         ({}, VECTOR, 2, 1, False),
         ({"is_trained": False}, MATRIX, 2, 1, False),
         ({"dtype": torch.int8}, MATRIX, 2, 1, False),
-        ({"converted": nn.Parameter}, MATRIX, 2, 1, False),
         ({"part": 1}, MATRIX, 3, 2, True),
     ],
 )
@@ -272,6 +271,11 @@ def test_trained_matrices_alone_are_coded(
     policy = Wire.of("4bit")
     found = kind(**own).wire(policy, layout, num_nodes=nodes, num_islands=islands)
     assert found == (policy if is_coded else Wire())
+
+
+def test_gradients_alone_are_coded_where_weights_convert_themselves() -> None:
+    found = kind(converted=nn.Parameter).wire(Wire.of("4bit"), MATRIX, num_nodes=2, num_islands=1)
+    assert (found.weights, found.gradients) == ("exact", "int4")
 
 
 def test_only_gradients_cross_between_islands_of_one_node() -> None:

@@ -10,8 +10,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from laconic.layout.bucket import row_block
 from laconic.layout.packing import plan_bucket
 from laconic.shard.bucket import Bucket, ManagedParameter
-from laconic.shard.cache import CachedShard
-from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
 from laconic.shard.policies import Wire
 from tests.reference import gather as reference
@@ -205,7 +203,7 @@ def test_a_move_and_a_cast_keep_parameters_but_a_cached_bucket_refuses_a_cast() 
     assert bucket.sharded[0] is parameter
     assert parameter.dtype is torch.float16
     assert bucket.version != before
-    bucket.add_cache(Lanes(torch.device("cpu")))
+    bucket.node_shard.stay_on_device()
     with pytest.raises(ValueError, match=r"from torch.float16 to torch.float32 after the first forward"):
         bucket.stored.convert(lambda tensor: tensor.float())
 
@@ -227,21 +225,19 @@ def test_a_frozen_shard_lives_in_its_node_shard_until_it_trains(in_slab: bool) -
     module = build(Block).requires_grad_(False)
     bucket = bucket_of(module, Place(2, 1, node_rank=1))
     ledger = account(bucket)
-    bucket.cached = CachedShard(
-        bucket.node_shard_numel, torch.float32, torch.device("cpu"), ledger, Lanes(torch.device("cpu"))
-    )
+    bucket.node_shard.stay_on_device()
     if in_slab:
-        bucket.cached.move_to_slab(torch.zeros(bucket.cached.nbytes, dtype=torch.uint8))
-    bucket.own_part(bucket.cached.buffer()).copy_(bucket.shard)
+        bucket.node_shard.stay_in_slab(torch.zeros(bucket.node_shard.nbytes, dtype=torch.uint8))
+    bucket.own_part(bucket.node_shard.buffer()).copy_(bucket.shard)
     want, parameter, version = bucket.shard.clone(), bucket.sharded[0], bucket.version
-    rest_bytes = 0 if in_slab else bucket.cached.nbytes
+    rest_bytes = 0 if in_slab else bucket.node_shard.nbytes
     bucket.stored.drop()
     bucket.stored.drop()
     assert bucket.stored.is_dropped
     assert ledger.device_bytes == rest_bytes
     assert bucket.version == version
     assert torch.equal(bucket.shard, want)
-    assert bucket.shard.untyped_storage().data_ptr() == bucket.cached.buffer().untyped_storage().data_ptr()
+    assert bucket.shard.untyped_storage().data_ptr() == bucket.node_shard.buffer().untyped_storage().data_ptr()
     assert bucket.sharded[0] is parameter
     with torch.no_grad():
         parameter.add_(1)
@@ -249,15 +245,13 @@ def test_a_frozen_shard_lives_in_its_node_shard_until_it_trains(in_slab: bool) -
     bucket.stored.restore()
     assert ledger.device_bytes == rest_bytes + bucket.shard.nbytes
     assert torch.equal(parameter.to_local(), want[: parameter.to_local().numel()] + 1)  # type: ignore[attr-defined]
-    assert bucket.shard.untyped_storage().data_ptr() != bucket.cached.buffer().untyped_storage().data_ptr()
+    assert bucket.shard.untyped_storage().data_ptr() != bucket.node_shard.buffer().untyped_storage().data_ptr()
 
 
 def test_a_shard_is_not_dropped_into_a_node_shard_of_another_dtype() -> None:
     bucket = bucket_of(build(Block).requires_grad_(False), Place(2, 1), compute_dtype=torch.bfloat16)
-    ledger = account(bucket)
-    bucket.cached = CachedShard(
-        bucket.node_shard_numel, torch.bfloat16, torch.device("cpu"), ledger, Lanes(torch.device("cpu"))
-    )
+    account(bucket)
+    bucket.node_shard.stay_on_device()
     bucket.stored.drop()
     assert not bucket.stored.is_dropped
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import laconic
 from laconic.config import Config, from_dict
 from laconic.integrations import LaconicArguments
 from laconic.shard import cache as cache_module
-from laconic.shard.cache import CachedShard, choose_device_shards, free_slab, make_slab
+from laconic.shard.cache import NodeShard, choose_device_shards, free_slab, make_slab
 from laconic.shard.lanes import Lanes
 from laconic.shard.ledger import Ledger
 from laconic.shard.policies import Cache
@@ -37,6 +38,8 @@ CPU = torch.device("cpu")
             r"budget_bytes=5\) needs where='host'.*got Cache\(where='device'\)",
         ),
         ({"device_budget_bytes": 5}, r"Cache\(device_budget_bytes=5\) needs where='host'.*got Cache\(where='none'\)"),
+        ({"until": "step"}, r"Cache\(until='step'\) is not known; use one of 'change', 'backward'"),
+        ({"until": "backward"}, r"Cache\(until=.backward.\) says how long .* where=.none. keeps nothing"),
     ],
 )
 def test_invalid_policies_are_refused(options: dict[str, Any], message: str) -> None:
@@ -54,9 +57,12 @@ def test_a_policy_is_frozen_and_made_from_a_word() -> None:
         Cache.of("gpu")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("where", "crossings"), [("none", 8), ("host", 1), ("device", 1)])
-def test_a_policy_knows_its_cost(where: Any, crossings: int) -> None:
-    assert Cache(where=where).node_gathers_per_step(num_micro_batches=4) == crossings
+@pytest.mark.parametrize(
+    ("options", "crossings"),
+    [({}, 8), ({"where": "host"}, 1), ({"where": "device"}, 1), ({"where": "device", "until": "backward"}, 4)],
+)
+def test_a_policy_knows_its_cost(options: dict[str, Any], crossings: int) -> None:
+    assert Cache(**options).node_gathers_per_step(num_micro_batches=4) == crossings
 
 
 @pytest.mark.parametrize(
@@ -171,21 +177,55 @@ def test_available_memory_is_plausible() -> None:
 # -- one node shard ----------------------------------------------------------------------------------------------------
 
 
-def cached_shard(ledger: Ledger) -> CachedShard:
-    return CachedShard(8, torch.float32, CPU, ledger, Lanes(CPU))
+LANES = Lanes(CPU)
+
+
+@dataclass(kw_only=True)
+class Form:
+    """What a bucket's form says about its node shard."""
+
+    dtype: torch.dtype = torch.float32
+
+    def find_hooks(self) -> None:
+        """Find none."""
+
+
+@dataclass(kw_only=True)
+class EightElements:
+    """A bucket whose node shard has 8 elements."""
+
+    ledger: Ledger
+    cluster: Any = field(default_factory=lambda: sharded_net.Place(2, 1))
+    form: Form = field(default_factory=Form)
+    node_shard_numel: int = 8
+
+
+def node_shard_of(ledger: Ledger) -> NodeShard:
+    return NodeShard(EightElements(ledger=ledger))
+
+
+def test_a_node_shard_that_stays_nowhere_is_never_used_again() -> None:
+    ledger = Ledger()
+    shard, full = node_shard_of(ledger), torch.ones(8)
+    assert shard.gathered_in(lambda: full) is full
+    assert shard.store(full, 1, None, LANES) is None
+    assert not shard.holds(1)
+    shard.free()
+    assert shard.nbytes == ledger.device_bytes == 0
 
 
 def test_a_node_shard_on_the_device_is_counted_until_it_is_freed() -> None:
     ledger = Ledger()
-    cached = cached_shard(ledger)
+    cached = node_shard_of(ledger)
+    cached.stay_on_device()
     assert not cached.holds(0)
     node_shard = cached.buffer()
     assert (ledger.device_bytes, cached.nbytes) == (32, 32)
     node_shard.fill_(5)
-    cached.store(node_shard, version=3, arrived=None)
+    cached.store(node_shard, 3, None, LANES)
     assert cached.holds(3)
     assert not cached.holds(4)
-    cached.load_into(cached.buffer())
+    cached.load_into(cached.buffer(), LANES)
     assert cached.buffer().data_ptr() == node_shard.data_ptr(), "no copy from a direct cache"
     cached.free()
     assert ledger.device_bytes == 0
@@ -194,11 +234,11 @@ def test_a_node_shard_on_the_device_is_counted_until_it_is_freed() -> None:
 
 def test_a_node_shard_in_the_slab_takes_no_device_memory_and_stays() -> None:
     ledger = Ledger()
-    cached = cached_shard(ledger)
+    cached = node_shard_of(ledger)
     slab = torch.zeros(32, dtype=torch.uint8)
-    cached.move_to_slab(slab)
+    cached.stay_in_slab(slab)
     cached.buffer().fill_(1)
-    cached.store(cached.buffer(), version=1, arrived=None)
+    cached.store(cached.buffer(), 1, None, LANES)
     cached.free()
     assert cached.holds(1)
     assert ledger.device_bytes == 0
@@ -206,8 +246,9 @@ def test_a_node_shard_in_the_slab_takes_no_device_memory_and_stays() -> None:
 
 
 def test_a_node_shard_that_is_being_gathered_is_not_valid() -> None:
-    cached = cached_shard(Ledger())
-    cached.store(cached.buffer(), version=1, arrived=None)
+    cached = node_shard_of(Ledger())
+    cached.stay_on_device()
+    cached.store(cached.buffer(), 1, None, LANES)
     cached.invalidate()
     assert not cached.holds(1)
 
@@ -215,6 +256,7 @@ def test_a_node_shard_that_is_being_gathered_is_not_valid() -> None:
 # -- in a model --------------------------------------------------------------------------------------------------------
 
 CACHES: list[Any] = ["host", "device", Cache(where="host", device_budget_bytes=4000)]
+UNTIL_BACKWARD = [Cache(where="host", until="backward"), Cache(where="device", until="backward")]
 
 
 def forward_bytes(model: Any) -> int:
@@ -336,12 +378,14 @@ def test_a_budget_keeps_the_last_layers_on_the_device() -> None:
     unit_bytes = 4 * 2 * 516  # two nodes: a node shard is the whole bucket of a block, 1032 elements
     sharded_net.shard(model, cache=Cache(where="host", device_budget_bytes=2 * unit_bytes + 100))
     sharded_net.train_step(model)
-    on_device = [not bucket.cached.is_in_slab for unit in units for bucket in sharded_net.buckets(unit)]  # type: ignore[union-attr]
-    sizes = [bucket.cached.nbytes for unit in units for bucket in sharded_net.buckets(unit)]  # type: ignore[union-attr]
+    on_device = [bucket.node_shard.where == "device" for unit in units for bucket in sharded_net.buckets(unit)]
+    sizes = [bucket.node_shard.nbytes for unit in units for bucket in sharded_net.buckets(unit)]
     assert sizes == [unit_bytes] * 4
     assert on_device == [False, False, True, True]
-    assert all(bucket.cached.is_in_slab for bucket in unit_of(model).buckets)  # type: ignore[union-attr]
-    assert model.memory().host_bytes == sum(b.cached.nbytes for b in sharded_net.buckets(model) if b.cached.is_in_slab)  # type: ignore[union-attr]
+    assert all(bucket.node_shard.where == "host" for bucket in unit_of(model).buckets)  # type: ignore[union-attr]
+    assert model.memory().host_bytes == sum(
+        b.node_shard.nbytes for b in sharded_net.buckets(model) if b.node_shard.where == "host"
+    )
     with torch.no_grad():
         model(sharded_net.inputs(0, 0)[0])
     held = model.memory().device_bytes
@@ -355,7 +399,7 @@ def test_on_one_node_nothing_is_cached() -> None:
         sharded_net.train_step(model)
     assert m.weights == m.gradients == 0
     assert model.memory().host_bytes == 0
-    assert all(bucket.cached is None for bucket in sharded_net.buckets(model))
+    assert not any(bucket.node_shard.is_kept for bucket in sharded_net.buckets(model))
 
 
 class Adapted(nn.Module):
@@ -375,7 +419,9 @@ def adapted() -> nn.Module:
     return nn.Sequential(*(Adapted() for _ in range(3)))
 
 
-def job_frozen(cache: Any, caches_frozen: bool) -> None:
+def job_frozen(cache: Any) -> dict[str, torch.Tensor]:
+    policy = Cache.of(cache)
+    caches_frozen = policy.where != "none" and policy.until == "change"
     model = sharded_net.build(adapted)
     mesh = laconic.init_mesh("cpu")
     sharded_net.shard(model, list(model), mesh=mesh, cache=cache)
@@ -396,7 +442,9 @@ def job_frozen(cache: Any, caches_frozen: bool) -> None:
         optimizer.zero_grad()
         per_step = sharded_net.gather_bytes("node", trained)
         if not caches_frozen:
-            assert m.weights == 4 * (per_step + sharded_net.gather_bytes("node", frozen))
+            crossings = policy.node_gathers_per_step(num_micro_batches=2)
+            assert m.weights == crossings * (per_step + sharded_net.gather_bytes("node", frozen))
+            assert model.memory().device_bytes == shard_bytes
         else:
             assert m.weights == per_step + (sharded_net.gather_bytes("node", frozen) if step == 0 else 0)
             assert all(bucket.stored.is_dropped for bucket in frozen)
@@ -404,17 +452,25 @@ def job_frozen(cache: Any, caches_frozen: bool) -> None:
             frozen[0].cluster.num_nodes - 1
         )
     frozen_bytes = 4 * sum(bucket.layout.shard_numel for bucket in frozen)
-    resting = sum(b.cached.nbytes for b in frozen if b.cached and not b.cached.is_in_slab)
+    resting = sum(b.node_shard.nbytes for b in frozen if b.node_shard.where == "device")
     if caches_frozen:
         assert model.memory().device_bytes == shard_bytes - frozen_bytes + resting
     for name, parameter in expected.named_parameters():
         if "base" in name:
             assert torch.equal(model.get_parameter(name).full_tensor(), parameter), name  # type: ignore[operator]
+    with sharded_net.moved(model) as m, torch.no_grad():
+        for _ in range(2):
+            model(x)
+    everything = sharded_net.gather_bytes("node", sharded_net.buckets(model))
+    assert m.weights == (per_step if caches_frozen else 2 * everything), "a forward without gradients is the end, too"
+    return sharded_net.full_parameters(model)
 
 
-@pytest.mark.parametrize("cache", ["none", *CACHES[:2]])
-def test_frozen_weights_cross_once_in_the_run_and_leave_the_device(cache: Any) -> None:
-    run_ranks(job_frozen, 4, cache, cache != "none", local=2)
+def test_frozen_weights_cross_once_in_the_run_and_leave_the_device_or_cross_in_every_forward() -> None:
+    """As the policy says. The parameters have the same bits after training."""
+    want, *others = (run_ranks(job_frozen, 4, cache, local=2)[0] for cache in ("none", *CACHES[:2], *UNTIL_BACKWARD))
+    for got in others:
+        assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
 @pytest.mark.parametrize("cache", CACHES[:2])

@@ -47,6 +47,13 @@ class Longer(Float8Weight):
         return (self._data.new_zeros(self._data.numel() + 1),), (torch.ones(()),)
 
 
+class Uneven(Float8Weight):
+    """A weight whose conversion makes another number of tensors on each rank."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:  # type: ignore[override]
+        return (self._data,) * (1 + dist.get_rank()), None
+
+
 def converting(model: nn.Module, weight_class: type[Float8Weight] = Float8Weight) -> nn.Module:
     """Make the weights of the blocks convert themselves."""
     for block in model.blocks:  # type: ignore[union-attr]
@@ -176,6 +183,9 @@ def job_refusals() -> None:
     longer = sharded_net.shard(converting(sharded_net.build(), Longer))
     with pytest.raises(NotImplementedError, match=r"post_all_gather of .* made a tensor of shape .*; forward needs"):
         longer(sharded_net.inputs(0, 0)[0])
+    uneven = sharded_net.shard(converting(sharded_net.build(), Uneven))
+    with pytest.raises(NotImplementedError, match=r"up.weight made \[1, 2\] tensors on the ranks.*alike on all ranks"):
+        uneven(sharded_net.inputs(0, 0)[0])
 
 
 def test_conversions_of_other_shapes_are_refused() -> None:

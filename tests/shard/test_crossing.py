@@ -259,7 +259,7 @@ def test_copies_that_differ_are_made_equal_once_and_then_named() -> None:
     damaged = next(each for each in crossings_after(model, optimizer) if "up" in each.bucket.layout.slots[0].name)
     for attempt in range(2):
         if dist.get_rank() == 0:
-            damaged.bucket.cached.buffer()[0] += 1  # a flipped bit
+            damaged.bucket.node_shard.buffer()[0] += 1  # a flipped bit
         if attempt == 0:
             with warnings.catch_warnings(record=True) as seen:
                 warnings.simplefilter("always")

@@ -324,7 +324,7 @@ def test_host_slab_is_page_locked_for_every_model_of_a_process() -> None:
             warnings.simplefilter("error")
             sharded_net.squared_error(model, tuple(part.cuda() for part in sharded_net.inputs(0, 0))).backward()  # type: ignore[arg-type]
         found += [
-            bucket.cached.buffer().is_pinned() for bucket in sharded_net.buckets(model) if bucket.cached is not None
+            bucket.node_shard.buffer().is_pinned() for bucket in sharded_net.buckets(model) if bucket.node_shard.is_kept
         ]
         del model
         gc.collect()

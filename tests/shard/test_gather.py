@@ -148,17 +148,17 @@ def test_a_gather_that_is_cut_short_is_begun_anew(cache: str) -> None:
     """An exception cuts a gather short: what arrived counts as nothing, and the next use gathers anew."""
     model = sharded_net.shard(sharded_net.build(), cache=cache)
     gather = model.blocks[1]._laconic_unit.gather._gathers[0]
-    finish = gather._crossing.finish
+    finish = gather.crossing.finish
 
     def interrupted(node_shard: Tensor) -> None:
         finish(node_shard)
         node_shard.fill_(float("nan"))
         raise Interrupted
 
-    gather._crossing.finish = interrupted
+    gather.crossing.finish = interrupted
     with pytest.raises(Interrupted):
         model.blocks[1].unshard()
-    gather._crossing.finish = finish
+    gather.crossing.finish = finish
     assert gather.is_stale
     batches = sharded_net.micro_batches(1)
     sharded_net.squared_error(model, batches[0][dist.get_rank()]).backward()

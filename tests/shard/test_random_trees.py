@@ -13,7 +13,15 @@ from tests.shard.random_trees.pool import Pool
 _FAILURES = ("differs", "foreign", "refused")
 
 
-@pytest.mark.parametrize(("world", "num_cases"), [(1, 30), (2, 24), (3, 14), (4, 14)])
+@pytest.mark.parametrize(
+    ("world", "num_cases"),
+    [
+        (1, 30),
+        pytest.param(2, 24, marks=pytest.mark.campaign),
+        (3, 14),
+        pytest.param(4, 14, marks=pytest.mark.campaign),
+    ],
+)
 def test_sharded_trees_equal_unsharded_ones(world: int, num_cases: int) -> None:
     findings = Findings()
     with Pool(world) as pool:

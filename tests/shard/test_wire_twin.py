@@ -16,11 +16,15 @@ import laconic
 import laconic.optim
 from laconic.codec import CODECS
 from laconic.codec.payload import payload_of, shards_of_nodes
+from laconic.policy import from_keys
 from laconic.shard.bucket import Bucket
+from laconic.shard.policies import ShardPolicy
+from laconic.strategies.known.engine import VALUES_WIRE, ZERO_PLUS_PLUS
 from tests.reference.wire import Twin
 from tests.shard.wire_helpers import Aligned, Toy, computed_weights, crossings_after, cuts_of, runs_of, toy_inputs
 from tests.support.launch import on_ranks, run_ranks
 from tests.support.sharded_net import buckets, build, full_parameters, inputs, moved, shard, squared_error
+from tests.support.step_bytes import step_bytes
 
 LR = 0.01
 
@@ -80,6 +84,7 @@ def twin_of(model: Any, wire: laconic.Wire, make: Callable[[], nn.Module] = Toy)
         parameters, runs_of(model), num_nodes=cluster.num_nodes, num_local=cluster.num_local,
         num_islands=cluster.num_islands, cuts=cuts_of(model), frozen=frozen,
         weights=wire.weights if cluster.num_nodes > 1 else "exact", gradients=wire.gradients, feedback=wire.feedback,
+        as_values=wire.as_values, codes_frozen=wire.frozen,
     )  # fmt: skip
 
 
@@ -121,14 +126,23 @@ def test_equals_the_twin_to_the_bit(mesh: tuple[int, int], runs: list[tuple[str,
     run_ranks(job_twin, mesh[0] * mesh[1], runs, local=mesh[1])
 
 
+PLACEMENTS = {
+    "4bit": {"cache": "host", "wire": "4bit"},
+    "values": {"cache": "device", "wire": VALUES_WIRE},
+    "zero++": ZERO_PLUS_PLUS,
+}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @on_ranks(4, local=2)
-def test_adapters_beside_frozen_weights_equal_the_twin() -> None:
+def test_adapters_beside_frozen_weights_equal_the_twin(placement: str) -> None:
     """As with LoRA: most weights of a block are frozen, and the rest has a bucket of its own."""
+    policy = from_keys(ShardPolicy, PLACEMENTS[placement])
     whole = build(Toy)
     for name, parameter in whole.named_parameters():
         parameter.requires_grad_(not name.endswith((".wide", ".norm")))
-    wire = laconic.Wire.of("4bit")
-    model = shard(whole, cache="host", wire=wire)
+    wire = policy.wire
+    model = shard(whole, cache=policy.cache, wire=wire)
     optimizer = sgd([p for p in model.parameters() if p.requires_grad])
     assert_equals_twin(model, twin_of(model, wire), optimizer, steps=4, accumulation=2, exactly=set())
 
@@ -230,3 +244,22 @@ def test_bytes_of_replicas_are_those_of_two_trips() -> None:
 @pytest.mark.parametrize("mesh", [(2, 2), (3, 1)], ids=str)
 def test_bytes_are_those_of_the_codes(mesh: tuple[int, int]) -> None:
     run_ranks(job_bytes, mesh[0] * mesh[1], local=mesh[1])
+
+
+@on_ranks(4, local=2)
+def test_bytes_of_zero_plus_plus_are_those_of_the_formula() -> None:
+    """All weights in int8 in every forward, frozen ones too, and gradients in int4 in every backward."""
+    model = build(lambda: nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3))))
+    model[0].weight.requires_grad_(False)  # type: ignore[index]
+    policy = from_keys(ShardPolicy, ZERO_PLUS_PLUS)
+    shard(model, list(model), cache=policy.cache, wire=policy.wire)  # type: ignore[call-overload]
+    layer_bytes = 4 * 256 * 256
+    expected = step_bytes(
+        "zero++", nodes=2, local=2, weights_bytes=3 * layer_bytes, frozen_bytes=layer_bytes,
+        gradients_bytes=2 * layer_bytes,
+    )  # fmt: skip
+    x = torch.ones(1, 256)
+    for _ in range(3):
+        with moved(model) as m:
+            model(x).sum().backward()
+        assert 2 * (m.weights + m.gradients) == expected.node

@@ -105,7 +105,7 @@ def crossings(model: Any) -> list[Any]:
     """The differences of all coded buckets."""
     units = {module._laconic_unit for module in model.modules() if hasattr(module, "_laconic_unit")}
     gathers = [gather for unit in units for gather in unit.gather._gathers]
-    return [gather._crossing for gather in gathers if gather.bucket.wire.sends_differences]
+    return [gather.crossing for gather in gathers if gather.bucket.wire.sends_differences]
 
 
 def states(model: Any) -> set[CopyState]:

@@ -1,9 +1,10 @@
 """The launcher of ranks for benchmarks and tests: processes on this machine in the environment that torchrun gives.
 
 [Note: Fork server]
-To import torch and transformers takes longer than most jobs. So every rank is a fork of a server that has imported them
-already. The first launch of a process starts this server. The server never uses CUDA, so its forks may use CUDA. Last,
-it freezes its objects (fork_server.py): a rank's garbage collector would write into all of them, and so copy them.
+To import torch and transformers takes longer than most jobs, and to import laconic as long as many. So every rank is a
+fork of a server that has imported them already. The first launch of a process starts this server. The server never uses
+CUDA, so its forks may use CUDA. Last, it freezes its objects (fork_server.py): a rank's garbage collector would write
+into all of them, and so copy them.
 
 [Note: A file to meet in]
 Ranks meet in a file. In torch's TCPStore they would ask the resolver for each other's names, also on this machine. A
@@ -15,22 +16,37 @@ This module does not import laconic: `unchanged.py` launches ranks that import i
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import importlib
+import importlib.util
 import inspect
 import multiprocessing
 import os
 import pickle
 import secrets
+import signal
 import socket
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 context = multiprocessing.get_context("forkserver")
+
+
+def _modules_of(package: str, *, without: Sequence[str]) -> tuple[str, ...]:
+    """The names of all modules of a package, which this does not import."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    root = Path(str(spec.origin)).parent
+    names = (".".join((package, *file.relative_to(root).with_suffix("").parts)) for file in sorted(root.rglob("*.py")))
+    found = (name.removesuffix(".__init__") for name in names if not name.endswith("__main__"))
+    return tuple(name for name in found if name not in without)
+
 
 PRELOADED = (
     "torch",
@@ -41,11 +57,13 @@ PRELOADED = (
     "trl.trainer.sft_trainer",  # with transformers' Trainer, peft and datasets
     "trl.trainer.dpo_trainer",
     "trl.trainer.reward_trainer",
-    "laconic.train.cli",  # with the strategies, the planner and the checkpoints
     "pytest",  # the functions of tests lie in modules that import it
+    "hypothesis",
+    *_modules_of("laconic", without=["laconic.integrations.lightning"]),  # Lightning takes longer than all of laconic
 )
 """The modules that the fork server imports; it passes over those that are not installed."""
 _EXIT_S = 5.0  # the time for a rank to end after it has sent its result
+_STACKS_S = 1.0  # the time for ranks to write where they stand
 
 
 def free_port() -> int:
@@ -59,7 +77,7 @@ def free_port() -> int:
 
 def started(function: Callable[..., Any], *args: Any, preloaded: Sequence[str] = PRELOADED) -> Any:
     """Start a process that calls `function(*args)`, a fork of the server: [Note: Fork server]."""
-    context.set_forkserver_preload([*preloaded, "tests.support.fork_server"])
+    context.set_forkserver_preload([*preloaded, __name__, "tests.support.fork_server"])
     process = context.Process(target=function, args=args, daemon=True)
     process.start()
     return process
@@ -107,7 +125,8 @@ def launch(
         for process in processes:
             process.join(_EXIT_S)
     except TimeoutError as error:
-        raise TimeoutError(f"{error} within {timeout_s:g} s") from None
+        stacks = _stacks(processes, Path(folder.name))
+        raise TimeoutError(f"{error} within {timeout_s:g} s\n{stacks}") from None
     finally:
         for process in processes:
             process.kill()
@@ -187,6 +206,16 @@ def _collect(connections: dict[Any, int], processes: Sequence[Any], deadline: fl
     return results
 
 
+def _stacks(processes: Sequence[Any], folder: Path) -> str:
+    """Where the ranks that live stand, in words. They write it themselves, on a signal."""
+    living = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for rank in living:
+        os.kill(processes[rank].pid, signal.SIGUSR1)
+    time.sleep(_STACKS_S)
+    texts = [(rank, folder / f"stack-{rank}") for rank in living]
+    return "\n".join(f"rank {rank}:\n{file.read_text()}" for rank, file in texts if file.exists())
+
+
 def _run_rank(
     connection: Connection,
     environment: dict[str, str],
@@ -200,6 +229,8 @@ def _run_rank(
 
     os.environ.update(environment)
     torch.set_num_threads(1)
+    folder = Path(store.removeprefix("file://")).parent
+    faulthandler.register(signal.SIGUSR1, (folder / f"stack-{environment['RANK']}").open("w"))
     try:
         if backend is not None:
             rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])

@@ -40,7 +40,7 @@ class Row:
     command: str = ""
     """The command that measured the row."""
     measures: tuple[str, ...] = ()
-    """The modules and packages whose code the row measured."""
+    """The modules and packages whose code the row measured; of its benchmark, unless it says others."""
     code: str = ""
     """The digest of that code: see `code_digest`."""
 
@@ -151,8 +151,13 @@ class Record:
         self.known: dict[str, Any] = json.loads(self._json.read_text()) if self._json.exists() else {}
         """The content of the JSON file before this run."""
         command = shlex.join(["python", "-m", module or f"benchmarks.{name}", *arguments])
-        now = {"date": self.machine["date"], "command": command, "measures": measures, "code": code_digest(measures)}
-        self._rows = {**self.known.get("rows", {}), **{row.key: dataclasses.asdict(row) | now for row in rows}}
+        own = {row.key: row.measures or measures for row in rows}
+        now = {"date": self.machine["date"], "command": command}
+        new = {
+            row.key: dataclasses.asdict(row) | now | {"measures": own[row.key], "code": code_digest(own[row.key])}
+            for row in rows
+        }
+        self._rows = {**self.known.get("rows", {}), **new}
 
     def save(self, *, about: str = "", more: Sequence[str] = (), **data: Any) -> None:
         """Write the JSON file and the section.

@@ -254,5 +254,4 @@ def assert_nothing_gathered(model: Any) -> None:
 def held_bytes(model: Any) -> int:
     """The bytes that a model holds between steps: its shards, and the node shards that stay on the device."""
     shards = sum(bucket.shard.nbytes for bucket in buckets(model) if not bucket.stored.is_dropped)
-    caches = [b.cached for b in buckets(model) if b.cached is not None and not b.cached.is_in_slab]
-    return shards + sum(cached.nbytes for cached in caches if cached.has_memory)
+    return shards + sum(bucket.node_shard.nbytes for bucket in buckets(model) if bucket.node_shard._memory is not None)

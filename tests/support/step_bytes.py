@@ -20,7 +20,8 @@ A gather is one pass, a reduce-scatter one, an all-reduce two.
 | none         | two levels, twice                                           | two levels, once                    |
 | host, device | two levels, then inside the node; frozen ones inside, twice | two levels, once                    |
 | 8bit, 4bit   | as host, in 8.125 or 4.125 bits between nodes               | as host, in as many bits            |
-| zero++       | as host, in 8.125 bits between nodes                        | as host, in 4.125 bits              |
+| values       | as host, in 8.125 bits between nodes                        | as host, in 4.125 bits              |
+| zero++       | the same, but frozen ones cross, too                        | as host, in 4.125 bits              |
 
 So HSDP crosses the wire with as many bytes as a cache does: its all-reduce gathers gradients where a cache gathers
 weights. It pays in memory, because a rank keeps 1 / L of all states instead of 1 / R.
@@ -32,7 +33,7 @@ they are, are few.
 from dataclasses import dataclass
 
 from laconic.shard.policies import Wire
-from laconic.strategies.known.engine import ZERO_PLUS_PLUS_WIRE
+from laconic.strategies.known.engine import VALUES_WIRE, ZERO_PLUS_PLUS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,11 @@ class StepBytes:
         return StepBytes(node=factor * self.node, local=factor * self.local)
 
 
-CODED = {"8bit": Wire.of("8bit"), "4bit": Wire.of("4bit"), "zero++": Wire.of(ZERO_PLUS_PLUS_WIRE)}
+CODED = {
+    **{name: Wire.of(name) for name in ("8bit", "4bit")},
+    "values": Wire.of(VALUES_WIRE),
+    "zero++": Wire.of(ZERO_PLUS_PLUS["wire"]),
+}
 """The policy of crossings, by strategy."""
 
 
@@ -69,7 +74,7 @@ def step_bytes(
 
     Args:
         strategy: a PyTorch baseline of shard.strategy, "zero++", one of laconic's caches, "none", "host" or "device",
-            or one of its wires, "8bit" or "4bit".
+            or one of its wires, "8bit", "4bit" or "values".
         nodes: the number of nodes.
         local: the number of ranks on each node.
         weights_bytes: the bytes of all weights in the dtype in which they are gathered.
@@ -101,7 +106,8 @@ def step_bytes(
     if strategy in CODED:
         codecs = CODED[strategy].weight_codec, CODED[strategy].gradient_codec
         weights, gradients = (codec.payload_bytes(128) / (128 * itemsize) if codec else 1.0 for codec in codecs)
-        crossing = weights * _across(nodes, trained_bytes) + gradients * across_gradients
+        crossing_bytes = weights_bytes if CODED[strategy].frozen else trained_bytes
+        crossing = weights * _across(nodes, crossing_bytes) + gradients * across_gradients
         return crossing + 2 * inside_weights + inside_gradients
     raise ValueError(f"no formula for strategy {strategy!r}")
 

@@ -54,6 +54,11 @@ class DynamicMap:
         self._first = first.to(torch.int32)
         self._next = above[first]
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tables."""
+        return sum(tensor.nbytes for tensor in (self.values, self.gaps, self._first, self._next))
+
     def encode(self, values: Tensor, salt: Tensor) -> Tensor:
         """Round each value to one of the two numbers beside it; a number of the map keeps its own code.
 

@@ -11,6 +11,7 @@ share one bucket.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -247,22 +248,30 @@ def _without_skipped(
     model: nn.Module, linears: dict[str, nn.Linear], skip: Collection[str] | None
 ) -> dict[str, nn.Linear]:
     """The layers to quantise: not skipped, not the model itself, and not tied."""
-    holders: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
     skipped: set[str] = {""}
     if skip is None:
-        find_output = getattr(model, "get_output_embeddings", lambda: None)
-        output = find_output()
-        skipped |= {name for name, module in linears.items() if module is output}
+        last = output_layer(model)
+        skipped |= {name for name, module in linears.items() if module is last}
     for pattern in skip or ():
         found = {name for name in linears if name.rpartition(".")[2] == pattern or fnmatchcase(name, pattern)}
         if not found:
             names = sorted({name.rpartition(".")[2] for name in linears})
             raise ValueError(f"skip: {pattern!r} matches no linear layer; they are {', '.join(names) or 'none'}")
         skipped |= found
-    return {name: linear for name, linear in linears.items() if name not in skipped and holders[id(linear.weight)] == 1}
+    tied = tied_parameters(model)
+    return {name: linear for name, linear in linears.items() if name not in skipped and linear.weight not in tied}
+
+
+def output_layer(model: nn.Module) -> nn.Module | None:
+    """The output layer of a transformers model; None if it has none, or is another model."""
+    find: Any = getattr(model, "get_output_embeddings", lambda: None)
+    return find()
+
+
+def tied_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that several modules of a model show."""
+    shown = Counter(each for module in model.modules() for each in module._parameters.values() if each is not None)
+    return {parameter for parameter, count in shown.items() if count > 1}
 
 
 @dataclass(frozen=True, kw_only=True)

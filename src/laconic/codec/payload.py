@@ -13,7 +13,7 @@ no header.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -142,40 +142,55 @@ def payload_of(
         device_type: the type of the device that codes.
         rotates: rotate matrices in runs of 32 first.
     """
+    pieces = [
+        pieces_of(_runs_of(layout, part), codec, plain=plain, device_type=device_type, rotates=rotates)
+        for part in parts
+    ]
+    return Payload(pieces, [part.numel for part in parts])
+
+
+Run = tuple[int, int, bool]
+"""The values [begin, end) of a part that lie in one tensor, and whether they travel as they are."""
+
+
+def pieces_of(
+    runs: Iterable[Run], codec: Codec, *, plain: torch.dtype, device_type: str, rotates: bool = False
+) -> list[Piece]:
+    """Return the pieces of the runs of one part, in their order. See `payload_of` for the arguments."""
     exact = CODECS["bf16" if plain is torch.bfloat16 else "fp32"]
     piece_numel = HOST_PIECE_NUMEL if device_type == "cpu" else DEVICE_PIECE_NUMEL
-
-    def pieces_of(part: Part) -> Iterator[Piece]:
-        begin_byte = 0
-        for first, last, is_exact in _runs_of(layout, part, {True: exact.block, False: codec.block}):
-            chosen, is_rotated = (exact, False) if is_exact else (codec, rotates)
-            for begin in range(first, last, piece_numel):
-                end = min(begin + piece_numel, last)
-                coded_numel = round_up(end - begin, ROTATED) if is_rotated else end - begin
-                end_byte = begin_byte + chosen.payload_bytes(coded_numel)
-                codes = slice(begin_byte, end_byte)
-                yield Piece(slice(begin, end), codes, chosen, coded_numel, is_rotated, is_exact)
-                begin_byte = end_byte
-
-    return Payload([list(pieces_of(part)) for part in parts], [part.numel for part in parts])
+    pieces: list[Piece] = []
+    begin_byte = 0
+    for first, last, is_exact in _coded_together(runs, {True: exact.block, False: codec.block}):
+        chosen, is_rotated = (exact, False) if is_exact else (codec, rotates)
+        for begin in range(first, last, piece_numel):
+            end = min(begin + piece_numel, last)
+            coded_numel = round_up(end - begin, ROTATED) if is_rotated else end - begin
+            end_byte = begin_byte + chosen.payload_bytes(coded_numel)
+            codes = slice(begin_byte, end_byte)
+            pieces.append(Piece(slice(begin, end), codes, chosen, coded_numel, is_rotated, is_exact))
+            begin_byte = end_byte
+    return pieces
 
 
-def _runs_of(layout: BucketLayout, part: Part, blocks: Mapping[bool, int]) -> list[tuple[int, int, bool]]:
-    """The runs (begin, end, is_exact) of a part's values that are coded together, in order: [Note: Payloads].
-
-    `blocks` has the blocks of the codecs of runs that are exact, and of those that are not.
-    """
-    runs: list[tuple[int, int, bool]] = []
+def _runs_of(layout: BucketLayout, part: Part) -> Iterator[Run]:
+    """The runs of a part of a bucket, in their order."""
     for index, slot in enumerate(layout.slots):
         extent, offset = layout.extent(index, part.shard), layout.offset_in_shard(index, part.shard)
         if extent is None:
             continue
-        begin = first = max(offset, part.begin) - part.begin
+        begin = max(offset, part.begin) - part.begin
         end = min(offset + extent.numel, part.end) - part.begin
-        if begin >= end:
-            continue
-        is_exact = len(slot.shape) < 2
-        if runs and runs[-1][1:] == (first, is_exact) and (first - runs[-1][0]) % blocks[is_exact] == 0:
-            begin, _, _ = runs.pop()
-        runs.append((begin, end, is_exact))
-    return runs
+        if begin < end:
+            yield begin, end, len(slot.shape) < 2
+
+
+def _coded_together(runs: Iterable[Run], blocks: Mapping[bool, int]) -> list[Run]:
+    """The runs that are coded together: [Note: Payloads]. `blocks` has the codecs' blocks, by `is_exact`."""
+    found: list[Run] = []
+    for first, end, is_exact in runs:
+        begin = first
+        if found and found[-1][1:] == (first, is_exact) and (first - found[-1][0]) % blocks[is_exact] == 0:
+            begin, _, _ = found.pop()
+        found.append((begin, end, is_exact))
+    return found

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
+from laconic import _compat
+
 _PANEL_NUMEL = 2**18
 """Elements of a panel: about 1 MiB in fp32 for each temporary."""
 
@@ -36,19 +38,56 @@ class Tiling:
                 raise ValueError(f"Tiling.{name}={value} must be at least 1")
 
     def grid(self, shape: tuple[int, ...]) -> Grid:
-        """The blocks of a tensor of this global shape, which has at least one element."""
+        """The blocks of a tensor of this shape: the global one, or that of a box that cuts no block."""
         numel = math.prod(shape)
         if self.tile is None or len(shape) < 2:
-            run, scales_shape = self.flat, (-(-numel // self.flat),)
-            return Grid(height=1, width=self.flat, columns=None, uncut=min(run, numel), scales_shape=scales_shape)
-        columns, run = shape[-1], shape[-1] * self.tile
+            uncut, scales_shape = max(1, min(self.flat, numel)), (-(-numel // self.flat),)
+            return Grid(height=1, width=self.flat, columns=None, uncut=uncut, scales_shape=scales_shape)
+        columns = shape[-1]
+        down = [-(-math.prod(shape[:-1]) // self.tile)]
+        if not shape[-2] % self.tile:  # no tile reaches from one matrix of a stack into the next
+            down = [*shape[:-2], shape[-2] // self.tile]
         return Grid(
             height=self.tile,
             width=self.tile,
             columns=columns,
-            uncut=min(run, numel),
-            scales_shape=(-(-numel // run), -(-columns // self.tile)),
+            uncut=max(1, min(columns * self.tile, numel)),
+            scales_shape=(*down, -(-columns // self.tile)),
         )
+
+    def scales_along(self, shape: tuple[int, ...]) -> list[ScalesAlong | None]:
+        """How scales lie along each dim of a tensor of this global shape; None for a dim between their blocks."""
+        num_scale_dims, last = len(self.grid(shape).scales_shape), len(shape) - 1
+        if self.tile is None or not last:
+            first = ScalesAlong(dim=0, elements=math.prod(shape[1:]), block=self.flat)
+            return [first, *[None] * last]
+        columns = ScalesAlong(dim=num_scale_dims - 1, elements=1, block=self.tile)
+        if num_scale_dims < len(shape):  # tiles reach from one matrix into the next
+            first = ScalesAlong(dim=0, elements=math.prod(shape[1:-1]), block=self.tile)
+            return [first, *[None] * (last - 1), columns]
+        stack = [ScalesAlong(dim=dim, elements=1, block=1) for dim in range(last - 1)]
+        return [*stack, ScalesAlong(dim=last - 1, elements=1, block=self.tile), columns]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalesAlong:
+    """The scales along one dim of a tensor."""
+
+    dim: int
+    """The dim of the tensor of scales."""
+    elements: int
+    """The rows, columns or flat elements of which each index of the tensor's dim has this many."""
+    block: int
+    """The rows, columns or flat elements of one block."""
+
+    @property
+    def unit(self) -> int:
+        """The indices of the tensor's dim after which a block ends together with an index."""
+        return self.block // math.gcd(self.block, self.elements)
+
+    def first(self, index: int) -> int:
+        """The first scale of the blocks that begin at or after an index of the tensor's dim."""
+        return -(-index * self.elements // self.block)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +101,13 @@ class Grid:
     uncut: int
     """The elements that must lie on one rank: the flat run from a block's first element to its last."""
     scales_shape: tuple[int, ...]
-    """The global shape of the tensor of scales, one scale per block."""
+    """The shape of the tensor of scales, one scale per block. It has the tensor's dims, or (down, across) where tiles
+    reach from one matrix of a stack into the next, or one dim for a vector's blocks."""
 
     @property
     def scales_per_run(self) -> int:
         """The number of scales of one uncut run."""
-        return math.prod(self.scales_shape[1:])
+        return 1 if self.columns is None else self.scales_shape[-1]
 
     def matrix(self, local: Tensor) -> Tensor:
         """A rank's whole blocks, (numel,), as a matrix, (rows, columns), or (1, numel) for a vector; a view."""
@@ -77,10 +117,13 @@ class Grid:
         """A rank's flat scales as a matrix with one element per block of `matrix`; a view."""
         return local.view(1, -1) if self.columns is None else local.view(-1, self.scales_per_run)
 
-    def panels(self, scales: Tensor) -> Iterator[Panel]:
-        """Cut the matrix whose blocks have these scales into panels of whole blocks and of bounded size."""
+    def panels(self, scales: Tensor, *, is_whole: bool = False) -> Iterator[Panel]:
+        """Cut the matrix whose blocks have these scales into panels of whole blocks and of bounded size.
+
+        `is_whole` makes one panel of it, for devices on which many small operations take longer.
+        """
         num_down, num_across = scales.shape
-        most = max(1, _PANEL_NUMEL // (self.height * self.width))
+        most = scales.numel() if is_whole else max(1, _PANEL_NUMEL // (self.height * self.width))
         across = max(1, min(num_across, most))
         down = max(1, most // across)
         for top in range(0, num_down, down):
@@ -112,5 +155,5 @@ class Panel:
     def write(self, matrix: Tensor, values: Tensor) -> None:
         """Copy values in the panel's shape back into the matrix: the reverse of `read`."""
         part = matrix[self.elements]
-        if part.data_ptr() != values.data_ptr():  # equal pointers: `read` returned a view
+        if not _compat.share_storage(part, values):  # `read` may have returned a view
             part.copy_(values.reshape(self.shape[0] * self.shape[1], -1)[: part.shape[0], : part.shape[1]])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -44,6 +45,8 @@ class _Made:
     """The number of ranks that all nodes have."""
     meshes: dict[Any, DeviceMesh] = field(default_factory=dict)
     clusters: dict[Any, Cluster] = field(default_factory=dict)
+    joint: dict[tuple[str, tuple[int, ...]], Cluster] = field(default_factory=dict)
+    """The clusters that `Cluster.over` has made or found."""
     host_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     """The groups of all ranks of the job for small messages in host memory: one for all meshes of these ranks."""
 
@@ -289,6 +292,23 @@ class Cluster:
                 clusters[by_place] = Cluster(mesh, islands)
             clusters[by_value] = clusters[by_place]
         return clusters[by_value]
+
+    @staticmethod
+    def over(ranks: Iterable[int], beside: Cluster) -> Cluster:
+        """The cluster of one island of `ranks`, arranged into nodes by LOCAL_WORLD_SIZE. Collective over them.
+
+        A new one counts its traffic in that of `beside`, a cluster of this rank.
+        """
+        made, key = _made(), (beside.device_type, tuple(sorted(ranks)))
+        if key not in made.joint:
+            is_world = len(key[1]) == dist.get_world_size()
+            group = dist.group.WORLD if is_world else _own_group([list(key[1])])
+            assert group is not None, "the ranks are several"
+            known = list(made.clusters.values())
+            cluster = made.joint[key] = Cluster.of(DeviceMesh.from_group(group, beside.device_type))
+            if all(cluster is not other for other in known):
+                cluster.traffic = beside.traffic
+        return made.joint[key]
 
     @property
     def device(self) -> torch.device:

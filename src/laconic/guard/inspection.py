@@ -143,7 +143,7 @@ class Inspection(Observer):
             checks = self._policies[bucket]
             is_time = self.is_due(bucket) or (bucket.is_frozen and checks.interval > 0)
             is_known = self._stored.get(bucket, (None,))[0] == crossing
-            if bucket.valid_cache is not None and not is_known and is_time and checks.on_damage == "regather":
+            if bucket.node_shard.holds(bucket.version) and not is_known and is_time and checks.on_damage == "regather":
                 parts = bucket.full.node_shard().view(bucket.cluster.num_nodes, -1)
                 self._stored[bucket] = crossing, checksums(parts)
 
@@ -158,7 +158,7 @@ class Inspection(Observer):
         stored = {
             bucket: self._stored[bucket][1]
             for bucket, crossing in gather.crossings()
-            if self.mistrusts_copies(bucket) and bucket.valid_cache is not None
+            if self.mistrusts_copies(bucket) and bucket.node_shard.holds(bucket.version)
             and self._stored.get(bucket, (None,))[0] == crossing
         }  # fmt: skip
         damaged = []
@@ -184,7 +184,7 @@ class Inspection(Observer):
 
     def different_copies(self, cluster: Cluster, buckets: Sequence[Bucket]) -> list[Bucket]:
         """Compare the cached node shards of buckets of one cluster between the nodes, bit by bit. Collective."""
-        digests = [digest_of([each.cached.kept()]) for each in buckets if each.cached is not None]
+        digests = [digest_of([each.node_shard.kept()]) for each in buckets]
         by_place: dict[int, list[list[int | None]]] = {}
         for place, theirs in RankGroup(cluster.flag_group).gather([cluster.local_rank, digests]):
             by_place.setdefault(place, []).append(theirs)
@@ -362,7 +362,6 @@ def _damage_of(bucket: Bucket, stored: Tensor) -> int:
 
     `stored` has the checksums that the parts had when they were stored, (N,).
     """
-    assert bucket.cached is not None
-    node_shard = bucket.cached.kept().view(bucket.cluster.num_nodes, -1)
+    node_shard = bucket.node_shard.kept().view(bucket.cluster.num_nodes, -1)
     are_damaged = (checksums(node_shard).cpu() != stored.cpu()).tolist()
     return 2 if bucket.stored.is_dropped and are_damaged[bucket.cluster.node_rank] else int(any(are_damaged))

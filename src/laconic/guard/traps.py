@@ -138,6 +138,8 @@ def refuse_unequal_weights(buckets: Sequence[Bucket]) -> None:
             continue
         members = [bucket for bucket in buckets if bucket.cluster is cluster]
         by_rank = RankGroup(cluster.all_flag_group).gather([_first_digest(bucket) for bucket in members])
+        if by_rank.count(by_rank[0]) == len(by_rank):
+            continue
         numbers = dist.get_process_group_ranks(cluster.all_flag_group)
         for bucket, digests in zip(members, zip(*by_rank, strict=True), strict=True):
             if None not in digests and len(set(digests)) > 1:

@@ -6,9 +6,10 @@ and every rank computes the parts of all other ranks from it without a message.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 
@@ -75,11 +76,23 @@ class BucketLayout:
         high = min(slot.offset + slot.numel, (shard + 1) * self.shard_numel)
         return Extent(low - slot.offset, high - slot.offset) if low < high else None
 
+    def numels_by_shard(self) -> list[list[int]]:
+        """The elements of each tensor in each shard."""
+        extents = ([self.extent(index, shard) for index in range(len(self.slots))] for shard in range(self.num_shards))
+        return [[0 if extent is None else extent.numel for extent in own] for own in extents]
+
     def holders(self, index: int) -> range:
         """The shards that hold a part of tensor `index`. For an empty tensor this may be one shard."""
         slot = self.slots[index]
         stop = -(-(slot.offset + slot.numel) // self.shard_numel)
         return range(slot.offset // self.shard_numel, min(stop, self.num_shards))
+
+    def rows(self, index: int, start: int, stop: int, *, keep_dim: bool) -> BucketLayout:
+        """The layout of rows [start, stop) of tensor `index` alone; of one row without dim 0, unless `keep_dim`."""
+        slot = self.slots[index]
+        shape = (stop - start, *slot.shape[1:]) if keep_dim else slot.shape[1:]
+        offset = slot.offset + start * math.prod(slot.shape[1:])
+        return replace(self, slots=(replace(slot, shape=shape, offset=offset),))
 
     def offset_in_shard(self, index: int, shard: int) -> int:
         """The element of `shard` at which the extent of tensor `index` begins; 0 if there is no extent."""
@@ -198,6 +211,43 @@ class SelectedLayout:
         """The run that lies in `shard`; None if no element does."""
         start = self.stops[shard - 1] if shard else 0
         return Extent(start, self.stops[shard]) if start < self.stops[shard] else None
+
+    def holders(self, index: int) -> range:
+        """See `BucketLayout.holders`."""
+        return range(self.num_shards)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointLayout:
+    """Tensors one after the other, flat, each cut over ranks of its own, as one tensor over all these ranks."""
+
+    parts: tuple[BucketLayout, ...]
+    """The layout of each of the tensors: its slot 0."""
+    places: tuple[tuple[int, int], ...]
+    """For each shard of the whole: the index in `parts` of the tensor that it has a run of, and the shard there."""
+
+    @cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        """The whole alone, flat, as slot 0."""
+        numel = sum(part.slots[0].numel for part in self.parts)
+        return (Slot(name=self.parts[0].slots[0].name, shape=(numel,), block=1, offset=0),)
+
+    @property
+    def num_shards(self) -> int:
+        """The number of ranks that have a run of one of the tensors."""
+        return len(self.places)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """The element of the whole at which each of the tensors begins."""
+        return [0, *itertools.accumulate(part.slots[0].numel for part in self.parts)]
+
+    def extent(self, index: int, shard: int) -> Extent | None:
+        """The run that lies in `shard`; None if no element does."""
+        part, own = self.places[shard]
+        extent = self.parts[part].extent(0, own)
+        start = self._starts[part]
+        return None if extent is None else Extent(start + extent.start, start + extent.stop)
 
     def holders(self, index: int) -> range:
         """See `BucketLayout.holders`."""

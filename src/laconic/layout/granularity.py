@@ -119,32 +119,53 @@ class Blocks:
     """The `patterns` that decided about a parameter."""
 
 
-def resolve(granularity: Granularity | None, parameters: Sequence[tuple[str, Tensor]]) -> Blocks:
+def resolve(
+    granularity: Granularity | None,
+    parameters: Sequence[tuple[str, Tensor]],
+    uncut: Mapping[str, int] | None = None,
+) -> Blocks:
     """Find the blocks of a unit's parameters, (name within the unit, parameter); None asks for one row of each.
 
     Only shapes are read, so meta tensors work too.
 
+    Args:
+        granularity: what the user asks for.
+        parameters: the parameters.
+        uncut: by name, the elements per block that a parameter itself wants whole. They count where the user does not
+            ask for a block.
+
     Raises:
         ValueError: a function returns less than one element or more than the parameter has; a mapping's value is no
-            `Block`; `granularity` is none of the three forms.
+            `Block`; `granularity` is none of the three forms; or it would cut a block that must be whole.
     """
+    uncut, is_asked = uncut or {}, granularity is not None
     granularity = rows(1) if granularity is None else granularity
     _check(granularity)
     patterns = tuple(granularity) if isinstance(granularity, Mapping) else ()
     numels, used = [], set()
     for name, parameter in parameters:
         block: Block | int = rows(1)
+        of_parameter = uncut.get(name)
         if isinstance(granularity, Mapping):
             matching = next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
             if matching is not None:
                 used.add(matching)
                 block = granularity[matching]
+            elif of_parameter:
+                block = of_parameter
+        elif of_parameter and not is_asked:
+            block = of_parameter
         else:
             block = granularity if isinstance(granularity, Block) else granularity(name, parameter)
         numel = block.numel(parameter.shape) if isinstance(block, Block) else block
         most = max(1, parameter.numel())
         if not 1 <= numel <= most:
             raise ValueError(f"granularity of {name} is {numel}; it must be 1 to {most} elements")
+        if of_parameter and numel % of_parameter and numel < most:
+            raise ValueError(
+                f"granularity of {name} is {numel} elements, which cuts its blocks of {of_parameter}: elements that "
+                "share a scale must stay on one rank. Leave granularity out for it, or ask for a multiple"
+            )
         numels.append(numel)
     names = tuple(name for name, _ in parameters)
     return Blocks(numels=tuple(numels), names=names, patterns=patterns, used=frozenset(used))

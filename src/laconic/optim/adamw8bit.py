@@ -11,17 +11,21 @@ in a fifth of all cases. An fp64 root, even if it is wrong by one bit, rounds to
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from laconic.codec.dynamic_map import dequantize, dynamic_map, quantize
 from laconic.codec.tiles import Grid, Tiling
 from laconic.layout.bucket import BucketLayout, DerivedLayout, row_block
 from laconic.optim.base import Group, RaggedOptimizer, check_range, local_of, zeros_beside
+from laconic.ragged.dtensor import DTensorShard
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 
@@ -38,7 +42,8 @@ class AdamW8bit(RaggedOptimizer):
     the results are equal to the bit on any number of ranks. Ranks exchange no message.
 
     Borders between ranks must not cut blocks. Shard with `fully_shard(..., granularity=AdamW8bit.granularity)`, or with
-    rows of 32 (`laconic.rows(32)`) if no vector has `min_8bit_size` elements.
+    rows of 32 (`laconic.rows(32)`) if no vector has `min_8bit_size` elements. Tensor and expert parallelism may cut a
+    parameter, too, at borders of blocks.
 
     The state of a parameter is `step`; `exp_avg` and `exp_avg_sq`, cut like the parameter; and, for 8 bits,
     `exp_avg_scale` and `exp_avg_sq_scale`, one fp32 number per block.
@@ -50,12 +55,11 @@ class AdamW8bit(RaggedOptimizer):
         min_8bit_size: the *global* number of elements from which a parameter's moments take 8 bits; 0 for all.
 
     Raises:
-        ValueError: a setting is out of range; a border cuts a block; a parameter is a DTensor or not contiguous.
+        ValueError: a setting is out of range; a border cuts a block, also one of another mesh axis, with the cuts that
+            are accepted; a parameter is a DTensor of torch's own sharding, or not contiguous.
 
     Reference: tests/reference/adamw8bit.py, bit-equal. Source: arXiv 2110.02861; tiles as in arXiv 2602.22437.
     """
-
-    remedy = "use torch.optim.AdamW for it"
 
     def __init__(
         self,
@@ -86,6 +90,12 @@ class AdamW8bit(RaggedOptimizer):
             return max(1, min(row_block(shape), parameter.numel()))
         return (block or Tiling()).grid(shape).uncut
 
+    @property
+    def table_nbytes(self) -> int:
+        """The bytes of the tables with which moments are encoded. All optimizers of a device share them."""
+        devices = {parameter.device for group in self.param_groups for parameter in group["params"]}
+        return sum(dynamic_map(device, signed=signed).nbytes for device in devices for signed in (True, False))
+
     def _check_settings(self, group: Group) -> None:
         check_range(group, "betas", high=1)
         check_range(group, "eps")
@@ -97,6 +107,8 @@ class AdamW8bit(RaggedOptimizer):
         super()._check_parameter(parameter, name, group)
         if isinstance(parameter, RaggedTensor):
             if self._needs_whole(parameter, group):
+                if parameter.spec.dtensor is not None:
+                    check_outer_cut(parameter.spec.dtensor, self.block, name)
                 self._spec_of_scales(parameter)
         elif not parameter.is_contiguous():
             raise ValueError(
@@ -128,6 +140,8 @@ class AdamW8bit(RaggedOptimizer):
         rule = _Rule(group, step=int(state["step"].item()))
         local, gradient = local_of(parameter), local_of(parameter.grad)  # type: ignore[arg-type]
         moments = [local_of(state[key]) for key in ("exp_avg", "exp_avg_sq")]
+        if not local.numel():
+            return
         if "exp_avg_scale" in state:
             scales = [local_of(state[key]) for key in ("exp_avg_scale", "exp_avg_sq_scale")]
             grid = self._grid(parameter)
@@ -141,7 +155,8 @@ class AdamW8bit(RaggedOptimizer):
                 local.copy_(values)
 
     def _grid(self, parameter: Tensor) -> Grid:
-        return self.block.grid(tuple(parameter.shape))
+        """The blocks of the parameter, or of the shard that other mesh axes leave to this rank."""
+        return self.block.grid(parameter.spec.slot.shape if isinstance(parameter, RaggedTensor) else parameter.shape)
 
     def _spec_of_scales(self, parameter: RaggedTensor) -> RaggedSpec:
         spec, grid = parameter.spec, self._grid(parameter)
@@ -153,7 +168,80 @@ class AdamW8bit(RaggedOptimizer):
             elements=grid.uncut,
             items=grid.scales_per_run,
         )
-        return RaggedSpec(cluster=spec.cluster, layout=layout, index=0)
+        place = None if spec.dtensor is None else shard_of_scales(spec.dtensor, self.block)
+        return RaggedSpec(cluster=spec.cluster, layout=layout, index=0, dtensor=place)
+
+
+def shard_of_scales(shard: DTensorShard, block: Tiling) -> DTensorShard:
+    """The scales of this rank's shard of a parameter, as a shard of all scales. Other mesh axes cut no block."""
+    along = block.scales_along(shard.shape)
+    shape = block.grid(shard.shape).scales_shape
+    offset = [0] * len(shape)
+    for start, each in zip(shard.offset, along, strict=True):
+        if each is not None:
+            offset[each.dim] = each.first(start)
+    placements: list[Placement] = []
+    for placement in shard.placements:
+        each = along[placement.dim] if isinstance(placement, Shard) else None
+        placements.append(Replicate() if each is None else Shard(each.dim))
+    local_shape = block.grid(shard.local_shape).scales_shape
+    return replace(shard, placements=tuple(placements), shape=shape, offset=tuple(offset), local_shape=local_shape)
+
+
+def check_outer_cut(shard: DTensorShard, block: Tiling, name: str) -> None:
+    """Check that other mesh axes cut a parameter between blocks. All ranks judge alike, as they see all shards.
+
+    Raises:
+        ValueError: a border is inside a block. The message names cuts that are accepted.
+    """
+    dim = _badly_cut_dim(shard, block)
+    if dim is None:
+        return
+    each, axes = block.scales_along(shard.shape)[dim], shard.axes_that_cut((dim,))
+    num_shards = math.prod(shard.mesh.size(axis) for axis in axes)
+    accepted = []
+    for other in range(len(shard.shape)):
+        moved = [Shard(other) if axis in axes else placement for axis, placement in enumerate(shard.placements)]
+        if _badly_cut_dim(replace(shard, placements=tuple(moved)), block) is None:
+            accepted.append(f"Shard({other})")
+    if (unit := block.tile if each is None else each.unit) is not None:
+        accepted.append(f"a size of dim {dim} that is a multiple of {num_shards} x {unit}")
+    if smaller := _smaller_blocks(shard, block):
+        accepted.append(f"block={smaller}")
+    borders = [run.start for run in shard.runs_along(dim, shard.shape[dim])[1:]]
+    raise ValueError(
+        f"{name} of shape {shard.shape} is cut over another mesh axis as well {shard.placements}, at {borders} of dim "
+        f"{dim}, and AdamW8bit's scales, one for each block of {block}, cannot be cut there. It accepts "
+        f"{', or '.join(accepted) or 'no cut of this parameter'}; or use torch.optim.AdamW for it"
+    )
+
+
+def _badly_cut_dim(shard: DTensorShard, block: Tiling) -> int | None:
+    """The first dim that other mesh axes cut inside a block; None if every block is whole in one shard."""
+    scales_shape = block.grid(shard.shape).scales_shape
+    for dim, each in enumerate(block.scales_along(shard.shape)):
+        if not shard.axes_that_cut((dim,)):
+            continue
+        runs = shard.runs_along(dim, shard.shape[dim])
+        if each is None or any(run.start % each.unit for run in runs):
+            return dim
+        # The scales are a DTensor as well: its shards, by torch's rule, must be those of the parameter's blocks.
+        scales = [range(each.first(run.start), each.first(run.stop)) for run in runs]
+        if scales != shard.runs_along(dim, scales_shape[each.dim]):
+            return dim
+    return None
+
+
+def _smaller_blocks(shard: DTensorShard, block: Tiling) -> Tiling | None:
+    """Blocks of a half, a quarter or an eighth of the side, which the cut leaves whole; None if none is left whole."""
+    is_flat = block.tile is None or len(shard.shape) < 2
+    side = block.flat if is_flat else block.tile
+    assert side is not None
+    for smaller in (side // 2, side // 4, side // 8):
+        blocks = replace(block, flat=smaller) if is_flat else replace(block, tile=smaller)
+        if smaller and _badly_cut_dim(shard, blocks) is None:
+            return blocks
+    return None
 
 
 class _Rule:

@@ -20,8 +20,6 @@ Group = dict[str, Any]
 class RaggedOptimizer(torch.optim.Optimizer, ABC):
     """An optimizer on RaggedTensors, or on plain tensors, whose rule needs more than one element at a time."""
 
-    remedy: str
-    """The advice of the error for a parameter that another mesh axis cuts as well."""
     cuts_loaded_state = True
     """Says that `load_state_dict` cuts state that came in another cut: see ragged/optimizer_state.py."""
 
@@ -124,12 +122,6 @@ class RaggedOptimizer(torch.optim.Optimizer, ABC):
             )
         if not parameter.is_floating_point():
             raise ValueError(f"{name} is {parameter.dtype}; {kind} trains real numbers, so leave the parameter out")
-        shard = parameter.spec.dtensor if isinstance(parameter, RaggedTensor) else None
-        if shard is not None and shard.local_shape != shard.shape and self._needs_whole(parameter, group):
-            raise ValueError(
-                f"{name} of shape {tuple(parameter.shape)} is cut over another mesh axis as well {shard.placements}, "
-                f"and {kind} cannot put it together across both; {self.remedy}"
-            )
 
     def _with_gradient(self, group: Group) -> list[Tensor]:
         """Select the group's parameters that have a gradient, and make the state that is missing."""

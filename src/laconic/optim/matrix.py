@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from laconic.optim.base import Group, RaggedOptimizer, check_range
+from laconic.optim.joint import JointParameter, join
 from laconic.optim.owners import Matrix, MatrixWork, Owners
 from laconic.ragged.tensor import RaggedTensor
 
@@ -21,12 +22,13 @@ class MatrixOptimizer(RaggedOptimizer):
 
     algorithm: str
     """The `algorithm` of groups that follow the rule for matrices."""
-    remedy = f'put it into a group with algorithm="{ADAMW}"'
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self.owners = Owners()
         self.matrices: dict[Tensor, list[Matrix]] = {}
         """The matrices of each RaggedTensor that has an owner for them, in the order of the parameters."""
+        self.joined: dict[Tensor, JointParameter] = {}
+        """The RaggedTensors whose matrices other mesh axes cut: [Note: Matrices over two meshes] in optim/joint.py."""
         self._has_new_group = True
         super().__init__(params, defaults | {"algorithm": self.algorithm})
 
@@ -70,7 +72,7 @@ class MatrixOptimizer(RaggedOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "owners" not in self.__dict__:  # a copy, or unpickled: it plans owners anew
-            self.owners, self.matrices, self._has_new_group = Owners(), {}, True
+            self.owners, self.matrices, self.joined, self._has_new_group = Owners(), {}, {}, True
 
     def _step(self) -> None:
         self._plan_owners()
@@ -114,16 +116,15 @@ class MatrixOptimizer(RaggedOptimizer):
             for parameter in group["params"]
             if isinstance(parameter, RaggedTensor)
         ]
-        new: dict[Tensor, list[Matrix]] = {
-            parameter: self._matrices_of(parameter, group)
-            for parameter, group in ragged
-            if parameter not in self.matrices and self._needs_whole(parameter, group)
-        }
+        new = [(p, group) for p, group in ragged if p not in self.matrices and self._needs_whole(p, group)]
         if new or self._has_new_group:
-            self.matrices |= new
             self._has_new_group = False
-            matrices = [matrix for matrices in new.values() for matrix in matrices]
-            self.owners.add(matrices, {parameter.spec.cluster for parameter, _ in ragged})
+            every = [parameter for parameter, _ in ragged]
+            self.joined |= join([parameter for parameter, _ in new], every)
+            matrices: dict[Tensor, list[Matrix]] = {p: self._matrices_of(p, group) for p, group in new}
+            self.matrices |= matrices
+            clusters = [each.spec.cluster for each in every] + [each.cluster for each in self.joined.values()]
+            self.owners.add([matrix for each in matrices.values() for matrix in each], clusters)
 
     def _matrix_works(self, parameter: Tensor, group: Group) -> dict[Matrix, MatrixWork]:
         """Return the work for the owners of a RaggedTensor's matrices. Do the work on a plain tensor at once."""

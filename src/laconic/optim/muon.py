@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from laconic.optim.base import Group, check_range
-from laconic.optim.matrix import MatrixOptimizer
+from laconic.optim.matrix import ADAMW, MatrixOptimizer
 from laconic.optim.owners import Matrix, MatrixWork
 from laconic.ragged.tensor import RaggedTensor
 
@@ -67,7 +67,8 @@ class Muon(MatrixOptimizer):
     Groups with `algorithm="adamw"` are AdamW's. They take `lr` and `weight_decay` from the group or from here, and have
     `betas` (0.9, 0.999) and `eps` 1e-8 unless the group has its own. `matrices_and_rest` makes both groups.
     Cost per step: every matrix goes to its owner and back in bfloat16 (`Owners.moved_elements`). A matrix that lies
-    whole on a rank moves nothing.
+    whole on a rank moves nothing. Expert parallelism may have cut the stacks before, and tensor parallelism the
+    matrices: [Note: Matrices over two meshes] in optim/joint.py.
 
     Args:
         lr: learning rate, before it is adjusted to the matrix's shape.
@@ -116,7 +117,8 @@ class Muon(MatrixOptimizer):
         super()._check_parameter(parameter, name, group)
         if self._needs_whole(parameter, group) and parameter.ndim not in (2, 3):
             raise ValueError(
-                f"Muon is for matrices, and {name} has shape {tuple(parameter.shape)}; {self.remedy} "
+                f"Muon is for matrices, and {name} has shape {tuple(parameter.shape)}; put it into a group with "
+                f'algorithm="{ADAMW}" '
                 "(laconic.optim.matrices_and_rest(model) sorts parameters)"
             )
 
@@ -124,25 +126,34 @@ class Muon(MatrixOptimizer):
         rows, columns = parameter.shape[-2:]
         cost = cost_of(rows, columns, group["ns_steps"])
         itemsize = DTYPE.itemsize  # [Note: The dtype of Muon's transfers]
-        return [Matrix(spec=piece.spec, cost=cost, itemsize=itemsize) for piece in _pieces(parameter)]
+        pieces = _pieces(parameter)
+        cuts = self.joined[parameter].matrices() if parameter in self.joined else [None] * len(pieces)
+        return [
+            Matrix(spec=piece.spec, cost=cost, itemsize=itemsize, joint=cut)
+            for piece, cut in zip(pieces, cuts, strict=True)
+        ]
 
     def _init_matrix(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
         state["momentum_buffer"] = torch.zeros_like(parameter)
 
     def _works(self, parameter: Tensor, group: Group) -> list[MatrixWork]:
         tensors = parameter, parameter.grad, self.state[parameter]["momentum_buffer"]
+        lr = adjusted_lr(float(group["lr"]), group["adjust_lr_fn"], parameter.shape[-2:])
         pieces = zip(*map(_pieces, tensors), strict=True)
-        return [_Orthogonalized(p, grad, momentum_buffer, group) for p, grad, momentum_buffer in pieces]
+        return [_Orthogonalized(p, grad, momentum_buffer, group, lr) for p, grad, momentum_buffer in pieces]
 
 
 def _pieces(tensor: Any) -> list[Any]:
-    """The matrices of a tensor, as views."""
+    """The matrices of a tensor, as views; of a DTensor this rank's shards of them."""
+    if isinstance(tensor, RaggedTensor):
+        tensor = tensor.without_outer_axes()
     return [tensor] if tensor.ndim == 2 else [tensor[index] for index in range(tensor.shape[0])]
 
 
 class _Orthogonalized(MatrixWork):
-    def __init__(self, parameter: Tensor, grad: Tensor, momentum_buffer: Tensor, group: Group) -> None:
+    def __init__(self, parameter: Tensor, grad: Tensor, momentum_buffer: Tensor, group: Group, lr: float) -> None:
         self.parameter, self.grad, self.momentum_buffer, self.group = parameter, grad, momentum_buffer, group
+        self.adjusted_lr = lr
 
     def send(self) -> Tensor:
         momentum = self.group["momentum"]
@@ -155,9 +166,8 @@ class _Orthogonalized(MatrixWork):
         return orthogonalize(whole, coefficients=group["ns_coefficients"], steps=group["ns_steps"], eps=group["eps"])
 
     def receive(self, outcome: Tensor) -> None:
-        lr = float(self.group["lr"])
-        self.parameter.mul_(1 - lr * self.group["weight_decay"])
-        self.parameter.add_(outcome, alpha=-adjusted_lr(lr, self.group["adjust_lr_fn"], self.parameter.shape))
+        self.parameter.mul_(1 - float(self.group["lr"]) * self.group["weight_decay"])
+        self.parameter.add_(outcome, alpha=-self.adjusted_lr)
 
 
 def adjusted_lr(lr: float, how: str | None, shape: torch.Size) -> float:

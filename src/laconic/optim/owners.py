@@ -34,6 +34,8 @@ from laconic.comm.cluster import Cluster
 from laconic.comm.collectives import all_reduce
 from laconic.layout.bucket import BucketLayout
 from laconic.optim.base import local_of
+from laconic.optim.joint import DIFFERENT, JointCut
+from laconic.ragged.dtensor import DTensorShard
 from laconic.ragged.redistribute import Redistribution, TransferPlan, moved_elements, whole_on
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
@@ -51,15 +53,28 @@ class Matrix:
     """A matrix that one rank needs whole."""
 
     spec: RaggedSpec
+    """The cut of what a `MatrixWork` sends and receives: the matrix, or this rank's shard of it with `joint`."""
     cost: float
     """The work on the matrix, in any unit that all matrices share."""
     itemsize: int
     """The bytes per element when the matrix travels."""
+    joint: JointCut | None = None
+    """The whole, of a matrix that other mesh axes cut as well: [Note: Matrices over two meshes] in optim/joint.py."""
+
+    @property
+    def route(self) -> RaggedSpec:
+        """The cut over the ranks of which one owns the matrix."""
+        return self.spec if self.joint is None else self.joint.spec
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole matrix."""
+        return self.spec.shape if self.joint is None else self.joint.shape
 
     @property
     def numel(self) -> int:
         """The number of elements of the whole matrix."""
-        return math.prod(self.spec.shape)
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -69,12 +84,12 @@ class Matrix:
     @property
     def home(self) -> int | None:
         """The shard that holds the whole matrix; None if several do."""
-        shards = self.spec.layout.holders(self.spec.index)
+        shards = self.route.layout.holders(self.route.index)
         return next((shard for shard in shards if self.num_held(shard) == self.numel), None)
 
     def num_held(self, shard: int) -> int:
         """The number of the matrix's elements in `shard`."""
-        extent = self.spec.layout.extent(self.spec.index, shard)
+        extent = self.route.layout.extent(self.route.index, shard)
         return extent.numel if extent is not None else 0
 
 
@@ -133,21 +148,26 @@ class Owners:
         where another rank adds one must give the cluster, or else the other rank would wait for it forever.
         """
         self._is_agreed = False
-        for cluster in dict.fromkeys([*(matrix.spec.cluster for matrix in matrices), *clusters]):
-            members = [matrix for matrix in matrices if matrix.spec.cluster is cluster]
+        for cluster in dict.fromkeys([*(matrix.route.cluster for matrix in matrices), *clusters]):
+            members = [matrix for matrix in matrices if matrix.route.cluster is cluster]
             loads = self.loads.setdefault(cluster, [0.0] * cluster.size)
             self.by_matrix.update((members[index], owner) for index, owner in assign(members, loads))
 
-    def spec_on_owner(self, matrix: Matrix, name: str, shape: tuple[int, ...]) -> RaggedSpec:
-        """The spec of a tensor that belongs to the matrix and lies whole with its owner."""
-        spec, owner = matrix.spec, self.by_matrix[matrix]
-        name = f"{spec.slot.name}.{name}"
-        layout = BucketLayout.whole_in(owner, name=name, shape=shape, num_shards=spec.layout.num_shards)
-        return RaggedSpec(cluster=spec.cluster, layout=layout, index=0)
+    def spec_on_owner(
+        self, matrix: Matrix, name: str, shape: tuple[int, ...], place: DTensorShard | None = None
+    ) -> RaggedSpec:
+        """The spec of a tensor that belongs to the matrix and lies whole with its owner.
+
+        `place` says which shard it is of a tensor that other mesh axes cut; `shape` is then the shard's.
+        """
+        route, owner = matrix.route, self.by_matrix[matrix]
+        name = f"{route.slot.name}.{name}"
+        layout = BucketLayout.whole_in(owner, name=name, shape=shape, num_shards=route.layout.num_shards)
+        return RaggedSpec(cluster=route.cluster, layout=layout, index=0, dtensor=place)
 
     def moved_elements(self) -> int:
         """The elements that cross between ranks on the way to the owners, summed over ranks; as many return."""
-        return sum(moved_elements(m.spec, whole_on(m.spec, owner)) for m, owner in self.by_matrix.items())
+        return sum(moved_elements(m.route, whole_on(m.route, owner)) for m, owner in self.by_matrix.items())
 
     def run(self, works: Mapping[Matrix, MatrixWork]) -> None:
         """Move matrices to owners, work on them, and move outcomes back: [Note: Rounds]. Collective over the island.
@@ -184,16 +204,13 @@ class Owners:
         if self._is_agreed:
             return
         for cluster in sorted(self.loads, key=_place_of):  # ranks may have met the clusters in another order
-            owned = [(m.spec, owner) for m, owner in self.by_matrix.items() if m.spec.cluster is cluster]
-            plan = [(spec.slot.name, tuple(spec.shape), owner) for spec, owner in owned]
+            owned = [(m, owner) for m, owner in self.by_matrix.items() if m.route.cluster is cluster]
+            plan = [(matrix.route.slot.name, matrix.shape, owner) for matrix, owner in owned]
             fingerprint = zlib.crc32(repr(plan).encode())
             both = torch.tensor([fingerprint, -fingerprint], device=cluster.device)
             largest, smallest_negated = all_reduce(cluster, both, dist.ReduceOp.MAX).tolist()
             if largest != -smallest_negated:
-                raise ValueError(
-                    "ranks disagree about the matrices of this optimizer or their order, for instance because "
-                    "parameter groups were filled from a set; give every rank the same parameters in the same order"
-                )
+                raise ValueError(DIFFERENT)
         self._is_agreed = True
 
 
@@ -207,18 +224,17 @@ class _Round:
 
     def __init__(self, owned: Sequence[tuple[Matrix, int]]) -> None:
         self.matrices = [matrix for matrix, _ in owned]
-        self.is_own = [owner == matrix.spec.cluster.shard_index for matrix, owner in owned]
-        self.whole = [whole_on(matrix.spec, owner) for matrix, owner in owned]
-        cut = [matrix.spec for matrix in self.matrices]
-        self.forward, self.backward = TransferPlan(cut, self.whole), TransferPlan(self.whole, cut)
+        self.is_own = [owner == matrix.route.cluster.shard_index for matrix, owner in owned]
+        whole, cut = [whole_on(matrix.route, owner) for matrix, owner in owned], [m.route for m in self.matrices]
+        self.forward, self.backward = TransferPlan(cut, whole), TransferPlan(whole, cut)
 
     def send(self, works: Mapping[Matrix, MatrixWork]) -> Redistribution:
         return self.forward.start([local_of(works[matrix].send()) for matrix in self.matrices])
 
     def work(self, works: Mapping[Matrix, MatrixWork], inputs: Redistribution) -> list[Tensor]:
         return [
-            works[matrix].work(arrived.view(spec.shape)).reshape(-1) if is_own else arrived
-            for matrix, arrived, spec, is_own in zip(self.matrices, inputs.wait(), self.whole, self.is_own, strict=True)
+            _worked_on(matrix, works[matrix], arrived) if is_own else arrived
+            for matrix, arrived, is_own in zip(self.matrices, inputs.wait(), self.is_own, strict=True)
         ]
 
     def receive(self, works: Mapping[Matrix, MatrixWork], outcomes: Redistribution) -> None:
@@ -226,18 +242,26 @@ class _Round:
             works[matrix].receive(RaggedTensor(outcome, matrix.spec))
 
 
+def _worked_on(matrix: Matrix, work: MatrixWork, arrived: Tensor) -> Tensor:
+    """The outcome of the owner's work, in the order of elements in which the matrix has arrived; both flat."""
+    joint = matrix.joint
+    if joint is None:
+        return work.work(arrived.view(matrix.shape)).reshape(-1)
+    return joint.flatten(work.work(joint.assemble(arrived)))
+
+
 def _rounds(owned: Sequence[tuple[Matrix, int]], limit: int) -> list[_Round]:
     """Cut the sequence where an owner would receive more than `limit` in one round, or where the cluster changes."""
     totals: Counter[tuple[Cluster, int]] = Counter()
     for matrix, owner in owned:
-        totals[matrix.spec.cluster, owner] += matrix.nbytes
+        totals[matrix.route.cluster, owner] += matrix.nbytes
     # Few matrices take several rounds, too: otherwise no work could hide a transfer.
     limit = min(limit, max(_SMALLEST_ROUND_BYTES, max(totals.values(), default=0) // _MIN_ROUNDS))
     rounds: list[list[tuple[Matrix, int]]] = []
     filled: Counter[int] = Counter()
     for matrix, owner in owned:
         is_full = filled[owner] and filled[owner] + matrix.nbytes > limit
-        if not rounds or is_full or rounds[-1][0][0].spec.cluster is not matrix.spec.cluster:
+        if not rounds or is_full or rounds[-1][0][0].route.cluster is not matrix.route.cluster:
             rounds.append([])
             filled.clear()
         rounds[-1].append((matrix, owner))

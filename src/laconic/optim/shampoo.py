@@ -4,7 +4,8 @@
 All state of a matrix lives with its owner: the factors, their roots, and the two moments, which the owner needs whole
 for the length of the step. So one gradient travels to the owner, one update travels back, and nothing else moves. The
 owner is known from shapes and layouts before the first step. Checkpoints hold the state under global coordinates, so
-another number of ranks may have other owners.
+another number of ranks may have other owners. A stack of matrices has one owner. If expert parallelism cuts the stack,
+the part on each of its ranks has one. State has the dims of the stack first, so a part's place in it is known too.
 """
 
 import itertools
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from laconic.optim.base import Group, check_range, local_of, zeros_beside
+from laconic.optim.joint import stack_state
 from laconic.optim.matrix import ADAMW, MatrixOptimizer
 from laconic.optim.owners import Matrix, MatrixWork
 from laconic.ragged.spec import RaggedSpec
@@ -36,7 +38,8 @@ class Shampoo(MatrixOptimizer):
     rule's step on this block. AdamW takes vectors and groups with `algorithm="adamw"`. In a tensor of more than two
     dims, the last two are those of the matrices. Cost per step: every matrix goes to its owner and back in its dtype
     (`Owners.moved_elements`). A matrix that lies whole on a rank moves nothing. Every `update_every` steps the owner
-    decomposes its factors and renews their inverse roots.
+    decomposes its factors and renews their inverse roots. Expert and tensor parallelism may have cut the parameters
+    before: [Note: Matrices over two meshes] in optim/joint.py.
     State, for a block of m x n: 2 (m^2 + n^2) + 2 m n fp32 numbers: [Note: Where Shampoo's state lives].
 
     Args:
@@ -94,13 +97,18 @@ class Shampoo(MatrixOptimizer):
         return group["eps" if group["algorithm"] == ADAMW else "grafting_eps"]
 
     def _matrices_of(self, parameter: RaggedTensor, group: Group) -> list[Matrix]:
-        cost = cost_of(tuple(parameter.shape), group["block_size"], group["update_every"])
-        return [Matrix(spec=parameter.spec, cost=cost, itemsize=parameter.dtype.itemsize)]
+        spec = parameter.without_outer_axes().spec
+        cut = self.joined[parameter].whole() if parameter in self.joined else None
+        shape = spec.shape if cut is None else cut.shape
+        cost = cost_of(shape, group["block_size"], group["update_every"])
+        return [Matrix(spec=spec, cost=cost, itemsize=parameter.dtype.itemsize, joint=cut)]
 
     def _init_matrix(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
-        blocks = list(preconditioned_blocks(tuple(parameter.shape), group["block_size"]))
-        left, right = (sum(b.rows**2 for b in blocks),), (sum(b.columns**2 for b in blocks),)
-        shapes = {"exp_avg": tuple(parameter.shape), "left": left, "right": right}
+        *stack, rows, columns = parameter.shape
+        blocks = list(preconditioned_blocks((rows, columns), group["block_size"]))
+        left = (*stack, sum(block.rows**2 for block in blocks))
+        right = (*stack, sum(block.columns**2 for block in blocks))
+        shapes: dict[str, tuple[int, ...]] = {"exp_avg": tuple(parameter.shape), "left": left, "right": right}
         shapes |= {"left_root": left, "right_root": right}
         if group["grafting"] in ("adam", "rmsprop"):
             shapes["exp_avg_sq"] = tuple(parameter.shape)
@@ -111,9 +119,11 @@ class Shampoo(MatrixOptimizer):
 
     def _spec_on_owner(self, parameter: RaggedTensor, name: str, shape: tuple[int, ...]) -> RaggedSpec:
         (matrix,) = self.matrices[parameter]
-        return self.owners.spec_on_owner(matrix, name, shape)
+        place = stack_state(parameter.spec.dtensor, shape)
+        return self.owners.spec_on_owner(matrix, name, shape if place is None else place.local_shape, place)
 
     def _works(self, parameter: Tensor, group: Group) -> list[MatrixWork]:
+        self.state[parameter]["step"] += 1
         return [_Preconditioned(parameter, self.state[parameter], group)]
 
 
@@ -150,7 +160,6 @@ class _Preconditioned(MatrixWork):
         self.parameter, self.state, self.group = parameter, state, group
 
     def send(self) -> Tensor:
-        self.state["step"] += 1
         assert self.parameter.grad is not None
         return self.parameter.grad
 
@@ -163,7 +172,7 @@ class _Preconditioned(MatrixWork):
         start = group["start_step"] or group["update_every"]
         renew = step >= start and (step - start) % group["update_every"] == 0
         direction = torch.empty_like(grad)
-        for block, (left, right, left_root, right_root) in self._blocks():
+        for block, (left, right, left_root, right_root) in self._blocks(tuple(whole.shape)):
             part = grad[block.index]
             left.mul_(beta2).addmm_(part, part.T, alpha=1 - beta2)
             right.mul_(beta2).addmm_(part.T, part, alpha=1 - beta2)
@@ -179,9 +188,11 @@ class _Preconditioned(MatrixWork):
         return direction.to(whole.dtype)
 
     def receive(self, outcome: Tensor) -> None:
-        lr = float(self.group["lr"])
-        self.parameter.mul_(1 - lr * self.group["weight_decay"])
-        self.parameter.add_(outcome, alpha=-lr)
+        parameter, lr = self.parameter, float(self.group["lr"])
+        if isinstance(parameter, RaggedTensor):
+            parameter = parameter.without_outer_axes()
+        parameter.mul_(1 - lr * self.group["weight_decay"])
+        parameter.add_(outcome, alpha=-lr)
 
     def _grafted(self, average: Tensor, grad: Tensor, step: int) -> Tensor:
         """The step of the grafted rule."""
@@ -194,9 +205,9 @@ class _Preconditioned(MatrixWork):
             squares = squares / (1 - beta2**step)
         return average / (squares.sqrt() + self.group["grafting_eps"])
 
-    def _blocks(self) -> Iterator[tuple[PreconditionedBlock, list[Tensor]]]:
-        """Each block with views of its left and right factor and of their roots: square matrices."""
-        blocks = list(preconditioned_blocks(tuple(self.parameter.shape), self.group["block_size"]))
+    def _blocks(self, shape: tuple[int, ...]) -> Iterator[tuple[PreconditionedBlock, list[Tensor]]]:
+        """Each block of the whole with views of its left and right factor and of their roots: square matrices."""
+        blocks = list(preconditioned_blocks(shape, self.group["block_size"]))
         columns = []
         for key in ("left", "right", "left_root", "right_root"):
             sides = [block.rows if key.startswith("left") else block.columns for block in blocks]

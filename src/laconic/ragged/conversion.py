@@ -9,7 +9,11 @@ network, the node and the cache carry the converted elements. How they cross is 
 A rank holds a run of the parameter's elements. If these are whole rows, the first method gets them as rows, as under
 FSDP2, else flat; `granularity=laconic.rows(1)` keeps rows whole for a method that needs them. A rank may hold more rows
 than FSDP2's equal chunks have. A method that cannot convert so many, as it fills up to such chunks, is found by a trial
-in `fully_shard`. Its parameter has a bucket of its own, which is cut into equal chunks.
+in `fully_shard`. So is one that means a number over ranks, such as torchao's BitNet: here ranks hold unequal parts, and
+some none. Its parameter has a bucket of its own, which is cut into equal chunks.
+
+A class may say which blocks a rank must hold whole, in the attribute `uncut_block` (a `laconic.Block`), such as tiles
+that share a scale. That is then the parameter's granularity, and a coarser one may be asked for.
 
 The elements that train stay in the bucket's shard, as for all parameters. A tensor of the parameter's class holds a
 view of them, in the attribute that `__tensor_flatten__` names. Converting parameters have buckets of their own. If it
@@ -24,7 +28,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +36,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from laconic.comm.cluster import Cluster
+from laconic.layout.granularity import Block
 from laconic.ragged.packing import Converted, ShardPacking, agree_on_packing, chunk_shape
 
 
@@ -69,6 +75,12 @@ def check_convertible(parameter: Tensor, name: str) -> None:
         )
 
 
+def uncut_numel(parameter: Tensor) -> int | None:
+    """The elements of a block that a converting parameter wants whole: [Note: Conversion]. None if it does not say."""
+    block: Block | None = getattr(parameter, "uncut_block", None) if converts(parameter) else None
+    return None if block is None else block.numel(parameter.shape)
+
+
 def plain_elements(parameter: Tensor) -> Tensor:
     """The tensor that a converting parameter wraps, or the first of several equal ones."""
     return first_inner(parameter).detach()
@@ -88,21 +100,45 @@ def _inner_names(parameter: Tensor) -> Sequence[str]:
 def needs_equal_chunks(
     parameter: Tensor, module: nn.Module, mesh: DeviceMesh, device: torch.device, precision: MixedPrecisionPolicy
 ) -> bool:
-    """True if a conversion fails on more rows than FSDP2's chunks have: [Note: Conversion].
+    """True if a conversion fails on more rows than FSDP2's chunks have, or minds empty ranks: [Note: Conversion].
 
     Methods that take the mesh alone cannot know the chunks. Collective over `mesh` if the conversion is.
     """
     chunk = chunk_shape(parameter.shape, mesh.size())
-    if mesh.size() == 1 or not chunk or chunk[0] >= parameter.shape[0] or _takes_mesh_only(parameter):
+    if mesh.size() == 1 or not chunk:
         return False
-    larger = torch.zeros((chunk[0] + 1, *chunk[1:]), dtype=parameter.dtype, device=device)
-    part = _part_of_class(parameter, larger)
+
+    def convert(part: Tensor) -> Any:
+        rest = () if _takes_mesh_only(parameter) else (parameter.shape, parameter.stride(), module, precision)
+        return _part_of_class(parameter, part).fsdp_pre_all_gather(mesh, *rest)  # type: ignore[attr-defined]
+
+    def filled(num_rows: int, value: float) -> Tensor:
+        return torch.full((num_rows, *chunk[1:]), value, dtype=parameter.dtype, device=device)
+
     try:
         with torch.no_grad():
-            part.fsdp_pre_all_gather(mesh, parameter.shape, parameter.stride(), module, precision)  # type: ignore[attr-defined]
-    except (RuntimeError, IndexError, ValueError):
+            if not hasattr(parameter, "uncut_block") and _minds_zeros(convert, filled, mesh.get_local_rank()):
+                return True
+            if chunk[0] < parameter.shape[0] and not _takes_mesh_only(parameter):
+                convert(filled(chunk[0] + 1, 0.0))
+    except (RuntimeError, IndexError, ValueError, AssertionError):
         return True
     return False
+
+
+def _minds_zeros(convert: Callable[[Tensor], Any], filled: Callable[[int, float], Tensor], rank: int) -> bool:
+    """True if what a rank makes of its elements changes when other ranks have zeros alone, as a mean over ranks does.
+
+    First ranks of even number have zeros, then the others; so each rank knows, without a message.
+    """
+    wanted = convert(filled(1, 1.0))
+    found = [convert(filled(1, float(rank % 2 == turn))) for turn in range(2)][rank % 2]
+    pairs = zip(tree_leaves(wanted), tree_leaves(found), strict=True)
+    return not all(_are_equal(*pair) for pair in pairs if type(pair[0]) is Tensor)  # fake tensors have no values
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, other)))
 
 
 def is_patched(sharded: Tensor) -> bool:
@@ -263,12 +299,12 @@ class Conversions:
         """The form in which they cross: once `agree` has run, until `forget`."""
         self._joined: list[tuple[Tensor, ...]] = []
 
-    def agree(self, elements: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def agree(self, elements: Sequence[Tensor], numels: Sequence[Sequence[int]], dtype: torch.dtype) -> None:
         """Find the form in which the ranks' `elements` of each parameter cross. Collective.
 
-        `dtype` is that of the parameters in forward.
+        `numels` has the elements of each parameter in each shard. `dtype` is that of the parameters in forward.
         """
-        self.packing = agree_on_packing(self._cluster, self._encode(elements, dtype))
+        self.packing = agree_on_packing(self._cluster, self._encode(elements, dtype), numels)
 
     def write(self, own: Tensor, places: Sequence[Tensor], elements: Sequence[Tensor], dtype: torch.dtype) -> None:
         """Convert this rank's `elements` of each parameter, and write them into its shard, `own`, as that crosses.

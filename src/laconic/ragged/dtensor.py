@@ -18,7 +18,7 @@ them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -65,6 +65,32 @@ class DTensorShard:
     def outer_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The ranks along each outer axis."""
         return tuple(self.mesh.get_group(axis) for axis in self.outer_axes)
+
+    def axes_that_cut(self, dims: Container[int]) -> tuple[int, ...]:
+        """The outer axes of several ranks that cut one of `dims`."""
+        return tuple(
+            axis
+            for axis in self.outer_axes
+            if isinstance(placement := self.placements[axis], Shard)
+            and placement.dim in dims
+            and self.mesh.size(axis) > 1
+        )
+
+    def runs_along(self, dim: int, size: int) -> list[range]:
+        """The indices of each shard, if a dim of `size` is cut as `dim` of the parameter; shards without any left out.
+
+        Axes cut one after the other, each as `torch.chunk` does.
+        """
+        runs = [range(size)]
+        for axis in self.axes_that_cut((dim,)):
+            num_parts = self.mesh.size(axis)
+            runs = [
+                run[begin : begin + most]
+                for run in runs
+                if (most := -(-len(run) // num_parts))
+                for begin in range(0, len(run), most)
+            ]
+        return runs
 
     @property
     def is_replica(self) -> bool:

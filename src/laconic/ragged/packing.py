@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -133,13 +133,19 @@ class ShardPacking:
                     begin += part.numel
 
 
-def agree_on_packing(cluster: Cluster, converted: Sequence[Converted]) -> ShardPacking:
+def agree_on_packing(cluster: Cluster, converted: Sequence[Converted], numels: Sequence[Sequence[int]]) -> ShardPacking:
     """Find the form in which a bucket crosses, from what the conversions of each rank make. Collective over the island.
+
+    `numels` has the elements of each parameter in each shard.
 
     Raises:
         NotImplementedError: a conversion makes too many tensors, or ranks make other tensors, on all ranks alike.
     """
-    by_shard = _told_by_shards(cluster, converted)
+    row_numels = [max(1, math.prod(item.shape[1:])) for item in converted]
+    by_shard = [
+        [told.of_share(numel, row) for told, numel, row in zip(shard, own, row_numels, strict=True)]
+        for shard, own in zip(_told_by_shards(cluster, converted), numels, strict=True)
+    ]
     by_parameter = list(zip(*by_shard, strict=True))
     for item, told in zip(converted, by_parameter, strict=True):
         _refuse_odd_tensors(item.name, told)
@@ -179,6 +185,16 @@ class _Told:
             numels=tuple(tensor.numel() for tensor in tensors),
             dtypes=tuple(tensor.dtype for tensor in tensors),
         )
+
+    def of_share(self, numel: int, row_numel: int) -> _Told:
+        """What a rank with `numel` elements makes: this, unless one rank speaks for all, as in a rehearsal.
+
+        A rank without elements has converted a row.
+        """
+        if numel == self.numel:
+            return self
+        each = self.numel or row_numel
+        return replace(self, numel=numel, numels=tuple(made * numel // each for made in self.numels))
 
     def to_row(self) -> list[int]:
         row = [self.numel, self.num_tensors, *self.numels, *(_DTYPES.index(each) for each in self.dtypes)]

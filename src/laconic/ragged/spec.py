@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from laconic import _compat
 from laconic.comm.cluster import Cluster
-from laconic.layout.bucket import BucketLayout, DerivedLayout, Extent, SelectedLayout, Slot
+from laconic.layout.bucket import BucketLayout, DerivedLayout, Extent, JointLayout, SelectedLayout, Slot
 from laconic.ragged.dtensor import DTensorShard
 
 
@@ -40,7 +40,7 @@ class RaggedSpec:
     """
 
     cluster: Cluster
-    layout: BucketLayout | DerivedLayout | SelectedLayout
+    layout: BucketLayout | DerivedLayout | SelectedLayout | JointLayout
     index: int
     dtensor: DTensorShard | None = None
     """This rank's shard of a DTensor, which `layout` cuts further: [Note: Two parallelisms, two meshes] in

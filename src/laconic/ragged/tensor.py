@@ -33,7 +33,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from laconic import _compat
 from laconic.comm.traffic import Purpose
-from laconic.layout.bucket import BucketLayout, Extent, Slot, boxes
+from laconic.layout.bucket import BucketLayout, Extent, boxes
 from laconic.ragged.dtensor import is_torch_dtensor, whole_of
 from laconic.ragged.parts import Box, BoxedTensor
 from laconic.ragged.redistribute import Redistribution, TransferPlan, gather_whole
@@ -265,20 +265,25 @@ class RaggedTensor(BoxedTensor, DTensor):
         Raises:
             NotImplementedError: the tensor is a DTensor over another mesh axis, or its layout is no bucket's.
         """
-        spec, slot, layout = self.spec, self.spec.slot, self.spec.layout
+        spec, layout = self.spec, self.spec.layout
         if spec.dtensor is not None or not isinstance(layout, BucketLayout):
             raise NotImplementedError(
                 "a tensor that another mesh axis cuts as well, that has entries per block of another tensor, or that "
                 "an index has selected, has no rows here; gather it with .full_tensor()"
             )
-        inner = math.prod(slot.shape[1:])
-        shape = (stop - start, *slot.shape[1:]) if keep_dim else slot.shape[1:]
-        rows = Slot(name=slot.name, shape=shape, block=slot.block, offset=slot.offset + start * inner)
-        row_spec = RaggedSpec(cluster=spec.cluster, layout=replace(layout, slots=(rows,)), index=0)
+        rows = layout.rows(spec.index, start, stop, keep_dim=keep_dim)
+        row_spec = RaggedSpec(cluster=spec.cluster, layout=rows, index=0)
         held, chosen = self.extent or Extent(0, 0), row_spec.extent or Extent(0, 0)
-        begin = chosen.start + start * inner - held.start if chosen.numel else 0
+        begin = chosen.start + start * math.prod(spec.shape[1:]) - held.start if chosen.numel else 0
         local = self._local_tensor[begin : begin + chosen.numel]
         return RaggedTensor(local, row_spec, device=self.device, bump=self._bump)
+
+    def without_outer_axes(self) -> RaggedTensor:
+        """View this rank's shard of a DTensor, of the shard's shape; the same tensor if no other mesh axis cuts it."""
+        if self.spec.dtensor is None:
+            return self
+        spec = replace(self.spec, dtensor=None)
+        return RaggedTensor(self._local_tensor, spec, device=self.device, bump=self._bump)
 
     def note_change(self) -> None:
         """Count a change of the elements, on every rank: [Note: Versions]."""

@@ -6,6 +6,7 @@ the files of their names. docs/races.md says what the order of a tape proves.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from laconic.rehearse.order import Beside, Race, overlap, races
 from laconic.rehearse.tape import Tape
 from laconic.rehearse.world import World, one_rank
 
-__all__ = ["Beside", "Machine", "Race", "Tape", "mark", "overlap", "races", "rehearsal", "run"]
+__all__ = ["Beside", "Machine", "Race", "Tape", "mark", "overlap", "races", "rehearsal", "run", "without_collector"]
 
 _machines: list[Machine] = []
 
@@ -56,12 +57,29 @@ def rehearsal(
         backend = "gloo" if device_type == "cpu" else backend
         world = World(machine=machine, islands=islands, nodes=nodes, local=local, rank=rank, backend=backend)
         _machines.append(machine)
+        hook = sys.excepthook  # torch's process group puts "[rank0]" before each line of an exception, for good
         try:
-            with one_rank(world):
+            with one_rank(world), without_collector():
                 yield machine
         finally:
             _machines.pop()
+            sys.excepthook = hook
             _forget_constants()
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Keep Python's garbage collector away.
+
+    Memory that it frees would be on a tape wherever it happened to run, and it searches all objects of torch in vain.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _forget_constants() -> None:

@@ -196,6 +196,11 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self._machine, self._devices = machine, devices
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No. Nothing compiles here, and to tell torch's compiler so takes longer than some operations."""
+        return False
+
     def __torch_dispatch__(
         self, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

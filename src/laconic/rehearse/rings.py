@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from laconic.comm.traffic import Level
 
@@ -91,11 +92,15 @@ class Ring:
         farthest: Level = "island" if edges["island"] else "node"
         hops[farthest] = max(0, edges[farthest] - 1)
         if edges["local"]:  # else all edges are wires
-            hops["local"] = len({rank // self._places.local for rank in self._ranks})
+            hops["local"] = self._num_nodes
         return Route(
             sent={level: edge_bytes * count / self.size for level, count in edges.items()},
             hops={level: passes * count for level, count in hops.items()},
         )
+
+    @cached_property
+    def _num_nodes(self) -> int:
+        return len({rank // self._places.local for rank in self._ranks})
 
     def _between(self, offset: int) -> Counter[Level]:
         """The number of ranks, by the level on which they send to the rank that is `offset` places further."""

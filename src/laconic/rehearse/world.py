@@ -32,7 +32,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
+from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -461,6 +461,7 @@ def one_rank(world: World) -> Iterator[World]:
         mock.patch.object(
             RankGroup, "gather", RankGroup.gather if world.machine.cost_of is None else _all_answer_alike
         ),
+        mock.patch.object(device_mesh, "new_group", partial(_new_own_group, world.rank)),
         _no_groups(),
     ):
         dist.init_process_group(REHEARSED, store=dist.HashStore(), rank=world.rank, world_size=world.size)
@@ -473,6 +474,11 @@ def one_rank(world: World) -> Iterator[World]:
 def _all_answer_alike(group: RankGroup, value: Any) -> list[Any]:
     """What `RankGroup.gather` returns. It is free of cost; among many ranks its messages would take long."""
     return [value] * group.size
+
+
+def _new_own_group(rank: int, ranks: Sequence[int], **keys: Any) -> Any:
+    """Make a group of a mesh as torch does, but none of other ranks, which are many in a large mesh."""
+    return dist.new_group(ranks, **keys) if rank in ranks else dist.GroupMember.NON_GROUP_MEMBER
 
 
 _GROUPS: list[dict[Any, Any]] = [

@@ -22,7 +22,7 @@ from laconic.comm.collectives import share_first
 from laconic.layout.bucket import BucketLayout, row_block
 from laconic.layout.granularity import Blocks, Granularity, resolve
 from laconic.layout.packing import SHARD_ALIGNMENT_BYTES, plan_unit, warn_if_wasteful
-from laconic.ragged.conversion import check_convertible, converts, needs_equal_chunks
+from laconic.ragged.conversion import check_convertible, converts, needs_equal_chunks, uncut_numel
 from laconic.ragged.dtensor import check_dtensor, uneven_cut
 from laconic.ragged.parts import slice_of_parameter
 from laconic.ragged.tensor import RaggedTensor
@@ -78,7 +78,8 @@ def fully_shard(
         granularity: the blocks that must stay on one rank: `laconic.rows(k)`, `elements(n)` or `whole()` for all
             parameters, a mapping of name patterns to these, or a function of (name in the unit, parameter) to elements
             per block. The planner then splits the unit into up to four buckets per kind where that saves padding.
-            Default: one row, or no blocks at all if whole rows take more than 0.5 % more.
+            Default: one row, or no blocks at all if whole rows take more than 0.5 % more; and for a weight in a scaled
+            format, such as `convert_to_scaled_training` makes, the rows of its blocks.
         ignored_params: parameters to leave alone.
         dp_mesh_dims: torch's `DataParallelMeshDims`, or any object with its attributes. `mesh` then has further axes,
             such as one for tensor parallelism. `shard` names the axes to cut over, and `replicate`, if given, those
@@ -122,12 +123,20 @@ def fully_shard(
         for item in managed:
             share_first(item.cluster, item.local)
     coding = _resolve_wire(Wire.of(wire), policy, managed)
-    blocks = resolve(granularity, [(item.name, item.local) for item in managed])
-    may_shrink = granularity is None
+    uncut = {item.name: numel for item in managed if (numel := uncut_numel(item.parameter))}
+    blocks = resolve(granularity, [(item.name, item.local) for item in managed], uncut)
     buckets = [
         bucket
         for kind, group in group_by_kind(managed, partial(_kind_of, precision=precision)).items()
-        for bucket in _make_buckets(kind, group, blocks, precision, offload, coding, may_shrink=may_shrink)
+        for bucket in _make_buckets(
+            kind,
+            group,
+            blocks,
+            precision,
+            offload,
+            coding,
+            may_shrink=granularity is None and not any(item.name in uncut for item in group),
+        )
     ]
     for item in managed:
         setattr(item.parameter, HOME, item.name)  # recognises tied weights later, and optimizers of replaced parameters
@@ -308,12 +317,8 @@ def _resolve_wire(wire: Wire, cache: Cache, managed: list[ManagedParameter]) -> 
         return wire
     if all(item.cluster.num_nodes == 1 for item in managed):
         if wire.gradients == "exact" or all(item.cluster.num_islands == 1 for item in managed):
-            warnings.warn(
-                "wire= does nothing here: all ranks that share the parameters are on one node, where everything stays "
-                "exact. If they are on several nodes, give a mesh whose axis 'node' has them (laconic.init_mesh under "
-                "torchrun)",
-                stacklevel=3,
-            )
+            remedy = "give a mesh whose axis 'node' has them (laconic.init_mesh under torchrun)"
+            wire.warn_of_one_node("all ranks that share the parameters", remedy)
         return wire
     return ShardPolicy(cache=cache, wire=wire).wire
 
@@ -337,15 +342,18 @@ class BucketKind:
     """The way in which DTensors are cut into unequal shards; see `uneven_cut` in ragged/dtensor.py."""
 
     def wire(self, policy: Wire, layout: BucketLayout, *, num_nodes: int, num_islands: int) -> Wire:
-        """The policy of a bucket of this kind: exact if it is frozen, converts itself, or has vectors alone.
+        """The policy of a bucket of this kind: exact if it has vectors alone, or is frozen.
 
-        Weights cross between nodes only; gradients cross between islands, too.
+        The policy may have frozen weights coded, too. Weights cross between nodes only, and those that convert
+        themselves as they do; gradients cross between islands, too.
         """
-        may_be_coded = self.is_trained and self.dtype.is_floating_point and self.converted is None
+        may_be_coded = (self.is_trained or (policy.frozen and not self.converted)) and self.dtype.is_floating_point
         has_matrix = any(len(slot.shape) > 1 for slot in layout.slots)
         if not (may_be_coded and has_matrix and max(num_nodes, num_islands) > 1):
             return Wire()
-        return policy if num_nodes > 1 else dataclasses.replace(policy, weights="exact", as_values=False)
+        if num_nodes > 1 and not self.converted:
+            return policy
+        return dataclasses.replace(policy, weights="exact", as_values=False, frozen=False)
 
 
 def group_by_kind(

@@ -28,8 +28,7 @@ from laconic.ragged.packing import ShardPacking
 from laconic.ragged.spec import RaggedSpec
 from laconic.ragged.tensor import RaggedTensor
 from laconic.shard import extension
-from laconic.shard.cache import CachedShard
-from laconic.shard.lanes import Lanes
+from laconic.shard.cache import NodeShard
 from laconic.shard.ledger import Ledger
 from laconic.shard.linear import GradientSink, set_sink, write_gradient_in_place
 from laconic.shard.policies import Wire
@@ -71,7 +70,7 @@ class Bucket:
         """Copy this rank's shard of `managed`, the parameters of `layout` in its order, and show sharded parameters."""
         self.layout, self.cluster = layout, managed[0].cluster
         self.wire = wire
-        """The bits of this bucket's crossings; all of them if it is frozen or has vectors alone."""
+        """The bits of this bucket's crossings: `BucketKind.wire`."""
         self.unit_name = ""
         """For messages; the root sets it."""
         self.dtype = managed[0].parameter.dtype
@@ -82,7 +81,6 @@ class Bucket:
         """The divisor of summed gradients that the user has set; None stands for the number of ranks."""
         self.reduced_hook: Callable[[Tensor], None] | None = None
         self.ledger = Ledger()
-        self.cached: CachedShard | None = None
         self.places = [item.places for item in managed]
         """Every (module, attribute) that shows each parameter."""
         self.specs = [
@@ -101,7 +99,7 @@ class Bucket:
                 if converts(p.parameter)
             ],
         )
-        self.full = FullBuffer(self)
+        self.full, self.node_shard = FullBuffer(self), NodeShard(self)
         whole = [item.local for item in managed]
         self.stored = StoredWeights(self, whole, [item.parameter.requires_grad for item in managed])
         self.sharded = self.stored.parameters
@@ -181,18 +179,6 @@ class Bucket:
         """True if the full buffer has the shards' elements, maybe in another dtype, but not coded or converted."""
         return self.wire.weights == "exact" and not self.form.converts
 
-    @property
-    def valid_cache(self) -> CachedShard | None:
-        """The cache if it has the node shard of the present version, else None."""
-        return self.cached if self.cached is not None and self.cached.holds(self.version) else None
-
-    def add_cache(self, lanes: Lanes) -> CachedShard:
-        """Cache this bucket's node shard from now on."""
-        self.form.find_hooks()
-        device = self.cluster.device
-        self.cached = CachedShard(self.node_shard_numel, self.form.dtype, device, self.ledger, lanes)
-        return self.cached
-
     def open_account(self, ledger: Ledger) -> None:
         """Count this bucket's memory in `ledger` from now on."""
         self.ledger = ledger
@@ -202,7 +188,7 @@ class Bucket:
         """Free all memory but the shard; another ledger will count it."""
         self.full.drop()
         self.stored.restore()
-        self.cached = None
+        self.node_shard = NodeShard(self)
 
     def part_of_gradient(self, index: int, gradient: Tensor) -> Tensor:
         """This rank's part of a gathered parameter's gradient, in the shape of its slot."""
@@ -290,7 +276,7 @@ class StoredWeights:
         bucket, shard = self._bucket, function(self.shard)
         if shard is self.shard:
             return
-        if shard.dtype != bucket.dtype and bucket.cached is not None:
+        if shard.dtype != bucket.dtype and bucket.node_shard.is_kept:
             raise ValueError(
                 f"cannot change sharded parameters from {bucket.dtype} to {shard.dtype} after the first forward, as "
                 "the cache has memory for them: call .to(dtype) before, or compute in another dtype with "
@@ -304,16 +290,16 @@ class StoredWeights:
     def drop(self) -> bool:
         """Free the memory of a frozen shard and use its copy inside the cached node shard. Returns whether it did.
 
-        It does nothing if the node shard has not the parameters' own bits: under mixed precision, if parameters convert
-        themselves, and if weights cross in few bits.
+        It does nothing if the node shard goes after backward, or has not the parameters' own bits: under mixed
+        precision, if parameters convert themselves, and if weights cross in few bits.
         """
-        bucket, cached = self._bucket, self._bucket.cached
+        bucket, kept = self._bucket, self._bucket.node_shard
         is_other_form = bucket.compute_dtype != bucket.dtype or not bucket.gathers_own_bits
-        if cached is None or is_other_form or self.is_dropped or bucket.is_offloaded:
+        if not kept.outlives_backward or is_other_form or self.is_dropped or bucket.is_offloaded:
             return False
         self.is_dropped = True
         # `.data` is an alias with its own version counter: a gather into the node shard is no edit.
-        self._move(bucket.own_part(cached.buffer()).data, bucket.version)
+        self._move(bucket.own_part(kept.buffer()).data, bucket.version)
         return True
 
     def restore(self) -> None:
@@ -370,7 +356,8 @@ class Form:
         """The form in which converting parameters cross."""
         bucket, conversions = self._bucket, self._conversions
         if conversions.packing is None:
-            conversions.agree(bucket.parts(bucket.shard.to(bucket.cluster.device)), bucket.compute_dtype)
+            elements = bucket.parts(bucket.shard.to(bucket.cluster.device))
+            conversions.agree(elements, bucket.layout.numels_by_shard(), bucket.compute_dtype)
         assert conversions.packing is not None
         return conversions.packing
 
@@ -396,7 +383,7 @@ class Form:
                 f"{which}, but these weights cross as Wire(weights={bucket.wire.weights!r}); use weights='exact' "
                 "for the unit, as a conversion makes its own bits"
             )
-        if bucket.full.is_made or bucket.cached is not None:
+        if bucket.full.is_made or bucket.node_shard.is_kept:
             raise RuntimeError(f"{which} after the first forward; put it there before, behind to_empty() and the like")
         each = [
             old if old is not None and index not in new else self._patched_conversion(index, is_hooked=index in new)

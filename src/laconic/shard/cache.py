@@ -9,27 +9,47 @@ import contextlib
 import mmap
 import resource
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from laconic.comm.cluster import Cluster
 from laconic.shard.lanes import Event, Lanes
 from laconic.shard.ledger import Held, Ledger
+from laconic.shard.policies import Until, Where
 
 
-class CachedShard:
-    """The memory that keeps one bucket's node shard, and the version of the parameters that it was made from.
+class _Bucket(Protocol):
+    """The answers of a bucket about its node shard."""
 
-    A *direct* cache can be gathered into and from without a copy: device memory, and host memory when the device is the
-    CPU. With any other cache the node shard is gathered in the bucket's full buffer, and lanes copy it out and back.
+    cluster: Cluster
+    ledger: Ledger
+    form: Any
+
+    @property
+    def node_shard_numel(self) -> int: ...
+
+
+class NodeShard:
+    """One bucket's node shard: where it stays between its uses, and the version of the parameters it was made from.
+
+    It is gathered where it stays if collectives can use that memory, which makes it *direct*: on the device, and on the
+    host if the device is the CPU. Otherwise it is gathered in the bucket's full buffer. Lanes copy it out and back if
+    it stays on the host; if it stays nowhere, it goes with that buffer.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, ledger: Ledger, lanes: Lanes) -> None:
-        self.numel, self._dtype, self._device = numel, dtype, device
-        self._ledger, self._lanes = ledger, lanes
+    def __init__(self, bucket: _Bucket) -> None:
+        self._bucket = bucket
+        self.where: Where = "none"
+        """Where it stays."""
+        self.until: Until = "change"
+        """How long it is used."""
+        self.is_direct = False
+        """True if collectives can use the memory in which it stays."""
         self._version: int | None = None
         self._memory: Held[Tensor] | None = None
         self._slab: Tensor | None = None
@@ -37,78 +57,91 @@ class CachedShard:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the node shard."""
-        return self.numel * self._dtype.itemsize
+        """The bytes that it takes between its uses."""
+        return self._bucket.node_shard_numel * self._dtype.itemsize if self.is_kept else 0
 
     @property
-    def is_direct(self) -> bool:
-        """True if collectives can use the cache's memory itself."""
-        return not self.is_in_slab or self._device.type == "cpu"
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self._bucket.form.dtype
+        return dtype
 
-    def move_to_slab(self, slab: Tensor) -> None:
-        """Keep the node shard in `slab`, uint8 of shape (nbytes,), from now on."""
+    @property
+    def is_kept(self) -> bool:
+        """True if it stays somewhere."""
+        return self.where != "none"
+
+    @property
+    def outlives_backward(self) -> bool:
+        """True if what it kept is used until the parameters change."""
+        return self.is_kept and self.until == "change"
+
+    def stay_on_device(self) -> None:
+        """Stay in device memory from now on."""
+        self._bucket.form.find_hooks()
+        self.where, self.is_direct = "device", True
+
+    def stay_in_slab(self, slab: Tensor) -> None:
+        """Stay in `slab`, uint8 of shape (nbytes,), from now on."""
+        self.where, self.is_direct = "host", self._bucket.cluster.device.type == "cpu"
         self._slab = slab.view(self._dtype)
 
-    @property
-    def is_in_slab(self) -> bool:
-        """True if the node shard stays in host memory."""
-        return self._slab is not None
-
-    @property
-    def has_memory(self) -> bool:
-        """True if the node shard has memory now."""
-        return self._slab is not None or self._memory is not None
-
     def holds(self, version: int) -> bool:
-        """True if the cache has the node shard of the parameters of `version`."""
+        """True if what it kept was made from the parameters of `version`."""
         return self._version == version
 
+    def gathered_in(self, part_of_full_buffer: Callable[[], Tensor]) -> Tensor:
+        """The memory in which collectives gather it, (N * C,): its own if that is direct."""
+        return self.buffer() if self.is_direct else part_of_full_buffer()
+
     def buffer(self) -> Tensor:
-        """The cache's memory, (numel,)."""
+        """The memory in which it stays, (N * C,)."""
         if self._slab is not None:
             return self._slab
         if self._memory is None:
             with torch.inference_mode(False):  # it may become a frozen shard, which needs versions
-                memory = torch.empty(self.numel, dtype=self._dtype, device=self._device)
-            self._memory = Held(memory, self._ledger)
+                device = self._bucket.cluster.device
+                memory = torch.empty(self._bucket.node_shard_numel, dtype=self._dtype, device=device)
+            self._memory = Held(memory, self._bucket.ledger)
         return self._memory.memory
 
     def invalidate(self) -> None:
-        """Mark the cache as empty: a new node shard is being gathered."""
+        """Count what it kept as lost."""
         self._version = None
 
-    def store(self, node_shard: Tensor, version: int | None, arrived: Event) -> Event:
-        """Keep a node shard that is complete at `arrived`. Returns the event after which its memory may be freed.
+    def store(self, gathered: Tensor, version: int | None, arrived: Event, lanes: Lanes) -> Event:
+        """Keep what is complete in `gathered` at `arrived`. Returns the event after which that memory may be freed.
 
         Without a version it is never used.
         """
-        self._version = version
-        if self.is_direct:  # the node shard was gathered in the cache's memory
+        if self.where == "none":
             return None
-        with self._lanes.to_host.going_on(arrived):
-            self.buffer().copy_(node_shard, non_blocking=True)
-        self._stored = self._lanes.to_host.record_event()
+        self._version = version
+        if self.is_direct:  # it was gathered where it stays
+            return None
+        with lanes.to_host.going_on(arrived):
+            self.buffer().copy_(gathered, non_blocking=True)
+        self._stored = lanes.to_host.record_event()
         return self._stored
 
     def kept(self) -> Tensor:
-        """The node shard that was kept last, (numel,), complete: it waits for a copy that is under way."""
+        """What was kept last, (N * C,), complete: it waits for a copy that is under way."""
         if self._stored is not None:
             self._stored.synchronize()
         return self.buffer()
 
-    def load_into(self, node_shard: Tensor) -> Event:
-        """Copy the cache to `node_shard`, unless it is direct. Returns the event after which the copy is complete.
+    def load_into(self, gathered: Tensor, lanes: Lanes) -> Event:
+        """Copy what it kept to `gathered`, unless it is direct. Returns the event after which the copy is complete.
 
         Compute has waited for the event of `store` already.
         """
         if self.is_direct:
             return None
-        with self._lanes.to_device.running():
-            node_shard.copy_(self.buffer(), non_blocking=True)
-        return self._lanes.to_device.record_event()
+        with lanes.to_device.running():
+            gathered.copy_(self.buffer(), non_blocking=True)
+        return lanes.to_device.record_event()
 
     def free(self) -> None:
-        """Free device memory. A node shard in the slab stays."""
+        """Free device memory. What is in the slab stays."""
         if self._memory is not None:
             self._memory.free()
             self._memory = self._version = None

@@ -47,7 +47,7 @@ class BucketGather:
         self.bucket, self._lanes = bucket, lanes
         self._node = Communicator(bucket.cluster, "node", bucket)
         self._local = Communicator(bucket.cluster, "local", bucket)
-        self._crossing = crossing_of(bucket, self._node, copies_of)
+        self.crossing = crossing_of(bucket, self._node, copies_of)
         self._is_crossing = False
         self._pending = NOTHING
         self._version: int | None = None
@@ -81,7 +81,7 @@ class BucketGather:
         Raises:
             RuntimeError: the parameters are on the meta device.
         """
-        bucket, cached = self.bucket, self.bucket.cached
+        bucket, kept = self.bucket, self.bucket.node_shard
         if bucket.shard.is_meta:
             raise RuntimeError(
                 f"{', '.join(slot.name for slot in bucket.layout.slots)} are on the meta device; call model.to_empty("
@@ -89,18 +89,16 @@ class BucketGather:
             )
         bucket.form.find_hooks()
         self._version = bucket.version
-        self._comes_from_cache = cached is not None and cached.holds(self._version)
-        direct = cached.buffer() if cached is not None and cached.is_direct else None
-        self._node_shard = bucket.full.node_shard() if direct is None else direct
-        if cached is not None and (self._comes_from_cache or self._crossing.prepare()):
-            self._loaded = cached.load_into(self._node_shard)
+        self._comes_from_cache = kept.holds(self._version)
+        self._node_shard = kept.gathered_in(bucket.full.node_shard)
+        if self._comes_from_cache or self.crossing.prepare():
+            self._loaded = kept.load_into(self._node_shard, self._lanes)
         if self._comes_from_cache:
             return
-        if cached is not None:
-            cached.invalidate()
+        kept.invalidate()
         self.num_crossings += 1
         with self._lanes.gather_node.running(self._loaded):
-            self._crossing.start(self._node_shard)
+            self.crossing.start(self._node_shard)
             self._is_crossing = True
 
     def start_local(self) -> None:
@@ -115,7 +113,7 @@ class BucketGather:
         """Finish the gather across nodes. If an exception cuts it short, the gather stays stale and is begun anew."""
         version, self._version, self._is_crossing = self._version, None, False
         with self._lanes.gather_node.going_on():
-            self._crossing.finish(self._node_shard)
+            self.crossing.finish(self._node_shard)
         self._version = version
         self._arrived = self._lanes.gather_node.record_event()
         self._shard_read = self._arrived if self.bucket.is_offloaded else None
@@ -126,16 +124,11 @@ class BucketGather:
             self._pending.wait()
         self._pending, self._loaded = NOTHING, None
         event = self._lanes.gather_local.record_event()
-        cached = self.bucket.cached
-        if cached is not None and not self._comes_from_cache:  # now, so that the copy runs beside the next computation
-            self._stored = cached.store(self._node_shard, self._version, self._arrived)
+        if not self._comes_from_cache:  # now, so that the copy runs beside the next computation
+            self._stored = self.bucket.node_shard.store(self._node_shard, self._version, self._arrived, self._lanes)
         self._arrived = None
         del self._node_shard
         return event
-
-    def forget(self) -> None:
-        """Let the weights cross exactly next time."""
-        self._crossing.forget()
 
     def let_host_edit(self) -> None:
         """Wait on the host until a shard in host memory has been read: no stream orders the host's edits behind it."""
@@ -170,8 +163,7 @@ class UnitGather:
     @property
     def begins_without_memory(self) -> bool:
         """True if `begin` allocates no memory that would otherwise be free."""
-        caches = [bucket.cached for bucket in self.buckets]
-        return not self.is_stream_ordered and all(cached is not None and cached.is_direct for cached in caches)
+        return not self.is_stream_ordered and all(bucket.node_shard.is_direct for bucket in self.buckets)
 
     def begin(self) -> None:
         """Begin a gather if none has begun or parameters changed since: [Note: The same order on every rank]."""
@@ -249,14 +241,13 @@ class UnitGather:
     def _drop_damaged(self) -> None:
         """Empty the caches that are damaged, so that the next gather crosses again, with exact weights."""
         for bucket in self._observer.before_gather(self):
-            assert bucket.cached is not None
-            bucket.cached.invalidate()
-            self._gathers[self.buckets.index(bucket)].forget()
+            bucket.node_shard.invalidate()
+            self._gathers[self.buckets.index(bucket)].crossing.forget()
 
     def forget_copies(self) -> None:
         """Let the weights cross exactly next time: [Note: Exact crossings] in shard/crossing.py."""
         for gather in self._gathers:
-            gather.forget()
+            gather.crossing.forget()
 
 
 PREFETCH = 2

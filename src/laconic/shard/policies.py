@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from laconic.codec import Codec
 
 Where = Literal["none", "host", "device"]
+Until = Literal["change", "backward"]
 OnDamage = Literal["raise", "regather"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 WireWeights = Literal["exact", "bf16", "int8", "int4", "int3"]
@@ -26,10 +28,11 @@ WireName = Literal["exact", "8bit", "4bit"]
 
 @dataclass(frozen=True, kw_only=True)
 class Cache(Policy):
-    """The policy that says where a unit's node shard stays between its uses.
+    """The policy that says where a unit's node shard stays between its uses, and for how long.
 
     Raises:
-        ValueError: `where` is unknown, or `device_budget_bytes` is negative or given without `where="host"`.
+        ValueError: a value is unknown, `device_budget_bytes` is negative or given without `where="host"`, or `until` is
+            given without a cache.
     """
 
     where: Where = option("none", key="cache")
@@ -37,6 +40,10 @@ class Cache(Policy):
     `none` frees it after each use (ZeRO-3). `host` keeps it in pinned host memory, so that weights cross the network
     once (FCDP): 1 / L of the unit per rank, with L local ranks. `device` keeps it in device memory: 1 / L of the unit
     more (ZeRO++ hpZ)."""
+    until: Until = option("change", key="cache_until")
+    """How long a node shard is used. `change`: until its parameters change, so frozen weights cross once in a run, and
+    others once in a step of many micro-batches (FCDP-Comm). `backward`: until the end of backward, so all weights cross
+    again in every forward, as ZeRO++ (hpZ) and FCDP-Sched are published; no frozen weights rest in the cache."""
     device_budget_bytes: Size = 0
     """Bytes per rank, for `host` only: the last units, which backward uses first, stay on the device up to this."""
     pin_memory: bool = True
@@ -48,6 +55,8 @@ class Cache(Policy):
         self._check("pin_memory", self.pin_memory or self.where == "host", message)
         message = "needs {cache='host'}, because it moves a part of the host cache to the device; got {cache=}"
         self._check("device_budget_bytes", not self.device_budget_bytes or self.where == "host", message)
+        message = "says how long a cache is used, but {cache='none'} keeps nothing; use {cache='host'} or 'device'"
+        self._check("cache_until", self.until == "change" or self.where != "none", message)
 
     @classmethod
     def of(cls, cache: Cache | Where) -> Cache:
@@ -56,18 +65,21 @@ class Cache(Policy):
 
     def node_gathers_per_step(self, *, num_micro_batches: int) -> int:
         """How often a trainable bucket's weights cross the wire per optimizer step (arXiv 2602.06499)."""
-        return 2 * num_micro_batches if self.where == "none" else 1
+        if self.where == "none":
+            return 2 * num_micro_batches
+        return num_micro_batches if self.until == "backward" else 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wire(Policy):
     """The bits in which weights and gradients cross between nodes. Inside a node everything stays exact.
 
-    Gradients also cross between islands that are replicas, which sum them in every step (HSDP). Weights do not.
+    Gradients also cross between islands that are replicas, which sum them in every step (HSDP). Weights do not. Under
+    the cyclic schedule both travel along a ring of workers: [Note: Few bits on the ring] in cyclic/coding.py.
 
-    Two-dimensional and larger parameters that train are coded, in blocks of 128 values. Vectors, frozen parameters and
-    parameters that convert themselves (float8) travel as they are. Sources: SDP4Bit (arXiv 2410.15526), ZeRO++
-    (arXiv 2306.10209).
+    Two-dimensional and larger parameters that train are coded, in blocks of 128 values. Vectors and, without `frozen`,
+    frozen parameters travel as they are, and weights that convert themselves (float8) as they do. Sources: SDP4Bit
+    (arXiv 2410.15526), ZeRO++ (arXiv 2306.10209).
 
     Raises:
         ValueError: a value is unknown, `exact_every` is not positive, or an option has nothing to act on.
@@ -83,9 +95,12 @@ class Wire(Policy):
     as_values: bool = False
     """Weights cross as themselves instead of differences, as in ZeRO++: "bf16" or "int8", every time they change.
     Without a cache there is no other way."""
+    frozen: bool = False
+    """With `as_values`: frozen weights are coded, too, as in ZeRO++. They are rounded for the whole run, so this is for
+    frozen weights that cross often."""
     feedback: bool = False
     """Add what the codec lost of a gradient to the next one. It takes N - 1 fp32 shards of device memory with N nodes,
-    and less than one more with replicas."""
+    and less than one more with replicas. Under the cyclic schedule it takes the memory of all gradients."""
     exact_every: Count = 1000
     """Optimizer steps from one exact crossing of the weights to the next."""
     word: WireName | None = field(default=None, init=False, compare=False, repr=False)
@@ -96,6 +111,8 @@ class Wire(Policy):
             "values need 8 bits or more; use 'int8' or 'bf16', or send differences, with as_values=False and a cache"
         )
         self._check("weights", not self.as_values or self.weights in ("bf16", "int8"), f"with as_values=True: {values}")
+        message = "needs as_values=True: the difference between frozen weights and their copy is zero"
+        self._check("frozen", not self.frozen or self.as_values, message)
         message = "needs gradients other than 'exact', which lose nothing"
         self._check("feedback", not self.feedback or self.gradients != "exact", message)
 
@@ -131,6 +148,14 @@ class Wire(Policy):
         """
         is_changed = self.word == "4bit" and name in ("muon", "shampoo")
         return dataclasses.replace(self, gradients="int8") if is_changed else self
+
+    def warn_of_one_node(self, ranks: str, remedy: str) -> None:
+        """Warn that the policy has nothing to act on, because these ranks share a node."""
+        warnings.warn(
+            f"wire= does nothing here: {ranks} are on one node, where everything stays exact. If they are on several "
+            f"nodes, {remedy}",
+            stacklevel=4,
+        )
 
     @property
     def is_exact(self) -> bool:
@@ -275,7 +300,7 @@ class ShardPolicy(Policy):
     """The blocks that are never cut: "32 rows", "256 elements" or "whole" for every parameter. Or a table from patterns
     of a parameter's name in its layer, such as "self_attn.*", to blocks: the first pattern that matches counts, and
     cuts of other parameters fall between rows. Python also takes what `fully_shard` takes. Default: as the optimizer
-    needs, 32 rows for `adamw8bit`; else one row."""
+    needs, 32 rows for `adamw8bit`, or 256 elements in flat blocks; else one row."""
 
     def _check_keys(self) -> None:
         message = (
@@ -283,6 +308,11 @@ class ShardPolicy(Policy):
             "'device', or Wire(weights='int8', as_values=True, ...), or weights='exact'"
         )
         self._check("wire", not self.wire.sends_differences or self.cache.where != "none", message)
+        message = (
+            "sends differences to the copies that a cache keeps, but {cache_until='backward'} keeps none until the "
+            "next step; leave {cache_until} out, or use Wire(weights='int8', as_values=True, ...), or weights='exact'"
+        )
+        self._check("wire", not self.wire.sends_differences or self.cache.until == "change", message)
         message = "cannot feed errors back with {param_dtype='float16'}, whose loss scale changes; leave it out"
         self._check("wire", not self.wire.feedback or self.precision.param_dtype != "float16", message)
 

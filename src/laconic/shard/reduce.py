@@ -15,7 +15,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from laconic import _compat
 from laconic._compat import GradientUse
@@ -64,7 +63,7 @@ class BucketGradients:
     def adds_to_grad(self) -> bool:
         """True if the running backward adds to `.grad` of a parameter: [Note: Gradients that do not come]."""
         return any(
-            _compat.gradient_use(get_gradient_edge(parameter).node) is GradientUse.ACCUMULATED
+            _compat.gradient_use(_compat.accumulator_of(parameter)) is GradientUse.ACCUMULATED
             for parameter in self.bucket.full.parameters
             if parameter.requires_grad
         )

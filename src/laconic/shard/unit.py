@@ -50,7 +50,7 @@ from laconic.layout.granularity import Blocks, check_matched
 from laconic.shard import extension
 from laconic.shard.bucket import Bucket
 from laconic.shard.buffers import Buffers
-from laconic.shard.cache import CachedShard, choose_device_shards, free_slab, make_slab
+from laconic.shard.cache import NodeShard, choose_device_shards, free_slab, make_slab
 from laconic.shard.crossing import Copies
 from laconic.shard.gather import Order, UnitGather
 from laconic.shard.hooks import AwaitedHooks, OutputGradients, map_tensors
@@ -387,17 +387,24 @@ class Unit:
         if self._is_in_backward or any(gradients.has_gradients for gradients in self.gradients):
             self._end_backward()
         self.awaited.inputs.clear()  # of a retained graph; its next backward begins at the outputs
-        if not self.requires_gradient_sync or self.root.probe is not None:
-            return
-        for gradients in self.gradients:
+        syncs = self.requires_gradient_sync and self.root.probe is None
+        for gradients in self.gradients if syncs else ():
             has_partial_sums = gradients.has_partial_sums(across_islands=self.requires_all_reduce)
             if has_partial_sums and not self.root.reductions.is_crossing_nodes(gradients):
                 self._reduce(gradients, None)
-            cached = gradients.bucket.cached
-            is_base = gradients.bucket.wire.sends_differences  # of the next difference
-            if cached is not None and not gradients.bucket.is_frozen and not is_base and self._frees_after_backward:
-                self.reshard()  # a gather that has begun may still write into the cache
-                cached.free()  # the optimizer is about to make it stale
+        if self._frees_after_backward:
+            self.free_node_shards(ends_step=syncs)
+
+    def free_node_shards(self, *, ends_step: bool) -> None:
+        """Free the node shards whose time is over, and those that the optimizer is about to make stale."""
+        for bucket in self.buckets:
+            kept, is_base = bucket.node_shard, bucket.wire.sends_differences  # of the next difference
+            is_over, is_stale_soon = kept.until == "backward", ends_step and not bucket.is_frozen and not is_base
+            if kept.is_kept and (is_over or is_stale_soon):
+                self.reshard()  # a gather that has begun may still write into it
+                kept.free()
+            if is_over:
+                kept.invalidate()  # what rests on the host, too
 
     def leave_backward(self) -> None:
         """Free the weights at the end of a backward of the root."""
@@ -471,27 +478,30 @@ class Root:
         return self._copies.setdefault(cluster, Copies(cluster, self.observer))
 
     def _place_caches(self) -> None:
-        """Give cache memory to the buckets that cache, unless there is one node."""
-        hosted: list[list[CachedShard]] = []
+        """Let node shards stay where the units' policies say, unless there is one node."""
+        hosted: list[list[NodeShard]] = []
         for unit in self.units:
             if unit.cache.where != "none":
-                caches = [bucket.add_cache(self.lanes) for bucket in unit.buckets if bucket.cluster.num_nodes > 1]
+                kept = [bucket.node_shard for bucket in unit.buckets if bucket.cluster.num_nodes > 1]
+                for each in kept:
+                    each.until = unit.cache.until
+                    each.stay_on_device()
                 if unit.cache.where == "host":
-                    hosted.append(caches)
+                    hosted.append(kept)
         budget_bytes = max((unit.cache.device_budget_bytes for unit in self.units), default=0)
-        on_device = choose_device_shards([sum(cached.nbytes for cached in each) for each in hosted], budget_bytes)
-        in_slab = [cached for index, each in enumerate(hosted) if index not in on_device for cached in each]
+        on_device = choose_device_shards([sum(shard.nbytes for shard in each) for each in hosted], budget_bytes)
+        in_slab = [shard for index, each in enumerate(hosted) if index not in on_device for shard in each]
         if not in_slab:
             return
-        sizes_bytes = [cached.nbytes for cached in in_slab]
+        sizes_bytes = [shard.nbytes for shard in in_slab]
         is_pinned = all(unit.cache.pin_memory for unit in self.units)
         device = self.cluster.device if is_pinned else torch.device("cpu")  # whose slabs are ordinary memory
         slab = make_slab(sum(sizes_bytes), device, num_local=self.cluster.num_local)
         self.ledger.hold(slab.nbytes, on_host=True)
         if device.type != "cpu":
             weakref.finalize(self, free_slab, slab, device).atexit = False  # keeps the slab until then
-        for cached, part in zip(in_slab, slab.split(sizes_bytes), strict=True):
-            cached.move_to_slab(part)
+        for shard, part in zip(in_slab, slab.split(sizes_bytes), strict=True):
+            shard.stay_in_slab(part)
 
     def begin_forward(self) -> None:
         """Begin a forward. A forward that backward recomputes belongs to the present step."""
@@ -514,6 +524,7 @@ class Root:
         if not torch.is_grad_enabled() and not _compat.in_backward():  # no backward will free what was gathered
             for unit in self.units:
                 unit.reshard()
+                unit.free_node_shards(ends_step=False)
             self.observer.all_issued()
             self.observer.settled(ends_step=True, is_last=True)
 

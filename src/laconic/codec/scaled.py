@@ -1,0 +1,255 @@
+"""Formats of few bits in which matrices are multiplied: small floating-point numbers, and a scale for each block.
+
+[Note: Scaled formats]
+A format says which elements of a matrix share a scale, and in which bits elements and scales rest. A block's largest
+magnitude takes the largest number of the format, so nothing is clipped. A block depends on its own elements alone, but
+for NVFP4, whose scales are themselves multiples of one fp32 number per matrix. That number follows from the largest
+magnitude of the whole matrix, which ranks that share a matrix must tell each other. So ranks that hold whole blocks
+make the same bits as one process that holds the matrix. NaN or infinity makes its block NaN, and an NVFP4 matrix whole.
+
+- *FP8 in blocks*, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3): e4m3 with an fp32 scale per 128 x 128 or 1 x 128.
+  With e8m0 scales, which are powers of two, as in DeepSeek-V3.1, a 1 x 128 block takes three bytes less.
+- *MXFP8* (OCP Microscaling 1.0): e4m3 with an e8m0 scale per 1 x 32. The scale is rounded up, as in arXiv 2506.08027,
+  where OCP's own rule would clip the largest values.
+- *NVFP4* (arXiv 2509.25149): e2m1, two values in a byte, with an e4m3 scale per 1 x 16, and one fp32 scale per matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from laconic.codec.blocked import E2M1, fused, pack_bits, unpack
+from laconic.codec.tiles import Grid
+from laconic.layout.granularity import Block, rows
+
+ScaledName = Literal["fp8_128x128", "fp8_1x128", "fp8_1x128_e8m0", "mxfp8", "nvfp4"]
+
+_E4M3, _E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+_LARGEST_E4M3, _LARGEST_E2M1 = 448.0, 6.0
+_SMALLEST_SCALE = 2.0**-6  # the smallest normal number of e4m3: a smaller scale would lose bits
+_SMALLEST_MAGNITUDE = 1e-12  # what a block of zeros counts as
+_E8M0_BIAS, _E8M0_NAN = 127, 255
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledFormat:
+    """Which elements of a matrix share a scale, and the bits of elements and scales: [Note: Scaled formats].
+
+    Raises:
+        ValueError: a size is below 1; or scales of e4m3, which are relative to one of the matrix, are not those of
+            e2m1 elements in blocks of one row and an even number of columns.
+    """
+
+    name: str
+    height: int
+    width: int
+    element: Literal["e4m3", "e2m1"] = "e4m3"
+    scale: Literal["fp32", "e8m0", "e4m3"] = "fp32"
+    scales_input: bool = True
+    """Encode the matrix that it multiplies, too: [Note: Scaled weights] in codec/scaled_linear.py."""
+
+    def __post_init__(self) -> None:
+        if min(self.height, self.width) < 1:
+            raise ValueError(f"{self.name}: blocks of {self.height} x {self.width} cut nothing; sizes are at least 1")
+        if (self.element == "e2m1") != (self.scale == "e4m3") or (
+            self.is_packed and (self.height > 1 or self.width % 2)
+        ):
+            raise ValueError(
+                f"{self.name}: {self.element} elements in blocks of {self.height} x {self.width} with {self.scale} "
+                "scales are no format that laconic knows; e2m1 goes with e4m3 scales of 1 x 16, e4m3 with fp32 or e8m0"
+            )
+
+    @property
+    def is_packed(self) -> bool:
+        """True if a byte holds two elements."""
+        return self.element == "e2m1"
+
+    @property
+    def has_matrix_scale(self) -> bool:
+        """True if scales are multiples of one number per matrix, which follows from `largest_of` all of it."""
+        return self.scale == "e4m3"
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """The dtype of codes: one for each element, or bytes with two."""
+        return torch.uint8 if self.is_packed else _E4M3
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """The dtype of scales."""
+        return {"fp32": torch.float32, "e8m0": _E8M0, "e4m3": _E4M3}[self.scale]
+
+    @property
+    def uncut_block(self) -> Block:
+        """The rows that must lie on one rank, for `fully_shard(granularity=)`."""
+        return rows(self.height)
+
+    @property
+    def of_rows(self) -> ScaledFormat:
+        """The format with blocks of one row: that of the matrix that multiplies one of this format."""
+        return replace(self, height=1)
+
+    def check_shape(self, shape: Sequence[int]) -> None:
+        """Refuse a tensor that has no such blocks.
+
+        Raises:
+            ValueError: it is no matrix, is empty, or two of its elements in one byte would lie in different rows.
+        """
+        if len(shape) != 2 or 0 in shape:
+            raise ValueError(f"{self.name} is for matrices, got shape {tuple(shape)}")
+        if self.is_packed and shape[1] % self.width:
+            raise ValueError(f"{self.name} needs rows of a multiple of {self.width} elements, got shape {tuple(shape)}")
+
+    def codes_shape(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The shape of the codes of a matrix."""
+        return shape[0], shape[1] // 2 if self.is_packed else shape[1]
+
+    def scales_shape(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The shape of the scales of a matrix. Blocks at an edge may be smaller."""
+        return -(-shape[0] // self.height), -(-shape[1] // self.width)
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        """The bytes of the codes and scales of a matrix, without the scale of the whole."""
+        (down, across), (num_rows, width) = self.scales_shape(shape), self.codes_shape(shape)
+        return num_rows * width + down * across * self.scale_dtype.itemsize
+
+    def largest_of(self, matrix: Tensor) -> Tensor:
+        """The largest magnitude of a matrix, fp32, of no dims; NaN if it has NaN."""
+        return torch.linalg.vector_norm(matrix, ord=float("inf")).to(torch.float32)
+
+    def matrix_scale(self, largest: Tensor) -> Tensor:
+        """The scale of a matrix whose largest magnitude is `largest`: fp32, of no dims."""
+        return largest.clamp(min=_SMALLEST_MAGNITUDE) / (_LARGEST_E4M3 * _LARGEST_E2M1)
+
+    def quantize(self, matrix: Tensor, matrix_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Encode a matrix, or some rows of one that cut no block.
+
+        Shapes: matrix (m, n), real numbers -> codes of `codes_shape` and scales of `scales_shape`, contiguous.
+            matrix_scale (), fp32: that of the whole matrix, if the format has one.
+
+        Reference: tests/reference/scaled.py, bit-equal.
+        """
+        matrix = matrix.contiguous()
+        codes = torch.empty_like(matrix, dtype=torch.uint8 if self.is_packed else self.code_dtype)
+        scales = torch.empty(self.scales_shape(matrix.shape), dtype=self.scale_dtype, device=matrix.device)
+        grid = self._grid(matrix.shape)
+        encode = fused(_ENCODERS[self.scale], matrix.device)
+        for panel in grid.panels(scales, is_whole=matrix.device.type != "cpu"):
+            own_codes, own_scales = encode(panel.read(matrix).to(torch.float32), matrix_scale)
+            panel.write(codes, own_codes)
+            scales[panel.scales].copy_(own_scales)
+        if self.is_packed:
+            codes = pack_bits(codes.view(-1), 4).view(self.codes_shape(matrix.shape))
+        return codes, scales
+
+    def dequantize(
+        self, codes: Tensor, scales: Tensor, matrix_scale: Tensor | None, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Decode what `quantize` returned. Shapes: -> (m, n), of `dtype`."""
+        if self.is_packed:
+            codes = unpack(codes.reshape(-1), 4).view(codes.shape[0], -1)
+        matrix = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+        grid, as_bytes = self._grid(codes.shape), codes.view(torch.uint8)
+        decode = fused(_decode_e2m1 if self.is_packed else _decode_e4m3, codes.device)
+        for panel in grid.panels(scales, is_whole=codes.device.type != "cpu"):
+            panel.write(matrix, decode(panel.read(as_bytes), scales[panel.scales], matrix_scale))
+        return matrix
+
+    def _grid(self, shape: Sequence[int]) -> Grid:
+        return Grid(
+            height=self.height,
+            width=self.width,
+            columns=shape[1],
+            uncut=self.uncut_block.numel(shape),
+            scales_shape=self.scales_shape(shape),
+        )
+
+
+def _encode_with_fp32(blocks: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Shapes: blocks (d, height, a, width), fp32 -> codes of that shape, and scales (d, a), fp32."""
+    scales = blocks.abs().amax((1, 3)).clamp(min=_SMALLEST_MAGNITUDE) / _LARGEST_E4M3
+    return (blocks / scales[:, None, :, None]).to(_E4M3), scales
+
+
+def _encode_with_e8m0(blocks: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `_encode_with_fp32`, with the next power of two for a scale. Products round once."""
+    ratios = blocks.abs().amax((1, 3)).clamp(min=_SMALLEST_MAGNITUDE) / _LARGEST_E4M3
+    fractions, exponents = torch.frexp(ratios)  # 0.5 <= fraction < 1
+    biased = (exponents.to(torch.int32) - (fractions == 0.5).to(torch.int32) + _E8M0_BIAS).clamp(1, 2 * _E8M0_BIAS - 1)
+    biased = torch.where(ratios.isfinite(), biased, _E8M0_NAN)
+    inverses = ((2 * _E8M0_BIAS - biased).clamp(min=1) << 23).view(torch.float32)  # by the bits of fp32
+    return (blocks * inverses[:, None, :, None]).to(_E4M3), biased.to(torch.uint8).view(_E8M0)
+
+
+def _encode_with_e4m3(blocks: Tensor, matrix_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `_encode_with_fp32`, with codes of e2m1 in a byte each, and scales in multiples of the matrix's own.
+
+    The order of products and quotients is that of NVIDIA's kernels.
+    """
+    assert matrix_scale is not None, "the scale of the whole matrix is needed"
+    scales = blocks.abs().amax((1, 3)) / _LARGEST_E2M1 / matrix_scale
+    rounded = scales.clamp(_SMALLEST_SCALE, _LARGEST_E4M3).to(_E4M3)
+    inverses = matrix_scale.reciprocal() / rounded.to(torch.float32)
+    values = blocks * inverses[:, None, :, None]
+    codes = torch.bucketize(values.abs(), _e2m1_borders(blocks.device)).to(torch.uint8)
+    return codes | (values.signbit().to(torch.uint8) << 3), rounded
+
+
+_ENCODERS = {"fp32": _encode_with_fp32, "e8m0": _encode_with_e8m0, "e4m3": _encode_with_e4m3}
+
+
+def _decode_e4m3(codes: Tensor, scales: Tensor, _: Tensor | None) -> Tensor:
+    """Shapes: codes (d, height, a, width), uint8, and scales (d, a) -> values of the codes' shape, fp32."""
+    return codes.view(_E4M3).to(torch.float32) * scales.to(torch.float32)[:, None, :, None]
+
+
+def _decode_e2m1(codes: Tensor, scales: Tensor, matrix_scale: Tensor | None) -> Tensor:
+    """As `_decode_e4m3`, from codes of e2m1 in a byte each."""
+    assert matrix_scale is not None, "the scale of the whole matrix is needed"
+    values = _e2m1_values(codes.device).index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
+    return values * (scales.to(torch.float32) * matrix_scale)[:, None, :, None]
+
+
+def _e2m1_values(device: torch.device) -> Tensor:
+    """The value of each code, (16,)."""
+    positive = torch.tensor(E2M1, dtype=torch.float32, device=device) / 2
+    return torch.cat([positive, -positive])
+
+
+def _e2m1_borders(device: torch.device) -> Tensor:
+    """The largest magnitude that is rounded to each code but the last, (7,): a tie takes the even code."""
+    positive = torch.tensor(E2M1, dtype=torch.float32, device=device) / 2
+    middle = (positive[1:] + positive[:-1]) / 2
+    below = torch.nextafter(middle, torch.zeros_like(middle))
+    return torch.where(torch.arange(7, device=device) % 2 == 0, middle, below)
+
+
+_EACH = (
+    ScaledFormat(name="fp8_128x128", height=128, width=128),
+    ScaledFormat(name="fp8_1x128", height=1, width=128),
+    ScaledFormat(name="fp8_1x128_e8m0", height=1, width=128, scale="e8m0"),
+    ScaledFormat(name="mxfp8", height=1, width=32, scale="e8m0"),
+    ScaledFormat(name="nvfp4", height=1, width=16, element="e2m1", scale="e4m3"),
+)
+SCALED_FORMATS: dict[str, ScaledFormat] = {each.name: each for each in _EACH}
+"""The formats, by name."""
+
+
+def scaled_format_named(given: str | ScaledFormat) -> ScaledFormat:
+    """The format of a name; a `ScaledFormat` is returned as it is.
+
+    Raises:
+        ValueError: no format has the name.
+    """
+    if isinstance(given, ScaledFormat):
+        return given
+    if given not in SCALED_FORMATS:
+        raise ValueError(
+            f"weight_format={given!r} is not known; use one of {', '.join(SCALED_FORMATS)}, or a ScaledFormat"
+        )
+    return SCALED_FORMATS[given]

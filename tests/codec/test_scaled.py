@@ -1,0 +1,171 @@
+"""Scaled formats against rounding block by block, and linear layers that train in them, in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from laconic.codec.scaled import SCALED_FORMATS, ScaledFormat
+from laconic.codec.scaled_linear import (
+    _RECIPES,
+    ScaledTensor,
+    _swizzled,
+    convert_to_scaled_training,
+    product_of_codes,
+)
+from tests.reference.scaled import rounded, rounding
+
+FORMATS = list(SCALED_FORMATS)
+
+
+def matrix(*shape: int, seed: int = 0) -> Tensor:
+    """A matrix whose rows have other magnitudes than their neighbours."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * torch.randn(shape[0], 1, generator=generator).exp()
+
+
+def scale_of(weight_format: ScaledFormat, whole: Tensor) -> Tensor | None:
+    return weight_format.matrix_scale(weight_format.largest_of(whole)) if weight_format.has_matrix_scale else None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", [(1, 16), (131, 48), (257, 144)])
+def test_a_matrix_is_rounded_block_by_block(name: str, shape: tuple[int, int]) -> None:
+    weight_format = SCALED_FORMATS[name]
+    for whole in (matrix(*shape), matrix(*shape, seed=1).bfloat16(), torch.zeros(shape)):
+        scale = scale_of(weight_format, whole)
+        codes, scales = weight_format.quantize(whole, scale)
+        assert codes.nbytes + scales.nbytes == weight_format.nbytes(shape)
+        assert torch.equal(weight_format.dequantize(codes, scales, scale), rounded(whole, name))
+        parts = [
+            weight_format.quantize(part, scale) for part in whole.split(weight_format.height)
+        ]  # as ranks with whole blocks
+        assert torch.equal(torch.cat([part for part, _ in parts]).view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(torch.cat([part for _, part in parts]).float(), scales.float())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_block_with_a_number_that_is_not_finite_is_nan(name: str, bad: float) -> None:
+    weight_format, whole = SCALED_FORMATS[name], matrix(2, 256)
+    whole[1, 5] = bad
+    scale = scale_of(weight_format, whole)
+    decoded = weight_format.dequantize(*weight_format.quantize(whole, scale), scale)
+    assert decoded[1, : weight_format.width].isnan().all()
+    assert decoded[0, -weight_format.width :].isnan().any() == weight_format.has_matrix_scale, (
+        "other blocks stay, but for NVFP4"
+    )
+
+
+@pytest.mark.parametrize(("name", "bound"), [*zip(FORMATS, [0.5002, 0.5157, 0.504, 0.5157, 0.2813], strict=True)])
+def test_a_format_takes_few_bytes(name: str, bound: float) -> None:
+    shape = (256, 512)
+    assert bound - 0.001 < SCALED_FORMATS[name].nbytes(shape) / (2 * 256 * 512) <= bound, "against bf16"
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(48, 160), nn.GELU(), nn.Linear(160, 16, bias=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rounds_input", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_layer_trains_as_one_that_rounds(name: str, rounds_input: bool, dtype: torch.dtype) -> None:
+    oracle = rounding(mlp(), name, ["0", "2"], rounds_input=rounds_input).to(dtype)
+    model = convert_to_scaled_training(mlp().to(dtype), name, scales_input=rounds_input)  # type: ignore[arg-type]
+    model = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, oracle)]
+    for step in range(2):
+        inputs = [matrix(6, 48, seed=step).to(dtype).view(2, 3, 48).requires_grad_() for _ in range(2)]
+        losses = [each(x).square().mean() for each, x in zip((model, oracle), inputs, strict=True)]
+        assert torch.equal(losses[0], losses[1])
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(inputs[0].grad, inputs[1].grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (key, trained), wanted in zip(model.named_parameters(), oracle.parameters(), strict=True):
+        assert torch.equal(trained.detach() + 0, wanted.detach()), key
+
+
+def test_a_compiled_layer_computes_the_same() -> None:
+    model: Any = convert_to_scaled_training(mlp(), "nvfp4")
+    x = matrix(3, 48)
+    wanted = model(x)
+    found = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(found, wanted)
+    gradients = [torch.autograd.grad(output.sum(), model[0].bias)[0] for output in (found, wanted)]
+    assert torch.equal(*gradients)
+
+
+def test_autocast_and_other_operations_than_linear() -> None:
+    model: Any = convert_to_scaled_training(mlp(), "mxfp8")
+    x = matrix(3, 48)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16
+    weight: Any = model[0].weight
+    scaled = weight.scaled()
+    assert torch.equal(x @ scaled.t(), x @ torch.from_numpy(rounded(weight + 0, "mxfp8").numpy()).t())
+    assert torch.equal(weight.sum(), (weight + 0).sum()), "a weight that trains shows its exact elements"
+    with pytest.raises(RuntimeError, match=r"writes into a weight in mxfp8.*Edit the sharded parameter"):
+        scaled.mul_(2)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_device_gets_codes_and_scales_as_it_wants_them(name: str) -> None:
+    """Pass torch's own check of the arguments of a product on CUDA, which it makes without a device, too."""
+    weight_format = SCALED_FORMATS[name]
+    sizes = {"rows": (32, 384), "weight": (256, 384)}
+    parts = {
+        key: (
+            torch.empty(weight_format.codes_shape(shape), dtype=weight_format.code_dtype, device="meta"),
+            torch.empty(own.scales_shape(shape), dtype=weight_format.scale_dtype, device="meta"),
+        )
+        for (key, shape), own in zip(sizes.items(), (weight_format.of_rows, weight_format), strict=True)
+    }
+    scale = torch.empty((), device="meta") if weight_format.has_matrix_scale else None
+    weight = ScaledTensor(*parts["weight"], scale, weight_format, torch.bfloat16)
+    product = product_of_codes(*parts["rows"], scale, weight, torch.bfloat16)
+    assert (product.shape, product.dtype) == ((32, 256), torch.bfloat16)
+    assert weight_format in _RECIPES
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (130, 6), (256, 8)])
+def test_scales_are_swizzled_as_cublas_says(shape: tuple[int, int]) -> None:
+    scales = torch.arange(1, shape[0] * shape[1] + 1).remainder(251).to(torch.uint8).view(shape)
+    num_tiles = -(-shape[0] // 128) * -(-shape[1] // 4)
+    wanted = torch.zeros(512 * num_tiles, dtype=torch.uint8)
+    for row in range(shape[0]):
+        for column in range(shape[1]):
+            tile = row // 128 * -(-shape[1] // 4) + column // 4
+            wanted[512 * tile + row % 32 * 16 + row % 128 // 32 * 4 + column % 4] = scales[row, column]
+    assert torch.equal(_swizzled(scales, next(iter(_RECIPES.values()))[1]), wanted)
+
+
+def test_what_cannot_be_converted_is_refused() -> None:
+    def refused(message: str, model: nn.Module, weight_format: Any = "nvfp4", **options: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            convert_to_scaled_training(model, weight_format, **options)
+
+    refused(r"weight_format='fp8' is not known; use one of fp8_128x128, fp8_1x128", mlp(), "fp8")
+    refused("Sequential has no linear layer to convert", mlp(), module_filter_fn=lambda *_: False)
+    odd = nn.Sequential(nn.Linear(24, 3))
+    refused(r"0: nvfp4 needs rows of a multiple of 16 elements, got shape \(3, 24\); leave it out", odd)
+    converted = convert_to_scaled_training(mlp(), "mxfp8")
+    refused("weight of 0 is a ScaledWeight, not a plain tensor; leave it out", converted)
+    tied = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    tied[1].weight = tied[0].weight
+    refused("Sequential has no linear layer to convert", tied)
+    refused("weight of 0 is tied to another module's", tied, module_filter_fn=lambda *_: True)
+    with pytest.raises(ValueError, match="blocks of 0 x 16 cut nothing"):
+        ScaledFormat(name="none", height=0, width=16)
+    with pytest.raises(ValueError, match="are no format that laconic knows"):
+        ScaledFormat(name="odd", height=1, width=16, element="e2m1")
+    functional.linear(torch.ones(1, 48), convert_to_scaled_training(mlp(), "mxfp8")[0].weight)  # type: ignore[index]

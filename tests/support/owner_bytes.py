@@ -1,0 +1,39 @@
+"""The bytes of matrices on the way to their owners and back: counted, and by formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from laconic.optim.owners import Owners
+from laconic.ragged.redistribute import moved_elements, whole_on
+
+
+def sum_over_ranks(value: int) -> int:
+    total = torch.tensor(value)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def received_bytes(module: nn.Module, optimizer: Any) -> int:
+    """The bytes of matrices that all ranks have received so far, over all clusters of the parameters. Collective."""
+    clusters = [parameter.spec.cluster for parameter in module.parameters()]  # type: ignore[union-attr]
+    clusters += [each.cluster for each in getattr(optimizer, "joined", {}).values()]
+    counters = {id(cluster.traffic): cluster.traffic.snapshot() for cluster in clusters}
+    return sum_over_ranks(sum(each.total(purpose="optimizer", direction="received") for each in counters.values()))
+
+
+def elements_to_owners(owners: Owners) -> int:
+    """The elements that cross on the way to the owners on all ranks, as layouts say it. Collective.
+
+    Ranks of one cluster have the same matrices, which its first rank counts.
+    """
+    own = 0
+    for matrix, owner in owners.by_matrix.items():
+        cluster = matrix.route.cluster
+        if dist.get_rank() == min(map(cluster.global_rank, range(cluster.size))):
+            own += moved_elements(matrix.route, whole_on(matrix.route, owner))
+    return sum_over_ranks(own)
