@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from laconic.cyclic.runtime import CyclicDataParallel
 from laconic.cyclic.schedule import Rule, StatePlacement
+from laconic.shard.policies import Wire
 from tests.cyclic.test_snapshot import together
 from tests.cyclic.toys import OPTIMIZERS, assert_equal, make_batch, make_stages, train, train_oracle
 from tests.reference.cyclic import Oracle
@@ -43,7 +44,9 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(Narrow.apply(output), target)
 
 
-def make(rule: str, mesh: DeviceMesh | None, states: StatePlacement, max_grad_norm: float | None) -> CyclicDataParallel:
+def make(
+    rule: str, mesh: DeviceMesh | None, states: StatePlacement, max_grad_norm: float | None, wire: Wire
+) -> CyclicDataParallel:
     return CyclicDataParallel(
         make_stages(3),
         loss_fn,
@@ -53,17 +56,27 @@ def make(rule: str, mesh: DeviceMesh | None, states: StatePlacement, max_grad_no
         states=states,
         grad_scaler=scaler(),
         max_grad_norm=max_grad_norm,
+        wire=wire,
     )
 
 
-def assert_scales(mesh: DeviceMesh | None, states: StatePlacement) -> None:
+def assert_scales(mesh: DeviceMesh | None, states: StatePlacement, wire: Wire | None = None) -> None:
+    """With a wire, each rank is a node."""
+    wire, nodes = wire or Wire(), range(dist.get_world_size()) if mesh is not None else ()
     worker = dist.get_rank() if mesh is not None and states != "shared" else None
     for rule in ("v1", "clip") if states == "shared" else ("dp", "v1", "clip"):
         for max_grad_norm in (None, 0.1):
             oracle = Oracle(
-                make_stages(3), loss_fn, OPTIMIZERS["sgd"], Rule.named(rule, 3), max_grad_norm, grad_scaler=scaler()
+                make_stages(3),
+                loss_fn,
+                OPTIMIZERS["sgd"],
+                Rule.named(rule, 3),
+                max_grad_norm,
+                grad_scaler=scaler(),
+                wire=wire,
+                nodes=nodes,
             )
-            run, saved, scales = make(rule, mesh, states, max_grad_norm), {}, []
+            run, saved, scales = make(rule, mesh, states, max_grad_norm, wire), {}, []
             for step in range(END):
                 if step in (1, 3, 4):
                     state = together(run.state_dict())
@@ -76,7 +89,7 @@ def assert_scales(mesh: DeviceMesh | None, states: StatePlacement) -> None:
             assert any(after > before for before, after in pairwise(scales))
             run.drain()
             oracle.restart()
-            resumed = make(rule, mesh, states, max_grad_norm)
+            resumed = make(rule, mesh, states, max_grad_norm, wire)
             for step, state in saved.items():
                 resumed.load_state_dict(state)
                 train(resumed, range(step, END), worker)
@@ -93,10 +106,19 @@ def test_single_device() -> None:
     assert_scales(None, "single")
 
 
-@pytest.mark.parametrize(("states", "ranks"), [("replicated", 3), ("sharded", 3), ("shared", 6)])
+@pytest.mark.parametrize(
+    ("states", "ranks"), [("replicated", 3), ("sharded", 3), pytest.param("shared", 6, marks=pytest.mark.campaign)]
+)
 @on_ranks("ranks")
 def test_devices_agree(states: StatePlacement) -> None:
     assert_scales(init_device_mesh("cpu", (dist.get_world_size(),)), states)
+
+
+@on_ranks(3, local=1)
+def test_devices_agree_on_what_crosses_in_few_bits() -> None:
+    """A skipped update still brings a version, with what the codec has lost of earlier ones."""
+    wire = Wire(weights="int8", gradients="int8", exact_every=3)
+    assert_scales(init_device_mesh("cpu", (dist.get_world_size(),)), "replicated", wire)
 
 
 def test_rules_without_a_global_norm_are_refused() -> None:

@@ -325,18 +325,18 @@ def test_carried_inputs_reach_every_module_of_a_list() -> None:
 
 def test_by_memory_and_by_costs() -> None:
     wide = layers(4, 4, 4, 256, 4, 4, 4)
-    by_memory = cut(wide, 2, by="memory", example=torch.randn(16, 4))
+    by_memory = cut(wide, 2, example=torch.randn(16, 4))  # as one device does by itself
     assert by_memory[0].num_blocks == 3  # up to the layer that makes the wide output
     by_costs = cut(wide, 3, by=[1, 1, 1, 1, 4, 4])
     assert [stage.num_blocks for stage in by_costs] == [4, 1, 1]
 
 
 def test_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only layers advance the clock. Stages take the same time, or the first stage takes more."""
+    """On several ranks. Only layers advance the clock. Stages take the same time, or the first stage takes more."""
     clock = SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr(
-        importlib.import_module("laconic.cyclic.cut"), "time", SimpleNamespace(perf_counter=lambda: clock.now_s)
-    )
+    module = importlib.import_module("laconic.cyclic.cut")
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    monkeypatch.setattr(module, "RankGroup", lambda: SimpleNamespace(size=2, broadcast=lambda costs: costs))
 
     class Busy(nn.Linear):
         def __init__(self, seconds: float) -> None:
@@ -389,7 +389,7 @@ def test_impossible_cuts_are_refused() -> None:
     model = nn.Sequential(*layers(4, 4, 4))
     with pytest.raises(ValueError, match="3 stages need at least as many blocks, and the model has 2"):
         cut(model, 3, by="parameters")
-    with pytest.raises(ValueError, match="by='time' measures; give example="):
+    with pytest.raises(ValueError, match="by='memory' measures; give example="):
         cut(model, 2)
     with pytest.raises(ValueError, match="by='flops' is unknown"):
         cut(model, 2, by="flops")  # type: ignore[arg-type]

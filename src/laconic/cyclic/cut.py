@@ -35,7 +35,7 @@ def cut(
     num_stages: int,
     *,
     example: Example | None = None,
-    by: Criterion | Sequence[float] = "time",
+    by: Criterion | Sequence[float] | None = None,
     carry: int = 0,
 ) -> list[Stage]:
     """Cut a model into stages of equal cost, front-heavy where they cannot be equal: see [Note: Front-heavy stages].
@@ -43,6 +43,9 @@ def cut(
     Costs are measured on `example`; gradients, buffers and random states stay as they were. If torch.distributed is
     initialised, the call is collective and the costs of rank 0 count, so that all ranks cut alike. Measured times vary
     between launches, so the cut may vary, and with it the losses under rules that give stages different ages.
+
+    On one rank, one device runs all workers' micro-batches. No worker waits for another there, so the time of a stage
+    does not matter. The activations that are alive together do, and those of the first stage live longest.
 
     Args:
         model: an `nn.Sequential`; modules to call one after the other; or a transformers causal language model, whose
@@ -52,6 +55,7 @@ def cut(
             position or by name. Default for a language model: 128 tokens.
         by: the cost that stages share equally: measured time of forward and backward, measured bytes saved for
             backward, the number of parameters, or a cost for each block (module; or embedding, each layer, head).
+            Default: "time", and "memory" on one rank.
         carry: the number of trailing inputs (masks, positions) that every module of a sequence takes and none returns.
 
     Raises:
@@ -63,8 +67,11 @@ def cut(
     modules = [model] if isinstance(model, nn.Module) else model
     if any(parameter.is_meta for module in modules for parameter in module.parameters()):
         raise ValueError("the model is on the meta device; give its parameters values before it is cut")
+    ranks = RankGroup()
+    if by is None:
+        by = "time" if ranks.size > 1 else "memory"
     blocks, values = _blocks_of(model, example, carry)
-    costs = RankGroup().broadcast(_costs(blocks, values, by))
+    costs = ranks.broadcast(_costs(blocks, values, by))
     counts = [0, *accumulate(any(p.requires_grad for p in _parameters(block)) for block in blocks)]
     borders = partition(costs, num_stages, is_allowed=lambda start, stop: counts[stop] > counts[start])
     stages = [Stage(blocks[start:stop]) for start, stop in pairwise(borders)]

@@ -42,6 +42,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from laconic import _compat
+from laconic.codec.payload import Run
 from laconic.comm.groups import destroy_with, new_group
 from laconic.comm.launch import node_of_rank
 from laconic.comm.traffic import Level, Purpose, Traffic
@@ -66,6 +67,15 @@ class ByteLayout:
             stop = self.num_bytes + tensor.nbytes
             self._places.append((slice(self.num_bytes, stop), tensor.dtype, tensor.shape, stride))
             self.num_bytes = -(-stop // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+    def runs(self) -> dict[torch.dtype, list[Run]]:
+        """The elements of each tensor in a buffer that is viewed as the tensor's dtype, by dtype; vectors are exact."""
+        found: dict[torch.dtype, list[Run]] = {}
+        for place, dtype, shape, _ in self._places:
+            if place.start < place.stop:
+                run = place.start // dtype.itemsize, place.stop // dtype.itemsize, len(shape) < 2
+                found.setdefault(dtype, []).append(run)
+        return found
 
     def empty(self, device: torch.device) -> Tensor:
         """A new buffer of zeros, (num_bytes,) of uint8."""
@@ -163,11 +173,11 @@ class _Transfer:
 class Links:
     """The messages of one device, on a `mesh` of one axis. Without a mesh, one device sends all messages to itself.
 
-    `num_bytes` is a function from a stage to the size of a message with its weights or gradients.
+    `num_bytes` is a function from a message that is not an activation to its size.
     Every method that posts, sends or waits raises PeerLost if the process of the other device has ended.
     """
 
-    def __init__(self, mesh: DeviceMesh | None, device: torch.device, num_bytes: Callable[[int], int]) -> None:
+    def __init__(self, mesh: DeviceMesh | None, device: torch.device, num_bytes: Callable[[Message], int]) -> None:
         self.traffic = Traffic()
         self.waited_s = 0.0  # the time spent waiting since the caller last set this to zero
         self._device, self._num_bytes = device, num_bytes
@@ -181,10 +191,11 @@ class Links:
         self._known_shapes: set[Hashable] = set()
         self.mesh_rank = 0
         groups: list[dist.ProcessGroup] = []
-        self._nodes: list[int] = []
+        self.nodes: list[int] = []
+        """The node of each device, on a mesh."""
         if mesh is not None:
             ranks = mesh.mesh.flatten().tolist()
-            self._nodes = [node_of_rank(rank) for rank in ranks]
+            self.nodes = [node_of_rank(rank) for rank in ranks]
             # On NCCL a posted receive blocks later operations with the same peer; on Gloo it does not.
             num_groups = 3 if dist.get_backend(mesh.get_group()) == "nccl" else 2
             timeout = _compat.timeout_of(mesh.get_group())
@@ -218,13 +229,8 @@ class Links:
             header = self._receive(message, HEADER_BYTES)
             self._wait(header)
             self._metas[self._meta_key(message)] = ActivationMeta.from_header(header.buffers[0])
-        match PURPOSES[message.kind]:
-            case "activations":
-                num_bytes = self._meta(message).layout.num_bytes
-            case "control":
-                num_bytes = NUMBER_BYTES
-            case _:
-                num_bytes = self._num_bytes(message.stage)
+        is_activation = PURPOSES[message.kind] == "activations"
+        num_bytes = self._meta(message).layout.num_bytes if is_activation else self._num_bytes(message)
         self._posted[message.key] = self._receive(message, num_bytes)
 
     def _receive(self, message: Message, num_bytes: int) -> _Transfer:
@@ -351,7 +357,7 @@ class Links:
             dist.broadcast(tensor, group=self._control, group_src=source)
 
     def _level(self, peer: int) -> Level:
-        return "local" if self._nodes[peer] == self._nodes[self.mesh_rank] else "node"
+        return "local" if self.nodes[peer] == self.nodes[self.mesh_rank] else "node"
 
     def _count(self, peer: int, purpose: Purpose, *, sent_bytes: int = 0, received_bytes: int = 0) -> None:
         self.traffic.count(self._level(peer), purpose, sent_bytes=sent_bytes, received_bytes=received_bytes)

@@ -13,6 +13,11 @@ With sharded states a worker has most stages only during an op, but the graph of
 parameters until its backward. So a stage that is not held has one *home*, a buffer that its parameters always view. The
 home's storage has no bytes between ops. When a version arrives, it is copied into the home, and the buffer in which it
 arrived is sent on to the next worker.
+
+[Note: Exact weights and copies]
+If weights cross in few bits, all devices compute with what they decode: [Note: Few bits on the ring] in coding.py. The
+owner of a stage keeps two buffers then: the exact weights, with which its optimizer steps, and the copy that all have.
+An edit of a copy in the middle of a run would get lost, or make the copies differ, so it is refused.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from laconic.cyclic.links import ByteLayout
+from laconic.cyclic.coding import RingWire
 from laconic.cyclic.optimizers import Settings, StageOptimizers
 from laconic.cyclic.schedule import Message, Op, Schedule
 from laconic.cyclic.stage import trainable
@@ -45,23 +50,31 @@ class Placement:
     """The parameters of all stages on the device `number`.
 
     The trainable parameters of `stages`, equal on all devices, become views of buffers. The `schedule` decides which
-    stages the device holds and updates. The `optimizers` of stages that another device updates lose their state.
+    stages the device holds and updates, and `wire` how their weights cross. The `optimizers` of stages that another
+    device updates lose their state.
     """
 
     def __init__(
-        self, stages: Sequence[nn.Module], schedule: Schedule, number: int, optimizers: StageOptimizers
+        self,
+        stages: Sequence[nn.Module],
+        schedule: Schedule,
+        number: int,
+        optimizers: StageOptimizers,
+        wire: RingWire,
     ) -> None:
         named = [trainable(stage) for stage in stages]
         self.names = [list(parameters) for parameters in named]
         self.parameters = [list(parameters.values()) for parameters in named]
-        self.layouts = [ByteLayout(parameters) for parameters in self.parameters]
+        self.layouts = wire.layouts
         self.device = self.parameters[0][0].device
-        self.optimizers = optimizers
+        self.optimizers, self.wire = optimizers, wire
         self.updated = schedule.updated_on(number)
         """The stages whose optimizer steps here."""
         self.held = range(len(stages)) if schedule.states == "replicated" else self.updated
         """The stages that keep their memory between ops."""
         self._interleaves = not schedule.has_device_per_worker  # then an update may come between forward and backward
+        self._exact: dict[int, Tensor] = {}  # [Note: Exact weights and copies]
+        self._coded: dict[int, Tensor] = {}  # the message that brings the newest version of a stage, if it is coded
         self.begin_run(is_pending=False)
         self.buffers = [
             layout.pack((p.detach() for p in parameters), self.device)
@@ -80,35 +93,99 @@ class Placement:
         self.first_version = -1 if is_pending else 0
         self.version = dict.fromkeys(range(len(self.parameters)), self.first_version)
         """The version of each stage, counted in the run."""
+        self._counted: dict[int, tuple[int, ...]] = {}  # the in-place changes of a stage when its copy was made
+
+    def begin_first_batch(self) -> None:
+        """Take the weights with which a run begins: code them, if even the first version crosses in few bits."""
+        for stage in self.held:
+            self._counted.setdefault(stage, self._counters(stage))
+            if self.wire.sends_values and not self.wire.has_copies:
+                self._use(stage, self.buffers[stage])
+
+    def end_run(self) -> None:
+        """Compute with exact weights again, after the last message of a run."""
+        for stage, exact in self._exact.items():
+            self.replace(stage, exact)
+        self._exact.clear()
+        self._coded.clear()
+
+    def load(self, stage: int, exact: Tensor, copy: Tensor | None) -> None:
+        """Begin with these weights of a stage that is held and, if workers keep copies, with this copy."""
+        self.replace(stage, exact if copy is None else copy)
+        if copy is not None:
+            self._exact[stage] = exact  # on other devices than the owner until the next version arrives
+
+    def exact(self, stage: int) -> Tensor:
+        """The buffer with the exact weights of a stage, where they are known."""
+        return self._exact.get(stage, self.buffers[stage])
 
     def replace(self, stage: int, buffer: Tensor) -> None:
         """Point a stage's parameters at another buffer."""
         self.buffers[stage] = buffer
         self._point(stage, buffer)
+        self._counted[stage] = self._counters(stage)
 
     def update(self, stage: int, total: Tensor, settings: Settings) -> None:
         """Make the next version of a stage from the buffer of its total gradient, with the settings of its batch."""
-        self.replace(stage, self.buffers[stage].clone())
+        exact = self.exact(stage).clone()
+        self._point(stage, exact)
         # Graphs saved views of the previous buffer, so autograd must not see this step as a change in place.
         with torch.autograd._unsafe_preserve_version_counter(tuple(self.parameters[stage])):
             self.optimizers.apply(stage, self.layouts[stage].views(total), settings)
+        self.pass_by(stage, exact)
+
+    def pass_by(self, stage: int, exact: Tensor | None = None) -> None:
+        """Count the next version of a stage, which has these exact weights. Default: those that it has."""
         self.version[stage] += 1
+        self._use(stage, self.exact(stage) if exact is None else exact)
+
+    def _use(self, stage: int, exact: Tensor) -> None:
+        """Compute with the exact weights of a stage or, if they cross in few bits, with what receivers decode."""
+        coding = self.wire.coding_of_weights(stage, self.version[stage])
+        if coding is None:
+            self._exact.pop(stage, None)
+            self.replace(stage, exact)
+            return
+        base = self._base(stage)
+        self._exact[stage], self._coded[stage] = exact, coding.encode(exact, base)
+        self.replace(stage, coding.decode(self._coded[stage], base))
+
+    def _base(self, stage: int) -> Tensor | None:
+        """The copy of a stage to which the next version crosses as a difference; None if it crosses by itself."""
+        if not self.wire.sends_differences:
+            return None
+        if self._counted.get(stage, counters := self._counters(stage)) != counters:
+            raise VersionError(
+                f"parameters of stage {stage} were changed in place in the middle of a run, but wire= sends "
+                "differences to them; change them after `drain()`, or train with wire='exact'"
+            )
+        return self.buffers[stage]
 
     def install(self, message: Message, buffer: Tensor) -> None:
         """Use the version that a message from another device has brought, in its buffer."""
-        stage = message.stage
-        if stage in self.held:
-            self.replace(stage, buffer)
+        stage, coding = message.stage, self.wire.coding_of(message)
+        if stage not in self.held:
+            home, self._arrived = self.buffers[stage], buffer  # to be sent on: see [Note: A home without memory]
+            home.untyped_storage().resize_(self.layouts[stage].num_bytes)
+            if coding is None:
+                home.copy_(buffer)
+            else:
+                coding.decode_into(buffer, home)
         else:
-            self.buffers[stage].untyped_storage().resize_(buffer.numel())
-            self.buffers[stage].copy_(buffer)
-            self._arrived = buffer  # to be sent on: see [Note: A home without memory]
+            self._exact.pop(stage, None)
+            if coding is not None:
+                self._coded[stage] = buffer
+                buffer = coding.decode(buffer, self._base(stage))
+            self.replace(stage, buffer)
         self.version[stage] = max(message.index, self.first_version)
 
     def content(self, message: Message) -> Tensor:
         """The buffer to send in a message of weights."""
-        assert self.version[message.stage] == max(message.index, self.first_version), message
-        return self.buffers[message.stage] if message.stage in self.held else self._arrived
+        stage = message.stage
+        assert self.version[stage] == max(message.index, self.first_version), message
+        if stage not in self.held:
+            return self._arrived
+        return self.exact(stage) if self.wire.coding_of(message) is None else self._coded[stage]
 
     @contextmanager
     def showing(self, buffers: Sequence[Tensor]) -> Iterator[None]:
@@ -119,9 +196,11 @@ class Placement:
         try:
             yield
         finally:
-            for parameters, own in zip(self.parameters, data, strict=True):
+            for stage, (parameters, own) in enumerate(zip(self.parameters, data, strict=True)):
                 for parameter, value in zip(parameters, own, strict=True):
                     parameter.data = value
+                if stage in self._counted:  # changes inside were not of the stage's own buffer
+                    self._counted[stage] = self._counters(stage)
 
     def enter_forward(self, op: Op, version: int) -> UsedVersion:
         """Check that the stage has this version; return the record of it that `enter_backward` needs.

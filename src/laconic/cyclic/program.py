@@ -55,11 +55,20 @@ def program(schedule: Schedule, device: int, batch: int, run: RunFacts = _ENDLES
     return [*norm, *compile_(schedule, device, batch, run)]
 
 
-@lru_cache(maxsize=64)
-def messages_to(schedule: Schedule, target: int, batch: int, run: RunFacts = _ENDLESS) -> tuple[Message, ...]:
+def messages_to(schedule: Schedule, target: int, batch: int, run: RunFacts = _ENDLESS) -> Sequence[Message]:
     """The messages that other devices send to `target` in one batch, for each sender in the order of its program."""
-    others = (source for source in range(schedule.num_devices) if source != target)
-    return tuple(m for source in others for m in _sent(schedule, source, batch, run) if m.target == target)
+    return _messages_of(schedule, batch, run).get(target, ())
+
+
+@lru_cache(maxsize=16)
+def _messages_of(schedule: Schedule, batch: int, run: RunFacts) -> dict[int, list[Message]]:
+    """The messages between devices in one batch, by the device that gets them."""
+    found: dict[int, list[Message]] = {}
+    for source in range(schedule.num_devices):
+        for message in _sent(schedule, source, batch, run):
+            if message.target != source:
+                found.setdefault(message.target, []).append(message)
+    return found
 
 
 def messages_per_step(schedule: Schedule, batches: int) -> list[list[Message]]:
@@ -130,9 +139,9 @@ def _weights(schedule: Schedule, op: Op, version: int, run: RunFacts) -> tuple[l
     def exists(message: Message) -> bool:
         return run.has_version(version) if is_replicated else run.has_gradient(message.sent_in)
 
-    if op.worker != owner and exists(message := _hop(schedule, op, version, previous, op.worker)):
+    if op.worker != owner and exists(message := _hop(schedule, op, version, previous, op.worker, run)):
         receives.append(Receive(message, is_needed=is_replicated or run.has_gradient(op.batch)))
-    if following != owner and exists(message := _hop(schedule, op, version, op.worker, following)):
+    if following != owner and exists(message := _hop(schedule, op, version, op.worker, following, run)):
         sends.append(Send(message))
     return receives, sends
 
@@ -146,7 +155,7 @@ def _waits(schedule: Schedule, worker: int, stage: int) -> bool:
     return sends_first_gradient and all(owner(earlier) != following for earlier in range(stage))
 
 
-def _hop(schedule: Schedule, op: Op, version: int, source: int, target: int) -> Message:
+def _hop(schedule: Schedule, op: Op, version: int, source: int, target: int, run: RunFacts = _ENDLESS) -> Message:
     """The message that brings a version of the op's stage from `source` to `target`, for their forward or backward."""
     rule, stage = schedule.rule, op.stage
     kind: Literal["weights", "rear weights"] = "weights" if op.is_forward else "rear weights"
@@ -158,7 +167,8 @@ def _hop(schedule: Schedule, op: Op, version: int, source: int, target: int) -> 
         early = max(due - 2, 0)  # a message of weights leaves two time steps before it is due: see _first_weights
         return Message(kind, source, target, stage, version, target, early, due, 0, due_in)
     step = step_of(source, stage, sent_in) + _waits(schedule, source, stage)
-    return Message(kind, source, target, stage, version, target, step, due, sent_in, due_in)
+    is_last = version == run.num_batches
+    return Message(kind, source, target, stage, version, target, step, due, sent_in, due_in, is_last)
 
 
 def _first_weights(schedule: Schedule, device: int) -> Iterator[Instruction]:

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from laconic.comm.failure import first_failure, record_failure, watch_peers
 from laconic.comm.traffic import Traffic
-from laconic.cyclic.links import Baton, Links, PeerLost
+from laconic.cyclic.coding import RingWire, check_wire
+from laconic.cyclic.links import Baton, ByteLayout, Links, PeerLost
 from laconic.cyclic.meter import Report
 from laconic.cyclic.optimizers import BatchLossScale, MakeOptimizer, StageOptimizers
 from laconic.cyclic.placement import Placement
@@ -24,6 +25,7 @@ from laconic.cyclic.snapshot import Snapshots
 from laconic.cyclic.stage import refuse_shared, trainable
 from laconic.cyclic.worker import LossFn, MicroBatch, Worker
 from laconic.ragged.tensor import RaggedTensor
+from laconic.shard.policies import Wire, WireName
 
 
 class CyclicDataParallel:
@@ -42,6 +44,8 @@ class CyclicDataParallel:
         rule: the versions that workers use: "v2", "lag2", "clip", "v1", "dp" (all at once), a `Rule`, or a mask.
         states: "replicated": every worker has all parameters, the owner of a stage has its optimizer state. "sharded":
             only the owner keeps parameters too; they travel on two rings. "shared": N(N+1)/2 devices have a stage each.
+        wire: the bits in which weights and gradients cross between nodes: "exact", "8bit", "4bit", or a `Wire`. With
+            sharded states weights can only cross as values; with shared stages none cross.
         stagger: the lead of a worker over the next one, as a share of 1/N of a batch. 1 keeps activations flat, less
             tolerates slow links, 0 lets all workers begin at once.
         max_grad_norm: clip gradients by the global norm over all stages. Only the rules "v1", "clip" and "dp" allow it.
@@ -51,7 +55,7 @@ class CyclicDataParallel:
     Raises:
         ValueError: ranks and stages do not fit; a stage has no trainable parameter, or shares one, or has one that is
             cut over ranks, or has an optimizer that needs more than gradients; the rule does not exist, or cannot wait
-            for the global norm.
+            for the global norm; the wire does not fit the states, or feeds errors back under a loss scale.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class CyclicDataParallel:
         *,
         rule: Rule | str | Sequence[Sequence[bool | int]] = "v2",
         states: StatePlacement = "replicated",
+        wire: Wire | WireName = "exact",
         stagger: float = 1.0,
         max_grad_norm: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
@@ -76,18 +81,23 @@ class CyclicDataParallel:
         self.schedule = Schedule(self.rule, "single" if mesh is None else states, has_norm)
         if mesh is not None:
             _check_mesh(mesh, self.schedule)
+        policy = Wire.of(wire)
+        check_wire(policy, self.schedule.states, is_scaled=is_scaled)
         if not 0 <= stagger <= 1:
             raise ValueError(f"stagger={stagger}, expected 0 (none) to 1 (an N-th of a batch)")
         by_stage = [list(trainable(stage).values()) for stage in self.stages]
         self.optimizer = StageOptimizers(optimizer_fn, by_stage, self._settle)
         """All stages' optimizers as one. Hyper-parameters that are set before `step` belong to its batch's gradient."""
-        self._links = Links(mesh, by_stage[0][0].device, lambda stage: self._placement.layouts[stage].num_bytes)
+        device = by_stage[0][0].device
+        self._links = Links(mesh, device, lambda message: self._worker.wire.num_bytes(message))
         number = self._links.mesh_rank
         if mesh is not None:
             watch_peers()
             with self._failing_together():
                 self._broadcast_values()
-        self._placement = Placement(self.stages, self.schedule, number, self.optimizer)
+        layouts = [ByteLayout(parameters) for parameters in by_stage]
+        ring_wire = RingWire(policy, self.schedule, layouts, device, self._links.nodes)
+        self._placement = Placement(self.stages, self.schedule, number, self.optimizer, ring_wire)
         count = len(self.stages) if self.schedule.has_device_per_worker else 1
         share = stagger if self.rule.is_staggered and count > 1 else 0.0
         self._worker = Worker(
@@ -97,6 +107,7 @@ class CyclicDataParallel:
             number=number,
             links=self._links,
             placement=self._placement,
+            wire=ring_wire,
             baton=Baton(self._links, number % count, count, share),
             max_grad_norm=max_grad_norm,
             loss_scale=BatchLossScale(grad_scaler) if grad_scaler is not None and is_scaled else None,
@@ -225,7 +236,7 @@ class CyclicDataParallel:
     def _copy_of_weights(self, stage: int) -> Tensor:
         source = self._snapshots.weights_device(stage)
         placement, is_here = self._placement, source == self._links.mesh_rank
-        buffer = placement.buffers[stage].clone() if is_here else placement.layouts[stage].empty(placement.device)
+        buffer = placement.exact(stage).clone() if is_here else placement.layouts[stage].empty(placement.device)
         if self.schedule.num_devices > 1:
             self._links.broadcast(buffer, source)
         return buffer
@@ -235,7 +246,8 @@ class CyclicDataParallel:
 
         Call it between any two steps; it does not change the run. The state contains one version of all stages, the
         optimizer state of that version, and the gradient that waits to be applied. The parts of all ranks together are
-        the whole state: write them with torch.distributed.checkpoint, and read them into `blank_state_dict()`.
+        the whole state: write them with torch.distributed.checkpoint, and read them into `blank_state_dict()`. With
+        `Wire(feedback=True)` the run forgets what codecs have lost so far, as a run that goes on from the state must.
         """
         with self._failing_together():
             return self._snapshots.state_dict()
@@ -248,6 +260,7 @@ class CyclicDataParallel:
         """Continue where `state` was saved, to the same bits. Collective.
 
         A run with another rule, or with another placement of the same stages, may have saved it. More keys do no harm.
+        If weights crossed exactly in the run that saved it, workers begin with exact copies.
 
         Raises:
             ValueError: an entry is missing, or has another shape.
@@ -281,7 +294,8 @@ def _check_mesh(mesh: DeviceMesh, schedule: Schedule) -> None:
     n = schedule.num_stages
     if mesh.ndim != 1:
         raise ValueError(
-            f"the cyclic schedule needs a mesh of one axis, got axes {mesh.mesh_dim_names}; pass mesh[axis]"
+            f"the cyclic schedule needs a mesh of one axis, got axes {mesh.mesh_dim_names}; pass mesh[axis], and leave "
+            "context parallelism out: nothing would sum gradients over the other axes"
         )
     if mesh.size() != schedule.num_devices:
         raise ValueError(
@@ -299,8 +313,8 @@ def _check_stages(stages: Sequence[nn.Module]) -> None:
                 kind = "sharded by fully_shard" if isinstance(parameter, RaggedTensor) else "a DTensor"
                 raise ValueError(
                     f"{name} of stage {number} is {kind}, but workers of the cyclic schedule exchange whole stages; "
-                    'leave tensor parallelism and fully_shard out (states="sharded" keeps a stage on one worker), or '
-                    "train with fully_shard in place of the cyclic schedule"
+                    'leave tensor and expert parallelism and fully_shard out (states="sharded" keeps a stage on one '
+                    "worker), or train with fully_shard in place of the cyclic schedule"
                 )
         if not trainable(stage):
             raise ValueError(

@@ -239,6 +239,8 @@ class Message:
     """The sender's batch when it sends."""
     due_in: int
     """The receiver's batch when it needs the message."""
+    is_last: bool = False
+    """Whether it brings weights of the last version of a run, which is known once the run is drained."""
 
     @property
     def key(self) -> Key:

@@ -6,7 +6,8 @@ T, which perhaps no device has yet. But one device has version T - 1, or can mak
 and no worker needs an older version. So a snapshot holds
   - version T - 1 of every stage, with its optimizer state,
   - the total gradient of batch T - 1, which makes version T (it is *pending*),
-  - the hyper-parameters of batch T - 1, and its global norm if the run uses it.
+  - the hyper-parameters of batch T - 1, and its global norm if the run uses it,
+  - the copies of version T - 1, if workers have such: [Note: Exact versions] in coding.py.
 One device saves each stage: its owner or, if stages are shared, the first device that has used the version.
 A run that begins from a snapshot has version -1 and a pending gradient: see [Note: Messages of a batch]. Without
 stagger (`dp`) no worker needs version T - 1 again, and the snapshot holds version T alone.
@@ -25,8 +26,9 @@ from laconic.cyclic.worker import Worker
 class Snapshots:
     """Saves and loads the state of the run of `worker`; see [Note: Snapshot of a run].
 
-    Tensors are named by stage: `stages.0.parameters.NAME`, `stages.0.gradient.NAME`, `stages.0.optimizer.NAME.KEY`;
-    buffers, which differ between devices, also by device: `devices.1.stages.0.buffers.NAME`.
+    Tensors are named by stage: `stages.0.parameters.NAME`, `stages.0.copy.NAME`, `stages.0.gradient.NAME`,
+    `stages.0.optimizer.NAME.KEY`; buffers, which differ between devices, also by device:
+    `devices.1.stages.0.buffers.NAME`.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -52,7 +54,7 @@ class Snapshots:
             if self.weights_device(stage) == worker.number:
                 while (version := self._placement.version[stage]) < target:
                     # The total stays, since the program will take it and see that it is applied.
-                    worker.apply(stage, worker.links.peek(worker.total_key(stage, version)).clone())
+                    worker.apply(stage, worker.total(stage, version))
         return worker.num_batches - worker.batch + target
 
     def weights_device(self, stage: int) -> int:
@@ -76,23 +78,27 @@ class Snapshots:
         """See CyclicDataParallel.state_dict."""
         self.advance()
         worker, placement = self._worker, self._placement
+        worker.wire.forget()
         state: dict[str, Any] = {
             "num_batches": worker.num_batches,
             "is_pending": self._is_pending,
             "settings": placement.optimizers.settings(),
             "pending_settings": worker.settings[self._version] if self._is_pending else None,
             **self._norm(),
+            **({"has_copies": True} if worker.wire.has_copies else {}),
         }
         for stage in range(self._schedule.num_stages):
             if self.weights_device(stage) == worker.number:
-                state |= self._named(stage, "parameters", placement.buffers[stage])
+                state |= self._named(stage, "parameters", placement.exact(stage))
+                if worker.wire.has_copies:
+                    state |= self._named(stage, "copy", placement.buffers[stage])
                 state |= self._frozen(stage)
                 by_parameter = placement.optimizers.by_stage[stage].state
                 state |= self._optimizer_state(stage, [by_parameter.get(p, {}) for p in placement.parameters[stage]])
             if self._gradient_device(stage) == worker.number:
                 total = self._empty(stage)
                 if self._is_pending:
-                    total = worker.links.peek(worker.total_key(stage, self._version))
+                    total = worker.total(stage, self._version)
                 state |= self._named(stage, "gradient", total)
         return state | self._buffers(self._schedule.stages_of(worker.number))
 
@@ -133,6 +139,8 @@ class Snapshots:
                 state |= {key: torch.empty_like(value) for key, value in self._frozen(stage).items()}
             if stage in self._placement.held:
                 state |= self._named(stage, "parameters", self._empty(stage))
+                if self._worker.wire.has_copies:
+                    state |= self._named(stage, "copy", self._empty(stage))
             if stage in self._placement.updated:
                 state |= self._named(stage, "gradient", self._empty(stage))
                 state |= self._optimizer_state(stage, [])
@@ -143,6 +151,8 @@ class Snapshots:
         """Raise ValueError if the state lacks an entry of `blank_state_dict`, or has one of another shape."""
         for key, blank in self.blank_state_dict().items():
             if key not in state:
+                if _is_copy(key):  # weights crossed exactly in the run that was saved
+                    continue
                 raise ValueError(
                     f"the state has no {key!r}; it must hold all ranks' parts, of a model with these "
                     f"{self._schedule.num_stages} stages: load it into blank_state_dict() with "
@@ -157,6 +167,7 @@ class Snapshots:
     def load(self, state: dict[str, Any]) -> None:
         """Begin a run from the state, after a drain."""
         worker, placement = self._worker, self._placement
+        worker.wire.forget()
         worker.num_batches = state["num_batches"]
         worker.begin_run(is_pending=state["is_pending"])
         if state["is_pending"]:
@@ -166,10 +177,12 @@ class Snapshots:
         if (scale := worker.loss_scale) is not None:
             scale.scale, scale.good_batches = state["loss_scale"]
             scale.by_batch = {-1: state["pending_scale"]}
+        has_copies = worker.wire.has_copies and state.get("has_copies", False)
         for stage in range(self._schedule.num_stages):
             placement.optimizers.restore(stage, state["settings"][stage])
             if stage in placement.held:
-                placement.replace(stage, self._packed(state, stage, "parameters"))
+                copy = self._packed(state, stage, "copy") if has_copies else None
+                placement.load(stage, self._packed(state, stage, "parameters"), copy)
             if stage in placement.updated:
                 if state["is_pending"]:
                     worker.links.put(worker.total_key(stage, -1), self._packed(state, stage, "gradient"))
@@ -220,3 +233,8 @@ class Snapshots:
             for stage in stages
             for name, buffer in self._worker.stages[stage].named_buffers()
         }
+
+
+def _is_copy(key: str) -> bool:
+    """Whether an entry of a state is a worker's copy of a parameter."""
+    return key.startswith("stages.") and key.split(".")[2] == "copy"

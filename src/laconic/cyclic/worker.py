@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laconic.cyclic.coding import RingWire
 from laconic.cyclic.links import Baton, Links
 from laconic.cyclic.meter import Report
 from laconic.cyclic.optimizers import KEPT_BATCHES, BatchLossScale, Settings
@@ -55,6 +56,7 @@ class Worker:
     number: int
     links: Links
     placement: Placement
+    wire: RingWire
     baton: Baton
     max_grad_norm: float | None
     loss_scale: BatchLossScale | None
@@ -78,6 +80,8 @@ class Worker:
     def step(self, data: Mapping[int, MicroBatch]) -> list[Tensor]:
         """Train one batch. `data` has the micro-batches of workers; returns the losses that are computed here."""
         batch, number = self.batch, self.number
+        if batch == 0:
+            self.placement.begin_first_batch()
         self.settings[batch] = self.placement.optimizers.settings()
         self.settings.pop(batch - KEPT_BATCHES, None)
         self.links.expect(messages_to(self.schedule, number, batch, self.run))
@@ -115,6 +119,7 @@ class Worker:
             for instruction in program(self.schedule, self.number, batch, last):
                 self._exchange(instruction)
         self.links.finish()
+        self.placement.end_run()
         self.begin_run(is_pending=False)
 
     def begin_run(self, *, is_pending: bool) -> None:
@@ -122,11 +127,18 @@ class Worker:
         self.run, self.batch = RunFacts(is_pending=is_pending), 0
         self.settings.clear()
         self.squares.clear()
+        self.wire.versions_before = self.num_batches
         self.placement.begin_run(is_pending=is_pending)
 
     def total_key(self, stage: int, batch: int) -> Key:
         """The key of a batch's total gradient on the devices that apply it."""
         return "total", stage, batch, self.schedule.num_stages - 1
+
+    def total(self, stage: int, batch: int) -> Tensor:
+        """A new buffer with the total gradient of a stage, which stays where it is. Waits for its message."""
+        content = self.links.peek(self.total_key(stage, batch))
+        coding = self.wire.coding_of_total(stage, batch)
+        return content.clone() if coding is None else coding.decode(content)
 
     def _exchange(self, instruction: Instruction) -> int:
         """Execute an instruction other than Compute; return the number of bytes sent."""
@@ -140,8 +152,9 @@ class Worker:
                     self.links.take(message.key)
             case Update(stage, version):
                 total = self.links.take(self.total_key(stage, version - 1))
+                coding = self.wire.coding_of_total(stage, version - 1)
                 if self.placement.version[stage] < version:  # a snapshot may have applied the total already
-                    self.apply(stage, total)
+                    self.apply(stage, total if coding is None else coding.decode(total))
             case Square(stage):
                 self._add_square(stage)
         return 0
@@ -157,7 +170,8 @@ class Worker:
             case "total" if message.source != message.target and self.schedule.states == "shared":
                 return self.links.peek(message.key).clone()  # `apply` will overwrite this device's own total
             case _:
-                return self._sum
+                assert self._sum is not None
+                return self.wire.encode_sum(message, self._sum)
 
     def _receive(self, message: Message) -> None:
         if message.kind == "norm":
@@ -175,7 +189,8 @@ class Worker:
                 self.placement.install(message, content)
             case "gradient":
                 assert self._sum is not None
-                views = self.placement.layouts[message.stage].views
+                views, coding = self.placement.layouts[message.stage].views, self.wire.coding_of(message)
+                content = content if coding is None else coding.decode(content)
                 for sum_before, own in zip(views(content), views(self._sum), strict=True):
                     sum_before.add_(own)
                 self._sum = content
@@ -186,7 +201,7 @@ class Worker:
         inverse = 1.0
         if self.loss_scale is not None:
             if not torch.isfinite(self.square(batch)):
-                self.placement.version[stage] += 1  # the update is skipped, and the version counts all the same
+                self.placement.pass_by(stage)  # the update is skipped, and the version counts all the same
                 return
             inverse = 1.0 / self.loss_scale.by_batch[batch]
             self._multiply(stage, total, torch.tensor(inverse, dtype=torch.float64))
