@@ -81,7 +81,7 @@ def test_other_values_of_keys() -> None:
     policy = with_keys(ShardPolicy(), cache="device", check_every=3)
     assert policy == ShardPolicy(cache=Cache(where="device"), checks=Checks(interval=3))
     assert with_keys(policy, cache="none").checks.interval == 3
-    with pytest.raises(TypeError, match=r"ShardPolicy has no key 'cash'; its keys are cache, device_budget_bytes"):
+    with pytest.raises(TypeError, match=r"ShardPolicy has no key 'cash'; its keys are cache, cache_until, device_b"):
         with_keys(policy, cash="none")
     with pytest.raises(ConfigError, match=r"shard\.check_every = 3 is for shard\.strategy = 'laconic', got 'ddp'"):
         ShardConfig(strategy="ddp").with_keys(check_every=3)

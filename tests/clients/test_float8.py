@@ -1,17 +1,22 @@
-"""torchao's float8 training with only the import of `fully_shard` changed."""
+"""torchao's training in few bits with only the import of `fully_shard` changed."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import laconic
+from laconic.codec.scaled import SCALED_FORMATS
 from tests.support import sharded_net
 from tests.support.launch import on_ranks
 
@@ -33,17 +38,19 @@ def make_model() -> nn.Module:
     return float8.convert_to_float8_training(nn.Sequential(*layers), config=config)
 
 
-def train(fully_shard: Any, **options: Any) -> tuple[nn.Module, list[Tensor]]:
+def train(
+    fully_shard: Any, make: Callable[[], nn.Module] = make_model, **options: Any
+) -> tuple[nn.Module, list[Tensor]]:
     """Take three steps. Returns the model and its losses."""
-    model = make_model()
+    model = make()
     for layer in model:
         fully_shard(layer, **options)
     fully_shard(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
+    losses, width = [], next(iter(model.parameters())).shape[-1]
     for step in range(3):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        loss = (model(torch.randn(32, 16, generator=generator)) ** 2).mean()
+        loss = (model(torch.randn(32, width, generator=generator)) ** 2).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -62,3 +69,82 @@ def test_float8_weights_train_as_under_fsdp2() -> None:
         torch.testing.assert_close(whole.full_tensor(), parameter.full_tensor(), msg=name)  # type: ignore[operator]
     wire_dtypes = {bucket.form.dtype for bucket in sharded_net.buckets(model)}
     assert wire_dtypes == {torch.float8_e4m3fn, torch.float32}, "weights and biases"
+
+
+def make_ternary() -> nn.Module:
+    """A model whose weights cross in two bits, with one scale that is a mean over all ranks."""
+    import_torchao()
+    from torchao.prototype.quantized_training import bitnet_training
+    from torchao.quantization import quantize_
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(16, 48, bias=False), nn.GELU(), nn.Linear(48, 16, bias=False)))
+    quantize_(model, bitnet_training())
+    return model
+
+
+def make_mxfp8() -> nn.Module:
+    """A model whose weights cross in bfloat16, and are encoded as MXFP8 behind the gather."""
+    import_torchao()
+    from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
+    from torchao.quantization import quantize_
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 96, bias=False), nn.GELU(), nn.Linear(96, 64, bias=False)))
+    config = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
+    quantize_(model, config, filter_fn=lambda module, _: isinstance(module, nn.Linear))
+    return model
+
+
+def make_int8() -> nn.Module:
+    """A model whose weights cross in bfloat16, and are encoded as int8 behind the gather."""
+    import_torchao()
+    from torchao.prototype.quantized_training import int8_mixed_precision_training
+    from torchao.quantization import quantize_
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 96, bias=False), nn.GELU(), nn.Linear(96, 64, bias=False)))
+    quantize_(model, int8_mixed_precision_training())
+    return model
+
+
+def make_rowwise() -> nn.Module:
+    """A model whose weights cross in bfloat16, and are encoded by rows as float8 behind the gather."""
+    float8 = import_torchao()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 96, bias=False), nn.GELU(), nn.Linear(96, 64, bias=False)))
+    config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
+    return float8.convert_to_float8_training(model, config=config)
+
+
+@on_ranks(2, local=1)
+def test_other_weights_of_torchao_train_as_under_fsdp2() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for make in (make_ternary, make_mxfp8, make_int8, make_rowwise):
+        _, wanted = train(torch_fully_shard, make, mp_policy=policy)
+        model, losses = train(laconic.fully_shard, make, mp_policy=policy)
+        assert losses == wanted, make
+        found = {bucket.form.dtype for bucket in sharded_net.buckets(model)}
+        assert found == {torch.uint8 if make is make_ternary else torch.bfloat16}, make
+
+
+def test_formats_are_those_of_torchao() -> None:
+    """MXFP8 and NVFP4 to the bit. torchao gathers neither: its float8 gather takes one scale per weight."""
+    float8 = import_torchao()
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+    from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
+
+    matrix = torch.randn(96, 128, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 97)[:, None]
+    for name in ("mxfp8", "nvfp4"):
+        weight_format = SCALED_FORMATS[name]
+        if name == "mxfp8":
+            scale, wanted = None, to_mx(matrix, torch.float8_e4m3fn, 32, scaling_mode=ScaleCalculationMode.RCEIL)
+        else:
+            scale = weight_format.matrix_scale(weight_format.largest_of(matrix))
+            wanted = nvfp4_quantize(matrix, 16, scale)
+        for found, their in zip(weight_format.quantize(matrix, scale), reversed(wanted), strict=True):
+            assert torch.equal(found.view(torch.uint8), their.view(torch.uint8).view(found.shape)), name
+    axiswise = float8.CastConfig(scaling_granularity=float8.ScalingGranularity.AXISWISE)
+    with pytest.raises(AssertionError, match="only supports tensorwise scaling granularity"):
+        float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, cast_config_weight=axiswise)

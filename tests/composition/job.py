@@ -14,18 +14,18 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import laconic
-from laconic.optim import AdamW8bit, Muon, Shampoo, matrices_and_rest
+from laconic.optim import AdamW8bit, Muon, Shampoo, Tiling, matrices_and_rest
 from laconic.partial.patterns import sliced_layer
-from tests.composition.matrix import CACHES, CODED, CYCLIC, ISLANDS, Cell, keys_of
+from tests.composition.matrix import CACHES, CODED, CYCLIC, ISLANDS, OUTER, Cell, keys_of
 from tests.support.sharded_net import Block
 
 EVERY, MAX_NORM = 2, 0.5
 PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-_TILES = partial(AdamW8bit.granularity, min_8bit_size=0)  # by default 8 bits are for larger tensors only
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 LORA_PLAN = {
     "up.base_layer": ColwiseParallel(),
@@ -63,26 +63,100 @@ def num_steps(cell: Cell) -> int:
 
 
 def num_parts(cell: Cell) -> int:
-    """The number of parts of the global batch. Ranks that share a model by tensor parallelism train on one part."""
-    return 2 if cell.strategy in ("cyclic", "cyclic, sharded") or "tensor parallel" in cell.features else 4
+    """The number of parts of the global batch. Ranks that share a model or a sequence train on one part."""
+    shares = bool(cell.features.intersection(OUTER)), "context parallel" in cell.features
+    is_cyclic = cell.strategy in CYCLIC and "local" not in cell.strategy
+    return 2 if is_cyclic else 4 // 2 ** sum(shares)
 
 
-def build(cell: Cell, island: int, tp: DeviceMesh | None = None) -> Net:
-    """The cell's model before `fully_shard`, cut over `tp` if given; for partial updates the slice of an island."""
+class Attending(Block):
+    """A block that attends to all rows first, those of the other ranks of `group` included."""
+
+    group: dist.ProcessGroup | None = None
+
+    def __init__(self, d: int, h: int) -> None:
+        super().__init__(d, h)
+        self.qkv = nn.Linear(d, 3 * d, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, -1)
+        if self.group is not None:
+            key, value = Rows.apply(key, self.group), Rows.apply(value, self.group)
+        return super().forward(x + (query @ key.T).softmax(-1) @ value)
+
+
+class Rows(torch.autograd.Function):
+    """The rows of all ranks of a group, (n, d) -> (ranks * n, d)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(parts, rows.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient.chunk(ctx.group.size())[ctx.group.rank()], None
+
+
+class Mixture(Block):
+    """A block that adds the sum of three experts; a rank that has some of them computes their terms."""
+
+    def __init__(self, d: int, h: int) -> None:
+        super().__init__(d, h)
+        self.experts = nn.Parameter(torch.randn(3, d, d) / d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, experts = super().forward(x), self.experts
+        if not isinstance(experts, DTensor):
+            return x + torch.einsum("bd,edf->ebf", x, experts).tanh().sum(0)
+        mesh = experts.device_mesh
+        whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        rows = whole.to_local(grad_placements=[Partial()])
+        terms = torch.einsum("bd,edf->ebf", rows, experts.to_local()).tanh().sum(0)
+        return x + DTensor.from_local(terms, mesh, [Partial()]).redistribute(placements=[Replicate()]).to_local()
+
+
+def build(cell: Cell, island: int, outer: DeviceMesh | None = None, sequence: dist.ProcessGroup | None = None) -> Net:
+    """The cell's model before `fully_shard`; for partial updates the slice of an island.
+
+    `outer` is the mesh over which parameters are cut, and `sequence` the ranks that share one.
+    """
     torch.manual_seed(0)
-    model = Net(nn.Linear(5, 9), [Block(9, 44), Block(9, 44)], nn.Linear(9, 3))
+    first, second = Attending if "context parallel" in cell.features else Block, Block
+    if "expert parallel" in cell.features:
+        second = Mixture
+    model = Net(nn.Linear(5, 9), [first(9, 44), second(9, 44)], nn.Linear(9, 3))
     if "LoRA" in cell.features:
         torch.manual_seed(1)
         inject_adapter_in_model(LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights=False), model)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("lora_" in name)
-    if tp is not None:
-        for block in model.blocks:
-            parallelize_module(block, tp, LORA_PLAN if "LoRA" in cell.features else PLAN)
+    if outer is not None:
+        for block in model.blocks if "tensor parallel" in cell.features else ():
+            parallelize_module(block, outer, LORA_PLAN if "LoRA" in cell.features else PLAN)
+        if isinstance(mixture := model.blocks[1], Mixture):
+            cut = distribute_tensor(mixture.experts.detach(), outer, [Shard(0)], src_data_rank=None)
+            mixture.experts = nn.Parameter(cut, requires_grad=mixture.experts.requires_grad)
+    if isinstance(attending := model.blocks[0], Attending):
+        attending.group = sequence
     if cell.strategy == "partial updates":
         pattern = sliced_layer(Block, kind="mlp", rows=["up"], columns=["down"])
         laconic.partial_updates(model, slice_index=island, num_slices=2, include=["mlp"], patterns=[pattern])
     return model
+
+
+def _blocks(cell: Cell) -> Tiling:
+    """Tensor parallelism cuts 44 rows in the middle. Experts have 9 rows each, so 11 would not end where one does."""
+    return Tiling(tile=1 if "expert parallel" in cell.features else 11, flat=22)
+
+
+def _granularity(cell: Cell) -> Any:
+    """By default 8 bits are for larger tensors only."""
+    return partial(AdamW8bit.granularity, block=_blocks(cell), min_8bit_size=0)
 
 
 def make_optimizer(cell: Cell, groups: Any) -> torch.optim.Optimizer:
@@ -90,7 +164,7 @@ def make_optimizer(cell: Cell, groups: Any) -> torch.optim.Optimizer:
     if cell.optimizer == "AdamW":
         return torch.optim.AdamW(groups, lr=0.01, eps=1e-3)
     if cell.optimizer == "AdamW8bit":
-        return AdamW8bit(groups, lr=0.01, eps=1e-3, min_8bit_size=0)
+        return AdamW8bit(groups, lr=0.01, eps=1e-3, block=_blocks(cell), min_8bit_size=0)
     return {"Muon": Muon, "Shampoo": Shampoo}[cell.optimizer](groups, lr=0.01)
 
 
@@ -139,17 +213,17 @@ def run_cell(cell: Cell) -> dict[str, Tensor]:
     """
     if cell.strategy in CYCLIC:
         return _run_cyclic(cell)
-    mesh, tp = _mesh(cell)
+    mesh, outer, sequence = _mesh(cell)
     is_local = cell.strategy in ("local steps", "partial updates")
     part = dist.get_rank() // (4 // num_parts(cell))
-    model: Any = build(cell, dist.get_rank() // 2, tp)
+    model: Any = build(cell, dist.get_rank() // 2, outer, sequence)
     _apply_features(cell, model)
     options: dict[str, Any] = {
         "mesh": mesh,
         "cache": "host",
         "mp_policy": PRECISION if "mixed precision" in cell.features else None,
         **(keys_of(cell.strategy) if cell.strategy in CACHES else {}),
-        "granularity": _TILES if cell.optimizer == "AdamW8bit" else None,
+        "granularity": _granularity(cell) if cell.optimizer == "AdamW8bit" else None,
         "checks": laconic.Checks(interval=1, on_damage="regather", unnoticed_edits=True),
     }
     if cell.strategy in CODED:
@@ -160,7 +234,7 @@ def run_cell(cell: Cell) -> dict[str, Tensor]:
     optimizer: Any = optimizer_of(cell, model)
     steps = laconic.LocalSteps(model, optimizer, mesh=mesh, every=EVERY, codec="fp32") if is_local else optimizer
     for step in range(num_steps(cell)):
-        x, y = batch(step, part)
+        x, y = (rows if sequence is None else rows.chunk(2)[sequence.rank()] for rows in batch(step, part))
         error(model(x), y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         steps.step()
@@ -176,15 +250,18 @@ def _wire(cell: Cell, wire: laconic.Wire) -> laconic.Wire:
     return replace(wire, gradients="int8") if cell.optimizer in ("Muon", "Shampoo") else wire
 
 
-def _mesh(cell: Cell) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The mesh of fully_shard, and that of tensor parallelism."""
-    if "tensor parallel" not in cell.features:
-        return laconic.init_mesh("cpu", islands=2 if cell.strategy in ISLANDS else 1), None
+def _mesh(cell: Cell) -> tuple[DeviceMesh, DeviceMesh | None, dist.ProcessGroup | None]:
+    """The mesh of fully_shard, that over which parameters are cut before, and the ranks that share a sequence."""
+    is_context = "context parallel" in cell.features
+    if not cell.features.intersection(OUTER):
+        pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        mesh = laconic.init_mesh("cpu", islands=2 if cell.strategy in ISLANDS else 1)
+        return mesh, None, pairs.get_group("cp") if is_context else None
     if cell.strategy in ISLANDS:
-        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
-        return mesh["replicate", "shard"], mesh["tp"]
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return mesh["dp"], mesh["tp"]
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "outer"))
+        return mesh["replicate", "shard"], mesh["outer"], None
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "outer"))
+    return mesh["dp"], mesh["outer"], mesh.get_group("dp") if is_context else None
 
 
 def _apply_features(cell: Cell, model: Net) -> None:
@@ -201,14 +278,27 @@ def _check_features(cell: Cell, *models: Net) -> None:
 
 
 def _run_cyclic(cell: Cell) -> dict[str, Tensor]:
-    """Two workers of two stages; the other two ranks do the same, are the other island, or hold the other halves."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "worker"))
+    """Two workers of two stages; the other two ranks do the same, are the other island, or hold the other halves.
+
+    Workers share a node, but for messages in few bits.
+    """
+    is_coded = cell.strategy in CODED
+    names = ("worker", "outer") if is_coded else ("outer", "worker")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     worker, island = mesh.get_local_rank("worker"), mesh.get_local_rank("outer")
-    model = build(cell, 0, mesh["outer"] if "tensor parallel" in cell.features else None)
+    is_cut, is_context = bool(cell.features.intersection(OUTER)), "context parallel" in cell.features
+    model = build(cell, 0, mesh["outer"] if is_cut else None, mesh.get_group("outer") if is_context else None)
     _apply_features(cell, model)
     stages = stages_of(cell, model)
     states: Any = "sharded" if cell.strategy == "cyclic, sharded" else "replicated"
-    trainer = laconic.CyclicDataParallel(stages, error, stage_optimizer(cell), mesh["worker"], states=states)
+    trainer = laconic.CyclicDataParallel(
+        stages,
+        error,
+        stage_optimizer(cell),
+        mesh if is_context else mesh["worker"],
+        states=states,
+        wire="8bit" if is_coded else "exact",
+    )
     if cell.strategy == "local steps around cyclic":
         around = laconic.init_mesh("cpu", islands=2)
         local = laconic.LocalSteps(model, trainer.optimizer, mesh=around, every=EVERY, codec="fp32")

@@ -16,13 +16,15 @@ CACHES = tuple(
 )
 """laconic's registered strategies that sync in every step: each is a row, with its keys of `fully_shard`."""
 ISLANDS = ("replicas", "4bit replicas", "local steps", "partial updates")
-CODED = (*(name for name in CACHES if "wire" in registry.named(name).shard), "4bit replicas")
-CYCLIC = ("cyclic", "cyclic, sharded", "local steps around cyclic")
+CODED = (*(name for name in CACHES if "wire" in registry.named(name).shard), "4bit replicas", "cyclic, 8bit")
+CYCLIC = ("cyclic", "cyclic, 8bit", "cyclic, sharded", "local steps around cyclic")
 STRATEGIES = (*CACHES, *ISLANDS, *CYCLIC)
 WELL_TESTED = ("host", "cyclic")
 """The strategies that are tested with every optimizer and feature at once, and with every two features."""
 OPTIMIZERS = ("AdamW", "AdamW8bit", "Muon", "Shampoo")
-FEATURES = ("LoRA", "tensor parallel", "checkpointing", "mixed precision", "compile")
+OUTER = ("tensor parallel", "expert parallel")
+"""The features that cut parameters over another mesh axis."""
+FEATURES = ("LoRA", *OUTER, "context parallel", "checkpointing", "mixed precision", "compile")
 
 
 def keys_of(name: str) -> dict[str, Any]:
@@ -31,8 +33,8 @@ def keys_of(name: str) -> dict[str, Any]:
 
 
 def _call(name: str) -> str:
-    arguments = ", ".join(f'{key}="{value}"' for key, value in keys_of(name).items())
-    return f"`fully_shard({arguments})`"
+    arguments = ", ".join(f"{key}={value!r}" for key, value in keys_of(name).items())
+    return f"`fully_shard({arguments})`".replace("'", '"')
 
 
 MEANING = {
@@ -42,14 +44,17 @@ MEANING = {
     "local steps": "`LocalSteps` around sharded islands",
     "partial updates": "`partial_updates` in islands of `LocalSteps`",
     "cyclic": "`CyclicDataParallel`",
+    "cyclic, 8bit": '`CyclicDataParallel(wire="8bit")`, each worker on a node of its own',
     "cyclic, sharded": '`CyclicDataParallel(states="sharded")`',
     "local steps around cyclic": "`LocalSteps` around islands that are cyclic runs; it drains an island before a sync",
     "AdamW": "`torch.optim.AdamW`; other element-wise optimizers of torch behave alike",
-    "AdamW8bit": "`laconic.optim.AdamW8bit`, with its granularity",
+    "AdamW8bit": "`laconic.optim.AdamW8bit`, with its granularity; tensor parallelism cuts between its blocks",
     "Muon": "`laconic.optim.Muon`",
     "Shampoo": "`laconic.optim.Shampoo`",
     "LoRA": "peft's adapters in every linear layer of the blocks",
     "tensor parallel": "`parallelize_module` over another mesh axis, before `fully_shard`",
+    "expert parallel": "experts as DTensors over another mesh axis, before `fully_shard`",
+    "context parallel": "sequences cut over ranks, which are among the ranks of `fully_shard`'s mesh",
     "checkpointing": "`torch.utils.checkpoint` around every block",
     "mixed precision": "`MixedPrecisionPolicy` with bf16 computation; cyclic: `torch.autocast` in stages",
     "compile": "`block.compile()` for every block, before `fully_shard`",
@@ -77,7 +82,7 @@ class Refusal:
     """Two parts that are refused together, each one of several, with ValueError before the first step."""
 
     first: tuple[str, ...]
-    second: str
+    second: tuple[str, ...]
     message: str
     """A part of the error's text."""
     remedy: str
@@ -86,41 +91,35 @@ class Refusal:
 
 REFUSALS = (
     Refusal(
-        first=("AdamW8bit",),
-        second="tensor parallel",
-        message="is cut over another mesh axis as well",
-        remedy="use torch.optim.AdamW for it",
-    ),
-    Refusal(
-        first=("Muon", "Shampoo"),
-        second="tensor parallel",
-        message="is cut over another mesh axis as well",
-        remedy='put it into a group with algorithm="adamw"',
-    ),
-    Refusal(
         first=("partial updates",),
-        second="LoRA",
+        second=("LoRA",),
         message="the model has LoRA adapters: only they train, and they are too small to slice",
         remedy="Leave partial_updates out",
     ),
     Refusal(
         first=("partial updates",),
-        second="tensor parallel",
+        second=("tensor parallel",),
         message="is a DTensor, in parts already; partial updates slice whole tensors only",
         remedy="Leave out partial_updates, or the parallelism that has cut the tensor",
     ),
     Refusal(
         first=CYCLIC,
-        second="tensor parallel",
+        second=OUTER,
         message="is a DTensor, but workers of the cyclic schedule exchange whole stages",
-        remedy="leave tensor parallelism and fully_shard out",
+        remedy="leave tensor and expert parallelism and fully_shard out",
+    ),
+    Refusal(
+        first=CYCLIC,
+        second=("context parallel",),
+        message="the cyclic schedule needs a mesh of one axis",
+        remedy="leave context parallelism out: nothing would sum gradients over the other axes",
     ),
 )
 
 
 def refusals_of(parts: set[str]) -> list[int]:
     """The indices of the refusals that these parts of a cell meet."""
-    return [i for i, each in enumerate(REFUSALS) if each.second in parts and parts.intersection(each.first)]
+    return [i for i, each in enumerate(REFUSALS) if parts.intersection(each.second) and parts.intersection(each.first)]
 
 
 def cells() -> list[Cell]:
@@ -136,17 +135,41 @@ def cells() -> list[Cell]:
             add(strategy, optimizer)
         for name in FEATURES:
             add(strategy, "AdamW", name)
-        add(strategy, "AdamW", *(name for name in fast if not refusals_of({strategy, name})))
+        # two islands have two ranks each, so sequences are not cut there beside parameters
+        at_once = [name for name in fast if strategy not in ISLANDS or name != "context parallel"]
+        add(strategy, "AdamW", *(name for name in at_once if not refusals_of({strategy, name})))
     for strategy, optimizer, name in product(WELL_TESTED, OPTIMIZERS, fast):
         add(strategy, optimizer, name)
     for strategy, pair in product(WELL_TESTED, combinations(fast, 2)):
         add(strategy, "AdamW", *pair)
     for optimizer in OPTIMIZERS:
-        add("host", optimizer, *(name for name in fast if not refusals_of({optimizer, name})))
+        # Other parallelisms sum in another order than one process. In bf16 that is much, and these rules enlarge it.
+        has_matrices = optimizer in ("Muon", "Shampoo")
+        left_out = ((*OUTER, "context parallel"), ("mixed precision",)) if has_matrices else ((),)
+        for some in left_out:
+            chosen = [name for name in fast if name not in some and not refusals_of({optimizer, name})]
+            add("host", optimizer, *chosen)
         add("host", optimizer, "compile")
     for name in fast:
         add("host", "AdamW", "compile", name)
     return list(found)
+
+
+def sample() -> list[Cell]:
+    """Some of `cells`: every strategy with all features that fit, and every other part and refusal once or more."""
+    tried = cells()
+    largest = [max((c for c in tried if c.strategy == name and works(c)), key=_num_features) for name in STRATEGIES]
+    by_optimizer = [Cell(name, OPTIMIZERS[i % len(OPTIMIZERS)]) for i, name in enumerate(STRATEGIES)]
+    refused = [next(c for c in tried if refusals_of(c.parts) == [index]) for index in range(len(REFUSALS))]
+    return list(dict.fromkeys([*largest, *by_optimizer, *refused, Cell("host", "AdamW", frozenset({"compile"}))]))
+
+
+def works(cell: Cell) -> bool:
+    return not refusals_of(cell.parts)
+
+
+def _num_features(cell: Cell) -> int:
+    return len(cell.features - {"compile"})
 
 
 def all_cells() -> list[Cell]:

@@ -31,9 +31,9 @@ Values = dict[str, Tensor]
 
 def expected(cell: Cell) -> list[Values]:
     """The parameters after training, by island."""
-    kept = frozenset(cell.features & {"LoRA", "mixed precision"})
+    kept = frozenset(cell.features & {"LoRA", "mixed precision", "expert parallel", "context parallel"})
     exact = cell.strategy in CACHES or "replicas" in cell.strategy
-    cyclic = cell.strategy in ("cyclic", "cyclic, sharded")
+    cyclic = cell.strategy in CYCLIC and "local" not in cell.strategy
     strategy = "none" if exact else "cyclic" if cyclic else cell.strategy
     return _expected(Cell(strategy, cell.optimizer, kept), num_parts(cell))
 

@@ -18,6 +18,7 @@ from tests.composition.matrix import (
     REFUSALS,
     STRATEGIES,
     WELL_TESTED,
+    Refusal,
     cells,
     refusals_of,
 )
@@ -44,7 +45,7 @@ Features and optimizers with each other, tested under `cache="host"`:
 {features}
 
 So a combination works if each two of its parts do. The test has {count} cells: each pair of the two tables, and for
-each strategy all features that fit, at once, `compile` excepted. For {well_tested} it has every
+each strategy all features that fit on four ranks, at once, `compile` excepted. For {well_tested} it has every
 optimizer with every feature, and every two features, too.
 
 ## What `laconic train` takes
@@ -89,14 +90,16 @@ def render() -> str:
         job_refusals=job_refusals,
         strategies=_table("strategy", STRATEGIES, (*OPTIMIZERS, *FEATURES)),
         features=_table("", (*OPTIMIZERS, *FEATURES), FEATURES),
-        refusals="\n".join(
-            f'{number}. {" or ".join(each.first)} with {each.second}: "... {each.message} ... {each.remedy}"'
-            for number, each in enumerate(REFUSALS, 1)
-        ),
+        refusals="\n".join(_refusal(number, each) for number, each in enumerate(REFUSALS, 1)),
         meanings="\n".join(["| name | meaning |", "|---|---|"] + [f"| {k} | {v} |" for k, v in MEANING.items()]),
         count=len(cells()),
         well_tested=" and ".join(f"*{name}*" for name in WELL_TESTED),
     )
+
+
+def _refusal(number: int, refused: Refusal) -> str:
+    parts = f"{' or '.join(refused.first)} with {' or '.join(refused.second)}"
+    return f'{number}. {parts}: "... {refused.message} ... {refused.remedy}"'
 
 
 def _table(corner: str, rows: tuple[str, ...], columns: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Every cell of the matrix: it trains as the unsharded model does, or it is refused by name before the first step."""
+"""A cell of the matrix trains as the unsharded model does, or it is refused by name before the first step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,20 @@ from torch.distributed.device_mesh import init_device_mesh
 import laconic
 from tests.composition import page
 from tests.composition.job import batch, build, error, num_steps, optimizer_of, run_cell, stage_optimizer, stages_of
-from tests.composition.matrix import CACHES, CODED, CYCLIC, ISLANDS, REFUSALS, STRATEGIES, Cell, cells, refusals_of
+from tests.composition.matrix import (
+    CACHES,
+    CODED,
+    CYCLIC,
+    FEATURES,
+    ISLANDS,
+    OPTIMIZERS,
+    REFUSALS,
+    STRATEGIES,
+    Cell,
+    cells,
+    refusals_of,
+    sample,
+)
 from tests.composition.oracle import expected
 from tests.support.launch import run_ranks
 
@@ -53,13 +66,27 @@ def check_states() -> None:
         laconic.LocalSteps(model, run.optimizer, mesh=laconic.init_mesh("cpu", islands=2), recovery="unused")
 
 
+@pytest.mark.campaign
+@pytest.mark.timeout(400)  # a hundred cells, on however few cores
 @pytest.mark.parametrize("kind", ["caches", "islands", "cyclic", "compile"])
 def test_every_cell(kind: str) -> None:
     strategies = {"caches": CACHES, "islands": ISLANDS, "cyclic": CYCLIC, "compile": STRATEGIES}[kind]
     is_compiled = kind == "compile"
     chosen = [cell for cell in cells() if cell.strategy in strategies and ("compile" in cell.features) == is_compiled]
     assert len(chosen) >= 16
-    results_of_ranks = run_ranks(job_cells, 4, chosen, local=2, timeout_s=110)
+    num_compiled = assert_right(chosen)
+    assert num_compiled > 5 * is_compiled - 1, "cells with equal guards share graphs, but not all do"
+
+
+def test_a_sample_of_the_cells() -> None:
+    chosen = sample()
+    assert set().union(*(cell.parts for cell in chosen)) == {*STRATEGIES, *OPTIMIZERS, *FEATURES}
+    assert assert_right(chosen) == 1
+
+
+def assert_right(chosen: list[Cell]) -> int:
+    """Run cells on four ranks, and compare all; return the number of those that compiled a graph."""
+    results_of_ranks = run_ranks(job_cells, 4, chosen, local=2, timeout_s=380)
     wrong = [
         f"{cell} on rank {rank}: {fault}"
         for rank, results in enumerate(results_of_ranks)
@@ -67,8 +94,7 @@ def test_every_cell(kind: str) -> None:
         for fault in faults(cell, result, rank)
     ]
     assert not wrong, f"{len(wrong)} faults:\n" + "\n".join(wrong[:40])
-    num_compiled = sum(graphs > 0 for _, _, graphs in results_of_ranks[0])
-    assert num_compiled > 5 * is_compiled - 1, "cells with equal guards share graphs, but not all do"
+    return sum(graphs > 0 for _, _, graphs in results_of_ranks[0])
 
 
 def faults(cell: Cell, result: Result, rank: int) -> Iterator[str]:

@@ -30,6 +30,13 @@ def run(folder: Path, name: str, strategy: str, **sections: dict[str, Any]) -> C
     return job(folder, **sections)
 
 
+def test_two_ranks_train_as_under_fsdp2(tmp_path: Path) -> None:
+    configs = [run(tmp_path, strategy, strategy, train={"steps": 2}) for strategy in ("fsdp2", "deepspeed")]
+    fsdp2, deepspeed = run_ranks(peers.train, 2, *configs, local=1)[0]
+    assert deepspeed["losses"] == pytest.approx(fsdp2["losses"], rel=1e-5)
+
+
+@pytest.mark.campaign
 @pytest.mark.timeout(240)  # three ranks import DeepSpeed, on a machine that may be busy
 def test_three_ranks_train_save_and_resume_as_under_fsdp2(tmp_path: Path) -> None:
     """Odd sizes: no parameter's elements divide by three. Checkpoints go in both directions."""
@@ -59,6 +66,7 @@ def test_three_ranks_train_save_and_resume_as_under_fsdp2(tmp_path: Path) -> Non
     assert "The weights are as after step 1" in wild
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(240)
 def test_copies_on_each_node_adapters_and_mixed_precision(tmp_path: Path) -> None:
     lora: dict[str, dict[str, Any]] = {"lora": {"enabled": True, "rank": 2}}

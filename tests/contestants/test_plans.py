@@ -7,11 +7,10 @@ import pytest
 
 from laconic import registry
 from laconic.contestants.deepspeed_fetch import Coordinator, FetchSizes, Parameter
-from laconic.plan.buckets import Shape
 from laconic.plan.candidates import CANDIDATES
-from laconic.plan.job import work_of
 from laconic.plan.machine import Simulator
 from laconic.plan.prediction import Refusal
+from laconic.plan.program import Shape, work_of
 from laconic.strategies.under import job_under
 from tests.plan.test_peers import LAYERS, SHAPES, estimated, job, model_numels, padded_numel, payload, predict, spec
 

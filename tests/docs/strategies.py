@@ -29,6 +29,8 @@ def _row(strategy: Strategy) -> str:
 
 
 def _toml(value: object) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_toml(each)}' for key, each in value.items())}}}"
     return str(value).lower() if isinstance(value, bool) else f'"{value}"'
 
 

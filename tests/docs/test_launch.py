@@ -1,13 +1,12 @@
 """The files of examples/launch: their schemas and shellcheck pass them, and each really starts two nodes of the lab.
 
-SkyPilot, Ray and Slurm are too large for every test run: `python -m tests.launch` runs them.
+SkyPilot, Ray and Slurm are too large for every test run: `python -m benchmarks.start --rows launch` runs them.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,24 +14,11 @@ from typing import Any
 
 import pytest
 import yaml
-from kubeflow_trainer_api import models
 
 from laconic.lab import Lab, RunResult
 from tests.docs.blocks import ROOT, check_job
+from tests.support.launch_files import FILES, FOLDER, KINDS, SCRIPTS, object_fault, objects, script_fault
 
-FOLDER = ROOT / "examples" / "launch"
-FILES = {path.name: path.read_text(encoding="utf-8") for path in sorted(FOLDER.iterdir()) if path.is_file()}
-SCRIPTS = [name for name in FILES if name.endswith(".sh")]
-KINDS = {
-    "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
-    "TrainJob": models.TrainerV1alpha1TrainJob,
-    "JobSet": models.JobsetV1alpha2JobSet,
-}
-VERSIONS = {
-    "TrainingRuntime": "trainer.kubeflow.org/v1alpha1",
-    "TrainJob": "trainer.kubeflow.org/v1alpha1",
-    "JobSet": "jobset.x-k8s.io/v1alpha2",
-}
 VENV = Path(sys.executable).parents[1]
 MINIMAL = ["examples/minimal.py"]
 
@@ -46,49 +32,15 @@ def test_each_file_says_what_to_change_and_is_on_the_page() -> None:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_shellcheck_finds_nothing(name: str) -> None:
-    for command in (["bash", "-n"], [str(VENV / "bin" / "shellcheck")]):
-        found = subprocess.run([*command, FOLDER / name], capture_output=True, text=True, timeout=60, check=False)
-        assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+    assert script_fault(name) == ""
     assert os.access(FOLDER / name, os.X_OK)
 
 
 # -- Kubernetes --------------------------------------------------------------------------------------------------------
 
 
-def objects() -> Iterator[dict[str, Any]]:
-    for name, text in FILES.items():
-        if name in ("kubeflow.yaml", "jobset.yaml"):
-            yield from yaml.safe_load_all(text)
-
-
-def fault(given: dict[str, Any]) -> str:
-    """What the API would refuse or drop without a word; "" if nothing.
-
-    The models check types and required fields, and leave out fields that they do not know.
-    """
-    if given["apiVersion"] != VERSIONS[given["kind"]]:
-        return f"apiVersion {given['apiVersion']}"
-    try:
-        kept = KINDS[given["kind"]].from_dict(given).to_dict()
-    except ValueError as error:
-        return str(error)
-    return next(lost(given, kept, given["kind"]), "")
-
-
-def lost(given: Any, kept: Any, place: str) -> Iterator[str]:
-    """The places of `given` that differ in `kept`, which may have defaults beside."""
-    if isinstance(given, dict):
-        for key, value in given.items():
-            yield from lost(value, kept.get(key), f"{place}.{key}")
-    elif isinstance(given, list):
-        for index, value in enumerate(given):
-            yield from lost(value, kept[index], f"{place}[{index}]")
-    elif given != kept:
-        yield place
-
-
 def test_kubernetes_takes_every_object() -> None:
-    found = {given["kind"]: fault(given) for given in objects()}
+    found = {given["kind"]: object_fault(given) for given in objects()}
     assert found == dict.fromkeys(KINDS, "")
 
 
@@ -110,10 +62,10 @@ def test_a_wrong_key_anywhere_is_found() -> None:
         free = [below for below in places(given) if "nvidia.com/gpu" not in below and not any("/" in k for k in below)]
         for mapping in free:
             mapping["parallelsim"] = 1
-            assert fault(given), mapping
+            assert object_fault(given), mapping
             del mapping["parallelsim"]
             num_places += 1
-        assert not fault(given)
+        assert not object_fault(given)
     assert num_places > 50
 
 
@@ -168,6 +120,7 @@ def test_the_pods_of_a_jobset_train(lab: Lab) -> None:
     assert_two_ranks_trained(launch(lab, pod(container, head)))
 
 
+@pytest.mark.campaign
 def test_the_pods_of_a_trainjob_train(lab: Lab) -> None:
     """With the variables that kubeflow's plugin for torch adds, which the file does not set itself."""
     runtime, job = yaml.safe_load_all(FILES["kubeflow.yaml"])
@@ -180,6 +133,7 @@ def test_the_pods_of_a_trainjob_train(lab: Lab) -> None:
     assert_two_ranks_trained(launch(lab, pod(added, "")))
 
 
+@pytest.mark.campaign
 def test_skypilots_run_trains(lab: Lab, tmp_path: Path) -> None:
     task = yaml.safe_load(FILES["skypilot.yaml"])
     (tmp_path / ".venv").symlink_to(VENV)  # what `setup` makes
@@ -235,6 +189,7 @@ def ssh_commands(tmp_path: Path, head: str) -> tuple[list[list[str]], dict[str, 
     return [["bash", "-c", first], ["bash", "-c", f"{SERVE}serve node1; wait"]], env
 
 
+@pytest.mark.campaign
 def test_ssh_trains_and_a_signal_saves_and_ends_it(lab: Lab, tmp_path: Path) -> None:
     options = ["--train.steps", "100000", "--train.output", str(tmp_path / "run"), "--train.log_every", "1"]
     job = shlex.join(
@@ -247,6 +202,7 @@ def test_ssh_trains_and_a_signal_saves_and_ends_it(lab: Lab, tmp_path: Path) -> 
     assert list((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json"))
 
 
+@pytest.mark.campaign
 def test_two_desktops(lab: Lab, tmp_path: Path) -> None:
     """`cable` gives the addresses over which `train` meets; the lab's link has frames of 1500 bytes."""
     (tmp_path / "ping").write_text('#!/bin/sh\necho "$@" >> "$PINGS"\n')

@@ -8,6 +8,8 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import laconic
 import laconic.integrations
 import laconic.optim
@@ -15,6 +17,7 @@ from laconic.extras import how_to_install
 from tests.docs import strategies
 from tests.docs.blocks import ROOT
 from tests.faults.__main__ import BENCHMARK
+from tests.support.first_screens import MOST_LINES, PROCESSES, pictures, readme_lacks, readme_lines
 
 
 def test_the_reference_has_every_public_name() -> None:
@@ -35,10 +38,14 @@ def test_the_first_screen_defines_the_three_words() -> None:
     assert all(f"| **{word}** |" in screen for word in ("wire", "node", "island"))
 
 
-def test_pages_that_describe_a_process_have_a_picture() -> None:
-    for page in ("choose", "thinner", "local-steps", "cyclic", "checks", "layouts", "index"):
-        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
-        assert re.search(r"^```mermaid$|^!\[.+\]\(.+\)$", text, re.MULTILINE), page
+@pytest.mark.parametrize("process", PROCESSES)
+def test_a_page_that_describes_a_process_has_a_picture(process: str) -> None:
+    assert pictures(PROCESSES[process])
+
+
+def test_the_readmes_first_screen_answers_what_how_and_where() -> None:
+    assert readme_lacks() == []
+    assert readme_lines() <= MOST_LINES
 
 
 def test_the_list_of_strategies_is_the_registrys() -> None:
@@ -72,7 +79,11 @@ def test_every_message_on_the_page_of_errors_exists() -> None:
 
 def _is_in(message: str, source: str) -> bool:
     """Whether the parts of a message between `...` stand in the source, in this order."""
-    return re.search(r".*".join(map(re.escape, message.split("..."))), source, re.DOTALL) is not None
+    for part in filter(None, message.split("...")):
+        if part not in source:
+            return False
+        source = source.partition(part)[2]
+    return True
 
 
 # -- promises ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from laconic.doctor.judgements import Finding, Kind, judge_facts
 from laconic.doctor.probes import Measured, turns
 from laconic.lab import Lab
 from laconic.plan.cluster_file import parse_cluster
+from tests.support.planted import examine, open_lab
 
 LO = Interface(addresses=("127.0.0.1", "::1"), is_up=True, bits_per_s=None)
 ETH = Interface(addresses=("10.0.0.1",), is_up=True, bits_per_s=10e9)
@@ -46,17 +49,8 @@ def kinds(findings: list[Finding] | Iterator[Finding]) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    with Lab(nodes=2, rate_bits_per_s=200e6) as lab:
-        lab.warm_up(["laconic.doctor.cli", "pyroute2", "torch._dynamo"])
+    with open_lab() as lab:
         yield lab
-
-
-def examine(lab: Lab, folder: Path, *faults: str) -> tuple[int, str, list[str]]:
-    """The exit code, the output of rank 0, and the kinds of its findings."""
-    result = lab.run(["-m", "tests.doctor.planted", str(folder), ",".join(faults)], show=False, timeout_s=90)
-    said = result.nodes[0].output
-    assert not result.timed_out, said
-    return result.exit_code, said, re.findall(r"^(?:error|warning) +([a-z-]+): ", said, re.M)
 
 
 def test_a_healthy_lab_has_no_finding(lab: Lab, tmp_path: Path) -> None:
@@ -90,6 +84,14 @@ def test_a_wrong_interface_is_found_before_ranks_hang(lab: Lab, tmp_path: Path, 
     assert text in said
     assert "export GLOO_SOCKET_IFNAME=wire0 on node 1" in said
     assert "nothing was measured" in said
+
+
+def test_a_cluster_file_that_cannot_be_written_is_refused_before_the_measurement(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "laconic.cli", "doctor", "--out", str(tmp_path / "none" / "cluster.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2, done
+    assert f"the folder {tmp_path / 'none'} does not exist" in done.stderr
+    assert "compute" not in done.stdout
 
 
 # -- on facts made up

@@ -128,8 +128,8 @@ def _cache(cases: Sequence[tuple[int, int]]) -> _Tries:
             (bucket,) = trial.model.blocks[seed % 3]._laconic_unit.buckets
 
             def damage(bucket: Bucket = bucket, bit: int = bit, seed: int = seed) -> None:
-                if dist.get_rank() == VICTIM and bucket.cached is not None:
-                    flip_bit(bucket.cached.buffer(), bit=bit, seed=seed)
+                if dist.get_rank() == VICTIM and bucket.node_shard.is_kept:
+                    flip_bit(bucket.node_shard.buffer(), bit=bit, seed=seed)
 
             if is_frozen:  # it rests in the cache from step to step
                 damage()

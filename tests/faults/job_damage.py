@@ -25,7 +25,7 @@ from laconic.config import DataConfig, JobError, ModelConfig
 from laconic.data import tokens
 from laconic.hf.models import build_model
 from laconic.hf.tokenizer import ByteTokenizer
-from laconic.plan.shapes import units_of
+from laconic.plan.padding import shapes_of
 from laconic.train.loggers import JsonlLogger
 from tests.faults.bench import Bench, campaign_row, faults_row
 from tests.support.record import Row
@@ -206,7 +206,7 @@ def _model(work: Path) -> Callable[[Path], Iterator[str]]:
             with contextlib.suppress(JobError), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 with contextlib.suppress(ValueError):
-                    units_of(str(copy))
+                    shapes_of(str(copy))
                 found = build_model(ModelConfig(path=str(copy)), device="cpu").state_dict()
                 is_config_whole = (copy / "config.json").read_bytes() == config
                 is_equal = found.keys() == goal.keys() and all(torch.equal(found[key], goal[key]) for key in goal)

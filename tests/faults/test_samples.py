@@ -27,6 +27,8 @@ from tests.support.jobs import job
 from tests.support.launch import launch, run_ranks
 from tests.support.sharded_net import Block, Net, build, shard, train_step
 
+pytestmark = pytest.mark.campaign
+
 
 @pytest.mark.parametrize(("kind", "num"), [("tokens", 30), ("rows", 6), ("metrics", 100), ("model", 12)])
 def test_damaged_files_do_no_harm(kind: str, num: int, tmp_path: Path) -> None:
@@ -123,6 +125,8 @@ SAMPLE = (
 @pytest.mark.parametrize("strategy", SAMPLE)
 def test_dropped_models_leave_nothing(strategy: str) -> None:
     growth = growth_of(strategy, rounds=2, warm_up=3)
+    if growth["resident bytes"] > MAX_GROWTH_BYTES:  # an arena of the C library may come late; a leak comes every round
+        growth = growth_of(strategy, rounds=4, warm_up=8)
     assert growth.pop("resident bytes") <= MAX_GROWTH_BYTES
     assert not growth
 

@@ -44,6 +44,16 @@ def test_the_base_is_the_plain_model_rounded(tmp_path: Path) -> None:
             assert torch.equal(unwrapped.lm_head.weight, plain.lm_head.weight)
 
 
+def test_a_decoded_layer_has_the_weight_and_the_bias() -> None:
+    for bias in (True, False):
+        coded = QuantizedLinear.of(nn.Linear(32, 6, bias=bias), "nf4").eval()
+        plain, input = coded.dequantized(), torch.randn(3, 32)
+        assert torch.equal(plain(input), coded(input))
+        assert (plain.bias is not None) == bias
+        assert not plain.training
+        assert not plain.weight.requires_grad
+
+
 def test_peft_wraps_it_and_merging_is_refused() -> None:
     model: Any = build_model(ModelConfig(config=ODD), device="cpu")
     laconic.quantize_(model, "nf4", skip=["*.mlp.*", "lm_head"])

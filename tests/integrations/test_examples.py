@@ -19,23 +19,24 @@ from tests.support.launch import launch, run_ranks
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def job_scripts(*commands: list[str]) -> list[str]:
-    """Run scripts with their arguments one after the other, and return what each has printed on this rank."""
+def job_script(script: str, *arguments: str) -> str:
+    """Run a script with its arguments, and return what it has printed on this rank."""
     os.environ.update(TORCHELASTIC_RUN_ID="job", OMP_NUM_THREADS="1")  # torchrun sets both
-    printed = []
-    port = int(os.environ["MASTER_PORT"])
-    for index, (script, *arguments) in enumerate(commands):
-        os.environ["MASTER_PORT"] = str(port + index)
-        sys.argv = [str(EXAMPLES / script), *arguments]
-        with contextlib.redirect_stdout(io.StringIO()) as output:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        printed.append(output.getvalue())
-    return printed
+    sys.argv = [str(EXAMPLES / script), *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return output.getvalue()
 
 
 def run_scripts(*commands: list[str], num_ranks: int = 2) -> list[str]:
-    """Run scripts on ranks that start their process groups themselves, and return the first rank's output."""
-    return launch(job_scripts, *commands, num_ranks=num_ranks, num_local=1, timeout_s=90, backend=None)[0]
+    """Run scripts one after the other on ranks that start their process groups themselves, each at a port of its own.
+
+    Returns the first rank's output of each.
+    """
+    return [
+        launch(job_script, *command, num_ranks=num_ranks, num_local=1, timeout_s=90, backend=None)[0]
+        for command in commands
+    ]
 
 
 def numbers(printed: str) -> list[list[float]]:

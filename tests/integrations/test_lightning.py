@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from laconic.integrations.options import ArgumentError
 from tests.support.language_model import loss_of, make_model, make_rows
 from tests.support.launch import on_ranks
 from tests.support.lightning_jobs import LightningModel, loader, make_trainer, records, train
+
+Check = Callable[[Path], None]
 
 
 def whole(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -257,23 +260,15 @@ def refusals(folder: Path) -> None:
         strategy.setup_environment()
 
 
-CHECKS = (
-    accumulation,
-    sharded_checkpoints,
-    whole_checkpoints,
-    precision,
-    configured_by_the_user,
-    on_meta,
-    fabric,
-    batch_norm,
-    refusals,
-)
+SAMPLE = (accumulation, sharded_checkpoints, refusals)
+OTHERS = (whole_checkpoints, precision, configured_by_the_user, on_meta, fabric, batch_norm)
 
 
+@pytest.mark.parametrize("checks", [SAMPLE, pytest.param(OTHERS, marks=pytest.mark.campaign)], ids=["sample", "others"])
 @on_ranks(2, local=1)
-def test_a_trainer_its_checkpoints_and_its_precisions(tmp_path: Path) -> None:
+def test_a_trainer_its_checkpoints_and_its_precisions(tmp_path: Path, checks: tuple[Check, ...]) -> None:
     job_same_as_ddp()
-    for check in CHECKS:
+    for check in checks:
         mine = tmp_path / check.__name__
         mine.mkdir(exist_ok=True)
         check(mine)

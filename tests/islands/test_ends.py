@@ -9,6 +9,8 @@ import pytest
 from tests.faults import kills_of_islands as kills
 from tests.faults import sigterm
 
+pytestmark = pytest.mark.campaign
+
 
 @pytest.mark.timeout(240)
 def test_the_other_island_ends_by_itself_after_a_kill(tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ with open({log!r}, "a") as log:
 """
 
 
+@pytest.mark.campaign
 def test_a_run_survives_the_loss_of_a_machine(tmp_path: Path) -> None:
     script, log = tmp_path / "train.py", tmp_path / "log.txt"
     repository = str(Path(__file__).parents[2])

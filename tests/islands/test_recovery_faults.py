@@ -89,7 +89,9 @@ def job_killed(folder: Path, islands: int, local: int, victims: list[int]) -> li
     return found
 
 
-@pytest.mark.parametrize(("islands", "local", "victims"), [(1, 3, [1]), (2, 1, [0, 1])])
+@pytest.mark.parametrize(
+    ("islands", "local", "victims"), [pytest.param(1, 3, [1], marks=pytest.mark.campaign), (2, 1, [0, 1])]
+)
 def test_a_kill_at_any_point_of_a_write_leaves_one_sync_to_all(
     islands: int, local: int, victims: list[int], tmp_path: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """The wire and the nodes of a lab, and its results. Plain commands replace torchrun, to be quick."""
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from laconic.lab import Lab, LabUnavailable, RunResult
+from laconic.lab.worker import FAILURE_FILE, claim_failure
 
 _TRANSFER = """
 import os, socket, sys, time
@@ -192,3 +194,22 @@ def test_refuses_impossible_runs(lab: Lab) -> None:
         Lab().run(["x.py"])
     with pytest.raises(ValueError, match="out of range"):
         lab.set_rate(1e12)
+
+
+def test_a_failure_that_is_half_written_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that writes may be killed, because another has failed: then the other's failure is the first."""
+    mine, others = {"rank": 1, "error": "mine"}, {"rank": 2, "error": "the other's"}
+
+    def killed(path: Path, text: str) -> None:
+        with path.open("w") as file:
+            file.write(text[:5])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", killed)
+        with pytest.raises(KeyboardInterrupt):
+            claim_failure(tmp_path, mine)
+    assert not (tmp_path / FAILURE_FILE).exists()
+    assert claim_failure(tmp_path, others)
+    assert not claim_failure(tmp_path, mine)
+    assert json.loads((tmp_path / FAILURE_FILE).read_text()) == others

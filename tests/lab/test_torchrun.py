@@ -119,10 +119,20 @@ BLIND_KEEPER = (
     ("end", "exit_code", "error"),
     [
         ("sys.exit(7)", 7, "exited with code 7"),
-        ("os._exit(9)", 9, "exited with code 9, without a Python exception"),
+        pytest.param("os._exit(9)", 9, "exited with code 9, without a Python exception", marks=pytest.mark.campaign),
         (f"{BLIND_KEEPER}; os._exit(9)", 9, "exited with code 9, without a Python exception"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "killed by SIGSEGV, without a Python exception"),
-        ("threading.Thread(target=time.sleep, args=(600,)).start(); raise OSError('stuck')", 1, "OSError: stuck"),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGSEGV)",
+            139,
+            "killed by SIGSEGV, without a Python exception",
+            marks=pytest.mark.campaign,
+        ),
+        pytest.param(
+            "threading.Thread(target=time.sleep, args=(600,)).start(); raise OSError('stuck')",
+            1,
+            "OSError: stuck",
+            marks=pytest.mark.campaign,
+        ),
     ],
 )
 def test_a_rank_that_fails_ends_all(lab: Lab, script: Path, end: str, exit_code: int, error: str) -> None:
@@ -184,7 +194,9 @@ def test_node_0_keeps_its_terminal(script: Path) -> None:
     assert {"True True", "[node 1] False False"} <= set(shown.decode().splitlines())
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.campaign)]
+)
 def test_signals_end_everything_quietly(script: Path, tmp_path: Path, number: signal.Signals, exit_code: int) -> None:
     script.write_text("import sys, time; sys.stdout.write('ready\\n'); time.sleep(600)")
     marker, temporary = uuid.uuid4().hex, tmp_path / "temporary"

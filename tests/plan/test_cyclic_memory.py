@@ -1,11 +1,11 @@
-"""The planned buffers of every device of the cyclic schedule against those of a real run, op by op."""
+"""The rehearsed buffers of every device of the cyclic schedule against those of a real run, op by op."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,25 +15,27 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from laconic.config import OptimizerConfig, ScheduleConfig
 from laconic.cyclic.links import ByteLayout, Links
 from laconic.cyclic.placement import Placement
 from laconic.cyclic.runtime import CyclicDataParallel
-from laconic.cyclic.schedule import Op, Rule, Schedule, StatePlacement
+from laconic.cyclic.schedule import StatePlacement
 from laconic.cyclic.stage import trainable
 from laconic.cyclic.worker import Worker
-from laconic.plan.cyclic_memory import DeviceMemory, messages_by_target
-from laconic.plan.cyclic_stages import PlannedStage, Stages
+from laconic.plan.cyclic import DevicePlayer, SharedWires, play_all, rehearse
+from laconic.plan.cyclic_stages import PlannedBlock, PlannedStage
 from laconic.plan.machine import Simulator
-from laconic.plan.optimizer_cost import OptimizerCost
-from laconic.plan.phase import Phase
+from laconic.plan.phantom import PhaseBegin
+from laconic.plan.phase import LayerInput, Phase
 from tests.cyclic.toys import OPTIMIZERS, WIDTH, make_stages, train
-from tests.plan.traces import cluster
+from tests.plan.traces import cluster, spec
 from tests.support.launch import run_ranks
 
 BATCHES = 4
 ROWS = 4
-HIDDEN_BYTES, MASK_BYTES = ROWS * WIDTH * 4, 32  # 24 bytes of mask end at a multiple of 16
+HIDDEN_BYTES, MASK_BYTES = ROWS * WIDTH * 4, ROWS * WIDTH
 NOTHING = Phase(work=(), peak_bytes=0, end_bytes=0)
+NO_CLIPPING = OptimizerConfig(max_grad_norm=0.0)
 
 
 class Buffers:
@@ -108,50 +110,40 @@ def job_alive(states: StatePlacement, count: int, rule: str) -> list[int]:
     return buffers.by_op
 
 
-@dataclass(kw_only=True)
-class Watched(DeviceMemory):
-    """The planned device, which notes its buffers when an op begins."""
+class Watched(DevicePlayer):
+    """A device that notes its buffers when an op begins."""
 
-    by_op: list[float] = field(default_factory=list)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.by_op: list[float] = []
 
-    def forward(self, op: Op) -> None:
-        self._note()
-        super().forward(op)
-
-    def backward(self, op: Op) -> None:
-        self._note()
-        super().backward(op)
-
-    def _note(self) -> None:
-        self.by_op.append(sum(self.machine.held[kind] for kind in ("parameters", "gradients", "transfers")))
+    def _mark(self, label: object) -> None:
+        if label == ("step", BATCHES - 1):
+            self.by_op.clear()
+        if isinstance(label, PhaseBegin):
+            self.by_op.append(sum(self.machine.held[kind] for kind in ("parameters", "gradients", "transfers")))
+        super()._mark(label)
 
 
-def planned(states: StatePlacement, count: int, rule: str) -> list[list[int]]:
-    stages = Stages(
-        stages=tuple(
-            PlannedStage(
-                forward=(NOTHING,), backward=(NOTHING,), forward_s=0.0, backward_s=0.0, update_s=0.0, frozen_bytes=0,
-                message_bytes=ByteLayout(trainable(stage).values()).num_bytes, update=OptimizerCost(phase=NOTHING),
-            )
-            for stage in make_stages(count)
-        ),
-        activation_bytes=2 * HIDDEN_BYTES + MASK_BYTES,
-        activation_gradient_bytes=2 * HIDDEN_BYTES,
-    )  # fmt: skip
-    schedule = Schedule(Rule.named(rule, count), states)
+def block(stage: nn.Module) -> PlannedBlock:
+    own = trainable(stage)
+    specs = tuple(replace(spec(name, *each.shape), is_written_in_place=False) for name, each in own.items())
+    return PlannedBlock(name="a stage", parameters=specs, forward=NOTHING, backward=NOTHING)
+
+
+def planned(states: StatePlacement, count: int, ranks: int, rule: Any) -> list[list[float]]:
+    hidden = LayerInput(nbytes=HIDDEN_BYTES, requires_grad=True)
+    carried = (hidden, LayerInput(nbytes=MASK_BYTES, requires_grad=False), hidden)
+    made = make_stages(count)
+    stages = [PlannedStage(blocks=(block(stage),), passes_on=() if stage is made[-1] else carried) for stage in made]
+    schedule = ScheduleConfig(kind="cyclic", rule=rule, states=states, stagger=0.0)
+    network = SharedWires(Simulator(cluster(ranks, 1), device_type="cpu"))
     devices = [
-        Watched(
-            machine=Simulator(cluster(), device_type="cpu"), schedule=schedule, stages=stages,
-            number=number, pass_after=0,
-        )
-        for number in range(schedule.num_devices)
-    ]  # fmt: skip
-    for batch in range(BATCHES):
-        received = messages_by_target(schedule, batch)
-        for device in devices:
-            device.by_op.clear()
-            device.step(batch, received.get(device.number, ()))
-    return cast("list[list[int]]", [device.by_op for device in devices])
+        Watched(network, rehearse(network.machine, stages, schedule, NO_CLIPPING, number, BATCHES), number)
+        for number in range(ranks)
+    ]
+    play_all(devices)
+    return [device.by_op for device in devices]
 
 
 @pytest.mark.parametrize(
@@ -167,4 +159,4 @@ def planned(states: StatePlacement, count: int, rule: str) -> list[list[int]]:
 )
 @pytest.mark.parametrize("rule", ["lag2", "v2", "v1"])
 def test_planned_buffers_are_those_alive(states: StatePlacement, count: int, ranks: int, rule: str) -> None:
-    assert planned(states, count, rule) == run_ranks(job_alive, ranks, states, count, rule)
+    assert planned(states, count, ranks, rule) == run_ranks(job_alive, ranks, states, count, rule)

@@ -10,9 +10,9 @@ import pytest
 from laconic.config import Config, ConfigError, JobError, OptimizerConfig, ScheduleConfig
 from laconic.cyclic.schedule import Rule
 from laconic.plan.cyclic import CyclicProgram
-from laconic.plan.job import work_of
 from laconic.plan.machine import Reading, Simulator
 from laconic.plan.phase import LayerInput
+from laconic.plan.program import work_of
 from tests.plan.traces import cluster, spec, trace
 
 WIDTH = 64
@@ -29,11 +29,11 @@ def num_devices(states: str, workers: int) -> int:
 
 def program(
     ranks: int, rule: Any = "lag2", states: Any = "replicated", *, machine: Simulator, seconds: float = 1.0,
-    **changes: object,
+    max_grad_norm: float = 0.0, **changes: object,
 ) -> CyclicProgram:  # fmt: skip
     """One layer for each worker, and no parameters outside of layers."""
     schedule = ScheduleConfig(kind="cyclic", rule=rule, states=states, cut_by="parameters")
-    config = Config(schedule=schedule, optimizer=OptimizerConfig(max_grad_norm=0.0))
+    config = Config(schedule=schedule, optimizer=OptimizerConfig(max_grad_norm=max_grad_norm))
     layers = [[spec("weight", WIDTH, WIDTH)] for _ in range(ranks)]
     model = trace(layers, forward_s=seconds, backward_s=2 * seconds, saved_bytes=SAVED_BYTES)
     model = dataclasses.replace(model, layer_inputs=INPUTS, **changes)  # type: ignore[arg-type]
@@ -61,6 +61,14 @@ def test_bytes_of_replicated_states(ranks: int, rule: str) -> None:
 
 def test_sharded_states_send_weights_twice() -> None:
     assert run(3, states="sharded").sent_bytes["node", "weights"] == 2 * run(3).sent_bytes["node", "weights"]
+
+
+@pytest.mark.parametrize("rule", ["clip", "v1", "dp"])
+def test_clipping_sends_the_norm_to_all(rule: str) -> None:
+    """The last worker has all totals' squares, and sends 8 bytes to each other one. A baton has as many."""
+    machine = Simulator(cluster(3, 1), device_type="cpu")
+    reading = program(3, rule, machine=machine, max_grad_norm=1.0).read(machine)
+    assert reading.sent_bytes["node", "control"] * 3 == pytest.approx(2 * 8 + 2 * 8)
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 5])

@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from laconic.config import Config, from_dict
 from laconic.cyclic import cut
 from laconic.cyclic.links import ActivationMeta, ByteLayout
 from laconic.cyclic.stage import trainable
 from laconic.hf.models import build_model, materialize
-from laconic.plan.cyclic_stages import cut_trace
-from laconic.plan.job import work_of
+from laconic.plan.cyclic_stages import Clock, PhantomStage, cut_trace
 from laconic.plan.machine import Simulator
+from laconic.plan.program import work_of
+from laconic.rehearse import Machine
 from tests.plan.traces import cluster
 
 ROWS, TOKENS = 3, 37
@@ -65,11 +67,21 @@ def test_planned_stages_are_those_of_the_cut(config: Config, num_stages: int) ->
     ids = torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS)
     stages = cut(model, num_stages, example=ids, by="parameters")
     values: Any = (ids,)
-    for stage, plan in zip(stages, planned.stages, strict=True):
-        assert plan.message_bytes == ByteLayout(trainable(stage).values()).num_bytes
-        assert plan.frozen_bytes == sum(p.nbytes for p in stage.parameters() if not p.requires_grad)
+    for stage, plan in zip(stages, planned, strict=True):
+        for merges in (False, True):
+            phantom = PhantomStage(plan, Machine(device_type="cpu"), Clock(Simulator(cluster())), merges=merges)
+            assert message_bytes(phantom) == message_bytes(stage)
+            assert frozen_bytes(phantom) == frozen_bytes(stage)
         values = stage(*values)
         if stage is not stages[-1]:
-            sent = ActivationMeta.of(values)
-            assert planned.activation_bytes == sent.layout.num_bytes
-            assert planned.activation_gradient_bytes == sent.gradients().layout.num_bytes
+            sent, said = ActivationMeta.of(values), ActivationMeta.of(plan.outputs())
+            assert said.layout.num_bytes == sent.layout.num_bytes
+            assert said.gradients().layout.num_bytes == sent.gradients().layout.num_bytes
+
+
+def message_bytes(stage: nn.Module) -> int:
+    return ByteLayout(trainable(stage).values()).num_bytes
+
+
+def frozen_bytes(stage: nn.Module) -> int:
+    return sum(p.nbytes for p in stage.parameters() if not p.requires_grad)

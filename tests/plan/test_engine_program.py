@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from laconic.config import Config, ShardConfig, SyncConfig, TrainConfig
-from laconic.plan.buckets import Shape
+from laconic.config import Config, OptimizerConfig, ShardConfig, SyncConfig, TrainConfig
+from laconic.optim.muon import cost_of
 from laconic.plan.local_steps import LocalStepsProgram
 from laconic.plan.machine import KINDS, Reading, Simulator
 from laconic.plan.model_trace import ModelTrace, ParameterSpec
+from laconic.plan.program import Shape
 from laconic.plan.rehearsed import RehearsedStep
 from tests.plan.traces import cluster, spec, trace, work
 from tests.support.step_bytes import step_bytes
@@ -170,3 +171,29 @@ def test_a_few_layers_stand_for_all(device: str, keys: dict[str, Any], monkeypat
     assert few.seconds == pytest.approx(whole.seconds, rel=1e-3)
     assert small.host_bytes == pytest.approx(machine.host_bytes)
     assert [small.held[kind] for kind in KINDS] == pytest.approx([machine.held[kind] for kind in KINDS])
+
+
+def test_owners_own_what_they_own_of_all_layers() -> None:
+    """How many matrices a rank owns does not follow from those of a few layers: 17 on 4 ranks are 5 on the first."""
+    held = []
+    for count in (16, 17, 20):  # of equal matrices: the first of four ranks owns 4, 5 and 5
+        config = Config(optimizer=OptimizerConfig(name="shampoo"), shard=ShardConfig.of_keys({"cache": "none"}))
+        machine = Simulator(cluster(2, 2), device_type="cpu")
+        program = RehearsedStep(machine, work(trace(layers(count)), config), Shape(nodes=2, local=2))
+        program.read(machine)
+        assert len(program.rehearsal.matrices) == count
+        held.append(machine.held["optimizer"] / (WIDTH * WIDTH * 4))
+    assert held == [6 * owned for owned in (4, 5, 5)]  # two factors, their two roots, and Adam's two moments
+
+
+def test_products_of_the_optimizer_take_their_time() -> None:
+    """Muon on one rank: the FLOPs of Newton-Schulz at the rate of bfloat16."""
+    config = Config(optimizer=OptimizerConfig(name="muon", ns_steps=5), shard=ShardConfig.of_keys({"cache": "none"}))
+    seconds = []
+    for rate in (1e6, 2e6):
+        slow = cluster(1, 1, device_flops_per_s={"float32": 1e10, "bfloat16": rate})
+        machine = Simulator(slow, device_type="cpu")
+        program = RehearsedStep(machine, work(trace(layers(3)), config), Shape(nodes=1, local=1))
+        seconds.append(program.read(machine).seconds)
+    flops = 3 * 2 * cost_of(WIDTH, WIDTH, 5)
+    assert seconds[0] - seconds[1] == pytest.approx(flops / 1e6 - flops / 2e6)

@@ -37,6 +37,17 @@ def test_a_lane_has_one_transfer_at_a_time_and_waits_have_their_cause() -> None:
     assert reading.waits_s[PlanLane.LOCAL] == pytest.approx(0.01)
 
 
+def test_kernels_take_their_products_or_their_bytes_and_their_launches() -> None:
+    machine = Simulator(cluster(device_launch_s=0.001), device_type="cpu")
+    for figures, seconds in (({"nbytes": 1e9, "flops": 5e9}, 1.001), ({"nbytes": 1e8, "flops": 5e9}, 0.501)):
+        with machine.reading() as reading:
+            machine.touch("product", dtype="float32", **figures)
+        assert reading.seconds == pytest.approx(seconds)
+    with machine.reading() as reading:
+        machine.touch("many", 1e8, count=7)
+    assert reading.seconds == pytest.approx(0.107)
+
+
 @pytest.mark.parametrize(
     ("device_type", "overlap", "beside", "blocking"),
     [("cuda", 1.0, 0.3, 0.21), ("cpu", 1.0, 0.31, 0.21), ("cpu", 0.75, 0.36, 0.21), ("cpu", 0.0, 0.51, 0.21)],

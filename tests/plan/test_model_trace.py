@@ -245,6 +245,15 @@ def test_gradients_of_linear_weights_are_written_in_place() -> None:
     assert not any(p.is_written_in_place for unit in tied.units for p in unit.parameters)
 
 
+def test_a_tied_weight_has_its_gradient_from_the_head_in_place_and_from_the_embedding() -> None:
+    """Given as one gradient that waits in autograd for the other, the head's would be alive through all of backward."""
+    trace = trace_of(job({**LLAMA, "tie_word_embeddings": True}), gradients_in_place=True)
+    root = len(trace.units) - 1
+    phases = [segment.phase for segment in trace.segments if segment.is_backward and segment.unit == root]
+    come = [each for phase in phases for each in phase.arrivals if "embed" in each.name]
+    assert [each.is_in_place for each in come] == [True, False]
+
+
 @pytest.mark.parametrize("table", [LLAMA, {**LLAMA, "tie_word_embeddings": True}, GPT2])
 def test_units_have_the_parameters_of_fully_shard(table: Mapping[str, Any]) -> None:
     config = job(table, lora=LORA)

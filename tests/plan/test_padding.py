@@ -12,10 +12,10 @@ import pytest
 
 from laconic import cli
 from laconic.layout.granularity import rows
-from laconic.plan.layout_picture import draw_layout
-from laconic.plan.padding import layout_rows, plan_of
-from laconic.plan.rules import fsdp2_numel, lcm_numel
-from laconic.plan.shapes import DEEPSEEK_V3, GPT_OSS_120B, LLAMA_3_70B, UnitShapes, units_of
+from laconic.plan.known import models
+from laconic.plan.padding import UnitShapes, fsdp2_numel, layout_rows, lcm_numel, plan_of, shapes_of
+from laconic.plan.pictures import draw_layout
+from tests.support.layers import DEEPSEEK_V3, GPT_OSS_120B, LLAMA_3_70B
 
 LLAMA_CONFIG = {
     "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3,
@@ -51,11 +51,25 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_units_of_a_config_are_the_units_of_the_trainer(folder: Path) -> None:
-    layer, rest = units_of(str(folder))
+    model = shapes_of(str(folder))
+    layer, rest = model.units()
     assert (layer.count, layer.name, rest.count) == (3, "LlamaDecoderLayer", 1)
     assert dict(zip(layer.names, layer.shapes, strict=True))["mlp.down_proj.weight"] == (32, 80)
     assert set(rest.names) == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
-    assert units_of(str(folder / "config.json")) == (layer, rest)
+    assert shapes_of(str(folder / "config.json")) == model
+
+
+def test_neighbouring_layers_make_units_and_the_last_has_the_rest(folder: Path) -> None:
+    pair, single, _ = shapes_of(str(folder)).units(2)
+    assert (pair.count, single.count) == (1, 1)
+    assert pair.shapes == single.shapes * 2
+    assert pair.names == tuple(f"{index}.{name}" for index in (0, 1) for name in single.names), "as fully_shard's list"
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "gemma-3-27b", "qwen3-235b-a22b"])
+def test_published_models_have_as_many_parameters_as_their_makers_say(name: str) -> None:
+    """benchmarks.layout checks all of them."""
+    assert shapes_of(name).numel / 1e9 == pytest.approx(models()[name].billions, rel=0.01)
 
 
 def test_padding_of_a_model_weighs_its_units() -> None:
@@ -69,30 +83,33 @@ def test_padding_of_a_model_weighs_its_units() -> None:
     assert [unit for unit, _ in row.explanations] == ["a", "b"]
 
 
-def test_the_table_has_a_line_per_group_size(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "layout", "--model", "gpt-oss-120b", "--ranks", "64,1024", "--rows", "1,16"]) == 0
+def test_the_command_shows_a_table_explanations_and_remedies(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "gpt-oss-120b", "--ranks", "64,1024", "--rows", "1,32", "--explain"]
+    assert cli.main(["plan", "layout", *options]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"ranks +1 row +16 rows +FSDP2 +LCM", shown)
-    assert re.search(r"64 +0\.01% +0\.05% +0\.00% +32\.17%", shown)
-    assert re.search(r"1024 +0\.07% \(2\) +1\.95% \(2\) +694\.33% +428\.68%", shown)
+    words = " ".join(shown.split())
+    assert "116,829,156,672 elements in 36 x GptOssDecoderLayer, rest" in words
+    assert re.search(r"ranks +1 row +32 rows +FSDP2 +LCM", shown)
+    assert re.search(r"64 +0\.01% +0\.23%", shown)
+    assert re.search(r"1024 +0\.07% \(2\) +4\.06% \(2\)", shown)
+    assert "a block of self_attn.o_proj.weight has 131,072 elements, an even share only 11,520" in words
+    flat, rows_kept = [line for line in shown.splitlines() if line.startswith("1024 ranks, 32 rows: 4.06% -> ")]
+    assert "flat blocks of 256: for layer in layers:" in flat
+    assert '2 replicas of 512 ranks: mesh = laconic.init_mesh("cuda", islands=2)' in rows_kept
 
 
-def test_explanations_name_tensors(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "layout", "--model", "gpt-oss-120b", "--ranks", "1024", "--rows", "16", "--explain"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "a block of o_proj has 65,536 elements, an even share only 11,520" in shown
-    assert "(gate_up_proj) make shards multiples of 92,160" in shown
-
-
-def test_json_holds_the_numbers_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "layout", "--model", "llama-3-70b", "--ranks", "8,100", "--rows", "16", "--json"]) == 0
+def test_json_holds_the_numbers_of_the_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "layout", "--model", str(folder), "--ranks", "2,100", "--rows", "16", "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)
-    assert (first["num_ranks"], second["num_ranks"], second["num_rows"]) == (8, 100, 16)
-    own = sum(bucket["numel"] for bucket in second["buckets"])
-    padding = sum(bucket["padding"] for bucket in second["buckets"])
-    assert own == LLAMA_3_70B.numel
-    assert second["padding"] == pytest.approx(padding / own)
-    assert {"cause", "tensors", "text", "shard_numel"} <= set(second["buckets"][0])
+    assert (first["num_ranks"], second["num_ranks"], second["num_rows"]) == (2, 100, 16)
+    model = shapes_of(str(folder))
+    layer, rest = second["buckets"]  # as each has a single one
+    assert 3 * layer["numel"] + rest["numel"] == model.numel
+    assert second["padding"] == pytest.approx((3 * layer["padding"] + rest["padding"]) / model.numel)
+    assert {"cause", "tensors", "text", "shard_numel"} <= set(layer)
+    assert first["remedies"] == []
+    assert [each["is_flat"] for each in second["remedies"]] == [True, False]
+    assert all(call in each["text"] for each in second["remedies"] for call in each["calls"])
 
 
 def test_an_unknown_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +128,7 @@ def test_a_config_that_is_no_language_model_is_refused(tmp_path: Path, capsys: p
 @pytest.mark.parametrize(("ranks", "wrong"), [("0", "0"), ("8,x", "x"), ("-4", "-4")])
 def test_ranks_must_be_positive_numbers(ranks: str, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["plan", "layout", "--model", "llama-3-70b", f"--ranks={ranks}"])
+        cli.main(["plan", "layout", "--model", "llama-3-70b", f"--ranks={ranks}"])  # which is not built
     assert stopped.value.code == 2
     assert f"--ranks: '{wrong}' is not a positive number" in capsys.readouterr().err
 
@@ -140,11 +157,11 @@ def test_the_picture_of_many_ranks_leaves_some_out() -> None:
     assert "a < b" in labels
 
 
-def test_the_command_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_draws(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "layer.svg"
-    arguments = ["--model", "llama-3-70b", "--ranks", "8", "--rows", "16", "--draw", str(file)]
+    arguments = ["--model", str(folder), "--ranks", "2", "--rows", "1", "--draw", str(file)]
     assert cli.main(["plan", "layout", *arguments]) == 0
-    assert "llama-3-70b: layer on 8 ranks, blocks of 16 rows" in file.read_text()
+    assert "LlamaDecoderLayer on 2 ranks, blocks of 1 row" in file.read_text()
     arguments[-1] = str(tmp_path / "missing" / "layer.svg")
     capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:

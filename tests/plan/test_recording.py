@@ -10,7 +10,7 @@ from torch import nn
 import laconic
 from laconic.comm.cluster import Cluster
 from laconic.config import Config, ShardConfig
-from laconic.plan.job import work_of
+from laconic.plan.program import work_of
 from laconic.plan.rehearsal import Rehearsals
 from tests.plan.traces import model_of, spec, trace
 from tests.support.launch import run_ranks

@@ -50,6 +50,9 @@ def test_frozen_weights_cross_only_without_a_cache() -> None:
     assert step_bytes("none", **lora).node == 101.5
     assert step_bytes("fsdp2", **lora).node == 0.75 * 203
     assert step_bytes("host", **lora).local == 203
+    int8, int4 = 130 / 128 / 4, 66 / 128 / 4
+    assert step_bytes("values", **lora).node == pytest.approx((int8 + int4) / 2)
+    assert step_bytes("zero++", **lora).node == pytest.approx((101 * int8 + int4) / 2)
 
 
 def test_codes_cross_in_as_many_bits_as_they_have() -> None:
@@ -123,6 +126,7 @@ def test_the_formulas_hold_at_the_interfaces(tmp_path: Path) -> None:
     script, out = tmp_path / "rank.py", tmp_path / "out.json"
     script.write_text(_RANK)
     with Lab(nodes=2) as lab:
+        lab.warm_up(["torch._dynamo", "laconic.strategies.parallelize", "laconic.strategies.stepper"])
         result = lab.run([str(script), ",".join(STRATEGIES), str(out)], local=2, timeout_s=100, show=False)
     assert result.exit_code == 0, result.failure
     answer = json.loads(out.read_text())

@@ -15,12 +15,12 @@ import laconic
 from laconic.config import Config, SyncConfig, from_dict
 from laconic.islands.local_steps import LocalSteps
 from laconic.islands.policies import OuterSGD
-from laconic.plan.buckets import Shape
 from laconic.plan.candidates import CANDIDATES
 from laconic.plan.estimates import Estimate
 from laconic.plan.local_steps import LocalStepsProgram
 from laconic.plan.machine import Simulator
 from laconic.plan.prediction import Predictor
+from laconic.plan.program import Shape
 from laconic.strategies.memory import measured_peak
 from tests.plan.traces import cluster, spec, trace, work
 from tests.support.jobs import corpus, table

@@ -13,8 +13,8 @@ import pytest
 
 from laconic import cli
 from laconic.cyclic.schedule import RULES, STATES, MessageKind, Rule, Schedule
+from laconic.plan.pictures import KIND_COLOURS
 from laconic.plan.timesteps import CyclicPlan
-from laconic.plan.timesteps_picture import KIND_COLOURS
 
 
 def planned(stages: int, rule: str = "v2", states: Any = "replicated", batches: int = 3) -> CyclicPlan:

@@ -10,10 +10,9 @@ from torch import nn
 
 from laconic.config import Config
 from laconic.plan.cluster_spec import ClusterSpec
-from laconic.plan.job import work_of
 from laconic.plan.model_trace import ModelTrace, ParameterSpec, Segment, UnitSpec
 from laconic.plan.phase import Operations, Phase
-from laconic.plan.program import StepWork
+from laconic.plan.program import StepWork, work_of
 from laconic.plan.rehearsal import Rehearsals
 
 FLOPS_PER_S, MEMORY_BYTES_PER_S = 1e10, 1e9

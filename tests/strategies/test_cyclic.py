@@ -48,6 +48,8 @@ STEPS = 4
         ({"workers": 4}, "schedule.workers = 4 is for schedule.kind = 'cyclic'"),
         ({"cut_by": "memory"}, "schedule.cut_by = 'memory' is for schedule.kind = 'cyclic'"),
         ({"stagger": 0.5}, "schedule.stagger = 0.5 is for schedule.kind = 'cyclic'"),
+        ({"wire": "8bit"}, "schedule.wire = '8bit' is for schedule.kind = 'cyclic'"),
+        ({**CYCLIC, "wire": "6bit"}, "wire='6bit' is not known"),
         ({"kind": "cyclical"}, '"simultaneous", "cyclic"'),
         ({**CYCLIC, "rule": "v3"}, '"lag2"'),
         ({**CYCLIC, "workers": 1}, "schedule.workers = 1 must lie in [2, 4096]"),
@@ -78,6 +80,10 @@ FREE = {"max_grad_norm": 0.0}
         ({"schedule": {**TWO, "rule": "dp", "states": "shared"}}, "under schedule.rule = 'dp' all are at the same"),
         ({"schedule": CYCLIC}, "set schedule.workers to the micro-batches to interleave"),
         ({"schedule": TWO, "optimizer": {"name": "muon"}}, "optimizer.name = 'muon' and schedule.kind = 'cyclic'"),
+        (
+            {"schedule": {**TWO, "states": "sharded", "wire": "8bit"}, "optimizer": FREE},
+            "schedule.wire: Wire(weights='int8') sends differences to the copies",
+        ),
         ({"schedule": {**TWO, "workers": 9}, "optimizer": FREE}, "9 stages need at least as many blocks"),
         (
             {"schedule": TWO, "optimizer": FREE, "model": {"config": {**MODEL, "tie_word_embeddings": True}}},
@@ -204,7 +210,10 @@ RULE_OF_TEST = {"lag2": 3, "clip": 3, "v2": 2}
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 RESUMED: dict[str, dict[str, Any]] = {
-    "lag2": {"schedule": {"cut_by": "time"}, "lora": {"enabled": True, "rank": 2, "dropout": 0.3}},
+    "lag2": {
+        "schedule": {"cut_by": "time", "wire": {"weights": "int8", "gradients": "int8", "feedback": True}},
+        "lora": {"enabled": True, "rank": 2, "dropout": 0.3},
+    },
     "v2": {"schedule": {"rule": "v2", "states": "sharded"}, "train": {"async_save": True}},
     "clip": {
         "schedule": {"rule": "clip", "states": "sharded"},
@@ -232,7 +241,7 @@ def copy_until(output: Path, copy: Path, *, step: int) -> None:
 
 
 def test_a_resumed_run_repeats_the_unbroken_one(tmp_path: Path) -> None:
-    """Equal to the bit, from a checkpoint with a pending gradient."""
+    """Equal to the bit, from a checkpoint with a pending gradient, and with copies of weights if they cross coded."""
     configs = [cyclic_job(tmp_path, name, **sections) for name, sections in RESUMED.items()]
     broken = [
         cyclic_job(
@@ -240,20 +249,26 @@ def test_a_resumed_run_repeats_the_unbroken_one(tmp_path: Path) -> None:
         )
         for name, sections in RESUMED.items()
     ]
-    for name, unbroken, rest in zip(RESUMED, *run_ranks(train_and_resume, 2, configs, broken)[0], strict=True):
+    for name, unbroken, rest in zip(RESUMED, *run_ranks(train_and_resume, 2, configs, broken, local=1)[0], strict=True):
         assert rest["start_step"] == 2, name
         assert rest["losses"] == unbroken["losses"][2:], name
         assert differing(trained(tmp_path / f"{name}-resumed"), trained(tmp_path / name)) == [], name
         assert pending(tmp_path / name, 2) == (name != "dp"), name
         assert not pending(tmp_path / name, STEPS), name
+        assert has_state(tmp_path / name, 2, "copy_of_weights") == (name == "lag2"), name
         rows = [json.loads(line) for line in (tmp_path / f"{name}-resumed" / "metrics.jsonl").read_text().splitlines()]
         assert [row["loss"] for row in rows] == unbroken["losses"], name
 
 
 def pending(output: Path, step: int) -> bool:
     """Whether a checkpoint has a pending gradient."""
+    return has_state(output, step, "pending_gradient")
+
+
+def has_state(output: Path, step: int, state: str) -> bool:
+    """Whether a checkpoint has a state of the optimizer with this name."""
     metadata = torch.distributed.checkpoint.FileSystemReader(output / "checkpoints" / f"step-{step}").read_metadata()
-    return any(key.endswith(".pending_gradient") for key in metadata.state_dict_metadata)
+    return any(key.endswith(f".{state}") for key in metadata.state_dict_metadata)
 
 
 def test_one_rank_resumes_and_refuses_other_checkpoints(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "lora": {"sync": {**STREAMED, "mixing": 0.5}, "lora": {"enabled": True, "rank": 2}},
 }
+SAMPLE, OTHERS = ("feedback", "slices", "adamw8bit"), ("muon", "shampoo", "lora")
 
 
 def island_job(folder: Path, name: str, **settings: Any) -> Config:
@@ -95,18 +97,35 @@ def everything(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def run_twice(folder: Path, names: Sequence[str]) -> tuple[Path, dict[str, Any]]:
+    """Four ranks, each a node, run these jobs of RUNS, and again from the middle."""
+    configs = [island_job(folder, name) for name in names]
+    results = run_ranks(interrupted_all, 4, configs, local=1, timeout_s=280)[0]
+    return folder, dict(zip(names, results, strict=True))
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Four ranks, each a node, run every job of RUNS, and again from the middle."""
-    folder = tmp_path_factory.mktemp("runs")
-    configs = [island_job(folder, name) for name in RUNS]
-    results = run_ranks(interrupted_all, 4, configs, local=1, timeout_s=280)[0]
-    return folder, dict(zip(RUNS, results, strict=True))
+    return run_twice(tmp_path_factory.mktemp("runs"), SAMPLE)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.fixture(scope="module")
+def other_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    return run_twice(tmp_path_factory.mktemp("other-runs"), OTHERS)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
 def test_a_resumed_run_repeats_the_unbroken_one(runs: tuple[Path, dict[str, Any]], name: str) -> None:
-    folder, summaries = runs
+    assert_equal_ends(*runs, name)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", OTHERS)
+def test_so_do_runs_of_other_optimizers(other_runs: tuple[Path, dict[str, Any]], name: str) -> None:
+    assert_equal_ends(*other_runs, name)
+
+
+def assert_equal_ends(folder: Path, summaries: dict[str, Any], name: str) -> None:
     unbroken, rest = summaries[name]
     assert rest["start_step"] == KEPT_AT
     assert rest["losses"] == unbroken["losses"][KEPT_AT:]

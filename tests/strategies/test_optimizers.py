@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import laconic
@@ -95,6 +96,7 @@ def test_baselines_that_cut_anywhere_are_refused_by_name(tmp_path: Path, name: s
         ({"optimizer": {"momentum": 0.5}}, "optimizer.momentum = 0.5 is for optimizer.name = 'muon', got 'adamw'"),
         ({"optimizer": {"name": "muon", "update_every": 3}}, "is for optimizer.name = 'shampoo', got 'muon'"),
         ({"optimizer": {"name": "adamw8bit", "adamw_lr": 0.1}}, "'muon' or 'shampoo', got 'adamw8bit'"),
+        ({"optimizer": {"flat_blocks": True}}, "is for optimizer.name = 'adamw8bit', got 'adamw'"),
         ({"optimizer": {"name": "muon", "fused": False}}, "is for optimizer.name = 'adamw', got 'muon'"),
         ({"optimizer": {"name": "muon", "momentum": 1.0}}, "optimizer.momentum = 1.0 must lie in [0, 1)"),
         ({"optimizer": {"name": "muon", "adamw_lr": 0.0}}, "optimizer.adamw_lr = 0.0 must be a positive number"),
@@ -154,6 +156,18 @@ def test_settings_reach_the_optimizer(tmp_path: Path) -> None:
     assert shampoo.param_groups[1]["eps"] == 1e-4
     eight = make_optimizer(model(), job(tmp_path, optimizer={"name": "adamw8bit", "betas": [0.5, 0.6]}).optimizer)
     assert [group["betas"] for group in eight.param_groups] == [(0.5, 0.6)] * 2
+
+
+@pytest.mark.parametrize(("flat_blocks", "uncut"), [(False, 32 * 200), (True, 256)])
+def test_blocks_of_moments_and_of_cuts_agree(tmp_path: Path, flat_blocks: bool, uncut: int) -> None:
+    config = job(tmp_path, optimizer={"name": "adamw8bit", "flat_blocks": flat_blocks})
+    weight = nn.Parameter(torch.zeros(100, 200))
+    weight.grad = torch.ones_like(weight)
+    assert shard_policy(config.shard, config.optimizer).granularity("weight", weight) == uncut
+    optimizer = make_optimizer(nn.ParameterList([weight]), config.optimizer)
+    optimizer.step()
+    scales = -(-100 * 200 // 256) if flat_blocks else 4 * 7
+    assert optimizer.state[weight]["exp_avg_scale"].numel() == scales
 
 
 def test_a_model_without_hidden_matrices_is_refused(tmp_path: Path) -> None:

@@ -112,7 +112,10 @@ def job_trains(*shapes: tuple[int, ...]) -> None:
                 torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("world_size", "shapes"), [(3, [(3,)]), (4, [(4,), (2, 2), (4, 1), (1, 4)])])
+@pytest.mark.parametrize(
+    ("world_size", "shapes"),
+    [(3, [(3,)]), (4, [(2, 2)]), pytest.param(4, [(4,), (4, 1), (1, 4)], marks=pytest.mark.campaign)],
+)
 def test_fsdp2_and_hsdp_train_the_same_with_rings(world_size: int, shapes: list[tuple[int, ...]]) -> None:
     run_ranks(job_trains, world_size, *shapes)
 

@@ -42,6 +42,7 @@ def test_several_ranks_train_as_if_the_job_had_named_the_strategy(tmp_path: Path
     assert run_ranks(train_all, 4, [named], local=2)[0][0]["losses"] == first[0]["losses"] == second[0]["losses"]
 
 
+@pytest.mark.campaign
 def test_one_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     summary = train(job(tmp_path, shard={"strategy": "auto", "cluster": cluster_file(tmp_path, 2, 2)}))
     assert len(summary["losses"]) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from laconic import registry
 from laconic.config import Config, load, to_toml
 from laconic.strategies.optimizers import make_optimizer
 from laconic.train.cli import main
-from laconic.train.loop import Trainer
+from laconic.train.loop import Trainer, _manual_garbage_collection
 from laconic.train.prepare import differences
 from tests.support.jobs import command, job, refusal, train, train_all
 from tests.support.launch import run_ranks
@@ -261,3 +262,15 @@ def test_the_command_ends_with_one_message(tmp_path: Path, capsys: pytest.Captur
 def test_the_default_job_is_complete_but_for_the_model() -> None:
     assert Config().data.kind == "python-stdlib"
     assert Config().model.config is None
+
+
+def test_a_process_that_has_frozen_its_objects_keeps_them_frozen() -> None:
+    gc.unfreeze()
+    with _manual_garbage_collection():
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with _manual_garbage_collection():
+        assert gc.get_freeze_count() <= frozen, "nothing more is frozen"
+    assert 0 < gc.get_freeze_count() <= frozen

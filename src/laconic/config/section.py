@@ -39,8 +39,9 @@ class Section(Policy):
     """
 
     def __post_init__(self) -> None:
-        for name, value in to_keys(self).items():
-            refuse_absurd(value, f"{self.prefix()}{name}")
+        for name, key in keys_of(type(self)).items():
+            is_own = len(key.path) == 1  # as it was given: its short spelling, if it has one, is not read yet
+            refuse_absurd(getattr(self, key.path[0]) if is_own else key.read(self), f"{self.prefix()}{name}")
         with self.in_own_words():
             super().__post_init__()
 

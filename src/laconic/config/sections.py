@@ -21,7 +21,7 @@ from laconic.policy import (
     option,
     to_keys,
 )
-from laconic.shard.policies import Audits, Cache, Checks, ShardPolicy
+from laconic.shard.policies import Audits, Cache, Checks, ShardPolicy, Wire
 
 CHECKED = (*keys_of(Checks), *keys_of(Audits))
 """The keys of `[shard]` for strategies that take checks."""
@@ -145,6 +145,10 @@ class DataConfig(Section):
         self._check("padding", self.padding == "longest" or not self.packing, message)
 
 
+_WITH_OWNERS = ("muon", "shampoo")
+"""The optimizers of which one rank updates each matrix of hidden layers whole."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
     """The optimizer and its learning rate."""
@@ -187,6 +191,9 @@ class OptimizerConfig(Section):
     """Steps of the decay. Default: for `cosine` all steps after the warm-up, for `wsd` the last fifth of all steps."""
     min_lr_ratio: Share = 0.1
     """The decay ends at this share of the peak learning rate."""
+    flat_blocks: bool = False
+    """With `adamw8bit`: moments share a scale in runs of 256 elements instead of tiles of 32 x 32. A tile keeps 32 rows
+    on one rank, which pads layers on hundreds of ranks and more; a run hardly pads on any number of ranks."""
     fused: bool = True
     """With `adamw`: use torch's fused AdamW, on CPU too; false: one tensor at a time."""
     loss_scale: Positive = 65536.0
@@ -195,11 +202,17 @@ class OptimizerConfig(Section):
     loss_scale_growth_steps: Count = 2000
     """With shard.param_dtype = "float16": as many steps in a row without overflow double the scale."""
 
+    @property
+    def has_owners(self) -> bool:
+        """Whether each matrix of hidden layers is updated whole, by one rank."""
+        return self.name in _WITH_OWNERS
+
     def _check_keys(self) -> None:
         self._check_only_with("name", "adamw", keys=("fused",))
+        self._check_only_with("name", "adamw8bit", keys=("flat_blocks",))
         self._check_only_with("name", "muon", keys=("momentum", "nesterov", "ns_steps", "adjust_lr_fn"))
         self._check_only_with("name", "shampoo", keys=("update_every", "block_size", "grafting"))
-        self._check_only_with("name", "muon", "shampoo", keys=("adamw_lr",))
+        self._check_only_with("name", *_WITH_OWNERS, keys=("adamw_lr",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,9 +261,14 @@ class ScheduleConfig(Section):
     workers: Annotated[int, Bound(lambda value: 2 <= value <= 4096, "lie in [2, 4096]")] | None = None
     """Number N of micro-batches in a global batch, and of stages. Default: the number of ranks or, with states =
     "shared", the N for which N (N + 1) / 2 ranks are launched. One rank interleaves this many micro-batches."""
-    cut_by: Literal["time", "memory", "parameters"] = "time"
+    wire: Wire = option(Wire(), of=Wire.of, plain=Wire.plain, hint=dict[str, Any] | str | None)
+    """The bits in which weights and gradients cross between nodes: "exact", "8bit" or "4bit", which need replicated
+    states. Or a table with the fields of `laconic.Wire`, such as { gradients = "int8", feedback = true }. Default:
+    exact."""
+    cut_by: Literal["time", "memory", "parameters"] | None = None
     """The quantity that stages share equally: `time` of forward and backward or `memory` saved for backward, which rank
-    0 measures at the start, or `parameters`, which gives the same cut every time. A resumed run keeps its cut."""
+    0 measures at the start, or `parameters`, which gives the same cut every time. A resumed run keeps its cut. Default:
+    time; on one rank, where no worker waits for another, memory."""
     stagger: Share = 1.0
     """Lag of a worker behind the previous one, in 1/N of a batch: 1 keeps activations flat, less suits a slow wire."""
 

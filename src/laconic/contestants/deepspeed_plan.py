@@ -27,13 +27,13 @@ from dataclasses import dataclass, replace
 
 from laconic.comm.traffic import Level
 from laconic.contestants.deepspeed_fetch import Coordinator, FetchSizes, Parameter
-from laconic.plan.buckets import Shape
 from laconic.plan.machine import Job, PlanTransfer, Simulator
 from laconic.plan.model_trace import ParameterSpec, Segment
-from laconic.plan.optimizer_cost import adamw_cost
+from laconic.plan.optimizer_cost import UpdateCost, adamw_cost
 from laconic.plan.phase import Phase
-from laconic.plan.program import Program, StepWork, UpdateCost, WrittenProgram
+from laconic.plan.program import Program, Shape, StepWork, WrittenProgram
 from laconic.rehearse.rings import Places, Ring
+from laconic.strategies.parallelize import mixed_precision
 
 _QWZ_GROUP = 8000
 """The values that share a scale under qwZ, at most: `CUDAQuantizer.target_group_size`."""
@@ -102,7 +102,7 @@ class Deepspeed(WrittenProgram):
             raise ValueError("the model has no parameter that trains")
         self._parameters = parameters
         self._compute_itemsize = trained[0].itemsize
-        reduce_dtype = work.sharding.precision.reduce_dtype
+        reduce_dtype = mixed_precision(work.job.shard, work.job.model).reduce_dtype
         self._reduce_itemsize = reduce_dtype.itemsize if reduce_dtype else self._compute_itemsize
         self._filled: list[Parameter] = []
         self._reductions: list[Job | None] = []

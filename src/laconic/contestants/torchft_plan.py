@@ -14,9 +14,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from laconic.config import SyncConfig
-from laconic.plan.buckets import Shape
 from laconic.plan.machine import PlanTransfer, Reading, Simulator
-from laconic.plan.program import Program, StepWork, add_share
+from laconic.plan.program import Program, Shape, StepWork, add_share
 from laconic.plan.rehearsed import RehearsedStep
 
 

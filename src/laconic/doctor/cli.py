@@ -16,15 +16,16 @@ from laconic.comm.cluster import Cluster, init_mesh
 from laconic.comm.failure import failing_together
 from laconic.comm.launch import ExitWithoutTeardown, RankInfo, ending_with_launcher, pick_device, process_group
 from laconic.config import ConfigError
+from laconic.doctor import probes
 from laconic.doctor.facts import Meeting, RankFacts, read_facts, unreachable
 from laconic.doctor.judgements import Finding, judge_facts, judge_measured, judge_unreachable
-from laconic.doctor.probes import Measured, measure_all, measure_figures
+from laconic.doctor.probes import Measured, measure_all
 from laconic.errors import JobError
-from laconic.plan.cluster_file import load_cluster, to_toml
+from laconic.plan.cluster_file import load_cluster
 from laconic.plan.cluster_spec import ClusterSpec
-from laconic.plan.measure import as_spec, device_name
+from laconic.plan.measure import measure
+from laconic.plan.measure_cli import check_out, write_out
 from laconic.plan.units import format_quantity, unit_for
-from laconic.store import files
 
 _DESCRIPTION = """\
 Say what this cluster is and whether it is well. The first block has its nodes, devices, versions, rates, latencies and
@@ -114,12 +115,12 @@ def _measured(
     """Measure, print what was measured, and judge it. Collective."""
     with process_group(ranks, device, _TIMEOUT_S) as group, failing_together(ranks.world_size):
         peers = RankGroup(group)
+        check_out(options.out, peers)
         cluster = Cluster.of(init_mesh(device.type))
-        figures = measure_figures(cluster, peers, is_thorough=options.out is not None)
+        figures = measure(cluster, peers, probes.QUICK if options.out is None else None)
         measured = measure_all(cluster, peers, figures)
         if options.out is not None:
-            text = to_toml(as_spec(figures, {"device": device_name(device)}))
-            peers.on_rank_0(lambda: files.write_text(options.out, text), f"cannot write {options.out}")
+            write_out(options.out, figures, device, peers)
     _say(ranks, _measured_lines(measured))
     return judge_measured(facts, measured, before)
 

@@ -59,12 +59,69 @@ class Finding:
     """Where and what it is."""
     cost: str
     remedy: str
-    """What to do: a command or a variable, where one helps."""
     stops: bool = False
     """Whether it keeps the ranks from making a process group, so that nothing can be measured."""
 
     def __str__(self) -> str:
         return f"{self.severity:7} {self.kind}: {self.what}. Cost: {self.cost}. Remedy: {self.remedy}"
+
+
+_UNREACHABLE = "the ranks cannot reach each other: the first step hangs or fails"
+_SLOWEST = "every step waits for it"
+_THEN = (
+    "plans made with that file are wrong, and steps are slower",
+    "find what has changed, or measure again: `laconic plan measure --out FILE`",
+)
+_ADVICE: dict[str, tuple[Kind, str, str]] = {
+    "interface": ("interface", _UNREACHABLE,
+        "export {variable}={better} on {node}, before torchrun; `ip -brief address` lists names"),
+    "slower interface": ("interface",
+        "every transfer takes longer by that factor, if the faster one reaches the other nodes",
+        "export NCCL_SOCKET_IFNAME={better} GLOO_SOCKET_IFNAME={better} and give torchrun the address of that network"),
+    "unreachable": ("unreachable", _UNREACHABLE,
+        "let {node} accept TCP on all ports from the cluster, such as `ufw allow from NETWORK/24`; or name an "
+        "interface that both have in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"),
+    "versions": ("versions",
+        "ranks may compute differently, wait for each other for ever, or refuse each other's messages",
+        "install the same {name} on all nodes; one lock file or one image for all of them is simplest"),
+    "devices": ("devices",
+        "every step takes as long as on the slowest, and every rank's memory is that of the smallest",
+        "run equal devices together; islands with local steps may have unlike ones (docs/local-steps.md)"),
+    "memlock": ("memlock",
+        "a host cache is not page-locked, so its copies are several times slower; RDMA does not start",
+        "`ulimit -l unlimited`; for good: `* - memlock unlimited` in /etc/security/limits.conf, LimitMEMLOCK=infinity "
+        "in the unit of Slurm or Docker, --ulimit memlock=-1 of docker run"),
+    "open-files": ("open-files", "the run fails with `Too many open files`, often after hours",
+        "`ulimit -n 65536`; for good: `* - nofile 65536` in /etc/security/limits.conf"),
+    "disk": ("disk", "checkpoints, logs or temporary files cannot be written, and the run fails then",
+        "make room (`du -xh {folder} | sort -h | tail`), or use another: --train.output, TMPDIR"),
+    "host-memory": ("host-memory", "a host cache or the data swaps, or the kernel kills a rank",
+        '`ps aux --sort -rss | head` shows what has it; cache = "none" or "device" needs less'),
+    "device-memory": ("device-memory", "the run has that much less, and shares the device's time",
+        "`nvidia-smi` shows the processes that use it"),
+    "clock": ("clock",
+        "log files of nodes do not line up, files on a shared disk seem new or old, certificates may fail",
+        "`timedatectl set-ntp true` on both, or chrony with one server for all nodes"),
+    "slow link": ("slow-link", _SLOWEST + ": what crosses takes {factor:.1f} times as long",
+        "`ethtool {interface}` on {node}, then cable, port of the switch, duplex, and what else uses the link"),
+    "slow wire": ("slow-link", "what crosses takes {factor:.1f} times as long as it need",
+        "look for what else uses the network, and for a switch, a firewall or a tunnel between the nodes"),
+    "slow adapter": ("slow-link", "every step waits for the slowest link",
+        "`ethtool {interface}` on {node}, then another cable or port"),
+    "slow-node": ("slow-node", _SLOWEST + ": compute takes up to {factor:.1f} times as long",
+        "see {tool} for another process, heat or a power limit"),
+    "slower wire": ("slow-link", *_THEN), "slower": ("slower-than-before", *_THEN),
+}  # fmt: skip
+"""By case: the kind of the finding, its cost, and the remedy, which is a command or a variable where one helps."""
+
+
+def _found(
+    case: str, what: str, *, severity: Literal["error", "warning"] = "warning", stops: bool = False, **values: object
+) -> Finding:
+    kind, cost, remedy = _ADVICE[case]
+    return Finding(
+        severity=severity, kind=kind, what=what, cost=cost.format(**values), remedy=remedy.format(**values), stops=stops
+    )
 
 
 def judge_facts(facts: Sequence[RankFacts]) -> list[Finding]:
@@ -90,43 +147,29 @@ def judge_interfaces(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     if len({own.network for own in facts}) == 1:
         return  # one machine talks to itself over any
     for own in _first_of_nodes(facts):
-        better = f"export {{}}={own.route or 'NAME'} on {_node(own)}, before torchrun; `ip -brief address` lists names"
-        stops = True
+        better = own.route or "NAME"
         for variable, value in own.chosen.items():
             is_gloo = variable.startswith("GLOO")
-            stops = is_gloo or own.device_type == "cuda"
             exact = [name for name in value.split(",") if name in own.interfaces]
             names = exact if is_gloo else named_interfaces(value, own.interfaces)
-            problem = _problem(own.interfaces, names)
-            if problem:
-                yield Finding(
-                    severity="error",
-                    kind="interface",
-                    what=f"{_node(own)}: {variable}={value} names {problem}",
-                    cost="the ranks cannot reach each other: the first step hangs or fails",
-                    remedy=better.format(variable),
-                    stops=stops,
-                )
+            if problem := _problem(own.interfaces, names):
+                yield _found(
+                    "interface", f"{_node(own)}: {variable}={value} names {problem}", severity="error",
+                    stops=is_gloo or own.device_type == "cuda", variable=variable, better=better, node=_node(own),
+                )  # fmt: skip
         if "GLOO_SOCKET_IFNAME" not in own.chosen and is_loopback(own.own_address):
-            yield Finding(
-                severity="error",
-                kind="interface",
-                what=f"{_node(own)}: the host's own name means {own.own_address}, where Gloo would listen",
-                cost="ranks of other nodes cannot reach it: the first step hangs or fails",
-                remedy=better.format("GLOO_SOCKET_IFNAME"),
-                stops=True,
-            )
+            yield _found(
+                "interface", f"{_node(own)}: the host's own name means {own.own_address}, where Gloo would listen",
+                severity="error", stops=True, variable="GLOO_SOCKET_IFNAME", better=better, node=_node(own),
+            )  # fmt: skip
         used = own.interfaces.get(own.interface())
         fastest = max(own.interfaces.items(), key=lambda item: _rate(item[1]))
         if used and used.bits_per_s and _rate(fastest[1]) > used.bits_per_s:
-            yield Finding(
-                severity="warning",
-                kind="interface",
-                what=f"{_node(own)} talks over {own.interface()}, of {format_quantity(used.bits_per_s, 'bit/s')}, and "
-                f"has {fastest[0]}, of {format_quantity(_rate(fastest[1]), 'bit/s')}",
-                cost="every transfer takes longer by that factor, if the faster one reaches the other nodes",
-                remedy=f"export NCCL_SOCKET_IFNAME={fastest[0]} GLOO_SOCKET_IFNAME={fastest[0]} and give torchrun the "
-                "address of that network",
+            yield _found(
+                "slower interface",
+                f"{_node(own)} talks over {own.interface()}, of {format_quantity(used.bits_per_s, 'bit/s')}, and has "
+                f"{fastest[0]}, of {format_quantity(_rate(fastest[1]), 'bit/s')}",
+                better=fastest[0],
             )
 
 
@@ -134,39 +177,21 @@ def judge_unreachable(facts: Sequence[RankFacts], pairs: Sequence[tuple[int, int
     """unreachable: one node cannot open a connection to another."""
     nodes = _first_of_nodes(facts)
     for of, to, reason in pairs:
-        yield Finding(
-            severity="error",
-            kind="unreachable",
-            what=f"{_node(nodes[of])} cannot connect to {_node(nodes[to])} at {reason}",
-            cost="the ranks cannot reach each other: the first step hangs or fails",
-            remedy=f"let {_node(nodes[to])} accept TCP on all ports from the cluster, such as `ufw allow from "
-            "NETWORK/24`; or name an interface that both have in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
-            stops=True,
-        )
+        what = f"{_node(nodes[of])} cannot connect to {_node(nodes[to])} at {reason}"
+        yield _found("unreachable", what, severity="error", stops=True, node=_node(nodes[to]))
 
 
 def judge_versions(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     """versions, devices: ranks have unlike software or unlike devices."""
     names = dict.fromkeys(name for own in facts for name in own.versions)
     for name in names:
-        found = _ranks_by({own.rank: own.versions.get(name, "none") for own in facts})
-        if len(found) > 1:
-            yield Finding(
-                severity="warning" if name in ("Python", "NVIDIA driver") else "error",
-                kind="versions",
-                what=f"{name} is {found}",
-                cost="ranks may compute differently, wait for each other for ever, or refuse each other's messages",
-                remedy=f"install the same {name} on all nodes; one lock file or one image for all of them is simplest",
-            )
-    found = _ranks_by({own.rank: own.device for own in facts})
-    if len(found) > 1:
-        yield Finding(
-            severity="warning",
-            kind="devices",
-            what=f"the device is {found}",
-            cost="every step takes as long as on the slowest, and every rank's memory is that of the smallest",
-            remedy="run equal devices together; islands with local steps may have unlike ones (docs/local-steps.md)",
-        )
+        found = _by_value({own.rank: own.versions.get(name, "none") for own in facts})
+        if found:
+            severity: Literal["error", "warning"] = "warning" if name in ("Python", "NVIDIA driver") else "error"
+            yield _found("versions", f"{name} is {found}", severity=severity, name=name)
+    found = _by_value({own.rank: own.device for own in facts})
+    if found:
+        yield _found("devices", f"the device is {found}")
 
 
 def judge_limits(facts: Sequence[RankFacts]) -> Iterator[Finding]:
@@ -176,23 +201,12 @@ def judge_limits(facts: Sequence[RankFacts]) -> Iterator[Finding]:
         locks = own.device_type != "cpu" or own.has_rdma
         if _locked(own) < (min(most, _LEAST_LOCKED_BYTES) if not locks else _LEAST_LOCKED_BYTES):
             others = f", elsewhere {_limit(most)}" if _locked(own) < most else ""
-            yield Finding(
-                severity="error" if own.has_rdma else "warning",
-                kind="memlock",
-                what=f"{_node(own)}: a process may lock {_limit(_locked(own))} of memory{others}",
-                cost="a host cache is not page-locked, so its copies are several times slower; RDMA does not start",
-                remedy="`ulimit -l unlimited`; for good: `* - memlock unlimited` in /etc/security/limits.conf, "
-                "LimitMEMLOCK=infinity in the unit of Slurm or Docker, --ulimit memlock=-1 of docker run",
-            )
+            what = f"{_node(own)}: a process may lock {_limit(_locked(own))} of memory{others}"
+            yield _found("memlock", what, severity="error" if own.has_rdma else "warning")
         needed = _FILES + _FILES_PER_RANK * len(facts)
         if own.open_files < needed:
-            yield Finding(
-                severity="error",
-                kind="open-files",
-                what=f"{_node(own)}: a process may open {own.open_files} files; {len(facts)} ranks need {needed}",
-                cost="the run fails with `Too many open files`, often after hours",
-                remedy="`ulimit -n 65536`; for good: `* - nofile 65536` in /etc/security/limits.conf",
-            )
+            what = f"{_node(own)}: a process may open {own.open_files} files; {len(facts)} ranks need {needed}"
+            yield _found("open-files", what, severity="error")
 
 
 def judge_disks(facts: Sequence[RankFacts]) -> Iterator[Finding]:
@@ -201,13 +215,7 @@ def judge_disks(facts: Sequence[RankFacts]) -> Iterator[Finding]:
         for folder, (free, problem) in own.disks.items():
             if problem or free < _LEAST_DISK_BYTES:
                 left = problem or f"has {format_quantity(free, 'B')} left"
-                yield Finding(
-                    severity="error",
-                    kind="disk",
-                    what=f"{_node(own)}: {folder}: {left}",
-                    cost="checkpoints, logs or temporary files cannot be written, and the run fails then",
-                    remedy=f"make room (`du -xh {folder} | sort -h | tail`), or use another: --train.output, TMPDIR",
-                )
+                yield _found("disk", f"{_node(own)}: {folder}: {left}", severity="error", folder=folder)
 
 
 def judge_memory(facts: Sequence[RankFacts]) -> Iterator[Finding]:
@@ -220,23 +228,18 @@ def judge_memory(facts: Sequence[RankFacts]) -> Iterator[Finding]:
         is_little = own.free_host_bytes < _LEAST_HOST_BYTES * sharing
         if is_little or is_less:
             others = f"; other nodes have up to {format_quantity(most, 'B')}" if is_less else ""
-            yield Finding(
-                severity="error" if is_little else "warning",
-                kind="host-memory",
-                what=f"{_node(own)}: {format_quantity(own.free_host_bytes, 'B')} of host memory are free, of "
+            yield _found(
+                "host-memory",
+                f"{_node(own)}: {format_quantity(own.free_host_bytes, 'B')} of host memory are free, of "
                 f"{format_quantity(own.host_bytes, 'B')}, for {sharing} ranks{others}",
-                cost="a host cache or the data swaps, or the kernel kills a rank",
-                remedy='`ps aux --sort -rss | head` shows what has it; cache = "none" or "device" needs less',
+                severity="error" if is_little else "warning",
             )
     for own in facts:
         if own.device_bytes and own.free_device_bytes < _LEAST_DEVICE_SHARE * own.device_bytes:
-            yield Finding(
-                severity="warning",
-                kind="device-memory",
-                what=f"rank {own.rank} on {_node(own)}: {format_quantity(own.free_device_bytes, 'B')} of the device's "
+            yield _found(
+                "device-memory",
+                f"rank {own.rank} on {_node(own)}: {format_quantity(own.free_device_bytes, 'B')} of the device's "
                 f"{format_quantity(own.device_bytes, 'B')} are free",
-                cost="the run has that much less, and shares the device's time",
-                remedy="`nvidia-smi` shows the processes that use it",
             )
 
 
@@ -246,14 +249,9 @@ def judge_clocks(facts: Sequence[RankFacts], clocks_s: Sequence[tuple[float, flo
         low, high = clocks_s[own.rank]
         sure = max(low, -high)
         if sure > _MOST_SKEW_S:
-            yield Finding(
-                severity="warning",
-                kind="clock",
-                what=f"{_node(own)}: its clock is {format_quantity(sure, 's')} {'ahead of' if low > 0 else 'behind'} "
-                f"that of {_node(facts[0])}",
-                cost="log files of nodes do not line up, files on a shared disk seem new or old, certificates may fail",
-                remedy="`timedatectl set-ntp true` on both, or chrony with one server for all nodes",
-            )
+            side = "ahead of" if low > 0 else "behind"
+            what = f"{_node(own)}: its clock is {format_quantity(sure, 's')} {side} that of {_node(facts[0])}"
+            yield _found("clock", what)
 
 
 def judge_links(facts: Sequence[RankFacts], links: Mapping[tuple[int, int], float]) -> Iterator[Finding]:
@@ -274,35 +272,29 @@ def judge_links(facts: Sequence[RankFacts], links: Mapping[tuple[int, int], floa
         worst = max(range(len(nodes)), key=blame)
         own = {pair: slow.pop(pair) for pair in list(slow) if worst in pair}
         pairs = ", ".join(f"{of} to {to}" for of, to in own)
-        yield Finding(
-            severity="warning",
-            kind="slow-link",
-            what=f"{_node(nodes[worst])}: {format_quantity(min(own.values()), 'bit/s')} from node {pairs}; other links "
-            f"give {format_quantity(typical, 'bit/s')}",
-            cost=f"every step waits for it: what crosses takes {typical / min(own.values()):.1f} times as long",
-            remedy=f"{_look_at(nodes[worst])}, then cable, port of the switch, duplex, and what else uses the link",
-        )
+        yield _found(
+            "slow link",
+            f"{_node(nodes[worst])}: {format_quantity(min(own.values()), 'bit/s')} from node {pairs}; other links give "
+            f"{format_quantity(typical, 'bit/s')}",
+            factor=typical / min(own.values()), node=_node(nodes[worst]), interface=_interface(nodes[worst]),
+        )  # fmt: skip
     rates = [rate for rate in (_rate(own.interfaces.get(own.interface())) for own in nodes) if rate]
     expected = min([*rates, _SOCKET_BITS_PER_S])
     if len(rates) == len(nodes) and typical < _SLOW_LINK * expected:
-        yield Finding(
-            severity="warning",
-            kind="slow-link",
-            what=f"the wire gives {format_quantity(typical, 'bit/s')}; the adapters agreed on "
+        yield _found(
+            "slow wire",
+            f"the wire gives {format_quantity(typical, 'bit/s')}; the adapters agreed on "
             f"{format_quantity(min(rates), 'bit/s')} or more",
-            cost=f"what crosses takes {expected / typical:.1f} times as long as it need",
-            remedy="look for what else uses the network, and for a switch, a firewall or a tunnel between the nodes",
+            factor=expected / typical,
         )
     if rates and max(rates) > min(rates):
         slowest = min(nodes, key=lambda own: _rate(own.interfaces.get(own.interface())) or float("inf"))
-        yield Finding(
-            severity="warning",
-            kind="slow-link",
-            what=f"{_node(slowest)}: its adapter agreed on {format_quantity(min(rates), 'bit/s')}, others on "
+        yield _found(
+            "slow adapter",
+            f"{_node(slowest)}: its adapter agreed on {format_quantity(min(rates), 'bit/s')}, others on "
             f"{format_quantity(max(rates), 'bit/s')}",
-            cost="every step waits for the slowest link",
-            remedy=f"{_look_at(slowest)}, then another cable or port",
-        )
+            node=_node(slowest), interface=_interface(slowest),
+        )  # fmt: skip
 
 
 def judge_products(facts: Sequence[RankFacts], products_s: Sequence[float]) -> Iterator[Finding]:
@@ -313,14 +305,12 @@ def judge_products(facts: Sequence[RankFacts], products_s: Sequence[float]) -> I
         ranks = [own for own in slow if own.node == node]
         factor = max(products_s[own.rank] for own in ranks) / typical
         tool = "`top`" if ranks[0].device_type == "cpu" else "`nvidia-smi -q -d CLOCK,POWER,TEMPERATURE`"
-        yield Finding(
-            severity="warning",
-            kind="slow-node",
-            what=f"{_node(ranks[0])}: for the same product rank {', '.join(str(own.rank) for own in ranks)} takes "
+        yield _found(
+            "slow-node",
+            f"{_node(ranks[0])}: for the same product rank {', '.join(str(own.rank) for own in ranks)} takes "
             f"{factor:.1f} times as long as others",
-            cost=f"every step waits for it: compute takes up to {factor:.1f} times as long",
-            remedy=f"see {tool} for another process, heat or a power limit",
-        )
+            factor=factor, tool=tool,
+        )  # fmt: skip
 
 
 def judge_against(before: ClusterSpec | None, figures: Mapping[str, float]) -> Iterator[Finding]:
@@ -331,13 +321,8 @@ def judge_against(before: ClusterSpec | None, figures: Mapping[str, float]) -> I
         then = then.get(dtype) if dtype and then else then
         if then and section.endswith("_per_s") and now < _BEFORE * then:
             unit: Literal["bit/s", "FLOP/s", "B/s"] = "bit/s" if "bits" in key else "FLOP/s" if dtype else "B/s"
-            yield Finding(
-                severity="warning",
-                kind="slow-link" if section.startswith("wire") else "slower-than-before",
-                what=f"{key} is {format_quantity(now, unit)}; the cluster file says {format_quantity(then, unit)}",
-                cost="plans made with that file are wrong, and steps are slower",
-                remedy="find what has changed, or measure again: `laconic plan measure --out FILE`",
-            )
+            what = f"{key} is {format_quantity(now, unit)}; the cluster file says {format_quantity(then, unit)}"
+            yield _found("slower wire" if section.startswith("wire") else "slower", what)
 
 
 def _first_of_nodes(facts: Sequence[RankFacts]) -> list[RankFacts]:
@@ -375,19 +360,14 @@ def _rate(interface: Interface | None) -> float:
     return interface.bits_per_s or 0.0 if interface and interface.is_up and interface.addresses else 0.0
 
 
-def _look_at(own: RankFacts) -> str:
-    return f"`ethtool {own.interface() or 'INTERFACE'}` on {_node(own)}"
+def _interface(own: RankFacts) -> str:
+    return own.interface() or "INTERFACE"
 
 
-class _RanksBy(dict[str, list[int]]):
-    """The ranks that have each value."""
-
-    def __str__(self) -> str:
-        return ", ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in self.items())
-
-
-def _ranks_by(values: Mapping[int, str]) -> _RanksBy:
-    found = _RanksBy()
+def _by_value(values: Mapping[int, str]) -> str:
+    """Which ranks have which value, in words; "" if all have the same."""
+    found: dict[str, list[int]] = {}
     for rank, value in values.items():
         found.setdefault(value, []).append(rank)
-    return found
+    words = ", ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in found.items())
+    return words if len(found) > 1 else ""

@@ -20,7 +20,7 @@ from torch import nn
 
 from laconic.comm.agreement import RankGroup
 from laconic.comm.cluster import Cluster
-from laconic.plan.measure import Effort, Figure, measure
+from laconic.plan.measure import Effort, Figure
 from laconic.shard.api import fully_shard
 from laconic.shard.policies import Where
 
@@ -83,11 +83,6 @@ def measure_all(cluster: Cluster, ranks: RankGroup, figures: list[Figure]) -> Me
         figures=by_key,
         steps=placement_steps(cluster, ranks, by_key.get("wire_bits_per_s")),
     )
-
-
-def measure_figures(cluster: Cluster, ranks: RankGroup, *, is_thorough: bool) -> list[Figure]:
-    """The figures of a cluster file, as `laconic plan measure` measures them, or with less effort."""
-    return measure(cluster, ranks, None if is_thorough else QUICK)
 
 
 def wall_clock() -> float:
@@ -162,10 +157,9 @@ def link_rates(cluster: Cluster, ranks: RankGroup) -> dict[tuple[int, int], floa
     for turn in turns(cluster.num_nodes):
         seconds(turn, 1)  # connects
         for nbytes in _LINK_BYTES:
-            elapsed = seconds(turn, nbytes)
-            if max(ranks.gather(elapsed)) >= _LINK_S:
+            best = min(seconds(turn, nbytes) for _ in range(_REPETITIONS))
+            if max(ranks.gather(best)) >= _LINK_S:
                 break
-        best = min([elapsed, *(seconds(turn, nbytes) for _ in range(_REPETITIONS - 1))])
         by_rank = ranks.gather(8 * nbytes / best if best else 0.0)
         for of, to in turn:
             rates[of, to] = sum(by_rank[to * cluster.num_local : (to + 1) * cluster.num_local])

@@ -36,8 +36,10 @@ from laconic.hf.lora import (
 from laconic.hf.weights import Whole, load_folder, parameter_ids, whole_tensors, write_whole
 
 META = torch.device("meta")
-# Older configuration files have these keys, and transformers 5 still reads them.
-_LEGACY_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "architectures", "vocab_size"}
+# Configuration files have these keys and transformers reads them, although some classes of configurations lack them.
+_READ_KEYS = {
+    "rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "architectures", "vocab_size", "head_dim",
+}  # fmt: skip
 
 
 def build_model(config: ModelConfig, lora: LoraConfig | None = None, *, device: torch.device | str = META) -> nn.Module:
@@ -211,7 +213,7 @@ def _from_table(table: dict[str, Any]) -> Any:
         built = transformers.AutoConfig.for_model(**table)
     except Exception as error:  # each configuration class checks its values in its own way
         raise JobError(f"model.config is not a valid {kind} configuration: {error}") from error
-    valid = set(default.to_dict()) | set(default.attribute_map) | set(vars(default)) | _LEGACY_KEYS
+    valid = set(default.to_dict()) | set(default.attribute_map) | set(vars(default)) | _READ_KEYS
     for key in table:
         if key not in valid:
             near = difflib.get_close_matches(key, valid, n=1, cutoff=0.0)

@@ -22,7 +22,7 @@ from laconic.extras import how_to_install
 from laconic.lab import linux, processes, stale
 from laconic.lab.channel import Channel
 from laconic.lab.wire import node_address
-from laconic.lab.worker import EVENTS_FILE, FAILURE_FILE, FOLDER_VARIABLE
+from laconic.lab.worker import EVENTS_FILE, FAILURE_FILE, FOLDER_VARIABLE, claim_failure
 
 if TYPE_CHECKING:
     from laconic.lab.network import LabNetwork
@@ -137,12 +137,11 @@ class _Run:
             return  # torchrun sent the signal because of that failure
         reason = f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exited with code {exit_code}"
         self._failure = {**rank, "exit_code": exit_code, "error": f"{reason}, without a Python exception"}
-        with contextlib.suppress(FileExistsError), open(self._keeper.folder / FAILURE_FILE, "x") as file:
-            json.dump(self._failure, file)  # the other ranks, whose connections broke, then print one line only
+        claim_failure(self._keeper.folder, self._failure)  # the others, whose connections broke, then print one line
 
     def _read_failure(self) -> None:
         if self._failure is None:
-            with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # absent, or half written
+            with contextlib.suppress(FileNotFoundError):
                 self._failure = json.loads((self._keeper.folder / FAILURE_FILE).read_text())
 
     def _reap(self) -> None:

@@ -25,6 +25,7 @@ import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 FOLDER_VARIABLE = "LACONIC_LAB_FOLDER"  # the environment variable with the path of the lab's folder
 NODE_VARIABLE = "LACONIC_LAB_NODE"  # the environment variable with the number of the node
@@ -46,14 +47,24 @@ def send_event(event: str, **facts: int) -> None:
         os.close(pipe)
 
 
-def _claim_failure(error: str, exit_code: int) -> bool:
-    """Record this rank's failure, and return whether it is the first."""
+def claim_failure(folder: Path, failure: dict[str, Any]) -> bool:
+    """Record a rank's failure, and return whether it is the first.
+
+    The file appears with all of its text: a rank that writes may be killed because of another's failure.
+    """
+    own = folder / f"{os.getpid()}-{FAILURE_FILE}"
+    own.write_text(json.dumps(failure))
     try:
-        with open(Path(os.environ[FOLDER_VARIABLE]) / FAILURE_FILE, "x") as file:
-            json.dump(_identify() | {"exit_code": exit_code, "error": error}, file)
+        os.link(own, folder / FAILURE_FILE)
     except FileExistsError:
         return False
+    finally:
+        own.unlink()
     return True
+
+
+def _claim(error: str, exit_code: int) -> bool:
+    return claim_failure(Path(os.environ[FOLDER_VARIABLE]), {**_identify(), "exit_code": exit_code, "error": error})
 
 
 def _skip_own_frames(trace: TracebackType | None) -> TracebackType | None:
@@ -82,13 +93,13 @@ def main() -> None:
     except SystemExit as error:
         exit_code = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
         if exit_code != 0:
-            _claim_failure(f"exited with code {error.code}", exit_code)
+            _claim(f"exited with code {error.code}", exit_code)
             send_event("failed", **_identify(), pid=os.getpid())
         raise
     except BaseException as error:  # of any kind, KeyboardInterrupt too: a rank must not fail without an event
         error = error.with_traceback(_skip_own_frames(error.__traceback__))
         text = "".join(traceback.format_exception(error))
-        if _claim_failure(text, 1):
+        if _claim(text, 1):
             sys.excepthook(type(error), error, error.__traceback__)
         else:
             print(f"rank {os.environ['RANK']} stops, since another failed: {repr(error)[:120]}", file=sys.stderr)

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 
 from laconic import registry
 from laconic.config import ConfigError, ScheduleConfig, ShardConfig, SyncConfig
-from laconic.plan.buckets import Shape
 from laconic.plan.cyclic import CyclicProgram
 from laconic.plan.local_steps import LocalStepsProgram
 from laconic.plan.machine import Simulator
-from laconic.plan.program import Program, StepWork
+from laconic.plan.program import Program, Shape, StepWork
 from laconic.plan.rehearsed import RehearsedStep
 from laconic.registry import Strategy
 from laconic.shard.policies import Wire

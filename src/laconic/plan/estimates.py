@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from laconic.comm.launch import RankInfo
 from laconic.comm.traffic import WIRE_LEVELS, Level, Purpose
-from laconic.plan.buckets import Shape
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.machine import Kind, PlanLane, Reading, Simulator, Span
-from laconic.plan.program import Program
+from laconic.plan.program import Program, Shape
 
 MARGIN = 0.03
 """The share of a device's memory that allocators lose to fragments and that no figure here can know."""

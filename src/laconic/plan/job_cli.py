@@ -16,8 +16,8 @@ from laconic.plan.candidates import CANDIDATES, candidate_named
 from laconic.plan.choice import Choice, Contender, choose
 from laconic.plan.cluster_file import load_cluster
 from laconic.plan.estimates import Estimate
+from laconic.plan.pictures import SUFFIXES, draw_timeline
 from laconic.plan.prediction import Predictor
-from laconic.plan.timeline_picture import SUFFIXES, draw_timeline
 from laconic.plan.units import format_quantity
 from laconic.store import files
 

@@ -1,4 +1,4 @@
-"""The shipped tables of well-known devices and networks, `devices.toml` and `networks.toml`, with their sources."""
+"""The shipped tables of well-known devices, networks and models, `devices.toml`, ..., with their sources."""
 
 from __future__ import annotations
 
@@ -57,6 +57,18 @@ class Network:
     source: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class PublishedModel:
+    """A language model that somebody has published."""
+
+    name: str
+    config: Mapping[str, Any]
+    """The configuration for transformers."""
+    billions: float
+    """The number of parameters, in billions, as it was published."""
+    source: str
+
+
 @cache
 def devices() -> Mapping[str, Device]:
     """All devices of the table, by name."""
@@ -67,6 +79,13 @@ def devices() -> Mapping[str, Device]:
 def networks() -> Mapping[str, Network]:
     """All networks of the table, by name."""
     return {name: Network(name=name, **values) for name, values in _table("networks.toml").items()}
+
+
+@cache
+def models() -> Mapping[str, PublishedModel]:
+    """All models of the table, by name."""
+    entries = tomllib.loads((_FOLDER / "models.toml").read_text(encoding="utf-8"))
+    return {name: PublishedModel(name=name, **values) for name, values in entries.items()}
 
 
 def find_device(words: str) -> Device:

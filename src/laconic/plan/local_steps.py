@@ -9,9 +9,8 @@ from statistics import fmean
 
 from laconic.codec import CODECS
 from laconic.islands.all_reduce import sent_bytes_of
-from laconic.plan.buckets import Shape
 from laconic.plan.machine import PlanLane, Reading, Simulator
-from laconic.plan.program import StepWork, add_share
+from laconic.plan.program import Shape, StepWork, add_share
 from laconic.plan.rehearsed import RehearsedStep
 from laconic.ragged.spec import RaggedSpec
 

@@ -131,6 +131,7 @@ class Simulator:
         """The activations and temporaries that are alive besides what is held."""
         self._peak_total = -1.0
         self._memory_s = 1.0 / cluster.device_memory_bytes_per_s
+        self._launch_s = cluster.device_launch_s or 0.0
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -184,13 +185,26 @@ class Simulator:
     def seconds(self, phase: Phase) -> float:
         """The seconds of a phase on one device."""
         cluster = self.cluster
-        launch_s = cluster.device_launch_s or 0.0
-        share = cluster.device_attention_share
-        return phase.seconds(cluster.device_flops_per_s, cluster.device_memory_bytes_per_s, launch_s, share)
+        rates = cluster.device_flops_per_s, cluster.device_memory_bytes_per_s
+        return phase.seconds(*rates, self._launch_s, cluster.device_attention_share)
 
-    def touch(self, name: str, nbytes: float) -> None:
-        """Run simple kernels that read and write `nbytes` of device memory in all."""
-        self._work(name, nbytes * self._memory_s)
+    def touch(
+        self, name: str, nbytes: float, *, flops: float = 0.0, dtype: str | None = None, count: float = 1.0
+    ) -> None:
+        """Run `count` kernels that read and write `nbytes` of device memory in all: [Note: Seconds of an operation].
+
+        Args:
+            name: their name in pictures.
+            nbytes: the bytes that all of them read and write.
+            flops: the FLOPs of their products.
+            dtype: that of these products.
+            count: the number of kernels.
+
+        Raises:
+            ConfigError: the cluster has no rate for the dtype.
+        """
+        product_s = flops / self.cluster.flops_per_s(dtype) if dtype is not None else 0.0
+        self._work(name, max(product_s, nbytes * self._memory_s) + count * self._launch_s)
 
     def on_host(self, name: str, nbytes: float, *after: Job | None, since: float | None = None) -> Job:
         """Begin work on the host that reads and writes `nbytes`, of which each rank of the node has as much."""

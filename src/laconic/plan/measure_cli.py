@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -64,25 +65,34 @@ def run_measure(options: argparse.Namespace) -> None:
         raise JobError(f"--device {options.device}: torch finds no such device here; use cpu or auto") from error
     with ending_with_launcher(), process_group(ranks, device, _TIMEOUT_S) as group, failing_together(ranks.world_size):
         peers = RankGroup(group)
-        folder = options.out.absolute().parent if options.out else None
-        peers.on_rank_0(lambda: None if folder is None else _check_writable(folder), f"cannot write {options.out}")
+        check_out(options.out, peers)
         figures = measure(Cluster.of(init_mesh(device.type)), peers)
-        spec = as_spec(figures, {"device": device_name(device)})
         if ranks.is_main:
             _show(figures)
-        text = to_toml(spec)
-        if options.out is not None:
-            peers.on_rank_0(lambda: files.write_text(options.out, text), f"cannot write {options.out}")
-        elif ranks.is_main:
+        text = write_out(options.out, figures, device, peers)
+        if ranks.is_main and options.out is None:
             print(text, end="")
     if leaving is not None:
         leaving.code = 0
 
 
+def check_out(out: Path | None, peers: RankGroup) -> None:
+    """Refuse a folder before the measurement, not after it. Collective. Raises: JobError."""
+    if out is not None:
+        peers.on_rank_0(lambda: _check_writable(out.absolute().parent), f"cannot write {out}")
+
+
 def _check_writable(folder: Path) -> None:
-    """Refuse a folder before the measurement, not after it. Raises: OSError."""
     if not os.access(folder, os.W_OK):
         raise OSError(f"the folder {folder} does not exist or is not writable")
+
+
+def write_out(out: Path | None, figures: Sequence[Figure], device: torch.device, peers: RankGroup) -> str:
+    """Return the text of the cluster file, and write it, if there is a path. Collective. Raises: JobError."""
+    text = to_toml(as_spec(figures, {"device": device_name(device)}))
+    if out is not None:
+        peers.on_rank_0(lambda: files.write_text(out, text), f"cannot write {out}")
+    return text
 
 
 def _show(figures: Sequence[Figure]) -> None:

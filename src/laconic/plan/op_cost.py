@@ -123,10 +123,17 @@ def _attention_product(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class OpWork:
-    """An operation on the device or on the host, and the bytes that it reads and writes."""
+    """An operation on the device or on the host: [Note: Seconds of an operation] in phase.py."""
 
     nbytes: float
+    """The bytes that it reads and writes."""
     on_host: bool = False
+    flops: float = 0.0
+    """The FLOPs of its products."""
+    dtype: str | None = None
+    """The dtype of the factors of products; None without products."""
+    count: float = 1.0
+    """The operations for which it stands; `nbytes` and `flops` are those of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,4 +188,8 @@ class Costs:
             on_host = [not machine.is_on_device(each) for each in given if machine.knows(each)]
         if any(on_host) and not all(on_host):
             return Copy(nbytes / 2, to_device=not on_host[0])
-        return OpWork(nbytes, on_host=any(on_host) and machine.device.type != "cpu")
+        flops = flops_of(func, args, kwargs, out) if getattr(func, "_overloadpacket", None) in flop_registry else 0.0
+        return OpWork(
+            nbytes, on_host=any(on_host) and machine.device.type != "cpu", flops=self._times * flops,
+            dtype=str(args[0].dtype).removeprefix("torch.") if flops else None, count=self._times,
+        )  # fmt: skip

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from laconic.plan.buckets import Shape
 from laconic.plan.machine import Job, PlanTransfer, Simulator
 from laconic.plan.model_trace import ModelTrace, ParameterSpec
-from laconic.plan.optimizer_cost import optimizer_cost
-from laconic.plan.program import StepWork, UpdateCost, WrittenProgram
+from laconic.plan.optimizer_cost import UpdateCost, optimizer_cost
+from laconic.plan.program import Shape, StepWork, WrittenProgram
 from laconic.rehearse.rings import Places, Ring
 
 FIRST_BUCKET_BYTES = 2**20

@@ -152,7 +152,8 @@ class Phantom:
             come = phase.arrivals
             if not come and phase is phases[-1]:  # a formula does not say when gradients come
                 peak = phase.peak_bytes
-                come = tuple(Arrival(name, peak, peak) for name, (spec, _) in parameters.items() if spec.is_trained)
+                trained = (spec for spec, _ in parameters.values() if spec.is_trained)
+                come = tuple(Arrival(spec.name, peak, peak, spec.is_written_in_place) for spec in trained)
             for arrival in reversed(come):
                 spec, parameter = parameters[arrival.name]
                 hidden = _Step.apply(hidden, parameter, partial(self._give, spec, arrival))
@@ -175,7 +176,7 @@ class Phantom:
         self._after = arrival.after_bytes
         sink = sink_of(parameter)
         with self._costs.silent():
-            if spec.is_written_in_place and sink is not None and sink[0].accepts(sink[1], spec.shape, parameter.dtype):
+            if arrival.is_in_place and sink is not None and sink[0].accepts(sink[1], spec.shape, parameter.dtype):
                 self._mark(Alive(arrival.at_bytes))
                 rows, columns = spec.shape
                 dtype = parameter.dtype
@@ -203,4 +204,4 @@ class _Step(torch.autograd.Function):
 def hidden_tensor(*shape: int, dtype: torch.dtype) -> Tensor:
     """A tensor without elements, whose memory nobody records."""
     with _disable_current_modes():
-        return torch.empty(*shape, dtype=dtype, device=_META)
+        return torch.empty(shape, dtype=dtype, device=_META)

@@ -49,6 +49,9 @@ class Arrival:
     """The activations alive then, minus those alive at the start of the phase. A gradient of autograd's is one."""
     after_bytes: int
     """The most from then on until the next gradient. Without this gradient, of which its taker knows."""
+    is_in_place: bool = False
+    """Whether a linear layer offers to add it to whoever takes it. The weight of a tied head comes so, and once more as
+    the embedding's."""
 
 
 @dataclass(frozen=True, kw_only=True)

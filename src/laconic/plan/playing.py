@@ -27,7 +27,7 @@ from laconic.rehearse.tape import HOST, Entry, Free, Mark, Record, Step, Transfe
 
 _KINDS: Mapping[str, Kind] = {
     "shard/bucket.py": "parameters", "shard/reduce.py": "gradients",
-    "shard/cache.py": "cache", "plan/phantom.py": "gradients",
+    "shard/cache.py": "cache", "plan/phantom.py": "gradients", "codec/dynamic_map.py": "optimizer",
     "_fully_shard/_fsdp_param.py": "parameters", "_fully_shard/_fsdp_param.py:to_sharded_post_forward": "cache",
     "_fully_shard/_fsdp_param.py:to_accumulated_grad_if_needed": "gradients",
 }  # fmt: skip
@@ -143,7 +143,7 @@ class Player:
         """Compute, or let the host or another thread compute. Compute waits for what its own thread does there."""
         is_beside = step.timeline in self._threads
         if not work.on_host and not is_beside:
-            self._machine.touch(step.name, work.nbytes)
+            self._machine.touch(step.name, work.nbytes, flops=work.flops, dtype=work.dtype, count=work.count)
             return
         since, after = self._place_of(step.timeline) if is_beside else (None, None)
         job = self._machine.on_host(step.name, work.nbytes, after, since=since)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from laconic import registry
 from laconic.config import Config, ConfigError, ScheduleConfig
@@ -12,11 +14,12 @@ from laconic.errors import JobError
 from laconic.plan.candidates import BUDGET, CANDIDATES, candidate_named
 from laconic.plan.cluster_spec import ClusterSpec
 from laconic.plan.estimates import Estimate, first_rank, read_program, shape_of
-from laconic.plan.job import work_of
+from laconic.plan.forks import map_forked
 from laconic.plan.job_trace import trace_job, writes_in_place
 from laconic.plan.machine import Simulator
 from laconic.plan.model_trace import ModelTrace
-from laconic.plan.rehearsal import Rehearsals
+from laconic.plan.program import work_of
+from laconic.plan.rehearsal import Rehearsal, Rehearsals
 from laconic.plan.tracing import TraceError
 from laconic.registry import Strategy
 from laconic.strategies.checks import check_job
@@ -63,8 +66,20 @@ class Predictor:
         Raises:
             ConfigError: a name is not known.
         """
-        for name in CANDIDATES if names is None else names:
-            yield self.estimate(candidate_named(name))
+        wanted = [candidate_named(name) for name in (CANDIDATES if names is None else names)]
+        for first in wanted[:1]:
+            with suppress(ConfigError, JobError, ValueError):  # a refusal says so below
+                self._trace(self.job(first))  # before the forks, which share it
+        for found, rehearsed in map_forked(self._estimate_apart, wanted):
+            self._rehearsals.done.update(rehearsed)
+            yield found
+
+    def _estimate_apart(self, candidate: Strategy) -> tuple[Estimate | Refusal, dict[Any, Rehearsal]]:
+        """Predict one strategy, maybe in a fork. Returns new rehearsals, too, but those that hold process groups."""
+        before = set(self._rehearsals.done)
+        found = self.estimate(candidate)
+        new = {key: value for key, value in self._rehearsals.done.items() if key not in before}
+        return found, {key: value for key, value in new.items() if not (value.matrices or value.fragments)}
 
     def estimate(self, candidate: Strategy, *, is_under: bool = False, keeps_spans: bool = False) -> Estimate | Refusal:
         """Predict one strategy. `is_under`: the job has its keys already."""

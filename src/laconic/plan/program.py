@@ -1,18 +1,31 @@
-"""The programs of whole optimizer steps: forward, backward, the gradient norm, the optimizer, and syncs of islands."""
+"""The programs of whole optimizer steps, and what they have to do."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from laconic.comm.traffic import Level
 from laconic.config import Config, OptimizerConfig
-from laconic.plan.buckets import Sharding
-from laconic.plan.machine import PlanTransfer, Reading, Simulator
+from laconic.plan.job_trace import trace_job
+from laconic.plan.machine import Reading, Simulator
 from laconic.plan.model_trace import ModelTrace
-from laconic.plan.optimizer_cost import OptimizerCost
 from laconic.plan.rehearsal import Rehearsals
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The ranks that share a model: islands of nodes of local ranks."""
+
+    nodes: int
+    """The nodes of one island."""
+    local: int
+    """The ranks of one node."""
+    islands: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """The ranks of one island."""
+        return self.nodes * self.local
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +36,6 @@ class StepWork:
     """The job under the strategy."""
     trace: ModelTrace
     rehearsals: Rehearsals
-    sharding: Sharding
-    """The precision and the blocks that `fully_shard` gets. Its wire is the strategy's."""
 
     @property
     def micro_batches(self) -> int:
@@ -64,28 +75,6 @@ class WrittenProgram(Program):
         return reading
 
 
-class UpdateCost:
-    """The gradient norm and the optimizer's step, which follow backward."""
-
-    def __init__(self, machine: Simulator, cost: OptimizerCost, *, gradient_bytes: float) -> None:
-        """`gradient_bytes` are those of this rank's gradients."""
-        self._machine, self._cost = machine, cost
-        self._gradient_bytes = gradient_bytes
-        self._has_states = False
-
-    def run(self, norms: Mapping[Level, float]) -> None:
-        """Clip, and step. `norms` has the bytes that a rank sends on each level for the norms."""
-        machine = self._machine
-        machine.touch("norm", self._gradient_bytes)
-        machine.wait(machine.send(PlanTransfer(name="norm", purpose="control", sent=dict(norms))), "norm")
-        machine.touch("clip", 2 * self._gradient_bytes)
-        if not self._has_states:
-            self._has_states = True
-            machine.hold("optimizer", self._cost.state_bytes)
-        with machine.holding("transfers", self._cost.transient_bytes):
-            machine.compute("optimizer", self._cost.phase)
-
-
 def add_share(reading: Reading, other: Reading, share: float) -> None:
     """Add a share of another reading: its seconds, bytes, waits and work. The higher peak counts."""
     reading.seconds += share * other.seconds
@@ -95,3 +84,19 @@ def add_share(reading: Reading, other: Reading, share: float) -> None:
             counter[key] += share * value
     if other.peak_bytes > reading.peak_bytes:
         reading.peak = other.peak
+
+
+def work_of(
+    config: Config, *, device_type: str, trace: ModelTrace | None = None, rehearsals: Rehearsals | None = None
+) -> StepWork:
+    """The work of a job in every step. A trace and rehearsals of the same model and batch may be given.
+
+    Raises:
+        JobError: the model cannot be built.
+        TraceError: the model cannot be traced, and there is no formula for it.
+    """
+    return StepWork(
+        trace=trace or trace_job(config, device_type=device_type),
+        job=config,
+        rehearsals=rehearsals or Rehearsals(),
+    )

@@ -66,7 +66,9 @@ class _OpenPhase:
             gradient_bytes=self.gradient_bytes,
             peak_with_gradients_bytes=self.peak_with_gradients_bytes - self.start_with_gradients_bytes,
             arrivals=tuple(
-                Arrival(each.name, each.at_bytes - self.start_bytes, each.after_bytes - self.start_bytes)
+                replace(
+                    each, at_bytes=each.at_bytes - self.start_bytes, after_bytes=each.after_bytes - self.start_bytes
+                )
                 for each in self.arrivals
             ),
         )
@@ -129,7 +131,7 @@ class Recorder(TorchDispatchMode):
 
         Shapes: (m, k) @ (k, n).
         """
-        self._note_gradient(name, 0)
+        self._note_gradient(name, 0, is_in_place=True)
         rows, inner = left.shape
         columns = right.shape[1]
         nbytes = left.nbytes + right.nbytes + rows * columns * itemsize
@@ -169,11 +171,11 @@ class Recorder(TorchDispatchMode):
             if self._alive_bytes > before_bytes - own_bytes:
                 self._note_peak(before_bytes + own_bytes)
 
-    def _note_gradient(self, name: str, nbytes: int) -> None:
+    def _note_gradient(self, name: str, nbytes: int, *, is_in_place: bool = False) -> None:
         """Note the gradient of parameter `name`, of which `nbytes` were activations."""
         self._settle_sum()
         if self._phase is not None:
-            self._phase.arrivals.append(Arrival(name, self._alive_bytes, self._alive_bytes - nbytes))
+            self._phase.arrivals.append(Arrival(name, self._alive_bytes, self._alive_bytes - nbytes, is_in_place))
 
     def _note_peak(self, alive_bytes: int) -> None:
         phase = self._phase

@@ -75,8 +75,8 @@ class Rehearsal:
     """The name of each bucket's unit, and its layout."""
     cached_bytes: Sequence[int]
     """The bytes of each unit's node shard, the root first, as the engine counts units; 0 without a cache."""
-    matrices: Sequence[tuple[str, Matrix]]
-    """What owners work on, by the names of units, in the order of the optimizer's parameters: optim/owners.py."""
+    matrices: Sequence[Matrix]
+    """The matrices that owners update, in the order of the optimizer's parameters: optim/owners.py."""
     fragments: Sequence[Sequence[RaggedSpec]]
     """What islands sync, fragment by fragment; none without islands."""
 
@@ -89,7 +89,8 @@ class Rehearsals:
     """Builds a job's model on the meta device."""
     _models: dict[str, tuple[nn.Module, nn.ModuleList | None]] = field(default_factory=dict)
     """The model of each job, and the list of its layers if they are equal."""
-    _done: dict[Any, Rehearsal] = field(default_factory=dict)
+    done: dict[Any, Rehearsal] = field(default_factory=dict)
+    """By what tells rehearsals of this model apart."""
 
     def of(
         self, job: Config, trace: ModelTrace, *, nodes: int, local: int, islands: int, kept: Sequence[int] | None = None
@@ -100,9 +101,9 @@ class Rehearsals:
             JobError, ValueError: the trainer refuses the job.
         """
         key = (repr(job), trace.device_type, nodes, local, islands, tuple(kept or ()))
-        if key not in self._done:
-            self._done[key] = _rehearse(job, trace, self._model(job, kept), kept, nodes, local, islands)
-        return self._done[key]
+        if key not in self.done:
+            self.done[key] = _rehearse(job, trace, self._model(job, kept), kept, nodes, local, islands)
+        return self.done[key]
 
     def model(self, job: Config) -> nn.Module:
         """The job's model, on the meta device. Nobody may change it."""
@@ -172,16 +173,15 @@ def _rehearse(
         for state in stepper.optimizer.state.values():
             kinds.update({_number_of(machine, each): "optimizer" for each in _tensors(state)})
         units = units_below(model)
-        unit_of = {parameter: unit.name for unit in units for b in unit.buckets for parameter in b.sharded}
-        owned = getattr(stepper.optimizer, "matrices", {}).items()
+        owned = getattr(stepper.optimizer, "matrices", {}).values()
         fragments = stepper.local.fragments if stepper.local is not None else ()
         return Rehearsal(
             tape=tape,
             kinds={number: kind for number, kind in kinds.items() if number is not None},
             outer_states=outer_states,
             buckets=[(unit.name, bucket.layout) for unit in units for bucket in unit.buckets],
-            cached_bytes=[sum(each.cached.nbytes for each in unit.buckets if each.cached) for unit in units],
-            matrices=[(unit_of[parameter], matrix) for parameter, matrices in owned for matrix in matrices],
+            cached_bytes=[sum(each.node_shard.nbytes for each in unit.buckets) for unit in units],
+            matrices=[matrix for matrices in owned for matrix in matrices],
             fragments=[[_spec_of(each) for each in fragment.parameters.values()] for fragment in fragments],
         )
 

@@ -5,7 +5,8 @@ Equal layers add the same seconds, bytes and memory each, once a step has begun 
 equal layers runs with four of them, and once more with a fifth in the middle: what that adds counts for each layer
 that is left out. Peaks of memory are taken apart, one for each layer's phase, since with more layers memory may be
 fullest at another place. If the last layers' node shards stay on the device, and those of the others on the host, then
-both kinds of layers have a fifth. Micro-batches between the first and the last are equal, too.
+both kinds of layers have a fifth. Micro-batches between the first and the last are equal, too. Where ranks own whole
+matrices, all layers run: which matrices a rank owns does not follow from those that it would own of fewer layers.
 
 [Note: Steps now and then]
 A step that checks does more than others. So what a step takes is a mean over the steps from one check to the next:
@@ -18,16 +19,14 @@ import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 from laconic.comm.traffic import Level, Purpose
 from laconic.config import Config
-from laconic.optim.owners import Matrix, assign
-from laconic.plan.buckets import Shape
+from laconic.optim.owners import assign
 from laconic.plan.machine import KINDS, Reading, Simulator
 from laconic.plan.playing import Player
-from laconic.plan.program import Program, StepWork, add_share
+from laconic.plan.program import Program, Shape, StepWork, add_share
 from laconic.plan.rehearsal import STEPS, Rehearsal
 from laconic.shard.cache import choose_device_shards
 
@@ -67,7 +66,8 @@ class RehearsedStep(Program):
     @staticmethod
     def num_layers(machine: Simulator, work: StepWork) -> int:
         """The number of layers of which a few are rehearsed; 0 if all are."""
-        layers = 0 if machine.keeps_spans else work.rehearsals.equal_layers(work.job)
+        runs_all = machine.keeps_spans or work.job.optimizer.has_owners
+        layers = 0 if runs_all else work.rehearsals.equal_layers(work.job)
         return layers if layers > _KEPT + 1 else 0
 
     def read(self, machine: Simulator) -> Reading:
@@ -87,7 +87,7 @@ class RehearsedStep(Program):
     def _moved_bytes(self) -> Counter[tuple[Level, Purpose]]:
         """What a rank sends to owners of matrices and back, as a mean over all ranks, which differ in it."""
         moved: Counter[tuple[Level, Purpose]] = Counter()
-        matrices, ranks, nodes = self._matrices(), self._shape.ranks, self._shape.nodes
+        matrices, ranks, nodes = self.rehearsal.matrices, self._shape.ranks, self._shape.nodes
         for index, owner in assign(matrices, [0.0] * ranks):
             spec = matrices[index].spec
             for shard in set(spec.layout.holders(spec.index)) - {owner}:
@@ -95,14 +95,6 @@ class RehearsedStep(Program):
                 sent_bytes = matrices[index].num_held(shard) * matrices[index].itemsize
                 moved[level, "optimizer"] += 2 * sent_bytes / ranks  # type: ignore[assignment]  # bytes are means
         return moved
-
-    def _matrices(self) -> list[Matrix]:
-        """What owners work on, in all layers: those that are left out are as the last one."""
-        every: list[Matrix] = []
-        last = self.rehearsal.buckets[-1][0] if self.rehearsal.buckets else ""
-        for unit, pairs in groupby(self.rehearsal.matrices, lambda pair: pair[0]):
-            every += [matrix for _, matrix in pairs] * (1 + self._left_out if unit == last else 1)
-        return every
 
     @property
     def _left_out(self) -> int:

@@ -12,6 +12,7 @@ from laconic.config import (
     SyncConfig,
     TrainConfig,
 )
+from laconic.cyclic.coding import check_wire
 from laconic.cyclic.schedule import RULES, Rule
 from laconic.policy import keys_of, to_keys
 from laconic.strategies.cyclic import num_workers
@@ -54,7 +55,7 @@ def check_workers(schedule: ScheduleConfig, optimizer: OptimizerConfig, log: Log
 
     Raises:
         JobError: the ranks do not fit; the gradient norm is clipped, but is not known in time under the rule; shared
-            stages do not allow the rule; or memory is measured on several ranks.
+            stages do not allow the rule; the wire does not fit the states; or memory is measured on several ranks.
     """
     workers = num_workers(schedule, ranks)
     rule, limit = schedule.rule, optimizer.max_grad_norm
@@ -70,6 +71,10 @@ def check_workers(schedule: ScheduleConfig, optimizer: OptimizerConfig, log: Log
         "schedule.states = 'shared' needs workers at different times, and under schedule.rule = 'dp' all are at the "
         "same stage at once; choose another rule",
     )
+    try:
+        check_wire(schedule.wire, schedule.states)
+    except ValueError as error:
+        raise JobError(f"schedule.wire: {error}") from None
     _refuse_if(
         log.memory_step > 0 and ranks.world_size > 1,
         f"log.memory_step = {log.memory_step} and schedule.kind = 'cyclic' on {ranks.world_size} ranks: "

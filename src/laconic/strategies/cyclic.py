@@ -3,7 +3,8 @@
 [Note: Checkpoints of the cyclic schedule]
 A checkpoint holds the model under its ordinary names, so that export and `load_dcp` need not know about stages. In the
 middle of a run, it is the newest version that all stages can have, without the gradient of the last batch. That
-gradient is stored as one more state of the optimizer, `pending_gradient`. Small values (the settings of that batch, the
+gradient is stored as one more state of the optimizer, `pending_gradient`, and so are the copies that workers have of
+weights that cross in few bits, `copy_of_weights`. Small values (the settings of that batch, the
 cut into stages) are in each rank's `extra`. A resumed run makes the same cut and goes on to the same bits. After the
 last step of a run, no gradient is pending.
 """
@@ -92,7 +93,7 @@ class CyclicStepper(Stepper):
             make_stage_optimizer(setup.optimizer),
             mesh,
             max_grad_norm=setup.optimizer.max_grad_norm or None,
-            **schedule.pick("rule", "states", "stagger"),
+            **schedule.pick("rule", "states", "wire", "stagger"),
         )
         self.optimizer: torch.optim.Optimizer = self.run.optimizer
         is_one_worker = mesh is not None and schedule.states != "shared"
@@ -100,7 +101,7 @@ class CyclicStepper(Stepper):
         self.peers = range(self.num_workers)
 
     def _cut(
-        self, cut_by: str, blocks_by_stage: list[int] | None, shape: tuple[int, int], *, is_packed: bool
+        self, cut_by: str | None, blocks_by_stage: list[int] | None, shape: tuple[int, int], *, is_packed: bool
     ) -> list[Any]:
         device = next(self.module.parameters()).device
         example = torch.arange(shape[0] * shape[1], device=device).reshape(shape)
@@ -180,7 +181,7 @@ def _inputs(batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
 
 # -- checkpoints: [Note: Checkpoints of the cyclic schedule] -----------------------------------------------------------
 
-_PENDING = "pending_gradient"
+_PENDING, _COPY = "pending_gradient", "copy_of_weights"
 
 
 def save_stages(run: CyclicDataParallel, model: nn.Module, write: Save, extra: dict[str, Any]) -> None:
@@ -264,11 +265,13 @@ def _trainable(run: CyclicDataParallel) -> Iterator[tuple[int, str, nn.Parameter
 
 
 def _tensors_of(states: dict[str, Any], stage: int, name: str, *, is_pending: bool) -> dict[str, Tensor]:
-    """The optimizer's tensors of one parameter in the state of a run, and its pending gradient if there is one."""
+    """The optimizer's tensors of one parameter in the state of a run, and its pending gradient and copy, if any."""
     prefix, gradient = f"stages.{stage}.optimizer.{name}.", f"stages.{stage}.gradient.{name}"
     own = {key.removeprefix(prefix): value for key, value in states.items() if key.startswith(prefix)}
     if is_pending and gradient in states:
         own[_PENDING] = states[gradient]
+    if (copy := f"stages.{stage}.copy.{name}") in states:
+        own[_COPY] = states[copy]
     return {key: value for key, value in own.items() if isinstance(value, Tensor)}
 
 
@@ -285,9 +288,10 @@ def _read_states(run: CyclicDataParallel, model: nn.Module, values: dict[str, An
     names = {id(parameter): name for name, parameter in state.named_parameters(model).items()}
     wanted: dict[str, Tensor] = {}
     for stage, name, parameter in _trainable(run):
-        if f"stages.{stage}.gradient.{name}" in states:  # only on ranks that update the stage
-            own = _tensors_of(states, stage, name, is_pending=values["is_pending"])
-            wanted |= {f"optim.state.{names[id(parameter)]}.{key}": value for key, value in own.items()}
+        if not values.get("has_copies"):  # weights crossed exactly in the run that was saved
+            states.pop(f"stages.{stage}.copy.{name}", None)
+        own = _tensors_of(states, stage, name, is_pending=values["is_pending"])
+        wanted |= {f"optim.state.{names[id(parameter)]}.{key}": value for key, value in own.items()}
     storage.load(wanted, folder, offline=True)
     return states
 

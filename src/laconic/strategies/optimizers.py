@@ -25,7 +25,7 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> torch.optim.O
         groups = _by_decay([parameter for parameter in model.parameters() if parameter.requires_grad], settings)
         if settings.name == "adamw":
             return torch.optim.AdamW(groups, lr=settings.lr, fused=settings.fused, **adamw)
-        return optim.AdamW8bit(groups, lr=settings.lr, **adamw)
+        return optim.AdamW8bit(groups, lr=settings.lr, block=tiling(settings), **adamw)
     matrices, rest = optim.matrices_and_rest(model)
     if not matrices["params"]:
         raise JobError(
@@ -38,6 +38,11 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> torch.optim.O
         return optim.Muon(groups, **settings.pick("lr", "momentum", "nesterov", "ns_steps", "adjust_lr_fn"))
     keys = ("lr", "betas", "block_size", "update_every", "grafting")
     return optim.Shampoo(groups, grafting_eps=settings.eps, **settings.pick(*keys))
+
+
+def tiling(settings: OptimizerConfig) -> optim.Tiling:
+    """The blocks of `adamw8bit` that share a scale."""
+    return optim.Tiling(tile=None) if settings.flat_blocks else optim.Tiling()
 
 
 def make_stage_optimizer(settings: OptimizerConfig) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:

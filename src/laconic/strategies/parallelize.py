@@ -7,6 +7,7 @@ collectives that are as good as NCCL's: [Note: The strongest baseline] in ring.p
 
 import inspect
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from laconic.optim import AdamW8bit
 from laconic.policy import with_keys
 from laconic.shard.policies import ShardPolicy
 from laconic.strategies.islands import slice_model
+from laconic.strategies.optimizers import tiling
 from laconic.strategies.ring import use_rings
 from laconic.strategies.stepper import Setup
 
@@ -125,7 +127,7 @@ def shard_policy(shard: ShardConfig, optimizer: OptimizerConfig) -> ShardPolicy:
     """The policy of a job, as its strategy and its optimizer need it."""
     policy = shard.policy
     if policy.granularity is None and optimizer.name == "adamw8bit":
-        policy = replace(policy, granularity=AdamW8bit.granularity)
+        policy = replace(policy, granularity=partial(AdamW8bit.granularity, block=tiling(optimizer)))
     policy = with_keys(policy, **registry.named(shard.strategy).policy)
     return replace(policy, wire=policy.wire.for_optimizer(optimizer.name))
 

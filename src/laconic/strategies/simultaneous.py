@@ -251,4 +251,4 @@ class Simultaneous(Stepper):
         """See `Stepper.resting_bytes`."""
         memory = self.memory()
         weights = memory.device_bytes if memory else local_nbytes(self.module.parameters())
-        return weights + state_nbytes(self.optimizer)
+        return weights + state_nbytes(self.optimizer) + getattr(self.optimizer, "table_nbytes", 0)

@@ -22,7 +22,7 @@ def job_under(strategy: Strategy, config: Config) -> Config:
         return dataclasses.replace(
             config, shard=ShardConfig(), sync=SyncConfig(), schedule=dataclasses.replace(schedule, **strategy.schedule)
         )
-    keys: dict[str, Any] = {"cache": "host", "wire": None, "cluster": None, **strategy.shard}
+    keys: dict[str, Any] = {"cache": "host", "cache_until": "change", "wire": None, "cluster": None, **strategy.shard}
     if not strategy.on_engine or keys["cache"] != "host":
         keys["device_budget_bytes"] = 0
     if not strategy.takes_checks:

@@ -360,15 +360,22 @@ class Trainer:
 
 @contextlib.contextmanager
 def _manual_garbage_collection() -> Iterator[Callable[[], int]]:
-    """Collect garbage between steps only. If ranks paused at different moments, all would wait for each pause."""
+    """Collect garbage between steps only. If ranks paused at different moments, all would wait for each pause.
+
+    A process that has frozen its objects, as a fork server does, keeps them frozen: to thaw them would cost each later
+    collection a look at all of them, and a fork a copy.
+    """
     gc.collect()
-    gc.freeze()
+    freezes = not gc.get_freeze_count()
+    if freezes:
+        gc.freeze()
     gc.disable()
     try:
         yield gc.collect
     finally:
         gc.enable()
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
 
 
 def _step_seed(seed: int, step: int, rank: int) -> int:

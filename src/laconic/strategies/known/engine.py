@@ -9,7 +9,11 @@ NOT_ON_ENGINE = (
         "shard.wire", None, "exact", message="shard.wire = {value!r} is for shard.strategy = 'laconic'; leave it out"
     ),
     Limit.only("shard.offload", False, message="shard.offload = true is for shard.strategy = 'laconic'; leave it out"),
-)
+    Limit.only(
+        "shard.cache_until", "change",
+        message="shard.cache_until = {value!r} is for shard.strategy = 'laconic'; leave it out",
+    ),
+)  # fmt: skip
 """The limits of strategies that are not on the engine."""
 CUTS_ANYWHERE = Limit.only(
     "optimizer.name",
@@ -25,9 +29,13 @@ SYNCS_EVERY_STEP = Limit.only(
 )
 LIMITS = (*NOT_ON_ENGINE, CUTS_ANYWHERE, SYNCS_EVERY_STEP)
 """The limits of strategies that cut parameters anywhere and sync in every step."""
-ZERO_PLUS_PLUS_WIRE = {"weights": "int8", "as_values": True, "gradients": "int4"}
-"""The crossings of ZeRO++: qwZ and qgZ, in blocks of 128. DeepSpeed's groups are larger, and it codes gradients inside
-the node, too. So these losses flatter it; the bytes between nodes are its own."""
+VALUES_WIRE = {"weights": "int8", "as_values": True, "gradients": "int4"}
+"""The codes of qwZ and qgZ, in blocks of 128. DeepSpeed's groups are larger, and it codes gradients inside the node,
+too. So these losses flatter ZeRO++."""
+ZERO_PLUS_PLUS = {"cache": "device", "cache_until": "backward", "wire": {**VALUES_WIRE, "frozen": True}}
+"""The keys of ZeRO++: every forward gathers all weights across the nodes, frozen ones too, in int8 (qwZ), and backward
+those that hpZ has kept on the node. DeepSpeed's forward gathers along one ring of all ranks, which crosses more; since
+0.13.2 it uses what it has kept until the optimizer's step, and of frozen weights for good (#4906)."""
 
 
 def _beside_cyclic(key: str, *values: Any, reason: str) -> Limit:
@@ -177,6 +185,17 @@ STRATEGIES = (
         inexact=_ROUNDED,
         shard={"wire": "4bit"},
     ),
+    _HOST.variant(
+        name="values",
+        label="laconic values",
+        note="laconic device with ZeRO++'s codes: int8 weights and int4 gradients. Frozen weights cross once in a run, "
+        "and others once a step.",
+        source="qwZ and qgZ of ZeRO++, arXiv 2306.10209, sections 4.1 and 4.3",
+        colours=("#a6562a", "#c9804f"),
+        inexact="weights cross in 8 bits and gradients in 4, and nothing feeds the error back",
+        shard={"cache": "device", "wire": VALUES_WIRE},
+        in_plan=False,  # 4bit sends less, and trains better
+    ),
     _ISLANDS,
     _ISLANDS.variant(
         name="local-fp32",
@@ -214,13 +233,13 @@ STRATEGIES = (
     Strategy(
         name="zero++",
         label="ZeRO++ on our engine",
-        note="ZeRO++'s algorithm on laconic's engine: weights cross in int8 in every forward, gradients in int4 in "
-        "every backward. DeepSpeed's own runs on CUDA only.",
+        note="ZeRO++'s algorithm on laconic's engine: all weights cross in int8 in every forward, frozen ones too, "
+        "and gradients in int4 in every backward. DeepSpeed's own runs on CUDA only.",
         source="ZeRO++, arXiv 2306.10209",
         maker="DeepSpeed",
         colours=("#5e4b8b", "#9a83d6"),
         shard={"strategy": "zero++"},
-        policy={"wire": ZERO_PLUS_PLUS_WIRE, "cache": "device", "device_budget_bytes": 0},
+        policy={**ZERO_PLUS_PLUS, "device_budget_bytes": 0},
         inexact="weights cross in 8 bits and gradients in 4, and nothing feeds the error back",
         limits=LIMITS,
         on_engine=True,

@@ -1,0 +1,220 @@
+"""Ways to shard a model on very many ranks with little padding, what they cost a rank, and the cheapest of them.
+
+[Note: Why many ranks pad, and what helps]
+A block lies whole in one shard. If an even share of a unit is a few blocks long, or shorter than one, shards are
+rounded up to whole blocks, and the roundings are the padding. So the share must grow, or the block must shrink:
+
+- Several layers in one unit: the share grows with the unit. The unit's weights and gradients are whole on each rank
+  while it runs, so these grow too.
+- Replicas: parameters, gradients and states are cut over fewer ranks, and each rank holds a larger part of them.
+- Flat blocks: a tile of k x k elements needs k whole rows on one rank, a run of 256 elements needs 256 elements.
+  `AdamW8bit` takes either. Each block has two fp32 scales.
+
+Experts over a mesh axis of their own are no remedy. With e groups of experts, a group has 1/e of the experts and 1/e of
+the ranks, so the share of a rank stays as it is. benchmarks/many_ranks.py tries it: no bad plan becomes a good one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from laconic.layout.granularity import Block, elements, rows
+from laconic.layout.packing import plan_unit
+from laconic.plan.padding import ModelShapes, Shape, UnitShapes
+from laconic.plan.units import format_quantity
+
+FLAT = 256
+"""The elements of a flat block: the default of `laconic.optim.Tiling`."""
+MOST_LAYERS = 16
+"""The most layers of a unit that are tried."""
+_FEW_RANKS = 1024
+_NODE = 8
+"""Ranks of a node, which no replica cuts."""
+_SHARD_BYTES = 4 + 4 + 2
+"""Bytes of an element that a rank holds: the weight and its gradient in fp32, and AdamW8bit's two moments."""
+_SCALES_BYTES = 2 * 4
+"""Bytes of a block's scales, one for each moment."""
+_UNIT_BYTES = 2 + 2 * 4 + 4 / _NODE
+"""Bytes of an element of the largest unit, at the peak in backward: its weight in bf16, its gradient and that of the
+unit before in fp32, and the part of the latter that the ranks of a node have summed. tests/plan/test_remedies.py reads
+this off a rehearsed step."""
+
+
+def most_padding(num_ranks: int) -> float:
+    """The padding beyond which a plan wants a remedy, as a share of the model: 3 % up to 1,024 ranks, 5 % beyond."""
+    return 0.03 if num_ranks <= _FEW_RANKS else 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """A way to shard a model: what the user chooses, its padding, and the memory of a rank."""
+
+    num_ranks: int
+    num_rows: int
+    """The rows per block that were asked for."""
+    layers_per_unit: int = 1
+    num_replicas: int = 1
+    is_flat: bool = False
+    """Blocks are flat runs instead of rows."""
+    padding: float
+    """As a share of the model's elements."""
+    rank_bytes: float
+    """The bytes that a rank holds: its parts of parameters, gradients and states, and the largest unit as it runs."""
+    added_bytes: float
+    """How many of them are more than with blocks of rows and a layer a unit, cut evenly over all ranks."""
+
+    @property
+    def words(self) -> str:
+        """The remedy in words."""
+        words = [f"{self.layers_per_unit} layers a unit"] if self.layers_per_unit > 1 else []
+        if self.num_replicas > 1:
+            words.append(f"{self.num_replicas} replicas of {self.num_ranks // self.num_replicas} ranks")
+        if self.is_flat:
+            words.append(f"flat blocks of {FLAT}" if self.num_rows > 1 else "rows that may be cut")
+        return ", ".join(words) or "as it is"
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """The statements by which a user gets it, given a `model` and its `layers`."""
+        arguments = ", mesh=mesh" if self.num_replicas > 1 else ""
+        if self.num_rows > 1 or not self.is_flat:
+            asked = f"elements({FLAT})" if self.is_flat else f"rows({self.num_rows})"
+            arguments += f", granularity=laconic.{asked}"
+        each, among = "layer", "layer in layers"
+        if (count := self.layers_per_unit) > 1:
+            each, among = f"list(layers[i : i + {count}])", f"i in range(0, len(layers), {count})"
+        statements = [
+            f"for {among}: laconic.fully_shard({each}{arguments})",
+            f"laconic.fully_shard(model{arguments})",
+        ]
+        if self.num_replicas > 1:
+            statements.insert(0, f'mesh = laconic.init_mesh("cuda", islands={self.num_replicas})')
+        if self.is_flat and self.num_rows > 1:
+            statements.append(
+                "optimizer = laconic.optim.AdamW8bit(model.parameters(), block=laconic.optim.Tiling(tile=None))"
+            )
+        return tuple(statements)
+
+    def __str__(self) -> str:
+        sign, amount = "-" if self.added_bytes < 0 else "+", format_quantity(abs(self.added_bytes), "B")
+        calls = "; ".join(self.calls)
+        if self.is_flat and self.num_replicas == self.layers_per_unit == 1 and self.num_rows > 1:
+            calls += ", or [optimizer] flat_blocks = true in a job with adamw8bit"
+        return f"{self.padding:.2%}, {sign}{amount} a rank, {self.words}: {calls}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """A plan that pads too much, and the ways to shard that do not."""
+
+    plain: Remedy
+    """The plan without a remedy."""
+    remedies: tuple[Remedy, ...]
+    """The cheapest one with blocks of rows, and the cheapest with flat blocks, if there are any; the cheaper first."""
+
+    def __str__(self) -> str:
+        num_ranks, count = self.plain.num_ranks, self.plain.num_rows
+        head = f"{num_ranks} ranks, {count} row{'s' * (count > 1)}: {self.plain.padding:.2%}"
+        lines = [f"{head} -> {each}" for each in self.remedies]
+        return "\n".join(lines) or f"{head}; nothing brings it to {most_padding(num_ranks):.0%}: use fewer ranks"
+
+
+def advise(model: ModelShapes, num_ranks: int, num_rows: int, *, itemsize: int) -> Advice | None:
+    """Find the cheapest remedies for blocks of `num_rows` rows; None if the padding is small as it is.
+
+    Cheapest means the fewest bytes on a rank. The smallest dtype sent has `itemsize` bytes.
+    Source: [Note: Why many ranks pad, and what helps].
+    """
+    search = _Search(model, num_ranks, num_rows, itemsize)
+    plain = search.plan(1, 1, is_flat=False)
+    if plain.padding <= most_padding(num_ranks):
+        return None
+    found = [best for is_flat in (False, True) if (best := search.cheapest(is_flat=is_flat)) is not None]
+    return Advice(plain=plain, remedies=tuple(sorted(found, key=lambda each: each.rank_bytes)))
+
+
+class _Search:
+    """Plans a model in many ways, the ones that may be cheapest first."""
+
+    def __init__(self, model: ModelShapes, num_ranks: int, num_rows: int, itemsize: int) -> None:
+        self._model, self._num_ranks, self._num_rows, self._itemsize = model, num_ranks, num_rows, itemsize
+        self._units: dict[int, tuple[UnitShapes, ...]] = {}
+
+    def cheapest(self, *, is_flat: bool) -> Remedy | None:
+        """The cheapest way that pads little enough; None if there is none."""
+        most, best = most_padding(self._num_ranks), None
+        for least_bytes, layers, replicas in sorted(self._ways(is_flat)):
+            if best is not None and least_bytes >= best.rank_bytes:
+                break
+            if self._least_padding(layers, replicas, is_flat) > most:
+                continue
+            found = self.plan(layers, replicas, is_flat=is_flat)
+            if found.padding <= most and (best is None or found.rank_bytes < best.rank_bytes):
+                best = found
+        return best
+
+    def plan(self, layers: int, replicas: int, *, is_flat: bool) -> Remedy:
+        """Plan all units in one of the ways."""
+        block, units, num_shards = self._block(is_flat), self._units_of(layers), self._num_ranks // replicas
+        numels = [planned_numel(unit.shapes, num_shards, block, self._itemsize) for unit in units]
+        total = sum(unit.count * numel for unit, numel in zip(units, numels, strict=True))
+        rank_bytes = self._rank_bytes(total, max(numels), num_shards, is_flat)
+        return Remedy(
+            num_ranks=self._num_ranks,
+            num_rows=self._num_rows,
+            layers_per_unit=layers,
+            num_replicas=replicas,
+            is_flat=is_flat,
+            padding=total / self._model.numel - 1,
+            rank_bytes=rank_bytes,
+            added_bytes=rank_bytes - self._least_bytes(1, 1, is_flat=False),
+        )
+
+    def _ways(self, is_flat: bool) -> Iterator[tuple[float, int, int]]:
+        """Each number of layers and of replicas, behind the bytes that a rank holds if nothing pads."""
+        node = _NODE if self._num_ranks % _NODE == 0 else 1
+        layers = 1
+        while layers == 1 or layers <= min(MOST_LAYERS, len(self._model.layers)):
+            for replicas in _divisors(self._num_ranks // node):
+                yield self._least_bytes(layers, replicas, is_flat=is_flat), layers, replicas
+            layers *= 2
+
+    def _least_bytes(self, layers: int, replicas: int, *, is_flat: bool) -> float:
+        largest = max(unit.numel for unit in self._units_of(layers))
+        return self._rank_bytes(self._model.numel, largest, self._num_ranks // replicas, is_flat)
+
+    def _rank_bytes(self, total: int, largest: int, num_shards: int, is_flat: bool) -> float:
+        scaled = FLAT if is_flat else self._num_rows**2
+        return total / num_shards * (_SHARD_BYTES + _SCALES_BYTES / scaled) + largest * _UNIT_BYTES
+
+    def _least_padding(self, layers: int, replicas: int, is_flat: bool) -> float:
+        """A lower bound: the largest block of a unit fits into a shard."""
+        block, num_shards = self._block(is_flat), self._num_ranks // replicas
+        total = sum(
+            unit.count * max(unit.numel, num_shards * max(map(block.numel, unit.shapes)))
+            for unit in self._units_of(layers)
+        )
+        return total / self._model.numel - 1
+
+    def _block(self, is_flat: bool) -> Block:
+        if not is_flat:
+            return rows(self._num_rows)
+        return elements(FLAT if self._num_rows > 1 else 1)  # without granularity, single rows may be cut
+
+    def _units_of(self, layers: int) -> tuple[UnitShapes, ...]:
+        if layers not in self._units:
+            self._units[layers] = self._model.units(layers)
+        return self._units[layers]
+
+
+@lru_cache(maxsize=4096)
+def planned_numel(shapes: Sequence[Shape], num_shards: int, block: Block, itemsize: int) -> int:
+    """The elements of a unit with tensors of these shapes and blocks, padding included."""
+    names, blocks = [str(index) for index in range(len(shapes))], [block.numel(shape) for shape in shapes]
+    return plan_unit(names, shapes, blocks, num_shards=num_shards, itemsize=itemsize).numel
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,1 +1,0 @@
-"""Files of examples/launch under the tools that they are for."""

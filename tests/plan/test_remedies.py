@@ -1,0 +1,219 @@
+"""Remedies for padding on many ranks: the cheapest of all ways, and accepted by the engine as they are written."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import laconic
+from laconic import rehearse
+from laconic.layout.granularity import Block, elements, rows
+from laconic.plan.padding import ModelShapes, UnitShapes, plan_of
+from laconic.plan.remedies import Remedy, advise, most_padding
+from laconic.rehearse.tape import Free, Step, Tape
+from laconic.shard.unit import units_below
+from tests.support.launch import launch
+
+UNIT_BYTES = 10.5
+ROWS = 16
+
+
+def linear(width: int, height: int, count: int) -> ModelShapes:
+    """Linear layers without anything else."""
+    unit = UnitShapes(name="Linear", names=("weight",), shapes=((height, width),))
+    return ModelShapes(layers=(unit,) * count)
+
+
+MODELS = {
+    "many layers": (linear(24, 176, 24), 16),
+    "few layers": (linear(24, 976, 4), 64),
+    "rest and two kinds": (
+        ModelShapes(
+            layers=(UnitShapes(name="a", names=("w", "b"), shapes=((130, 24), (130,))),) * 3
+            + (UnitShapes(name="b", names=("w", "v"), shapes=((130, 24), (24, 200))),) * 2,
+            rest=(UnitShapes(name="rest", names=("w",), shapes=((500, 24),)),),
+        ),
+        24,
+    ),
+}
+
+
+def naive(
+    model: ModelShapes, num_ranks: int, layers: int, replicas: int, block: Block, scaled: int
+) -> tuple[float, float]:
+    """The padding, and the bytes of a rank, of one way to shard."""
+    groups = [model.layers[at : at + layers] for at in range(0, len(model.layers), layers)]
+    units = [*groups, *[[unit] for unit in model.rest]]
+    planned = []
+    for unit in units:
+        names = [f"{index}.{name}" for index, layer in enumerate(unit) for name in layer.names]
+        joined = UnitShapes(name="", names=tuple(names), shapes=sum((layer.shapes for layer in unit), ()))
+        planned.append(plan_of(joined, num_ranks // replicas, block, itemsize=4).numel)
+    numel = sum(layer.numel for unit in units for layer in unit)
+    rank_bytes = sum(planned) / (num_ranks // replicas) * (10 + 8 / scaled) + max(planned) * UNIT_BYTES
+    return sum(planned) / numel - 1, rank_bytes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_remedies_are_the_cheapest_of_all_ways(name: str) -> None:
+    model, num_ranks = MODELS[name]
+    found = advise(model, num_ranks, ROWS, itemsize=4)
+    assert found is not None
+    assert found.plain.padding == pytest.approx(naive(model, num_ranks, 1, 1, rows(ROWS), ROWS**2)[0])
+    assert found.plain.padding > most_padding(num_ranks)
+    assert [each.rank_bytes for each in found.remedies] == sorted(each.rank_bytes for each in found.remedies)
+    by_kind = {each.is_flat: each for each in found.remedies}
+    for is_flat, (block, scaled) in {False: (rows(ROWS), ROWS**2), True: (elements(256), 256)}.items():
+        ways = [
+            naive(model, num_ranks, layers, replicas, block, scaled)
+            for layers in (1, 2, 4, 8, 16)
+            if layers <= len(model.layers)
+            for replicas in range(1, num_ranks // 8 + 1)
+            if num_ranks % (8 * replicas) == 0
+        ]
+        enough = [rank_bytes for padding, rank_bytes in ways if padding <= most_padding(num_ranks)]
+        assert (is_flat in by_kind) == bool(enough)
+        if enough:
+            best = by_kind[is_flat]
+            assert best.rank_bytes == pytest.approx(min(enough)), best.words
+            assert naive(model, num_ranks, best.layers_per_unit, best.num_replicas, block, scaled) == pytest.approx(
+                (best.padding, best.rank_bytes)
+            )
+
+
+def test_a_plan_that_pads_little_gets_no_advice() -> None:
+    assert advise(linear(24, 160, 2), 10, ROWS, itemsize=4) is None
+
+
+def test_rows_that_nobody_asked_for_may_be_cut() -> None:
+    found = advise(linear(200, 5, 4), 8, 1, itemsize=4)
+    assert found is not None
+    assert found.remedies[0].words == "rows that may be cut"
+    assert found.remedies[0].calls == (
+        "for layer in layers: laconic.fully_shard(layer)",
+        "laconic.fully_shard(model)",
+    )
+
+
+def remedy(**values: Any) -> Remedy:
+    return Remedy(num_ranks=10240, num_rows=32, padding=0.0123, rank_bytes=2e9, added_bytes=1.25e9, **values)
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (
+            remedy(layers_per_unit=4, num_replicas=10),
+            "1.23%, +1.25 GB a rank, 4 layers a unit, 10 replicas of 1024 ranks: "
+            'mesh = laconic.init_mesh("cuda", islands=10); '
+            "for i in range(0, len(layers), 4): laconic.fully_shard(list(layers[i : i + 4]), mesh=mesh, "
+            "granularity=laconic.rows(32)); laconic.fully_shard(model, mesh=mesh, granularity=laconic.rows(32))",
+        ),
+        (
+            remedy(is_flat=True),
+            "1.23%, +1.25 GB a rank, flat blocks of 256: "
+            "for layer in layers: laconic.fully_shard(layer, granularity=laconic.elements(256)); "
+            "laconic.fully_shard(model, granularity=laconic.elements(256)); "
+            "optimizer = laconic.optim.AdamW8bit(model.parameters(), block=laconic.optim.Tiling(tile=None)), "
+            "or [optimizer] flat_blocks = true in a job with adamw8bit",
+        ),
+    ],
+)
+def test_a_remedy_names_its_cost_and_the_calls(found: Remedy, text: str) -> None:
+    assert str(found) == text
+
+
+class Stack(nn.Module):
+    """The layers of a `linear` model."""
+
+    def __init__(self, shapes: ModelShapes) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Linear(layer.shapes[0][1], layer.shapes[0][0], bias=False) for layer in shapes.layers
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Every layer sees the input."""
+        return sum(layer(x).sum() for layer in self.layers)  # type: ignore[return-value]
+
+
+def _follow(found: Remedy, shapes: ModelShapes) -> int:
+    """Run the calls of a remedy and a step as one rank of its cluster; return the elements of all buckets."""
+    islands, num_ranks = found.num_replicas, found.num_ranks
+    with rehearse.rehearsal(islands=islands, nodes=num_ranks // islands // 8, local=8):
+        model = Stack(shapes).to("cuda")
+        names: dict[str, Any] = {"laconic": laconic, "model": model, "layers": model.layers}
+        for call in found.calls:
+            exec(call, names)
+        model(torch.randn(2, shapes.layers[0].shapes[0][1], device="cuda")).backward()
+        if found.is_flat:
+            names["optimizer"].step()
+        return sum(bucket.layout.numel for unit in units_below(model) for bucket in unit.buckets)
+
+
+def _accepted() -> list[tuple[str, float, float]]:
+    """What each remedy for the models of one kind of layer pads by advice, and by the engine."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    lines = []
+    for name in ("many layers", "few layers"):
+        model, num_ranks = MODELS[name]
+        advice = advise(model, num_ranks, ROWS, itemsize=4)
+        assert advice is not None
+        for found in advice.remedies:
+            lines.append((found.words, found.padding, _follow(found, model) / model.numel - 1))
+    return lines
+
+
+def test_the_engine_accepts_every_remedy_and_pads_as_predicted() -> None:
+    lines = launch(_accepted, num_ranks=1, timeout_s=110, backend=None)[0]
+    words = " ".join(line[0] for line in lines)
+    assert all(kind in words for kind in ("layers a unit", "replicas of", "flat blocks"))
+    for text, predicted, real in lines:
+        assert real == pytest.approx(predicted), text
+
+
+WIDTH = 256
+
+
+def _peak_of(layers_per_unit: int) -> float:
+    """The most bytes of device memory in two steps, in elements of a layer."""
+
+    def program() -> None:
+        mesh = laconic.init_mesh("cuda", nodes=2, local=8)
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in range(8)))
+        for i in range(0, 8, layers_per_unit):
+            laconic.fully_shard(list(model[i : i + layers_per_unit]), mesh=mesh, mp_policy=precision)
+        laconic.fully_shard(model, mesh=mesh, mp_policy=precision)
+        model.to_empty(device="cuda")
+        for _ in range(2):
+            model(torch.randn(1, WIDTH, device="cuda")).sum().backward()
+            model.zero_grad()
+
+    return _peak_bytes(rehearse.run(program, nodes=2, local=8)) / WIDTH**2
+
+
+def _peak_bytes(tape: Tape) -> int:
+    held = peak = 0
+    for entry in tape.entries:
+        number = entry.memory if isinstance(entry, Free) else entry.allocates if isinstance(entry, Step) else None
+        if number is not None and tape.memories[number].is_device:
+            held += tape.memories[number].nbytes * (-1 if isinstance(entry, Free) else 1)
+            peak = max(peak, held)
+    return peak
+
+
+def _peaks() -> list[float]:
+    torch.set_num_threads(1)
+    return [_peak_of(count) for count in (1, 2)]
+
+
+def test_a_unit_takes_as_many_bytes_as_a_remedy_costs() -> None:
+    one, two = launch(_peaks, num_ranks=1, timeout_s=110, backend=None)[0]
+    assert two - one == pytest.approx(UNIT_BYTES, rel=0.05)
