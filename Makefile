@@ -11,7 +11,7 @@ PEERS := deepspeed einops hjson msgpack ninja py-cpuinfo 'torchft; python_versio
 	$(addprefix opentelemetry-,api sdk proto semantic-conventions exporter-http-transport exporter-otlp-common \
 	exporter-otlp-proto-common exporter-otlp-proto-http)
 
-.PHONY: demo test lint docs browser bench install clean
+.PHONY: demo test campaigns lint docs browser bench install clean
 
 install: $(VENV)/.installed
 
@@ -37,9 +37,14 @@ demo: $(VENV)/.trainer
 	$(BIN)/laconic compare --demo --out runs/demo
 
 # Two workers, a file each: many tests wait for processes and sockets more than they compute. conftest.py orders
-# the files, the longest first.
+# the files, the longest first. Hundreds of processes import laconic; without its bytecode, each takes a second for that.
+test campaigns: export PYTHONDONTWRITEBYTECODE :=
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+
+# The tests that `make test` leaves out, because they are heavy by nature: see CONTRIBUTING.md.
+campaigns: install
+	$(BIN)/python -m pytest -n 2 --dist load --durations=10 -m campaign
 
 lint: install
 	$(BIN)/ruff check .
