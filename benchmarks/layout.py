@@ -2,6 +2,8 @@
 
     python -m benchmarks.layout                              all rows, recorded in RESULTS.md
     python -m benchmarks.layout --rows padding-1,padding-16  some rows, recorded too
+    python -m benchmarks.layout --rows many-ranks,many-ranks-rows
+                                                             published models on up to 16,384 ranks, in a minute or two
     python -m benchmarks.layout --quick                      few group sizes and a tiny job, printed only
 
 Padding and planning time are arithmetic and take some minutes for all 1017 group sizes. Step time and memory are
@@ -22,7 +24,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import previous
+from benchmarks import many_ranks, previous, scaled_rank
+from benchmarks.many_ranks import ManyRanks
 from laconic.compare import Case, Comparison, Result
 from laconic.compare.progress import ConsoleReporter
 from laconic.compare.table import markdown
@@ -30,9 +33,8 @@ from laconic.config import load
 from laconic.layout import packing
 from laconic.layout.explain import Cause, Explanation, explain
 from laconic.layout.granularity import rows
-from laconic.plan.padding import plan_of
-from laconic.plan.rules import fsdp2_numel, lcm_numel
-from laconic.plan.shapes import DEEPSEEK_V3, GPT_OSS_120B, UnitShapes
+from laconic.plan.padding import UnitShapes, fsdp2_numel, lcm_numel, plan_of
+from tests.support.layers import DEEPSEEK_V3, GPT_OSS_120B
 from tests.support.measure import Benchmark
 from tests.support.record import Record, Row
 
@@ -47,6 +49,7 @@ SHOWN = (8, 64, 96, 100, 128, 256, 384, 512, 768, 1000, 1024)
 """The group sizes in the table of RESULTS.md."""
 _EVERY = range(8, 1025)
 _QUICK = (8, 96, 100, 384, 768, 1024)
+_QUICK_MODELS = ("gpt-oss-120b",)
 _BF16_BYTES = 2
 _MANY_RANKS = 16384
 _REMEASURED = 5
@@ -77,6 +80,15 @@ class Bench:
     out: Path
     quick: bool
     cases: dict[tuple[str, int, int], Padding] = field(default_factory=dict)
+    many: ManyRanks | None = None
+    """Published models on many ranks, if a row has asked for them."""
+
+    @property
+    def published(self) -> ManyRanks:
+        """The same, made now."""
+        if self.many is None:
+            self.many = ManyRanks(_QUICK_MODELS) if self.quick else ManyRanks()
+        return self.many
 
     @property
     def sizes(self) -> Iterable[int]:
@@ -130,7 +142,7 @@ BENCHMARK = Benchmark(
     measures=("laconic.layout", "laconic.ragged", "laconic.shard"),
     name="layout",
     prepare=lambda options: Bench(options.out, options.quick),
-    save=lambda record, bench: save(record, table(bench)),
+    save=lambda record, bench: save(record, table(bench), bench.many),
     details=lambda bench: _render(table(bench)),
 )
 
@@ -251,6 +263,16 @@ def planning_time(bench: Bench) -> Row:
     )
 
 
+@BENCHMARK.row("many-ranks")
+def many_ranks_recommended(bench: Bench) -> Row:
+    return many_ranks.many_ranks(bench.published)
+
+
+@BENCHMARK.row("many-ranks-rows")
+def many_ranks_rows(bench: Bench) -> Row:
+    return many_ranks.many_ranks_rows(bench.published)
+
+
 @BENCHMARK.row("step-time")
 def step_time(bench: Bench) -> Row:
     """Time full training with AdamW on an unshaped wire: this engine, FSDP2, and the previous engine."""
@@ -272,6 +294,44 @@ def step_time(bench: Bench) -> Row:
         note=(
             f"jobs/wire.toml, cache=host: {now:.3f} s, FSDP2 {fsdp2:.3f} s, before {before:.3f} s; medians of "
             f"{repeats} alternating runs each: now {_list(times['now'])}, before {_list(times['before'])}."
+        ),
+    )
+
+
+_MOST_BYTES = {"fp8_128x128": 0.51, "fp8_1x128": 0.51, "fp8_1x128_e8m0": 0.51, "mxfp8": 0.52, "nvfp4": 0.29}
+"""Of each scaled format, the most bytes against bf16."""
+
+
+@BENCHMARK.row("scaled")
+def scaled(bench: Bench) -> Row:
+    """Count the bytes of weights that are gathered in few bits, and compare losses with those of whole weights."""
+    steps = 2 if bench.quick else 8
+    in_bf16 = scaled_rank.measure(scaled_rank.BF16, steps)
+    wire, cache, apart = {}, {}, {}
+    for name in _MOST_BYTES:
+        found = scaled_rank.measure(name, steps)
+        wire[name] = sum(each.wire_bytes for each in found) / sum(each.wire_bytes for each in in_bf16)
+        cache[name] = sum(each.cache_bytes for each in found) / sum(each.cache_bytes for each in in_bf16)
+        apart[name] = scaled_rank.largest_difference(found)
+    is_met = {name: max(wire[name], cache[name]) <= most for name, most in _MOST_BYTES.items()}
+    each = "; ".join(f"{name} {wire[name]:.4f}x / {cache[name]:.4f}x" for name in _MOST_BYTES)
+    equal = [name for name in _MOST_BYTES if apart[name] == 0]
+    return Row(
+        claim=(
+            "FP8 128 x 128 and 1 x 128, MXFP8, NVFP4 gathers: bytes on the wire / in the cache against bf16; losses "
+            "against the same quantisation unsharded"
+        ),
+        required=", ".join(f"{name} <= {most:.2f}x" for name, most in _MOST_BYTES.items()) + "; equal to the bit",
+        measured=f"{each}; losses of {len(equal)} of {len(apart)} formats equal to the bit",
+        is_met=all(is_met.values()) and len(equal) == len(apart),
+        measures=("laconic.codec", "laconic.layout", "laconic.ragged", "laconic.shard"),
+        note=(
+            f"2 nodes x 2 ranks, {steps} steps of AdamW on fp32 weights, computed in bf16, cache=host; all parameters "
+            "are those of linear layers, of sizes that need no padding (row padding-coarse has that of 128 rows). An "
+            "fp32 scale per 128 values is 1/64 of the values in bf16, so fp8_1x128 takes 0.5156x whatever the engine "
+            "does; with scales that are powers of two (e8m0) it takes 0.5039x. Over the bound: "
+            f"{', '.join(name for name, met in is_met.items() if not met) or 'none'}. The largest difference of a loss "
+            f"is {max(apart.values()):.2g}."
         ),
     )
 
@@ -340,12 +400,20 @@ def _cell(case: Padding | None) -> str:
     return f"{case.planned:.2%}{buckets}"
 
 
-def save(record: Record, table: list[list[str]]) -> None:
-    """Write the rows, and the table of some group sizes; a table with gaps does not replace the recorded one."""
+def save(record: Record, table: list[list[str]], many: ManyRanks | None = None) -> None:
+    """Write the rows, and the table of some group sizes; a table with gaps does not replace the recorded one.
+
+    So does the table of published models, if they were planned in this run.
+    """
     is_whole = bool(table) and all("-" not in line for line in table)
     table = table if is_whole else record.known.get("table", [])
-    caption = "Padding of a layer at some group sizes; (n): in n buckets."
-    record.save(more=[caption, _render(table)] if table else [], table=table)
+    published = record.known.get("published", {"caption": "", "table": []})
+    if many is not None:
+        published = {"caption": many_ranks.caption(many), "table": many_ranks.table(many)}
+    more = ["Padding of a layer at some group sizes; (n): in n buckets.", _render(table)] if table else []
+    if published["table"]:
+        more += [published["caption"], markdown(many_ranks.COLUMNS, published["table"], num_text_columns=1)]
+    record.save(more=more, table=table, published=published)
 
 
 def _render(table: list[list[str]]) -> str:

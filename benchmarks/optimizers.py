@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,15 +29,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, placement_types
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, placement_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import laconic
 from benchmarks.llama import Llama, decoder_layers
 from laconic.config import Config, load
-from laconic.optim import AdamW8bit, Muon, matrices_and_rest
+from laconic.optim import AdamW8bit, Muon, Shampoo, matrices_and_rest
 from tests.support.launch import launch
 from tests.support.measure import Benchmark, Options
+from tests.support.owner_bytes import elements_to_owners, received_bytes
 from tests.support.record import Row
 
 NODES, LOCAL = 2, 2
@@ -302,6 +305,131 @@ def ranks(bench: Bench) -> Row:
         is_met=worst <= RANKS_TOLERANCE and is_equal,
         note=f"{'; '.join(each)}. The gradients differ in the order of their sums. {_JOB.name}, 8 rows a step.",
     )
+
+
+@BENCHMARK.row("cuts")
+def cuts(bench: Bench) -> Row:
+    found = [
+        result
+        for sizes in CUTS
+        for result in launch(
+            measure_cuts, sizes, num_ranks=math.prod(sizes), num_local=min(LOCAL, math.prod(sizes)), timeout_s=TIMEOUT_S
+        )[0]
+    ]
+    are_bits_equal = all(each["off"] == 0 for each in found if each["rule"] == "adamw8bit")
+    off = {name: max(each["off"] for each in found if each["rule"] == name) for name in CUT_RULES}
+    worst = max(off["muon"], off["shampoo"])
+    is_counted = all(each["counted"] == each["predicted"] for each in found)
+    moved = "; ".join(
+        f"{_named(each['sizes'])} {each['rule']} {each['counted']:,.0f}"
+        for each in found
+        if each["rule"] != "adamw8bit" and each["ranks"] == max(map(math.prod, CUTS))
+    )
+    return Row(
+        claim="Muon, Shampoo, AdamW8bit x {EP, TP, EP + TP, none} on 1, 2, 4, 8 ranks against one process",
+        required="equal to the bit (8-bit), <= 1e-5 (fp32 matrices); bytes by formula",
+        measured=f"{'equal' if are_bits_equal else 'different'} bits, {worst:.1e}; "
+        f"bytes {'by formula' if is_counted else 'differ from the formula'}",
+        is_met=are_bits_equal and worst <= CUT_TOLERANCE and is_counted,
+        note=(
+            f"a layer of {NUM_EXPERTS} experts ({HIDDEN} x {INTERMEDIATE}), attention and vectors, {CUT_STEPS} steps, "
+            "each rank given its part of equal gradients: the largest difference of a parameter or a state, relative "
+            f"to its largest magnitude; muon {off['muon']:.1e}, shampoo {off['shampoo']:.1e}. {len(CUTS)} meshes "
+            f"(dp, ep, tp): {', '.join(map(str, CUTS))}. Bytes received in a step under purpose optimizer, summed over "
+            f"ranks, equal 2 x itemsize x moved elements; on 8 ranks: {moved}. AdamW8bit moves none."
+        ),
+    )
+
+
+CUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
+CUTS += [(8, 1, 1), (4, 2, 1), (4, 1, 2), (2, 2, 2)]
+"""The numbers of ranks for data, experts and tensors."""
+CUT_RULES: dict[str, Callable[..., Any]] = {
+    "muon": lambda module: Muon(matrices_and_rest(module), lr=0.1),
+    "shampoo": lambda module: Shampoo(matrices_and_rest(module), lr=0.1, update_every=2, block_size=64),
+    "adamw8bit": lambda module: AdamW8bit(module.parameters(), lr=1e-2),
+}
+CUT_TOLERANCE, CUT_STEPS = 1e-5, 3
+NUM_EXPERTS, HIDDEN, INTERMEDIATE = 5, 64, 128
+
+
+class MoELayer(nn.Module):
+    """The parameters of a layer: experts, attention, a router and vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.experts = nn.Module(), nn.Module()
+        self.attention.q = nn.Parameter(torch.randn(2 * HIDDEN, HIDDEN))
+        self.attention.out = nn.Parameter(torch.randn(HIDDEN, 2 * HIDDEN))
+        self.attention.router = nn.Parameter(torch.randn(NUM_EXPERTS, HIDDEN))
+        self.attention.norm = nn.Parameter(torch.randn(HIDDEN))
+        self.experts.up = nn.Parameter(torch.randn(NUM_EXPERTS, INTERMEDIATE, HIDDEN))
+        self.experts.down = nn.Parameter(torch.randn(NUM_EXPERTS, HIDDEN, INTERMEDIATE))
+
+    def shard(self, sizes: tuple[int, ...], granularity: Any) -> None:
+        """Cut the experts over ep, tp and then dp, and the rest over tp, and then dp and ep."""
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "ep", "tp"))
+        for name, by_tensor in {"up": Shard(1), "down": Shard(2)}.items():
+            _distribute(self.experts, name, mesh["ep", "tp"], [Shard(0), by_tensor])
+        for name, by_tensor in {"q": Shard(0), "out": Shard(1), "router": Replicate(), "norm": Replicate()}.items():
+            _distribute(self.attention, name, mesh, [Replicate(), Replicate(), by_tensor])
+        laconic.fully_shard(self.experts, mesh=mesh["dp"], granularity=granularity)
+        dims = SimpleNamespace(shard=("dp", "ep"), replicate=None)  # torch 2.11 has no DataParallelMeshDims
+        laconic.fully_shard(self.attention, mesh=mesh, dp_mesh_dims=dims, granularity=granularity)  # type: ignore[arg-type]
+
+
+def _distribute(module: nn.Module, name: str, mesh: Any, placements: Sequence[Any]) -> None:
+    whole = module.get_parameter(name).detach()
+    setattr(module, name, nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None)))
+
+
+def measure_cuts(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """For each rule the largest relative difference to one process, and the bytes of a step, counted and by formula."""
+    found = []
+    for name, make in CUT_RULES.items():
+        modules = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            modules.append(MoELayer())
+        cut, alone = modules
+        cut.shard(sizes, AdamW8bit.granularity if name == "adamw8bit" else None)
+        optimizers = make(cut), make(alone)
+        generator = torch.Generator().manual_seed(1)
+        before = received_bytes(cut, optimizers[0])
+        for _ in range(CUT_STEPS):
+            for ragged, plain in zip(cut.parameters(), alone.parameters(), strict=True):
+                plain.grad = torch.randn(plain.shape, generator=generator)
+                ragged.grad = ragged.detach().like(ragged.spec.part_of(plain.grad).clone())
+            for optimizer in optimizers:
+                optimizer.step()
+        counted = received_bytes(cut, optimizers[0]) - before
+        itemsize = {"muon": 2, "shampoo": 4, "adamw8bit": 0}[name]
+        each_way = elements_to_owners(optimizers[0].owners) if itemsize else 0
+        found.append({
+            "rule": name, "sizes": sizes, "ranks": math.prod(sizes), "off": _off(cut, alone, optimizers),
+            "counted": counted / CUT_STEPS, "predicted": 2 * itemsize * each_way,
+        })  # fmt: skip
+    return found
+
+
+def _off(cut: nn.Module, alone: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> float:
+    """The largest difference of a parameter or a state, relative to its largest magnitude. Collective."""
+    off = 0.0
+    for ragged, plain in zip(cut.parameters(), alone.parameters(), strict=True):
+        states = (optimizer.state[p] for optimizer, p in zip(optimizers, (ragged, plain), strict=True))
+        got, want = ({"": p, **state} for p, state in zip((ragged, plain), states, strict=True))
+        assert got.keys() == want.keys()
+        for key, value in want.items():
+            whole = got[key].full_tensor() if isinstance(got[key], laconic.RaggedTensor) else got[key]
+            difference = (whole.double() - value.double()).abs().max().item()
+            off = max(off, difference / max(value.double().abs().max().item(), 1e-30))
+    return off
+
+
+def _named(sizes: tuple[int, ...]) -> str:
+    """The parallelisms of a mesh."""
+    _, experts, tensors = sizes
+    return " + ".join([*["EP"] * (experts > 1), *["TP"] * (tensors > 1)]) or "none"
 
 
 def train(bench: Bench, optimizer: str, *, ranks: int, steps: int, rows: int = 8, seed: int = 0) -> list[float]:

@@ -5,8 +5,8 @@
     python -m benchmarks.thinner --quick                   all rows on a tiny job, printed only
 
 Rows are measured on 2 nodes x 2 ranks; jobs/thinner.toml is the training job. FSDP2 has a true ring reduce-scatter, as
-in benchmarks.wire. ZeRO++ is its algorithm on laconic's engine (strategies/known/engine.py): weights
-cross in every forward and gradients in every micro-batch, as DeepSpeed's do.
+in benchmarks.wire. ZeRO++ is its algorithm on laconic's engine (strategies/known/engine.py): weights cross in every
+forward and gradients in every micro-batch, as published. DeepSpeed has kept weights until the step since 0.13.2.
 """
 
 from __future__ import annotations

@@ -92,25 +92,30 @@ def outcomes(study: Study, progress: Callable[[str], None]) -> list[Outcome]:
 
 
 def _outcome(study: Study, rule: str, progress: Callable[[str], None]) -> Outcome:
-    def run(setting: Setting, seeds: range) -> list[tuple[float, float]]:
+    def train_all(setting: Setting, seeds: range) -> list[tuple[float, float]]:
         found = [train(study, rule, setting, seed) for seed in seeds]
         results = ", ".join(f"{valid:.4f} / {test:.4f}" for valid, test in found)
         progress(f"{study.name}, {rule}, {setting}: validation / {study.measure} {results}")
         return found
 
-    tried = {setting: run(setting, range(study.tuning_seeds)) for setting in study.settings}
+    tried = {setting: train_all(setting, range(study.tuning_seeds)) for setting in study.settings}
     sign = 1 if study.is_loss else -1
     best = min(tried, key=lambda setting: sign * statistics.mean(valid for valid, _ in tried[setting]))
-    runs = [*tried[best], *run(best, range(study.tuning_seeds, study.seeds))]
+    runs = [*tried[best], *train_all(best, range(study.tuning_seeds, study.seeds))]
     return Outcome(rule=rule, setting=best, results=tuple(test for _, test in runs))
 
 
 def train(study: Study, rule: str, setting: Setting, seed: int) -> tuple[float, float]:
     """Train once, and return the results (validation, test)."""
-    task, stages, trainer = _begin(study, rule, setting, seed)
+    task, stages, trainer = begin(study, rule, setting, seed)
     if study.plain_steps:
-        trainer.load_state_dict(_plain_state(study, setting, seed))
-    _run(study, task, trainer, setting, range(study.plain_steps, study.steps))
+        trainer.load_state_dict(plain_state(study, setting, seed))
+    run(study, task, trainer, setting, range(study.plain_steps, study.steps))
+    return results_of(task, stages)
+
+
+def results_of(task: Task, stages: Sequence[nn.Module]) -> tuple[float, float]:
+    """Return the results (validation, test) of a trained model."""
 
     def predict(inputs: Tensor) -> Tensor:
         values: Any = (inputs,)
@@ -125,25 +130,32 @@ def train(study: Study, rule: str, setting: Setting, seed: int) -> tuple[float, 
         return task.evaluate(predict)
 
 
-def _begin(study: Study, rule: str, setting: Setting, seed: int) -> tuple[Task, list[nn.Module], CyclicDataParallel]:
+def begin(
+    study: Study, rule: str, setting: Setting, seed: int, **arguments: Any
+) -> tuple[Task, list[nn.Module], CyclicDataParallel]:
+    """Return a seed's task, its model in stages, and their trainer with further `arguments`."""
     torch.manual_seed(seed)
     task = study.task(seed)
     stages = cut(task.model, WORKERS, by="parameters", example=task.example)
-    return task, stages, CyclicDataParallel(stages, task.loss, lambda ps: task.optimizer(ps, setting), None, rule=rule)
+    trainer = CyclicDataParallel(stages, task.loss, lambda ps: task.optimizer(ps, setting), rule=rule, **arguments)
+    return task, stages, trainer
 
 
 @functools.cache
-def _plain_state(study: Study, setting: Setting, seed: int) -> dict[str, Any]:
-    """The state of a trainer after the plain steps."""
-    task, _, trainer = _begin(study, "dp", setting, seed)
-    _run(study, task, trainer, setting, range(study.plain_steps))
+def plain_state(study: Study, setting: Setting, seed: int) -> dict[str, Any]:
+    """Return the state of a trainer after the plain steps."""
+    task, _, trainer = begin(study, "dp", setting, seed)
+    run(study, task, trainer, setting, range(study.plain_steps))
     return trainer.state_dict()
 
 
-def _run(study: Study, task: Task, trainer: CyclicDataParallel, setting: Setting, steps: range) -> None:
+def run(
+    study: Study, task: Task, trainer: CyclicDataParallel, setting: Setting, steps: range, worker: int | None = None
+) -> None:
+    """Train with the micro-batches of one worker or, by default, of all; then drain."""
     for step, batch in zip(steps, itertools.islice(task.batches(steps.stop), steps.start, None), strict=True):
         trainer.set_hyperparameters(lr=setting.lr * _schedule((step + 1) / study.steps))
-        trainer.step(batch)
+        trainer.step(batch if worker is None else batch[worker])
     trainer.drain()
 
 

@@ -53,6 +53,8 @@ class Bench:
     """The arguments of `accuracy.digits_study`."""
     language: dict[str, Any]
     """The arguments of `accuracy.language_study`."""
+    few_bits: dict[str, int]
+    """Those that differ for runs in few bits: seeds and steps."""
     out: Path
 
 
@@ -70,6 +72,7 @@ FULL = {
             Setting(lr=3e-3, momentum=0.95, nesterov=True),
         ),
     },
+    "few_bits": {"seeds": 3, "plain_steps": 400, "steps": 700},
 }  # fmt: skip
 QUICK = {
     "op_s": 0.03, "num_workers": (2, 3), "batches": 3, "wall_batches": 3, "llama": _TINY_LLAMA, "lab_steps": 2,
@@ -79,6 +82,7 @@ QUICK = {
         "seeds": 2, "tuning_seeds": 1, "plain_steps": 2, "steps": 4,
         "settings": (Setting(lr=3e-3, momentum=0.9, nesterov=True),),
     },
+    "few_bits": {"seeds": 2, "plain_steps": 2, "steps": 4},
 }  # fmt: skip
 
 BENCHMARK = Benchmark(

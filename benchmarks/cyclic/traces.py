@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from benchmarks.cyclic.bench import BENCHMARK, Bench
+from benchmarks.cyclic.images import BLOCKS, image
 from laconic.cyclic import ActivationMeter
 from tests.support.record import Row
 
@@ -152,21 +153,10 @@ class TracedModel:
         return trace(*self.build())
 
 
-def _resnet50() -> tuple[nn.Module, Callable[[], Tensor]]:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    return _classifier(ResNetForImageClassification(ResNetConfig(num_labels=1000)))
-
-
-def _vit_b16() -> tuple[nn.Module, Callable[[], Tensor]]:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return _classifier(ViTForImageClassification(ViTConfig(num_labels=1000)))
-
-
-def _classifier(model: nn.Module) -> tuple[nn.Module, Callable[[], Tensor]]:
-    image, label = torch.randn(1, 3, 224, 224), torch.tensor([0])
-    return model.train(), lambda: functional.cross_entropy(model(pixel_values=image).logits, label)
+def classifier(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """An image model, and a function that returns its loss on one image."""
+    model, sample, label = nn.Sequential(*BLOCKS[name]()), image(), torch.tensor([0])
+    return model, lambda: functional.cross_entropy(model(sample), label)
 
 
 def _llama(layers: int) -> tuple[nn.Module, Callable[[], Tensor]]:
@@ -186,8 +176,8 @@ def _llama(layers: int) -> tuple[nn.Module, Callable[[], Tensor]]:
 
 
 MODELS = (
-    TracedModel(name="ResNet-50", required=0.28, build=_resnet50),
-    TracedModel(name="ViT-B/16", required=0.45, build=_vit_b16),
+    TracedModel(name="ResNet-50", required=0.28, build=lambda: classifier("ResNet-50")),
+    TracedModel(name="ViT-B/16", required=0.45, build=lambda: classifier("ViT-B/16")),
     TracedModel(name="Llama 768 x 12 layers", required=None, build=lambda: _llama(12)),
 )
 """The models of the row, with images of 224 x 224 and a sequence of 1024 tokens."""

@@ -84,8 +84,8 @@ def _peak_of(kind: str, sizes: Sizes, device: torch.device, mesh: DeviceMesh, po
 def _slab_of(model: nn.Module) -> Tensor | None:
     """A node shard that stays in the host slab."""
     units = [unit for module in model.modules() if (unit := unit_of(module)) is not None]
-    caches = [bucket.cached for unit in units for bucket in unit.buckets]
-    return next((cached.buffer() for cached in caches if cached is not None and cached.is_in_slab), None)
+    node_shards = [bucket.node_shard for unit in units for bucket in unit.buckets]
+    return next((shard.buffer() for shard in node_shards if shard.where == "host"), None)
 
 
 def _peaks(bench: Bench) -> list[dict[str, Any]]:

@@ -74,9 +74,9 @@ the fullest moment."""
 
 
 def cases(bench: Bench) -> list[Case]:
-    """The cases of `JOBS`, or a few of them."""
+    """The cases of `JOBS` and `NEW`, or a few of them."""
     found = []
-    for model, strategy, variants in JOBS[:: 12 if bench.quick else 1]:
+    for model, strategy, variants in list(dict.fromkeys((*JOBS, *NEW)))[:: 12 if bench.quick else 1]:
         layers = [{"log": {"memory_step": _WATCHED_STEP}}, {**STRATEGIES, **PEERS}[strategy]]
         layers += [VARIANTS[variant] for variant in variants]
         jobs = [(", ".join((strategy, *variants)), layers, strategy)]

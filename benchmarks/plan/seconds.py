@@ -28,11 +28,29 @@ _ON_SLOW_WIRES = ("none", "host", "8bit", "4bit", "zero++", "fsdp2", "ddp")
 _COMPARED = ("none", "host", "fsdp2", "hsdp", "ddp")
 _MORE = ("fsdp2-gloo", "deepspeed-hpz", "islands fp32", "islands int4", "torchft-diloco")
 _ON_THREE = ("none", "host", "4bit", "zero++", "fsdp2", "fsdp2-gloo", "ddp", "deepspeed")
+_NEW: tuple[tuple[str, str, tuple[str, ...], tuple[int, int], float | None], ...] = (
+    ("demo", "weights stay", ("host", "none"), (2, 2), 200e6),
+    ("demo", "offload", ("host",), (2, 2), 200e6),
+    ("demo", "checks", ("host", "4bit"), (2, 2), 200e6),
+    ("demo", "5 micro-batches", ("host", "8bit"), (2, 2), 100e6),
+    ("demo", "checkpointing", ("none", "4bit"), (2, 2), 100e6),
+    ("qwen2", "2 micro-batches", ("host", "zero++"), (2, 2), 200e6),
+    ("qwen2", "bf16 parameters", ("host", "fsdp2"), (2, 2), 100e6),
+    ("gpt2", "muon", ("host",), (2, 2), 200e6),
+    ("gpt2", "adamw8bit", ("host",), (2, 2), 200e6),
+    ("gpt2", "", ("4bit", "8bit"), (2, 2), 100e6),
+    ("experts", "", ("host", "none", "fsdp2"), (2, 2), 50e6),
+    ("vocabulary", "", ("host", "4bit", "fsdp2", "hsdp"), (2, 2), 200e6),
+    ("deep", "NF4", ("host",), (2, 2), 100e6),
+    ("demo", "", ("host", "fsdp2", "hsdp", "ddp"), (4, 1), 200e6),
+    ("deep", "", ("host", "4bit", "fsdp2"), (3, 1), None),
+)
+"""(model, variant, strategies, cluster, rate) of runs with what no run had before, later than the planner's rules."""
 _EXACT = ("none", "host", "device", "fsdp2", "fsdp2-gloo", "fsdp2-hpz", "hsdp", "ddp", "deepspeed", "deepspeed-hpz")
 _MOST_BYTES = 0.02
 _FEW_BYTES = 1e6
 """Where a step sends less at a node's interface, headers of small messages weigh too much to be left out."""
-_MOST_S, _MEDIAN_S = 0.25, 0.10
+_MOST_S, _MEDIAN_S = 0.20, 0.064
 _CLOSE = 0.05
 
 
@@ -77,6 +95,15 @@ def cyclic_runs(bench: Bench) -> list[Run]:
     return found + bench.lab.runs(cases_at(bench, "demo", None, names[:2], steps=24), 2, 2, None)
 
 
+def new_runs(bench: Bench) -> list[Run]:
+    """The runs of `_NEW`."""
+    return [
+        run
+        for model, variant, names, (nodes, local), rate in _NEW
+        for run in bench.lab.runs(cases_at(bench, model, rate, names, variant), nodes, local, rate)
+    ]
+
+
 def all_runs(bench: Bench) -> list[Run]:
     """The runs of the rows `seconds` and `best`."""
     found = [run for rate in ((200e6,) if bench.quick else RATES) for run in runs_at(bench, rate)]
@@ -116,31 +143,49 @@ def interface(bench: Bench) -> Row:
 def seconds(bench: Bench) -> Row:
     """Measure the row `seconds`."""
     found = all_runs(bench)
+    new: list[Run] = []
     if not bench.quick:
         found += more_runs(bench) + cyclic_runs(bench)
-    errors = [abs(run.seconds_error) for run in found]
-    worst = max(found, key=lambda run: abs(run.seconds_error))
-    median = statistics.median(errors)
+        new = new_runs(bench)
+        found += new
+    worst, median = _worst(found), _median(found)
     bench.tables["seconds"] = columns(
         ("run", "s, said", "measured", "", "waits for"),
         [[r.name, f"{r.estimate.seconds:.3f}", f"{r.seconds:.3f}", f"{r.seconds_error:+.1%}",
           r.estimate.bound_by.value] for r in found],
     )  # fmt: skip
     by_rate = "; ".join(
-        f"{format_rate(rate)}: {statistics.median(abs(run.seconds_error) for run in group):.1%}"
+        f"{format_rate(rate)}: {_median(group):.1%}"
         for rate in RATES
         if (group := [run for run in found if run.rate_bits_per_s == rate])
     )
     return Row(
         key="seconds",
         claim=f"seconds of a step, {len(found)} runs in the lab, 20 Mbit/s to unshaped, peers included",
-        required=f"median <= {_MEDIAN_S:.0%}, worst <= {_MOST_S:.0%}, >= 24 runs",
-        measured=f"median {median:.1%}, worst {abs(worst.seconds_error):.1%}",
-        is_met=median <= _MEDIAN_S and abs(worst.seconds_error) <= _MOST_S and len(found) >= 24,
-        note=f"{', '.join(sorted({run.case.candidate for run in found}))}, on 2 x 2 and some on 3 x 1. Worst: "
+        required=f"median <= {_MEDIAN_S:.1%}, worst <= {_MOST_S:.0%}; >= 24 runs never fitted",
+        measured=f"median {median:.1%}, worst {abs(worst.seconds_error):.1%}"
+        + (f"; of {len(new)} new runs {_median(new):.1%} and {abs(_worst(new).seconds_error):.1%}" if new else ""),
+        is_met=median <= _MEDIAN_S and abs(worst.seconds_error) <= _MOST_S and len(new) >= 24,
+        note=f"{', '.join(sorted({run.case.candidate for run in found}))}, on 2 x 2, 3 x 1 and 4 x 1. Worst: "
         f"{worst.name} ({worst.seconds_error:+.1%}); medians by rate: {by_rate}. The cluster files were measured "
-        "before the runs, one for each rate.",
+        f"before the runs, one for each rate. The machine is not even: {_spread(bench)}. Two rules came after the "
+        "runs of Muon, which had been said to take an eighth of their seconds: products outside the model count, and "
+        "each operation takes the time of its launch, as in the model.",
     )
+
+
+def _spread(bench: Bench) -> str:
+    """The rates of products in the cluster files of one cluster."""
+    rates = [bench.lab.cluster(2, 2, rate).flops_per_s("float32") / 1e9 for rate in RATES]
+    return f"in the {len(rates)} files of 2 x 2, products run at {min(rates):.0f} to {max(rates):.0f} GFLOP/s"
+
+
+def _median(runs: Sequence[Run]) -> float:
+    return statistics.median(abs(run.seconds_error) for run in runs)
+
+
+def _worst(runs: Sequence[Run]) -> Run:
+    return max(runs, key=lambda run: abs(run.seconds_error))
 
 
 def best(bench: Bench) -> Row:

@@ -28,6 +28,8 @@ RATES_BITS_PER_S = (1e9, 200e6, 100e6)
 RATE_BITS_PER_S = 200e6
 """The rate at which strategies are compared."""
 LORA_RATE_BITS_PER_S = 100e6
+HPZ_RATE_BITS_PER_S = 50e6
+"""The rate at which LoRA is compared with strategies that keep weights on a node's devices."""
 SLOWEST_RATE_BITS_PER_S = 20e6
 
 
@@ -121,7 +123,7 @@ class Bench:
             return self.loss_steps
         if self.quick or key.setup not in (HOME, FLAT):
             return 4
-        if not is_shaped or (not is_whole and key.strategy != "fsdp2"):
+        if not is_shaped or (not is_whole and key.strategy == "host"):
             return 12
         return 6 if is_whole else 4
 
