@@ -64,8 +64,15 @@ LONGEST_FIRST = (
 )
 
 
+CAMPAIGN_S = 600.0
+"""The limit of a campaign that names none; the suite's own limit is for tests that are not heavy."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest; the others stay in their order."""
+    """Begin with the files that take longest; the others stay in their order. Give campaigns their time."""
+    for item in items:
+        if item.get_closest_marker("campaign") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(CAMPAIGN_S))
     places = {Path(__file__).parent / "tests" / name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
