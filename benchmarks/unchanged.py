@@ -56,7 +56,7 @@ EXCLUDED = {
     r".*\.jsonl:.*\bcrc32": "checksums of lines that have durations",
     r".*\bcyclic\..*\b(live_now|live_peak|stagger_kept)": "progress at one moment, which depends on timing",
     r".*\bversions\.laconic": "the version under test",
-    r".*/\.lock": "the process that holds the lock",
+    r".*/\.lock:": "the process that holds the lock",
     r".*/\.metadata:storage_meta\.(save_id|load_id)": "random numbers that torch draws for every save",
     r"cyclic-.*\bwire_bytes\b.*": "a sum over some levels; these jobs compare the sums over all levels",
     r".*/manifest\.json:(checksum|files\.\d+\.(sha256|size_bytes))": "hashes of files that are compared themselves",

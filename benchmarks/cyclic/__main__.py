@@ -7,19 +7,20 @@
 Run rows with times (live, wall-clock, throughput, sharded) on a quiet machine. Accuracy takes most of the time.
 
 [Note: Methods of the cyclic rows]
-For live activations, messages and the wall-clock, the runtime runs stages that sleep for a known time, with one process
-per worker on one machine; the stages count (schedule.py). For the bytes of real models, one forward and backward of one
-worker is traced, and the traces of all workers are added with their offsets in time (traces.py). On one device, image
-models are run under a meter (one_device.py). For throughput, real models train in the lab (throughput.py). For
-accuracy, one process plays all workers, which gives the same bits as N processes (accuracy.py). For few bits, the small
-Llama goes on from its plain steps on N processes that count what they send (few_bits.py).
+For live activations, messages and the wall-clock, the runtime runs stages that sleep for a known time, with one
+process per worker on one machine; the stages count (schedule.py). For the bytes of real models, one forward and
+backward of one worker is traced, and the traces of all workers are added with their offsets in time (traces.py). On
+one device, image models are run under a meter (one_device.py). For throughput, real models train in the lab
+(throughput.py). For accuracy, one process plays all workers, which gives the same bits as N processes (accuracy.py,
+image_accuracy.py). For few bits, the small Llama goes on from its plain steps on N processes that count what they
+send (few_bits.py).
 """
 
 from __future__ import annotations
 
 import sys
 
-from benchmarks.cyclic import schedule, traces, one_device, throughput, accuracy, few_bits  # isort: skip  # noqa: F401
+from benchmarks.cyclic import schedule, traces, one_device, throughput, image_accuracy, accuracy, few_bits  # isort: skip  # noqa: F401
 from benchmarks.cyclic.bench import BENCHMARK
 
 if __name__ == "__main__":

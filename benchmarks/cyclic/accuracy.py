@@ -1,4 +1,4 @@
-"""How well a model trains under each rule: a study of settings and seeds, on digits and on text.
+"""How well a model trains under each rule: a study of settings and seeds, and the study of text.
 
 One process plays all workers (the runtime without a mesh), which gives the same bits as N processes. For each rule, the
 study chooses the setting with the best mean result on validation data over some of the seeds. It reports the results on
@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,18 @@ from torch.nn import functional
 
 from benchmarks.cyclic.bench import BENCHMARK, Bench, Setting
 from laconic.cyclic import CyclicDataParallel
-from laconic.cyclic.cut import cut
+from laconic.cyclic.cut import Criterion, cut
 from tests.support.record import Row
 
 WORKERS = 4
 RULES = ("dp", "v1", "v2", "lag2")
 Batch = list[tuple[Tensor, Tensor]]
 """The inputs and targets of every worker."""
+
+
+def warmed_cosine(progress: float) -> float:
+    """Return a factor that rises over the first tenth of a run, and then falls as a cosine to 0."""
+    return progress / 0.1 if progress < 0.1 else 0.5 + 0.5 * math.cos(math.pi * (progress - 0.1) / 0.9)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,8 @@ class Study:
     steps: int
     plain_steps: int = 0
     """The number of steps at the beginning that run under rule dp."""
+    schedule: Callable[[float], float] = warmed_cosine
+    """The factor of the learning rate at a progress from 0 to 1."""
     task: Callable[[int], Task]
     """The function that makes the task of a seed."""
 
@@ -55,8 +62,10 @@ class Study:
 class Task:
     """One seed's model and data."""
 
-    model: nn.Module
+    model: nn.Module | Sequence[nn.Module]
     example: Tensor
+    by: Criterion | Sequence[float] = "parameters"
+    """The cost that stages share equally."""
     loss: Callable[[Tensor, Tensor], Tensor]
     optimizer: Callable[[list[nn.Parameter], Setting], torch.optim.Optimizer]
     """The function that makes an optimizer. The study sets the learning rate before every step."""
@@ -136,7 +145,7 @@ def begin(
     """Return a seed's task, its model in stages, and their trainer with further `arguments`."""
     torch.manual_seed(seed)
     task = study.task(seed)
-    stages = cut(task.model, WORKERS, by="parameters", example=task.example)
+    stages = cut(task.model, WORKERS, by=task.by, example=task.example)
     trainer = CyclicDataParallel(stages, task.loss, lambda ps: task.optimizer(ps, setting), rule=rule, **arguments)
     return task, stages, trainer
 
@@ -154,23 +163,39 @@ def run(
 ) -> None:
     """Train with the micro-batches of one worker or, by default, of all; then drain."""
     for step, batch in zip(steps, itertools.islice(task.batches(steps.stop), steps.start, None), strict=True):
-        trainer.set_hyperparameters(lr=setting.lr * _schedule((step + 1) / study.steps))
+        trainer.set_hyperparameters(lr=setting.lr * study.schedule((step + 1) / study.steps))
         trainer.step(batch if worker is None else batch[worker])
     trainer.drain()
 
 
-def _schedule(progress: float) -> float:
-    """The factor of the learning rate: it rises over the first tenth of a run, and then falls as a cosine to 0."""
-    return progress / 0.1 if progress < 0.1 else 0.5 + 0.5 * math.cos(math.pi * (progress - 0.1) / 0.9)
-
-
 def is_within_noise(study: Study, plain: Outcome, other: Outcome) -> bool:
     """Return whether `other` is better than `plain`, or worse by no more than the deviation between seeds."""
-    worse = (other.mean - plain.mean) * (1 if study.is_loss else -1)
-    return worse <= max(plain.deviation, other.deviation)
+    return _worse(study, plain, other) <= max(plain.deviation, other.deviation)
 
 
-def measure_study(study: Study, claim: str, tried: str = "") -> Row:
+def is_within_error(study: Study, plain: Outcome, other: Outcome) -> bool:
+    """Return whether `other` is better than `plain`, or worse by no more than the standard error of the difference."""
+    errors = (outcome.deviation / math.sqrt(len(outcome.results)) for outcome in (plain, other))
+    return _worse(study, plain, other) <= math.hypot(*errors)
+
+
+def _worse(study: Study, plain: Outcome, other: Outcome) -> float:
+    return (other.mean - plain.mean) * (1 if study.is_loss else -1)
+
+
+Verdict = Callable[[Study, Outcome, Mapping[str, Outcome]], bool]
+"""Whether a study, its outcome under rule dp, and those under the other rules, by name, meet the claim."""
+
+
+def all_within_noise(study: Study, plain: Outcome, others: Mapping[str, Outcome]) -> bool:
+    """Return whether all rules are within the noise of rule dp."""
+    return all(is_within_noise(study, plain, other) for other in others.values())
+
+
+def measure_study(
+    study: Study, claim: str, *, required: str = "within seed noise of dp", is_met: Verdict = all_within_noise,
+    tried: str = "",
+) -> Row:  # fmt: skip
     """Train the study, and return its row."""
     found = outcomes(study, lambda line: print(line, flush=True))
     plain, *others = found
@@ -187,9 +212,9 @@ def measure_study(study: Study, claim: str, tried: str = "") -> Row:
     first = f", the first {study.plain_steps} under rule dp" if study.plain_steps else ""
     return Row(
         claim=f"{claim}, tuned, {study.seeds} seeds, rules against dp",
-        required="within seed noise of dp",
+        required=required,
         measured=", ".join(map(described, found)) + ("" if study.is_loss else " %"),
-        is_met=all(is_within_noise(study, plain, other) for other in others),
+        is_met=is_met(study, plain, {outcome.rule: outcome for outcome in others}),
         note=(
             f"{study.measure}, mean ± standard deviation between seeds, {study.steps} steps{first}, {WORKERS} "
             "workers; noise: the larger of the two deviations. Differences from dp, seed by seed: "
@@ -200,82 +225,6 @@ def measure_study(study: Study, claim: str, tried: str = "") -> Row:
         ),
         tried=tried,
     )
-
-
-@BENCHMARK.row("digits")
-def digits(bench: Bench) -> Row:
-    return measure_study(digits_study(**bench.digits), "accuracy on scikit-learn's digits, a small ResNet")
-
-
-class Residual(nn.Module):
-    """Two convolutions beside a shortcut."""
-
-    def __init__(self, channels: int, out: int, stride: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(channels, out, 3, stride, padding=1, bias=False), nn.BatchNorm2d(out), nn.ReLU(),
-            nn.Conv2d(out, out, 3, padding=1, bias=False), nn.BatchNorm2d(out),
-        )  # fmt: skip
-        self.shortcut = nn.Identity()
-        if stride != 1 or channels != out:
-            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.relu(self.body(x) + self.shortcut(x))
-
-
-def small_resnet(width: int = 8) -> nn.Sequential:
-    """Return seven layers of convolutions for 8 x 8 images of one channel."""
-    return nn.Sequential(
-        nn.Sequential(nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()),
-        Residual(width, width, 1), Residual(width, 2 * width, 2), Residual(2 * width, 4 * width, 2),
-        nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10)),
-    )  # fmt: skip
-
-
-def digits_study(*, seeds: int, tuning_seeds: int, epochs: int, settings: Sequence[Setting]) -> Study:
-    """Return the study of digits: 1797 images, 60 % to train on, and 20 % each to validate and to test."""
-    from sklearn.datasets import load_digits
-
-    images, labels = (torch.as_tensor(values) for values in load_digits(return_X_y=True))
-    images = (images.float().view(-1, 1, 8, 8) - 8) / 8
-    num_train, num_validation, rows = 1078, 360, 16
-    steps_per_epoch = num_train // (rows * WORKERS)
-
-    def task(seed: int) -> Task:
-        generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(images), generator=generator)
-        parts = order[:num_train], order[num_train : num_train + num_validation], order[num_train + num_validation :]
-
-        def batches(steps: int) -> Iterator[Batch]:
-            for step in range(steps):
-                if step % steps_per_epoch == 0:
-                    shuffled = parts[0][torch.randperm(num_train, generator=generator)]
-                start = step % steps_per_epoch * rows * WORKERS
-                chosen = shuffled[start : start + rows * WORKERS].split(rows)
-                yield [(images[part], labels[part]) for part in chosen]
-
-        def evaluate(predict: Callable[[Tensor], Tensor]) -> tuple[float, float]:
-            validation, test = (
-                float((predict(images[part]).argmax(1) == labels[part]).float().mean()) for part in parts[1:]
-            )
-            return validation, test
-
-        return Task(
-            model=small_resnet(),
-            example=images[:rows],
-            loss=functional.cross_entropy,
-            optimizer=lambda parameters, setting: torch.optim.SGD(
-                parameters, lr=setting.lr, momentum=setting.momentum, nesterov=setting.nesterov, weight_decay=5e-4
-            ),
-            batches=batches,
-            evaluate=evaluate,
-        )
-
-    return Study(
-        name="ResNet on digits", measure="test accuracy", is_loss=False, settings=tuple(settings), seeds=seeds,
-        tuning_seeds=tuning_seeds, steps=epochs * steps_per_epoch, task=task,
-    )  # fmt: skip
 
 
 @BENCHMARK.row("language")

@@ -50,7 +50,9 @@ class Bench:
     repeats: int
     """The number of runs of each strategy in the lab."""
     digits: dict[str, Any]
-    """The arguments of `accuracy.digits_study`."""
+    """The arguments of `image_accuracy.digits_study`."""
+    fashion: dict[str, Any]
+    """The arguments of `image_accuracy.fashion_study`."""
     language: dict[str, Any]
     """The arguments of `accuracy.language_study`."""
     few_bits: dict[str, int]
@@ -65,6 +67,10 @@ FULL = {
         "seeds": 6, "tuning_seeds": 2, "epochs": 15,
         "settings": tuple(Setting(lr=lr, momentum=m) for lr, m in ((0.03, 0.9), (0.1, 0.9), (0.1, 0.5), (0.3, 0.5))),
     },
+    "fashion": {
+        "seeds": 5, "tuning_seeds": 1, "epochs": 5, "num_train": 12_000,
+        "settings": (Setting(lr=0.02, momentum=0.9), Setting(lr=0.05, momentum=0.9)),
+    },
     "language": {
         "seeds": 5, "tuning_seeds": 1, "plain_steps": 400, "steps": 1000,
         "settings": (
@@ -78,6 +84,10 @@ QUICK = {
     "op_s": 0.03, "num_workers": (2, 3), "batches": 3, "wall_batches": 3, "llama": _TINY_LLAMA, "lab_steps": 2,
     "repeats": 1,
     "digits": {"seeds": 2, "tuning_seeds": 1, "epochs": 1, "settings": (Setting(lr=0.05, momentum=0.9),)},
+    "fashion": {
+        "seeds": 2, "tuning_seeds": 1, "epochs": 1, "num_train": 192,
+        "settings": (Setting(lr=0.02, momentum=0.9),),
+    },
     "language": {
         "seeds": 2, "tuning_seeds": 1, "plain_steps": 2, "steps": 4,
         "settings": (Setting(lr=3e-3, momentum=0.9, nesterov=True),),

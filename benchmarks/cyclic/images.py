@@ -15,11 +15,14 @@ def image() -> Tensor:
     return torch.randn(1, 3, 224, 224)
 
 
-def _resnet(*depths: int, layer_type: str, widest: int) -> list[nn.Module]:
+def resnet(*depths: int, layer_type: str, widest: int, channels: int = 3, classes: int = _CLASSES) -> list[nn.Module]:
+    """Return the blocks of a ResNet: the first convolution, every residual block, and the classifier."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     sizes = [widest >> shift for shift in (3, 2, 1, 0)]
-    config = ResNetConfig(num_labels=_CLASSES, depths=list(depths), layer_type=layer_type, hidden_sizes=sizes)
+    config = ResNetConfig(
+        num_channels=channels, num_labels=classes, depths=list(depths), layer_type=layer_type, hidden_sizes=sizes
+    )  # fmt: skip
     model = ResNetForImageClassification(config).train()
     layers = [layer for stage in model.resnet.encoder.stages for layer in stage.layers]
     return [model.resnet.embedder, *layers, nn.Sequential(model.resnet.pooler, model.classifier)]
@@ -43,8 +46,8 @@ class _OfFirstToken(nn.Module):
 
 
 BLOCKS: dict[str, Callable[[], list[nn.Module]]] = {
-    "ResNet-18": lambda: _resnet(2, 2, 2, 2, layer_type="basic", widest=512),
-    "ResNet-50": lambda: _resnet(3, 4, 6, 3, layer_type="bottleneck", widest=2048),
+    "ResNet-18": lambda: resnet(2, 2, 2, 2, layer_type="basic", widest=512),
+    "ResNet-50": lambda: resnet(3, 4, 6, 3, layer_type="bottleneck", widest=2048),
     "ViT-B/16": _vit_b16,
 }
 """The blocks of each model, to be called one after the other."""

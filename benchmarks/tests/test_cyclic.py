@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.cyclic import accuracy, schedule, traces
+from benchmarks.cyclic import accuracy, image_accuracy, schedule, traces
 from benchmarks.cyclic.__main__ import BENCHMARK
 from benchmarks.cyclic.bench import QUICK, Bench
 from benchmarks.cyclic.schedule import stages_of_devices
@@ -145,10 +147,20 @@ def test_noise_is_the_deviation_between_seeds(is_loss: bool, better: float, wors
     assert accuracy.is_within_noise(made, plain, outcome(better, 0.0))
     assert not accuracy.is_within_noise(made, plain, outcome(worse, 0.1))
     assert accuracy.is_within_noise(made, plain, outcome(worse, 0.6))
+    # The standard error of the difference: three seeds of deviation 0.6, and three of 0.1.
+    error = math.sqrt((0.6**2 + 0.1**2) / 3)
+    assert accuracy.is_within_error(made, plain, outcome(1.0 + math.copysign(0.99 * error, worse - 1.0), 0.6))
+    assert not accuracy.is_within_error(made, plain, outcome(1.0 + math.copysign(1.01 * error, worse - 1.0), 0.6))
+    assert accuracy.is_within_error(made, plain, outcome(better, 0.0))
+
+
+def test_the_rate_of_the_papers_schedule_falls_to_a_fifth_three_times() -> None:
+    factors = [image_accuracy.thrice_a_fifth(step / 10) for step in range(1, 11)]
+    assert factors == pytest.approx([1, 1, *[0.2] * 3, *[0.04] * 3, *[0.008] * 2])
 
 
 def test_the_small_resnet_is_cut_into_stages_that_all_train() -> None:
-    made = accuracy.digits_study(seeds=1, tuning_seeds=1, epochs=1, settings=())
+    made = image_accuracy.digits_study(seeds=1, tuning_seeds=1, epochs=1, settings=())
     task = made.task(0)
     (first, *_) = task.batches(made.steps)
     assert len(first) == accuracy.WORKERS
@@ -156,6 +168,37 @@ def test_the_small_resnet_is_cut_into_stages_that_all_train() -> None:
     validation, test = accuracy.train(dataclasses.replace(made, steps=4), "v2", _FAST, 0)
     assert 0 <= validation <= 1
     assert 0 <= test <= 1
+
+
+def test_fashion_mnist_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments: dict[str, Any] = {"seeds": 1, "tuning_seeds": 1, "epochs": 2, "num_train": 64, "settings": ()}
+    monkeypatch.setattr(image_accuracy, "FASHION", tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="apt-get install dataset-fashion-mnist"):
+        image_accuracy.fashion_study(**arguments)
+
+    monkeypatch.setattr(image_accuracy, "FASHION", tmp_path)
+    for part, num in (("train", 120), ("t10k", 20)):
+        labels = torch.arange(num, dtype=torch.uint8) % 10
+        pixels = labels.repeat_interleave(28 * 28)
+        for name, offset, values in (("images-idx3", 16, pixels), ("labels-idx1", 8, labels)):
+            with gzip.open(tmp_path / f"{part}-{name}-ubyte.gz", "wb") as file:
+                file.write(bytes(offset) + values.numpy().tobytes())
+    made = image_accuracy.fashion_study(**arguments)
+    assert made.steps == 2
+    task = made.task(0)
+    for batch in task.batches(made.steps):
+        assert len(batch) == accuracy.WORKERS
+        for images, labels in batch:
+            assert images.shape == (16, 1, 28, 28)
+            expected = ((labels / 255 - 0.286) / 0.353).view(-1, 1, 1, 1).expand_as(images)  # an image shows its label
+            torch.testing.assert_close(images, expected)
+    stages = accuracy.begin(made, "v2", _FAST, 0)[1]
+    assert [len(list(stage.children())) for stage in stages] == [
+        3,
+        2,
+        2,
+        3,
+    ]  # the first layer is half a block, the last none
 
 
 # ------------------------------------------------------------------------------------------------ the command
