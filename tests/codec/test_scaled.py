@@ -41,6 +41,8 @@ def test_a_matrix_is_rounded_block_by_block(name: str, shape: tuple[int, int]) -
         scale = scale_of(weight_format, whole)
         codes, scales = weight_format.quantize(whole, scale)
         assert codes.nbytes + scales.nbytes == weight_format.nbytes(shape)
+        assert (codes.dtype, codes.shape) == (weight_format.code_dtype, weight_format.codes_shape(shape))
+        assert (scales.dtype, scales.shape) == (weight_format.scale_dtype, weight_format.scales_shape(shape))
         assert torch.equal(weight_format.dequantize(codes, scales, scale), rounded(whole, name))
         parts = [
             weight_format.quantize(part, scale) for part in whole.split(weight_format.height)

@@ -39,6 +39,7 @@ from tests.support.record import Row
 ROUNDS = 50
 WARM_UP = 6
 MAX_GROWTH_BYTES = 1_000_000
+_THREAD_S = 10.0
 _RECORDED = 2_000  # collectives that torch's flight recorder keeps, in 800 bytes each
 WIDTH, HIDDEN = 48, 96
 
@@ -275,6 +276,9 @@ def _held() -> Counter[str]:
     """Count what this process holds, by kind."""
     for _ in range(3):  # finalizers may free what only the next pass finds
         gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("save step"):  # of a saver that is gone: it ends soon, but not at once
+            thread.join(_THREAD_S)
     objects = gc.get_objects()
     types = [type(each) for each in objects if each is not objects]
     world: Any = dist.distributed_c10d._world
