@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic
-from laconic.layout.granularity import Block, check_matched, elements, resolve, rows, whole
+from laconic.layout.granularity import Block, block_of, check_matched, elements, resolve, rows, whole
 from tests.support.launch import on_ranks
 from tests.support.sharded_net import (
     Net,
@@ -40,6 +40,14 @@ def parameters(**shapes: tuple[int, ...]) -> list[tuple[str, Tensor]]:
 )  # fmt: skip
 def test_elements_per_block(block: Block, shape: tuple[int, ...], numel: int) -> None:
     assert block.numel(shape) == numel
+
+
+def test_texts_name_blocks() -> None:
+    assert [block_of(text) for text in ("32 rows", "1 row", "256 elements", "whole")] == [
+        rows(32), rows(1), elements(256), whole(),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="'0 rows' is not a block"):
+        block_of("0 rows")
 
 
 @pytest.mark.parametrize("make", [rows, elements])

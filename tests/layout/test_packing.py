@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 from hypothesis import given, settings
@@ -88,6 +89,19 @@ def test_a_split_that_saves_less_than_a_collective_costs_is_not_made(monkeypatch
     monkeypatch.setattr(packing, "_COLLECTIVE", 0.08)  # the split saves 750 of 10800 elements
     assert len(plan_flat(TWO_WIDTHS, 10).buckets) == 1
     packing.best_parts.cache_clear()
+
+
+def test_the_cheapest_plan_counts_its_collectives_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first plan that is found costs 413 with its collective, and a later one 409."""
+    packing.best_parts.cache_clear()
+    monkeypatch.setattr(packing, "_COLLECTIVE", 0.03)
+    assert plan_flat([(79, 32), (19, 25), (38, 20), (187, 27)], 4).members == ((0, 3, 2), (1,))
+    packing.best_parts.cache_clear()
+
+
+def test_blocks_of_one_size_leave_only_its_multiples_to_try() -> None:
+    sizes = packing.shard_candidates(((96_000, 96), (86_400, 96)), 2, 1)
+    assert list(islice(sizes, 3)) == [91_200, 91_296, 91_392]
 
 
 def test_another_order_may_be_better_than_the_definition() -> None:
@@ -250,6 +264,12 @@ def test_a_least_common_multiple_is_named() -> None:
     assert "77" in str(found)
 
 
+def test_only_tensors_that_force_a_multiple_are_named() -> None:
+    layout = packing.plan_bucket(["a", "b", "c"], [(4410,), (4202,), (6601,)], [14, 11, 7], num_shards=10, itemsize=16)
+    found = explain_bucket(layout, itemsize=16)
+    assert (found.cause, found.tensors, found.block) == (Cause.MULTIPLE, ("a", "b"), 154), "7 divides 14"
+
+
 def test_a_floor_is_named() -> None:
     layout = packing.plan_bucket(["a", "b"], [(30,), (300,)], [30, 1], num_shards=20, itemsize=16)
     found = explain_bucket(layout, itemsize=16)
@@ -285,6 +305,12 @@ def test_every_bucket_of_a_plan_is_explained() -> None:
     assert found[1].tensors == ("t3",)
 
 
+def test_whole_blocks_may_pad_without_a_gap() -> None:
+    layout = packing.plan_bucket(["a", "b"], [(16,), (20,)], [2, 1], num_shards=4, itemsize=16)
+    found = explain_bucket(layout, itemsize=16)
+    assert (found.cause, found.tensors, found.block) == (Cause.GAPS, ("a",), 0)
+
+
 def test_only_tensors_behind_a_gap_are_named() -> None:
     layout = packing.plan_bucket(["a", "b"], [(4,), (4,)], [1, 1], num_shards=2, itemsize=16)
     assert layout.padding == 0
@@ -309,6 +335,14 @@ def test_a_plan_of_twice_the_memory_is_warned_about() -> None:
     plan = plan_unit(["w", "b"], [(64, 64), (64,)], [4096, 1], num_shards=4, itemsize=4)
     with pytest.warns(UserWarning, match=r"unit of w take 3\.9x .* on 4 ranks: 65,536 bytes for 16,640.*fewer ranks"):
         warn_if_wasteful(plan, 4)
+
+
+def test_a_plan_of_exactly_twice_the_memory_is_not_warned_about() -> None:
+    plan = plan_unit(["w"], [(10,)], [10], num_shards=2, itemsize=16)
+    assert plan.numel == 20
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_wasteful(plan, 16)
 
 
 def test_alignment_alone_is_not_warned_about() -> None:

@@ -9,6 +9,7 @@ EXPLAINED: dict[str, str] = {
     "codec/scaled:ScaledFormat.dequantize: codes.device.type != 'cpu' -> codes.device.type == 'cpu'": "panels bound the"
     " memory of a processor's decoding; all at once gives the same",
     "codec/linear:QuantizedLinear.dequantized: False -> True": "the bias is replaced at once",
+    "layout/packing:shard_candidates: 1 -> 2": "a bucket without elements fits the first size",
     "codec/base:Codec: 1 -> 2": "all codecs but FloatCodec set their block, and nothing asks FloatCodec for its",
 }
 """By the mutant's name: why it changes no result."""
