@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import laconic
 from laconic import _compat
-from laconic.comm.collectives import NOTHING, Communicator, all_reduce, pass_on, start_flags, swap_rows
+from laconic.comm.collectives import NOTHING, Communicator, Pending, all_reduce, pass_on, start_flags, swap_rows
+from laconic.comm.journal import issue
 from laconic.comm.traffic import Purpose, Snapshot, Traffic
 from tests.reference import gather as reference
 from tests.support.launch import on_ranks, run_ranks
@@ -132,6 +133,31 @@ def test_transfers_overlap_without_mixing() -> None:
         assert torch.equal(transfer.finish(), reference.reduce_scatter(gradients)[me])
     traffic = cluster.traffic.snapshot()
     assert traffic.waited_s() >= traffic.waited_s("node") > 0
+
+
+@on_ranks(3, local=1)
+def test_a_transfer_that_is_dropped_early_blocks_no_later_one() -> None:
+    """[Note: Messages that nobody awaits]: on Gloo, its message would stay in the socket before all others."""
+    cluster = laconic.Cluster.of(laconic.init_mesh("cpu"))
+    node = Communicator(cluster, "node")
+    journal = issue(node._gather_group, "control").journal
+
+    def begin(seed: int) -> tuple[Pending, Tensor, Tensor]:
+        shards = data_of_ranks(100_000, torch.float32, cluster, seed)
+        arriving = torch.empty(cluster.num_nodes * 100_000)
+        return node.all_gather(arriving, shards[cluster.node_rank, 0]), arriving, reference.gather(shards)
+
+    if dist.get_rank() == 0:
+        begin(0)  # and drop it, before the other ranks have begun
+        dist.barrier()
+        assert len(journal.dropped) == 1
+    else:
+        dist.barrier()
+        begin(0)[0].wait()
+    pending, arriving, wanted = begin(1)
+    pending.wait()
+    assert torch.equal(arriving, wanted)
+    assert not journal.dropped
 
 
 def job_replicas() -> None:

@@ -7,6 +7,14 @@ without copies, with the fewest bytes, and with no buffers but the parts of a su
 arrived unless one waits for it, so nothing here polls. Gloo has no sends of CUDA tensors; for these, a reduction is an
 all-to-all and a local sum.
 
+[Note: Messages that nobody awaits]
+A model may be dropped while a gather is under way, as after an exception in forward. Gloo loses a connection whose
+receive is dropped before its message has come: the bytes stay in the socket, and each later message waits behind them,
+for ever. So an exchange that is dropped before it has ended leaves its works, which keep its tensors, to the journal of
+its process group. They go when a later exchange of the group has ended, because messages between two ranks come in the
+order in which both have issued them. To wait for them instead would hang if the other rank had dropped its model before
+it had begun.
+
 [Note: Collectives on a stream]
 NCCL runs a collective with `async_op=True` on a stream of its own, whatever the caller's stream and its priority. With
 `async_op=False` it runs on the caller's stream and still does not block the thread (pytorch/pytorch#150398, torch 2.8;
@@ -54,6 +62,23 @@ class Pending:
             for work in self._works:
                 if work is not None:
                     work.wait()
+
+
+class _Exchange(Pending):
+    """Messages to and from peers: [Note: Messages that nobody awaits]."""
+
+    _ticket: Ticket
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        super().wait()
+        self._works = ()
+        self._ticket.journal.forget_dropped(before=self._ticket.number)
+
+    def __del__(self) -> None:
+        """Leave what is under way to the journal."""
+        if self._works:
+            self._ticket.journal.dropped.append((self._ticket.number, self._works))
 
 
 class _Nothing(Pending):
@@ -234,7 +259,7 @@ class Communicator:
         with waiting_for(described(*ticket.label)):  # a lost connection may be an error already
             works = [dist.irecv(landings[peer], group=group, group_src=peer, tag=tag) for peer in self._peers]
             works += [dist.isend(messages[peer], group=group, group_dst=peer, tag=tag) for peer in self._peers]
-        return self._pending(ticket, works)
+        return _Exchange(works, self._traffic, self.level, described(*ticket.label), ticket)
 
 
 class ReduceScatter:

@@ -41,6 +41,13 @@ class Journal:
         self.ranks = dist.get_process_group_ranks(group)
         self.count = 0
         self.last: deque[Label] = deque(maxlen=_KEPT)
+        self.dropped: list[tuple[int, Sequence[dist.Work | None]]] = []
+        """The works of transfers that nobody awaits any more, by number: [Note: Messages that nobody awaits]."""
+
+    def forget_dropped(self, *, before: int) -> None:
+        """Free the works of dropped transfers with a smaller number than a transfer that has ended."""
+        for entry in [each for each in self.dropped if each[0] < before]:
+            self.dropped.remove(entry)
 
     def entries(self) -> Entries:
         """Return the journal in the form that the other ranks read."""
