@@ -87,7 +87,7 @@ def main() -> int:
     _import_once()
     with tempfile.TemporaryDirectory(prefix="laconic-mutants-") as folder:
         copy = Path(folder) / "copy"  # the working tree may change meanwhile
-        shutil.copytree(_ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "build"))
+        shutil.copytree(_ROOT, copy, ignore=_not_of_the_sources)
         for number, mutant in enumerate(chosen, 1):
             if mutant.key not in known:
                 begin_s = time.monotonic()
@@ -151,6 +151,12 @@ def _import_once() -> None:
                 importlib.import_module(module)
     gc.collect()
     gc.freeze()
+
+
+def _not_of_the_sources(folder: str, names: list[str]) -> set[str]:
+    """What is not copied. Hidden files below the root are the sources' own, such as those of old checkpoints."""
+    at_root = {name for name in names if name.startswith(".") or name in ("runs", "build")}
+    return {"__pycache__", *(at_root if Path(folder) == _ROOT else ())}
 
 
 def _killer(mutant: Mutant, copy: Path) -> str:
