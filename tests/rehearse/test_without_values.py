@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from laconic import fully_shard, init_mesh, rehearse
 from laconic.comm.cluster import Cluster
@@ -130,3 +131,23 @@ def test_compute_does_not_wait_for_the_sum_of_the_bucket_before_in_a_micro_batch
     assert len(before) == 4
     assert min(before) > 0, "each sum inside the node runs beside the backward of the next layer"
     assert last == 0, "nothing is left to compute beside the last"
+
+
+def _offload() -> dict[str, tuple[str, str]]:
+    places = {}
+
+    def program() -> None:
+        mesh = init_mesh("cuda", nodes=2, local=2)
+        layer = fully_shard(nn.Linear(64, 64), mesh=mesh, offload_policy=CPUOffloadPolicy())
+        places["rests"] = layer.weight.device.type
+        layer.register_forward_hook(lambda module, args, output: places.update(computes=module.weight.device.type))
+        layer(torch.randn(4, 64, device="cuda")).sum().backward()
+        places["gradient"] = layer.weight.grad.device.type
+
+    rehearse.run(program, nodes=2, local=2)
+    return places
+
+
+def test_offloaded_weights_rest_on_the_host_and_are_gathered_on_the_device() -> None:
+    found = launch(_offload, num_ranks=1, timeout_s=110, backend=None)[0]
+    assert found == {"rests": "cpu", "computes": "cuda", "gradient": "cpu"}
