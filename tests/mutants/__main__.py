@@ -17,7 +17,7 @@ import dataclasses
 import gc
 import importlib
 import json
-import multiprocessing
+import multiprocessing.context
 import os
 import random
 import re
@@ -178,6 +178,18 @@ def _nearest(module: str) -> list[str]:
     return [f"tests/{name}" if (_ROOT / "tests" / name).is_dir() else f"tests/{name}.py" for name in names]
 
 
+class _Rank(multiprocessing.context.ForkProcess):
+    """A fork without garbage: a process group in it would wait, when it is collected, for threads that no fork has."""
+
+    def start(self) -> None:
+        gc.collect()
+        super().start()
+
+
+class _Context(multiprocessing.context.ForkContext):
+    Process = _Rank
+
+
 def _run_tests(tests: list[str], copy: Path, log: Path) -> None:
     """Run tests of the copy in this fork, and end. Their ranks are forks of this process."""
     os.setsid()
@@ -190,7 +202,7 @@ def _run_tests(tests: list[str], copy: Path, log: Path) -> None:
     sys.path[:0] = [str(copy), str(copy / "src")]
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]
-    importlib.import_module("tests.support.launch").context = multiprocessing.get_context("fork")  # type: ignore[attr-defined]
+    importlib.import_module("tests.support.launch").context = _Context()  # type: ignore[attr-defined]
     pytest = importlib.import_module("pytest")
     status = 3
     try:
