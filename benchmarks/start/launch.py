@@ -83,7 +83,8 @@ def environment(name: str) -> Path:
     python = BUILD / name / "bin" / "python"
     if not python.exists():
         run(sys.executable, "-m", "venv", BUILD / name)
-        run(python, "-m", "pip", "install", "--quiet", REQUIREMENTS[name])
+        # Not PYTHONPATH's packages, of which pip would install none.
+        run(python, "-m", "pip", "install", "--quiet", REQUIREMENTS[name], PYTHONPATH="")
     return python
 
 

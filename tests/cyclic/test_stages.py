@@ -150,6 +150,17 @@ def test_masks_and_positions_are_carried(kind: str) -> None:
     assert torch.equal(chain(stages, tokens(), full), model(tokens(), attention_mask=full).logits)
 
 
+def test_an_example_gives_up_to_three_inputs_by_position() -> None:
+    mask, places = torch.ones(2, 12, dtype=torch.long), torch.arange(12)[None]
+    mask[0, :5] = 0
+    model = causal_lm("llama").eval()
+    stages = cut(model, 3, by="parameters", example=(tokens(), mask, places))
+    expected = model(tokens(), attention_mask=mask, position_ids=places).logits
+    assert torch.equal(chain(stages, tokens(), mask, places), expected)
+    with pytest.raises(ValueError, match="the example has 4 inputs; give a language model's inputs by name"):
+        cut(model, 3, by="parameters", example=(tokens(), mask, places, mask))
+
+
 def test_a_mask_that_the_example_did_not_have_is_refused() -> None:
     mask = torch.ones(2, 12, dtype=torch.long)
     stages = cut(causal_lm("llama"), 2, by="parameters", example=(tokens(), mask))

@@ -84,6 +84,24 @@ def test_live_activations_stay_flat() -> None:
     assert max(peaks(reports)) == COUNT**2
 
 
+def job_durations() -> tuple[int, int]:
+    mesh = init_device_mesh("cpu", (COUNT,))
+    run = CyclicDataParallel(
+        [Slow(0.0, 0.05) for _ in range(COUNT)], loss_fn, lambda p: torch.optim.SGD(p, lr=0.1), mesh, rule="v2"
+    )
+    baton = run._worker.baton
+    before = baton._pass_after
+    for _ in range(2):
+        run.step((torch.randn(2, 8), torch.randn(2, 8)))
+    run.drain()
+    return before, baton._pass_after
+
+
+def test_the_baton_is_passed_after_a_share_of_the_measured_time() -> None:
+    """An N-th of a batch's time is two of 2 N equal ops; here it is N short ones, and one of N long ones."""
+    assert run_ranks(job_durations, COUNT) == [(2, COUNT + 1)] * COUNT
+
+
 def job_bytes(states: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (COUNT,))
     stages = [nn.Linear(16, 16, bias=False) for _ in range(COUNT)]
