@@ -210,3 +210,5 @@ def test_report_of_waits() -> None:
     assert report.on_time == 1.0
     assert report.bytes_per_step == [0]
     assert report.largest_burst == 12
+    report.clear_trace()
+    assert report.largest_burst == 0
