@@ -33,7 +33,7 @@ from tests.mutants.mutation import Mutant, mutants
 from tests.support import launch
 
 _ROOT = Path(__file__).parents[2]
-_SHARES = {"codec": 30, "layout": 25, "store": 15, "islands": 35, "cyclic": 35, "shard": 40}
+_SHARES = {"codec": 30, "layout": 25, "store": 15, "islands": 25, "cyclic": 35, "shard": 40}
 """The mutants that are drawn of each room."""
 _NEAREST = {
     "codec": "codec/test_codecs codec/test_dynamic_map codec/test_fused optim/test_adamw8bit",
@@ -59,6 +59,8 @@ _NEAREST = {
     "cyclic": "cyclic/test_schedule cyclic/test_stages cyclic/test_meter cyclic/test_stagger cyclic/test_scaling"
     " cyclic/test_variety cyclic/test_refusals cyclic/test_snapshot cyclic/test_runtime strategies/test_cyclic",
     "cyclic/coding": "cyclic/test_coding cyclic/test_scaling",
+    "cyclic/placement": "cyclic/test_coding cyclic/test_runtime cyclic/test_scaling cyclic/test_variety"
+    " cyclic/test_snapshot",
     "cyclic/causal_lm": "strategies/test_cyclic cyclic/test_stages",
     "cyclic/optimizers": "cyclic/test_scaling cyclic/test_variety cyclic/test_snapshot cyclic/test_runtime",
     "cyclic/snapshot": "cyclic/test_snapshot cyclic/test_refusals",
@@ -71,7 +73,8 @@ _NEAREST = {
     "shard/cache": "shard/test_cache shard/test_crossing shard/test_unit shard/test_offload",
     "shard/gather": "shard/test_gather shard/test_unit shard/test_zero_copy shard/test_autograd shard/test_graphs",
     "shard/buffers": "shard/test_buffers shard/test_errors",
-    "shard/reduce": "shard/test_reduce shard/test_mixed_precision shard/test_cleared shard/test_autograd",
+    "shard/reduce": "shard/test_reduce shard/test_mixed_precision shard/test_cleared shard/test_autograd"
+    " guard/test_checks",
     "shard/grad": "shard/test_cleared shard/test_autograd shard/test_reduce",
     "shard/policies": "shard/test_errors shard/test_mixed_precision shard/test_crossing shard/test_api",
 }
