@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
+from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
 
@@ -281,7 +282,8 @@ def layers(*widths: int) -> list[nn.Module]:
 
 
 def test_a_sequential_keeps_its_names_and_values() -> None:
-    model = nn.Sequential(*layers(6, 12, 12, 4), nn.Flatten(), nn.Linear(4, 2))
+    first, second, third = layers(6, 12, 12, 4)
+    model = nn.Sequential(OrderedDict(first=first, second=second, third=third, flat=nn.Flatten(), head=nn.Linear(4, 2)))
     stages = cut(model, 3, by="parameters")
     assert unstage(stages).keys() == model.state_dict().keys()
     x = torch.randn(5, 6)

@@ -120,6 +120,7 @@ def job_bytes(states: str) -> dict[str, Any]:
     run.drain()
     return {
         "sent": {purpose: steady.total("local", purpose, "sent") for purpose in ("weights", "gradients", "control")},  # type: ignore[arg-type]
+        "batons": steady.total("local", "control", "received"),
         "burst": burst,
         "by_op": by_op,
         "is_first": dist.get_rank() == 0,
@@ -139,6 +140,7 @@ def test_bytes_are_those_of_the_schedule() -> None:
             assert result["sent"]["gradients"] == (len(own) * stage_bytes - weights)
             assert sum(result["by_op"]) == weights + result["sent"]["gradients"]
             assert result["sent"]["control"] == (8 if worker < COUNT - 1 else 0)
+            assert result["batons"] == (8 if worker > 0 else 0)
             assert max(result["by_op"]) <= (1 if states == "replicated" else 2) * stage_bytes
         if states == "replicated":  # a ring all-reduce also sends 2 (N - 1) / N of the model
             assert {r["burst"] for r in results} == {stage_bytes}

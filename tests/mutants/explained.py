@@ -18,6 +18,8 @@ EXPLAINED: dict[str, str] = {
     " takes each wait away and needs it",
     "shard/unit:Unit.begin_backward: self.awaited.outputs.discard(hook) -> pass": "the hooks go with their graph; only"
     " a forward inside a backward, after the unit's own, could tell",
+    "islands/elastic:ElasticExchange._waiting: self._agreements.look_for_end() -> pass": "the watcher looks as often,"
+    " and a try ends with its peers: later",
     "codec/base:Codec: 1 -> 2": "all codecs but FloatCodec set their block, and nothing asks FloatCodec for its",
 }
 """By the mutant's name: why it changes no result."""

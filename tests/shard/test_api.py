@@ -98,6 +98,7 @@ def test_unshard_and_reshard_by_hand() -> None:
     with sharded_net.moved(model) as m:
         handle = model.unshard(async_op=True)
         assert handle is not None
+        assert model._laconic_unit.gather.state is GatherState.NODE, "it has begun"
         assert isinstance(model.inp.weight, laconic.RaggedTensor), "the sharded parameter stays until wait()"
         handle.wait()
         assert type(model.inp.weight) is nn.Parameter
