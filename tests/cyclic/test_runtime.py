@@ -51,6 +51,20 @@ def test_single_device_clips_by_the_global_norm(count: int) -> None:
             assert_equal(run, free, "")
 
 
+@on_ranks(2)
+def test_workers_begin_with_the_weights_of_the_first() -> None:
+    """So do parameters that are not contiguous, and buffers."""
+    torch.manual_seed(dist.get_rank())
+    stages = [nn.Linear(4, 3), nn.BatchNorm1d(3)]
+    stages[0].weight = nn.Parameter(torch.randn(4, 3).t())
+    stages[1].running_mean.fill_(float(dist.get_rank()))
+    CyclicDataParallel(stages, nn.functional.cross_entropy, OPTIMIZERS["sgd"], init_device_mesh("cpu", (2,)))
+    torch.manual_seed(0)
+    nn.Linear(4, 3)
+    assert torch.equal(stages[0].weight, torch.randn(4, 3).t())
+    assert stages[1].running_mean.tolist() == [0.0] * 3
+
+
 def job_trajectory(states: StatePlacement, count: int, rules: tuple[str, ...]) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     worker = None if states == "shared" else dist.get_rank()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 import laconic
 from laconic import LocalSteps, Membership
+from laconic.islands import elastic
 from laconic.islands.agreements import Agreements, Outcome, Roster, Verdict
 from tests.faults.islanders import EVERY, Island, adamw, equal_rounds, loss, make_model, meeting
 from tests.reference.local_steps import ChangingIslands
@@ -99,6 +101,26 @@ def test_a_quorum_does_not_wait_and_ended_runs_begin_anew(tmp_path: Path) -> Non
         resumed = [start(policy=again, last=6) for _ in range(2)]
         assert {island.result()["number"] for island in resumed} == {0, 1}, "the numbers of a new generation"
         assert set(assert_equal_rounds(resumed)) == {5, 6}, "from the checkpoint's rounds on"
+
+
+def test_a_newcomer_waits_for_the_state_of_the_first_roster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lead may tell it late; there are no rounds to listen to meanwhile."""
+    position, state, looks = object(), SimpleNamespace(position=None), iter(range(3))
+
+    def has_come(listening: Any) -> bool:
+        listening.position = position if next(looks) == 2 else None
+        return listening.position is not None
+
+    monkeypatch.setattr(elastic, "Listening", lambda *_: state)
+    agreements = SimpleNamespace(generation=0, look_for_end=lambda: None, beats=lambda others: [0])
+    newcomer: Any = SimpleNamespace(
+        _agreements=agreements, _policy=SimpleNamespace(start_timeout_s=1.0), _number=1, _vectors=list,
+        _link_to=str, _open=lambda generation: agreements, _has_come=has_come, _on_all_ranks=bool,
+    )  # fmt: skip
+    newcomer._wait_for = partial(elastic.ElasticExchange._wait_for, newcomer)
+    roster: Any = SimpleNamespace(number=0, lead=0)
+    beginning = elastic.ElasticExchange._take_over(newcomer, roster, position)  # type: ignore[arg-type]
+    assert (beginning.position, beginning.is_news) == (position, False)
 
 
 def refused(address: str) -> list[str]:

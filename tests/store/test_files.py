@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from laconic.store import files
+from laconic.store.folder import damage, describe
 
 
 def test_a_reader_sees_the_old_file_until_the_new_one_is_whole(tmp_path: Path) -> None:
@@ -64,3 +65,18 @@ def test_only_durable_files_are_synced(tmp_path: Path, durable: bool, monkeypatc
     assert [Path(name).suffix for name in synced] == [".tmp"] * durable, "synced before the rename"
     files.sync(tmp_path)
     assert synced[durable:] == [str(tmp_path)]
+
+
+def test_damage_is_told_file_by_file(tmp_path: Path) -> None:
+    for name in ("whole", "changed", "longer", "gone", "folder"):
+        (tmp_path / name).write_text(name)
+    records = [describe(tmp_path, path.name) for path in sorted(tmp_path.iterdir())]
+    (tmp_path / "changed").write_text("chANged")
+    (tmp_path / "longer").write_text("longer!")
+    (tmp_path / "gone").unlink()
+    (tmp_path / "folder").unlink()
+    (tmp_path / "folder").mkdir()
+    found = damage(tmp_path, records)
+    assert len(found) == 4, found
+    for name, problem in zip(("changed", "folder", "gone", "longer"), found, strict=True):
+        assert name in problem
