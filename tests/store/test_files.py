@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from laconic.store import files
+from laconic.store import files, folder
 from laconic.store.folder import damage, describe
 
 
@@ -67,7 +67,7 @@ def test_only_durable_files_are_synced(tmp_path: Path, durable: bool, monkeypatc
     assert synced[durable:] == [str(tmp_path)]
 
 
-def test_damage_is_told_file_by_file(tmp_path: Path) -> None:
+def test_damage_is_told_file_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("whole", "changed", "longer", "gone", "folder"):
         (tmp_path / name).write_text(name)
     records = [describe(tmp_path, path.name) for path in sorted(tmp_path.iterdir())]
@@ -76,7 +76,16 @@ def test_damage_is_told_file_by_file(tmp_path: Path) -> None:
     (tmp_path / "gone").unlink()
     (tmp_path / "folder").unlink()
     (tmp_path / "folder").mkdir()
-    found = damage(tmp_path, records)
-    assert len(found) == 4, found
+    digest = folder.file_digest
+
+    def digest_of(path: Path, *chunk_bytes: int | None) -> str:
+        if path.name == "whole":
+            raise OSError(5, "Input/output error")
+        return digest(path, *chunk_bytes)
+
+    assert len(damage(tmp_path, records)) == 4
+    monkeypatch.setattr(folder, "file_digest", digest_of)
+    *found, unreadable = damage(tmp_path, records)
+    assert unreadable == "whole is unreadable: Input/output error"
     for name, problem in zip(("changed", "folder", "gone", "longer"), found, strict=True):
         assert name in problem
