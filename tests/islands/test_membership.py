@@ -20,6 +20,7 @@ import laconic
 from laconic import LocalSteps, Membership
 from laconic.islands import elastic
 from laconic.islands.agreements import Agreements, Outcome, Roster, Verdict
+from laconic.islands.entrance import Entrance
 from tests.faults.islanders import EVERY, Island, adamw, equal_rounds, loss, make_model, meeting
 from tests.reference.local_steps import ChangingIslands
 from tests.support import launch
@@ -121,6 +122,16 @@ def test_a_newcomer_waits_for_the_state_of_the_first_roster(monkeypatch: pytest.
     roster: Any = SimpleNamespace(number=0, lead=0)
     beginning = elastic.ElasticExchange._take_over(newcomer, roster, position)  # type: ignore[arg-type]
     assert (beginning.position, beginning.is_news) == (position, False)
+
+
+def test_an_island_that_waits_says_for_what() -> None:
+    policy = SimpleNamespace(num_founders=2, rendezvous="host:1")
+    for come, wanted in (
+        (1, "1 of 2 islands have come to host:1"),
+        (2, "the islands at host:1 have not ended a round"),
+    ):
+        waiting: Any = SimpleNamespace(_agreements=SimpleNamespace(num_come=partial(int, come)), _policy=policy)
+        assert Entrance._missing(waiting).startswith(wanted)
 
 
 def refused(address: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import signal
 import socket
@@ -56,6 +57,38 @@ def test_a_restarted_run_equals_the_unbroken_one_from_the_last_sync_on(local: in
     for (begun, got), (_, want) in zip(again, unbroken, strict=True):
         assert begun == 4
         assert_equal(got, want, atol=0, rtol=0)
+
+
+def job_rewound(machine: str) -> None:
+    """Sync both fragments, load the state of the beginning, and sync one there, trained on other rows."""
+    mesh = laconic.init_mesh("cpu", islands=1, nodes=1, local=1)
+
+    def begin(seed: int) -> tuple[Any, LocalSteps]:
+        model = build(make, seed=seed)
+        options: dict[str, Any] = {"every": 4, "fragments": 2, "recovery": machine, "run_id": "test"}
+        return model, LocalSteps(model, adamw(model), mesh=mesh, **options)
+
+    def take(num_steps: int, first_row: int) -> None:
+        for step in range(num_steps):
+            squared_error(model, batch(first_row + step, 0, 0)).backward()
+            steps.step()
+            steps.zero_grad()
+
+    model, steps = begin(0)
+    beginning = copy.deepcopy(steps.state_dict())
+    take(4, first_row=0)
+    steps.load_state_dict(beginning)
+    take(2, first_row=10)
+    steps.finish()
+    _, restored = begin(1)
+    assert restored.steps == 2
+    for before, after in zip(steps.fragments, restored.fragments, strict=True):
+        for was, now in zip(before.vectors(), after.vectors(), strict=True):
+            assert torch.equal(was, now)
+
+
+def test_a_run_that_was_rewound_is_restored_as_it_went_on(tmp_path: Path) -> None:
+    run_ranks(job_rewound, 1, str(tmp_path / "machine"), local=1)
 
 
 def test_islands_come_and_go(tmp_path: Path) -> None:
