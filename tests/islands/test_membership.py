@@ -124,6 +124,14 @@ def test_a_newcomer_waits_for_the_state_of_the_first_roster(monkeypatch: pytest.
     assert (beginning.position, beginning.is_news) == (position, False)
 
 
+def test_the_islands_of_a_launch_follow_from_its_nodes() -> None:
+    assert Membership(rendezvous="host:1", islands=3).count(4) == 1
+    assert Membership(islands=2).count(4) == 2
+    assert Membership().count(3) == 3
+    with pytest.raises(ValueError, match="does not divide the 4 nodes of this launch"):
+        Membership(islands=3).count(4)
+
+
 def test_an_island_that_waits_says_for_what() -> None:
     policy = SimpleNamespace(num_founders=2, rendezvous="host:1")
     for come, wanted in (
