@@ -52,8 +52,8 @@ _NEAREST = {
     "islands/agreements": "islands/test_membership islands/test_forged",
     "islands/entrance": "islands/test_membership islands/test_forged",
     "islands/exchange": "islands/test_membership islands/test_forged",
-    "islands/policies": "islands/test_membership islands/test_local_steps islands/test_forged train/test_islands",
-    "islands/rendezvous": "islands/test_membership islands/test_forged train/test_islands",
+    "islands/policies": "islands/test_membership islands/test_local_steps islands/test_forged strategies/test_membership",
+    "islands/rendezvous": "islands/test_membership islands/test_forged strategies/test_membership",
     "islands/recovery": "islands/test_saved_state islands/test_recovery islands/test_recovery_faults",
     "islands/state_folder": "islands/test_saved_state islands/test_recovery_faults islands/test_recovery store",
     "islands/earlier_states": "store/test_old_folders islands/test_recovery",
@@ -179,7 +179,9 @@ def _killer(mutant: Mutant, copy: Path) -> str:
 
 def _nearest(module: str) -> list[str]:
     names = _NEAREST.get(module, _NEAREST[module.partition("/")[0]]).split()
-    return [f"tests/{name}" if (_ROOT / "tests" / name).is_dir() else f"tests/{name}.py" for name in names]
+    paths = [f"tests/{name}" if (_ROOT / "tests" / name).is_dir() else f"tests/{name}.py" for name in names]
+    assert all((_ROOT / path).exists() for path in paths), f"the nearest tests of {module} are not all there: {paths}"
+    return paths
 
 
 class _Rank(multiprocessing.context.ForkProcess):
