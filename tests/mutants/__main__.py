@@ -52,9 +52,8 @@ _NEAREST = {
     "islands/agreements": "islands/test_membership islands/test_forged",
     "islands/entrance": "islands/test_membership islands/test_forged",
     "islands/exchange": "islands/test_membership islands/test_forged",
-    "islands/policies": "islands/test_membership islands/test_local_steps islands/test_forged"
-    " strategies/test_membership",
-    "islands/rendezvous": "islands/test_membership islands/test_forged strategies/test_membership",
+    "islands/policies": "islands/test_membership islands/test_local_steps islands/test_forged",
+    "islands/rendezvous": "islands/test_membership islands/test_forged",
     "islands/recovery": "islands/test_saved_state islands/test_recovery islands/test_recovery_faults",
     "islands/state_folder": "islands/test_saved_state islands/test_recovery_faults islands/test_recovery store",
     "islands/earlier_states": "store/test_old_folders islands/test_recovery",
