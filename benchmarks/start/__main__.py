@@ -20,9 +20,8 @@ def _prepare(options: Options) -> Options:
     return options
 
 
-BENCHMARK = Benchmark(
-    name="start", prepare=_prepare, measures=("laconic.doctor", "laconic.lab"), rows={"demo": demo.row},
-)  # fmt: skip
+BENCHMARK = Benchmark(name="start", prepare=_prepare, measures=("laconic.doctor", "laconic.lab"))
+BENCHMARK.row("demo")(demo.row)
 
 
 @BENCHMARK.row("readme")

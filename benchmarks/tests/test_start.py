@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.start import demo, launch
+from tests.support import record
 from tests.support.launch_files import FILES
 from tests.support.measure import Options
 
@@ -47,3 +48,15 @@ def test_the_demo_is_in_time_and_its_ratios_are_those_on_record(
 
 def test_every_launch_example_has_a_check() -> None:
     assert set(launch.CHECKS) == set(FILES)
+
+
+def test_rows_that_other_commands_measure_stay_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutants are measured by tests.mutants, and their row stands in the section of benchmarks.start."""
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "RESULTS.md")
+    for key, module in (("demo", "benchmarks.start"), ("mutants", "tests.mutants")):
+        row = record.Row(key=key, claim=f"the claim of {key}", required="1", measured="1", is_met=True)
+        record.Record("start", [row], [key], [], module=module).save()
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert text.index("the claim of mutants") < text.index("the claim of demo")
+    assert "`python -m benchmarks.start`" in text
+    assert "`python -m tests.mutants`" in text

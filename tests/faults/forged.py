@@ -121,8 +121,8 @@ class _Run:
     def __init__(self) -> None:
         self.store = dist.HashStore()
         self.stop = threading.Event()
-        self.begun = threading.Event()
-        """Set after some rounds."""
+        self.begun, self.forged = threading.Event(), threading.Event()
+        """Set after some rounds, and when the first entry is forged."""
         self.roster = self.round = 0
         self._policy = Membership(rendezvous="here:1", islands=2, start_timeout_s=LIMIT_S)
 
@@ -193,6 +193,7 @@ class _Run:
                 if name not in whole and kind in (*ENTRIES,) and store.check([name]):
                     whole[name] = store.get(name)
                 store.set(name, damage(whole.get(name, b"")))
+            self.forged.set()
             time.sleep(0.002)
 
 
@@ -208,6 +209,7 @@ def try_store(kind: str, damage: Callable[[bytes], bytes]) -> tuple[list[str], f
         if is_early:
             run.begun.set()  # the third one comes at once
             forger = pool.submit(run.forge, kind, damage)
+            run.forged.wait(LIMIT_S)  # an island reads some entries once, when it comes
         islands = [pool.submit(run.island, waits) for waits in (False, False, True)]
         run.begun.wait(LIMIT_S)
         began = time.monotonic()

@@ -140,7 +140,7 @@ class Record:
         Args:
             name: the name of the benchmark.
             rows: the rows of this run.
-            order: the keys of all rows, in the order of the table.
+            order: the keys of the rows, in the order of the table; those of the section that it lacks come after them.
             arguments: the command line of this run.
             module: the module that `python -m` ran. Default: that of the name below `benchmarks`.
             measures: the modules and packages whose code the rows measured.
@@ -158,6 +158,7 @@ class Record:
             for row in rows
         }
         self._rows = {**self.known.get("rows", {}), **new}
+        self._order += [key for key in self._rows if key not in self._order]
 
     def save(self, *, about: str = "", more: Sequence[str] = (), **data: Any) -> None:
         """Write the JSON file and the section.
