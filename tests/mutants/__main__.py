@@ -158,7 +158,7 @@ def _import_once() -> None:
 
 
 def _not_of_the_sources(folder: str, names: list[str]) -> set[str]:
-    """The names that are not copied. Hidden files below the root are the sources' own, such as those of old checkpoints."""
+    """The names that are not copied. Hidden files below the root are the sources', such as those of old checkpoints."""
     at_root = {name for name in names if name.startswith(".") or name in ("runs", "build")}
     return {"__pycache__", *(at_root if Path(folder) == _ROOT else ())}
 
