@@ -6,7 +6,7 @@
 
 A seed draws a sample of each room. For every mutant a fork of this process, which has imported torch but not laconic,
 imports the changed module and runs the nearest tests; the first failure kills the mutant. What a run has found is kept
-in `--out`, so that it can go on after a break. A survivor needs a test, or a reason in `EXPLAINED`.
+in `--out`, so that it can go on after a break. A survivor needs a test, or a reason in `EXPLAINED` or `MISSED`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.mutants.explained import EXPLAINED
+from tests.mutants.explained import EXPLAINED, MISSED
 from tests.mutants.mutation import Mutant, mutants
 from tests.support import launch
 
@@ -238,12 +238,12 @@ def _verdict(child: int, log: Path) -> str:
 
 def _report(chosen: list[Mutant], known: dict[str, str], *, record: bool) -> int:
     survivors = [mutant.key for mutant in chosen if not known[mutant.key]]
-    unexplained = [key for key in survivors if key not in EXPLAINED]
-    killed = len(chosen) - len(survivors)
-    percent = 100 * killed / max(1, len(chosen) - (len(survivors) - len(unexplained)))
+    unexplained = [key for key in survivors if key not in EXPLAINED | MISSED]
+    killed, equal = len(chosen) - len(survivors), sum(key in EXPLAINED for key in survivors)
+    percent = 100 * killed / max(1, len(chosen) - equal)
     print(f"{killed} of {len(chosen)} killed; {len(survivors)} survive, {len(unexplained)} of them without a reason")
     for key in survivors:
-        print(f"  {key}: {EXPLAINED.get(key, 'NO REASON')}")
+        print(f"  {key}: {(EXPLAINED | MISSED).get(key, 'NO REASON')}")
     if record:
         from tests.support.record import Record, Row
 
@@ -254,7 +254,11 @@ def _report(chosen: list[Mutant], known: dict[str, str], *, record: bool) -> int
             required=f">= 150 tried, >= {_AT_LEAST} % of those that change something killed, the rest explained",
             measured=f"{killed} of {len(chosen)}, {percent:.1f} %; {len(unexplained)} unexplained",
             is_met=len(chosen) >= 150 and percent >= _AT_LEAST and not unexplained,
-            note=f"{by_time} of them by a limit of time. The others change nothing: see tests/mutants/explained.py.",
+            note=(
+                f"a test that names no limit fails after {_TEST_S} s; {by_time} mutants were killed by the limit of all"
+                f" their tests. Of the survivors {equal} change no result, and {len(survivors) - equal - len(unexplained)}"
+                " change what the nearest tests do not show: see tests/mutants/explained.py."
+            ),
         )  # fmt: skip
         rooms = [f"laconic.{room}" for room in _SHARES]
         Record("start", [row], [row.key], sys.argv[1:], module="tests.mutants", measures=rooms).save()

@@ -1,4 +1,4 @@
-"""What a mutant changes, and what none does."""
+"""A mutant changes one decision, and no mutant changes a word or a type."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def _follow(found: Remedy, shapes: ModelShapes) -> int:
 
 
 def _accepted() -> list[tuple[str, float, float]]:
-    """What each remedy for the models of one kind of layer pads by advice, and by the engine."""
+    """The padding of each remedy for the models of one kind of layer, by advice and by the engine."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     lines = []

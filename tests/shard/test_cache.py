@@ -182,7 +182,7 @@ LANES = Lanes(CPU)
 
 @dataclass(kw_only=True)
 class Form:
-    """What a bucket's form says about its node shard."""
+    """The part of a bucket's form that a node shard asks."""
 
     dtype: torch.dtype = torch.float32
 

@@ -1,4 +1,4 @@
-"""What the README and the pages must show a newcomer: the first screen, and a picture for each process."""
+"""The README and the pages show a newcomer the first screen, and a picture of each process."""
 
 from __future__ import annotations
 
