@@ -240,6 +240,7 @@ def _report(chosen: list[Mutant], known: dict[str, str], *, record: bool) -> int
     survivors = [mutant.key for mutant in chosen if not known[mutant.key]]
     unexplained = [key for key in survivors if key not in EXPLAINED | MISSED]
     killed, equal = len(chosen) - len(survivors), sum(key in EXPLAINED for key in survivors)
+    missed = len(survivors) - equal - len(unexplained)
     percent = 100 * killed / max(1, len(chosen) - equal)
     print(f"{killed} of {len(chosen)} killed; {len(survivors)} survive, {len(unexplained)} of them without a reason")
     for key in survivors:
@@ -256,8 +257,8 @@ def _report(chosen: list[Mutant], known: dict[str, str], *, record: bool) -> int
             is_met=len(chosen) >= 150 and percent >= _AT_LEAST and not unexplained,
             note=(
                 f"a test that names no limit fails after {_TEST_S} s; {by_time} mutants were killed by the limit of all"
-                f" their tests. Of the survivors {equal} change no result, and {len(survivors) - equal - len(unexplained)}"
-                " change what the nearest tests do not show: see tests/mutants/explained.py."
+                f" their tests. Of the survivors {equal} change no result, and {missed} change what"
+                " the nearest tests do not show: see tests/mutants/explained.py."
             ),
         )  # fmt: skip
         rooms = [f"laconic.{room}" for room in _SHARES]
