@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -200,6 +201,40 @@ plain_results: Any = torch._C._disabled_torch_function_impl
 """
 
 
+class _OwnDispatch(TorchDispatchMode):
+    """Runs the `__torch_dispatch__` of a `SelfDispatchedDTensor`, which this torch's C++ passes over."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for each in types:
+            if issubclass(each, SelfDispatchedDTensor):
+                with self:  # for the operations of the handler
+                    return each.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+if torch.__version__ < "2.12":
+
+    class SelfDispatchedDTensor(DTensor):
+        """A DTensor whose class has a `__torch_dispatch__` of its own.
+
+        torch 2.11 runs its C++ for DTensors on subclasses, too (pytorch #177716). Only a mode comes before it.
+        """
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if func.__name__ in ("__get__", "__set__"):  # attributes run no operation
+                return super().__torch_function__(func, types, args, kwargs or {})
+            with _OwnDispatch():
+                return super().__torch_function__(func, types, args, kwargs or {})
+
+else:
+    SelfDispatchedDTensor = DTensor  # type: ignore[misc, assignment]
+
+
 def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     """True if two tensors lie in one storage. Unlike pointers, tensors that torch.compile traces can tell."""
     return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
@@ -277,7 +312,8 @@ def accumulator_of(leaf: torch.Tensor) -> Any:
     if type(leaf) is torch.nn.Parameter:
         return torch.autograd.graph.get_gradient_edge(leaf).node
     with torch.enable_grad():
-        return _Edge.apply(leaf).grad_fn.next_functions[0][0]
+        edge = _Edge.apply(leaf)  # its node lives no longer than it does
+        return edge.grad_fn.next_functions[0][0]
 
 
 def gradient_use(accumulator: Any) -> GradientUse:

@@ -101,7 +101,7 @@ def implements(*functions: Any) -> Callable[[Handler], Handler]:
     return register
 
 
-class RaggedTensor(BoxedTensor, DTensor):
+class RaggedTensor(BoxedTensor, _compat.SelfDispatchedDTensor):
     """A tensor of which each rank holds one run of whole blocks, possibly none.
 
     `.shape` is the global shape. Element-wise operations, foreach and fused ones included, run on the local part. Sums,
