@@ -25,7 +25,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 # Two workers of the suite share two cores. More threads would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# All processes record what laconic unpickles; see tests/audit/sitecustomize.py. A benchmark may name the file.
+# All processes record what laconic unpickles; see tests/audit/unpickled_audit.py. A benchmark may name the file.
 _AUDIT = Path(__file__).parent / "tests" / "audit"
 _folder = tempfile.TemporaryDirectory(prefix="laconic-unpickled-")
 _UNPICKLED = Path(os.environ.setdefault("LACONIC_UNPICKLED", f"{_folder.name}/stacks"))
@@ -34,9 +34,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # or one worker's records would fail th
     os.environ["LACONIC_UNPICKLED"] = str(_UNPICKLED)
 os.environ["PYTHONPATH"] = os.pathsep.join([str(_AUDIT), *filter(None, [os.environ.get("PYTHONPATH")])])
 sys.path.insert(0, str(_AUDIT))
-import sitecustomize  # noqa: E402
+import unpickled_audit  # noqa: E402
 
-sitecustomize.install()
+unpickled_audit.install()
 sys.path.remove(str(_AUDIT))
 
 # A worker takes a whole file, so a long one that begins last is run alone. Files that compute and files that wait take

@@ -1,4 +1,4 @@
-"""The record of what laconic unpickles (tests/audit/sitecustomize.py) sees what it must see, and nothing else."""
+"""The record of what laconic unpickles (tests/audit/unpickled_audit.py) sees what it must see, and nothing else."""
 
 from __future__ import annotations
 

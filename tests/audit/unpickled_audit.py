@@ -1,6 +1,7 @@
 """Records what laconic unpickles, in the tests and in every process that they start, and refuses warnings of torch.
 
-Python imports this module before anything else where its folder is on PYTHONPATH; conftest.py puts it there.
+Python imports sitecustomize.py, which imports this module, before anything else where their folder is on PYTHONPATH;
+conftest.py puts it there. (A system may have a sitecustomize.py of its own, so pytest's process imports this one.)
 `pickle.loads`, `pickle.load` and `pickle.Unpickler` then look at the stack. If laconic is in it, the stack is appended
 to the file that LACONIC_UNPICKLED names, as a line of JSON. These are no records:
 

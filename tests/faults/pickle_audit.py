@@ -1,4 +1,4 @@
-"""The suite, with a record of what laconic unpickles (tests/audit/sitecustomize.py) in all processes that it starts."""
+"""The suite, with a record of what laconic unpickles (tests/audit/unpickled_audit.py) in all its processes."""
 
 from __future__ import annotations
 
