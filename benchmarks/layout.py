@@ -27,8 +27,8 @@ from pathlib import Path
 from benchmarks import many_ranks, previous, scaled_rank
 from benchmarks.many_ranks import ManyRanks
 from laconic.compare import Case, Comparison, Result
+from laconic.compare.markdown import markdown
 from laconic.compare.progress import ConsoleReporter
-from laconic.compare.table import markdown
 from laconic.config import load
 from laconic.layout import packing
 from laconic.layout.explain import Cause, Explanation, explain

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.plan.jobs import Case, Predictions
 from benchmarks.plan.lab import LabRuns
 from benchmarks.plan.ranks import train_all_watched
-from laconic.compare.table import markdown
+from laconic.compare.markdown import markdown
 from laconic.config import to_dict
 from laconic.plan.cluster_spec import ClusterSpec
 from tests.support.launch import launch

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.wire.bench import FLOAT32_BYTES
 from laconic.compare import STRATEGIES, Result
-from laconic.compare.table import markdown
+from laconic.compare.markdown import markdown
 from tests.support.step_bytes import StepBytes, step_bytes
 
 NODES = (2, 4, 8, 16, 32, 64)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from laconic.compare.machine import describe_machine, in_words
-from laconic.compare.table import markdown
+from laconic.compare.markdown import markdown
 from tests.support.code_digest import code_digest
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "RESULTS.md"

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from laconic.compare.case import JOBS, REFERENCE, STRATEGIES
+from laconic.compare.markdown import markdown
 from laconic.compare.result import Result
 from laconic.lab import format_rate
 
@@ -155,18 +156,3 @@ _PREDICTED: dict[int, tuple[str, Callable[[float], str]]] = {
     _COLUMNS.index("host MB"): ("host_bytes_per_node", megabytes),
 }
 """The field of `Prediction` for a column, by the column's position, and its text."""
-
-
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_text_columns: int) -> str:
-    """Return a Markdown table with padded cells. The first `num_text_columns` are aligned left, the others right."""
-    widths = [max(len(row[index]) for row in [columns, *rows]) for index in range(len(columns))]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = (
-            cell.ljust(width) if index < num_text_columns else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        return f"| {' | '.join(padded)} |"
-
-    rule = ("-" * (width + 1) + ("-" if index < num_text_columns else ":") for index, width in enumerate(widths))
-    return "\n".join([line(columns), f"|{'|'.join(rule)}|", *(line(row) for row in rows)])
