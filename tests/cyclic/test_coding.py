@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ from laconic.shard.policies import Wire
 from tests.cyclic.test_snapshot import together
 from tests.cyclic.toys import OPTIMIZERS, assert_equal, make_stages, train, train_oracle
 from tests.reference.cyclic import Oracle, coded_like
+from tests.reference.messages import int8_bytes, message_bytes
 from tests.support.launch import on_ranks, run_ranks
 
 torch.set_num_threads(1)
@@ -139,8 +141,9 @@ def test_a_stage_is_coded_as_the_oracle_codes_tensors(codec: str) -> None:
 def stage_bytes(stage: nn.Module) -> tuple[int, int]:
     """The bytes of a message with a stage in int8 and exactly; an exact tensor begins at a multiple of 16 bytes."""
     tensors = [p for p in stage.parameters() if p.requires_grad]
-    coded = sum(p.numel() + 2 * -(-p.numel() // 128) if p.ndim > 1 else 4 * p.numel() for p in tensors)
-    return coded, sum(-(-4 * p.numel() // 16) * 16 for p in tensors)
+    begins = list(itertools.accumulate((-(-p.numel() // 4) * 4 for p in tensors), initial=0))
+    runs = [(begin, begin + p.numel(), p.ndim < 2) for begin, p in zip(begins, tensors, strict=False)]
+    return message_bytes(runs, int8_bytes), 4 * begins[-1]
 
 
 @pytest.mark.parametrize("count", [2, 3])

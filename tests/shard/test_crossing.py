@@ -282,17 +282,19 @@ def test_a_difference_that_is_added_in_part_is_never_a_base() -> None:
     model = shard(build(), units=[], cache="host", wire="4bit")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     (victim,) = crossings_after(model, optimizer)
-    arrived = victim._messages.arrived
+    payload = victim._messages._payload
+    decode_into, decoded = payload.decode_into, []
 
-    def interrupted() -> Any:
-        first, *_ = list(arrived())
-        yield first
-        raise Interrupted
+    def interrupted(index: int, *arguments: Any, **options: Any) -> None:
+        if decoded:
+            raise Interrupted
+        decoded.append(index)
+        decode_into(index, *arguments, **options)
 
-    victim._messages.arrived = interrupted
+    payload.decode_into = interrupted
     with pytest.raises(Interrupted):
         model.unshard()
-    victim._messages.arrived = arrived
+    payload.decode_into = decode_into
     assert victim.state is CopyState.LOST
     model.reshard()
     assert is_exact(model)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from laconic.policy import from_keys
 from laconic.shard.bucket import Bucket
 from laconic.shard.policies import ShardPolicy
 from laconic.strategies.known.engine import VALUES_WIRE, ZERO_PLUS_PLUS
+from tests.reference.messages import Run, int4_bytes, int8_bytes, message_bytes
 from tests.reference.wire import Twin
 from tests.shard.wire_helpers import Aligned, Toy, computed_weights, crossings_after, cuts_of, runs_of, toy_inputs
 from tests.support.launch import on_ranks, run_ranks
@@ -178,25 +178,20 @@ def test_replicas_equal_the_twin_to_the_bit(
     run_ranks(job_twin, ranks, runs, islands, local=local)
 
 
-def int4_bytes(numel: int, multiple: int = 1) -> int:
-    numel = -(-numel // multiple) * multiple
-    return math.ceil(numel / 2) + 2 * math.ceil(numel / 128)
-
-
-def message_bytes(bucket: Bucket, multiple: int) -> int:
+def shard_bytes(bucket: Bucket, multiple: int) -> int:
     """The bytes of one shard, matrices in four bits: those of the longest message on this rank's way."""
     local, nodes = bucket.cluster.local_rank, bucket.cluster.num_nodes
-    totals = []
-    for shard_index in range(local * nodes, (local + 1) * nodes):
-        extents = [bucket.layout.extent(i, shard_index) for i in range(len(bucket.layout.slots))]
-        totals.append(
-            sum(
-                int4_bytes(extent.numel, multiple) if len(slot.shape) > 1 else 4 * extent.numel
-                for slot, extent in zip(bucket.layout.slots, extents, strict=True)
-                if extent
-            )
-        )
-    return max(totals)
+    shards = range(local * nodes, (local + 1) * nodes)
+    return max(message_bytes(message_runs(bucket, shard), partial(int4_bytes, multiple=multiple)) for shard in shards)
+
+
+def message_runs(bucket: Bucket, shard: int) -> list[Run]:
+    found = []
+    for index, slot in enumerate(bucket.layout.slots):
+        extent, offset = bucket.layout.extent(index, shard), bucket.layout.offset_in_shard(index, shard)
+        if extent:
+            found.append((offset, offset + extent.numel, len(slot.shape) < 2))
+    return found
 
 
 def job_bytes() -> None:
@@ -214,8 +209,8 @@ def job_bytes() -> None:
     others = dist.get_world_size() // model._laconic_unit.cluster.num_local - 1
     for bucket in buckets(model):
         assert not bucket.wire.is_exact
-        weights += others * message_bytes(bucket, 1)
-        gradients += others * message_bytes(bucket, 32)
+        weights += others * shard_bytes(bucket, 1)
+        gradients += others * shard_bytes(bucket, 32)
     assert (m.weights, m.gradients) == (3 * weights, 3 * gradients)
 
 
@@ -226,18 +221,17 @@ def test_bytes_of_replicas_are_those_of_two_trips() -> None:
     model = shard(build(), mesh=laconic.init_mesh("cpu", islands=world), wire=laconic.Wire(gradients="int4"))
     with moved(model) as m:
         squared_error(model, inputs(0, dist.get_rank())).backward()
-    cuts, names = cuts_of(model), {id(p): name for name, p in model.named_parameters()}
     expected = 0
     for bucket in buckets(model):
-        there, back = [0] * world, [0] * world
-        for slot, parameter in zip(bucket.layout.slots, bucket.sharded, strict=True):
-            (borders,) = cuts[names[id(parameter)]]
-            for island, (begin, end) in enumerate(itertools.pairwise(borders)):
-                numel = end - begin
-                is_vector = len(slot.shape) < 2
-                there[island] += 4 * numel if is_vector else int4_bytes(numel, 32)
-                back[island] += 4 * numel if is_vector else numel + 2 * -(-numel // 128)
-        expected += (world - 1) * (max(there) + max(back))
+        size = -(-bucket.layout.shard_numel // (world * 128)) * 128
+        parts = []
+        for island in range(world):
+            begin, end = island * size, (island + 1) * size
+            cut = [(max(first, begin), min(last, end), flat) for first, last, flat in message_runs(bucket, 0)]
+            parts.append([(first, last, flat) for first, last, flat in cut if first < last])
+        there = max(message_bytes(runs, partial(int4_bytes, multiple=32)) for runs in parts)
+        back = max(message_bytes(runs, int8_bytes) for runs in parts)
+        expected += (world - 1) * (there + back)
     assert m.sent("island", "gradients") == expected
 
 

@@ -62,6 +62,22 @@ class Codec(ABC):
             )
         return self._decode(payload, numel) if numel else payload.new_empty(0, dtype=torch.float32)
 
+    def encode_into(self, out: Tensor, values: Tensor, base: Tensor | None = None, *, check: bool = True) -> None:
+        """Write the codes of `values`, or of their difference to `base`, into `out`, where `encode` would return them.
+
+        Shapes: values and base (numel,), of any floating dtypes; out (payload_bytes(numel),), uint8.
+        """
+        wide = values.to(torch.float32)
+        out.copy_(self.encode(wide if base is None else wide - base, check=check))
+
+    def decode_into(self, out: Tensor, payload: Tensor, *, adds: bool = False) -> None:
+        """Decode into `out`, (numel,), of any floating dtype; with `adds`, add the values to what is there."""
+        values = self.decode(payload, out.numel())
+        if adds:
+            out.add_(values)
+        else:
+            out.copy_(values)
+
     @abstractmethod
     def _encode(self, values: Tensor) -> Tensor: ...
 
@@ -88,4 +104,26 @@ class FloatCodec(Codec):
         return values.to(self._dtype).view(torch.uint8)
 
     def _decode(self, payload: Tensor, numel: int) -> Tensor:
-        return payload.clone().view(self._dtype).to(torch.float32)
+        return self._numbers(payload).to(torch.float32, copy=True)
+
+    def encode_into(self, out: Tensor, values: Tensor, base: Tensor | None = None, *, check: bool = True) -> None:
+        """See `Codec.encode_into`."""
+        if check or base is not None or not self._is_aligned(out):
+            super().encode_into(out, values, base, check=check)
+        else:
+            out.view(self._dtype).copy_(values)
+
+    def decode_into(self, out: Tensor, payload: Tensor, *, adds: bool = False) -> None:
+        """See `Codec.decode_into`."""
+        numbers = self._numbers(payload)
+        if adds:
+            out.add_(numbers)
+        else:
+            out.copy_(numbers)
+
+    def _numbers(self, payload: Tensor) -> Tensor:
+        """The payload in its type; a view, if it lies where one may."""
+        return (payload if self._is_aligned(payload) else payload.clone()).view(self._dtype)
+
+    def _is_aligned(self, payload: Tensor) -> bool:
+        return payload.storage_offset() % self._dtype.itemsize == 0

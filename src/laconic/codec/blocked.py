@@ -9,11 +9,12 @@ decodes to NaN.
 
 [Note: Fused coding]
 Coding is a chain of a dozen operations on every element. On a CPU each of them runs over a piece that lies in the
-processor's caches; compiled code was not faster there. On an accelerator each would read and write device memory. So
-torch.compile makes one or two kernels of the chain (Triton's, on CUDA), once for all sizes. A compiled product and sum
-may be rounded once instead of twice, so a value in the middle between two codes may take the other one. Decoded values
-have equal bits all the same: [Note: Codes are whole multiples of a step] in codec/blocked.py. Where no compiler works,
-the chain runs as it is, and a warning says so.
+processor's caches; compiled code was not faster there. On an accelerator each would read and write device memory. So on
+CUDA two kernels of triton, codec/blocked_triton.py, read a piece and write its message, or the reverse. Other
+accelerators, and the formats with scales, leave the chain to torch.compile, once for all sizes. A compiled product and
+sum may be rounded once instead of twice, so a value in the middle between two codes may take the other one. Decoded
+values have equal bits all the same: [Note: Codes are whole multiples of a step] in codec/blocked.py. Where no compiler
+works, the chain runs as it is, and a warning says so.
 """
 
 import itertools
@@ -22,6 +23,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import lru_cache, wraps
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -33,29 +35,42 @@ R = TypeVar("R")
 
 
 class Fused:
-    """A function of tensors, compiled when it is called first."""
+    """A function of tensors, compiled when it is called first. Its results need no gradient."""
 
     def __init__(self, function: Callable[..., R], *, backend: str = "inductor") -> None:
         """`backend` is the compiler, a name of `torch.compile`."""
         self._plain = function
-        self._compiled: Callable[..., R] | None = torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
+        self._compiled: Callable[..., R] | None = torch.compile(
+            _with_own_code(function), dynamic=True, fullgraph=True, backend=backend
+        )
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the compiled function, or the function itself if it cannot be compiled here."""
         if self._compiled is not None:
             try:
-                return self._compiled(*arguments)
+                # torch.compile compiles anew for each state of these, and gives up at the eighth time
+                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                    return self._compiled(*arguments)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # of any kind, as compilers fail in many ways
                 self._compiled = None
-                reason = str(error).strip().splitlines() or [""]
+                reason = " ".join(str(error).split()[:40])
                 warnings.warn(
                     "codecs run in many small kernels, which takes longer, because torch.compile failed: "
-                    f"{type(error).__name__}: {reason[0]}; install Triton and a C compiler",
+                    f"{type(error).__name__}: {reason}; install Triton and a C compiler",
                     stacklevel=2,
                 )
         return self._plain(*arguments)
+
+
+def _with_own_code(function: Callable[..., R]) -> Callable[..., R]:
+    """A copy of a function or bound method: torch.compile counts what it compiles by code, which instances share."""
+    plain = getattr(function, "__func__", function)
+    copy = FunctionType(
+        plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__
+    )
+    return MethodType(copy, function.__self__) if isinstance(function, MethodType) else copy
 
 
 def fused(function: Callable[..., R], device: torch.device) -> Callable[..., R]:
@@ -66,6 +81,22 @@ def fused(function: Callable[..., R], device: torch.device) -> Callable[..., R]:
 @lru_cache
 def _fused(function: Callable[..., R]) -> Callable[..., R]:
     return Fused(function)
+
+
+def kernels_for(tensor: Tensor) -> ModuleType | None:
+    """The module of triton's kernels, codec/blocked_triton.py; None where they do not run, or a graph is compiled."""
+    if not tensor.is_cuda or type(tensor) is not Tensor or torch.compiler.is_compiling():
+        return None
+    return _kernels()
+
+
+@lru_cache
+def _kernels() -> ModuleType | None:
+    try:
+        from laconic.codec import blocked_triton
+    except ImportError:
+        return None
+    return blocked_triton
 
 
 SIZE = 32
@@ -146,13 +177,47 @@ class BlockCodec(Codec):
     def _dequantize(self, codes: Tensor, steps: Tensor) -> Tensor:
         """Shapes: the codes of whole blocks (bytes,), uint8, and steps (b, 1), fp32 -> (b, block), fp32."""
 
+    def dequantize_into(self, out: Tensor, codes: Tensor, steps: Tensor) -> None:
+        """Decode what `quantize` returned into `out`, (numel,), of any floating dtype."""
+        if (kernels := kernels_for(codes)) is not None:
+            kernels.decode(self, codes, steps.view(torch.uint8), out)
+        else:
+            out.copy_(self.dequantize(codes, steps, out.numel()))
+
+    def encode_into(self, out: Tensor, values: Tensor, base: Tensor | None = None, *, check: bool = True) -> None:
+        """See `Codec.encode_into`."""
+        if (kernels := kernels_for(values)) is None or check:
+            super().encode_into(out, values, base, check=check)
+        elif values.numel():
+            kernels.encode(self, values, base, *self._parts(out, values.numel()))
+
+    def decode_into(self, out: Tensor, payload: Tensor, *, adds: bool = False) -> None:
+        """See `Codec.decode_into`."""
+        if (kernels := kernels_for(payload)) is None:
+            super().decode_into(out, payload, adds=adds)
+        elif out.numel():
+            kernels.decode(self, *self._parts(payload, out.numel()), out, adds=adds)
+
+    def _parts(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """The codes and the steps of a payload."""
+        size = self.code_bytes(numel)
+        return payload[:size], payload[size:]
+
     def _encode(self, values: Tensor) -> Tensor:
+        if (kernels := kernels_for(values)) is not None:
+            payload = values.new_empty(self.payload_bytes(values.numel()), dtype=torch.uint8)
+            kernels.encode(self, values, None, *self._parts(payload, values.numel()))
+            return payload
         codes, steps = self.quantize(values, fuse=True)
         return torch.cat([codes, steps.view(torch.uint8)])
 
     def _decode(self, payload: Tensor, numel: int) -> Tensor:
-        size = self.code_bytes(numel)
-        return self.dequantize(payload[:size], payload[size:].clone().view(torch.bfloat16), numel, fuse=True)
+        codes, steps = self._parts(payload, numel)
+        if (kernels := kernels_for(payload)) is not None:
+            values = torch.empty(numel, device=payload.device)
+            kernels.decode(self, codes, steps, values)
+            return values
+        return self.dequantize(codes, steps.clone().view(torch.bfloat16), numel, fuse=True)
 
 
 class Even(BlockCodec):
@@ -404,6 +469,26 @@ def _tables(magnitudes: tuple[int, ...], device: torch.device) -> tuple[Tensor, 
     halves = torch.arange(2 * magnitudes[-1] + 2, device=device)
     nearest = torch.bucketize(halves.to(torch.float32), borders, right=True).to(torch.uint8)
     return _pairs_by_byte(torch.cat([positive, -positive])), nearest
+
+
+@lru_cache
+def float4_tables(magnitudes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The seven borders between magnitudes, in half steps, and the number of each code, (16,), in steps; fp32."""
+    positive = torch.tensor(magnitudes, device=device, dtype=torch.float32)
+    return positive[1:] + positive[:-1], torch.cat([positive, -positive])
+
+
+@lru_cache
+def nf4_tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The fifteen borders between the quantiles, and the sixteen quantiles; fp32."""
+    values = torch.tensor(NF4, device=device)
+    return (values[1:] + values[:-1]) / 2, values
+
+
+@lru_cache
+def no_table(device: torch.device) -> Tensor:
+    """The table of codecs that need none."""
+    return torch.zeros(1, device=device)
 
 
 @_kept

@@ -199,7 +199,7 @@ def _decode(codec: BlockCodec, codes: Tensor, scales: Tensor, shape: tuple[int, 
         first, begin = start // codec.block, codec.code_bytes(start)
         part_codes = codes[begin : begin + codec.code_bytes(part.numel())]
         part_scales = scales[first : first + codec.num_blocks(part.numel())]
-        part.copy_(codec.dequantize(part_codes, part_scales, part.numel()))
+        codec.dequantize_into(part, part_codes, part_scales)
     return weight.view(shape)
 
 

@@ -26,8 +26,12 @@ from laconic.codec.blocked import rotate
 from laconic.layout.bucket import BucketLayout
 from laconic.layout.packing import round_up
 
-HOST_PIECE_NUMEL, DEVICE_PIECE_NUMEL = 1 << 18, 1 << 22
-"""The values that are coded at once: 1 MiB of fp32 on a CPU, whose caches they should fit, and 16 MiB elsewhere."""
+HOST_PIECE_NUMEL, DEVICE_PIECE_NUMEL = 1 << 18, 1 << 24
+"""The values that are coded at once: 1 MiB of fp32 on a CPU, whose caches they should fit, and 64 MiB elsewhere, where
+a launch takes the host as long as it takes the device to code a sixteenth of that."""
+_BYTE_ALIGNMENT = 16
+"""Every piece begins at a multiple of so many bytes of its message, and messages have a multiple of them: devices then
+read and write several values at once, and NCCL takes its fast path."""
 _PART_ALIGNMENT = 128
 """The elements of a codec's block. A part of a shard has whole blocks, but for the last part."""
 
@@ -61,7 +65,7 @@ class Payload:
         self.numels = list(numels)
         """The elements of each part."""
         self._ends = list(itertools.accumulate(self.numels))
-        self.nbytes = max((part[-1].codes.stop for part in pieces if part), default=0)
+        self.nbytes = round_up(max((part[-1].codes.stop for part in pieces if part), default=0), _BYTE_ALIGNMENT)
         """The bytes of the message for one part."""
 
     @classmethod
@@ -78,23 +82,51 @@ class Payload:
         """The `index`-th part of `whole`, all parts in order: a view, (n,)."""
         return whole[self._ends[index] - self.numels[index] : self._ends[index]]
 
-    def encode(self, index: int, values: Callable[[Piece], Tensor], message: Tensor) -> None:
+    def encode(
+        self,
+        index: int,
+        values: Callable[[Piece], Tensor],
+        message: Tensor,
+        *,
+        base: Callable[[Piece], Tensor] | None = None,
+    ) -> None:
         """Write the codes of the `index`-th part into `message`, (nbytes,), uint8.
 
-        `values` returns the values of a piece, (n,), fp32.
+        `values` returns the values of a piece, (n,), of any floating dtype. With `base`, their differences to what it
+        returns are coded, except for pieces that are exact, whose values are.
         """
         for piece in self._pieces[index]:
-            given = values(piece)
+            given, less = values(piece), None if base is None or piece.is_exact else base(piece)
             if piece.is_rotated:
-                filling = piece.coded_numel - piece.numel
-                given = rotate(F.pad(given, (0, filling)) if filling else given)
-            message[piece.codes] = piece.codec.encode(given, check=self._check)
+                given, less = self._rotated(piece, given, less), None
+            piece.codec.encode_into(message[piece.codes], given, less, check=self._check)
+
+    def _rotated(self, piece: Piece, given: Tensor, less: Tensor | None) -> Tensor:
+        wide = given.float() if less is None else given.float() - less
+        filling = piece.coded_numel - piece.numel
+        return rotate(F.pad(wide, (0, filling)) if filling else wide)
 
     def decode(self, index: int, message: Tensor) -> Iterator[tuple[Piece, Tensor]]:
         """Yield the pieces of a part and their values, (n,), fp32, that `encode` has written."""
         for piece in self._pieces[index]:
             values = piece.codec.decode(message[piece.codes], piece.coded_numel)
             yield piece, (rotate(values)[: piece.numel] if piece.is_rotated else values)
+
+    def decode_into(self, index: int, message: Tensor, part: Tensor, *, adds: bool = False) -> None:
+        """Write the values of a part into `part`, (n,), of any floating dtype; with `adds`, add them to what is there.
+
+        Values that are exact are written all the same.
+        """
+        for piece in self._pieces[index]:
+            own, codes, is_sum = part[piece.values], message[piece.codes], adds and not piece.is_exact
+            if not piece.is_rotated:
+                piece.codec.decode_into(own, codes, adds=is_sum)
+                continue
+            values = rotate(piece.codec.decode(codes, piece.coded_numel))[: piece.numel]
+            if is_sum:
+                own.add_(values)
+            else:
+                own.copy_(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +201,7 @@ def pieces_of(
             end_byte = begin_byte + chosen.payload_bytes(coded_numel)
             codes = slice(begin_byte, end_byte)
             pieces.append(Piece(slice(begin, end), codes, chosen, coded_numel, is_rotated, is_exact))
-            begin_byte = end_byte
+            begin_byte = round_up(end_byte, _BYTE_ALIGNMENT)
     return pieces
 
 

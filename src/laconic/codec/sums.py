@@ -60,10 +60,10 @@ class Messages:
         own = self._all[self._way.rank]
 
         def values(piece: Piece) -> Tensor:
-            new = part[piece.values].to(device, torch.float32)
-            return new if base is None or piece.is_exact else new - base[piece.values]
+            return part[piece.values].to(device, non_blocking=True)
 
-        self._payload.encode(self._way.rank, values, own)
+        subtracted = None if base is None else lambda piece: base[piece.values]
+        self._payload.encode(self._way.rank, values, own, base=subtracted)
         self._pending = self._way.all_gather(self._all.view(-1), own, self._purpose)
 
     def arrived(self) -> Iterator[tuple[int, Piece, Tensor]]:
@@ -83,12 +83,11 @@ class Messages:
 
         Elements that only fill up the vector keep what they have.
         """
-        for index, piece, values in self.arrived():
-            own = self._payload.part_of(whole, index)[piece.values]
-            if adds and not piece.is_exact:
-                own.add_(values)
-            else:
-                own.copy_(values)
+        assert self._all is not None
+        self._pending.wait()
+        for index in self._payload.places():
+            self._payload.decode_into(index, self._all[index], self._payload.part_of(whole, index), adds=adds)
+        self._free()
 
     def _free(self) -> None:
         if self._all is not None:
@@ -177,7 +176,7 @@ class CodedSum:
 
     def _encode(self, index: int, part: Tensor, message: Tensor) -> None:
         if not self._feedback:
-            self._payload.encode(index, lambda piece: part[piece.values].float(), message)
+            self._payload.encode(index, lambda piece: part[piece.values], message)
             return
         lost = self._lost[index].add_(part)
         self._payload.encode(index, lambda piece: lost[piece.values], message)

@@ -86,8 +86,10 @@ class StageCoding:
         """
         message = torch.empty(self.num_bytes, dtype=torch.uint8, device=buffer.device)
         for dtype, payload, place in self._parts:
-            values = partial(_values, buffer.view(dtype), None if base is None else base.view(dtype))
-            payload.encode(0, values, message[place])
+            values, subtracted = partial(_values, buffer.view(dtype)), None
+            if base is not None:
+                subtracted = partial(_values, base.view(dtype))
+            payload.encode(0, values, message[place], base=subtracted)
         return message
 
     def decode(self, message: Tensor, base: Tensor | None = None) -> Tensor:
@@ -99,18 +101,11 @@ class StageCoding:
     def decode_into(self, message: Tensor, buffer: Tensor, *, adds: bool = False) -> None:
         """Write the tensors of a message into a buffer or, with `adds`, add the difference in the message to it."""
         for dtype, payload, place in self._parts:
-            whole = buffer.view(dtype)
-            for piece, values in payload.decode(0, message[place]):
-                if adds and not piece.is_exact:
-                    whole[piece.values].add_(values)
-                else:
-                    whole[piece.values].copy_(values)
+            payload.decode_into(0, message[place], buffer.view(dtype), adds=adds)
 
 
-def _values(new: Tensor, base: Tensor | None, piece: Piece) -> Tensor:
-    """The values of a piece that are coded, fp32. Shapes: new (n,), base (n,) -> (piece.numel,)."""
-    own = new[piece.values].float()
-    return own if base is None or piece.is_exact else own - base[piece.values]
+def _values(whole: Tensor, piece: Piece) -> Tensor:
+    return whole[piece.values]
 
 
 class RingWire:

@@ -358,16 +358,21 @@ class _AlikePayload(Payload):
             with self._costs.times(count):
                 yield place
 
-    def encode(self, index: int, values: Any, message: Tensor) -> None:
+    def encode(self, index: int, values: Any, message: Tensor, *, base: Any = None) -> None:
         """See `Payload.encode`."""
         self._machine.factor = self._factor  # a transfer follows
         with self._costs.times(self._shares[index]):
-            super().encode(index, values, message)
+            super().encode(index, values, message, base=base)
 
     def decode(self, index: int, message: Tensor) -> Iterator[Any]:
         """See `Payload.decode`."""
         with self._costs.times(self._shares[index]):
             yield from super().decode(index, message)
+
+    def decode_into(self, index: int, message: Tensor, part: Tensor, *, adds: bool = False) -> None:
+        """See `Payload.decode_into`."""
+        with self._costs.times(self._shares[index]):
+            super().decode_into(index, message, part, adds=adds)
 
 
 def _numel(pieces: Sequence[Piece]) -> int:

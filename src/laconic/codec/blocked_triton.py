@@ -1,0 +1,193 @@
+"""The block codecs in one triton kernel each way: a piece is read once and its message, or its values, written once.
+
+Both kernels have the bits of the plain chains in codec/blocked.py. They round each operation once: no multiply-add is
+fused, and quotients and roots are rounded correctly. bf16 numbers are made and read as integers, because triton's
+interpreter cuts them off where devices round. The one exception are the steps of two bits, which hold a sum of 128
+squares: its order is the device's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from laconic.codec import blocked
+
+_NUMEL = 2048
+"""The values of a program: sixteen for each thread of four warps."""
+_TINY: tl.constexpr = tl.constexpr(torch.finfo(torch.bfloat16).tiny)
+_ROUNDS: tl.constexpr = tl.constexpr(1.5 * 2.0**23)
+"""A number whose sum with a small one has no room behind the point, so the sum rounds to the nearest even."""
+_TWO_BIT_STEP: tl.constexpr = tl.constexpr(blocked._TWO_BIT_STEP / 2)
+_NAN: tl.constexpr = tl.constexpr(0x7FC0)
+
+
+def encode(codec: Any, values: Tensor, base: Tensor | None, codes: Tensor, steps: Tensor) -> None:
+    """Encode `values`, or their difference to `base`, (n,), of any floating dtypes.
+
+    Shapes: codes (code_bytes(n),) and steps (2 * num_blocks(n),), both uint8, at any addresses.
+    """
+    kind, borders, _ = _tables(codec, values.device)
+    rows = _NUMEL // codec.block
+    _encode[(triton.cdiv(codec.num_blocks(values.numel()), rows),)](
+        values, values if base is None else base, codes, steps, borders, values.numel(), codes.numel(),
+        SUBTRACTS=base is not None, **_constants(codec, kind, rows), **_OPTIONS,
+    )  # fmt: skip
+
+
+def decode(codec: Any, codes: Tensor, steps: Tensor, out: Tensor, *, adds: bool = False) -> None:
+    """Decode what `encode` wrote into `out`, (n,), of any floating dtype; with `adds`, add it to what is there."""
+    kind, _, numbers = _tables(codec, out.device)
+    rows = _NUMEL // codec.block
+    _decode[(triton.cdiv(codec.num_blocks(out.numel()), rows),)](
+        out, codes, steps, numbers, out.numel(), codes.numel(), ADDS=adds, **_constants(codec, kind, rows), **_OPTIONS
+    )  # fmt: skip
+
+
+_OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
+
+
+def _constants(codec: Any, kind: str, rows: int) -> dict[str, Any]:
+    bits = getattr(codec, "bits", 4)
+    bits = 2 if kind == "two" else bits
+    return {"KIND": kind, "BITS": bits, "LARGEST": _largest(codec), "BLOCK": codec.block, "ROWS": rows}
+
+
+def _largest(codec: Any) -> float:
+    if isinstance(codec, blocked.Even):
+        return float(codec._largest)
+    return float(codec._magnitudes[-1]) if isinstance(codec, blocked.Float4) else 1.0
+
+
+def _tables(codec: Any, device: torch.device) -> tuple[str, Tensor, Tensor]:
+    """The kind of a codec, the borders between its codes, and the number of each code, where it has tables."""
+    if isinstance(codec, blocked.Float4):
+        return "float", *blocked.float4_tables(codec._magnitudes, device)
+    if isinstance(codec, blocked.Nf4):
+        return "quantile", *blocked.nf4_tables(device)
+    nothing = blocked.no_table(device)
+    return "two" if isinstance(codec, blocked.TwoBit) else "even", nothing, nothing
+
+
+@triton.jit
+def _encode(  # type: ignore[no-untyped-def]  # triton types its arguments
+    values,
+    base,
+    codes,
+    steps,
+    borders,
+    numel,
+    code_bytes,
+    SUBTRACTS: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(values + at, mask=at < numel, other=0.0).to(tl.float32)
+    if SUBTRACTS:
+        x -= tl.load(base + at, mask=at < numel, other=0.0).to(tl.float32)
+    sizes = tl.abs(x)
+    largest = tl.max(sizes, axis=1)
+    zero = tl.sum(x * 0.0, axis=1)
+    is_bad = zero != zero  # a value is NaN or infinite
+    step = largest
+    if KIND == "even" or KIND == "float":
+        step = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
+    if KIND == "two":
+        ratios = tl.div_rn(
+            x, tl.maximum(largest, tl.full(largest.shape, 1e-38, tl.float32))[:, None] + tl.zeros_like(x)
+        )
+        count = tl.minimum(numel - row * BLOCK, BLOCK).to(tl.float32)
+        step = largest * tl.sqrt_rn(tl.div_rn(tl.sum(ratios * ratios, axis=1), count)) * _TWO_BIT_STEP
+    if KIND == "quantile":  # scales are rounded up: no value exceeds its scale
+        half = (step.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+    else:
+        bits = tl.maximum(step, _TINY).to(tl.int32, bitcast=True)
+        half = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    wide = ((half << 16).to(tl.float32, bitcast=True))[:, None] + tl.zeros_like(x)
+    x = tl.where(is_bad[:, None], 0.0, x)
+    if KIND == "quantile":
+        ratios = tl.where(wide > 0, tl.div_rn(x, wide), 0.0)
+        code = tl.zeros(x.shape, tl.int32)
+        for index in tl.static_range(15):
+            code += (ratios > tl.load(borders + index)).to(tl.int32)
+    else:
+        inverse = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), wide)
+        if KIND == "two":
+            code = tl.minimum(tl.maximum(x * (inverse * 0.5) + 2.0, 0.0), 3.0).to(tl.int32)
+            half = tl.where(largest == 0, 0, half)
+        elif KIND == "float":
+            halves = tl.minimum(tl.abs(x) * (inverse * 2.0), 2.0 * LARGEST + 1).to(tl.int32).to(tl.float32)
+            code = tl.where(x < 0, 8, 0)
+            for index in tl.static_range(7):
+                code += (halves >= tl.load(borders + index)).to(tl.int32)
+        elif BITS == 8:
+            code = ((x * inverse + _ROUNDS) - _ROUNDS).to(tl.int32) & 255
+        else:
+            code = (x * inverse + (LARGEST + 0.5)).to(tl.int32)
+    half = tl.where(is_bad, _NAN, half)
+    tl.store(steps + 2 * row, (half & 255).to(tl.uint8), mask=row * BLOCK < numel)
+    tl.store(steps + 2 * row + 1, (half >> 8).to(tl.uint8), mask=row * BLOCK < numel)
+    PER: tl.constexpr = 8 if BITS == 3 else 8 // BITS
+    BYTES: tl.constexpr = 3 if BITS == 3 else 1
+    word = code
+    if PER > 1:
+        apart = tl.reshape(code, (ROWS, BLOCK // PER, PER))
+        word = tl.sum(apart << (BITS * tl.arange(0, PER))[None, None, :], axis=2)
+    place = (row[:, None] * (BLOCK // PER) + tl.arange(0, BLOCK // PER)[None, :]) * BYTES
+    for index in tl.static_range(BYTES):
+        byte = ((word >> (8 * index)) & 255).to(tl.uint8)
+        tl.store(codes + place + index, byte, mask=place + index < code_bytes)
+
+
+@triton.jit
+def _decode(  # type: ignore[no-untyped-def]
+    out,
+    codes,
+    steps,
+    numbers,
+    numel,
+    code_bytes,
+    ADDS: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    PER: tl.constexpr = 8 if BITS == 3 else 8 // BITS
+    BYTES: tl.constexpr = 3 if BITS == 3 else 1
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    is_row = row * BLOCK < numel
+    low = tl.load(steps + 2 * row, mask=is_row, other=0).to(tl.int32)
+    high = tl.load(steps + 2 * row + 1, mask=is_row, other=0).to(tl.int32)
+    step = ((low << 16) | (high << 24)).to(tl.float32, bitcast=True)
+    place = (row[:, None] * (BLOCK // PER) + tl.arange(0, BLOCK // PER)[None, :]) * BYTES
+    code = tl.load(codes + place, mask=place < code_bytes, other=0).to(tl.int32)
+    for index in tl.static_range(1, BYTES):
+        more = tl.load(codes + place + index, mask=place + index < code_bytes, other=0).to(tl.int32)
+        code |= more << (8 * index)
+    if PER > 1:
+        apart = (code[:, :, None] >> (BITS * tl.arange(0, PER))[None, None, :]) & ((1 << BITS) - 1)
+        code = tl.reshape(apart, (ROWS, BLOCK))
+    if KIND == "float" or KIND == "quantile":
+        number = tl.load(numbers + code)
+    elif KIND == "two":
+        number = (2 * code - 3).to(tl.float32)
+    elif BITS == 8:
+        number = ((code ^ 128) - 128).to(tl.float32)
+    else:
+        number = code.to(tl.float32) - LARGEST
+    value = number * step[:, None]
+    at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    if ADDS:
+        value += tl.load(out + at, mask=at < numel, other=0.0).to(tl.float32)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < numel)
