@@ -36,6 +36,9 @@ class DynamicMap:
     [Note: Dithered rounding]. Reference: tests/reference/adamw8bit.py, bit-equal.
     """
 
+    LOWEST, HIGHEST = 0x3400, 0x3F80
+    """The upper 16 bits of 2^-23, below which the map has no number but 0, and of 1, its largest number."""
+
     def __init__(self, *, signed: bool, device: torch.device) -> None:
         self.values = torch.tensor(map_values(signed=signed), device=device)
         """The numbers, (256,), fp32, ascending."""
@@ -53,11 +56,18 @@ class DynamicMap:
         assert (torch.bucketize(torch.fmax(*ends), above).clamp_(max=_NUM_CODES - 2) - first).max() <= 1
         self._first = first.to(torch.int32)
         self._next = above[first]
+        positive, negative = self._first.view(2, -1)[:, : self.HIGHEST + 1]
+        for codes in (positive, negative):  # all below the lowest share its entry
+            codes[self.LOWEST] = codes[: self.LOWEST + 1].min()
+        parts = (positive, negative) if signed else (positive,)
+        self.near = torch.cat([codes[self.LOWEST :] for codes in parts]).to(torch.uint8)
+        """A code not above the greatest number that is smaller than a value, and at most one code from it, by the upper
+        16 bits of the value, from LOWEST to HIGHEST; then the same for negative values. Lower ones take the first."""
 
     @property
     def nbytes(self) -> int:
         """The bytes of the tables."""
-        return sum(tensor.nbytes for tensor in (self.values, self.gaps, self._first, self._next))
+        return sum(tensor.nbytes for tensor in (self.values, self.gaps, self._first, self._next, self.near))
 
     def encode(self, values: Tensor, salt: Tensor) -> Tensor:
         """Round each value to one of the two numbers beside it; a number of the map keeps its own code.

@@ -129,12 +129,16 @@ class AdamW8bit(RaggedOptimizer):
 
     def _step(self) -> None:
         for group in self.param_groups:
+            later: dict[int, list[Any]] = {}
             for parameter in self._with_gradient(group):
-                self._step_parameter(parameter, group)
+                self._step_parameter(parameter, group, later)
                 if isinstance(parameter, RaggedTensor):
                     parameter.note_change()  # on ranks with an empty part too: [Note: Versions] in ragged/tensor.py
+            for step, parts in later.items():
+                _kernels().step_8bit(_Rule(group, step=step), parts)  # type: ignore[union-attr]
 
-    def _step_parameter(self, parameter: Tensor, group: Group) -> None:
+    def _step_parameter(self, parameter: Tensor, group: Group, later: dict[int, list[Any]]) -> None:
+        """Step one parameter, or append it to those that a kernel steps together, by their number of steps."""
         state = self.state[parameter]
         state["step"] += 1
         rule = _Rule(group, step=int(state["step"].item()))
@@ -145,9 +149,11 @@ class AdamW8bit(RaggedOptimizer):
         if "exp_avg_scale" in state:
             scales = [local_of(state[key]) for key in ("exp_avg_scale", "exp_avg_sq_scale")]
             grid = self._grid(parameter)
-            kernel = _kernel() if local.is_cuda else None
-            step = kernel.step_8bit if kernel is not None and kernel.supports(grid) else _step_8bit
-            step(rule, grid, local, gradient, moments, scales)
+            kernels = _kernels() if local.is_cuda else None
+            if kernels is not None and kernels.supports(grid):
+                later.setdefault(rule.step, []).append(kernels.Step(grid, local, gradient, moments, scales))
+            else:
+                _step_8bit(rule, grid, local, gradient, moments, scales)
         else:
             values = local.to(torch.float32)
             rule.apply_(values, gradient.to(torch.float32), *moments)
@@ -283,10 +289,10 @@ def _step_8bit(
 
 
 @cache
-def _kernel() -> ModuleType | None:
+def _kernels() -> ModuleType | None:
     """The module of the fused step; None if triton is not installed."""
     try:
-        from laconic.optim import adamw8bit_cuda
+        from laconic.optim import adamw8bit_triton
     except ImportError:
         return None
-    return adamw8bit_cuda
+    return adamw8bit_triton
