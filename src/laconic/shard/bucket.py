@@ -125,12 +125,15 @@ class Bucket:
         """True if the shard and the gradients of the sharded parameters rest in host memory: `CPUOffloadPolicy`."""
         return isinstance(self.offload, CPUOffloadPolicy)
 
-    def host_copy(self, tensor: Tensor) -> Tensor:
-        """Copy a device tensor to host memory, page-locked if the policy says so; a tensor on the host stays."""
+    def host_copy(self, tensor: Tensor, *, non_blocking: bool = False) -> Tensor:
+        """Copy a device tensor to host memory, page-locked if the policy says so; a tensor on the host stays.
+
+        With `non_blocking`, the copy is complete when the current stream has come so far.
+        """
         if tensor.device.type == "cpu":
             return tensor
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=getattr(self.offload, "pin_memory", False))
-        return copy.copy_(tensor)
+        return copy.copy_(tensor, non_blocking=non_blocking)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -406,7 +409,10 @@ class Form:
             places = [] if self.is_packed else bucket.parts(own)
             self._conversions.write(own, places, elements, bucket.compute_dtype)
         else:
-            own.copy_(bucket.shard, non_blocking=True)
+            shard = bucket.shard
+            if shard.device != own.device:  # the host would cast into memory that is not page-locked, and wait
+                shard = shard.to(own.device, non_blocking=True)
+            own.copy_(shard, non_blocking=True)
 
     def decode(self, full: Tensor, views: Callable[[], list[Tensor]]) -> list[nn.Parameter]:
         """Make the parameters for forward, the same objects each time, out of a full buffer that is complete.

@@ -55,8 +55,6 @@ class BucketGather:
         self._arrived: Event = None
         self._comes_from_cache = False
         self._stored: Event = None
-        self._shard_read: Event = None
-        """The event after which the host may write to a shard that rests in host memory."""
         self.num_crossings = 0
         """The gathers that began with this rank's shard, not with the cache."""
 
@@ -116,7 +114,6 @@ class BucketGather:
             self.crossing.finish(self._node_shard)
         self._version = version
         self._arrived = self._lanes.gather_node.record_event()
-        self._shard_read = self._arrived if self.bucket.is_offloaded else None
 
     def finish(self) -> Event:
         """Finish the gather. Returns the event after which the full buffer may be used."""
@@ -130,15 +127,8 @@ class BucketGather:
         del self._node_shard
         return event
 
-    def let_host_edit(self) -> None:
-        """Wait on the host until a shard in host memory has been read: no stream orders the host's edits behind it."""
-        if self._shard_read is not None:
-            self._shard_read.synchronize()
-            self._shard_read = None
-
     def release(self) -> None:
         """Free the full buffer after the copy from it to the cache is done."""
-        self.let_host_edit()
         stored, self._stored = self._stored, None
         wait_for(stored)
         self.bucket.full.free()
@@ -232,11 +222,6 @@ class UnitGather:
         finally:
             for gather in self._gathers:
                 gather.release()
-
-    def let_host_edit(self) -> None:
-        """Wait on the host until the weights that rest in host memory have been read by a gather that is complete."""
-        for gather in self._gathers:
-            gather.let_host_edit()
 
     def _drop_damaged(self) -> None:
         """Empty the caches that are damaged, so that the next gather crosses again, with exact weights."""

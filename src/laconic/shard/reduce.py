@@ -9,6 +9,11 @@ A parameter without a gradient on this rank adds zero, because other ranks may h
 tokens to an expert on one rank only). All ranks must reduce the same buckets: those of every unit whose outputs got
 gradients, in a backward that adds to `.grad` of some parameter (`autograd.grad` does not). Afterwards the ranks agree
 on the parameters that none of them has used: [Note: Agreement on used parameters] in shard/grad.py.
+
+[Note: Gradients that leave the device]
+Under `CPUOffloadPolicy` the reduce lane copies a finished shard to page-locked memory, and nobody waits for it. At the
+end of the backward the host waits once, for the last of them, and only then adds all to `.grad`: before that a sum with
+an older gradient would read memory that is still being written. A bucket whose parameters have hooks waits at once.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -43,6 +48,8 @@ class BucketGradients:
         """Sums of earlier backwards, by the level that they have yet to cross: a node's, (N * C,), wait to be summed
         across the nodes ("node"), and an island's, (C,), over the islands ("island")."""
         self.used = UsedParameters(bucket)
+        self._leaving: list[Tensor] = []
+        """Shards of gradients on their way to host memory: [Note: Gradients that leave the device]."""
         self._shown = WaitingSums(bucket)
         bucket.full.set_sink(self)
 
@@ -184,6 +191,7 @@ class BucketGradients:
         self._full = None
         self.waiting.clear()
         self._written.clear()
+        self._leaving.clear()
         self.used.forget()
         self._shown.take()
 
@@ -195,8 +203,23 @@ class BucketGradients:
         if self.bucket.reduced_hook is not None:
             self.bucket.reduced_hook(shard)
         shard = shard.to(self.bucket.dtype)
-        if self.bucket.is_offloaded:
-            shard = self.bucket.host_copy(shard)
+        if not self.bucket.is_offloaded or shard.device.type == "cpu":
+            self._add_to_grad(shard)
+            return
+        self._leaving.append(self.bucket.host_copy(shard, non_blocking=True))
+
+    @property
+    def leaves(self) -> bool:
+        """True if gradients are on their way to host memory."""
+        return bool(self._leaving)
+
+    def land(self) -> None:
+        """Add what has arrived in host memory to `.grad`. The host has waited for it."""
+        leaving, self._leaving = self._leaving, []
+        for on_host in leaving:
+            self._add_to_grad(on_host)
+
+    def _add_to_grad(self, shard: Tensor) -> None:
         trainable = [(index, self.bucket.sharded[index]) for index in self._trainable()]
         base = getattr(trainable[0][1].grad, "base", None)
         if base is not None and all(getattr(parameter.grad, "base", None) is base for _, parameter in trainable):
@@ -328,7 +351,7 @@ class ReductionQueue:
 
     def __init__(self) -> None:
         self._in_flight: list[Reduction] = []
-        self._reduced: list[UsedParameters] = []  # on which the ranks have yet to agree
+        self._reduced: list[BucketGradients] = []  # whose use the ranks have yet to agree on
 
     def has(self, gradients: BucketGradients) -> bool:
         """True if a reduction of these gradients is under way."""
@@ -355,7 +378,8 @@ class ReductionQueue:
         """Finish the reductions in flight, and agree on the parameters that got a gradient."""
         while self._in_flight:
             self._advance()
-        agree(self._reduced)
+        _land(self._reduced)
+        agree([gradients.used for gradients in self._reduced])
         self._reduced.clear()
 
     def abandon(self) -> None:
@@ -370,12 +394,23 @@ class ReductionQueue:
         for reduction in reversed(self._in_flight):
             reduction.advance()
             if reduction.changed_grad:
-                self._note_use(reduction.gradients.used)
+                self._note_use(reduction.gradients)
         self._in_flight = [reduction for reduction in self._in_flight if reduction.level is not None]
 
-    def _note_use(self, used: UsedParameters) -> None:
+    def _note_use(self, gradients: BucketGradients) -> None:
         """Agree on the used parameters now, or at the end of the backward."""
-        if used.has_hooks:
-            agree([used])
-        elif used not in self._reduced:
-            self._reduced.append(used)
+        if gradients.used.has_hooks:
+            _land([gradients])
+            agree([gradients.used])
+        elif gradients not in self._reduced:
+            self._reduced.append(gradients)
+
+
+def _land(reduced: Sequence[BucketGradients]) -> None:
+    """Wait once for the gradients that leave the device, and put them into `.grad`."""
+    if any(gradients.leaves for gradients in reduced):
+        written = reduced[0].lanes.reduce.record_event()
+        assert written is not None, "they leave a device"
+        written.synchronize()
+    for gradients in reduced:
+        gradients.land()

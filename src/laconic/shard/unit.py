@@ -225,6 +225,11 @@ class Unit:
         if self._gather is not None:
             self._gather.release()
 
+    def let_host_edit(self) -> None:
+        """See `Root.let_host_edit`."""
+        if self._root is not None:
+            self._root.let_host_edit()
+
     def forget_copies(self) -> None:
         """Let the weights cross exactly next time: [Note: Exact crossings] in shard/crossing.py."""
         if self._gather is not None:
@@ -313,8 +318,6 @@ class Unit:
         keeps = self.reshard_after_forward is False or (self.reshard_after_forward is None and self.is_root)
         if not _compat.in_backward() and not (keeps and torch.is_grad_enabled()):
             self.reshard()
-        else:
-            self.gather.let_host_edit()
         self.root.order.leave_forward(self.gather)
         self.progress.note("after forward")
 
@@ -458,6 +461,7 @@ class Root:
             unit.progress.name = ", ".join(filter(None, (names.get(child) for child in unit.modules))) or unit.name
             for bucket in unit.buckets:
                 bucket.unit_name = unit.name
+        self._has_offloaded = any(bucket.is_offloaded for bucket in self.buckets)
         self.observer.leading()
         with torch.inference_mode(False):  # training could not fill a slab of inference tensors
             self._place_caches()
@@ -521,12 +525,19 @@ class Root:
                 unit.end_pass()
         self.order.end_forward()
         self._buffers.end_forward()
+        self.let_host_edit()
         if not torch.is_grad_enabled() and not _compat.in_backward():  # no backward will free what was gathered
             for unit in self.units:
                 unit.reshard()
                 unit.free_node_shards(ends_step=False)
             self.observer.all_issued()
             self.observer.settled(ends_step=True, is_last=True)
+
+    def let_host_edit(self) -> None:
+        """Wait on the host until weights that rest in its memory have been read: no stream orders its edits behind."""
+        read = self.lanes.gather_node.record_event() if self._has_offloaded else None
+        if read is not None:
+            read.synchronize()
 
     def begin_backward(self) -> Backward:
         """Begin a backward at its first gradient: of an output or, if none gets one, of a parameter."""
@@ -545,6 +556,7 @@ class Root:
         self.observer.all_issued()
         if self.is_last_backward:
             self.reductions.finish()
+        self.let_host_edit()
         for gradients in self.gradients:
             if gradients.has_partial_sums(across_islands=True) or self.reductions.has(gradients):
                 gradients.show_waiting()
@@ -561,6 +573,7 @@ class Root:
     def abandon_iteration(self) -> None:
         """Drop the incomplete gradients of a forward or backward that raised."""
         self.reductions.abandon()
+        self.let_host_edit()
         self.observer.abandoned()
         for unit in self.units:
             unit.abandon()
