@@ -49,9 +49,10 @@ class Llama:
         return LlamaForCausalLM(config)
 
     def tokens(self, device: torch.device, *, seed: int) -> Tensor:
-        """Return a batch of random tokens, the same on every device."""
+        """Return a batch of random tokens, the same on every device. The host does not wait for the device."""
         generator = torch.Generator().manual_seed(seed)
-        return torch.randint(self.vocab, (self.batch, self.sequence), generator=generator).to(device)
+        tokens = torch.randint(self.vocab, (self.batch, self.sequence), generator=generator)
+        return tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens.to(device)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.gpu import training, memory, overlap  # isort: skip  # noqa: F401  they register the rows, in this order
+from benchmarks.gpu import training, peers, kernels, policies, memory, overlap  # isort: skip  # noqa: F401  they register the rows, in this order
 from benchmarks.gpu.training import BENCHMARK
 
 if __name__ == "__main__":

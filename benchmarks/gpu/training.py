@@ -27,8 +27,9 @@ NODES, LOCAL = 2, 2
 TIMEOUT_S = 300.0
 WARMUP_STEPS = 3
 LOSS_STEPS = 20
+_BATCHES = 8
 CACHES = ("none", "host", "device")
-BLOCKS, STEPS_PER_BLOCK = 9, 4
+BLOCKS, STEPS_PER_BLOCK = 5, 4
 """The number of timed blocks of each contestant, and their steps; blocks of all contestants alternate."""
 
 
@@ -42,15 +43,29 @@ class Sizes:
     """The model of the rows about memory, and of overlap over Gloo."""
     loss: Llama
     """The model of the rows about losses."""
+    host: Llama
+    """The model of the row about host time: small kernels, many units."""
+    piece_numel: int
+    """The values that the row about codecs codes at once."""
+    slab_bytes: int
+    """The bytes that the row about page-locked memory copies."""
+    matrices: tuple[tuple[int, int], ...]
+    """The shapes of the parameters that the row about the 8-bit optimizer steps."""
 
 
 FULL = Sizes(
-    step=Llama(hidden=2048, intermediate=8192, layers=16, heads=32, kv_heads=8, vocab=32_000, batch=4, sequence=2048),
+    step=Llama(hidden=2048, intermediate=8192, layers=16, heads=32, kv_heads=8, vocab=32_000, batch=8, sequence=2048),
     memory=Llama(hidden=1024, intermediate=2816, layers=12, heads=16, kv_heads=16, vocab=8192, batch=1, sequence=512),
     loss=Llama(hidden=256, intermediate=688, layers=4, heads=4, kv_heads=2, vocab=512, batch=2, sequence=128),
+    host=Llama(hidden=256, intermediate=688, layers=32, heads=4, kv_heads=4, vocab=512, batch=1, sequence=64),
+    piece_numel=1 << 26,
+    slab_bytes=1 << 30,
+    matrices=((2048, 2048), (512, 2048), (8192, 2048), (2048, 8192)) * 8,
 )
 _TOY = Llama(hidden=64, intermediate=176, layers=3, heads=4, kv_heads=2, vocab=128, batch=1, sequence=32)
-TOY = Sizes(step=_TOY, memory=_TOY, loss=_TOY)
+TOY = Sizes(
+    step=_TOY, memory=_TOY, loss=_TOY, host=_TOY, piece_numel=1 << 12, slab_bytes=1 << 16, matrices=((64, 64), (32, 96))
+)
 
 
 class Bench:
@@ -109,32 +124,40 @@ class Training:
         policy: MixedPrecisionPolicy | None = None,
         *,
         learning_rate: float = 1e-4,
+        **options: Any,
     ) -> None:
+        """`options` are arguments of `fully_shard`, laconic's or torch's."""
         self.model: Any = model
-        self._shape = shape
-        self._device = next(model.parameters()).device
         policy = policy or MixedPrecisionPolicy()
         for module in (*decoder_layers(model), model) if kind != "plain" else ():
             if kind == "fsdp2":
-                fsdp2_shard(module, mesh=mesh, mp_policy=policy)
+                fsdp2_shard(module, mesh=mesh, mp_policy=policy, **options)
             else:
-                laconic.fully_shard(module, mesh=mesh, mp_policy=policy, cache=kind)  # type: ignore[arg-type]
+                laconic.fully_shard(module, mesh=mesh, mp_policy=policy, cache=kind, **options)  # type: ignore[arg-type]
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
         self._steps = 0
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        device = torch.device("cpu") if mesh is None else torch.device(mesh.device_type)
+        device = next(model.parameters()).device if device.type == "cpu" else device
+        # on the device before the first step: the host must not wait for a copy in one
+        self._batches = [shape.tokens(device, seed=1000 * number + rank) for number in range(_BATCHES)]
 
     def warm_up(self) -> list[float]:
         """Take the first steps, and return their losses."""
         return [float(self.step()) for _ in range(WARMUP_STEPS)]
 
     def step(self) -> Tensor:
-        """Take a step on a new batch, different on every rank, and return its loss."""
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        tokens = self._shape.tokens(self._device, seed=1000 * self._steps + rank)
-        self._steps += 1
-        loss = loss_of(self.model, tokens)
-        loss.backward()
+        """Take a step on the next batch, different on every rank, and return its loss."""
+        loss = self.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
+        return loss
+
+    def backward(self) -> Tensor:
+        """Run forward and backward on the next batch, and return the loss."""
+        loss = loss_of(self.model, self._batches[self._steps % len(self._batches)])
+        self._steps += 1
+        loss.backward()
         return loss.detach()
 
 
@@ -161,9 +184,19 @@ def seconds_per_step(training: Training, device: torch.device) -> float:
 
 
 def become_rank_0() -> None:
-    """Make this process rank 0 of a cluster without other processes: collectives carry nothing and take no time."""
+    """Make this process rank 0 of a cluster without other processes: collectives carry nothing and take no time.
+
+    Small agreements, which are exchanges of all with all, find that the other ranks say what this one says.
+    """
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
     dist.init_process_group("fake", rank=0, world_size=NODES * LOCAL)
+    exchange = dist.all_to_all_single
+
+    def with_equals(output: Tensor, input: Tensor, *args: Any, **options: Any) -> Any:
+        output.copy_(input)
+        return exchange(output, input, *args, **options)
+
+    dist.all_to_all_single = with_equals
 
 
 def step_rank(sizes: Sizes, device_type: str) -> dict[str, tuple[list[float], list[float]]]:

@@ -48,6 +48,13 @@ def play_rank_0(num_nodes: int, num_local: int, device_type: str = "cuda") -> An
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=num_nodes * num_local)
+    exchange = dist.all_to_all_single
+
+    def with_equals(output: Tensor, input: Tensor, *args: Any, **options: Any) -> Any:
+        output.copy_(input)  # the others say what this rank says, when ranks agree on flags
+        return exchange(output, input, *args, **options)
+
+    dist.all_to_all_single = with_equals
     return laconic.init_mesh(device_type, nodes=num_nodes, local=num_local)
 
 

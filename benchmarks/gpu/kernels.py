@@ -1,0 +1,128 @@
+"""Rows about single operations on the device: codecs against a copy, page-locked copies, and the 8-bit optimizer."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from benchmarks.gpu.training import BENCHMARK, Bench, Sizes, device_of
+from laconic.codec import CODECS, Codec
+from laconic.optim.adamw8bit import AdamW8bit
+from laconic.shard.cache import free_slab, make_slab
+from tests.support.record import Row, ratio_row
+
+_CODED = ("int8", "int4", "e2m1", "int2")
+_REPEATS = 15
+
+
+def seconds_of(call: Callable[[], object], device: torch.device, *, repeats: int = _REPEATS, calls: int = 4) -> float:
+    """Return the median seconds of a call on a device, each time of several calls, after three that are not timed."""
+    for _ in range(3):
+        call()
+    seconds = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            first.record()
+            for _ in range(calls):
+                call()
+            last.record()
+            torch.cuda.synchronize()
+            seconds.append(first.elapsed_time(last) / 1e3 / calls)
+        else:
+            start_s = time.perf_counter()
+            for _ in range(calls):
+                call()
+            seconds.append((time.perf_counter() - start_s) / calls)
+    return statistics.median(seconds)
+
+
+def codecs_rank(sizes: Sizes, device_type: str) -> dict[str, tuple[float, float, float]]:
+    """Return by codec the seconds a value of encoding, of decoding, and of a copy of as many bytes."""
+    return {name: _of_codec(CODECS[name], sizes.piece_numel, device_of(device_type)) for name in _CODED}
+
+
+def _of_codec(codec: Codec, numel: int, device: torch.device) -> tuple[float, float, float]:
+    values = torch.randn(numel, device=device)
+    payload = codec.encode(values, check=False)
+    encode_s = seconds_of(lambda: codec.encode(values, check=False), device)
+    decode_s = seconds_of(lambda: codec.decode(payload, numel), device)
+    source = torch.empty((values.nbytes + payload.nbytes) // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_s = seconds_of(lambda: target.copy_(source), device)
+    return encode_s / numel, decode_s / numel, copy_s / numel
+
+
+@BENCHMARK.row("codecs")
+def codecs(bench: Bench) -> Row:
+    """Encode and decode against a copy that reads and writes as many bytes."""
+    found = bench.launch(codecs_rank, num_ranks=1)[0]
+    worst = max(max(encode, decode) / copy for encode, decode, copy in found.values())
+    each = "; ".join(
+        f"{name}: encode {encode * 1e12:.2f}, decode {decode * 1e12:.2f}, copy {copy * 1e12:.2f} ps a value"
+        for name, (encode, decode, copy) in found.items()
+    )
+    return ratio_row(
+        claim="encode or decode a piece, against a copy of the same bytes, worst codec", ratio=worst, limit=2.0,
+        note=f"pieces of {bench.sizes.piece_numel} values, fp32, without rotation; medians of {_REPEATS}: {each}.",
+    )  # fmt: skip
+
+
+def pinned_rank(sizes: Sizes, device_type: str) -> tuple[float, float, float]:
+    """Return the bytes a second to the host, from it, and from memory that torch has page-locked."""
+    device, nbytes = device_of(device_type), sizes.slab_bytes
+    slab, on_device = make_slab(nbytes, device), torch.empty(nbytes, dtype=torch.uint8, device=device)
+    to_host = nbytes / seconds_of(lambda: slab.copy_(on_device, non_blocking=True), device, repeats=3, calls=1)
+    to_device = nbytes / seconds_of(lambda: on_device.copy_(slab, non_blocking=True), device, repeats=3, calls=1)
+    by_torch = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    reference = nbytes / seconds_of(lambda: on_device.copy_(by_torch, non_blocking=True), device, repeats=3, calls=1)
+    free_slab(slab, device)
+    return to_host, to_device, reference
+
+
+@BENCHMARK.row("pinned")
+def pinned(bench: Bench) -> Row:
+    """Copies from the cache's own memory are as fast as from torch's page-locked memory."""
+    to_host, to_device, reference = bench.launch(pinned_rank, num_ranks=1)[0]
+    return Row(
+        claim="copies from the host cache / from torch's page-locked memory, bytes a second",
+        required=">= 0.97x",
+        measured=f"{to_device / reference:.3f}x",
+        is_met=to_device / reference >= 0.97,
+        note=f"{bench.sizes.slab_bytes / 2**30:.2f} GiB; {to_device / 1e9:.1f} GB/s to the device, "
+        f"{to_host / 1e9:.1f} to the host, torch's {reference / 1e9:.1f}.",
+    )
+
+
+def optimizers_rank(sizes: Sizes, device_type: str) -> dict[str, float]:
+    """Return the seconds of a step of each optimizer."""
+    device = device_of(device_type)
+    found = {}
+    for name, make in {
+        "AdamW": lambda p: torch.optim.AdamW(p, fused=device.type == "cuda"),
+        "AdamW8bit": AdamW8bit,
+    }.items():
+        parameters = [nn.Parameter(torch.randn(shape, device=device, dtype=torch.bfloat16)) for shape in sizes.matrices]
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer: torch.optim.Optimizer = make(parameters)
+        found[name] = seconds_of(lambda: optimizer.step(), device, repeats=7, calls=2)  # noqa: B023
+    return found
+
+
+@BENCHMARK.row("adamw8bit")
+def adamw8bit(bench: Bench) -> Row:
+    """The step of AdamW8bit against torch's fused AdamW."""
+    found = bench.launch(optimizers_rank, num_ranks=1)[0]
+    numel = sum(rows * columns for rows, columns in bench.sizes.matrices)
+    note = f"{len(bench.sizes.matrices)} bf16 matrices of {numel / 1e6:.0f} million parameters; " + ", ".join(
+        f"{name} {seconds * 1e3:.2f} ms" for name, seconds in found.items()
+    )
+    return ratio_row(
+        claim="a step of AdamW8bit / of torch's fused AdamW", ratio=found["AdamW8bit"] / found["AdamW"], limit=1.5,
+        note=f"{note}. Both have fp32 arithmetic; AdamW keeps its moments in bf16, AdamW8bit in eight bits.",
+    )  # fmt: skip

@@ -1,0 +1,106 @@
+"""Rows about laconic beside FSDP2 with its policies: offload to host memory, and the host's time for a unit.
+
+Transfers between ranks are free here: both engines run as rank 0 of four ranks that are not there.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+import laconic
+from benchmarks.gpu.training import BENCHMARK, LOCAL, NODES, Bench, Sizes, Training, become_rank_0, device_of
+from benchmarks.llama import Llama
+from tests.support.record import Row, ratio_row
+
+_BLOCKS, _STEPS = 5, 3
+_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+_HOST_KINDS: dict[str, dict[str, Any]] = {"none": {}, "host": {}, "4bit": {"wire": "4bit"}}
+
+
+def _synchronised(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _trainings(kinds: dict[str, dict[str, Any]], shape: Llama, device: torch.device) -> dict[str, Training]:
+    mesh = laconic.init_mesh(device.type, nodes=NODES, local=LOCAL)
+    flat = init_device_mesh(device.type, (NODES * LOCAL,))
+    found = {}
+    for kind, options in kinds.items():
+        on_host = "offload_policy" in options
+        model = shape.build(torch.device("cpu") if on_host else device, torch.float32)
+        cache = "host" if kind == "4bit" else kind
+        found[kind] = Training(cache, model, shape, flat if kind == "fsdp2" else mesh, _BF16, **options)
+    return found
+
+
+def offload_rank(sizes: Sizes, device_type: str) -> dict[str, list[float]]:
+    """Return the seconds of forward and backward under offload, block by block, by contestant."""
+    become_rank_0()
+    device, shape = device_of(device_type), sizes.memory
+    options = {"offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")}
+    trainings = _trainings(dict.fromkeys(("fsdp2", "none"), options), shape, device)
+    times: dict[str, list[float]] = {kind: [] for kind in trainings}
+    for block in range(-1, _BLOCKS):
+        for kind in sorted(trainings, reverse=bool(block % 2)):
+            start_s = _synchronised(device)
+            for _ in range(_STEPS):
+                trainings[kind].backward()
+                trainings[kind].model.zero_grad()
+            if block >= 0:
+                times[kind].append((_synchronised(device) - start_s) / _STEPS)
+    return times
+
+
+@BENCHMARK.row("offload")
+def offload(bench: Bench) -> Row:
+    """Forward and backward with shards in host memory, against FSDP2."""
+    times = bench.launch(offload_rank, num_ranks=1)[0]
+    ours, theirs = (statistics.median(times[kind]) for kind in ("none", "fsdp2"))
+    return ratio_row(
+        claim="forward and backward under CPU offload, laconic / FSDP2", ratio=ours / theirs, limit=1.0,
+        note=f"{bench.sizes.memory}, fp32 in host memory, bf16 compute; rank 0 of {NODES * LOCAL}, transfers between "
+        f"ranks free; {ours * 1e3:.1f} ms against {theirs * 1e3:.1f} ms, medians of {_BLOCKS} alternating blocks.",
+    )  # fmt: skip
+
+
+def host_rank(sizes: Sizes, device_type: str) -> dict[str, list[float]]:
+    """Return the host's seconds for a step, block by block, by contestant: the device is never behind."""
+    become_rank_0()
+    device, shape = device_of(device_type), sizes.host
+    trainings = _trainings({"fsdp2": {}, **_HOST_KINDS}, shape, device)
+    times: dict[str, list[float]] = {kind: [] for kind in trainings}
+    gc.collect()
+    for block in range(-1, _BLOCKS):
+        for kind in sorted(trainings, reverse=bool(block % 2)):
+            start_s = _synchronised(device)
+            for _ in range(_STEPS):
+                trainings[kind].step()
+            if block >= 0:
+                times[kind].append((_synchronised(device) - start_s) / _STEPS)
+    return times
+
+
+def _host_row(kind: str, limit: float) -> None:
+    @BENCHMARK.row(f"host-{kind}")
+    def host(bench: Bench) -> Row:
+        times = bench.launch(host_rank, num_ranks=1)[0]
+        ratio = statistics.median(a / b for a, b in zip(times[kind], times["fsdp2"], strict=True))
+        each = ", ".join(f"{name} {statistics.median(found) * 1e3:.1f} ms" for name, found in times.items())
+        return ratio_row(
+            claim=f"a step whose kernels take no time, {kind} / FSDP2", ratio=ratio, limit=limit,
+            note=f"{bench.sizes.host}, fp32 with bf16 compute, fused AdamW; rank 0 of {NODES * LOCAL}, transfers "
+            f"between ranks free; {each}, medians of {_BLOCKS} alternating blocks of {_STEPS} steps.",
+        )  # fmt: skip
+
+
+for _kind, _limit in (("none", 0.85), ("host", 0.9), ("4bit", 1.15)):
+    _host_row(_kind, _limit)
