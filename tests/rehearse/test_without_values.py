@@ -14,6 +14,7 @@ from laconic import fully_shard, init_mesh, rehearse
 from laconic.comm.cluster import Cluster
 from laconic.rehearse import Machine, rehearsal
 from laconic.rehearse.tape import Free, Record, Step, Wait
+from laconic.shard.unit import unit_of
 from tests.rehearse.fsdp2 import FSDP2
 from tests.rehearse.programs import PROGRAMS
 from tests.support.launch import launch
@@ -133,13 +134,14 @@ def test_compute_does_not_wait_for_the_sum_of_the_bucket_before_in_a_micro_batch
     assert last == 0, "nothing is left to compute beside the last"
 
 
-def _offload() -> dict[str, tuple[str, str]]:
-    places = {}
+def _offload() -> dict[str, Any]:
+    places: dict[str, Any] = {}
 
     def program() -> None:
         mesh = init_mesh("cuda", nodes=2, local=2)
         layer = fully_shard(nn.Linear(64, 64), mesh=mesh, offload_policy=CPUOffloadPolicy())
         places["rests"] = layer.weight.device.type
+        places["is_page_locked"] = unit_of(layer).buckets[0].shard.is_pinned()
         layer.register_forward_hook(lambda module, args, output: places.update(computes=module.weight.device.type))
         layer(torch.randn(4, 64, device="cuda")).sum().backward()
         places["gradient"] = layer.weight.grad.device.type
@@ -150,4 +152,4 @@ def _offload() -> dict[str, tuple[str, str]]:
 
 def test_offloaded_weights_rest_on_the_host_and_are_gathered_on_the_device() -> None:
     found = launch(_offload, num_ranks=1, timeout_s=110, backend=None)[0]
-    assert found == {"rests": "cpu", "computes": "cuda", "gradient": "cpu"}
+    assert found == {"rests": "cpu", "is_page_locked": True, "computes": "cuda", "gradient": "cpu"}

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import laconic
 from laconic import _compat
@@ -337,6 +338,14 @@ def test_host_slab_is_page_locked_for_every_model_of_a_process() -> None:
         gc.collect()
     assert len(found) >= 8
     assert all(found)
+
+
+@on_ranks(2, local=1)
+def test_offloaded_shards_are_page_locked_wherever_the_model_was_built() -> None:
+    for device in ("cpu", "cuda"):
+        model = sharded_net.build(sharded_net.Net).to(device)
+        model = sharded_net.shard(model, mesh=laconic.init_mesh("cuda"), offload_policy=CPUOffloadPolicy())
+        assert all(bucket.shard.is_pinned() for bucket in sharded_net.buckets(model))
 
 
 def refused() -> str:

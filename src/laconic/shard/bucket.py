@@ -126,13 +126,14 @@ class Bucket:
         return isinstance(self.offload, CPUOffloadPolicy)
 
     def host_copy(self, tensor: Tensor, *, non_blocking: bool = False) -> Tensor:
-        """Copy a device tensor to host memory, page-locked if the policy says so; a tensor on the host stays.
+        """Copy a tensor to host memory, page-locked if the policy says so; one that is there already stays.
 
         With `non_blocking`, the copy is complete when the current stream has come so far.
         """
-        if tensor.device.type == "cpu":
+        pins = getattr(self.offload, "pin_memory", False) and self.cluster.device.type != "cpu"
+        if tensor.device.type == "cpu" and (tensor.is_pinned() or not pins):
             return tensor
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=getattr(self.offload, "pin_memory", False))
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
         return copy.copy_(tensor, non_blocking=non_blocking)
 
     @property
