@@ -11,12 +11,19 @@ A forward under a root records the order in which its units run. The next forwar
 came after this one last time; backward takes the same order in reverse. The next unit's gather across nodes begins when
 this unit's has arrived, and this unit's gather inside the node runs beside it. A second unit's gather keeps the wire
 busy in between, if its node shard arrives in the cache's own memory, so that it takes no memory early.
+
+[Note: Late copies]
+A unit that stays gathered until backward, as the root does, need not be in the cache before. Its copy to host memory,
+the largest of all where it has the embedding, would stand on the lane before that of the first layer, whose weights may
+go only after theirs. On an H200 compute waited 2.5 ms of a step for that. So such copies begin when the root's forward
+ends.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto
 
 import torch
+from torch import Tensor
 
 from laconic import _compat
 from laconic.comm.collectives import NOTHING, Communicator
@@ -55,6 +62,8 @@ class BucketGather:
         self._arrived: Event = None
         self._comes_from_cache = False
         self._stored: Event = None
+        self._unstored: tuple[Tensor, Event] | None = None
+        """The node shard that `store` has yet to copy to the cache, and the event after which it is complete."""
         self.num_crossings = 0
         """The gathers that began with this rank's shard, not with the cache."""
 
@@ -115,20 +124,31 @@ class BucketGather:
         self._version = version
         self._arrived = self._lanes.gather_node.record_event()
 
-    def finish(self) -> Event:
-        """Finish the gather. Returns the event after which the full buffer may be used."""
+    def finish(self, *, stores: bool = True) -> Event:
+        """Finish the gather. Returns the event after which the full buffer may be used.
+
+        Without `stores`, `store` copies the node shard to the cache later.
+        """
         with self._lanes.gather_local.going_on():
             self._pending.wait()
         self._pending, self._loaded = NOTHING, None
         event = self._lanes.gather_local.record_event()
-        if not self._comes_from_cache:  # now, so that the copy runs beside the next computation
-            self._stored = self.bucket.node_shard.store(self._node_shard, self._version, self._arrived, self._lanes)
+        self._unstored = None if self._comes_from_cache else (self._node_shard, self._arrived)
         self._arrived = None
         del self._node_shard
+        if stores:  # now, so that the copy runs beside the next computation
+            self.store()
         return event
+
+    def store(self) -> None:
+        """Copy the node shard to the cache, unless it came from there."""
+        if self._unstored is not None:
+            (node_shard, arrived), self._unstored = self._unstored, None
+            self._stored = self.bucket.node_shard.store(node_shard, self._version, arrived, self._lanes)
 
     def release(self) -> None:
         """Free the full buffer after the copy from it to the cache is done."""
+        self.store()
         stored, self._stored = self._stored, None
         wait_for(stored)
         self.bucket.full.free()
@@ -145,6 +165,8 @@ class UnitGather:
         self.is_stream_ordered = all(gather.is_stream_ordered for gather in self._gathers)
         self._events: list[Event] = []
         self.state = GatherState.IDLE
+        self.stays = False
+        """True if the weights stay after forward: [Note: Late copies]."""
 
     def crossings(self) -> Iterator[tuple[Bucket, int]]:
         """The buckets, each with the number of its gathers so far that began with this rank's shard."""
@@ -168,7 +190,17 @@ class UnitGather:
             self.state = GatherState.NODE
             if self.is_stream_ordered:
                 self.start_local()
-                self._events = [gather.finish() for gather in self._gathers]
+                self._finish()
+
+    def _finish(self) -> None:
+        stores = not (self.stays and torch.is_grad_enabled())
+        self._events = [gather.finish(stores=stores) for gather in self._gathers]
+
+    def store(self) -> None:
+        """Copy to the cache what has waited: [Note: Late copies]."""
+        if self.state in (GatherState.FULL, GatherState.SHOWN):
+            for gather in self._gathers:
+                gather.store()
 
     def start_local(self) -> None:
         """Begin the gather inside the node, once the node shards have arrived."""
@@ -198,7 +230,9 @@ class UnitGather:
         if self.state in (GatherState.FULL, GatherState.SHOWN):
             return
         self.start_local()
-        for event in self._events or [gather.finish() for gather in self._gathers]:
+        if not self._events:
+            self._finish()
+        for event in self._events:
             wait_for(event)
         self._observer.arrived(self)
         for bucket in self.buckets:

@@ -288,6 +288,7 @@ class Unit:
         for bucket in self.buckets:
             if bucket.stored.is_dropped and not bucket.is_frozen:
                 bucket.stored.restore()
+        self.gather.stays = self._stays_for_backward
         root.order.enter_forward(self.gather, _gathers(self.forward_prefetch))
 
     def _refuse_several_roots(self) -> None:
@@ -315,11 +316,14 @@ class Unit:
     def end_pass(self) -> None:
         """Free the weights after the forward of the unit, unless they stay for backward."""
         self.phase = UnitPhase.REST
-        keeps = self.reshard_after_forward is False or (self.reshard_after_forward is None and self.is_root)
-        if not _compat.in_backward() and not (keeps and torch.is_grad_enabled()):
+        if not _compat.in_backward() and not (self._stays_for_backward and torch.is_grad_enabled()):
             self.reshard()
         self.root.order.leave_forward(self.gather)
         self.progress.note("after forward")
+
+    @property
+    def _stays_for_backward(self) -> bool:
+        return self.reshard_after_forward is False or (self.reshard_after_forward is None and self.is_root)
 
     def _is_recomputed(self) -> bool:
         """True in a forward whose graph will be thrown away: [Note: Recomputed forwards]."""
@@ -524,6 +528,8 @@ class Root:
             if unit.phase is UnitPhase.FORWARD:  # some of its modules did not run
                 unit.end_pass()
         self.order.end_forward()
+        for unit in self.units:
+            unit.gather.store()
         self._buffers.end_forward()
         self.let_host_edit()
         if not torch.is_grad_enabled() and not _compat.in_backward():  # no backward will free what was gathered
