@@ -153,3 +153,28 @@ def _offload() -> dict[str, Any]:
 def test_offloaded_weights_rest_on_the_host_and_are_gathered_on_the_device() -> None:
     found = launch(_offload, num_ranks=1, timeout_s=110, backend=None)[0]
     assert found == {"rests": "cpu", "is_page_locked": True, "computes": "cuda", "gradient": "cpu"}
+
+
+def _copies_to_the_cache() -> list[int]:
+    def program() -> None:
+        mesh = init_mesh("cuda", nodes=2, local=2)
+        layers = [nn.Linear(64, 64, bias=False).to("cuda") for _ in range(3)]
+        for layer in layers:
+            fully_shard(layer, mesh=mesh, cache="host")
+        model = fully_shard(nn.Sequential(*layers, nn.Linear(64, 100, bias=False).to("cuda")), mesh=mesh, cache="host")
+        model(torch.randn(4, 64, device="cuda")).sum().backward()
+
+    tape = rehearse.run(program, nodes=2, local=2)
+    return [
+        access.end - access.begin
+        for entry in tape.entries
+        if isinstance(entry, Step) and entry.place.startswith("shard/cache.py") and entry.name == "aten::copy_"
+        for access in entry.accesses
+        if access.is_write and not tape.memories[access.memory].is_device
+    ]
+
+
+def test_the_copy_of_a_root_stands_before_no_other() -> None:
+    """Compute waits for the copy of each layer before it frees the layer: [Note: Late copies] in shard/gather.py."""
+    found = launch(_copies_to_the_cache, num_ranks=1, timeout_s=110, backend=None)[0]
+    assert found == [4 * 64 * 64 // 2] * 3 + [4 * 64 * 100 // 2]
