@@ -26,8 +26,9 @@ $(VENV)/.trainer: pyproject.toml constraints.txt
 
 $(VENV)/.installed: $(VENV)/.trainer
 	$(PIP) -e '.[dev]'
-	# beside the environment, as transformers would import it in every process
+	# beside the environment, as transformers, torch and DeepSpeed would import them in every process
 	$(PIP) --no-deps --target $(VENV)/torchao torchao
+	$(PIP) --no-deps --target $(VENV)/triton triton
 	# so would accelerate and Lightning these; DeepSpeed without its CUDA kernels, which it would compile
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) --no-deps --upgrade --target $(VENV)/peers $(PEERS)
 	$(COMPILE)

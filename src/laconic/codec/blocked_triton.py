@@ -112,15 +112,16 @@ def _encode(  # type: ignore[no-untyped-def]  # triton types its arguments
     else:
         bits = tl.maximum(step, _TINY).to(tl.int32, bitcast=True)
         half = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    wide = ((half << 16).to(tl.float32, bitcast=True))[:, None] + tl.zeros_like(x)
+    wide = (half << 16).to(tl.float32, bitcast=True)
     x = tl.where(is_bad[:, None], 0.0, x)
     if KIND == "quantile":
-        ratios = tl.where(wide > 0, tl.div_rn(x, wide), 0.0)
+        scale = wide[:, None] + tl.zeros_like(x)
+        ratios = tl.where(scale > 0, tl.div_rn(x, scale), 0.0)
         code = tl.zeros(x.shape, tl.int32)
         for index in tl.static_range(15):
             code += (ratios > tl.load(borders + index)).to(tl.int32)
     else:
-        inverse = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), wide)
+        inverse = tl.div_rn(tl.full(wide.shape, 1.0, tl.float32), wide)[:, None]
         if KIND == "two":
             code = tl.minimum(tl.maximum(x * (inverse * 0.5) + 2.0, 0.0), 3.0).to(tl.int32)
             half = tl.where(largest == 0, 0, half)
