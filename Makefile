@@ -11,7 +11,7 @@ PEERS := deepspeed einops hjson msgpack ninja py-cpuinfo 'torchft; python_versio
 	$(addprefix opentelemetry-,api sdk proto semantic-conventions exporter-http-transport exporter-otlp-common \
 	exporter-otlp-proto-common exporter-otlp-proto-http)
 
-.PHONY: demo test campaigns lint docs browser bench install clean
+.PHONY: demo test campaigns lint docs browser bench gpu install clean
 
 install: $(VENV)/.installed
 
@@ -62,6 +62,10 @@ docs: install
 # The report of `laconic compare` in a real browser; on Debian: apt-get install chromium.
 browser: install
 	$(BIN)/python -m tests.browser
+
+# On a machine with a GPU, whose own Python has torch with CUDA, Triton, numpy and pytest: it installs nothing.
+gpu:
+	PYTHONPATH=src:. $(PYTHON) -m benchmarks.gpu.report
 
 bench: install
 	$(BIN)/python -m benchmarks.wire

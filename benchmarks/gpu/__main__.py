@@ -4,6 +4,8 @@
     python -m benchmarks.gpu --rows step-plain,overlap-alone   some rows, recorded too
     python -m benchmarks.gpu --quick                           all rows at toy size, printed only; without a GPU on CPU
 
+`python -m benchmarks.gpu.report` runs the CUDA tests, too, and writes a report.
+
 The rows of `step` have one rank on NCCL, against plain PyTorch and FSDP2. The rows of `memory` have four ranks that
 share the GPU over Gloo. The rows of `overlap` read the copies to and from host memory in the profiler's trace. The rows
 of `loss` train the same model on CPU and on CUDA.

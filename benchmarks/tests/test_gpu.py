@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu import memory, overlap, training
+from benchmarks.gpu import memory, overlap, policies, report, training
 from benchmarks.gpu.__main__ import BENCHMARK
 from benchmarks.gpu.memory import Peak
 from benchmarks.gpu.overlap import overlap as overlap_of
@@ -82,3 +83,47 @@ def test_without_a_gpu_the_command_says_what_helps(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert BENCHMARK.main([]) == 1
     assert "benchmarks.gpu: torch finds no CUDA device here; --quick tries" in capsys.readouterr().err
+
+
+def losses_of(**others: Any) -> dict[str, Any]:
+    return {policy.name: [2.0, 1.0] for policy in policies.POLICIES} | others
+
+
+def test_policies_are_compared_one_by_one_and_errors_are_told() -> None:
+    found = losses_of(host=[2.0, 1.01], **{"4bit, host": [2.0, 1.01], "checks": "Traceback: no"})
+    row = policies.policies(bench(policies.policies_rank, by_rank=[losses_of(), found], cpu=[losses_of()] * 2))
+    total = len(policies.POLICIES)
+    assert (row.required, row.measured, row.is_met) == (f"{total} of {total}", f"{total - 2} of {total}", False)
+    assert "host 1e-02" in row.note, "more than the bound of exact policies"
+    assert "checks Traceback: no" in row.note
+
+
+def row(key: str, *, is_met: bool) -> record.Row:
+    return record.Row(key=key, claim=f"claim of {key}", required="1", measured="2", is_met=is_met)
+
+
+def test_a_report_says_whether_laconic_is_sound_and_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(bench: Bench) -> record.Row:
+        raise RuntimeError("no such luck")
+
+    rows = {
+        "policies": lambda bench: row("policies", is_met=True),
+        "step-plain": lambda bench: row("step-plain", is_met=False),
+    }
+    monkeypatch.setattr(report, "ORDER", ("policies", "step-plain", "codecs"))
+    monkeypatch.setattr(BENCHMARK, "rows", {**rows, "codecs": lambda bench: row("codecs", is_met=True)})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert report.main(["--quick", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "laconic is sound on this machine: CUDA tests: not run, as there is no GPU." in said
+    assert "Falls short: claim of step-plain (2, required 1)." in said
+    monkeypatch.setitem(BENCHMARK.rows, "codecs", fails)
+    assert report.main(["--quick", "--out", str(tmp_path)]) == 1
+    text = (tmp_path / "report.md").read_text()
+    assert "NOT sound" in text
+    assert "## codecs" in text
+    assert "RuntimeError: no such luck" in text
+    assert report.main(["--quick", "--out", str(tmp_path), "--minutes", "0"]) == 0
+    assert "Left: policies, step-plain, codecs." in capsys.readouterr().out.splitlines()[-2]

@@ -88,11 +88,12 @@ The claims on which most users decide, as measured:
 
 {chosen}
 
-**No GPU has run laconic yet**: the section gpu is empty. Sections: {sections}.
+**No cluster of GPUs has run laconic yet**; one GPU has, alone: [gpu](#gpu). Sections: {sections}.
 """
 HEADLINES = (
     ("wire", "wire-full"), ("thinner", "bytes"), ("wire", "device-memory"), ("thinner", "seconds"), ("wire", "losses"),
-    ("thinner", "paired"), ("trust", "kills"), ("trust", "races"),
+    ("thinner", "paired"), ("trust", "kills"), ("trust", "races"), ("gpu", "policies"), ("gpu", "step-plain"),
+    ("gpu", "step-fsdp2"),
 )  # fmt: skip
 """The section and the key of the claims on which users decide."""
 

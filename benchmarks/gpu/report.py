@@ -1,0 +1,183 @@
+"""Everything that one machine with a GPU can say about laconic, and a report that anybody can send.
+
+    python -m benchmarks.gpu.report             on a GPU: the CUDA tests, then all rows, recorded in RESULTS.md
+    python -m benchmarks.gpu.report --quick     toy sizes, printed only; on CPU where there is no GPU
+
+It needs torch, numpy and pytest alone, and runs from `src`: `make gpu`. A call ends after `--minutes`; another one goes
+on with the rows that are left. It writes DIR/report.md: the machine, the tests, the rows, and what failed with its log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import re
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.__main__ import BENCHMARK
+from tests.support.code_digest import code_digest
+from tests.support.measure import BenchmarkError, Options
+from tests.support.record import Record, Row, recorded_rows, rows_table
+
+ORDER = (
+    "policies", "loss-none", "loss-host", "loss-device", "step-plain", "step-fsdp2", "overlap-alone", "offload",
+    "codecs", "pinned", "adamw8bit", "host-none", "host-host", "host-4bit", "memory-host", "memory-device",
+    "memory-fsdp2", "overlap-gloo",
+)  # fmt: skip
+"""The rows, in order of worth: first whether the numbers are right, then the time of a step."""
+_TESTS = (
+    "tests/codec/test_fused.py", "tests/optim/test_adamw8bit.py", "tests/shard/test_cuda.py",
+    "tests/checkpoint/test_cuda.py",
+)  # fmt: skip
+_TESTS_S = 400.0
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What a machine has said so far."""
+
+    facts: dict[str, str]
+    tests: str = "not run"
+    """The last line of pytest, or why there is none."""
+    tests_log: str = ""
+    rows: dict[str, Row] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    """The traceback of each row that failed."""
+    left: list[str] = field(default_factory=list)
+    """The rows for which there was no time."""
+
+    @property
+    def is_sound(self) -> bool:
+        """True if no test failed, and every row about numbers is met."""
+        about_numbers = [row for key, row in self.rows.items() if key.startswith(("policies", "loss"))]
+        return not self.failures and "failed" not in self.tests and all(row.is_met for row in about_numbers)
+
+    def verdict(self) -> list[str]:
+        """Three lines: whether laconic is sound here, how fast it is, and what falls short."""
+        sound = "laconic is sound on this machine" if self.is_sound else "laconic is NOT sound on this machine"
+        step = [f"{row.claim}: {row.measured}" for key, row in self.rows.items() if key.startswith("step")]
+        unmet = [row for row in self.rows.values() if not row.is_met]
+        short = [f"{row.claim} ({row.measured}, required {row.required})" for row in unmet]
+        short += [f"{key} failed" for key in self.failures]
+        return [
+            f"{sound}: CUDA tests: {self.tests}.",
+            f"{'; '.join(step) or 'the step was not measured'}.",
+            f"Falls short: {'; '.join(short) or 'nothing'}." + (f" Left: {', '.join(self.left)}." if self.left else ""),
+        ]
+
+    def markdown(self) -> str:
+        """The whole report."""
+        listed = "\n".join(f"- {key}: {value}" for key, value in self.facts.items())
+        parts = ["# laconic on a GPU", *self.verdict(), listed, rows_table(list(self.rows.values()))]
+        for key, log in ({"CUDA tests": self.tests_log} if "failed" in self.tests else {}) | self.failures.items():
+            parts += [f"## {key}", f"```\n{log.strip()}\n```"]
+        return "\n\n".join(parts) + "\n"
+
+
+def facts() -> dict[str, str]:
+    """The machine and its software."""
+    found = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "device": "none: toy sizes on CPU",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        count, nbytes = torch.cuda.device_count(), properties.total_memory
+        found["device"] = f"{count} x {properties.name}, {nbytes / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    for name in ("triton", "numpy", "pytest", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def run_tests(report: Report) -> None:
+    """Run the CUDA tests, several at a time where pytest-xdist is there."""
+    many = ["-n", "4", "-p", "no:cacheprovider"] if find_spec("xdist") else []
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", *many, *_TESTS]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=_TESTS_S, check=False)
+        report.tests_log = run.stdout + run.stderr
+    except subprocess.TimeoutExpired as error:
+        report.tests, report.tests_log = f"failed: no end after {_TESTS_S:.0f} s", str(error.stdout)
+        return
+    told = re.findall(r"^.*(?:passed|failed|error|skipped).*$", report.tests_log, flags=re.MULTILINE)
+    report.tests = told[-1].strip("= ") if told else f"failed: pytest ended with {run.returncode}"
+
+
+def measure(report: Report, options: Options, ends: Callable[[], bool], arguments: Sequence[str]) -> None:
+    """Measure the rows that are left, record each at once, and stop when the time is over."""
+    bench = BENCHMARK.prepare(options)
+    for key in ORDER:
+        if key in report.rows:
+            continue
+        if ends():
+            report.left.append(key)
+            continue
+        print(f"{key} ...", file=sys.stderr, flush=True)
+        try:
+            row = report.rows[key] = BENCHMARK.rows[key](bench)
+        except Exception:  # of any kind: the other rows go on, and the report has it
+            report.failures[key] = traceback.format_exc()
+            continue
+        if not options.quick:
+            command = ["--rows", key]
+            BENCHMARK.save(Record("gpu", [row], BENCHMARK.rows, command, measures=BENCHMARK.measures), bench)
+
+
+def of_today() -> dict[str, Row]:
+    """The rows that this code gave today."""
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return {
+        key: row
+        for (section, key), row in recorded_rows().items()
+        if section == "gpu" and key in ORDER and row.date == today and row.code == code_digest(row.measures)
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all of it; returns 1 if laconic is not sound here."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="toy sizes; record nothing")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="DIR", help="default: runs/gpu")
+    parser.add_argument("--minutes", type=float, default=8.0, help="begin no row after so many; default: 8")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(given, namespace=Options())
+    end_s = time.monotonic() + 60 * options.minutes
+    report = Report(facts=facts(), rows={} if options.quick else of_today())
+    try:
+        if torch.cuda.is_available():
+            run_tests(report)
+        else:
+            report.tests = "not run, as there is no GPU"
+        measure(report, options, lambda: time.monotonic() > end_s, given)
+    except BenchmarkError as error:
+        print(f"benchmarks.gpu.report: {error}", file=sys.stderr)
+        return 1
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "report.md").write_text(report.markdown(), encoding="utf-8")
+    print("\n".join([*report.verdict(), f"The report to send: {options.out / 'report.md'}"]))
+    return 0 if report.is_sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
