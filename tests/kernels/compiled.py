@@ -39,12 +39,11 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
     for name, codec in codecs.items():
         if not isinstance(codec, BlockCodec):
             continue
-        kind, _, _ = blocked_triton._tables(codec, torch.device("cpu"))
-        constants = blocked_triton._constants(codec, kind, blocked_triton._NUMEL // codec.block)
-        yield f"{name}, encode", blocked_triton._encode, {**constants, "SUBTRACTS": False}, blocked_triton._NUMEL
-        yield f"{name}, decode", blocked_triton._decode, {**constants, "ADDS": False}, blocked_triton._NUMEL
-        yield f"{name}, difference", blocked_triton._encode, {**constants, "SUBTRACTS": True}, blocked_triton._NUMEL
-        yield f"{name}, sum", blocked_triton._decode, {**constants, "ADDS": True}, blocked_triton._NUMEL
+        constants = blocked_triton.constants(codec, codec.form(torch.device("cpu")))
+        yield f"{name}, encode", blocked_triton._encode, {**constants, "SUBTRACTS": False}, blocked_triton.NUMEL
+        yield f"{name}, decode", blocked_triton._decode, {**constants, "ADDS": False}, blocked_triton.NUMEL
+        yield f"{name}, difference", blocked_triton._encode, {**constants, "SUBTRACTS": True}, blocked_triton.NUMEL
+        yield f"{name}, sum", blocked_triton._decode, {**constants, "ADDS": True}, blocked_triton.NUMEL
     for dtype in (tl.float32, tl.bfloat16):
         shape = {"HEIGHT": 32, "WIDTH": 32, "LOWEST": DynamicMap.LOWEST, "HIGHEST": DynamicMap.HIGHEST}
         constants = {**shape, "VALUES": dtype, "GRADIENT": dtype, "ALIGNED": True}

@@ -17,6 +17,8 @@ values have equal bits all the same: [Note: Codes are whole multiples of a step]
 works, the chain runs as it is, and a warning says so.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 import warnings
@@ -24,7 +26,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from functools import lru_cache, wraps
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -136,6 +138,19 @@ _TWO_BIT_STEP = 0.9957
 """The best step of four even levels for a normal distribution of variance 1 (J. Max, 1960, table II)."""
 
 
+class KernelForm(NamedTuple):
+    """What the kernels of codec/blocked_triton.py need to know of a codec."""
+
+    kind: Literal["even", "two", "float", "quantile"]
+    bits: int
+    largest: float
+    """The steps that the largest value of a block takes; of two bits, half a step in root mean squares."""
+    borders: Tensor
+    """The borders between codes, fp32, where codes are looked up."""
+    numbers: Tensor
+    """The number of each code, in steps, fp32, where numbers are."""
+
+
 class BlockCodec(Codec):
     """Codes with one bf16 step per block. The payload holds all codes, then all steps."""
 
@@ -168,6 +183,10 @@ class BlockCodec(Codec):
         codes = _filled_up(codes, self.code_bytes(self.num_blocks(numel) * self.block))
         dequantize = fused(self._dequantize, codes.device) if fuse else self._dequantize
         return dequantize(codes, steps.to(torch.float32).unsqueeze(1)).view(-1)[:numel]
+
+    @abstractmethod
+    def form(self, device: torch.device) -> KernelForm:
+        """The numbers by which the kernels of codec/blocked_triton.py know this codec."""
 
     @abstractmethod
     def _quantize(self, blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
@@ -237,6 +256,11 @@ class Even(BlockCodec):
         """See `BlockCodec.code_bytes`: `bits` for each value."""
         return -(-numel * self.bits // 8)
 
+    def form(self, device: torch.device) -> KernelForm:
+        """See `BlockCodec.form`."""
+        nothing = torch.zeros(1, device=device)
+        return KernelForm("even", self.bits, float(self._largest), nothing, nothing)
+
     def _quantize(self, blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         steps = _to_steps(blocks.abs().amax(1).div_(self._largest))
         # A step is rounded by at most one part in 512, so no code exceeds the largest.
@@ -276,6 +300,11 @@ class TwoBit(BlockCodec):
         """See `BlockCodec.code_bytes`: two bits for each value."""
         return -(-numel // 4)
 
+    def form(self, device: torch.device) -> KernelForm:
+        """See `BlockCodec.form`."""
+        nothing = torch.zeros(1, device=device)
+        return KernelForm("two", 2, _TWO_BIT_STEP / 2, nothing, nothing)
+
     def _quantize(self, blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         sizes = blocks.new_full((len(blocks), 1), self.block)
         sizes[-1] = numel - (len(blocks) - 1) * self.block
@@ -309,6 +338,12 @@ class Float4(BlockCodec):
     def code_bytes(self, numel: int) -> int:
         """See `BlockCodec.code_bytes`: half a byte per value."""
         return -(-numel // 2)
+
+    def form(self, device: torch.device) -> KernelForm:
+        """See `BlockCodec.form`: borders are in half steps."""
+        positive = torch.tensor(self._magnitudes, device=device, dtype=torch.float32)
+        numbers = torch.cat([positive, -positive])
+        return KernelForm("float", 4, float(self._magnitudes[-1]), positive[1:] + positive[:-1], numbers)
 
     def _quantize(self, blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         _, nearest = _tables(self._magnitudes, blocks.device)
@@ -348,6 +383,11 @@ class Nf4(BlockCodec):
     def code_bytes(self, numel: int) -> int:
         """See `BlockCodec.code_bytes`: half a byte per value."""
         return -(-numel // 2)
+
+    def form(self, device: torch.device) -> KernelForm:
+        """See `BlockCodec.form`."""
+        values = torch.tensor(NF4, device=device)
+        return KernelForm("quantile", 4, 1.0, (values[1:] + values[:-1]) / 2, values)
 
     def _quantize(self, blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         _, borders = _nf4_tables(blocks.device)
@@ -469,26 +509,6 @@ def _tables(magnitudes: tuple[int, ...], device: torch.device) -> tuple[Tensor, 
     halves = torch.arange(2 * magnitudes[-1] + 2, device=device)
     nearest = torch.bucketize(halves.to(torch.float32), borders, right=True).to(torch.uint8)
     return _pairs_by_byte(torch.cat([positive, -positive])), nearest
-
-
-@lru_cache
-def float4_tables(magnitudes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The seven borders between magnitudes, in half steps, and the number of each code, (16,), in steps; fp32."""
-    positive = torch.tensor(magnitudes, device=device, dtype=torch.float32)
-    return positive[1:] + positive[:-1], torch.cat([positive, -positive])
-
-
-@lru_cache
-def nf4_tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The fifteen borders between the quantiles, and the sixteen quantiles; fp32."""
-    values = torch.tensor(NF4, device=device)
-    return (values[1:] + values[:-1]) / 2, values
-
-
-@lru_cache
-def no_table(device: torch.device) -> Tensor:
-    """The table of codecs that need none."""
-    return torch.zeros(1, device=device)
 
 
 @_kept

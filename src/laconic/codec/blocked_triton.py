@@ -8,6 +8,7 @@ squares: its order is the device's.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,14 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from laconic.codec import blocked
-
-_NUMEL = 2048
+NUMEL = 2048
 """The values of a program: sixteen for each thread of four warps."""
 _TINY: tl.constexpr = tl.constexpr(torch.finfo(torch.bfloat16).tiny)
 _ROUNDS: tl.constexpr = tl.constexpr(1.5 * 2.0**23)
 """A number whose sum with a small one has no room behind the point, so the sum rounds to the nearest even."""
-_TWO_BIT_STEP: tl.constexpr = tl.constexpr(blocked._TWO_BIT_STEP / 2)
 _NAN: tl.constexpr = tl.constexpr(0x7FC0)
 
 
@@ -31,46 +29,33 @@ def encode(codec: Any, values: Tensor, base: Tensor | None, codes: Tensor, steps
 
     Shapes: codes (code_bytes(n),) and steps (2 * num_blocks(n),), both uint8, at any addresses.
     """
-    kind, borders, _ = _tables(codec, values.device)
-    rows = _NUMEL // codec.block
-    _encode[(triton.cdiv(codec.num_blocks(values.numel()), rows),)](
-        values, values if base is None else base, codes, steps, borders, values.numel(), codes.numel(),
-        SUBTRACTS=base is not None, **_constants(codec, kind, rows), **_OPTIONS,
+    form = _form(codec, values.device)
+    _encode[(triton.cdiv(codec.num_blocks(values.numel()), NUMEL // codec.block),)](
+        values, values if base is None else base, codes, steps, form.borders, values.numel(), codes.numel(),
+        SUBTRACTS=base is not None, **constants(codec, form), **_OPTIONS,
     )  # fmt: skip
 
 
 def decode(codec: Any, codes: Tensor, steps: Tensor, out: Tensor, *, adds: bool = False) -> None:
     """Decode what `encode` wrote into `out`, (n,), of any floating dtype; with `adds`, add it to what is there."""
-    kind, _, numbers = _tables(codec, out.device)
-    rows = _NUMEL // codec.block
-    _decode[(triton.cdiv(codec.num_blocks(out.numel()), rows),)](
-        out, codes, steps, numbers, out.numel(), codes.numel(), ADDS=adds, **_constants(codec, kind, rows), **_OPTIONS
+    form = _form(codec, out.device)
+    _decode[(triton.cdiv(codec.num_blocks(out.numel()), NUMEL // codec.block),)](
+        out, codes, steps, form.numbers, out.numel(), codes.numel(), ADDS=adds, **constants(codec, form), **_OPTIONS
     )  # fmt: skip
 
 
 _OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 
 
-def _constants(codec: Any, kind: str, rows: int) -> dict[str, Any]:
-    bits = getattr(codec, "bits", 4)
-    bits = 2 if kind == "two" else bits
-    return {"KIND": kind, "BITS": bits, "LARGEST": _largest(codec), "BLOCK": codec.block, "ROWS": rows}
+@lru_cache
+def _form(codec: Any, device: torch.device) -> Any:
+    return codec.form(device)
 
 
-def _largest(codec: Any) -> float:
-    if isinstance(codec, blocked.Even):
-        return float(codec._largest)
-    return float(codec._magnitudes[-1]) if isinstance(codec, blocked.Float4) else 1.0
-
-
-def _tables(codec: Any, device: torch.device) -> tuple[str, Tensor, Tensor]:
-    """The kind of a codec, the borders between its codes, and the number of each code, where it has tables."""
-    if isinstance(codec, blocked.Float4):
-        return "float", *blocked.float4_tables(codec._magnitudes, device)
-    if isinstance(codec, blocked.Nf4):
-        return "quantile", *blocked.nf4_tables(device)
-    nothing = blocked.no_table(device)
-    return "two" if isinstance(codec, blocked.TwoBit) else "even", nothing, nothing
+def constants(codec: Any, form: Any) -> dict[str, Any]:
+    """The constants of the kernels for a `BlockCodec` and its form."""
+    rows = NUMEL // codec.block
+    return {"KIND": form.kind, "BITS": form.bits, "LARGEST": form.largest, "BLOCK": codec.block, "ROWS": rows}
 
 
 @triton.jit
@@ -106,7 +91,7 @@ def _encode(  # type: ignore[no-untyped-def]  # triton types its arguments
             x, tl.maximum(largest, tl.full(largest.shape, 1e-38, tl.float32))[:, None] + tl.zeros_like(x)
         )
         count = tl.minimum(numel - row * BLOCK, BLOCK).to(tl.float32)
-        step = largest * tl.sqrt_rn(tl.div_rn(tl.sum(ratios * ratios, axis=1), count)) * _TWO_BIT_STEP
+        step = largest * tl.sqrt_rn(tl.div_rn(tl.sum(ratios * ratios, axis=1), count)) * LARGEST
     if KIND == "quantile":  # scales are rounded up: no value exceeds its scale
         half = (step.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
     else:
