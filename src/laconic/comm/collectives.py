@@ -58,6 +58,8 @@ class Pending:
 
     def wait(self) -> None:
         """Block this thread until the data may be used. With NCCL, call this on the stream that began the transfer."""
+        if not self._works:  # a stream orders it, and nothing blocks
+            return
         with self._traffic.waiting(self._level, self._transfer, self._ticket):
             for work in self._works:
                 if work is not None:

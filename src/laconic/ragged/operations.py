@@ -198,11 +198,12 @@ def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 def _note_changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Bump versions ([Note: Versions] in ragged/tensor.py); return the arguments that `func` changes in place."""
     changed = _changed(func, args, kwargs)
-    for tensor in _leaves(changed):
-        if isinstance(tensor, RaggedTensor):
-            tensor.note_change()
-            if func in _ZERO:
-                tensor.note_zeroing()
+    ragged = [tensor for tensor in _leaves(changed) if isinstance(tensor, RaggedTensor)]
+    for bump in {tensor._bump for tensor in ragged}:  # parameters of a bucket share theirs
+        if bump is not None:
+            bump()
+    for tensor in ragged if func in _ZERO else ():
+        tensor.note_zeroing()
     return changed
 
 
