@@ -151,7 +151,7 @@ class AdamW8bit(RaggedOptimizer):
             grid = self._grid(parameter)
             kernels = _kernels() if local.is_cuda else None
             if kernels is not None and kernels.supports(grid):
-                later.setdefault(rule.step, []).append(kernels.Step(grid, local, gradient, moments, scales))
+                later.setdefault(rule.step, []).append(kernels.ParameterStep(grid, local, gradient, moments, scales))
             else:
                 _step_8bit(rule, grid, local, gradient, moments, scales)
         else:

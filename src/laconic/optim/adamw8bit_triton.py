@@ -37,7 +37,7 @@ _ALIGNMENT = 16
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float64: tl.float64}
 
 
-class Step(NamedTuple):
+class ParameterStep(NamedTuple):
     """One parameter's part on this rank: see `_step_8bit` in optim/adamw8bit.py."""
 
     grid: Grid
@@ -75,19 +75,25 @@ def supports(grid: Grid) -> bool:
     return numel & (numel - 1) == 0 and grid.height & (grid.height - 1) == 0 and numel <= _MAX_BLOCK_NUMEL
 
 
-def step_8bit(rule: Any, steps: Sequence[Step]) -> None:
+def step_8bit(rule: Any, steps: Sequence[ParameterStep]) -> None:
     """Take one step by `rule` on parameters of one device, in place: [Note: One launch]."""
     contiguous = [each._replace(gradient=each.gradient.contiguous()) for each in steps if each.num_blocks]
     for kind, group in itertools.groupby(sorted(contiguous, key=_order), key=lambda each: each.kind):
         _launch(rule, list(group), *kind)
 
 
-def _order(step: Step) -> str:
+def _order(step: ParameterStep) -> str:
     return str(step.kind)
 
 
 def _launch(
-    rule: Any, steps: list[Step], height: int, width: int, dtype: torch.dtype, grad_dtype: torch.dtype, aligned: bool
+    rule: Any,
+    steps: list[ParameterStep],
+    height: int,
+    width: int,
+    dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    aligned: bool,
 ) -> None:
     device = steps[0].values.device
     firsts = list(itertools.accumulate((each.num_blocks for each in steps), initial=0))
